@@ -335,7 +335,8 @@ def _attribute_names(kind: type) -> tuple[dict[str, frozenset[str]], bool]:
     return {"derived": frozenset(derived), "fixed": frozenset(fixed)}, own
 
 
-def _is_frozen(dataclass: Any) -> bool:
+def is_frozen(dataclass: Any) -> bool:
+    """True of a dataclass declared with `frozen=True`."""
     return dataclass.__dataclass_params__.frozen
 
 
@@ -346,7 +347,7 @@ def _frozen_fields(kind: type) -> tuple[str, ...] | None:
     Not of one that can be called, that is a function; nor of one with a field that equality
     ignores, or whose methods read anything else that may change.
     """
-    if not dataclasses.is_dataclass(kind) or not _is_frozen(kind):
+    if not dataclasses.is_dataclass(kind) or not is_frozen(kind):
         return None
     fields = dataclasses.fields(kind)
     called = any("__call__" in vars(base) for base in kind.__mro__)

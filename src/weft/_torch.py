@@ -463,7 +463,7 @@ def profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
-def every_thread() -> object:
+def every_thread() -> torch._C._profiler._ExperimentalConfig:
     """The profiler option to record ranges of all threads, not only of the one that starts it."""
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
 

@@ -11,7 +11,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -39,6 +39,60 @@ from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    axis: str | Sequence[str],
+    mask: Mask | None = None,
+    scale: float | None = None,
+    length: Length | None = None,
+    return_lse: Literal[False] = False,
+    *,
+    bias: Bias | Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: str | None = None,
+    name: str | None = None,
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    axis: str | Sequence[str],
+    mask: Mask | None = None,
+    scale: float | None = None,
+    length: Length | None = None,
+    *,
+    return_lse: Literal[True],
+    bias: Bias | Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: str | None = None,
+    name: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    axis: str | Sequence[str],
+    mask: Mask | None = None,
+    scale: float | None = None,
+    length: Length | None = None,
+    return_lse: bool = False,
+    *,
+    bias: Bias | Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    kernel: str | None = None,
+    name: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -116,10 +170,19 @@ def attention(
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
     result = None
     if in_graph(q):
-        flat = flattened(layout), flattened(mask), flattened(function)
-        plain = axes, _specialised(length), want_lse, kernel, name, is_learned
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
-        handle = _traced(*flat, *plain, calls.gradients_wanted(q, k, v, learned))
+        handle = _traced(
+            flattened(layout),
+            flattened(mask),
+            flattened(function),
+            axes,
+            _specialised(length),
+            want_lse,
+            kernel,
+            name,
+            is_learned,
+            calls.gradients_wanted(q, k, v, learned),
+        )
     else:
         tensors = (q, k, v, sinks)
         options_of_call = (want_lse, kernel, name, function, is_learned, scale, softcap, tensors)
@@ -147,7 +210,7 @@ def _attend_in_transform(
     def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         """The call on tensors that carry no transform."""
         arguments = {**options, **dict(zip(tensors, others))}
-        return attention(q, k, v, return_lse=True, **arguments)  # type: ignore[return-value]
+        return attention(q, k, v, return_lse=True, **arguments)
 
     if all(isinstance(t, Tensor) for t in (q, k, v)):
         q, k, v = as_autocast(q, k, v)  # here, as the backward pass runs it again elsewhere

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
@@ -25,6 +25,8 @@ from .transport import P2PBatch, Shuffle, Transport
 REFUSED, UNSUPPORTED = "refused", "unsupported"
 #: Between a call in words and numbers that a rank sends with it.
 _NUMBERS = "\x1f"
+
+Number = TypeVar("Number", int, float)
 
 
 class Channel:
@@ -107,7 +109,7 @@ class Channel:
         answer, self._answer = self._answer, None
         return answer is None or answer()
 
-    def exchange(self, numbers: Sequence[int]) -> dict[int, list[int]]:
+    def exchange(self, numbers: Sequence[Number]) -> dict[int, list[Number]]:
         """Numbers of every rank that takes part, this one's among them.
 
         Raises what `check` raises, where ranks' calls differ or one of them refused.

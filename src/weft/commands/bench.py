@@ -112,6 +112,7 @@ def bench(
     named = dtype or options.DTYPES[place]
     kind = options.dtype_named(named)
     shape = _SHAPE.fullmatch(what)
+    job: list[Case] | _Model
     if shape:
         options.refuse_given(context, ("batch", "length"), "not for a shape, which says it itself")
         job = _cases(shape, chosen, axis, mask, kind)

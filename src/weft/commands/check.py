@@ -155,10 +155,10 @@ def check(
     if result is None:  # not the rank that answers
         return
     comparisons, run = result
-    if timeline:
+    if timeline and run and recorded:
         run.draw(timeline, f"{chosen.name}, {recorded.axis}, {mask}, recorded")
         console().print(f"timeline: {timeline}", markup=False, soft_wrap=True)
-    if trace:
+    if trace and run:
         run.chrome(trace)
         console().print(f"trace: {trace}", markup=False, soft_wrap=True)
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"

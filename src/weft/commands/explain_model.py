@@ -14,7 +14,7 @@ from ..comm.world import check_inside_node
 from ..declare import catalog
 from ..declare.hardware import Hardware
 from ..declare.model_file import ModelSpec
-from ..errors import ShapeError, WeftError
+from ..errors import WeftError
 from ..inspect import tables, words
 from ..layout import Layout
 from ..models import check_fit
@@ -30,13 +30,12 @@ PARTS = ("attention", "resharding", "sums", "weights", "gradients")
 
 @dataclass(frozen=True)
 class Row:
-    """A layout of the comparison: the busiest rank's step, or why there is none."""
+    """A layout of the comparison: the busiest rank's step, and its time on hardware."""
 
     layout: Layout
-    count: StepCount | None = None
-    ranks: int = 0
-    time: StepTime | None = None
-    refused: str = ""
+    count: StepCount
+    ranks: int
+    time: StepTime | None
 
 
 def is_model(name: str) -> bool:
@@ -70,25 +69,26 @@ def explain_model(
         f"{str(dtype)[6:]}, gradients {way}\n",
         highlight=False,
     )
-    rows = []
+    rows, refused = [], {}
     what = "counting a step"
     with out.status(what), options.still_here(what):
         for layout in layouts:
-            rows.append(row(spec, layout, batch, lengths, dtype, way, machine, ranks_per_node))
-    good = [each for each in rows if each.count is not None]
+            try:
+                rows.append(row(spec, layout, batch, lengths, dtype, way, machine, ranks_per_node))
+            except WeftError as error:
+                if len(layouts) == 1:
+                    raise
+                refused[layout.name] = error
     if len(layouts) == 1:
-        if rows[0].refused:
-            raise ShapeError(rows[0].refused)
         out.print(_details(rows[0]))
-    if good:
-        out.print(_bytes(good))
-        out.print(_memory(good))
+    if rows:
+        out.print(_bytes(rows))
+        out.print(_memory(rows))
         if machine is not None:
-            out.print(_times(good, f"{hardware}"))
-    for each in rows:
-        if each.refused:
-            line = f"refused: {each.layout.name}: {each.refused}"
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+            out.print(_times(rows, f"{hardware}"))
+    for name, why in refused.items():
+        line = f"refused: {name}: {why}"
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def row(
@@ -101,17 +101,14 @@ def row(
     machine: Hardware | None,
     ranks_per_node: int | None,
 ) -> Row:
-    """A layout's row; what it cannot do is in the row, so that others still are compared."""
-    try:
-        if ranks_per_node:
-            nodes = {r: f"node {r // ranks_per_node}" for r in range(layout.world_size)}
-            check_inside_node(layout.inside_node, nodes, layout.mesh, layout.source)
-        check_fit(spec, layout)
-        counts = count_steps(layout, spec, batch, lengths, dtype, way)
-        most = busiest(counts)
-        time = None if machine is None else step_time(most, [layout], machine)
-    except WeftError as error:
-        return Row(layout, refused=str(error))
+    """A layout's row; raises what it refuses."""
+    if ranks_per_node:
+        nodes = {r: f"node {r // ranks_per_node}" for r in range(layout.world_size)}
+        check_inside_node(layout.inside_node, nodes, layout.mesh, layout.source)
+    check_fit(spec, layout)
+    counts = count_steps(layout, spec, batch, lengths, dtype, way)
+    most = busiest(counts)
+    time = None if machine is None else step_time(most, [layout], machine)
     return Row(layout, most, len(counts), time)
 
 
@@ -178,9 +175,12 @@ def _times(rows: Sequence[Row], name: str) -> Table:
         caption="the rest: resharding, sums and gradients, hidden by nothing. Matrix products at "
         "the attention kernel's best rate, assumed.",
     )
-    best = min(row.time.total for row in rows)
-    for row in sorted(rows, key=lambda row: row.time.total):
-        seconds = (row.time.attention, row.time.products, row.time.rest, row.time.total)
-        share = f"{row.time.total / best:.2f}"
-        made.add_row(escape(row.layout.name), *map(words.show_time, seconds), share)
+    times = sorted(
+        ((row.layout.name, row.time) for row in rows if row.time is not None),
+        key=lambda timed: timed[1].total,
+    )
+    for name, time in times:
+        seconds = (time.attention, time.products, time.rest, time.total)
+        share = f"{time.total / times[0][1].total:.2f}"
+        made.add_row(escape(name), *map(words.show_time, seconds), share)
     return made

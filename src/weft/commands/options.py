@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -59,12 +59,12 @@ LayoutName = Annotated[
 ]
 
 
-def of_call(what: str, **options) -> OptionInfo:
+def of_call(what: str, **options: Any) -> OptionInfo:
     """An option about the attention call."""
     return typer.Option(help=what, rich_help_panel=CALL, **options)
 
 
-def of_run(what: str, *names: str, **options) -> OptionInfo:
+def of_run(what: str, *names: str, **options: Any) -> OptionInfo:
     """An option about where and how it runs."""
     return typer.Option(*names, help=what, rich_help_panel=RUN, **options)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from rich.markup import escape
+from rich.table import Table
 
 from ..declare.hardware import Hardware
 from ..declare.model_file import ModelSpec
@@ -73,7 +74,7 @@ def plan_model(
         _write(choices[0], model, f"{devices} devices of {hardware}", write)
 
 
-def _table(choices: Sequence[ModelChoice], top: int):
+def _table(choices: Sequence[ModelChoice], top: int) -> Table:
     columns = ("attention", "products", "the rest", "step", "x best", "received", "memory")
     made = tables.table("predicted", "layout", *columns, right=columns)
     best = choices[0].time.total

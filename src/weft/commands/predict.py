@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import typer
@@ -39,11 +39,11 @@ PREDICTION = "prediction"
 PACKED = (".gz", ".bz2", ".zip", ".xz", ".zst", ".tar")
 
 
-def _of_tables(what: str, *names: str, **more) -> OptionInfo:
+def _of_tables(what: str, *names: str, **more: Any) -> OptionInfo:
     return typer.Option(*names, help=what, rich_help_panel="The tables", **more)
 
 
-def _of_model(what: str, **more) -> OptionInfo:
+def _of_model(what: str, **more: Any) -> OptionInfo:
     return typer.Option(help=what, rich_help_panel="The model", **more)
 
 
@@ -131,9 +131,9 @@ def predict(
     found = launch.run(_rank, job, tables if here else None, ranks=ranks)
     if found is None:
         return
-    *found, warned = found
+    classes, probabilities, warned = found
     _note(console, warned)
-    _write(out, tables, *found, force)
+    _write(out, tables, classes, probabilities, force)
     seconds = f"[dim]({time.monotonic() - begin:.1f} s)[/]"
     where = "" if out == STDOUT else f"wrote {escape(str(out))} "
     console.print(f"{where}{seconds}", highlight=False, soft_wrap=True)

@@ -57,7 +57,8 @@ class TimedPasses:
         (2.0, 3.0, 5.0)
         """
         backward = [whole - forward for forward, whole in zip(self.forward, self.whole)]
-        return tuple(statistics.median(s) for s in (self.forward, backward, self.whole))
+        f, b, w = (statistics.median(s) for s in (self.forward, backward, self.whole))
+        return f, b, w
 
 
 def side_by_side(
@@ -172,10 +173,11 @@ def _wait(device: str) -> None:
 
 def call_work(layout: Layout, case: Case, device: str) -> Work:
     """An attention call on random tensors, as they rest on this rank of a bound layout."""
-    options = {"dtype": case.dtype, "device": device, "requires_grad": True}
     full = {name: torch.empty(shape, device="meta") for name, shape in case.shapes.items()}
     shapes = (local_part(layout, case, full[name], name).shape for name in "qkv")
-    q, k, v = (torch.randn(shape, **options) for shape in shapes)
+    q, k, v = (
+        torch.randn(shape, dtype=case.dtype, device=device, requires_grad=True) for shape in shapes
+    )
     return Work(
         lambda: attention(q, k, v, layout, case.axes, case.mask, length=case.length), (q, k, v)
     )

@@ -32,13 +32,13 @@ OF_TABLES = (
 
 
 def _of_training(
-    what: str, default: str | bool = True, param_decls: Sequence[str] = (), **options
+    what: str, default: str | bool = True, param_decls: Sequence[str] = (), **options: Any
 ) -> OptionInfo:
     options |= {"help": what, "show_default": default, "rich_help_panel": "Training"}
     return typer.Option(*param_decls, **options)
 
 
-def _of_files(what: str, default: str, **more) -> OptionInfo:
+def _of_files(what: str, default: str, **more: Any) -> OptionInfo:
     return typer.Option(help=what, show_default=default, rich_help_panel=options.FILES, **more)
 
 
@@ -141,22 +141,23 @@ def train(
         raise typer.BadParameter("--checkpoint-every needs --checkpoint-dir, the folder for them")
     _refuse_early(spec, evaluate, resume, checkpoint_dir)
     where = "one-device" if run.layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
+    log_dir = log_dir or Path("runs") / f"{spec.name}-{where}"
     given = {
         "seed": run.seed,
         "dtype": options.dtype_named(run.dtype),
         "run_file": run.resolved().to_toml(),
-        "log_dir": log_dir or Path("runs") / f"{spec.name}-{where}",
+        "log_dir": log_dir,
         "checkpoint_dir": checkpoint_dir,
         "resume": resume,
         "evaluate_tables": evaluate,
     }
     place = options.device_for(device, ranks)
-    _announce(spec, chosen, ranks, place, given["log_dir"])
+    _announce(spec, chosen, ranks, place, log_dir)
     job = (spec, run.layout, place, timeout, given)
     seconds = launch.run(_rank, *job, ranks=ranks, restarts=restarts, on_restart=_print)
     if seconds is not None:
         console().print(
-            f"trained in {seconds:.0f} s; weights in {given['log_dir'] / WEIGHTS}", highlight=False
+            f"trained in {seconds:.0f} s; weights in {log_dir / WEIGHTS}", highlight=False
         )
         if spec.head == "table":
             console().print(OF_TABLES, highlight=False, soft_wrap=True)

@@ -77,7 +77,7 @@ def build(name: str, config: Path, layers: int | None = None, seed: int = 0) -> 
     path = config / "config.json" if config.is_dir() else config
     if name.startswith("Auto") and hasattr(kind, "_model_mapping"):
         raise DeclarationError(_not_auto(name, path))
-    if getattr(kind, "config_class", None) is None:
+    if kind is None or getattr(kind, "config_class", None) is None:
         models = [n for n in dir(transformers) if "For" in n or n.endswith("Model")]
         models = [n for n in models if not n.startswith("Auto")]
         raise DeclarationError(f"transformers has no model class {name!r}{_near(name, models)}")
@@ -147,7 +147,7 @@ def _classes(read: dict[str, Any], lead: str, auto: str = "") -> str:
     """The classes that a configuration is of: in an auto class's table, or its `architectures`."""
     import transformers
 
-    known, of = transformers.CONFIG_MAPPING, read.get("model_type")
+    known, of = transformers.CONFIG_MAPPING, str(read.get("model_type"))
     tables = (auto,) if auto else ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
     found = [
         getattr(transformers, t)._model_mapping.get(known[of], None) for t in tables if of in known

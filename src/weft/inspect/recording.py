@@ -75,8 +75,8 @@ def record(layout: Layout | None = None) -> Iterator[Recording]:
     ['q 0 x kv 0']
     """
     recording = Recording()
-    options = {"activities": [ProfilerActivity.CPU], "experimental_config": every_thread()}
-    with _quiet(), profile(**options) as profiler:
+    kinds = [ProfilerActivity.CPU]
+    with _quiet(), profile(activities=kinds, experimental_config=every_thread()) as profiler:
         with record_function(_CLOCK):
             clock = time.time_ns() / 1e3
         yield recording

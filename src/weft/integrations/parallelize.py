@@ -6,6 +6,7 @@ Models are told apart by the packages of their classes; no package is imported f
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -60,19 +61,30 @@ def parallelize(
             "FSDP2 and DDP are put around a model by weft.data_parallel(model, layout, 'fsdp' or "
             "'ddp'); weft.parallelize puts models of other packages on a layout"
         )
+    place: Callable[..., nn.Module]
     package = _package(model)
     if package == "weft":
         _check_own(model, layout, axis, options)
         return model
     if package == "transformers":
-        from .transformers.model import parallelize_transformers as place
+        from .transformers.model import parallelize_transformers
+
+        place = parallelize_transformers
     elif package == "diffusers":
-        from .diffusers.model import parallelize_diffusers as place
+        from .diffusers.model import parallelize_diffusers
+
+        place = parallelize_diffusers
     elif package == "tabpfn":
-        from .tabular.tabpfn import parallelize_tabpfn as place
+        from .tabular.tabpfn import parallelize_tabpfn
+
+        place = parallelize_tabpfn
     else:
-        from .tabular.tabicl import parallelize_tabicl as place
-    return place(model, layout, **({} if axis is None else {"axis": axis}), **options)
+        from .tabular.tabicl import parallelize_tabicl
+
+        place = parallelize_tabicl
+    if axis is not None:
+        options = {"axis": axis, **options}
+    return place(model, layout, **options)
 
 
 def restore(model: nn.Module) -> nn.Module:
@@ -102,7 +114,8 @@ def restore(model: nn.Module) -> nn.Module:
 
 def _origins(model: nn.Module) -> set[str]:
     """Packages of a model's classes; of one in adapters, those of the model within."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = getattr(model, "get_base_model", None)  # peft's, whose class is in no type here
+    inner = model if base is None else base()
     return {kind.__module__.partition(".")[0] for kind in type(inner).__mro__}
 
 

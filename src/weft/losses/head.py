@@ -147,7 +147,9 @@ class _Numbers(torch.autograd.Function):
     @staticmethod
     @once("weft.losses", linear=False)
     def backward(ctx: Any, saved: tuple[Tensor, ...], *above: Tensor) -> tuple:
-        grads = _backward(*saved, torch.stack(above, 1), ctx.head, ctx.needs_input_grad[:2])
+        hidden, weight, labels, kept = saved
+        needs = ctx.needs_input_grad[:2]
+        grads = _backward(hidden, weight, labels, kept, torch.stack(above, 1), ctx.head, needs)
         return *grads, None, None
 
 

@@ -9,6 +9,7 @@ needs the keys of its columns, and its own box of the pair tensor is the bias of
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -160,7 +161,7 @@ class PairformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         make = generator or torch.Generator().manual_seed(torch.initial_seed())
-        options = {"axes": axes, "layout": layout, "generator": make}
+        options: dict[str, Any] = {"axes": axes, "layout": layout, "generator": make}
         rows, columns = pair_axes(axes)
         self.norms = nn.ModuleList(LayerNorm(pair_dim) for _ in range(4))
         self.outgoing = TriangleMultiplication(pair_dim, "outgoing", hidden=hidden, **options)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._caching import cached
 from .._digest import number_of
+from ..bias import Bias
 from ..comm import index_at, places
 from ..comm.channel import Channel
 from ..declare.layout import LayoutDeclaration
@@ -188,7 +189,7 @@ class TriangleAttention(MultiAxisAttention):
         lengths: Mapping[str, int] | None = None,
         context_lengths: Mapping[str, int] | None = None,
         *,
-        bias: None = None,
+        bias: None = None,  # type: ignore[override]  # it makes its own
     ) -> Tensor:
         """As `MultiAxisAttention.forward`, without a context or another bias.
 
@@ -233,10 +234,12 @@ class TriangleAttention(MultiAxisAttention):
         orders = (sequence_order(*subject, sample) for sample in range(len(x)))
         return [Renumbered(mask, order, total) for order in orders]
 
-    def _of_sequences(self, mask: Mask, bias: Tensor, *_) -> tuple[Mask, Tensor]:
+    def _of_sequences(
+        self, mask: Mask, bias: Bias | Tensor | None, *_: object
+    ) -> tuple[Mask, Bias | Tensor | None]:
         return mask, bias  # are those of one sample already
 
-    def _tile(self, bias: Tensor, *_) -> Tensor:
+    def _tile(self, bias: Bias | Tensor | None, *_: object) -> Bias | Tensor | None:
         return bias  # is a tile already
 
     def _bias_tiles(self, x: Tensor, length: int) -> list[Tensor]:
@@ -249,7 +252,7 @@ class TriangleAttention(MultiAxisAttention):
         if mesh:  # every rank has its part of them
             boxes = _boxes(unbound, self.pair, length, heads, tuple(coords.items()))
             plan = plan_boxes(unbound, self.pair, length, tuple(coords.items()), boxes)
-            values = boxed(values, plan, tuple(values.shape[1:3]), layout.bound)
+            values = boxed(values, plan, (values.shape[1], values.shape[2]), layout.bound)
         *_, spans = _box(unbound, self.pair[1], length, heads, tuple(coords.items()))
         if count(spans) != heads:  # those that this rank computes with
             first = heads * index_at(layout.mesh, layout.shard_dims(HEADS), coords)
@@ -276,8 +279,8 @@ def _box(
         bias_tensor=True,
     )
     plan = Plan(layout, problem, dict(place))
-    spans = (plan.forward.tile_spans(side) for side in (True, False))
-    return (*spans, plan.compute_q.head_spans)
+    rows, columns = (plan.forward.tile_spans(side) for side in (True, False))
+    return rows, columns, plan.compute_q.head_spans
 
 
 @cached(64)

@@ -116,7 +116,7 @@ def routed_attention(
     routing: Routing,
     mask: Mask = Full(),  # noqa: B008 (frozen)
     scale: float | None = None,
-    length=None,
+    length: int | tuple[int, int] | Mapping[str, tuple[int, int]] | None = None,
     *,
     want_attention: bool = False,
     kernel: str | None = None,
@@ -214,7 +214,15 @@ class _Run:
         self.partition = BlockPartition(dims, sizes, coords, blocks, tuple(count(s) for s in keys))
 
     @without_autocast
-    def __call__(self, q, k, v, router: Router, want_attention: bool, kernel: str | None):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        router: Router,
+        want_attention: bool,
+        kernel: str | None,
+    ) -> tuple[Tensor, Routes]:
         own, eligible = self.partition.own, self._visibility(q.device).eligible
         shares = self._shares(q, k, router)
         matrix = GatherBlocks.apply(shares.detach(), self.partition, self.transport, "routes")
@@ -262,7 +270,7 @@ class _Run:
         open_ = whole | (not self.routing.strict)
         return routes.log_shares(logits, eligible, open_, self.routing.temperature)
 
-    def _heads(self, device) -> tuple[Tensor, Tensor]:
+    def _heads(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The router's heads of this rank: its weights are split like the tensors at rest."""
         found = []
         for resharding, entry, repeat in (
@@ -292,7 +300,16 @@ class _Run:
 
     # -- attention -----------------------------------------------------------------------------
 
-    def _attend(self, q, keys, values, shares, slots, want_attention: bool, kernel: str | None):
+    def _attend(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        shares: Tensor,
+        slots: Tensor,
+        want_attention: bool,
+        kernel: str | None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Query blocks against their slots: (b h n e), weight and peak by slot (b r i s)."""
         lengths = [count(self.queries[i]) for i in self.partition.own]
         tall, wide = max(lengths), keys.shape[3] * keys.shape[4]
@@ -343,7 +360,9 @@ class _Run:
             return high
         return torch.cat([high, (bias - high.to(bias.dtype)).to(keys.dtype)], -1)
 
-    def _view(self, slots: Tensor, valid: Tensor, tall: int, rows: Tensor):
+    def _view(
+        self, slots: Tensor, valid: Tensor, tall: int, rows: Tensor
+    ) -> tuple[tuple[Rectangle, ...], Tensor | None]:
         """The rectangles of scores that are plain, or one with a mask tensor."""
         own = self.partition.own
         width, long = slots.shape[-1] * self.partition.longest, self.partition.longest

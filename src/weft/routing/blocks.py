@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..comm.once_differentiable import once
-from ..kernels import Request, TileView, accumulate_dtype, choose
+from ..kernels import Kernel, Request, TileView, accumulate_dtype, choose
 from ..runtime.autocast import without_autocast
 from ..runtime.merging import PartialOutput, PartialSum
 
@@ -35,7 +35,7 @@ class BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx,
+        ctx: Any,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -43,7 +43,7 @@ class BlockAttention(torch.autograd.Function):
         rectangles: tuple[Rectangle, ...],
         scale: float,
         kernel: str | None,
-    ):
+    ) -> Tensor:
         # Kernels need not take tensors without rows.
         rectangles = tuple(r for r in rectangles if q.numel() and r.low < r.high)
         accum_dtype = accumulate_dtype(q.dtype)
@@ -77,10 +77,13 @@ class BlockAttention(torch.autograd.Function):
         return (*(total.result() for total in sums), None, None, None, None)
 
 
-def _kernel(r: Rectangle, q: Tensor, v: Tensor, name: str | None):
+def _kernel(r: Rectangle, q: Tensor, v: Tensor, name: str | None) -> Kernel:
     request = Request(q.device.type, q.dtype, q.shape[3], v.shape[3], masked=r.masked)
     return choose(request, name)
 
 
 def _view(r: Rectangle, seen: Tensor | None, scale: float) -> TileView:
-    return TileView(scale, r.causal, mask=seen[..., r.low : r.high] if r.masked else None)
+    if not r.masked:
+        return TileView(scale, r.causal)
+    assert seen is not None
+    return TileView(scale, r.causal, mask=seen[..., r.low : r.high])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,7 +125,7 @@ def _askers(partition: BlockPartition, level: int, coord: int | None) -> Tensor:
     return _numbers(partition, lambda place: place[: level + 1] == wanted)
 
 
-def _numbers(partition: BlockPartition, fits) -> Tensor:
+def _numbers(partition: BlockPartition, fits: Callable[[tuple[int, ...]], bool]) -> Tensor:
     """Which blocks' owners have coordinates that fit: (blocks,) bool."""
     places = itertools.product(*(range(size) for size in partition.sizes))
     return torch.tensor([fits(place) for place in places]).repeat_interleave(partition.blocks)

@@ -213,7 +213,12 @@ class Fetch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, route: FetchPlan, rows: Tensor, transport: Transport
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        route: FetchPlan,
+        rows: Tensor,
+        transport: Transport,
     ) -> Any:
         ctx.route, ctx.rows, ctx.transport = route, rows, transport
         ctx.shapes = k.shape, v.shape

@@ -10,6 +10,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from ..bias import Bias
 from ..comm import collectives
 from ..declare.explain import explain_validation
 from ..declare.routing import Routing
@@ -74,7 +75,7 @@ class RoutedAttention(MultiAxisAttention):
         **options: Any,
     ) -> None:
         layout = Layout.single() if layout is None else layout
-        place = {"layout": layout, "device": device, "dtype": dtype}
+        place: dict[str, Any] = {"layout": layout, "device": device, "dtype": dtype}
         heads = num_heads if kv_heads is None else kv_heads
         super().__init__(
             embed_dim,
@@ -100,7 +101,7 @@ class RoutedAttention(MultiAxisAttention):
         """Copies and pickles begin without a latest call, whose graph torch refuses to copy."""
         return {**self.__dict__, "last": None}
 
-    def forward(
+    def forward(  # type: ignore[override]  # with the routes, where they are asked for
         self,
         x: Tensor,
         *args: Any,
@@ -119,7 +120,10 @@ class RoutedAttention(MultiAxisAttention):
             UnsupportedError: a bias.
         """
         out = super().forward(x, *args, **kwargs)
-        return (out, self.last) if return_routes else out
+        if not return_routes:
+            return out
+        assert self.last is not None
+        return out, self.last
 
     def current(self) -> Routing:
         """The options now: during warm-up, with more blocks and another temperature.
@@ -154,7 +158,15 @@ class RoutedAttention(MultiAxisAttention):
         ranks = math.prod(self.layout.mesh[d] for d in _split_dims(self.layout))
         return self.last.penalty(self.routing) / ranks
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, length, bias) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Mask,
+        length: Mapping[str, tuple[int, int]],
+        bias: Bias | Tensor | None,
+    ) -> Tensor:
         if bias is not None or self.geometry.own:
             raise UnsupportedError(
                 "routing chooses among blocks of an axis that x has, without a bias of the scores"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from .module import routed_modules
 from .router import entropy
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.patches import Rectangle
 
 
 def observe(model: nn.Module, on: bool) -> None:
@@ -127,13 +129,13 @@ def scores_figure(how: Routes, sample: int = 0) -> Figure:
     return figure
 
 
-def _square(row: int, column: int, **style):
+def _square(row: int, column: int, **style: Any) -> Rectangle:
     from matplotlib.patches import Rectangle
 
     return Rectangle((column - 0.5, row - 0.5), 1, 1, **style)
 
 
-def _label(axes, shape: torch.Size, title: str) -> None:
+def _label(axes: Axes, shape: torch.Size, title: str) -> None:
     axes.set_title(title, fontsize=9)
     axes.set_xlabel("key block")
     axes.set_ylabel("query block")

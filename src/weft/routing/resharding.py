@@ -51,16 +51,18 @@ class RoutedResharding:
 
 class _ToCompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: RoutedResharding, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, call: RoutedResharding, q: Tensor, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.call = call
-        moved = resharding.to_compute(call.plan, call.channel, *tensors)
+        moved = resharding.to_compute(call.plan, call.channel, q, k, v)
         return tuple(t.contiguous() for t in moved)
 
     @staticmethod
     @once("routed attention")
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        channel = ctx.call.begin_backward(grads[0])
-        moved = resharding.to_compute_adjoint(ctx.call.plan, channel, *grads)
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        channel = ctx.call.begin_backward(dq)
+        moved = resharding.to_compute_adjoint(ctx.call.plan, channel, dq, dk, dv)
         channel.finish()
         ctx.call.backward = None
         return None, *moved

@@ -119,8 +119,8 @@ def block_visibility(
     """What each query block surely sees of each key block, from positions alone."""
     if device != CPU:
         there = block_visibility(mask, queries, keys)
-        tables = (upload(t, device) for t in (there.eligible, there.whole))
-        return BlockVisibility(*tables, there.causal)
+        eligible, whole = (upload(t, device) for t in (there.eligible, there.whole))
+        return BlockVisibility(eligible, whole, there.causal)
     eligible, whole = torch.zeros(2, len(queries), len(keys), dtype=torch.bool, device=CPU)
     for i, q in enumerate(queries):
         for j, k in enumerate(keys):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ class Region(TorchFunctionMode):
         super().__init__()
         self.state, self.caught = state, 0
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if func is not _SDPA:
             return func(*args, **(kwargs or {}))
         self.caught += 1
@@ -47,12 +50,12 @@ class Region(TorchFunctionMode):
                 "attention: weft honours none of them in a diffusers transformer"
             )
         state = self.state
+        assert state.image is not None  # known since the model's input was split
         length = state.text + state.image
-        tensors = [query, key, value]
         if state.whole_text:
-            tensors = [self._own_text(t, 2) for t in tensors]
+            query, key, value = (self._own_text(t, 2) for t in (query, key, value))
         mask = FULL if attn_mask is None else self._mask(attn_mask, key.shape[2], length)
-        out = attention(*tensors, state.layout, state.axis, mask, scale, length)
+        out = attention(query, key, value, state.layout, state.axis, mask, scale, length)
         return self._all_text(out) if state.whole_text else out
 
     def _own_text(self, t: Tensor, dim: int) -> Tensor:

@@ -138,7 +138,7 @@ class _Hooks(Streams):
         while self.regions:
             self.leave_attention(module, (), {}, None)
 
-    def split_input(self, name: str, splits: tuple[TokenSplit, ...]):
+    def split_input(self, name: str, splits: tuple[TokenSplit, ...]) -> Callable:
         """A pre-hook that splits an argument of a module."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -153,7 +153,7 @@ class _Hooks(Streams):
 
         return hook
 
-    def split_output(self, index: int, splits: tuple[TokenSplit, ...]):
+    def split_output(self, index: int, splits: tuple[TokenSplit, ...]) -> Callable:
         """A hook that splits one of a module's outputs."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
@@ -164,7 +164,7 @@ class _Hooks(Streams):
 
         return hook
 
-    def _split_all(self, values, splits: tuple[TokenSplit, ...], what: str) -> list[Tensor]:
+    def _split_all(self, values: Any, splits: tuple[TokenSplit, ...], what: str) -> list[Tensor]:
         text_only = all(s.streams == ("text",) for s in splits)
         if text_only and self.whole_text:
             return list(values)
@@ -172,6 +172,7 @@ class _Hooks(Streams):
 
     def gather_output(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         """The full output: later layers are replicated, and sync_gradients sums over the ranks."""
+        assert self.image is not None  # known since the model's input was split
         gathered = self.joined(output, "image", self.image, self.plan.gather[1])
         return scale_gradient(gathered, 1.0 / self.layout.size(self.axis))
 
@@ -206,12 +207,28 @@ def _check(transformer: nn.Module, layout: Layout, axis: str) -> None:
 
 #: Packages whose modules and processors belong into a diffusers transformer: each treats tokens as
 #: the module does that it stands for.
-_KNOWN = ("diffusers", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao")
+_KNOWN: tuple[str, ...] = (
+    "diffusers",
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "bitsandbytes",
+    "torchao",
+)
 _KNOWN += ("optimum", "gguf", "builtins", "typing", "abc", "collections")
 
 
 #: Where torch has modules that make of one token something else than of the same among others.
-_MIXING = ("batchnorm", "channelshuffle", "conv", "fold", "instancenorm", "padding", "pixelshuffle")
+_MIXING: tuple[str, ...] = (
+    "batchnorm",
+    "channelshuffle",
+    "conv",
+    "fold",
+    "instancenorm",
+    "padding",
+    "pixelshuffle",
+)
 _MIXING += ("pooling", "rnn", "transformer", "upsampling")
 
 
@@ -235,7 +252,8 @@ def _check_modules(transformer: nn.Module, tokenwise: tuple[str, ...]) -> None:
     if missing := [path for path in tokenwise if path not in parts]:
         raise DeclarationError(f"tokenwise={missing}: {name} has no such modules")
     with torch.device("meta"):
-        built = dict(type(transformer).from_config(transformer.config).named_modules())
+        kind: Any = type(transformer)  # one of diffusers' model classes
+        built = dict(kind.from_config(transformer.config).named_modules())
     for path, part in parts.items():
         inside = any(path == own or path.startswith(f"{own}.") for own in tokenwise)
         unknown = any(c.__module__.split(".")[0] not in _KNOWN for c in type(part).mro())

@@ -54,11 +54,13 @@ class Family:
 
 
 _IMAGE, _TEXT = ("image",), ("text",)
-_BLOCK = {
+_BLOCK: dict[str | int, tuple[TokenSplit, ...]] = {
     "hidden_states": (TokenSplit(1, _IMAGE, 3),),
     "encoder_hidden_states": (TokenSplit(1, _TEXT, 3),),
 }
-_MASK = {"attention_mask": (TokenSplit(-1, ("image", "text"), 4),)}
+_MASK: dict[str | int, tuple[TokenSplit, ...]] = {
+    "attention_mask": (TokenSplit(-1, ("image", "text"), 4),)
+}
 
 FAMILIES = {
     "FluxTransformer2DModel": Family(True),
@@ -124,7 +126,8 @@ def read_plan(model: nn.Module) -> SplitPlan:
     """
     kind = family(model)
     declared = kind.plan or _own_plan(model, kind)
-    inputs, outputs = [], []
+    inputs: list = []
+    outputs: list = []
     for path, entries in declared.items():
         for module in _modules(model, path):
             for key, splits in entries.items():

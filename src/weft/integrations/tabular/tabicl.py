@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ...errors import UnsupportedError
 from ...layout import Layout
 from ...masks import Context
+from .. import Foreign
 from ..common import check_not_placed, check_rows, check_splits_only, scale_gradient
 from ..torch.sdpa import sdpa
 from .tabpfn_rows import gather_rows
@@ -42,7 +43,7 @@ class _Rows:
         """All rows, (b, R, e), on every rank."""
         return gather_rows(x, self.layout, self.axis, self.rows)
 
-    def attended(self, block: nn.Module, q: Tensor, k: Tensor | None, queries: int) -> Tensor:
+    def attended(self, block: Foreign, q: Tensor, k: Tensor | None, queries: int) -> Tensor:
         """A block whose queries and keys are rows of all ranks; only training rows are keys.
 
         A scale that grows with the number of keys (SSMax) gets the number over all ranks.
@@ -60,7 +61,7 @@ class _Rows:
                 hook.remove()
 
 
-def parallelize_tabicl(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Module:
+def parallelize_tabicl(model: Foreign, layout: Layout, axis: str = "rows") -> nn.Module:
     """Split the rows of a TabICL model over a layout; returns the model.
 
     The model is called as before, in training mode, with the whole table on every rank, and
@@ -123,7 +124,7 @@ def parallelize_tabicl(model: nn.Module, layout: Layout, axis: str = "rows") -> 
     return model
 
 
-def _induced(block: nn.Module, rows: _Rows) -> Callable[[Tensor], Tensor]:
+def _induced(block: Foreign, rows: _Rows) -> Callable[[Tensor], Tensor]:
     """Attention through inducing vectors: they attend the rows, and the rows attend them.
 
     The inducing vectors are split over ranks while they attend, and then come together.
@@ -141,7 +142,7 @@ def _induced(block: nn.Module, rows: _Rows) -> Callable[[Tensor], Tensor]:
     return attend
 
 
-def _check(model: nn.Module, layout: Layout, axis: str) -> None:
+def _check(model: Foreign, layout: Layout, axis: str) -> None:
     name = type(model).__name__
     if not hasattr(model, "col_embedder") or not hasattr(model, "icl_predictor"):
         raise UnsupportedError(f"{name} is not TabICL: it has no col_embedder and icl_predictor")
@@ -159,7 +160,7 @@ def _check(model: nn.Module, layout: Layout, axis: str) -> None:
             raise UnsupportedError(f"{name} with {option} is not split over rows")
 
 
-def _check_call(model: nn.Module, layout: Layout, axis: str):
+def _check_call(model: Foreign, layout: Layout, axis: str) -> Callable:
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         arguments = dict(zip(("X", "y_train", "d", "embed_with_test"), args)) | kwargs
         table, labels, features = arguments["X"], arguments["y_train"], arguments.get("d")

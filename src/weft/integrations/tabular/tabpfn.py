@@ -20,6 +20,7 @@ from ...attention import attention
 from ...errors import UnsupportedError
 from ...layout import Layout
 from ...masks import Context, Documents
+from .. import Foreign
 from ..common import check_not_placed, check_splits_only, scale_gradient
 from . import tabpfn_v3
 from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
@@ -49,7 +50,12 @@ class RowAttention(nn.Module):
     torch.Size([3, 6, 8])
     """
 
-    def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
+    q_projection: nn.Linear
+    k_projection: nn.Linear
+    v_projection: nn.Linear
+    out_projection: nn.Linear
+
+    def __init__(self, original: Foreign, layout: Layout, axis: str) -> None:
         super().__init__()
         self.num_heads, self.head_dim = original.num_heads, original.head_dim
         self.layout, self.axis = layout, axis
@@ -57,7 +63,12 @@ class RowAttention(nn.Module):
             self.add_module(name, projection)
 
     def forward(
-        self, x: Tensor, single_eval_pos: TrainRows, *, cached_kv=None, return_kv: bool = False
+        self,
+        x: Tensor,
+        single_eval_pos: TrainRows,
+        *,
+        cached_kv: object = None,
+        return_kv: bool = False,
     ) -> tuple[Tensor, None]:
         """The original's output for this rank's rows.
 
@@ -84,8 +95,8 @@ class RowAttention(nn.Module):
         parts = tuple(size for size in (n, rows - n) if size)
         out = attention(q, k, v, *where, Documents(parts) & Context(n), length=rows)
         if n < rows:
-            first = k[:, :1].contiguous(), v[:, :1].contiguous()
-            out = out + attention(q, *first, *where, QueriesFrom(n) & Context(n), length=rows)
+            k, v = k[:, :1].contiguous(), v[:, :1].contiguous()
+            out = out + attention(q, k, v, *where, QueriesFrom(n) & Context(n), length=rows)
         return self.out_projection(out.transpose(1, 2).flatten(2)), None
 
 
@@ -137,7 +148,7 @@ def parallelize_tabpfn(model: nn.Module, layout: Layout, axis: str = "rows") -> 
 _COLUMN_ATTENTION = "per_column_attention_between_cells"
 
 
-def _split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[], object]]:
+def _split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], object]]:
     """Split the rows of TabPFN v2, v2.5 or v2.6; returns functions that undo it."""
     undo: list[Callable[[], object]] = []
     for block in model.blocks:

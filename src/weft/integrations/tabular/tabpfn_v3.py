@@ -20,10 +20,11 @@ from ...attention import attention
 from ...errors import UnsupportedError
 from ...layout import Layout
 from ...masks import Context, Documents, Mask
+from .. import Foreign
 from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
 
 
-def _heads(attn: nn.Module, part: str, x: Tensor) -> Tensor:
+def _heads(attn: Foreign, part: str, x: Tensor) -> Tensor:
     """Queries ("q"), keys ("k") or values ("v"), (b n h d), normalised where the model does."""
     split = getattr(attn, f"{part}_projection")(x).unflatten(-1, (-1, attn.head_dim))
     norm = getattr(attn, f"{part}_norm", None)
@@ -33,7 +34,7 @@ def _heads(attn: nn.Module, part: str, x: Tensor) -> Tensor:
 class _Attends(nn.Module):
     """A module that replaces one of the model, with its parameters under their names."""
 
-    def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
+    def __init__(self, original: Foreign, layout: Layout, axis: str) -> None:
         super().__init__()
         self.layout, self.axis = layout, axis
         for name, child in original.named_children():
@@ -43,7 +44,7 @@ class _Attends(nn.Module):
 
     def over_rows(
         self,
-        attn: nn.Module,
+        attn: Foreign,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -62,9 +63,13 @@ class InducedRows(_Attends):
     The points are split over ranks while they attend, and then come together.
     """
 
-    def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
+    cross_attn_block1: Foreign
+    cross_attn_block2: Foreign
+    inducing_vectors: Tensor
+
+    def __init__(self, original: Foreign, layout: Layout, axis: str) -> None:
         super().__init__(original, layout, axis)
-        self.num_inducing_points = original.num_inducing_points
+        self.num_inducing_points: int = original.num_inducing_points
 
     def forward(
         self,
@@ -105,12 +110,20 @@ class InducedRows(_Attends):
 class ContextRows(_Attends):
     """`ICLAttention`: all rows attend the training rows; test rows may use fewer key heads."""
 
-    def __init__(self, original: nn.Module, layout: Layout, axis: str) -> None:
+    softmax_scaling_layer: Foreign
+    out_projection: Foreign
+
+    def __init__(self, original: Foreign, layout: Layout, axis: str) -> None:
         super().__init__(original, layout, axis)
         self.head_dim, self.test_heads = original.head_dim, original.num_kv_heads_test
 
     def forward(
-        self, x: Tensor, single_eval_pos: TrainRows, *, cached_kv=None, return_kv: bool = False
+        self,
+        x: Tensor,
+        single_eval_pos: TrainRows,
+        *,
+        cached_kv: object = None,
+        return_kv: bool = False,
     ) -> tuple[Tensor, None]:
         """x (b r e) to (b r e), as the original, for this rank's rows."""
         if cached_kv is not None or return_kv:
@@ -125,12 +138,12 @@ class ContextRows(_Attends):
         else:
             parts = tuple(size for size in (n, rows - n) if size)
             out = self.over_rows(self, q, k, v, Documents(parts) & Context(n), length)
-            few = (t[:, :, : self.test_heads] for t in (k, v))
-            out = out + self.over_rows(self, q, *few, QueriesFrom(n) & Context(n), length)
+            k, v = (t[:, :, : self.test_heads] for t in (k, v))
+            out = out + self.over_rows(self, q, k, v, QueriesFrom(n) & Context(n), length)
         return self.out_projection(out.flatten(2)), None
 
 
-def split_rows(model: nn.Module, layout: Layout, axis: str) -> list[Callable[[], object]]:
+def split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], object]]:
     """Split the rows of TabPFN v3 or v3.5; returns functions that undo it."""
     undo: list[Callable[[], object]] = []
     columns, aggregator = model.feature_distribution_embedder, model.column_aggregator

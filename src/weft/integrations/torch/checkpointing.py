@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 _NAMESPACE = "weft"
 
 
-def keep_attention(ctx: Any, op, *args, **kwargs) -> CheckpointPolicy:
+def keep_attention(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """A policy: outputs of weft's operators are kept, everything else is computed again.
 
     In the backward pass a checkpointed block then moves nothing that its forward pass moved, and

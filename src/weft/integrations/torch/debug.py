@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -36,7 +37,7 @@ class CommDebug(CommDebugMode):
         self._moved = self._traffic.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *args) -> None:
+    def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
         self._traffic.__exit__(*args)
         self._counts = Counter(

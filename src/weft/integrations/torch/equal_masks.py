@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from ..._caching import cached
-from ..._digest import beside_fields, is_plain
+from ..._digest import beside_fields, is_frozen, is_plain
 from ...masks import Mask
 
 #: Parts of a mask that holds functions and tensors -> the first such mask, while it lives.
@@ -43,7 +43,7 @@ def _parts(value: Any) -> tuple:
         return kind, value
     if isinstance(value, types.MethodType):  # made anew whenever it is asked for
         return kind, id(value.__func__), id(value.__self__)
-    frozen = dataclasses.is_dataclass(kind) and kind.__dataclass_params__.frozen
+    frozen = dataclasses.is_dataclass(kind) and is_frozen(kind)
     if frozen and not beside_fields(value):
         return kind, *(_parts(getattr(value, f.name)) for f in dataclasses.fields(kind))
     return kind, id(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -58,12 +59,12 @@ class AttentionParallel(ParallelStyle):
             )
         open_regions: list[sdpa] = []
 
-        def enter(module, args):
+        def enter(module: nn.Module, args: tuple) -> None:
             region = sdpa(self.layout, self.axis, self.mask, length=self.length)
             region.__enter__()
             open_regions.append(region)
 
-        def leave(module, args, output):
+        def leave(module: nn.Module, args: tuple, output: Any) -> None:
             if open_regions:
                 open_regions.pop().__exit__(None, None, None)
 

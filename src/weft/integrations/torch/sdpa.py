@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,11 +123,13 @@ class sdpa(TorchFunctionMode):
         self._outside.append(reentrant_checkpoints())
         return super().__enter__()
 
-    def __exit__(self, *raised) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._outside.pop()
         super().__exit__(*raised)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         in_graph = torch.compiler.is_dynamo_compiling()
         if not (in_graph or torch.is_grad_enabled()) and func == read_by_checkpoints:
@@ -202,6 +205,7 @@ class sdpa(TorchFunctionMode):
                 f"mask {describe(mask)} with streams: a position is only known within its "
                 "stream; without a mask every token sees all streams"
             )
+        assert isinstance(self.axis, str)  # streams are of one axis
         sizes = [self.layout.local_length(self.axis, n) for n in self.streams]
         for name, t in (("query", q), ("key", k)):
             if t.shape[2] != sum(sizes):
@@ -213,8 +217,8 @@ class sdpa(TorchFunctionMode):
         outs = []
         for own, n in zip(q.split(sizes, 2), self.streams):
             matches = [
-                attention(own, *kv, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
-                for *kv, m in parts
+                attention(own, k, v, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
+                for k, v, m in parts
             ]
             outs.append(merged(matches))
         return torch.cat(outs, 2)
@@ -273,12 +277,19 @@ class _Reopened:
     region: sdpa
     function: Callable
 
-    def __call__(self, *args):
+    def __call__(self, *args: Any) -> Any:
         with self.region.recompute()[1]:
             return self.function(*args)
 
 
-def _check_options(axis, mask, length, context, streams, replace_attn_mask) -> None:
+def _check_options(
+    axis: str | Sequence[str],
+    mask: Mask | None,
+    length: Length | None,
+    context: str | None,
+    streams: Sequence[int],
+    replace_attn_mask: bool,
+) -> None:
     if context not in (None, "replicated"):
         raise DeclarationError(f"context={context!r} under weft.sdpa: 'replicated' or None")
     if replace_attn_mask and mask is None:
@@ -332,7 +343,9 @@ def hides_future(mask: Mask) -> bool:
     return isinstance(mask, Causal) and (mask.offset or 0) <= 0
 
 
-def canonical(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, ...]:
+def canonical(
+    q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
     """(..., heads, tokens, dim) as (b, h, n, d), and the leading dims that b stands for.
 
     Leading dims broadcast and flatten into b. Three dims or fewer have no heads, as torch has it.
@@ -349,10 +362,12 @@ def canonical(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor
     if q.shape[-3] != g and g != 1 and not enable_gqa:
         raise ShapeError(f"heads differ; pass enable_gqa=True to share them: {shapes}")
     if q.dim() == k.dim() == v.dim() == 4 and q.shape[0] == k.shape[0] == v.shape[0]:
-        return q, k, v, q.shape[:1]
+        return q, k, v, torch.Size(q.shape[:1])
     try:
         batch = torch.broadcast_shapes(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     except RuntimeError:
         raise ShapeError(f"leading dims do not broadcast: {shapes}") from None
-    flat = (t.expand(*batch, *t.shape[-3:]) for t in (q, k, v))
-    return *(t.reshape(batch.numel(), *t.shape[-3:]) for t in flat), batch
+    q, k, v = (
+        t.expand(*batch, *t.shape[-3:]).reshape(batch.numel(), *t.shape[-3:]) for t in (q, k, v)
+    )
+    return q, k, v, batch

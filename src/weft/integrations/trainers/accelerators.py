@@ -195,7 +195,7 @@ def check_model(model: nn.Module, layout: Layout) -> None:
     from ..transformers.refused import adalora
 
     adalora(model)
-    kinds = [part._weft.rows for part in model.modules() if "_weft" in part.__dict__]
+    kinds = [vars(part)["_weft"].rows for part in model.modules() if "_weft" in part.__dict__]
     if kinds != ["whole"]:
         rows = "not parallelized" if not kinds else f"parallelized with rows={kinds}"
         raise DeclarationError(

@@ -39,16 +39,16 @@ def with_generation(cls: type, layout: Layout, group: ContextGroup) -> type:
 
     ranks = _ranks(layout)
 
-    class Generating(cls):  # type: ignore[misc, valid-type]
+    class Generating(cls):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             from accelerate.utils import set_seed
 
-            args = self.args
+            settings: Any = self.args
             # TRL counts a block of rows for every rank and would draw it again for each of a group.
-            rows = args.per_device_train_batch_size * args.steps_per_generation
-            args.generation_batch_size = rows * group.count
-            set_seed(args.seed + group.index)  # TRL adds the rank
+            rows = settings.per_device_train_batch_size * settings.steps_per_generation
+            settings.generation_batch_size = rows * group.count
+            set_seed(settings.seed + group.index)  # TRL adds the rank
 
         def create_accelerator_and_postprocess(self) -> None:
             _check(self.args, type(self).__name__, group)
@@ -92,6 +92,7 @@ def _ranks(layout: Layout) -> dist.ProcessGroup | None:
     if not layout.mesh:
         return None
     dims = layout.device_dims(layout.mesh)
+    assert layout.device_mesh is not None
     return one_dim(layout.device_mesh, dims, f"weft_{'_'.join(dims)}").get_group()
 
 

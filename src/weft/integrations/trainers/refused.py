@@ -40,7 +40,7 @@ def trainer_arguments(args: TrainingArguments) -> None:
             "train_sampling_strategy='batch_rebalance'",
             "it gives every rank other rows; use 'random', 'sequential' or 'group_by_length'",
         )
-    if args.accelerator_config.dispatch_batches:
+    if getattr(args.accelerator_config, "dispatch_batches", None):
         dispatch()
     if args.n_gpu > 1:
         _refuse(

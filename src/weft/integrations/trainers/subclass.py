@@ -9,6 +9,7 @@ from torch import nn
 
 from ...errors import UnsupportedError
 from ...layout import Layout
+from .. import Foreign
 from . import refused
 from .accelerators import attach, check_model
 from .generation import generates, with_generation
@@ -114,7 +115,7 @@ def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Modu
     return parallelize_transformers(model, layout, axis, verify=verify, rows="whole")
 
 
-def _shard_reference(model: nn.Module, policy: nn.Module, layout: Layout, axis: str) -> None:
+def _shard_reference(model: Foreign, policy: Foreign, layout: Layout, axis: str) -> None:
     """Parallelize a reference model, of the policy's class, which was verified.
 
     TRL makes it with the attention that the policy has by then, which is weft's.

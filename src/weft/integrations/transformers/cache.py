@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
@@ -36,6 +36,7 @@ from ...models.cache_folder import numbers_at
 from ...plan.held import BLOCK, Held, moves
 from ...plan.order import positions, shard_spans
 from ...runtime.held import moved
+from .. import Foreign
 from ..common import check_axis
 from . import cache_files
 from .cache_layers import (
@@ -88,7 +89,12 @@ class ShardedCache(DynamicCache):
     6
     """
 
-    def __init__(self, model: nn.Module, block: int = BLOCK, offloading: bool = False) -> None:
+    shards: Shards
+    history: int
+    model: str
+    name: str
+
+    def __init__(self, model: Foreign, block: int = BLOCK, offloading: bool = False) -> None:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         installed = model.__dict__.get("_weft")
         if installed is None or installed.rows != "whole":
@@ -172,7 +178,7 @@ class ShardedCache(DynamicCache):
         super().crop(tokens_to_remove)
         self.record(f"crop {tokens_to_remove}")
 
-    def check(self, model: nn.Module, layout: Layout, rows: int | None = None) -> None:
+    def check(self, model: Foreign, layout: Layout, rows: int | None = None) -> None:
         """Refuse a model, a layout or a batch that the cache does not belong to.
 
         Args:
@@ -267,6 +273,7 @@ class ShardedCache(DynamicCache):
         blocks: dict[str, cache_files.Block] = {}
         lengths: dict[str, int] = {}
         tensors = self.moved(pieces)
+        layer: Any
         for number, layer in enumerate(self.layers):
             if isinstance(layer, DummyLayer) or not layer.is_initialized:
                 continue
@@ -285,7 +292,7 @@ class ShardedCache(DynamicCache):
         return cache_files.write(Path(folder), self.layout, facts, blocks)
 
     @classmethod
-    def load(cls, folder: str | Path, model: nn.Module) -> ShardedCache:
+    def load(cls, folder: str | Path, model: Foreign) -> ShardedCache:
         """Read a cache for a parallelized model, whichever layout it was written on.
 
         Args:
@@ -302,7 +309,7 @@ class ShardedCache(DynamicCache):
 
         def fill(facts: cache_files.Facts, index: cache_files.Index) -> None:
             for number, length in facts.lengths.items():
-                layer = cache.layers[int(number)]
+                layer: Any = cache.layers[int(number)]
                 held, pair = cache.shards.whole(length), []
                 for what in ("key", "value"):
                     name = f"layer.{number}.{what}"
@@ -356,7 +363,7 @@ class ShardedCache(DynamicCache):
             yield tuple(moved(t, *routes[held], channel) for t in (layer.keys, layer.values))
 
     def keys_values(
-        self, module: nn.Module, k: Tensor, v: Tensor
+        self, module: Foreign, k: Tensor, v: Tensor
     ) -> tuple[ShardedLayer | WindowLayer, Tensor, Tensor]:
         """The layer that an attention module's keys and values are of, and all that is here.
 
@@ -377,7 +384,7 @@ class ShardedCache(DynamicCache):
         )
 
     def past_and_new(
-        self, module: nn.Module, k: Tensor, v: Tensor, count: int
+        self, module: Foreign, k: Tensor, v: Tensor, count: int
     ) -> tuple[ShardedLayer | WindowLayer, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """The layer, this rank's keys and values of tokens before, and those of its new tokens.
 
@@ -398,9 +405,7 @@ class ShardedCache(DynamicCache):
         past, new = zip(*(t.split([before, count], 2) for t in (k, v)))
         return layer, past, new
 
-    def _latents(
-        self, module: nn.Module, k: Tensor, v: Tensor
-    ) -> tuple[LatentLayer, Tensor, Tensor]:
+    def _latents(self, module: Foreign, k: Tensor, v: Tensor) -> tuple[LatentLayer, Tensor, Tensor]:
         """The layer of a module that expands latents, and what it made of them."""
         layer = self.layers[module.layer_idx] if expands(module) else None
         both = layer.expanded(k, v) if isinstance(layer, LatentLayer) else None
@@ -428,12 +433,12 @@ class ShardedCache(DynamicCache):
             self.shards.step = None
 
 
-def expands(module: nn.Module) -> bool:
+def expands(module: Foreign) -> bool:
     """Whether an attention module caches latents, which it expands to keys and values itself."""
     return hasattr(module, "expand_kv") and hasattr(module, "layer_idx")
 
 
-def looked_at(model: nn.Module) -> tuple[str, tuple[str, ...]]:
+def looked_at(model: Foreign) -> tuple[str, tuple[str, ...]]:
     """A digest of a model's class and of its weights' names and shapes, and the names of three."""
     digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=8)
     weights = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -443,7 +448,7 @@ def looked_at(model: nn.Module) -> tuple[str, tuple[str, ...]]:
     return digest.hexdigest(), tuple(names[i] for i in few)
 
 
-def digest_of(model: nn.Module) -> str:
+def digest_of(model: Foreign) -> str:
     """16 hex digits of a parallelized model: of its weights' names and shapes, and of a few.
 
     Of no numbers where ranks have shards of the weights.

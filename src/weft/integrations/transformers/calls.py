@@ -28,6 +28,7 @@ from ...masks import Documents, Mask
 from ...plan.call import reach
 from ...plan.order import count, shard_spans
 from ...runtime.state import LocalPieces
+from .. import Foreign
 from ..common import named
 from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
@@ -160,11 +161,12 @@ def recurrence(what: str) -> LocalPieces | None:
     return call.state
 
 
-def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     """After a forward pass, also one that raised."""
     call = _running.get()
     if call is None or call.model is not module:
         return None  # refused before it began
+    assert call.before is not None
     _running.reset(call.before)
     call.scope.close()
     if output is None or call.whole:
@@ -176,6 +178,7 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
         losses.check_loss(output, type(module).__name__, call.labelled)
     output = losses.plain(output)
     if call.outputs is not None:
+        assert call.length is not None
         output = call.outputs(output, call.length)
         if call.fused is not None and call.fused.cut:
             output = rows.without_last(output)
@@ -184,7 +187,7 @@ def leave(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
     return output.to_tuple() if call.as_tuple else output
 
 
-def split_tokens(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+def split_tokens(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     """Of the whole tokens that a submodule made, this rank's."""
     call = _running.get()
     if not isinstance(output, Tensor) or output.dim() != 3:
@@ -192,6 +195,7 @@ def split_tokens(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> A
             f"{type(module).__name__} gives {type(output).__name__} and not one tensor (batch, "
             "tokens, embed), so its tokens cannot be split"
         )
+    assert call is not None
     call.length = output.shape[1]
     return call.layout.shard(output, {call.axis: 1})
 
@@ -204,7 +208,7 @@ class Calls:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Foreign,
         layout: Layout,
         axis: str,
         splits_inside: bool,
@@ -243,7 +247,7 @@ class Calls:
             "first"
         )
 
-    def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
         failure: WeftError | None = None
@@ -276,7 +280,9 @@ class Calls:
             )
         if failure is not None:
             raise failure
+        assert call is not None
         if call.cache is not None:
+            assert call.length is not None
             call.cache.record(state.text)
             call.scope.enter_context(call.cache.during(call.length, channel))
         self._open(call, module)
@@ -288,7 +294,7 @@ class Calls:
         if self.layout.moves(self.axis):
             self.agree(_ROWS, f"refused: {error}")
 
-    def _open(self, call: Call, module: nn.Module) -> None:
+    def _open(self, call: Call, module: Foreign) -> None:
         """Enter the contexts that last until the end of the call."""
         if call.replicated:
             self._warn(call.replicated, type(module).__name__)
@@ -316,7 +322,7 @@ class Calls:
             stacklevel=5,
         )
 
-    def enter_part(self, part: nn.Module, args: tuple, kwargs: dict) -> None:
+    def enter_part(self, part: Foreign, args: tuple, kwargs: dict) -> None:
         """Before a part of the model, which runs as it was where it is called by itself."""
         if _running.get() is not None:
             return
@@ -361,7 +367,7 @@ class Calls:
             consistency.check_close(every, state.names, transport.world_ranks)
         return channel
 
-    def _of_local_rows(self, kwargs: dict, module: nn.Module) -> Call:
+    def _of_local_rows(self, kwargs: dict, module: Foreign) -> Call:
         batch = kwargs.pop("weft", None)
         if batch is None and not self.splits_inside:
             raise UnsupportedError(
@@ -379,7 +385,7 @@ class Calls:
         return call
 
     def _check_labels(
-        self, kwargs: dict, batch: Batch, module: nn.Module, length: int | None = None
+        self, kwargs: dict, batch: Batch, module: Foreign, length: int | None = None
     ) -> None:
         """Refuse labels that padding predicts, of whole rows or, with their length, of a rank's."""
         shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
@@ -388,7 +394,9 @@ class Calls:
             return
         if shifted is None and (labels is None or labels.dim() != 2):
             return
-        shifted = shift_labels(labels) if shifted is None else shifted
+        if shifted is None:
+            assert labels is not None
+            shifted = shift_labels(labels)
         seen = unpadded(batch.mask, shifted.shape[1] if length is None else length)
         if seen is None:
             return
@@ -397,7 +405,7 @@ class Calls:
             before = self.layout.shard(before, {"batch": 0, self.axis: 1})
         refused.label_after_padding(shifted, before)
 
-    def _of_whole_rows(self, kwargs: dict, module: nn.Module) -> tuple[Call, dict]:
+    def _of_whole_rows(self, kwargs: dict, module: Foreign) -> tuple[Call, dict]:
         """The call, and the arguments that the model's forward gets."""
         name = type(module).__name__
         if kwargs.get("weft") is not None:
@@ -453,6 +461,7 @@ class Calls:
             local |= {cache_name: cache, "use_cache": True}
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if keep:
+            assert call.length is not None
             last = rows.Last.of(keep, call.length, self.layout, self.axis)
             call.outputs.last, local["logits_to_keep"] = last, last.local
         if local.get("fused_lm_head"):
@@ -511,9 +520,13 @@ class Calls:
             length = x.shape[1] * self.layout.size(self.axis) if length is None else length
             self._check_length(x.shape[1], length)
             positions, last = self._positions(kwargs, length, batch, x.device, past)
-        local = self._lift(kwargs, batch, length) if not self.splits_inside else {}
+        local: dict[str, Any] = {}
+        if not self.splits_inside:
+            assert length is not None
+            local = self._lift(kwargs, batch, length)
         call = Call(self.layout, self.axis, batch, length, self.labels)
         if self.recurrent:
+            assert length is not None
             refused.mask_of_recurrent(batch.mask, name)
             if self.model._weft.implementation == "eager" and not self.leaves_padding_out:
                 refused.left_padding_in_states(batch.mask, length, name)
@@ -595,7 +608,7 @@ class Calls:
         return positions, last
 
 
-def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def enter_base(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Before the model below a head that reads all tokens: this rank's inputs again."""
     call = _running.get()
     arguments = named(module, args, kwargs)
@@ -603,7 +616,7 @@ def enter_base(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dic
     return (), arguments | {n: v for n, v in local.items() if n in arguments}
 
 
-def leave_base(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+def leave_base(module: Foreign, args: tuple, kwargs: dict, output: Any) -> None:
     """After the model below a head that balances routers, whose loss the head makes now."""
     call = _running.get()
     if call is not None and not call.constants:
@@ -613,18 +626,29 @@ def leave_base(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Non
 
 def positions() -> Tensor:
     """This rank's position ids in the running call."""
-    return _running.get().positions
+    made = _now().positions
+    assert made is not None
+    return made
 
 
 def batch() -> Batch:
     """The batch of the running call."""
-    return _running.get().batch
+    return _now().batch
 
 
 def last_position() -> int:
     """The last position of the batch of the running call, over all ranks."""
+    call = _now()
+    if call.last_position:
+        return call.last_position
+    assert call.length is not None
+    return call.length - 1
+
+
+def _now() -> Call:
     call = _running.get()
-    return call.last_position or call.length - 1
+    assert call is not None  # between `enter` and `leave`
+    return call
 
 
 def while_split(hook: Callable) -> Callable:
@@ -639,7 +663,7 @@ def while_split(hook: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _recomputed_within(model: nn.Module, call: Call) -> Iterator[None]:
+def _recomputed_within(model: Foreign, call: Call) -> Iterator[None]:
     """Layers that are recomputed in backward know the call that they were a part of.
 
     There may have been other calls of the model since.

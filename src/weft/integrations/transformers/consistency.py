@@ -109,7 +109,7 @@ def _is_plain(p: Tensor) -> bool:
 
 
 def check_close(
-    every: Mapping[int, tuple[float, ...]], names: Sequence[str], ranks: Sequence[int]
+    every: Mapping[int, Sequence[float]], names: Sequence[str], ranks: Sequence[int]
 ) -> None:
     """Raise where entering gradients, or rows of real numbers, differ beyond rounding.
 

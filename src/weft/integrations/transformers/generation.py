@@ -11,11 +11,12 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from ...comm.consistency import fingerprint
 from ...errors import UnsupportedError, WeftError
+from .. import Foreign
 from .cache import ShardedCache
 from .refused import CACHES
 
@@ -24,7 +25,7 @@ from .refused import CACHES
 _KNOWN = (None, "dynamic", "hybrid", "offloaded")
 
 
-def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def generate(self: Foreign, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on a layout, see `weft.parallelize`."""
     own, name = _own(self), f"{type(self).__name__}.generate"
     try:
@@ -38,7 +39,7 @@ def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def _with_cache(
-    self: nn.Module, own: Callable, args: tuple, kwargs: dict[str, Any], name: str
+    self: Foreign, own: Callable, args: tuple, kwargs: dict[str, Any], name: str
 ) -> dict[str, Any]:
     """The options of a call, with a sharded cache; raises for those that have no parts."""
     given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
@@ -73,7 +74,7 @@ def _with_cache(
     return kwargs
 
 
-def _own(model: nn.Module) -> Callable:
+def _own(model: Foreign) -> Callable:
     """The `generate` that the model had before."""
     before = model._weft.before.get("generate")
     return types.MethodType(type(model).generate, model) if before is None else before
@@ -98,7 +99,7 @@ def _check_cache(cache: Any, implementation: str | None, name: str) -> None:
         )
 
 
-def _agree(model: nn.Module, made: Any, name: str) -> None:
+def _agree(model: Foreign, made: Any, name: str) -> None:
     """Raise on every rank where ranks made different tokens: of the last ones nobody else hears."""
     tokens = made if isinstance(made, Tensor) else getattr(made, "sequences", None)
     if isinstance(tokens, Tensor) and model._weft.layout.moves(model._weft.axis):
@@ -107,7 +108,7 @@ def _agree(model: nn.Module, made: Any, name: str) -> None:
         model._weft.calls.agree(f"what {name} made", text)
 
 
-def no_local_rows(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+def no_local_rows(self: Foreign, *args: Any, **kwargs: Any) -> NoReturn:
     """`generate` of a model with rows='local', which reads a rank's share of the tokens alone."""
     raise UnsupportedError(
         f"{type(self).__name__}.generate: with rows='local' a model keeps no cache of keys; "
@@ -116,7 +117,7 @@ def no_local_rows(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def no_batching(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+def no_batching(self: Foreign, *args: Any, **kwargs: Any) -> NoReturn:
     """Continuous batching, whose engine keeps keys in pages of its own."""
     raise UnsupportedError(
         f"{type(self).__name__}: continuous batching keeps keys in pages of its own, which are not "

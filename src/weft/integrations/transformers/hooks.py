@@ -21,6 +21,7 @@ from ...errors import DeclarationError, UnsupportedError
 from ...layout import Layout
 from ...nn import reproducible
 from ...plan.state import fragments
+from .. import Foreign
 from ..common import check_axis, check_not_placed
 from . import calls, generation, interface, refused, whole
 from .cache import looked_at
@@ -62,18 +63,18 @@ class _Installed:
     calls: calls.Calls | None = None
 
     @contextlib.contextmanager
-    def own_model(self, model: nn.Module) -> Iterator[None]:
+    def own_model(self, model: Foreign) -> Iterator[None]:
         """Let a model be as it was before, for a call that is not split."""
         with own_attention(model, self.own), self.own_loss(model):
             yield
 
-    def own_loss(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    def own_loss(self, model: Foreign) -> contextlib.AbstractContextManager[None]:
         """Let a model have the loss that it had before."""
         return without(model, "_loss_function", self.before)
 
 
 def install(
-    model: nn.Module,
+    model: Foreign,
     layout: Layout,
     axis: str,
     embeddings: nn.Module | None = None,
@@ -100,7 +101,7 @@ def install(
     return model
 
 
-def uninstall(model: nn.Module) -> nn.Module:
+def uninstall(model: Foreign) -> nn.Module:
     """Undo `install`."""
     installed = model.__dict__.get("_weft")
     if installed is None:
@@ -133,14 +134,14 @@ def check_layout(layout: Layout, axis: str) -> None:
         )
 
 
-def without_adapters(model: nn.Module) -> nn.Module:
+def without_adapters(model: Foreign) -> nn.Module:
     """The transformers model within a model of PEFT, whose adapters are modules of it."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     refused.adalora(model)
     return model
 
 
-def check_kind(model: nn.Module) -> None:
+def check_kind(model: Foreign) -> None:
     """Raise unless weft can be put into a model."""
     name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
@@ -161,14 +162,14 @@ def check_kind(model: nn.Module) -> None:
         raise _outside(model)
 
 
-def _outside(model: nn.Module) -> UnsupportedError:
+def _outside(model: Foreign) -> UnsupportedError:
     return UnsupportedError(
         f"{type(model).__name__} does not take its attention from transformers' attention "
         "interface, so it cannot be given weft's"
     )
 
 
-def find_embeddings(model: nn.Module) -> nn.Module | None:
+def find_embeddings(model: Foreign) -> nn.Module | None:
     """The module that makes tokens of images, where the model has no text."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return None
@@ -184,7 +185,7 @@ def find_embeddings(model: nn.Module) -> nn.Module | None:
 
 
 def _hook(
-    model: nn.Module,
+    model: Foreign,
     layout: Layout,
     axis: str,
     embeddings: nn.Module | None,
@@ -192,18 +193,18 @@ def _hook(
 ) -> None:
     hooks = installed.hooks
 
-    def before(module: nn.Module, hook: Callable) -> None:
+    def before(module: Foreign, hook: Callable) -> None:
         split = calls.while_split(hook)
         hooks.append(module.register_forward_pre_hook(split, with_kwargs=True))
 
-    def after(module: nn.Module, hook: Callable) -> None:
+    def after(module: Foreign, hook: Callable) -> None:
         split = calls.while_split(hook)
         hooks.append(module.register_forward_hook(split, with_kwargs=True))
 
-    def around(module: nn.Module, enter: Callable) -> None:
+    def around(module: Foreign, enter: Callable) -> None:
         hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
 
-    def ends(module: nn.Module) -> None:
+    def ends(module: Foreign) -> None:
         leave, options = calls.leave, {"with_kwargs": True, "always_call": True}
         hooks.append(module.register_forward_hook(leave, **options))
 
@@ -248,7 +249,7 @@ def _hook(
         ends(module)
 
 
-def _rebind(model: nn.Module, layout: Layout, axis: str) -> list[nn.Module]:
+def _rebind(model: Foreign, layout: Layout, axis: str) -> list[nn.Module]:
     """Give recurrent layers functions that go over ranks; returns the modules that have them."""
     changes = [change for module in model.modules() for change in _changes(module)]
     if changes:
@@ -258,7 +259,7 @@ def _rebind(model: nn.Module, layout: Layout, axis: str) -> list[nn.Module]:
     return [module for module, _, _ in changes]
 
 
-def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
+def _check_carried(model: Foreign, layout: Layout, axis: str) -> None:
     """Raise where a layout carries states in a way that the model's recurrent layers have not."""
     dims = layout.carries_by_heads(axis)
     if dims and layout.order.get(axis) == "striped":
@@ -280,7 +281,7 @@ def _check_carried(model: nn.Module, layout: Layout, axis: str) -> None:
             )
 
 
-def _check_reproducible(model: nn.Module, layout: Layout) -> None:
+def _check_reproducible(model: Foreign, layout: Layout) -> None:
     """Raise for recurrent layers that are not known to have the same bits on every layout."""
     for path, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__} & MODULES.keys()
@@ -293,12 +294,12 @@ def _check_reproducible(model: nn.Module, layout: Layout) -> None:
             )
 
 
-def recurrent(model: nn.Module) -> bool:
+def recurrent(model: Foreign) -> bool:
     """True if a model has layers that carry a state along its tokens, or convolve them."""
     return any(_changes(module) for module in model.modules())
 
 
-def _changes(module: nn.Module) -> list[tuple[nn.Module, Callable, str]]:
+def _changes(module: Foreign) -> list[tuple[nn.Module, Callable, str]]:
     """Which modules, the module itself or within it, get which function in place of a method."""
     for kind in {kind.__name__ for kind in type(module).__mro__} & MODULES.keys():
         return [(module.get_submodule(path), fn, name) for path, name, fn in MODULES[kind]]
@@ -310,7 +311,7 @@ def _changes(module: nn.Module) -> list[tuple[nn.Module, Callable, str]]:
     return [(module, rebound(type(module).forward, values), "forward")]
 
 
-def _replace(model: nn.Module, name: str, value: Any, installed: _Installed) -> None:
+def _replace(model: Foreign, name: str, value: Any, installed: _Installed) -> None:
     if name in model.__dict__:
         installed.before[name] = model.__dict__[name]
     installed.replaced.append(name)

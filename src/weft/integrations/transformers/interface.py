@@ -6,6 +6,7 @@ layout, to every layer as its `attention_mask`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,12 @@ NAME = "weft"
 
 
 def make_mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function, attention_mask=None, **kwargs
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
 ) -> Mark:
     """Registered with `AttentionMaskInterface`: the weft mask that `mask_function` means."""
     call = running()

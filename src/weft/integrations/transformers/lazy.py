@@ -127,11 +127,11 @@ class LazyRows(Tensor):
 
     @staticmethod
     def __new__(cls, local: Tensor, place: LazyPlace) -> LazyRows:
-        rows = wrapper(cls, place.shape(local), local)
+        rows: Any = wrapper(cls, place.shape(local), local)
         rows.local, rows.place, rows._whole = local, place, None
         return rows
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"LazyRows({tuple(self.shape)}, {self.dtype}, {tuple(self.local.shape)} here)"
 
     def whole(self) -> Tensor:
@@ -150,7 +150,9 @@ class LazyRows(Tensor):
         return self._whole
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         of = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -164,7 +166,9 @@ class LazyRows(Tensor):
         return func(*_gathered(args), **_gathered(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch calls it on the class
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         """Below autograd, where gradients are added up, copied and cast."""
         rows = next((a for a in args if isinstance(a, LazyRows)), None)
         if func in OF_GRADIENTS and rows is not None and all(_fits(a, rows) for a in args):
@@ -221,17 +225,21 @@ def _last(rows: LazyRows, dim: int | None) -> bool:
     return dim is not None and dim % rows.dim() == rows.dim() - 1
 
 
-def _over_last(func: Callable, rows: LazyRows, dim: int | None = None, *args: Any, **kwargs: Any):
+def _over_last(
+    func: Callable, rows: LazyRows, dim: int | None = None, *args: Any, **kwargs: Any
+) -> Any:
     return _map(func, rows, -1, *args, **kwargs) if _last(rows, dim) else NotImplemented
 
 
-def _argmax(func: Callable, rows: LazyRows, dim: int | None = None, keepdim: bool = False):
+def _argmax(func: Callable, rows: LazyRows, dim: int | None = None, keepdim: bool = False) -> Any:
     if not _last(rows, dim):
         return NotImplemented
     return rows.place.gather(rows.local.argmax(-1, keepdim))
 
 
-def _pick(func: Callable, rows: LazyRows, dim: int, index: Tensor, *args: Any, **kwargs: Any):
+def _pick(
+    func: Callable, rows: LazyRows, dim: int, index: Tensor, *args: Any, **kwargs: Any
+) -> Any:
     if not _last(rows, dim) or index.shape[:-1] != rows.shape[:-1] or isinstance(index, LazyRows):
         return NotImplemented
     picked = func(_Local.apply(rows), -1, rows.place.part(index), *args, **kwargs)
@@ -248,7 +256,7 @@ def _cross_entropy(
     reduce: None = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-):
+) -> Any:
     place = rows.place
     if place.layout.reproducible and reduction != "none":
         return NotImplemented  # one device adds them up in its own order

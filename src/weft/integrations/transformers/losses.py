@@ -12,13 +12,14 @@ from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.loss import loss_utils as hf
 
 from ...errors import ShapeError, UnsupportedError
 from ...layout import Layout
+from .. import Foreign
 from .batches import IGNORED, token_loss
 
 #: Labels of tokens, for the losses of transformers that weft makes.
@@ -35,7 +36,7 @@ USE_LOGITS = (
 )
 
 
-def labels_of(model: nn.Module) -> str:
+def labels_of(model: Foreign) -> str:
     """The labels of a model's loss: `NEXT`, `OWN`, or the name of a loss weft does not make.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -43,7 +44,7 @@ def labels_of(model: nn.Module) -> str:
     "the next token's"
     """
     # Read from the table: asking the model's property logs a warning where it has no loss.
-    loss = hf.LOSS_MAPPING.get(getattr(model, "loss_type", None), hf.ForCausalLMLoss)
+    loss = hf.LOSS_MAPPING.get(getattr(model, "loss_type", "") or "", hf.ForCausalLMLoss)
     kind = type(model)
     if hasattr(model, "_loss_function") or kind.loss_function is not PreTrainedModel.loss_function:
         loss = model.loss_function
@@ -118,7 +119,9 @@ class Replicated(Tensor):
     mixed = False  # a rank's own tensor was written into it
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         if all(map(is_replicated, _tensors((args, kwargs or {})))):
             return super().__torch_function__(func, types, args, kwargs)
         # As on ordinary tensors: nothing is marked.
@@ -132,7 +135,9 @@ class Replicated(Tensor):
 class Constants(TorchFunctionMode):
     """While it is entered, new tensors of zeros or ones are replicated."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         return result.as_subclass(Replicated) if func in (torch.zeros, torch.ones) else result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -14,7 +15,7 @@ from ...masks import Mask
 class Marked(type):
     """Gives a class every operator that tensors have, all of which refuse."""
 
-    def __new__(cls, name, bases, space):
+    def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> Marked:
         operators = (
             *("getitem", "setitem", "len", "iter", "bool", "invert", "neg", "add", "radd", "sub"),
             *("rsub", "mul", "rmul", "truediv", "and", "rand", "or", "ror", "lt", "le", "gt", "ge"),
@@ -24,8 +25,8 @@ class Marked(type):
         return super().__new__(cls, name, bases, space)
 
 
-def _refusing(name: str):
-    def refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Mark, *args: Any, **kwargs: Any) -> NoReturn:
         _touched(name)
 
     refuse.__name__ = name
@@ -54,7 +55,9 @@ class Mark(metaclass=Marked):
         _touched(f".{name}")
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None) -> NoReturn:
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> NoReturn:
         _touched(getattr(func, "__name__", str(func)))
 
 

@@ -10,14 +10,14 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from ...comm import index_at
 from ...layout import Layout
+from .. import Foreign
 
 
 @contextlib.contextmanager
-def own_random_numbers(model: nn.Module, layout: Layout, axis: str) -> Iterator[None]:
+def own_random_numbers(model: Foreign, layout: Layout, axis: str) -> Iterator[None]:
     """Run under generators seeded by the next number of torch's generator and by the chunk.
 
         outer state     s0  . . . . . . . . .  s1      the same on every rank; s0 if nobody drew
@@ -48,14 +48,14 @@ def _number(generator: torch.Generator) -> int:
 
 
 @contextlib.contextmanager
-def neftune_scaled(model: nn.Module, share: float) -> Iterator[None]:
+def neftune_scaled(model: Foreign, share: float) -> Iterator[None]:
     """Scale NEFTune's noise, alpha / sqrt(n d), from a chunk's tokens to those of the whole row.
 
     Args:
         model: its input embeddings may have a `neftune_noise_alpha`.
         share: of the row's tokens that this rank has.
     """
-    embeddings = None
+    embeddings: Foreign = None
     with contextlib.suppress(NotImplementedError, AttributeError):  # models of no one embedding
         embeddings = model.get_input_embeddings()
     alpha = getattr(embeddings, "neftune_noise_alpha", None)

@@ -12,9 +12,8 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torch import nn
-
 from ...errors import UnsupportedError
+from .. import Foreign
 
 #: Marks functions that were made here.
 _MARK = "_weft_rebound"
@@ -60,7 +59,7 @@ def _holds(cell: types.CellType, value: Any) -> bool:
         return False
 
 
-def put(module: nn.Module, function: Callable, name: str = "forward") -> None:
+def put(module: Foreign, function: Callable, name: str = "forward") -> None:
     """Give one instance another method, under the hooks that accelerate has put on a `forward`.
 
     Raises:
@@ -81,7 +80,7 @@ def put(module: nn.Module, function: Callable, name: str = "forward") -> None:
     module.__dict__[place] = types.MethodType(function, module)
 
 
-def put_back(module: nn.Module) -> None:
+def put_back(module: Foreign) -> None:
     """Take away what `put` gave, also under hooks that accelerate has put on since."""
     for name, current in list(module.__dict__.items()):
         if not hasattr(getattr(current, "__func__", None), _MARK):
@@ -92,13 +91,13 @@ def put_back(module: nn.Module) -> None:
             del module.__dict__[name]
 
 
-def is_ours(module: nn.Module) -> bool:
+def is_ours(module: Foreign) -> bool:
     """Whether a module still has what `put` gave it."""
     methods = module.__dict__.values()
     return any(hasattr(getattr(method, "__func__", None), _MARK) for method in methods)
 
 
-def calls(module: nn.Module, names: Iterable[str]) -> list[str]:
+def calls(module: Foreign, names: Iterable[str]) -> list[str]:
     """Which of some functions the module's own `forward` calls as globals."""
     function = inspect.unwrap(type(module).forward)
     used = getattr(getattr(function, "__code__", None), "co_names", ())

@@ -7,17 +7,21 @@ one with resets, in a method, and a convolution in a module.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...runtime.state import LocalPieces
+from .. import Foreign
 from .calls import recurrence
 from .recurrences import in_chain, over_heads, padding
 
 
-def lightning(self: nn.Module, hidden_states: Tensor, *args, **kwargs):
+def lightning(
+    self: Foreign, hidden_states: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     """`MiniMaxLightningAttention.forward` over a rank's tokens: S (b, h, K, V), A exp(-slope n)."""
     state = recurrence("MiniMaxLightningAttention")
     if state is None:
@@ -73,7 +77,9 @@ def _blocks(
 _MASKED = padding(lambda x, seen: x if seen is None else (x * seen[:, :, None]).to(x.dtype))
 
 
-def lru(self: nn.Module, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **kwargs):
+def lru(
+    self: Foreign, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
     """`RecurrentGemmaRglru._rnn_scan` over a rank's tokens: S and A are (b, d)."""
     stock = type(self)._rnn_scan.__get__(self)
     state = recurrence("RecurrentGemmaRglru")
@@ -94,7 +100,8 @@ def _lru(state: LocalPieces, x: Tensor, gate: Tensor, reset: Tensor, *, stock: C
     for x, gate, starts in state.split(1, *inputs):
         out, end = stock(x, gate, starts, recurrent_states=None)
         kept.append((gate * ~starts).to(end.dtype).cumprod(1))
-        outs.append(out), maps.append((kept[-1][:, -1], end))
+        outs.append(out)
+        maps.append((kept[-1][:, -1], end))
     states = state.states(maps, torch.mul)
     made = [
         out if piece.begins else out + (decay * s[:, None]).to(out.dtype)

@@ -15,11 +15,12 @@ from ...errors import UnsupportedError
 from ...layout import Layout
 from ...losses.labels import IGNORED
 from ...masks import And, KeyPadding, Mask
+from .. import Foreign
 from .batches import OTHER_INPUTS, KeySpans, unpadded
 from .rebinding import is_ours
 
 
-def configured(model: nn.Module, implementation: str) -> list[nn.Module]:
+def configured(model: Foreign, implementation: str) -> list[nn.Module]:
     """The modules whose configuration names the implementation of attention that was set."""
     with_config = [m for m in model.modules() if hasattr(m, "config")]
     return [
@@ -27,7 +28,7 @@ def configured(model: nn.Module, implementation: str) -> list[nn.Module]:
     ]
 
 
-def another_attention(modules: Sequence[nn.Module], implementation: str) -> None:
+def another_attention(modules: Sequence[Foreign], implementation: str) -> None:
     """Raise unless every module still takes its attention from weft, and not from its own chunk."""
     for module in modules:
         current = module.config._attn_implementation
@@ -48,7 +49,7 @@ def transform(name: str) -> None:
         )
 
 
-def adalora(model: nn.Module) -> None:
+def adalora(model: Foreign) -> None:
     """Raise for AdaLoRA, which calls the model's `forward` past the hooks that split its rows."""
     for module in model.modules():
         if any(kind.__name__ == "AdaLoraLayer" for kind in type(module).__mro__):
@@ -62,7 +63,7 @@ def adalora(model: nn.Module) -> None:
 CACHES = ("past_key_values", "cache")
 
 
-def cached(kwargs: dict, model: nn.Module) -> None:
+def cached(kwargs: dict, model: Foreign) -> None:
     """Raise for arguments that a call with a `ShardedCache` cannot have."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError(
@@ -145,7 +146,7 @@ def documents(lengths: tuple[int, ...] | None, scaling: nn.Module | None) -> Non
         )
 
 
-def layer_droppers(model: nn.Module) -> list[nn.Module]:
+def layer_droppers(model: Foreign) -> list[nn.Module]:
     """The modules that drop whole layers at random in training, if they are told to."""
     return [
         module

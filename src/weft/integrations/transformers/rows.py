@@ -94,6 +94,7 @@ def cut(
         full["position_ids"] = torch.arange(length, device=ids.device)[None]
     of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
     if of_tokens and full.get("shift_labels") is None:
+        assert labels is not None
         full["shift_labels"] = shift_labels(labels)
     return shard_batch(full, layout, axis, documents)
 
@@ -105,8 +106,8 @@ def _documents(
     bounds, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
     if bounds is not None and rows == 1:
         return tuple(bounds.diff().tolist())
-    padded, packed = kwargs.get("attention_mask") is not None, positions is not None
-    if padded or cached or not packed or positions.dim() != 2:
+    padded = kwargs.get("attention_mask") is not None
+    if padded or cached or positions is None or positions.dim() != 2:
         return None  # where transformers looks for no documents
     starts = positions.diff(dim=-1) != 1
     if not starts.any():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ...comm.collectives import partial_to_replicate, scale_backward
 from ...comm.once_differentiable import once
 from ...layout import Layout
+from .. import Foreign
 from ..common import named
 from .batches import Batch, unpadded
 from .losses import Replicated
@@ -64,7 +65,7 @@ def gathered_rows(x: Tensor, layout: Layout, dims: Mapping[str, int], times: flo
 # -- positions ------------------------------------------------------------------------------------
 
 
-def _counter(module: nn.Module) -> Callable | None:
+def _counter(module: Foreign) -> Callable | None:
     """The function by which an embedding counts positions of tokens that are not padding."""
     if not hasattr(module, "position_embeddings") or not hasattr(module, "padding_idx"):
         return None
@@ -72,20 +73,20 @@ def _counter(module: nn.Module) -> Callable | None:
     return own or getattr(sys.modules[type(module).__module__], _POSITIONS, None)
 
 
-def counts_positions(module: nn.Module) -> bool:
+def counts_positions(module: Foreign) -> bool:
     """True if an embedding makes position ids by counting the tokens that are not padding."""
     return _counter(module) is not None
 
 
-def makes_positions(model: nn.Module) -> bool:
+def makes_positions(model: Foreign) -> bool:
     """True if the model's position ids are not 0, 1, 2, ..., and it must make them itself."""
     return any(map(counts_positions, model.modules()))
 
 
-def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]):
+def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]) -> Any:
     """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = named(module, args, kwargs)
         if arguments.get("position_ids") is None:
             documents = batch().documents
@@ -96,7 +97,7 @@ def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]):
 
 
 def _counted(
-    module: nn.Module,
+    module: Foreign,
     arguments: dict[str, Any],
     layout: Layout,
     axis: str,
@@ -109,18 +110,19 @@ def _counted(
         ids = mark.long()
     all_ids = layout.gather(ids, {axis: 1})
     count, parts = _counter(module), all_ids.split(documents or all_ids.shape[1], 1)
+    assert count is not None  # the module counts positions
     return layout.shard(torch.cat([count(p, module.padding_idx) for p in parts], 1), {axis: 1})
 
 
-def scales_by_masked(module: nn.Module) -> bool:
+def scales_by_masked(module: Foreign) -> bool:
     """True if an embedding is scaled by a row's number of masked tokens (`token_dropout`)."""
     return bool(getattr(module, "token_dropout", False)) and hasattr(module, "mask_token_id")
 
 
-def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
+def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]) -> Any:
     """Hooks of such an embedding: all tokens of a row go in, and this rank's come out."""
 
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def before(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = named(module, args, kwargs)
         for name in ("input_ids", "inputs_embeds", "position_ids"):
             if arguments.get(name) is not None:
@@ -130,72 +132,73 @@ def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]):
             seen = layout.shard(seen.to(gathered.device), {"batch": 0}).long()
         return (), arguments | {"attention_mask": seen}
 
-    def after(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+    def after(module: Foreign, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         return layout.shard(output, {axis: 1})
 
     return before, after
 
 
-def accepts_positions(model: nn.Module) -> bool:
+def accepts_positions(model: Foreign) -> bool:
     """True if the model uses position ids that it is given, by name or in `**kwargs`."""
     names = inspect.signature(model.forward).parameters
     if "position_ids" in names:
         return True
-    inner = [kind.forward for kind in type(model).__mro__[1:] if "forward" in vars(kind)]
+    inner = [vars(kind)["forward"] for kind in type(model).__mro__[1:] if "forward" in vars(kind)]
     inner += [base(model).forward] if base(model) is not model else []
     open_ = any(p.kind is p.VAR_KEYWORD for p in names.values())
     return open_ and any("position_ids" in inspect.signature(f).parameters for f in inner)
 
 
-def takes_positions(module: nn.Module) -> bool:
+def takes_positions(module: Foreign) -> bool:
     """True if a position table counts 0, 1, 2, ... itself where it is given no position ids."""
     if "PositionalEmbedding" not in type(module).__name__:
         return False
     return "position_ids" in inspect.signature(module.forward).parameters
 
 
-def may_skip_padding(model: nn.Module) -> bool:
+def may_skip_padding(model: Foreign) -> bool:
     """True if a table of the model, given no position ids, may count tokens without padding."""
     tables = [module for module in model.modules() if takes_positions(module)]
     return any("attention_mask" in inspect.signature(t.forward).parameters for t in tables)
 
 
-def leaves_padding_out(model: nn.Module) -> bool:
+def leaves_padding_out(model: Foreign) -> bool:
     """True if recurrent layers of the model set padding to zero before it enters a state."""
     return any(calls(module, {"apply_mask_to_padding_states": None}) for module in model.modules())
 
 
-def give_positions(positions: Callable[[], Tensor]):
+def give_positions(positions: Callable[[], Tensor]) -> Any:
     """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = named(module, args, kwargs)
         ids, own = arguments.get("position_ids"), positions()
-        flat = ids is None or ids.dim() == 1  # counted within this rank's chunk, or given to us
         arguments["position_ids"] = (
-            own.reshape(-1, own.shape[-1])[0] if flat else own.expand_as(ids)
+            own.reshape(-1, own.shape[-1])[0]  # counted within this rank's chunk, or given to us
+            if ids is None or ids.dim() == 1
+            else own.expand_as(ids)
         )
         return (), arguments
 
     return hook
 
 
-def follows_length(module: nn.Module) -> bool:
+def follows_length(module: Foreign) -> bool:
     """True if a rotary embedding's parameters depend on the largest position there is."""
     kind = str(getattr(module, "rope_type", ""))
     return "dynamic" in kind or "longrope" in kind
 
 
-def show_last_position(last: Callable[[], int]):
+def show_last_position(last: Callable[[], int]) -> Any:
     """Hooks of such an embedding: one more token, at the last position of all, which is cut off."""
 
-    def before(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def before(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = named(module, args, kwargs)
         ids = arguments["position_ids"]
         end = ids.new_full((*ids.shape[:-1], 1), last())
         return (), arguments | {"position_ids": torch.cat([ids, end], -1)}
 
-    def after(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    def after(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         size = named(module, args, kwargs)["position_ids"].shape[-1]
 
         def cut(t: Tensor) -> Tensor:
@@ -210,7 +213,7 @@ def show_last_position(last: Callable[[], int]):
 # -- pools and statistics -------------------------------------------------------------------------
 
 
-def balances(model: nn.Module) -> bool:
+def balances(model: Foreign) -> bool:
     """True if the model's head has a loss that balances routers, of tokens that are no padding."""
     made_in = {kind.__module__ for kind in type(model).__mro__}
     modules = [sys.modules[name] for name in made_in if name in sys.modules]
@@ -218,20 +221,20 @@ def balances(model: nn.Module) -> bool:
     return has and base(model) is not model and not pools(model)
 
 
-def pools(model: nn.Module) -> bool:
+def pools(model: Foreign) -> bool:
     """True if the model's head pools the tokens of the model below it."""
     return type(model).__name__.endswith(_POOLED_HEADS) and base(model) is not model
 
 
-def base(model: nn.Module) -> nn.Module:
+def base(model: Foreign) -> Foreign:
     """The model below a head; a model without head is its own."""
-    below = getattr(model, "base_model", model)
+    below: Foreign = getattr(model, "base_model", model)
     if below is not model or not type(model).__name__.endswith(_POOLED_HEADS):
         return below
     return next((m for m in model.children() if hasattr(m, "set_attn_implementation")), model)
 
 
-def poolers(model: nn.Module) -> list[nn.Module]:
+def poolers(model: Foreign) -> list[nn.Module]:
     """Modules that pool hidden states which they are given as (batch, tokens, embed)."""
     return [
         module
@@ -241,11 +244,11 @@ def poolers(model: nn.Module) -> list[nn.Module]:
     ]
 
 
-def gather_hidden(layout: Layout, axis: str):
+def gather_hidden(layout: Layout, axis: str) -> Callable:
     """A pre-hook of a pooler: the hidden states of all tokens."""
     ways = layout.size(axis)
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = named(module, args, kwargs)
         name, hidden = next(iter(arguments.items()))
         return (), arguments | {name: gathered_rows(hidden, layout, {axis: 1}, ways)}
@@ -258,10 +261,10 @@ def takes_first_token(path: str) -> bool:
     return path.rpartition(".")[2] == "post_layernorm"
 
 
-def bring_first_token(layout: Layout, axis: str):
+def bring_first_token(layout: Layout, axis: str) -> Callable:
     """A pre-hook of such a module: broadcasts the first token's state from the rank that has it."""
 
-    def hook(module: nn.Module, args: tuple) -> tuple | None:
+    def hook(module: Foreign, args: tuple) -> tuple | None:
         if args[0].dim() != 2:
             return None
         first = all(layout.coords[d] == 0 for d in layout.shard_dims(axis))
@@ -271,11 +274,11 @@ def bring_first_token(layout: Layout, axis: str):
     return hook
 
 
-def gather_base(layout: Layout, axis: str, pooled: bool):
+def gather_base(layout: Layout, axis: str, pooled: bool) -> Callable:
     """A hook of a model, below its head if it has one: gathers outputs that the head reads."""
     ways = layout.size(axis)
 
-    def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
+    def hook(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         if pooled and getattr(output, "last_hidden_state", None) is not None:
             gathered = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)
             output["last_hidden_state"] = gathered
