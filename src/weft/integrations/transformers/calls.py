@@ -487,6 +487,7 @@ class Calls:
             return False
         if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis) or self.scaling is not None:
             return False
+        assert call.cache is not None
         if call.cache.recurrent and 1 in self._counts(ids.shape[1]):
             return False  # its layers take one token for a step of decoding
         padding = local.get("attention_mask")
