@@ -102,8 +102,13 @@ class ThreadTransport(Transport):
         return wait
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
-        parts = self._everyone(tensor.detach().clone(), mesh_dims, "sum")()
-        tensor.copy_(torch.stack(list(parts.values())).sum(0))
+        parts = [*self._everyone(tensor.detach().clone(), mesh_dims, "sum")().values()]
+        if tensor.element_size() < 4:  # rounded once
+            tensor.copy_(torch.stack(parts).sum(0))
+            return
+        tensor.copy_(parts[0])
+        for part in parts[1:]:
+            tensor.add_(part)
 
     def _vote(
         self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]

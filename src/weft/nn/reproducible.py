@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from ..comm.once_differentiable import once
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
@@ -289,8 +290,7 @@ _ELEMENTWISE = {
 def _linear(
     sums: ExactSums, func: Callable, input: Tensor, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
-    out = exact_linear(input, weight, sums)
-    return out if bias is None else out + spread(bias.to(out.dtype), out.shape, sums)
+    return exact_linear(input, weight, sums, bias)
 
 
 def _matmul(sums: ExactSums, func: Callable, x: Any, weight: Any) -> Any:
@@ -371,56 +371,98 @@ def _addmm(
     return _weighted(sums, exact_linear(x, weight.t(), sums), None, input)
 
 
-class _Sigmoid(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        made = 1.0 / (1.0 + torch.exp(-x))
-        ctx.save_for_backward(made)
-        return made
-
-    @staticmethod
-    def backward(ctx: Any, above: Tensor) -> Tensor:
-        (made,) = ctx.saved_tensors
-        return above * (made * (1.0 - made))
+#: Numbers that a function is computed of at once: they stay in a core's cache, and on one thread.
+_CHUNK = 2**15
 
 
-class _Softplus(torch.autograd.Function):
+def _by_chunk(function: Callable[..., Tensor], *of: Tensor) -> Tensor:
+    """A function element by element, in fp32 at least, of tensors of one shape."""
+    made = torch.empty_like(of[0], memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(made.dtype, torch.float32)
+    parts = zip(*(t.contiguous().view(-1).split(_CHUNK) for t in of))
+    for out, part in zip(made.view(-1).split(_CHUNK), parts):
+        out.copy_(function(*(t.to(dtype) for t in part)))
+    return made
+
+
+class _Pointwise(torch.autograd.Function):
+    """f(x), of which `slope` is the derivative."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, f: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(x)
-        return torch.relu(x) + torch.log(1.0 + torch.exp(-x.abs()))
+        ctx.slope = slope
+        return _by_chunk(f, x)
 
     @staticmethod
-    def backward(ctx: Any, above: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return above / (1.0 + torch.exp(-x))
+    @once("a reproducible activation", linear=False)
+    def backward(ctx: Any, saved: tuple, above: Tensor) -> tuple:
+        slope = ctx.slope
+        return _by_chunk(lambda g, x: slope(x).mul_(g), above, *saved), None, None
 
 
-def _of_floats(
-    made: Callable[..., Tensor],
-    sums: ExactSums,
-    func: Callable,
-    x: Tensor,
-    *args: Any,
-    **options: Any,
-) -> Tensor:
-    """A function of one tensor, computed in fp32 at least."""
-    return made(x.to(torch.promote_types(x.dtype, torch.float32)), *args, **options).to(x.dtype)
+def _sigmoid_of(x: Tensor) -> Tensor:
+    return torch.neg(x).exp_().add_(1.0).reciprocal_()
 
 
-def _silu(x: Tensor, inplace: bool = False) -> Tensor:
-    return x * _Sigmoid.apply(x)
+def _sigmoid_slope(x: Tensor) -> Tensor:
+    s = _sigmoid_of(x)
+    return (1.0 - s).mul_(s)
 
 
-def _gelu(x: Tensor, approximate: str = "none") -> Tensor:
+def _silu_slope(x: Tensor) -> Tensor:
+    s = _sigmoid_of(x)
+    return (1.0 - s).mul_(x).add_(1.0).mul_(s)
+
+
+def _softplus_of(x: Tensor) -> Tensor:
+    return torch.relu(x).add_(x.abs().neg_().exp_().add_(1.0).log_())
+
+
+def _normal(x: Tensor) -> Tensor:
+    """The share of a normal distribution up to x."""
+    return (x * math.sqrt(0.5)).erf_().add_(1.0).mul_(0.5)
+
+
+def _gelu_slope(x: Tensor) -> Tensor:
+    density = (x * x).mul_(-0.5).exp_().mul_(1.0 / math.sqrt(2.0 * math.pi))
+    return density.mul_(x).add_(_normal(x))
+
+
+def _tanh_in_gelu(x: Tensor) -> Tensor:
+    inner = (x * x).mul_(x).mul_(0.044715).add_(x)
+    return inner.mul_(math.sqrt(2.0 / math.pi)).tanh_()
+
+
+def _tanh_gelu_slope(x: Tensor) -> Tensor:
+    t = _tanh_in_gelu(x)
+    slope = (x * x).mul_(3 * 0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2.0 / math.pi))
+    return slope.mul_(1.0 - t * t).add_(t).add_(1.0).mul_(0.5)
+
+
+def _sigmoid(sums: ExactSums, func: Callable, input: Tensor) -> Tensor:
+    return _Pointwise.apply(input, _sigmoid_of, _sigmoid_slope)
+
+
+def _silu(sums: ExactSums, func: Callable, input: Tensor, inplace: bool = False) -> Tensor:
+    return _Pointwise.apply(input, lambda x: _sigmoid_of(x).mul_(x), _silu_slope)
+
+
+def _gelu(sums: ExactSums, func: Callable, input: Tensor, approximate: str = "none") -> Tensor:
     if approximate == "none":
-        return 0.5 * x * (1.0 + torch.erf(x * math.sqrt(0.5)))
-    inner = math.sqrt(2.0 / math.pi) * (x + 0.044715 * (x * x * x))
-    return 0.5 * x * (1.0 + torch.tanh(inner))
+        return _Pointwise.apply(input, lambda x: _normal(x).mul_(x), _gelu_slope)
+    f = lambda x: _tanh_in_gelu(x).add_(1.0).mul_(x).mul_(0.5)  # noqa: E731
+    return _Pointwise.apply(input, f, _tanh_gelu_slope)
 
 
-def _softplus(x: Tensor, beta: float = 1.0, threshold: float = 20.0) -> Tensor:
-    return _Softplus.apply(x * beta) / beta
+def _softplus(
+    sums: ExactSums, func: Callable, input: Tensor, beta: float = 1.0, threshold: float = 20.0
+) -> Tensor:
+    return _Pointwise.apply(
+        input, lambda x: _softplus_of(x * beta).div_(beta), lambda x: _sigmoid_of(x * beta)
+    )
 
 
 _RULES: dict[Callable, Callable] = {
@@ -432,10 +474,8 @@ _RULES: dict[Callable, Callable] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
     torch.dropout: _dropout,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
-    F.silu: functools.partial(_of_floats, _silu),
-    F.gelu: functools.partial(_of_floats, _gelu),
-    F.softplus: functools.partial(_of_floats, _softplus),
-    **dict.fromkeys(
-        (torch.sigmoid, Tensor.sigmoid, F.sigmoid), functools.partial(_of_floats, _Sigmoid.apply)
-    ),
+    F.silu: _silu,
+    F.gelu: _gelu,
+    F.softplus: _softplus,
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, F.sigmoid), _sigmoid),
 }

@@ -7,9 +7,10 @@ with gradients of attention. Of a product of two matrices both factors are:
     gx = 2^-26 |x|     of the norm of each column over all tokens, so that every partial sum of
     gy = 2^-26 |dy|    j^T i is below 2^53 (Cauchy-Schwarz): one product in fp64, exact in any order
 
-So a rank multiplies whatever tokens it has at once. The error, at most 2^-26 |x| |dy|, is no more
-than fp32 has when it adds one token after the other. Splitting operands so that products are exact
-is the idea of Ozaki et al. (doi:10.1007/s11075-011-9478-1).
+So a rank multiplies whatever tokens it has, in any order, a chunk that stays in a core's cache at a
+time. The error, at most 2^-26 |x| |dy|, is no more than fp32 has when it adds one token after the
+other. Splitting operands so that products are exact is the idea of Ozaki et al.
+(doi:10.1007/s11075-011-9478-1).
 
 The rank that comes first has the sum, rounded once, and the others have zeros: whatever adds
 gradients over ranks (`sync_gradients`) adds exactly, in any order.
@@ -17,6 +18,7 @@ gradients over ranks (`sync_gradients`) adds exactly, in any order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,8 +33,10 @@ from ..comm.once_differentiable import once
 
 #: Bits of a factor: the norm of a column has so many.
 FACTOR_BITS = 26
-#: Bits by which the size of a number is rounded up where a norm is bounded.
-NORM_BITS = 12
+#: Rows that are rounded and multiplied at once.
+CHUNK = 256
+#: Bits of a number's square, rounded up, of which fp32 adds a chunk exactly. An even number.
+SQUARE_BITS = 24 - CHUNK.bit_length() + 1
 #: Rows and columns of a matrix product are multiples of these: others may take another routine for
 #: the last ones, or for all.
 ROWS, COLUMNS = 32, 16
@@ -73,37 +77,62 @@ class ExactSums:
         Args:
             into: to which row of a table each is added (n,), and how many rows that has.
         """
-        most = self._most(rows)
+        most = self._most(_sizes(rows))
         count = self._sum(_counts(rows).sum(dtype=torch.float64))
         exponent = torch.frexp(most * count).exponent
-        exact = _rounded(rows, exponent, torch.isfinite(most), 51)
+        offset = _offset(exponent, torch.isfinite(most), 51)
+        chunks = (
+            part.to(torch.float64, copy=True).add_(offset).sub_(offset)
+            for part in rows.split(CHUNK)
+        )
         if into is None:
-            return self._sum(exact.sum(0))
+            return self._sum(functools.reduce(torch.add, (part.sum(0) for part in chunks)))
         ids, length = into
-        table = exact.new_zeros((length, *rows.shape[1:]))
-        return self._sum(table.index_add_(0, ids, exact))
+        table = offset.new_zeros((length, *rows.shape[1:]))
+        for where, part in zip(ids.split(CHUNK), chunks):
+            table.index_add_(0, where, part)
+        return self._sum(table)
 
-    def of_products(self, a: Tensor, b: Tensor) -> Tensor:
-        """a^T b of the rows (n, i) and (n, j) of all ranks, in fp64; the same on every rank."""
-        # Rows that several ranks have count once: all but one of these have gradients of zero.
-        both = torch.cat([a, b], 1) * (_counts(a) & _counts(b))[:, None]
-        most = self._most(both)
-        exponent, width = torch.frexp(most).exponent, a.shape[1]
-        units = torch.ldexp(both.abs().to(torch.float64), NORM_BITS - exponent).ceil_()
-        norm = self._sum(units.square_().sum(0)).sqrt()
-        exponent = exponent - NORM_BITS + torch.frexp(norm).exponent
-        exact = _rounded(both, exponent, torch.isfinite(most), FACTOR_BITS)
-        return self._sum(exact[:, :width].t() @ exact[:, width:])
+    def of_products(self, above: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        """above^T x of the rows (n, i) and (n, j) of all ranks, and the sum of those of `above`.
+
+        In fp64, (i, j) and (i,), the same on every rank.
+
+        Args:
+            above: gradients. Rows that several ranks have are zeros on all but one of these.
+            x: what is multiplied.
+        """
+        counts = _counts(above)  # rows of zeros must not count in the norm of x
+        if not bool(counts.all()):
+            above, x = (t * counts[:, None] for t in (above, x))
+        most = self._most(torch.cat([_sizes(above), _sizes(x)]))
+        # In fp32 no scale is larger: what is smaller still than this has few bits there anyway.
+        exponent = torch.frexp(most).exponent.clamp(min=SQUARE_BITS // 2 - 120)
+        norm = self._sum(_squares(above, x, SQUARE_BITS // 2 - exponent)).sqrt()
+        exponent += torch.frexp(norm).exponent - SQUARE_BITS // 2
+        offset = _offset(exponent, torch.isfinite(most), FACTOR_BITS)
+        return self._products(above, x, offset)
+
+    def _products(self, above: Tensor, x: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
+        i, j = above.shape[1], x.shape[1]
+        made = offset.new_zeros((i, j + 1))
+        rounded = offset.new_ones((CHUNK, i + j + 1))
+        for a, b in zip(above.split(CHUNK), x.split(CHUNK)):
+            rows = rounded[: len(a)]
+            rows[:, :i].copy_(a)
+            rows[:, i:-1].copy_(b)
+            rows[:, :-1].add_(offset).sub_(offset)
+            made.addmm_(rows[:, :i].t(), rows[:, i:])
+        made = self._sum(made)
+        return made[:, :-1], made[:, -1]
 
     def on_first(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         """A sum on the first of the ranks, and zeros on the others."""
         first = all(self.transport.coords[d] == 0 for d in self.dims)
         return total.to(dtype) if first else torch.zeros_like(total, dtype=dtype)
 
-    def _most(self, rows: Tensor) -> Tensor:
-        """The size of the largest of all ranks' rows, number by number, in fp64."""
-        shape = rows.shape[1:]
-        sizes = rows.abs().amax(0) if len(rows) else rows.new_zeros(shape)
+    def _most(self, sizes: Tensor) -> Tensor:
+        """The largest of all ranks, number by number, in fp64."""
         sizes = sizes.to(torch.float64)
         for mesh_dim in self.moving:
             sizes = largest(self.transport, mesh_dim, sizes)
@@ -114,54 +143,90 @@ class ExactSums:
         return self.transport.all_reduce(total.contiguous(), dims, "exact") if dims else total
 
 
+def _sizes(rows: Tensor) -> Tensor:
+    """The size of the largest row, number by number."""
+    if not len(rows):
+        return rows.new_zeros(rows.shape[1:])
+    return torch.maximum(rows.amax(0), -rows.amin(0))
+
+
 def _counts(rows: Tensor) -> Tensor:
     """Which rows are no zeros, (n,)."""
-    return (rows != 0).flatten(1).any(1) if rows.dim() > 1 else rows != 0
+    if rows.dim() == 1:
+        return rows != 0
+    if not rows.numel():
+        return rows.new_zeros(len(rows), dtype=torch.bool)
+    rows = rows.flatten(1)
+    return (rows.amax(1) != 0) | (rows.amin(1) != 0)
 
 
-def _rounded(rows: Tensor, exponent: Tensor, finite: Tensor, bits: int) -> Tensor:
-    """Rows in fp64, as multiples of 2^(exponent - bits); not finite where a number is not."""
+def _squares(above: Tensor, x: Tensor, exponent: Tensor) -> Tensor:
+    """Sums of squares of columns times 2^exponent, each rounded up to a whole number; fp64."""
+    i, dtype = above.shape[1], torch.promote_types(above.dtype, torch.float32)
+    scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).to(dtype)
+    made, held = torch.zeros_like(scale, dtype=torch.float64), scale.new_empty((CHUNK, len(scale)))
+    for a, b in zip(above.split(CHUNK), x.split(CHUNK)):
+        rows = held[: len(a)]
+        rows[:, :i].copy_(a)
+        rows[:, i:].copy_(b)
+        made += rows.mul_(scale).square_().ceil_().sum(0)
+    return made
+
+
+def _offset(exponent: Tensor, finite: Tensor, bits: int) -> Tensor:
+    """The number to add and take away again that rounds to multiples of 2^(exponent - bits).
+
+    Not finite where a number is not.
+    """
     one = torch.where(finite, 1.5, torch.nan).to(torch.float64)
-    offset = torch.ldexp(one, exponent + 52 - bits)
-    return rows.to(torch.float64, copy=True).add_(offset).sub_(offset)
+    return torch.ldexp(one, exponent + 52 - bits)
 
 
-def exact_linear(x: Tensor, weight: Tensor, sums: ExactSums) -> Tensor:
-    """x weight^T, (..., k) and (n, k) -> (..., n), row by row the same in any company.
+def exact_linear(x: Tensor, weight: Tensor, sums: ExactSums, bias: Tensor | None = None) -> Tensor:
+    """x weight^T + bias, (..., k) and (n, k) -> (..., n), row by row the same in any company.
 
-    Within `torch.autocast` both are cast as torch casts them.
+    Within `torch.autocast` all are cast as torch casts them.
 
     Args:
         x: this rank's tokens.
         weight: the same on every rank.
         sums: over the tokens.
+        bias: (n,), the same on every rank.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device):
-        return _Linear.apply(x, weight, sums)
+        return _Linear.apply(x, weight, bias, sums)
     dtype = torch.get_autocast_dtype(device)
     with torch.autocast(device, enabled=False):
-        return _Linear.apply(x.to(dtype), weight.to(dtype), sums)
+        return _Linear.apply(
+            x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), sums
+        )
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, sums: ExactSums) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: ExactSums
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sums = sums
-        return _rows_times(x, weight)
+        made = _rows_times(x, weight)
+        return made if bias is None else made.add_(bias)
 
     @staticmethod
     @once("a reproducible product", linear=False)
     def backward(ctx: Any, saved: tuple, above: Tensor) -> tuple:
         x, weight = saved
-        dx = dw = None
+        dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = _rows_times(above, weight.t())
-        if ctx.needs_input_grad[1]:
-            total = ctx.sums.of_products(above.flatten(0, -2), x.flatten(0, -2))
-            dw = ctx.sums.on_first(total, weight.dtype)
-        return dx, dw, None
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            made = ctx.sums.of_products(above.flatten(0, -2), x.flatten(0, -2))
+            dw, db = (
+                ctx.sums.on_first(total, weight.dtype) if needed else None
+                for total, needed in zip(made, ctx.needs_input_grad[1:])
+            )
+        return dx, dw, db, None
 
 
 def _rows_times(x: Tensor, weight: Tensor) -> Tensor:
