@@ -255,7 +255,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, shape: tuple[int, ...], sums: ExactSums) -> Tensor:
         ctx.shape, ctx.dtype, ctx.sums = weight.shape, weight.dtype, sums
-        return weight.expand(shape).clone()
+        return weight.expand(shape)
 
     @staticmethod
     @once("a reproducible sum")

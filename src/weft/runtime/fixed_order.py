@@ -108,10 +108,8 @@ class OutputTree:
         if (a.low, a.high) != (low, high):
             a, b = (b, a) if (b.low, b.high) == (low, high) else (self._spread(a, low, high), b)
         rows = slice(b.low - low, b.high - low)
-        out, lse = merged(a.out[:, :, rows], a.lse[:, :, rows], b.out, b.lse)
-        if (b.low, b.high) == (low, high):
-            return Part(low, out, lse)
-        a.out[:, :, rows], a.lse[:, :, rows] = out, lse
+        _, lse = merged(a.out[:, :, rows], a.lse[:, :, rows], b.out, b.lse)
+        a.lse[:, :, rows] = lse
         return a
 
     def _spread(self, part: Part, low: int, high: int) -> Part:
@@ -142,7 +140,9 @@ class OutputTree:
 
 
 def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Two partial outputs as one, by functions whose bits do not depend on an element's place.
+    """Two partial outputs as one, in the memory of the first, and scaling the second.
+
+    By functions whose bits do not depend on an element's place.
 
     `torch.logaddexp` and fused multiplications are not such functions: a vector's last elements
     are computed by other instructions.
@@ -151,8 +151,8 @@ def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[
     base = most.masked_fill(torch.isneginf(most), 0.0)
     total = base + torch.log(torch.exp(lse - base) + torch.exp(other_lse - base))
     base = total.masked_fill(torch.isneginf(total), 0.0)
-    own = out * torch.exp(lse - base).unsqueeze(-1)
-    return own.add_(other * torch.exp(other_lse - base).unsqueeze(-1)), total
+    out.mul_(torch.exp(lse - base).unsqueeze(-1))
+    return out.add_(other.mul_(torch.exp(other_lse - base).unsqueeze(-1))), total
 
 
 class GridSum:
