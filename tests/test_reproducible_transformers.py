@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from trained import SMALL, llama, model_of
 
 import weft
 from weft import Layout, UnsupportedError
+from weft.checkpoint import Checkpoints
 from weft.integrations.transformers import shard_batch
 from weft.train.same_bits import Trace, first_other_bits
 
@@ -39,8 +41,15 @@ def train(
     autocast: bool = False,
     recomputed: bool = False,
     padded: bool = False,
+    folder: Path | None = None,
+    until: int = len(LENGTHS),
 ) -> Trace:
-    """Losses, gradients of two micro-batches, and weights of steps of AdamW."""
+    """Losses, gradients of two micro-batches, and weights of steps of AdamW.
+
+    Args:
+        folder: of a checkpoint, with which it begins if there is one, and ends.
+        until: the steps.
+    """
 
     def rank(layout: Layout) -> Trace:
         own, made = copy.deepcopy(model).to(dtype), Trace()
@@ -50,9 +59,13 @@ def train(
         optimizer = torch.optim.AdamW(own.parameters(), lr=1e-2)
         draw = torch.Generator().manual_seed(1)
         cast = torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext()
-        for step, n in enumerate(LENGTHS):
-            for part in range(2):
-                ids = torch.randint(2, 97, (2, n), generator=draw)
+        checkpoints = None if folder is None else Checkpoints(folder, layout)
+        done = 0 if checkpoints is None else checkpoints.load(own, optimizer).step
+        for step, n in enumerate(LENGTHS[:until]):
+            parts = [torch.randint(2, 97, (2, n), generator=draw) for _ in range(2)]
+            if step < done:
+                continue
+            for part, ids in enumerate(parts):
                 batch = {"input_ids": ids, "labels": ids}
                 if padded:
                     seen = torch.arange(n) < torch.tensor([[n], [n - 7]])
@@ -72,6 +85,8 @@ def train(
             optimizer.zero_grad()
         for name, p in own.named_parameters():
             made[f"weight {name}"] = p.detach().clone()
+        if checkpoints is not None:
+            checkpoints.save(until, own, optimizer)
         return made
 
     if line is None:
@@ -123,6 +138,17 @@ def hybrid():
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=3", "batch: dp=2; tokens: ring=2"])
 def test_a_layout_changes_no_bit_of_a_hybrid(hybrid, line):
     assert first_other_bits(train(hybrid, None), train(hybrid, line)) is None
+
+
+@pytest.mark.parametrize("kind", ["model", "hybrid"])
+def test_a_checkpoint_is_resumed_on_another_layout_with_the_same_bits(kind, request, tmp_path):
+    one = request.getfixturevalue(kind)
+    undisturbed = train(one, None)
+    train(one, "tokens(zigzag): ring=3", folder=tmp_path, until=1)
+    rest = train(one, "batch: dp=2; tokens: ring=2", folder=tmp_path)
+    assert "step 1: gradient of lm_head.weight" in rest
+    assert not any(name.startswith("step 0") for name in rest)
+    assert first_other_bits(rest, undisturbed) is None
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])

@@ -72,9 +72,9 @@ def test_trainer_of_a_hybrid(two):
     assert_same(found[0])
 
 
-def test_a_reproducible_layout_changes_no_bit(two):
+def test_a_reproducible_layout_changes_no_bit(two, tmp_path):
     changes = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
-    assert two.run(cases.same_bits, "tokens(zigzag): ring=2", changes)[0] == []
+    assert two.run(cases.same_bits, "tokens(zigzag): ring=2", changes, str(tmp_path))[0] == []
 
 
 @slow

@@ -123,9 +123,9 @@ def weights_of(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.detach().clone() for n, p in model.named_parameters()}
 
 
-def run(trainer: hf.Trainer, extra: Any = None) -> Run:
+def run(trainer: hf.Trainer, extra: Any = None, resume: str | None = None) -> Run:
     trainer.remove_callback(hf.PrinterCallback)
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return Run(trainer.state.log_history, weights_of(trainer.model), extra)
 
 

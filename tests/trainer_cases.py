@@ -679,19 +679,31 @@ def fifty_steps(line, per_rank, family):
 # the same bits
 
 
-def same_bits(rank, line, changes):
-    """Names of what differs in a bit between a `Trainer` on one process and on all."""
+def same_bits(rank, line, changes, folder):
+    """Names of what differs in a bit from a `Trainer` on one process.
 
-    def build(cls, layout):
-        args = arguments(per_device_train_batch_size=4, **changes)
+    On all processes; and from a checkpoint of theirs, resumed on one.
+    """
+
+    def build(cls, layout, resume=None, **saved):
+        args = arguments(per_device_train_batch_size=4, **changes, **saved)
         model = weft.parallelize(llama(), layout)
-        return run(cls(model=model, args=args, train_dataset=rows(20), data_collator=collate))
+        trainer = cls(model=model, args=args, train_dataset=rows(20), data_collator=collate)
+        return run(trainer, resume=resume)
 
-    one = alone(rank, build, hf.Trainer, Layout.single(reproducible=True))
+    def saved(cls, layout):
+        return build(cls, layout, save_strategy="steps", save_steps=2, output_dir=folder)
+
+    single = Layout.single(reproducible=True)
+    one = alone(rank, build, hf.Trainer, single)
     layout = trainers.layout(f"{line}; reproducible", "cpu", timeout=30)
-    many = together(rank, build, trainers.of(hf.Trainer, layout), layout)
+    many = together(rank, saved, trainers.of(hf.Trainer, layout), layout)
+    resumed = alone(rank, build, hf.Trainer, single, f"{folder}/checkpoint-2")
     if one is None:
         return None
-    logged = [n for n in ("loss", "grad_norm") if one.series(n) != many.series(n)]
-    assert one.series("loss")
-    return logged + [n for n, w in one.weights.items() if not torch.equal(w, many.weights[n])]
+    assert len(one.series("loss")) == 3
+    found = []
+    for other in (many, resumed):
+        found += [n for n in ("loss", "grad_norm") if one.series(n) != other.series(n)]
+        found += [n for n, w in one.weights.items() if not torch.equal(w, other.weights[n])]
+    return found
