@@ -13,30 +13,16 @@ import torch
 import transformers as hf
 from torch import Tensor
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from benchmarks import families
 from weft import parallelize
 from weft.comm import run_threads
 from weft.integrations.transformers import shard_batch
+from weft.integrations.transformers.verification.copies import InFP64
 from weft.layout import Layout
 from weft.losses import shift_labels
 
 VOCABULARY = families.TINY["vocab_size"]
-
-
-class InFP64(TorchFunctionMode):
-    """Casts to fp32 within a model's code are casts to fp64, in norms, softmax and scans."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is Tensor.float and args[0].dtype is torch.float64:
-            return args[0]
-        if func in (Tensor.to, Tensor.type):
-            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        if kwargs.get("dtype") is torch.float32:
-            kwargs = kwargs | {"dtype": torch.float64}
-        return func(*args, **kwargs)
 
 
 def slow(model: torch.nn.Module) -> None:

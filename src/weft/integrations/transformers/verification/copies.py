@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
 
 from ....errors import DeclarationError, UnsupportedError
 from ..replicated import configurations
 from .inputs import Trial, shorten
 
-#: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype.
+#: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype; likewise in fp64.
 _UPCAST_LIMIT = 16 << 30
 #: Gradients are compared for this many parameters, none of more numbers than this.
 _TRACKED, _LARGEST = 12, 1 << 23
@@ -37,6 +38,7 @@ class Copies:
 
     Attributes:
         dtype: to which half-precision weights are converted.
+        fit_fp64: whether there may be copies in fp64.
 
     Raises:
         DeclarationError: weights that are not there, or are wrapped already.
@@ -46,34 +48,39 @@ class Copies:
     def __init__(self, model: nn.Module) -> None:
         _refuse_weights(model)
         self.model, self.tracked, self.dtype = model, _tracked(model), _dtype(model)
-        self._converted: dict[int, Tensor] = {}  # once for all copies: a model's size each
+        numbers = sum(p.numel() for p in model.parameters())
+        self.fit_fp64 = self.dtype is torch.float32 and 8 * numbers <= _UPCAST_LIMIT
+        # Once for all copies: a model's size each.
+        self._converted: dict[tuple[int, torch.dtype], Tensor] = {}
         self._aliases: list[nn.Parameter] = []
 
     def make(self, trial: Trial) -> nn.Module:
         """A copy in the mode of a trial, with its options."""
         memo: dict[int, Any] = {}
+        dtype = torch.float64 if trial.fp64 else self.dtype
         for name, p in self.model.named_parameters():
             slow = _DECAYS.get(name.rpartition(".")[2])
             numbers = p if slow is None else _drawn(p, *slow)
-            memo[id(p)] = self._alias(numbers, name in self.tracked)
+            memo[id(p)] = self._alias(numbers, name in self.tracked, dtype)
         model = copy.deepcopy(self.model, memo).eval()
         for buffer in model.buffers():
-            if buffer.dtype in (torch.float16, torch.bfloat16):
-                buffer.data = buffer.data.to(self.dtype)
+            if _narrower(buffer, dtype):
+                buffer.data = buffer.data.to(dtype)
         shorten(model, trial)
         if trial.train:
             _train(model)
         return model
 
-    def _alias(self, p: Tensor, tracked: bool) -> Tensor:
+    def _alias(self, p: Tensor, tracked: bool, dtype: torch.dtype) -> Tensor:
         """The same numbers as a leaf of another graph; converted where the dtype is another."""
         if type(p) not in (nn.Parameter, Tensor) or not p.is_floating_point():
             return p
         numbers = p.detach()
-        if p.dtype in (torch.float16, torch.bfloat16) and p.dtype != self.dtype:
-            if id(p) not in self._converted:
-                self._converted[id(p)] = numbers.to(self.dtype)
-            numbers = self._converted[id(p)]
+        if _narrower(p, dtype):
+            key = id(p), dtype
+            if key not in self._converted:
+                self._converted[key] = numbers.to(dtype)
+            numbers = self._converted[key]
         if not p.requires_grad and p.numel() <= _WRITTEN:
             numbers = numbers.clone()
         self._aliases.append(nn.Parameter(numbers, requires_grad=tracked))
@@ -84,6 +91,26 @@ class Copies:
         self._converted.clear()
         for alias in self._aliases:
             alias.data = alias.data.new_empty(0)
+
+
+class InFP64(TorchFunctionMode):
+    """Casts to fp32 within a model's code are casts to fp64: in norms, softmax and scans."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is Tensor.float and args[0].dtype is torch.float64:
+            return args[0]
+        if func in (Tensor.to, Tensor.type):
+            args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def _narrower(t: Tensor, dtype: torch.dtype) -> bool:
+    """True if numbers are to be converted to a dtype: half precision, and fp32 where it is fp64."""
+    kinds = {torch.float16, torch.bfloat16, *([torch.float32] if dtype is torch.float64 else [])}
+    return t.dtype in kinds and t.dtype != dtype
 
 
 def _drawn(p: Tensor, low: float, high: float) -> Tensor:
@@ -167,4 +194,4 @@ def _refuse_weights(model: nn.Module) -> None:
             )
 
 
-__all__ = ["Copies", "random_states_kept"]
+__all__ = ["Copies", "InFP64", "random_states_kept"]

@@ -45,6 +45,7 @@ class Trial:
         train: in train mode, without dropout; else in eval mode.
         padding: tokens of padding at the end of the last row; earlier rows have fewer.
         left: padding is at the start, with any ids under it.
+        fp64: in fp64 all through, else in fp32.
         short: options of the configuration that are set to fewer tokens than there are.
     """
 
@@ -56,9 +57,10 @@ class Trial:
     padding: int = 0
     train: bool = False
     left: bool = False
+    fp64: bool = False
 
     def __str__(self) -> str:
-        mode = " in train mode" if self.train else ""
+        mode = (" in train mode" if self.train else "") + (" in fp64" if self.fp64 else "")
         if not self.length:
             return f"{self.batch} image" + "s" * (self.batch > 1) + mode
         at = f" from position {self.start}" if self.start else ""
