@@ -12,6 +12,7 @@ import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from ..._torch import outside_graphs
 from ...errors import UnsupportedError
 from .. import Foreign
 
@@ -62,6 +63,8 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 def put(module: Foreign, function: Callable, name: str = "forward") -> None:
     """Give one instance another method, under the hooks that accelerate has put on a `forward`.
 
+    The method is no part of a graph of `torch.compile`: which call it is in is not known there.
+
     Raises:
         UnsupportedError: the method was replaced already, such as by a kernel of the hub.
     """
@@ -76,6 +79,7 @@ def put(module: Foreign, function: Callable, name: str = "forward") -> None:
             " weft cannot reach the convolution and the recurrence; load the model with"
             " use_kernels=False, or parallelize it first"
         )
+    function = outside_graphs(function)
     setattr(function, _MARK, True)
     module.__dict__[place] = types.MethodType(function, module)
 
