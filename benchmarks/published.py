@@ -20,9 +20,9 @@ import torch
 
 from weft import Causal, Full, Layout, Mask, Window
 from weft.declare.hardware import Hardware
+from weft.plan.clock import Network
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
-from weft.planner.flow import Network
 from weft.planner.replayed import replayed
 
 HERE = Path(__file__).parent

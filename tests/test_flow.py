@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from weft import Causal, DeclarationError, Documents, Full, Layout, Mask, UnsupportedError
 from weft.declare.hardware import Device, Hardware
+from weft.plan.clock import Clock
 from weft.plan.predict import plans_for, predict
 from weft.plan.problem import Problem
 from weft.plan.shifts import image_group
 from weft.plan.timing import duration
-from weft.planner.flow import Clock, block_seconds, time_call
+from weft.planner.flow import block_seconds, time_call
 
 LINES = (
     "tokens: ring=4",

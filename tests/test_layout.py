@@ -329,7 +329,7 @@ def carry(*strategies: str) -> dict:
 def test_a_layout_that_says_nothing_carries_states_on_all_mesh_dims():
     silent, explicit = Layout.from_dict(USP), Layout.from_dict(USP | carry("state", "state"))
     for layout in (silent, explicit):
-        assert layout.state_transport("tokens") == "gather"
+        assert layout.state_transport("tokens") == "auto"
         assert layout.carries_by_heads("tokens") == ()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -19,7 +21,12 @@ LAYOUTS = {
     "ring": Layout.parse("tokens: ring=3"),
     "zigzag": Layout.parse("tokens(zigzag): ring=3"),
     "chain": Layout.parse("tokens(zigzag): state_chain=3"),
+    "tree": Layout.parse("tokens(zigzag): state_tree=3"),
     "tile": Layout.parse("tokens: tile=2x2"),
+    "tile in a tree": Layout.from_dict(
+        TOKENS | {"carry": {"tokens": [{"strategy": "state_tree", "on": d} for d in "ab"]}}
+    ),
+    "chosen by slow links": replace(Layout.parse("tokens: ring=3"), rates={"bandwidth": 1e6}),
     "batch and heads": Layout.parse("batch: dp=2; heads: tp=2; tokens: ring=2"),
     "ulysses": Layout.from_dict(TOKENS | {"carry": {"tokens": BY_HEADS}}),
     "ulysses and a chain": Layout.from_dict(TOKENS | {"carry": {"tokens": CHAIN}}),

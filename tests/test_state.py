@@ -8,6 +8,7 @@ that decay quickly would hide what is wrong: a map of A = 0 would pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,11 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import weft
+from weft.declare.layout_file import Binding
 from weft.declare.orders import TokenOrder
+from weft.declare.strategy import Strategy
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.plan import state as plans
 from weft.plan.state import by_heads, fragments
+from weft.plan.state_choice import Carried, ways_of
 from weft.proof.seeded import run_seeded
 from weft.runtime.state import LocalPieces
 
@@ -126,7 +130,14 @@ def _convolved(run: Tensor, weight: Tensor) -> Tensor:
     return convolution(run, weight)[:, weight.shape[1] - 1 :]
 
 
-LAYERS = {"gather": on_pieces, "chain": on_chain}
+LAYERS = {"gather": on_pieces, "tree": on_pieces, "chain": on_chain}
+
+
+def carried(layout: Layout, way: str) -> Layout:
+    """The layout, with states that travel in a way."""
+    strategy = Strategy.load(f"state_{way}")
+    bindings = (Binding(strategy, {"carry": d}) for d in layout.shard_dims("tokens"))
+    return replace(layout, carry={"tokens": tuple(bindings)})
 
 
 def tensors(length: int, batch: int = 2, seed: int = 0) -> tuple[Tensor, ...]:
@@ -184,18 +195,18 @@ def check(layout: Layout, length: int, documents: Sequence[int] | None = None, *
 # -- exact ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("way", LAYERS)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_outputs_and_gradients_are_those_of_one_device(line, length, layer):
-    check(Layout.parse(line), length, layer=LAYERS[layer])
+def test_outputs_and_gradients_are_those_of_one_device(line, length, way):
+    check(carried(Layout.parse(line), way), length, layer=LAYERS[way])
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("way", LAYERS)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("documents", DOCUMENTS[1:])
-def test_nothing_crosses_from_one_document_to_the_next(line, documents, layer):
-    check(Layout.parse(line), sum(documents), documents, layer=LAYERS[layer])
+def test_nothing_crosses_from_one_document_to_the_next(line, documents, way):
+    check(carried(Layout.parse(line), way), sum(documents), documents, layer=LAYERS[way])
 
 
 @pytest.mark.parametrize("stride", ["sliced", "shifted", "spaced rows"])
@@ -207,15 +218,16 @@ def test_an_order_that_is_data():
     order = TokenOrder((((9, 2), (0, 4)), ((4, 3), (11, 3)), ((14, 3), (7, 2))))
     layout = Layout.parse("tokens: ring=3").reorder("tokens", order)
     assert [len(chunk) for chunk in fragments(layout, "tokens", 17).chunks] == [2, 2, 2]
-    for layer in LAYERS.values():
-        check(layout, 17, layer=layer)
-        check(layout, 17, (6, 11), layer=layer)
+    for way, layer in LAYERS.items():
+        check(carried(layout, way), 17, layer=layer)
+        check(carried(layout, way), 17, (6, 11), layer=layer)
 
 
 def test_documents_packed_by_a_layout():
     layout, lengths = Layout.parse("tokens: ring=3"), (3, 1, 8, 11)
-    for layer in LAYERS.values():
-        check(layout.reorder("tokens", layout.pack(lengths).order), 23, lengths, layer=layer)
+    for way, layer in LAYERS.items():
+        packed = carried(layout, way).reorder("tokens", layout.pack(lengths).order)
+        check(packed, 23, lengths, layer=layer)
 
 
 def test_columns_may_come_from_many_ranks():
@@ -284,10 +296,11 @@ def decays(kind: str, length: int) -> tuple[Tensor, Tensor]:
     return decay, torch.randn(2, length, 2, 3, 4, dtype=torch.float64, generator=make)
 
 
+@pytest.mark.parametrize("way", ["gather", "tree"])
 @pytest.mark.parametrize("kind", DECAYS)
 @pytest.mark.parametrize("line", ["tokens: ring=3", "tokens(zigzag): ring=3", "tokens: tile=2x2"])
 @pytest.mark.parametrize(("length", "documents"), [(17, None), (3, None), (17, (4, 1, 12))])
-def test_scan(kind, line, length, documents):
+def test_scan(kind, line, length, documents, way):
     whole = [t.requires_grad_() for t in decays(kind, length)]
     parts = zip(*(t.split(list(documents or (length,)), 1) for t in whole))
     out = torch.cat([scanned(*part, kind == "matrix") for part in parts], 1)
@@ -301,7 +314,7 @@ def test_scan(kind, line, length, documents):
         (out * layout.shard(above, AXIS)).sum().backward()
         return [layout.gather(t.detach(), AXIS) for t in (out, *(t.grad for t in local))]
 
-    for found, right in zip(weft.on_threads(Layout.parse(line), rank)[0], wanted):
+    for found, right in zip(weft.on_threads(carried(Layout.parse(line), way), rank)[0], wanted):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-11)
 
 
@@ -359,8 +372,10 @@ def only_a_scan(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -
     return weft.scan(decay, update, pieces.layout, "tokens", length=pieces.length)
 
 
-@pytest.mark.parametrize("layer", [on_pieces, on_chain, only_a_scan])
-def test_two_forwards_before_one_backward_and_checkpointing(layer):
+@pytest.mark.parametrize(
+    ("way", "layer"), [*LAYERS.items(), ("gather", only_a_scan), ("tree", only_a_scan)]
+)
+def test_two_forwards_before_one_backward_and_checkpointing(way, layer):
     x, gates, weight, _ = tensors(23)
 
     def rank(layout, layer):
@@ -374,7 +389,7 @@ def test_two_forwards_before_one_backward_and_checkpointing(layer):
         return torch.utils.checkpoint.checkpoint(layer, *args, use_reentrant=reentrant)
 
     for line in ("tokens(zigzag): ring=3", "tokens: ring=3"):
-        layout = Layout.parse(line)
+        layout = carried(Layout.parse(line), way)
         plain = weft.on_threads(layout, rank, layer)
         for reentrant in (False, True):
             run = partial(checkpointed, reentrant=reentrant)
@@ -384,7 +399,8 @@ def test_two_forwards_before_one_backward_and_checkpointing(layer):
             )
 
 
-def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass():
+@pytest.mark.parametrize("way", ["gather", "tree"])
+def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass(way):
     """The first piece of all needs no state, and its kernel may be called without one."""
 
     def rank(layout):
@@ -396,20 +412,20 @@ def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass():
             pieces.join(1, [x if piece.begins else x + states[0]], states).sum().backward()
         return x.grad.flatten().tolist()
 
-    found = weft.on_threads(Layout.parse("tokens: ring=3"), rank, timeout=5)
+    found = weft.on_threads(carried(Layout.parse("tokens: ring=3"), way), rank, timeout=5)
     assert found == [[2.0, 10.0], [6.0, 6.0], [2.0, 2.0]]
 
 
-@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("way", LAYERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_messages_may_be_late_and_in_any_order(layer, seed):
+def test_messages_may_be_late_and_in_any_order(way, seed):
     x, gates, weight, above = tensors(23)
-    layout = Layout.parse("tokens(zigzag): tile=2x2")
+    layout = carried(Layout.parse("tokens(zigzag): tile=2x2"), way)
 
     def rank(layout):
         pieces = LocalPieces(layout, "tokens", 23)
         local = [layout.shard(t, AXIS).requires_grad_() for t in (x, gates)]
-        out = LAYERS[layer](pieces, *local, weight)
+        out = LAYERS[way](pieces, *local, weight)
         (out * layout.shard(above, AXIS)).sum().backward()
         return [out.detach(), *(t.grad for t in local)]
 
@@ -422,17 +438,17 @@ def test_messages_may_be_late_and_in_any_order(layer, seed):
 # -- on processes ---------------------------------------------------------------------------------
 
 
-def _layer_on_a_process(rank: int, line: str) -> float:
+def _layer_on_a_process(rank: int, line: str, way: str) -> float:
     x, gates, weight, above = tensors(22)
     leaves = [t.requires_grad_() for t in (x, gates, weight)]
     out = whole(*leaves, (9, 13))
     wanted = [out, *torch.autograd.grad((out * above).sum(), leaves)]
-    layout = Layout.parse(line).build("cpu", timeout=60)
+    layout = carried(Layout.parse(line), way).build("cpu", timeout=60)
     pieces = LocalPieces(layout, "tokens", 22, weft.Documents((9, 13)))
     local = [layout.shard(t.detach(), AXIS).requires_grad_() for t in (x, gates)]
     own = weight.detach().clone().requires_grad_()
     with weft.traffic(layout) as moved:
-        out = on_pieces(pieces, *local, own)
+        out = LAYERS[way](pieces, *local, own)
         (out * layout.shard(above, AXIS)).sum().backward()
     assert moved.as_predicted, moved.differences()
     found = [layout.gather(t.detach(), AXIS) for t in (out, *(t.grad for t in local))]
@@ -441,8 +457,9 @@ def _layer_on_a_process(rank: int, line: str) -> float:
 
 
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=4", "tokens: tile=2x2"])
-def test_processes(pool, line):
-    assert max(pool.run(_layer_on_a_process, line)) < 1e-11
+@pytest.mark.parametrize("way", LAYERS)
+def test_processes(pool, line, way):
+    assert max(pool.run(_layer_on_a_process, line, way)) < 1e-11
 
 
 def _dtensors(rank: int) -> list[float]:
@@ -553,6 +570,44 @@ def test_ranks_that_differ_are_refused_everywhere(wrong, message):
         return True
 
     assert weft.on_threads(Layout.parse("tokens: ring=3"), rank, timeout=20) == [True] * 3
+
+
+# -- the way that a layout leaves open ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hosts", "length"), [(4, 1024), (4, 4096), (8, 1024)])
+@pytest.mark.parametrize("rate", [60, 200])
+def test_a_chain_on_slow_links_where_it_was_measured_to_be_the_fastest(hosts, length, rate):
+    """The six settings of `benchmarks.cluster.states`, Mbit/s; 8 heads of 64 x 64."""
+    rates = {"bandwidth": rate * 1e6 / 8, "latency": 5e-4}
+    layout = replace(Layout.parse(f"tokens: ring={hosts}"), rates=rates)
+    size = 8 * 64 * 64
+    ways = ways_of(layout, "tokens", length, "cpu", Carried(4 * size, 4 * size, size, 2.0))
+    assert ways.way == "chain"
+    assert ways.of_maps == "tree"
+    assert set(ways.seconds) == {"gather", "tree", "chain"}
+    assert ways.received["chain"] == 2 * 4 * size
+
+
+def test_a_tree_where_ranks_would_wait_for_each_other_for_long():
+    layout, size = Layout.parse("tokens: ring=64"), 32 * 128 * 128
+    ways = ways_of(layout, "tokens", 1 << 20, "cpu", Carried(4 * size, 4 * size, size, 2.0))
+    assert ways.way == ways.of_maps == "tree"
+    assert "gather" not in ways.seconds
+
+
+@pytest.mark.parametrize(("rates", "chain"), [({"bandwidth": 1e6}, True), ({"latency": 1}, False)])
+def test_every_rank_decides_alike_by_the_layouts_rates(rates, chain, monkeypatch):
+    """Ranks have other numbers of tokens; in a graph maps are composed, which are ops."""
+    layout = replace(Layout.parse("tokens(zigzag): ring=3"), rates=rates)
+
+    def rank(layout):
+        pieces = LocalPieces(layout, "tokens", 7)
+        return pieces.in_chain(torch.ones(1), (2, 8, 64, 64), (2, 8, 64, 64))
+
+    assert weft.on_threads(layout, rank) == [chain] * 3
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
+    assert weft.on_threads(layout, rank) == [False] * 3
 
 
 # -- bytes ----------------------------------------------------------------------------------------

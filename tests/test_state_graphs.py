@@ -45,6 +45,7 @@ def _compiled(rank: int, name: str, backend: str, packed: tuple[int, ...] | None
     ("name", "backend", "packed"),
     [
         ("tile", "aot_eager", None),
+        ("tile in a tree", "aot_eager", (20, 1, 29)),
         ("no carry", "aot_eager", (20, 1, 29)),
     ],
 )
@@ -52,7 +53,7 @@ def test_one_graph_is_what_eager_is(pool, name, backend, packed):
     assert max(pool.run(_compiled, name, backend, packed)) < 1e-11
 
 
-@pytest.mark.parametrize("name", ["ring", "zigzag"])
+@pytest.mark.parametrize("name", ["ring", "zigzag", "tree"])
 def test_a_checkpoint_that_keeps_the_ops_repeats_no_exchange(name):
     """Outputs and gradients stay; each exchange goes once there and once back."""
 

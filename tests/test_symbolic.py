@@ -17,6 +17,7 @@ from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
 from weft.plan.state import Fragments, fragments
 from weft.plan.tiles import KernelCall, Kind
+from weft.plan.tree import Tree, state_tree
 from weft.proof import representatives, symbolic
 from weft.proof.coverage import count_visible, tile_defects, visible_ranges
 from weft.proof.flow import program_defects
@@ -28,6 +29,7 @@ from weft.proof.state import (
     halo_defects,
     place_defects,
     prove_states,
+    sweep_defects,
 )
 
 LINES = (
@@ -280,7 +282,7 @@ def test_the_command_proves():
 @pytest.mark.parametrize("length", [1, 3, 37])
 def test_right_states_are_proven(line, length):
     claims = prove_states(Layout.parse(line), "tokens", length)
-    assert len(claims) == 3
+    assert len(claims) == 4
     assert all(claim.ok for claim in claims)
 
 
@@ -355,6 +357,32 @@ def test_wrong_states_are_found(wrong, find):
     plan = fragments(layout, "tokens", 37)
     assert not list(find(plan))
     assert list(find(wrong(plan.mesh, plan.chunks)))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("wrong", ["a fold", "a message", "a box", "the order", "a document"])
+def test_wrong_trees_are_found(wrong, backward):
+    layout = Layout.parse("tokens(zigzag): tile=2x2")
+    plan = fragments(layout, "tokens", 37, weft.Documents((9, 28)))
+    right = state_tree(plan, backward)
+    assert not list(sweep_defects(plan, right, backward))
+    chunk, at = next(
+        (c, t) for c, rs in enumerate(right.rounds) for t, r in enumerate(rs) if r.folds and r.sends
+    )
+    step, chains = right.rounds[chunk][at], right.chains
+    if wrong == "a fold":
+        step = step._replace(folds=step.folds[1:])
+    elif wrong == "a message":
+        step = step._replace(sends=step.sends[1:])
+    elif wrong == "a box":
+        step = step._replace(receives=(*step.receives, *step.sends))
+    elif wrong == "the order":
+        chains = tuple(c[::-1] for c in chains)
+    else:
+        chains = chains[1:]
+    rounds = list(map(list, right.rounds))
+    rounds[chunk][at] = step
+    assert list(sweep_defects(plan, Tree(chains, tuple(map(tuple, rounds))), backward))
 
 
 def test_documents_that_are_not_cut_are_found():

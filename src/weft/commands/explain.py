@@ -208,7 +208,7 @@ def explain(
             highlight=False,
         )
     if state or axis in chosen.carry:
-        _print_states(chosen, axis, problem)
+        _print_states(chosen, axis, problem, hardware)
     if hardware is not None:
         _print_times(chosen, problem, Hardware.load(hardware), f"on {hardware}")
     elif chosen.rates:
@@ -375,10 +375,11 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
 
 
-def _print_states(layout: Layout, axis: str, problem: Problem) -> None:
+def _print_states(layout: Layout, axis: str, problem: Problem, hardware: str | None) -> None:
     """What a recurrent layer of these heads receives, where the axis is split."""
     local = next(plans_for(layout, problem, [0])).problem
-    made = tables.states(layout, axis, local)
+    machine = None if hardware is None else Hardware.load(hardware)
+    made = tables.states(layout, axis, local, machine)
     console().print()
     console().print(f"nothing is carried along {axis}" if made is None else made)
 

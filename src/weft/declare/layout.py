@@ -353,19 +353,20 @@ class LayoutDeclaration:
         return tuple(d for d in self.shard_dims(axis) if d in dims)
 
     def state_transport(self, axis: str) -> str:
-        """The way the states of recurrent layers travel along an axis: "gather" or "chain".
+        """The way the states of recurrent layers travel along an axis.
 
-        In a reproducible layout in a chain, which is one device's order.
+        "gather", "tree", "chain", or "auto", which every call decides by its sizes. In a
+        reproducible layout in a chain, which is one device's order.
 
         Args:
             axis: the axis.
 
         >>> LayoutDeclaration.load("ring-4").state_transport("tokens")
-        'gather'
+        'auto'
         """
         rules = (r for b in self.carry.get(axis, ()) for r in b.state_rules.values())
         named = {rule.transport for rule in rules} - {"auto"}
-        default = "chain" if self.reproducible else "gather"
+        default = "chain" if self.reproducible else "auto"
         return named.pop() if named else default
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:

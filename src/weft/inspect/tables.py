@@ -21,6 +21,8 @@ from ..plan.predict import Forecast
 from ..plan.problem import Problem
 from ..plan.redistribute import placement, plan_redistribution
 from ..plan.state import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
+from ..plan.state_choice import Carried, Ways, time_ways, ways_of
+from ..plan.tree import TreeExchange
 from ..proof.symbolic import Claim
 from . import words
 
@@ -205,7 +207,9 @@ def claims_table(title: str, claims: Sequence[Claim]) -> Table:
     return made
 
 
-def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table | None:
+def states(
+    layout: Layout, axis: str, problem: Problem, machine: Hardware | None = None, taps: int = 4
+) -> Table | None:
     """Bytes that a recurrent layer along the axis would receive, where it can run on the layout.
 
     It is a gated delta rule of the call's heads (Gated DeltaNet, KDA), whose states are fp32, after
@@ -215,6 +219,8 @@ def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table 
         layout: as declared.
         axis: one axis.
         problem: of one rank, such as a plan has it.
+        machine: whose clock decides where the layout leaves the way of the states open; default
+            at the layout's rates, or assumed ones, as calls decide.
         taps: of the convolution.
 
     Raises:
@@ -222,26 +228,41 @@ def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table 
     """
     by_heads_dims = layout.carries_by_heads(axis)
     other = by_heads(layout, axis) if by_heads_dims else layout
-    ranks, chain = other.size(axis), other.state_transport(axis) == "chain"
+    ranks, way = other.size(axis), other.state_transport(axis)
     if layout.size(axis) == 1:
         return None
     heads = problem.heads // math.prod(layout.mesh[d] for d in by_heads_dims)
     key, value = problem.head_dim, problem.value_dim
     plan = fragments(other, axis, problem.n)
     number, column = heads * key * value * 4, heads * (2 * key + value) * problem.dtype.itemsize
+    state, matrix = problem.batch * number, problem.batch * heads * key * key * 4
+    why = ""
+    if way == "auto" and ranks > 1:
+        of = Carried(state, matrix, state // 4, 1 + matrix / state)
+        if machine is None:
+            timed = ways_of(other, axis, problem.n, problem.device, of)
+        else:
+            timed = time_ways(plan, tuple(other.mesh.items()), machine, of)
+        way, why = timed.way, f" {_why(timed)}"
     moved: dict[str, list[tuple[int, int]]] = {"state": [], "columns to the left": []}
     for chunk in range(ranks):
-        of_all = StateExchange(plan, chunk, problem.batch * (number + heads * key * key * 4))
-        handed_on = ChainExchange(plan, chunk, (problem.batch * number,))
+        passing: ChainExchange | TreeExchange | StateExchange
+        if way == "chain":
+            passing = ChainExchange(plan, chunk, (state,))
+        elif way == "tree":
+            passing = TreeExchange(plan, chunk, state, state + matrix)
+        else:
+            passing = StateExchange(plan, chunk, state + matrix)
         halo = HaloExchange(plan, chunk, taps - 1, problem.batch * column)
-        for name, passing in zip(moved, (handed_on if chain else of_all, halo)):
-            moved[name].append((passing.traffic(False).bytes, passing.traffic(True).bytes))
+        for name, traffic in zip(moved, (passing.traffic, halo.traffic)):
+            moved[name].append((traffic(False).bytes, traffic(True).bytes))
     if by_heads_dims:
         moved["tokens for heads, and back"] = _traded(layout, other, axis, problem)
-    way = "handed on from rank to rank" if chain else "of all ranks to all"
-    runs = f"{len(plan.slots)} runs of consecutive tokens; states are as large at any length."
+    how = {"chain": "handed on from rank to rank", "tree": "composed in a tree"}
+    runs = f"{len(plan.slots)} runs of consecutive tokens; states are as large at any length.{why}"
     made = table(
-        f"a recurrent layer along {axis} (gated delta rule, {taps} taps), received; states {way}",
+        f"a recurrent layer along {axis} (gated delta rule, {taps} taps), received; states"
+        f" {how.get(way, 'of all ranks to all')}",
         *("what", "rank 0", "any rank", "any rank, backward"),
         right=("rank 0", "any rank", "any rank, backward"),
         caption=runs,
@@ -250,6 +271,18 @@ def states(layout: Layout, axis: str, problem: Problem, taps: int = 4) -> Table 
         forward, backward = zip(*rows)
         made.add_row(name, *(words.nbytes(n) for n in (forward[0], max(forward), max(backward))))
     return made
+
+
+def _why(timed: Ways) -> str:
+    """Why a way was chosen, in words."""
+    ends = (
+        f"{way} {words.show_time(seconds)} and {words.nbytes(timed.received[way])}"
+        for way, seconds in sorted(timed.seconds.items(), key=lambda item: item[1])
+    )
+    return (
+        f"The layout leaves the way open: {timed.way}, which ends first by the clock (scan and"
+        f" messages of both passes, most bytes received: {', '.join(ends)})."
+    )
 
 
 def _traded(layout: Layout, other: Layout, axis: str, problem: Problem) -> list[tuple[int, int]]:

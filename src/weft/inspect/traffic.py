@@ -15,6 +15,7 @@ from ..plan.plan import Plan
 from ..plan.predict import predict
 from ..plan.redistribute import RedistributionPass
 from ..plan.state import ChainExchange, HaloExchange, StateExchange
+from ..plan.tree import TreeExchange
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -142,7 +143,10 @@ def traffic(*layouts: Layout) -> Iterator[TrafficReport]:
 
 def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
-        if isinstance(plan, ChainExchange | HaloExchange | StateExchange | RedistributionPass):
+        if isinstance(
+            plan,
+            ChainExchange | HaloExchange | StateExchange | TreeExchange | RedistributionPass,
+        ):
             per_call = plan.traffic(backward)
         else:
             forecast = predict(plan)

@@ -237,8 +237,10 @@ class GatedDeltaNet(nn.Module):
         q, k = F.normalize(q, dim=-1) * self.head_dim**-0.5, F.normalize(k, dim=-1)
         inputs = q, k, v, decay, beta
         pieces = LocalPieces(layout, self.axis, length, documents)
-        run = _in_chain if layout.state_transport(self.axis) == "chain" else _gathered
-        return run(pieces, inputs).to(channels.dtype)
+        zero = _zeros(v, v.shape[2])
+        options = {"dtype": zero.dtype, "widened": True}
+        chain = pieces.in_chain(v, zero.shape, zero.shape, **options)
+        return (_in_chain if chain else _composed)(pieces, inputs).to(channels.dtype)
 
     def _convolved(
         self,
@@ -266,7 +268,7 @@ def _zeros(v: Tensor, heads: int) -> Tensor:
     return v.new_zeros(len(v), heads, v.shape[-1], v.shape[-1], dtype=dtype)
 
 
-def _gathered(pieces: LocalPieces, inputs: tuple[Tensor, ...]) -> Tensor:
+def _composed(pieces: LocalPieces, inputs: tuple[Tensor, ...]) -> Tensor:
     """All ranks at the same time: values widened by [0 | I] give the map of the state with them."""
     q, _, v, _, _ = inputs
     dim, start = v.shape[-1], _zeros(v, v.shape[2])

@@ -129,6 +129,22 @@ class Fragments:
         chunk, i = self.slots[slot]
         return self.chunks[chunk][i]
 
+    @functools.cached_property
+    def chains(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(chunk, piece) of the pieces of every document that has several, in order."""
+        made: list[list[tuple[int, int]]] = []
+        pieces = (
+            (piece.start, piece.begins, c, i)
+            for c, chunk in enumerate(self.chunks)
+            for i, piece in enumerate(chunk)
+            if piece.count
+        )
+        for _, begins, chunk, i in sorted(pieces):
+            if begins:
+                made.append([])
+            made[-1].append((chunk, i))
+        return tuple(tuple(chain) for chain in made if len(chain) > 1)
+
     # -- from one rank to the next -------------------------------------------------------------
 
     def relay(self, chunk: int) -> tuple[Stage, ...]:

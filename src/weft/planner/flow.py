@@ -1,29 +1,20 @@
-"""The clock of a call: every rank's program on shared cards, uplinks and cores, as a fluid.
+"""The time of a call: every rank's program on the clock of `plan/clock.py`.
 
-Work (a block, a message) flows through resources. A message uses the sender's and the receiver's
-card at the level that joins them, and the uplinks between their groups; a block uses its rank, and
-a share of the cores where ranks share them. All work under way shares every resource max-min
-fairly: no share can grow but at the cost of a smaller one (Bertsekas and Gallager, Data Networks,
-6.5.2). When something ends or begins, shares are worked out anew.
-
-A message begins when both of its ranks have posted it, messages between two ranks along one mesh
-dim and of one kind go one after another, and a rank goes on when what its step waits for is done:
-the order in which the executor runs the same programs. Not modelled: unfair TCP, packets, messages
-that slow kernels down, stragglers.
+A rank goes on when what its step waits for is done: the order in which the executor runs the same
+programs.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..comm import Traffic, rank_at
-from ..declare.hardware import Device, Hardware, Resource
-from ..errors import DeclarationError, UnsupportedError
+from ..declare.hardware import Device, Hardware
+from ..errors import UnsupportedError
 from ..masks import describe
+from ..plan.clock import Done, Network
 from ..plan.memory import payload_bytes
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
@@ -32,97 +23,8 @@ from ..plan.program import Block
 from ..plan.shifts import image_group
 from ..plan.tiles import KernelCall, Kind, entries
 
-#: The least work: less is done at once.
-_NOTHING = 1e-12
 #: Ranks whose programs are replayed one by one; of more, one group's.
 MOST_REPLAYED = 256
-Done = Callable[[], None]
-
-
-@dataclass(eq=False)
-class _Work:
-    """Something under way: what is left of it, on which resources, and who waits for it."""
-
-    left: float
-    resources: tuple[Resource, ...]
-    done: Done
-    rate: float = 0.0
-
-
-class Clock:
-    """Work under way on resources of some capacities, in units per second each.
-
-    >>> clock = Clock({("card", 0): 10.0})
-    >>> ended = []
-    >>> for size in (10.0, 20.0):  # they share the card until the first has ended
-    ...     clock.add(size, [("card", 0)], lambda size=size: ended.append((size, clock.now)))
-    >>> clock.run()
-    3.0
-    >>> ended
-    [(10.0, 2.0), (20.0, 3.0)]
-    """
-
-    def __init__(self, capacity: dict[Resource, float]) -> None:
-        self.capacity, self.now = capacity, 0.0
-        self._under_way: list[_Work] = []
-        self._events: list[tuple[float, int, Done]] = []
-        self._count = 0
-
-    def at(self, time: float, event: Done) -> None:
-        """Have something happen at a time."""
-        self._count += 1
-        heapq.heappush(self._events, (time, self._count, event))
-
-    def add(self, work: float, resources: Sequence[Resource], done: Done) -> None:
-        """Begin some work now; resources without a capacity do not limit it."""
-        if not math.isfinite(work):
-            raise DeclarationError("work on this hardware takes longer than numbers can say")
-        known = tuple(r for r in resources if r in self.capacity)
-        if work <= _NOTHING or not known:
-            self.at(self.now, done)
-        else:
-            self._under_way.append(_Work(work, known, done))
-
-    def run(self) -> float:
-        """Let time pass until nothing is under way; when that is."""
-        while self._under_way or self._events:
-            self._share()
-            step = min((w.left / w.rate for w in self._under_way), default=math.inf)
-            if self._events:
-                step = min(step, max(0.0, self._events[0][0] - self.now))
-            self.now += step
-            for work in self._under_way:
-                work.left -= step * work.rate
-            ended = [w for w in self._under_way if w.left <= 1e-9 * w.rate]
-            if ended:
-                self._under_way = [w for w in self._under_way if w.left > 1e-9 * w.rate]
-            for work in ended:
-                work.done()
-            while self._events and self._events[0][0] <= self.now + 1e-12:
-                heapq.heappop(self._events)[2]()
-        return self.now
-
-    def _share(self) -> None:
-        """Max-min fair rates: fill the scarcest resource first, and take it away."""
-        users: dict[Resource, list[_Work]] = defaultdict(list)
-        for work in self._under_way:
-            work.rate = 0.0
-            for r in work.resources:
-                users[r].append(work)
-        left = {r: self.capacity[r] for r in users}
-        counts = {r: len(found) for r, found in users.items()}
-        while counts:
-            scarce = min(counts, key=lambda r: left[r] / counts[r])
-            share = left[scarce] / counts[scarce]
-            for work in users[scarce]:
-                if work.rate:
-                    continue
-                work.rate = share
-                for r in work.resources:
-                    left[r] = max(0.0, left[r] - share)
-                    counts[r] -= 1
-                    if not counts[r]:
-                        del counts[r]
 
 
 @dataclass(frozen=True)
@@ -147,78 +49,6 @@ class Timing:
     def total(self) -> float:
         """Both passes."""
         return self.forward + self.backward
-
-
-class Network:
-    """Ranks on hardware: capacities, and which of them a message or a block uses.
-
-    Args:
-        hardware: where the ranks are.
-        ranks: how many are replayed; rank i of the call is rank i of the hardware. Of a call with
-            more, the others are periodic images of these: what a rank sends out of the group, its
-            image beyond the border sends into it.
-    """
-
-    def __init__(self, hardware: Hardware, ranks: int) -> None:
-        self.hardware, self.ranks = hardware, ranks
-        self.sent: Counter[int] = Counter()
-        capacity: dict[Resource, float] = {}
-        for rank in range(ranks):
-            capacity["rank", rank] = 1.0
-            for level in range(len(hardware.level)):
-                capacity |= hardware.way(rank, rank, level)
-        cores = hardware.device.cores
-        if cores is not None:
-            for machine in range(-(-ranks // cores.ranks)):
-                capacity["cores", machine] = float(cores.count)
-        self.clock = Clock(capacity)
-        self._posted: dict[tuple, tuple[int, Done]] = {}
-        self._queues: dict[tuple, deque] = defaultdict(deque)
-
-    def compute(self, rank: int, seconds: float, done: Done) -> None:
-        """Have a rank compute for some seconds of a core alone."""
-        cores = self.hardware.device.cores
-        shared = [] if cores is None else [("cores", rank // cores.ranks)]
-        self.clock.add(seconds, [("rank", rank), *shared], done)
-
-    def post(self, source: int, target: int, kind: tuple, nbytes: int, done: Done) -> None:
-        """One of two ranks is ready for a message; when both are, it moves after those before it.
-
-        Args:
-            kind: what it is, the same on both ranks; its first item says whom it waits behind.
-            nbytes: of the message, or 0 from a rank that leaves it to the other to know.
-        """
-        level = self.hardware.between(source, target)
-        source, target = source % self.ranks, target % self.ranks
-        key = (source, target, level, kind)
-        if key not in self._posted:
-            self._posted[key] = nbytes, done
-            return
-        other, its_done = self._posted.pop(key)
-        nbytes, both = max(nbytes, other), [its_done, done]
-        lane = (source, target, level, kind[0])
-        self._queues[lane].append((nbytes, both))
-        if len(self._queues[lane]) == 1:
-            self._move(*lane)
-
-    def _move(self, source: int, target: int, level: int, mesh_dim: str) -> None:
-        queue = self._queues[source, target, level, mesh_dim]
-        nbytes, both = queue[0]
-        half = self.hardware.level[level].half
-        self.sent[level] += nbytes
-
-        def arrived() -> None:
-            queue.popleft()
-            for done in both:
-                done()
-            if queue:
-                self._move(source, target, level, mesh_dim)
-
-        def begin() -> None:
-            way = self.hardware.way(source, target, level)
-            self.clock.add(nbytes + half, [resource for resource, _ in way], arrived)
-
-        self.clock.at(self.clock.now + self.hardware.level[level].latency, begin)
 
 
 @dataclass(eq=False)

@@ -17,6 +17,7 @@ from ..layout import Layout
 from ..masks import Documents
 from ..plan.order import Span, join
 from ..plan.state import Fragments, by_heads, fragments
+from ..plan.tree import Message, Tree, Value, state_tree
 from .symbolic import Claim
 
 #: Chunks of an axis that are looked at one by one; of more nothing is claimed.
@@ -45,6 +46,7 @@ def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
     claims = {
         "states: all tokens before a run of its document, once, in order": composition_defects,
         "states, handed on: the same, and every message is expected": chain_defects,
+        "states, in a tree: the same, and so are gradients in reverse": tree_defects,
         "columns to the left: each of its position, every message expected": halo_defects,
     }
     how = f"{len(plans[0].slots)} runs on {placed.size(axis)} ranks"
@@ -142,6 +144,82 @@ def chain_defects(plan: Fragments) -> Iterator[str]:
     every = {(c, i) for c, ps in enumerate(plan.chunks) for i, p in enumerate(ps) if p.count}
     if done != every:
         yield f"{len(every - done)} pieces are never computed"
+
+
+def tree_defects(plan: Fragments) -> Iterator[str]:
+    """What is wrong with states that are composed in a tree, or with gradients in its reverse."""
+    for backward in (False, True):
+        yield from sweep_defects(plan, state_tree(plan, backward), backward)
+
+
+def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
+    """What is wrong with the rounds of a tree, forward or in reverse."""
+    which, sizes = "gradients" if backward else "states", dict(plan.mesh)
+    documents: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by their first token
+    starts = _documents(plan)
+    for chunk, pieces in enumerate(plan.chunks):
+        for i, piece in enumerate(pieces):
+            if piece.count:
+                first = max(s for s in starts if s <= piece.start)
+                documents[first].append((piece.start, chunk, i))
+    held: list[dict[Value, list[tuple[int, int]]]] = [{} for _ in plan.chunks]
+    wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for number, chain in enumerate(made.chains):
+        for at, leaf in enumerate(chain):
+            held[leaf[0]][Value(number, at, at + 1)] = [leaf]
+    for found_in in documents.values():
+        order = [(chunk, i) for _, chunk, i in sorted(found_in, reverse=backward)]
+        wanted |= {leaf: order[:at] for at, leaf in enumerate(order) if at}
+    sent: dict[tuple[int, int], deque] = defaultdict(deque)
+    todo = [deque(rounds) for rounds in made.rounds]
+    posted = [False] * len(todo)
+
+    def peer(chunk: int, m: Message) -> int:
+        return index_at(sizes, sizes, {**coordinates(sizes, chunk), m.mesh_dim: m.coordinate})
+
+    moving = True
+    while moving:
+        moving = False
+        for chunk, rounds in enumerate(todo):
+            while rounds:
+                step = rounds[0]
+                if not posted[chunk]:
+                    for fold in step.folds:
+                        before, after = (held[chunk].get(v) for v in (fold.before, fold.after))
+                        if before is None or after is None:
+                            yield f"{which}: chunk {chunk} has not what makes {fold.made}"
+                            return
+                        held[chunk][fold.made] = before + after
+                    for m in step.sends:
+                        if m.value not in held[chunk]:
+                            yield f"{which}: chunk {chunk} has no {m.value} to send"
+                            return
+                        sent[chunk, peer(chunk, m)].append((m.value, held[chunk][m.value]))
+                    posted[chunk] = moving = True
+                sources = [peer(chunk, m) for m in step.receives]
+                if any(sources.count(source) > len(sent[source, chunk]) for source in sources):
+                    break
+                for m, source in zip(step.receives, sources):
+                    value, leaves = sent[source, chunk].popleft()
+                    if value != m.value:
+                        yield f"{which}: chunk {chunk} expects {m.value} and gets {value}"
+                    held[chunk][m.value] = leaves
+                rounds.popleft()
+                posted[chunk], moving = False, True
+    if any(todo) or any(sent.values()):
+        yield f"{which}: ranks wait for each other: {sum(map(len, todo))} rounds are left"
+    found = {
+        leaf: held[leaf[0]].get(Value(number, 0, at))
+        for number, leaves in enumerate(made.chains)
+        for at, leaf in enumerate(leaves)
+        if at
+    }
+    for chunk, i in sorted(found.keys() | wanted.keys()):
+        if found.get((chunk, i)) != wanted.get((chunk, i)):
+            yield (
+                f"{which}: chunk {chunk}: {plan.chunks[chunk][i]} is entered by"
+                f" {found.get((chunk, i))}, not {wanted.get((chunk, i))}"
+            )
 
 
 def halo_defects(plan: Fragments) -> Iterator[str]:

@@ -16,7 +16,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,6 +36,8 @@ from ..plan.state import (
     chunk_of,
     fragments,
 )
+from ..plan.state_choice import GROUPS, Carried, ways_of
+from ..plan.tree import TreeExchange
 from . import calls
 from .chain import Step, chained
 from .exchange import Exchange
@@ -44,9 +46,12 @@ from .state_ops import Passing
 if TYPE_CHECKING:
     from ..layout import Layout
 
-#: In how many groups heads are handed on where states travel in a chain.
-GROUPS = 4
-_STATES, _HALO = "state", "halo"
+_STATES, _TREE, _HALO = "state", "tree", "halo"
+_OPS = {
+    _STATES: torch.ops.weft.states,
+    _TREE: torch.ops.weft.states_tree,
+    _HALO: torch.ops.weft.halo,
+}
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 
@@ -144,7 +149,7 @@ class LocalPieces:
         Args:
             maps: (A, b) per piece, of the same shapes and dtype on all ranks. Of a piece that
                 begins a document A is not looked at, and of a piece without tokens neither is.
-            apply: `A S`: `torch.matmul`, `torch.mul`, or of a scalar per head.
+            apply: `A S`, `torch.matmul`, or `torch.mul` of an A that broadcasts against b.
             of: what the maps are made of. They have gradients where one of these has, also on a
                 rank without tokens, whose maps a kernel may make of nothing.
 
@@ -154,6 +159,8 @@ class LocalPieces:
         Raises:
             ShapeError: on every rank, if ranks' calls differ.
         """
+        if apply not in (torch.matmul, torch.mul):
+            self.refuse("state", "apply= is torch.matmul, or torch.mul of an A that broadcasts")
         (a, b), packed = maps[0], []
         for at, (piece, (x, y)) in enumerate(zip(self.pieces, maps, strict=True)):
             if (x.shape, y.shape) != (a.shape, b.shape) or not x.dtype == y.dtype == a.dtype:
@@ -166,14 +173,60 @@ class LocalPieces:
             if piece.ends:
                 packed.append(torch.cat([x.flatten(), y.flatten()]))
         own = _after(torch.stack(packed), of)[: self._own]
-        if self._moves:
-            described = f"A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(own)}"
-            own = self._pass(_STATES, own, described, own.shape[1] * own.itemsize)
+        if not self._moves:
+            return self._composed(own, a, b, apply)
+        described = f"A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(own)}"
+        if self._of_maps(a, b) == "tree":
+            shapes = tuple(a.shape), tuple(b.shape), apply is torch.matmul
+            entering = self._pass(_TREE, own, f"in a tree, {described}", own.itemsize, *shapes)
+            found = [_zeros_after(entering, b.shape)] * len(self.pieces)
+            for at, i in enumerate(self._reading):
+                found[i] = entering[at].view(b.shape)
+            return found
+        own = self._pass(_STATES, own, described, own.shape[1] * own.itemsize)
         return self._composed(own, a, b, apply)
 
-    def _pass(self, label: str, x: Tensor, described: str, nbytes: int, *more: int) -> Tensor:
-        """Runs the op of a label; `more`: dim and columns of a halo."""
-        run = torch.ops.weft.states if label == _STATES else torch.ops.weft.halo
+    def in_chain(
+        self,
+        like: Tensor,
+        state: Sequence[int],
+        matrix: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        widened: bool = False,
+    ) -> bool:
+        """Whether a recurrence hands its states on, by `chain`, or composes maps, by `states`.
+
+        As `[carry]` of the layout says. Where it leaves it open, the way is taken that ends first
+        by the clock of `plan/state_choice.py`; in a graph of `torch.compile` maps are composed.
+
+        Args:
+            like: a tensor of the call, for its device.
+            state: shape of a state, over this rank's batch and heads.
+            matrix: shape of A.
+            dtype: of both.
+            widened: whether maps are made by values widened by A's columns.
+        """
+        named = self.layout.state_transport(self.axis)
+        if named != "auto" or not self._moves or torch.compiler.is_dynamo_compiling():
+            return named == "chain"
+        numbers, more = math.prod(state), math.prod(matrix)
+        factor = 1 + more / numbers if widened and numbers else 1.0
+        of = Carried(numbers * dtype.itemsize, more * dtype.itemsize, numbers, factor)
+        layout, device = self.layout.unbound, like.device.type
+        return ways_of(layout, self.axis, self.length, device, of).way == "chain"
+
+    def _of_maps(self, a: Tensor, b: Tensor) -> str:
+        """How maps travel: in a tree, or all to all ranks."""
+        named = self.layout.state_transport(self.axis)
+        if named in ("gather", "tree"):
+            return named
+        flat = flattened(self.layout), self.axis, self.length, b.device.type
+        return _composed_by(*flat, b.numel(), a.numel(), b.itemsize)
+
+    def _pass(self, label: str, x: Tensor, described: str, nbytes: int, *more: Any) -> Tensor:
+        """Runs the op of a label; `nbytes` and `more` as for `passing`."""
+        run = _OPS[label]
         if in_graph(x):
             flat = flattened(self.layout), self.axis, self.length, flattened(self.documents)
             return run(x, _traced(*flat, self.name, label, described, x.is_cuda, nbytes, more))[0]
@@ -181,14 +234,24 @@ class LocalPieces:
         calls.keep(made.handle, made)
         return run(x, made.handle)[0]
 
-    def passing(
-        self, label: str, described: str, ahead: bool, nbytes: int, dim: int = 0, columns: int = 0
-    ) -> Passing:
-        """A pass of states or columns, for their ops."""
-        exchange = self._exchange(label, described, ahead)
-        if label == _STATES:
+    def passing(self, kind: str, described: str, ahead: bool, nbytes: int, *more: Any) -> Passing:
+        """A pass of states or columns, for their ops.
+
+        Args:
+            nbytes: of a map or a column; where maps are composed in a tree, of a number.
+            more: of a tree the shapes of A and b, and whether A is a matrix; of a halo the dim of
+                the tokens and how many columns.
+        """
+        exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
+        if kind == _STATES:
             return Passing(StateExchange(self.plan, self.chunk, nbytes), exchange)
-        return Passing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
+        if kind == _HALO:
+            dim, columns = more
+            return Passing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
+        a, b, matrix = more
+        state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
+        passing = TreeExchange(self.plan, self.chunk, state, state + matrices)
+        return Passing(passing, exchange, 0, (a, b), matrix)
 
     def _composed(self, maps: Tensor, a: Tensor, b: Tensor, apply: Apply) -> list[Tensor]:
         """S_in per piece from the maps of all ranks (slots, numbers of A and b)."""
@@ -449,11 +512,20 @@ def _traced(
     described: str,
     ahead: bool,
     nbytes: int,
-    more: tuple[int, ...],
+    more: tuple,
 ) -> str:
     """A handle of a pass that a graph may keep."""
     pieces = LocalPieces(restored(layout), axis, length, restored(documents), name)
     return pieces.passing(label, described, ahead, nbytes, *more).keep_traced()
+
+
+@constant_in_graphs
+def _composed_by(
+    layout: tuple, axis: str, length: int, device: str, numbers: int, matrix: int, itemsize: int
+) -> str:
+    """How maps travel where the layout leaves it open."""
+    of = Carried(numbers * itemsize, matrix * itemsize, numbers)
+    return ways_of(restored(layout).unbound, axis, length, device, of).of_maps
 
 
 def _zeros_after(x: Tensor, shape: Sequence[int]) -> Tensor:

@@ -44,11 +44,6 @@ from .calls import recurrence, running
 _STATES = 1 << 22
 
 
-def in_chain(pieces: LocalPieces) -> bool:
-    """Whether states are handed on from rank to rank, as the layout says."""
-    return pieces.layout.state_transport(pieces.axis) == "chain"
-
-
 def last_state(
     pieces: LocalPieces,
     maps: Sequence[tuple[Tensor, Tensor]],
@@ -133,7 +128,7 @@ def delta_rule(stock: Callable) -> Callable:
 
     def carried(state, query, key, value, g, beta, *, options, last=False, before=None):
         kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
-        if in_chain(state) and not last:
+        if not last and state.in_chain(value, (b, H, K, V), (b, H, K, K), widened=True):
 
             def step(q, k, v, decay, rate, entering):
                 if state.layout.reproducible:
@@ -212,13 +207,13 @@ def mamba2(stock: Callable) -> Callable:
     def carried(state, x, dt, B, C, A, *per_head, options, last=False, before=None):
         names, chunk_size = options["names"], options["chunk_size"]
         kw = options["kw"] | dict(zip(names, per_head))
-        if in_chain(state) and not last:
+        shape = len(x), *x.shape[2:], B.shape[-1]
+        if not last and state.in_chain(x, shape, shape[:2]):
 
             def step(x, dt, B, C, A, *rest):
                 more = kw | dict(zip(names, rest)) | {"return_final_states": True}
                 return stock(x, dt, A, B, C, chunk_size, initial_states=rest[-1], **more)
 
-            shape = len(x), *x.shape[2:], B.shape[-1]
             zero = x.new_zeros(shape, dtype=torch.float32)
             return state.chain_heads(step, (x, dt, B, C), zero, (A, *per_head))
         decay = _mamba2_decay(dt, A, kw)
@@ -226,8 +221,8 @@ def mamba2(stock: Callable) -> Callable:
         for piece, (x, dt, B, C, decay) in zip(state.pieces, parts):
             more = kw | {"initial_states": before if piece.begins else None}
             o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **more)
-            outs.append(o), maps.append((decay.sum(1).exp(), end.float()))
-        states, made = state.states(maps, _scaled), []
+            outs.append(o), maps.append((decay.sum(1).exp()[..., None, None], end.float()))
+        states, made = state.states(maps, torch.mul), []
         for piece, (x, dt, B, C, decay), o, s in zip(state.pieces, parts, outs, states):
             if piece.begins:
                 made.append(o)
@@ -238,13 +233,9 @@ def mamba2(stock: Callable) -> Callable:
                 read = read * decay.cumsum(1).exp()[..., None]
                 made.append(o + torch.einsum("bthn,bhpn->bthp", read, s).to(o.dtype))
         out = state.join(1, made, states)
-        return (out, last_state(state, maps, states, _scaled)) if last else out
+        return (out, last_state(state, maps, states, torch.mul)) if last else out
 
     return run
-
-
-def _scaled(decay: Tensor, state: Tensor) -> Tensor:
-    return decay[..., None, None] * state
 
 
 def _mamba2_decay(dt: Tensor, A: Tensor, options: dict[str, Any]) -> Tensor:
@@ -381,7 +372,6 @@ __all__ = [
     "REPRODUCIBLE",
     "convolution",
     "delta_rule",
-    "in_chain",
     "last_state",
     "mamba1",
     "mamba2",

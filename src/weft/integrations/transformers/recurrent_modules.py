@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from ...runtime.state import LocalPieces
 from .. import Foreign
 from .calls import recurrence
-from .recurrences import in_chain, over_heads, padding
+from .recurrences import over_heads, padding
 
 
 def lightning(
@@ -42,13 +42,14 @@ def _lightning(state: LocalPieces, *tensors: Tensor) -> Tensor:
     inputs, decays = tensors[:3], tensors[3:]
     b, _, heads, dim = inputs[0].shape
     empty = inputs[0].new_zeros(b, heads, dim, dim)
-    if in_chain(state):
+    options = {"dtype": empty.dtype}
+    if state.in_chain(empty, empty.shape, (heads, 1, 1), **options):
         return state.chain_heads(_blocks, inputs, empty, decays)
     parts, maps = state.split(1, *inputs), []
     for part in parts:
         decay = torch.exp(-decays[0] * part[0].shape[1])
         maps.append((decay, _blocks(*part, *decays, empty)[1]))
-    states = state.states(maps, lambda a, s: a.to(s.dtype) * s)
+    states = state.states(maps, torch.mul)
     made = [_blocks(*part, *decays, entering)[0] for part, entering in zip(parts, states)]
     return state.join(1, made, states)
 
@@ -92,8 +93,9 @@ def lru(
 
 def _lru(state: LocalPieces, x: Tensor, gate: Tensor, reset: Tensor, *, stock: Callable) -> Tensor:
     inputs = x, gate, reset.bool()
-    if in_chain(state):
-        zero = x.new_zeros(x[:, 0].shape, dtype=torch.float32)
+    shape = len(x), *x.shape[2:]
+    if state.in_chain(x, shape, shape):
+        zero = x.new_zeros(shape, dtype=torch.float32)
         return state.chain_heads(stock, inputs, zero)
     # On one device a position 0 forgets what came before it, and so does one in the middle.
     outs, maps, kept = [], [], []
