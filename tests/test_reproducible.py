@@ -160,11 +160,15 @@ def test_what_depends_on_the_split_is_refused_by_every_rank(line, options, words
     assert len(weft.on_threads(layout, rank)) == layout.world_size
 
 
+@pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: tile=2x2"])
-def test_gradients_that_outgrow_their_parts_keep_their_bits(line):
-    """All rows see one key, and agree: its gradients are n times theirs."""
-    n, make = 600, torch.Generator().manual_seed(1)
+def test_gradients_of_other_sizes_than_their_parts_keep_their_bits(line, cancel):
+    """All rows see one key. They agree: its gradients are n times theirs; or the largest cancel."""
+    n, make = 608, torch.Generator().manual_seed(1)
     q, k, v, dout = (1 + torch.rand(1, 2, n, 20, generator=make) for _ in range(4))
+    if cancel:
+        dout[:, :, :38] *= 2.0**30
+        dout[:, :, -38:] = -dout[:, :, :38]
 
     def rank(layout: Layout) -> list:
         own = [layout.shard(t, DIMS).detach().clone().requires_grad_() for t in (q, k, v)]

@@ -204,6 +204,12 @@ def test_sums_that_outgrow_their_parts_depend_on_no_order():
     assert torch.equal(of(rows), of(rows.flip(0)))
 
 
+def test_sums_of_the_smallest_numbers_are_finite():
+    a = torch.randn(64, 3, generator=torch.Generator().manual_seed(1)) * 2.0**-140
+    (made, _), one = exact_sums(Layout.single()).of_products(a, torch.ones(64, 2)), a.double()
+    assert ((made - one.sum(0)[:, None]).abs() <= 64 * 2.0**-142).all()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_stay_so(value):
     rows = torch.ones(4, 3)

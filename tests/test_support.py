@@ -57,6 +57,7 @@ CALLS = {
     "other number of keys than queries": Call(keys=9),
     "values of another head dim": Call(value_dim=5),
     "gradient through the logsumexp": Call(lse_gradient=True),
+    "reproducible": Call(weft.Causal()),
     "fp64": Call(weft.Causal()),
     "fp32": Call(weft.Causal()),
     "bf16": Call(weft.Causal()),
@@ -191,10 +192,12 @@ CELLS = [
 ]
 
 
-def layouts(column: Column) -> list[Layout]:
+def layouts(column: Column, feature: Feature) -> list[Layout]:
     """On CUDA one rank: autograd runs the backward passes of all threads on one device thread."""
-    several = [Layout.load("ring-2"), Layout.load("tile-2x2")] if column.device == "cpu" else []
-    return [Layout.single(), *several]
+    fixed = feature.name == "reproducible"
+    lines = ["tokens: ring=2", "tokens: tile=2x2"] if column.device == "cpu" else []
+    several = [Layout.parse(line + "; reproducible" * fixed) for line in lines]
+    return [Layout.single(reproducible=fixed), *several]
 
 
 @pytest.mark.parametrize(("feature", "column"), CELLS)
@@ -202,7 +205,7 @@ def test_cell(feature: Feature, column: Column) -> None:
     refused = support.refusal(feature, column) or named(column.kernel).missing()
     call, dtype = CALLS[feature.name], dtype_of(feature, column)
     whole = problem(call, dtype)
-    for layout in layouts(column):
+    for layout in layouts(column, feature):
         if refused:
             assert_refused(layout, call, whole, column, dtype)
         else:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from . import named
+from . import refusal as refusal_of_request
 from .base import Request
 
 
@@ -86,6 +87,7 @@ FEATURES = (
     Feature("shape", "other number of keys than queries"),
     Feature("shape", "values of another head dim", {"value_dim": 48}),
     Feature("shape", "gradient through the logsumexp", {"lse_grad": True}),
+    Feature("layout", "reproducible", {"fixed_blocks": True}),
     Feature("dtype", "fp64", {"dtype": torch.float64}),
     Feature("dtype", "fp32", {"dtype": torch.float32}),
     Feature("dtype", "bf16", {"dtype": torch.bfloat16}),
@@ -104,7 +106,7 @@ def refusal(feature: Feature, column: Column) -> str | None:
     if feature.never:
         return feature.never
     plain = Request(column.device, column.dtype, head_dim=64, value_dim=64)
-    return named(column.kernel).refuses(replace(plain, **feature.asks))
+    return refusal_of_request(named(column.kernel), replace(plain, **feature.asks))
 
 
 def matrix() -> Iterator[tuple[Feature, list[str | None]]]:

@@ -106,8 +106,8 @@ class ExactSums:
         if not bool(counts.all()):
             above, x = (t * counts[:, None] for t in (above, x))
         most = self._most(torch.cat([_sizes(above), _sizes(x)]))
-        # In fp32 no scale is larger: what is smaller still than this has few bits there anyway.
-        exponent = torch.frexp(most).exponent.clamp(min=SQUARE_BITS // 2 - 120)
+        # 2^127 is fp32's largest scale: of columns below 2^-119 the grid is as of 2^-119.
+        exponent = torch.frexp(most).exponent.clamp(min=SQUARE_BITS // 2 - 127)
         norm = self._sum(_squares(above, x, SQUARE_BITS // 2 - exponent)).sqrt()
         exponent += torch.frexp(norm).exponent - SQUARE_BITS // 2
         offset = _offset(exponent, torch.isfinite(most), FACTOR_BITS)
