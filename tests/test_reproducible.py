@@ -129,6 +129,7 @@ def test_blocks_depend_on_the_length_alone_and_are_none_of_them_empty(length):
     assert edges[-1] == length
     assert all(a < b for a, b in itertools.pairwise(edges)) or length == 0
     assert max(b - a for a, b in itertools.pairwise(edges)) <= 544
+    assert length < 512 or not any(edge % 32 for edge in edges[:-1])
 
 
 def test_two_four_and_eight_ranks_hold_whole_subtrees():
