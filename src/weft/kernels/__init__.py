@@ -65,14 +65,14 @@ def choose(request: Request, name: str | None = None) -> Kernel:
     order = preference.get(request.device, ("math",)) if name is None else (name,)
     reasons = {}
     for kernel in map(named, order):
-        reasons[kernel.name] = refusal(kernel, request) or kernel.missing()
+        reasons[kernel.name] = refusal_of(kernel, request) or kernel.missing()
         if reasons[kernel.name] is None:
             return kernel
     refusals = "; ".join(f"{kernel} {why}" for kernel, why in reasons.items())
     raise UnsupportedError(f"no kernel computes {request}: {refusals}")
 
 
-def refusal(kernel: Kernel, request: Request) -> str | None:
+def refusal_of(kernel: Kernel, request: Request) -> str | None:
     """Why a kernel, installed or not, cannot compute a request; None if it can."""
     if request.fixed_blocks and not kernel.fixed_blocks:
         return "computes bits that depend on the other rows of a call"

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from . import named
-from . import refusal as refusal_of_request
+from . import named, refusal_of
 from .base import Request
 
 
@@ -106,7 +105,7 @@ def refusal(feature: Feature, column: Column) -> str | None:
     if feature.never:
         return feature.never
     plain = Request(column.device, column.dtype, head_dim=64, value_dim=64)
-    return refusal_of_request(named(column.kernel), replace(plain, **feature.asks))
+    return refusal_of(named(column.kernel), replace(plain, **feature.asks))
 
 
 def matrix() -> Iterator[tuple[Feature, list[str | None]]]:
