@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from weft import Causal, DeclarationError, Documents, Full, Layout, Mask, UnsupportedError
 from weft.declare.hardware import Device, Hardware
 from weft.plan.clock import Clock
-from weft.plan.predict import plans_for, predict
+from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.shifts import image_group
 from weft.plan.timing import duration
@@ -82,7 +82,7 @@ def test_every_byte_of_the_plan_moves_once(line: str, mask):
     every = plans(line, mask)
     sent: Counter[str] = Counter()
     for plan in every:
-        for one in (predict(plan).forward, predict(plan).backward):
+        for one in (forecast_of(plan).forward, forecast_of(plan).backward):
             sent["all"] += sum(one.traffic.received.values())
     assert sum(time_call(every, nodes(2)).bytes_of_levels) == sent["all"]
 
@@ -255,7 +255,7 @@ def test_sequences_with_documents_of_their_own_take_the_time_of_their_own_scores
 @pytest.mark.parametrize("line", ["tokens: ulysses=4", "tokens: ring=2 x ulysses=4"])
 def test_ranks_without_tokens_take_part_in_all_to_alls(line: str):
     few = plans(line, tokens=6 if line.endswith(": ulysses=4") else 13)
-    each = [one.traffic for p in few for one in (predict(p).forward, predict(p).backward)]
+    each = [one.traffic for p in few for one in (forecast_of(p).forward, forecast_of(p).backward)]
     assert not all(all(traffic.received.values()) for traffic in each)
     received = sum(sum(traffic.received.values()) for traffic in each)
     assert sum(time_call(few, flat()).bytes_of_levels) == pytest.approx(received, rel=1e-3)

@@ -164,7 +164,7 @@ def test_half_precision_is_rounded_once():
 
     def rank(transport):
         bound = layout.on(transport)
-        call = calls.Call(bound, "tokens", Batch(), length)
+        call = calls.ModelCall(bound, "tokens", Batch(), length)
         call.state = LocalPieces(bound, "tokens", length)
         before = calls._running.set(call)
         run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
@@ -264,7 +264,7 @@ def test_a_chain_cut_as_kernels_cut_their_chunks_has_the_bits_of_one_device():
     wanted = [whole, *torch.autograd.grad(torch.cat(outs, 1), inputs, above)]
 
     def rank(layout):
-        call = calls.Call(layout, "tokens", Batch(), length)
+        call = calls.ModelCall(layout, "tokens", Batch(), length)
         call.state = LocalPieces(layout, "tokens", length)
         before = calls._running.set(call)
         run = recurrences.delta_rule(torch_chunk_gated_delta_rule)

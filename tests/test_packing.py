@@ -11,7 +11,7 @@ import weft
 from weft.comm import Transport
 from weft.plan import resharding
 from weft.plan.memory import ALIGNMENT, payload_bytes, row_bytes
-from weft.plan.predict import plan_for, predict
+from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Payload
 from weft.runtime import packing, tile_run
@@ -104,7 +104,7 @@ def test_predicted_bytes_are_counted_bytes_where_rows_need_padding(name):
         mine = [layout.shard(t, {"tokens": 2}).requires_grad_() for t in (q, k, v)]
         with weft.traffic(layout) as moved:
             weft.attention(*mine, layout, "tokens", length=length).sum().backward()
-        forecast = predict(plan_for(layout, problem, layout.rank))
+        forecast = forecast_of(plan_for(layout, problem, layout.rank))
         wanted = forecast.forward.traffic.received + forecast.backward.traffic.received
         return moved.received == wanted, +moved.received, +wanted
 

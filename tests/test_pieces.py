@@ -8,7 +8,7 @@ import weft
 from weft import Layout
 from weft.plan import plan as plans
 from weft.plan.plan import Pass
-from weft.plan.predict import plan_for, predict
+from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Block, MovingDim
 from weft.plan.scheduler.choose import choose_sub_chunks, schedule
@@ -81,7 +81,7 @@ def test_pieces_move_no_more_bytes(line, mask, in_pieces, monkeypatch):
     whole = [plan_for(layout, problem, rank) for rank in range(layout.world_size)]
     for one in ("forward", "backward"):
         moved = [
-            sum(getattr(predict(plan), one).traffic.bytes for plan in these)
+            sum(getattr(forecast_of(plan), one).traffic.bytes for plan in these)
             for these in (cut, whole)
         ]
         assert moved[0] <= moved[1]
@@ -103,7 +103,7 @@ def balanced(line: str, problem: Problem) -> Layout:
     flops = 1e12
     declared = Layout.parse(line).declaration
     plan = plan_for(Layout.from_dict(declared | {"rates": {"latency": 0.0}}), problem, 0)
-    parts = [predict(plan).forward.traffic.bytes, predict(plan).backward.traffic.bytes]
+    parts = [forecast_of(plan).forward.traffic.bytes, forecast_of(plan).backward.traffic.bytes]
     ranks = Layout.from_dict(declared).world_size
     work = 2 * 3.5 * problem.heads * problem.n * problem.m * 128 / ranks
     rates = {"flops": flops, "bandwidth": sum(parts) * flops / work, "latency": 0.0}

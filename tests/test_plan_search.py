@@ -15,7 +15,7 @@ import weft
 from weft import Causal, DeclarationError, Documents, Full, Layout, UnsupportedError
 from weft.cli import app
 from weft.declare.hardware import Hardware
-from weft.plan.predict import plans_for, predict
+from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.planner import reasons
 from weft.planner.bound import kv_repeat
@@ -159,7 +159,7 @@ def test_bytes_of_a_bound_are_those_of_the_plan():
     search = Search(problem, machine, 16)
     for c in search.every[::7]:
         plan = next(plans_for(c.layout(), problem, [0]))
-        for backward, made in enumerate((predict(plan).forward, predict(plan).backward)):
+        for backward, made in enumerate((forecast_of(plan).forward, forecast_of(plan).backward)):
             counted = sum(n for (_, label), n in made.program.received.items())
             closed = sum(search.bounds._program(c, bool(backward)).values())
             assert counted == pytest.approx(closed, rel=1e-3), c.layout().name

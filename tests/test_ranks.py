@@ -11,14 +11,14 @@ import weft
 from weft import Layout
 from weft.inspect.ranks import Reading, reading
 from weft.plan.memory import memory_bound
-from weft.plan.predict import plans_for, predict
+from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 
 
 def numbers(layout: Layout, asked: Problem, ranks) -> dict[int, tuple]:
     """All that is printed of some ranks."""
     return {
-        rank: (predict(plan), memory_bound(plan.forward), memory_bound(plan.backward))
+        rank: (forecast_of(plan), memory_bound(plan.forward), memory_bound(plan.backward))
         for rank, plan in zip(ranks, plans_for(layout, asked, ranks))
     }
 

@@ -332,7 +332,7 @@ def test_mesh_dims_are_levels_only_where_they_differ(bandwidth, slowdown, keys):
 
 
 def test_the_table_has_three_digits_of_each_number():
-    assert measure.table(made_up({"row": 1.23456e9, "col": 2e9}, 2.5e-5)).splitlines() == [
+    assert measure.rates_table(made_up({"row": 1.23456e9, "col": 2e9}, 2.5e-5)).splitlines() == [
         "[rates]",
         "flops = 2.05e9",  # 2 * 2 * 8 * 8 * 8 operations in 1 us
         "level = [",
@@ -357,7 +357,7 @@ def test_the_written_hardware_says_what_was_measured(bandwidth):
         levels = [level for level in machine.level if level.name in (name, "links")]
         assert levels[0].rate == pytest.approx(rate if len(machine.level) > 1 else 1e9, rel=5e-3)
         assert f"level.{levels[0].name}" in machine.source
-    pasted = Layout.from_dict(ROW_COL.declaration | tomllib.loads(measure.table(found)))
+    pasted = Layout.from_dict(ROW_COL.declaration | tomllib.loads(measure.rates_table(found)))
     assert rates_for("cpu", pasted.rates).device.flops == pytest.approx(found.block.flops, rel=5e-3)
 
 

@@ -252,8 +252,8 @@ def test_the_share_of_work_under_the_picture_is_right():
 
 
 def work(layout: weft.Layout) -> list[float]:
-    from weft.plan.predict import plan_for, predict
+    from weft.plan.predict import forecast_of, plan_for
 
     asked = options.problem_of("tokens", [4096], mask="causal")
-    entries = [predict(plan_for(layout, asked, rank)).forward.entries for rank in range(8)]
+    entries = [forecast_of(plan_for(layout, asked, rank)).forward.entries for rank in range(8)]
     return [n / sum(entries) for n in entries]

@@ -28,7 +28,7 @@ from weft.inspect.recording import record
 from weft.inspect.timeline import from_plans
 from weft.plan.order import count
 from weft.plan.plan import Problem
-from weft.plan.predict import plan_for, predict
+from weft.plan.predict import forecast_of, plan_for
 from weft.proof.symbolic import prove
 from weft.runtime import tile_run
 from weft.testing.check import Comparison
@@ -110,7 +110,7 @@ def assert_predicted(name: str | Layout, asked: Problem) -> None:
 
     def rank(transport) -> None:
         bound = layout.on(transport)
-        forecast = predict(plan_for(layout, asked, bound.rank))
+        forecast = forecast_of(plan_for(layout, asked, bound.rank))
         with weft.traffic(bound) as forward:
             result = attend(bound, asked)
         out = result[0] if asked.return_lse else result
@@ -193,7 +193,7 @@ def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str,
 
     run_threads(layout.mesh, rank, timeout=30)
     for number, plan in enumerate(plans(name, asked)):
-        forecast = predict(plan)
+        forecast = forecast_of(plan)
         assert peaks.get((number, False), 0) == forecast.forward.live_bytes
         assert peaks.get((number, True), 0) == forecast.backward.live_bytes
 
@@ -203,7 +203,7 @@ def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str,
 )
 @pytest.mark.parametrize(("name", "axis"), DENSE)
 def test_ranks_together_compute_every_visible_score_once(name, axis, mask, entries):
-    forecasts = [predict(plan) for plan in plans(name, problem(axis, MASKS[mask]))]
+    forecasts = [forecast_of(plan) for plan in plans(name, problem(axis, MASKS[mask]))]
     assert sum(f.forward.entries for f in forecasts) == entries * 3 * 8
     assert sum(f.backward.entries for f in forecasts) == entries * 3 * 8
 
@@ -220,7 +220,7 @@ def test_an_adaptive_ring_moves_the_smaller_side(n, m, kv_heads):
     asked = problem("tokens", weft.Full(), n, m, kv_heads=kv_heads)
     lines = {"kv": "tokens: ring=2", "q": "tokens: pass_q=2"}
     moved = {
-        side: sum(p.forward.traffic.bytes for p in map(predict, _plans_of(line, asked)))
+        side: sum(p.forward.traffic.bytes for p in map(forecast_of, _plans_of(line, asked)))
         for side, line in {**lines, "adaptive": "tokens: adaptive=2"}.items()
     }
     assert moved["adaptive"] == min(moved["kv"], moved["q"])
@@ -243,7 +243,7 @@ def test_bytes_of_adaptive_layouts_are_predicted(line, n, m):
 def test_a_ring_moves_what_its_formula_says():
     """2 g (P - 1) u forward, twice that backward; u = a rank's queries, g = kv heads per head."""
     for g in (1, 2, 8):
-        forecast = predict(plans("ring-4", problem("tokens", n=64, kv_heads=g))[0])
+        forecast = forecast_of(plans("ring-4", problem("tokens", n=64, kv_heads=g))[0])
         u = 3 * 8 * 16 * 4 * 4
         assert forecast.forward.traffic.bytes == 2 * g * 3 * u // 8
         assert forecast.backward.traffic.bytes == 4 * g * 3 * u // 8

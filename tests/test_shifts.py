@@ -14,7 +14,7 @@ from weft.comm import coordinates, rank_at
 from weft.declare.hardware import Hardware
 from weft.plan import shifts as module
 from weft.plan.clock import Network
-from weft.plan.predict import plan_for, plans_for, predict
+from weft.plan.predict import forecast_of, plan_for, plans_for
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
 from weft.plan.timing import duration
@@ -89,7 +89,7 @@ def test_transfers_are_priced_by_the_predicted_bytes_and_blocks_by_their_work(li
     tile = getattr(plan, name)
     costs = plan.costs(tile.q_dims, tile.kv_dims, tile.backward).cut(tile.program.sub_chunks)
     moved = sum(costs.transfer(t) for t in tile.program.transfers)
-    assert moved == pytest.approx(getattr(predict(plan), name).program.bytes / 1e6)
+    assert moved == pytest.approx(getattr(forecast_of(plan), name).program.bytes / 1e6)
     work = 4 * 8 * 4096 * 4096 * 64 / rated.world_size * (2.5 if tile.backward else 1)
     assert costs.block * tile.program.a * tile.program.b == pytest.approx(work / 1e11)
 

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.testing import Call, conformance, standard_cases
+from weft.testing import RankCall, conformance, standard_cases
 
 
-def exact(call: Call) -> torch.Tensor:
+def exact(call: RankCall) -> torch.Tensor:
     """weft's own attention, on the layout that the ranks are of."""
     length = (call.n, call.m)
     return weft.attention(call.q, call.k, call.v, call.layout, "tokens", call.mask, length=length)
@@ -37,12 +37,12 @@ def half_scale(call):
 
 
 def no_key_gradient(call):
-    return exact(Call(**{**vars(call), "k": call.k.detach(), "v": call.v}))
+    return exact(RankCall(**{**vars(call), "k": call.k.detach(), "v": call.v}))
 
 
 def half_key_gradient(call):
     k = (call.k + call.k.detach()) / 2
-    return exact(Call(**{**vars(call), "k": k}))
+    return exact(RankCall(**{**vars(call), "k": k}))
 
 
 def changes_queries(call):
@@ -52,7 +52,7 @@ def changes_queries(call):
 
 
 def ignores_masks(call):
-    return exact(Call(**{**vars(call), "mask": weft.Full()}))
+    return exact(RankCall(**{**vars(call), "mask": weft.Full()}))
 
 
 _last = {}
@@ -72,7 +72,7 @@ def remembers(call):
         def backward(ctx, grad):
             return grad * (1 + (_last[ctx.rank] - call.k).abs().max())
 
-    return exact(Call(**{**vars(call), "k": Keep.apply(call.k)}))
+    return exact(RankCall(**{**vars(call), "k": Keep.apply(call.k)}))
 
 
 WRONG = {
@@ -124,7 +124,7 @@ def test_bytes_are_compared_with_what_was_predicted():
     assert report.of(case.name).detail == f"sent {right} bytes, {right - 8} were predicted"
 
 
-def gathers(call: Call) -> torch.Tensor:
+def gathers(call: RankCall) -> torch.Tensor:
     """Keys gathered without a gradient; all refuse another number of keys."""
     if call.n != call.m:
         raise NotImplementedError("as many keys as queries, please")

@@ -24,7 +24,7 @@ from .bias import Bias
 from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .layout import Layout
-from .masks import FULL, Mask, check
+from .masks import FULL, Mask, check_mask
 from .plan.call import Call, Length, read_length
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
@@ -239,7 +239,7 @@ def _bound(
     try:
         if kept is not None:
             if mask is not None:
-                check(mask)
+                check_mask(mask)
             if tensors:
                 _check_kinds(*tensors)
             return kept
@@ -352,7 +352,7 @@ def _plain(length: int | tuple[int, int]) -> int | tuple[int, int]:
 
 
 def _checked_mask(mask: Mask) -> Mask:
-    check(mask)
+    check_mask(mask)
     return mask
 
 

@@ -23,7 +23,7 @@ from ..inspect.ranks import plans as read_plans
 from ..layout import Layout
 from ..plan.memory import memory_bound
 from ..plan.plan import Plan
-from ..plan.predict import plans_for, predict
+from ..plan.predict import forecast_of, plans_for
 from ..plan.problem import Problem
 from ..planner.flow import Timing
 from ..planner.replayed import replayed
@@ -359,7 +359,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         f"{plans[0].kernel(False).name}; {read}\n",
         highlight=False,
     )
-    forecasts = [predict(plan) for plan in plans]
+    forecasts = [forecast_of(plan) for plan in plans]
     unit = p.batch * p.heads * p.n * p.head_dim * p.dtype.itemsize / _chunks(layout, problem.axes)
     for backward in (False, True):
         name = "backward" if backward else "forward"

@@ -160,7 +160,7 @@ def _new_file(path: Path) -> None:
 
 def _show(layout: Layout, found: Measured, where: str) -> None:
     console().print(_table(f"{escape(layout.name)}: {where}, the slowest rank", found))
-    typer.echo(measure.table(found))
+    typer.echo(measure.rates_table(found))
 
 
 def _table(title: str, found: Measured) -> Table:

@@ -15,7 +15,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
 from ..plan.memory import MemoryBound, memory_bound
 from ..plan.plan import Plan
-from ..plan.predict import Forecast, plans_for, predict
+from ..plan.predict import Forecast, forecast_of, plans_for
 from ..plan.problem import Problem
 from ..plan.program import Program
 from .timeline import Timeline, from_plans
@@ -66,7 +66,7 @@ class CallPlan:
 
     @functools.cached_property
     def _forecast(self) -> Forecast:
-        return predict(self._plan)
+        return forecast_of(self._plan)
 
     @property
     def traffic(self) -> Passes[Traffic]:
@@ -187,7 +187,7 @@ def plan_call(
     rank: int = 0,
 ) -> CallPlan:
     """See `Layout.plan`."""
-    asked = problem_of(
+    asked = _problem(
         layout, axis, length, heads, kv_heads, head_dim, value_dim, batch, mask, dtype, device
     )
     if not 0 <= rank < layout.world_size:
@@ -195,7 +195,7 @@ def plan_call(
     return CallPlan(layout, asked, rank, next(plans_for(layout, asked, [rank])))
 
 
-def problem_of(
+def _problem(
     layout: LayoutDeclaration,
     axis: str | Sequence[str],
     length: int | tuple[int, int] | Mapping[str, int | tuple[int, int]],

@@ -14,7 +14,7 @@ from pathlib import Path
 from ..comm import Traffic
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
-from ..plan.predict import predict
+from ..plan.predict import forecast_of
 from ..plan.program import Block, Transfer
 from ..plan.tiles import entries
 from ..runtime import marks as ranges
@@ -95,7 +95,7 @@ def from_plans(plans: Sequence[Plan]) -> Timeline:
     Args:
         plans: one per rank, in rank order (`weft.plan.predict.plan_for`).
     """
-    forecasts = [predict(plan) for plan in plans]
+    forecasts = [forecast_of(plan) for plan in plans]
     events: list[Event] = []
     for backward in (False, True):
         passes = [f.backward if backward else f.forward for f in forecasts]

@@ -12,7 +12,7 @@ from ..comm import Traffic, Transport, Watch, alive
 from ..layout import Layout
 from ..plan.memory import memory_bound
 from ..plan.plan import Plan
-from ..plan.predict import predict
+from ..plan.predict import forecast_of
 from ..plan.redistribute import RedistributionPass
 from ..plan.state import ChainExchange, HaloExchange, StateExchange
 from ..plan.tree import TreeExchange
@@ -149,7 +149,7 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
         ):
             per_call = plan.traffic(backward)
         else:
-            forecast = predict(plan)
+            forecast = forecast_of(plan)
             per_call = (forecast.backward if backward else forecast.forward).traffic
         for what in ("received", "sent", "calls"):
             numbers = getattr(per_call, what)

@@ -90,7 +90,7 @@ def check_axis(layout: Layout, axis: str) -> None:
         )
 
 
-def named(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+def named_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
     """A module's arguments, all by name."""
     signature = inspect.signature(module.forward)
     arguments = signature.bind(*args, **kwargs).arguments

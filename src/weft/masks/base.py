@@ -293,11 +293,11 @@ def is_empty(mask: Mask, q: Interval, k: Interval) -> bool:
     return not _touch(mask.keys(q), k) or not _touch(mask.queries(k), q)
 
 
-def check(mask: Mask) -> None:
+def check_mask(mask: Mask) -> None:
     """Raise `ShapeError` unless this is a mask."""
     if isinstance(mask, And | Or):
-        check(mask.left)
-        check(mask.right)
+        check_mask(mask.left)
+        check_mask(mask.right)
     elif not isinstance(mask, Mask) or not is_dataclass(mask):
         raise ShapeError(
             "a mask is a weft.Mask made as a frozen dataclass (ranks compare its fields), found "
@@ -307,7 +307,7 @@ def check(mask: Mask) -> None:
 
 def describe(mask: Mask) -> str:
     """A mask in a few words, for tables and errors. Raises `ShapeError` if it is no mask."""
-    check(mask)
+    check_mask(mask)
     if isinstance(mask, And | Or):
         sign = "&" if isinstance(mask, And) else "|"
         return f"({describe(mask.left)} {sign} {describe(mask.right)})"

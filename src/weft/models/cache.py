@@ -14,13 +14,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..checkpoint.shards import gathered, shards
 from ..declare.layout_file import HEADS
+from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..nn.sequences import gathered_lengths
@@ -28,12 +28,7 @@ from ..plan.redistribute import Placed, plan_redistribution
 from ..runtime.redistribute import fetch
 from .bind_on_same_ranks import bound_beside
 from .cache_folder import read_cache, write_cache
-
-if TYPE_CHECKING:
-    from .trunk import Model
-
-if TYPE_CHECKING:
-    from ..declare.model_file import ModelSpec
+from .model import Model
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from ..nn.reproducible import make_reproducible
 from ..plan.state import by_heads, check_carried
 from .bind_on_same_ranks import bound_beside
 from .blocks import routes
-from .trunk import Model, Trunk
+from .model import Model
+from .trunk import Trunk
 
 
 def compose(

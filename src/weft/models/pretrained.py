@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,9 +35,7 @@ from ..declare.model_file import ModelSpec
 from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from .composer import compose
-
-if TYPE_CHECKING:
-    from .trunk import Model
+from .model import Model
 
 FORMAT = "weft weights 1"
 

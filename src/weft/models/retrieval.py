@@ -10,7 +10,8 @@ from torch import Tensor
 from ..declare.model_file import ModelSpec
 from ..layout import Layout
 from ..nn.parameters import embedding, linear, replicate
-from .trunk import Model, Trunk
+from .model import Model
+from .trunk import Trunk
 
 
 class FactModel(Model):

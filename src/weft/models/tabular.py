@@ -22,7 +22,8 @@ from ..nn.parameters import embedding, linear, local, replicate
 from ..nn.reproducible import exact_sums
 from ..runtime.exact_sums import spread
 from .cache import CacheRecording, KeyValueCache, model_fingerprint
-from .trunk import Model, Trunk
+from .model import Model
+from .trunk import Trunk
 
 #: What a rank may find wrong with a table, as all ranks raise it.
 _KINDS: tuple[type[Exception], ...] = (ShapeError, DeclarationError, IndexError)

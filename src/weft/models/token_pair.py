@@ -15,8 +15,9 @@ from ..masks import Documents
 from ..nn.parameters import embedding, linear, replicate
 from ..nn.sequences import places_of
 from .decode_cache import DecodeCache
+from .model import Model
 from .sampling import Sampling
-from .trunk import Model, Trunk
+from .trunk import Trunk
 
 
 class TokenModel(Model):

@@ -21,16 +21,10 @@ from .blocks import Attend, Carry, Given, Mlp, Triangle, norm
 from .cache import CacheRecording, KeyValueCache
 from .decode_cache import DecodeCache
 from .encodable import encodable_blocks, is_mixed
+from .model import Model
 from .relayout import Lent, lend_given
 
 KINDS = {AttendBlock: Attend, CarryBlock: Carry, MlpBlock: Mlp, TriangleBlock: Triangle}
-
-
-class Model(nn.Module):
-    """A model that `weft.compose` makes of a file, on a layout."""
-
-    spec: ModelSpec
-    layout: Layout
 
 
 class Trunk(Model):

@@ -24,7 +24,7 @@ BLOCK = 32
 
 
 @dataclass(frozen=True)
-class Run:
+class HeldRun:
     """Positions start..stop-1, which came together.
 
     Attributes:
@@ -57,7 +57,7 @@ class Held:
 
     parts: int
     block: int
-    runs: tuple[Run, ...] = ()
+    runs: tuple[HeldRun, ...] = ()
 
     @property
     def length(self) -> int:
@@ -67,7 +67,7 @@ class Held:
     def split(self, chunks: Sequence[Spans], count: int) -> Held:
         """With `count` more positions, of which each part gets its chunk."""
         start = self.length
-        run = Run(start, start + count, tuple(chunks))
+        run = HeldRun(start, start + count, tuple(chunks))
         return replace(self, runs=(*self.runs, run))
 
     def grown(self, count: int) -> Held:
@@ -76,7 +76,7 @@ class Held:
         runs = self.runs
         if runs and runs[-1].chunks is None:
             start, runs = runs[-1].start, runs[:-1]
-        return replace(self, runs=(*runs, Run(start, stop))) if count else self
+        return replace(self, runs=(*runs, HeldRun(start, stop))) if count else self
 
     def cropped(self, length: int) -> Held:
         """With the first `length` positions."""
@@ -177,4 +177,4 @@ def moves(
     return steps, place[after[rank]]
 
 
-__all__ = ["BLOCK", "Held", "Move", "Run", "moves"]
+__all__ = ["BLOCK", "Held", "HeldRun", "Move", "moves"]

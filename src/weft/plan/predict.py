@@ -102,13 +102,13 @@ def plans_for(layout: LayoutDeclaration, problem: Problem, ranks: Iterable[int])
             yield known[local]
 
 
-def predict(plan: Plan) -> Forecast:
+def forecast_of(plan: Plan) -> Forecast:
     """Traffic, work and live chunks of both passes of a rank's plan.
 
     >>> import torch
     >>> problem = Problem(("tokens",), ((8, 8),), 1, 2, 2, 4, 4, torch.float32, "cpu")
     >>> plan = plan_for(LayoutDeclaration.load("ring-4"), problem, rank=0)
-    >>> dict(predict(plan).forward.traffic.received)
+    >>> dict(forecast_of(plan).forward.traffic.received)
     {('ring', 'kv'): 384}
     """
     return Forecast(
@@ -277,4 +277,4 @@ def _rest_bytes(plan: Plan) -> int:
     return rows * (widths * item + plan.accum_dtype.itemsize) + keys * widths * item
 
 
-__all__ = ["Forecast", "Prediction", "plan_for", "plans_for", "predict"]
+__all__ = ["Forecast", "Prediction", "forecast_of", "plan_for", "plans_for"]

@@ -17,7 +17,7 @@ from ..declare.hardware import Device, Hardware
 from ..kernels import accumulate_dtype
 from ..layout import Layout
 from ..masks import Full
-from ..plan.predict import plan_for, predict
+from ..plan.predict import forecast_of, plan_for
 from ..plan.problem import Problem
 from .candidates import Candidate, Dim
 from .links import link_seconds, longest
@@ -64,7 +64,7 @@ class Bounds:
 
     def __init__(self, problem: Problem, hardware: Hardware, devices: int) -> None:
         self.problem, self.hardware, self.devices = problem, hardware, devices
-        alone = predict(plan_for(Layout.parse("tokens: local"), _over_tokens(problem), 0))
+        alone = forecast_of(plan_for(Layout.parse("tokens: local"), _over_tokens(problem), 0))
         self.entries = alone.forward.entries  # over batch and heads
         self._full = isinstance(problem.mask, Full)
         alike = self._full or devices <= hardware.widths[0]

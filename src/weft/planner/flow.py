@@ -18,7 +18,7 @@ from ..plan.clock import Done, Network
 from ..plan.memory import payload_bytes
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
-from ..plan.predict import Forecast, predict
+from ..plan.predict import Forecast, forecast_of
 from ..plan.program import Block
 from ..plan.shifts import image_group
 from ..plan.tiles import KernelCall, Kind, entries
@@ -231,7 +231,7 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
     if len(plans) not in (math.prod(sizes.values()), image_group(hardware, sizes)):
         raise ValueError(f"{len(plans)} plans for mesh {sizes}: neither all ranks nor one group")
     ranks = [
-        _Rank(network, sizes, plan, predict(plan), number) for number, plan in enumerate(plans)
+        _Rank(network, sizes, plan, forecast_of(plan), number) for number, plan in enumerate(plans)
     ]
     for rank in ranks:
         rank.start()

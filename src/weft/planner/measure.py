@@ -330,7 +330,7 @@ def hardware_file(measured: Measured) -> str:
     return to_toml(_three_digits(described(measured))) + "\n"
 
 
-def table(measured: Measured) -> str:
+def rates_table(measured: Measured) -> str:
     """The `[rates]` table of a layout file."""
     return to_toml({"rates": _three_digits(measured.rates)})
 

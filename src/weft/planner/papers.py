@@ -19,7 +19,7 @@ from ..declare.rates import rates_of
 from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from ..masks import Causal, Full
-from ..plan.predict import plan_for, predict
+from ..plan.predict import forecast_of, plan_for
 from ..plan.problem import Problem
 from .replayed import replayed
 
@@ -96,7 +96,7 @@ def points(declared: Mapping[str, Any]) -> Iterator[Point]:
             declared = Layout.parse(f"tokens(striped): {line}").declaration
             layout = Layout.from_dict({**declared, "rates": rates_of(machine)}, line)
             timing = replayed(layout, problem, machine, most=8).timing
-            moved = predict(plan_for(layout, problem, 0))
+            moved = forecast_of(plan_for(layout, problem, 0))
             nbytes = moved.forward.traffic.bytes + moved.backward.traffic.bytes
             return Way(line, timing.total, nbytes)
 

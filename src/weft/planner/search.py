@@ -23,7 +23,7 @@ from ..layout import Layout
 from ..masks import FULL, Mask
 from ..plan.memory import memory_bound
 from ..plan.plan import Plan
-from ..plan.predict import predict
+from ..plan.predict import forecast_of
 from ..plan.problem import Problem
 from .bound import Bounds, LowerBound
 from .candidates import Candidate, Refused, candidates
@@ -287,7 +287,7 @@ def _refuse_endless(seconds: float) -> None:
 
 def call_memory(plan: Plan, forward_only: bool = False) -> int:
     """Bytes of a rank for one call: its own tensors, and what it holds for others at most."""
-    own = predict(plan).rest_bytes * (1 if forward_only else 2)
+    own = forecast_of(plan).rest_bytes * (1 if forward_only else 2)
     passes = [plan.forward] if forward_only else [plan.forward, plan.backward]
     return own + max(memory_bound(each).nbytes for each in passes)
 

@@ -40,7 +40,7 @@ from ..layout import Layout
 from ..plan.memory import MemoryBound, memory_bound
 from ..plan.order import Spans, count
 from ..plan.plan import Pass, Plan
-from ..plan.predict import Forecast, plans_for, predict
+from ..plan.predict import Forecast, forecast_of, plans_for
 from ..plan.problem import Problem
 from ..plan.replay import live_chunks
 from ..plan.resharding import Resharding
@@ -146,7 +146,7 @@ def claims(
         if broken:
             found.append(_claim(f"{name}: memory in its bound", how, ["the program is wrong"]))
             continue
-        forecasts = forecasts or [predict(plan) for plan in plans]
+        forecasts = forecasts or [forecast_of(plan) for plan in plans]
         limits = [memory_bound(t) for t in tiles]
         nbytes = [getattr(f, name).live_bytes for f in forecasts]
         wrong = _by_rank(plans, (_memory(t, *both) for t, *both in zip(tiles, limits, nbytes)))

@@ -22,7 +22,7 @@ from ..kernels import accumulate_dtype
 from ..layout import Layout
 from ..plan.order import count
 from ..plan.plan import Plan
-from ..plan.predict import plan_for, predict
+from ..plan.predict import forecast_of, plan_for
 from ..plan.problem import Problem
 from . import router as routes
 from .attention import all_blocks, blocks_per_rank, check_routed
@@ -150,7 +150,7 @@ def _others(
         routed = others * ways * total
         yield RoutedBytes(False, mesh_dim, "routes", routed, routed)
         held *= plan.sizes[mesh_dim]
-    forecast = predict(plan)
+    forecast = forecast_of(plan)
     for backward, found in ((False, forecast.forward), (True, forecast.backward)):
         received = found.before.received + found.after.received
         for (mesh_dim, label), nbytes in received.items():

@@ -70,7 +70,7 @@ def attend_part(
     return out, lse
 
 
-def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+def merged_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """The output and the logsumexp of rows, of parts over different keys; in this order."""
     outs, lses = zip(*parts)
     out, lse = merge_softmax(torch.stack(outs).to(lses[0].dtype), torch.stack(lses))
@@ -134,11 +134,13 @@ def merge_rows(
         channel.start(P2PBatch(mesh_dim, "parts", sends, [*here.items()]))()
         counts = groups[own]
         came = [rows[own] if i == own else _unpacked(here[i], *rows[own]) for i in range(size)]
-        out, lse = merged(came)
+        out, lse = merged_parts(came)
     return out, lse
 
 
-def gathered(x: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Channel) -> Tensor:
+def gathered_parts(
+    x: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Channel
+) -> Tensor:
     """Queries, keys or values (b, h, n, d) of all ranks, one part behind the other.
 
     Args:

@@ -155,7 +155,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Call:
+class RankCall:
     """The inputs of one rank: its shards, and the sizes and mask of the whole call.
 
     Attributes:
@@ -170,7 +170,7 @@ class Call:
         layout: bound to this rank, where the ranks are those of a weft layout; else None.
 
     >>> x = torch.zeros(1, 2, 4, 8)
-    >>> Call(x, x, x, rank=0, ranks=1, n=4, m=4, mask=Causal()).causal
+    >>> RankCall(x, x, x, rank=0, ranks=1, n=4, m=4, mask=Causal()).causal
     True
     """
 

@@ -53,7 +53,7 @@ def check_rank(layout: Layout, case: Case, device: str = "cpu") -> list[Comparis
     full = case.draw()
     expected = case.wanted(full)
     full = {name: t.to(device) for name, t in full.items()}
-    actual = attend(layout, case, full)
+    actual = results_of(layout, case, full)
     errors = [
         relative_error(actual[name], local_part(layout, case, t, name).to(device), t)
         for name, t in expected.items()
@@ -71,7 +71,7 @@ def attend_once(layout: Layout, case: Case, device: str = "cpu") -> None:
         out.backward(local_part(layout, case, full["dout"], "dout"))
 
 
-def attend(layout: Layout, case: Case, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def results_of(layout: Layout, case: Case, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The results of this rank, by the names of `Case.wanted`."""
     q, k, v = (local_part(layout, case, full[name], name) for name in "qkv")
     options: dict[str, Any] = {"mask": case.mask, "length": case.length}
@@ -112,7 +112,7 @@ def _allowed(
     merging = merged * accumulated * max(1.0, finite.max().item() if finite.numel() else 0.0)
     if case.dtype == torch.float64:
         return [max(EXACT, merging)] * len(expected)
-    one_device = attend(Layout.single(), case, full)
+    one_device = results_of(Layout.single(), case, full)
     allowed = []
     for name, t in expected.items():
         rounding = accumulated if name == "lse" else torch.finfo(case.dtype).eps

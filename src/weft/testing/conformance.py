@@ -13,13 +13,13 @@ from ..declare.layout_file import HEADS
 from ..errors import ShapeError
 from ..layout import Layout
 from ..plan.order import positions, shard_spans
-from .cases import SIDES, Call, Case, shard, standard_cases
+from .cases import SIDES, Case, RankCall, shard, standard_cases
 from .check import EXACT as EXACT_ERROR
 from .processes import Processes, follows
 from .reference import relative_error
 from .report import EXACT, FAILED, REFUSED, WRONG, Finding, Report
 
-Attend = Callable[[Call], Tensor]
+Attend = Callable[[RankCall], Tensor]
 
 
 def conformance(
@@ -42,9 +42,9 @@ def conformance(
     plain softmax attention in fp64, inputs must be left as they were.
 
     Args:
-        attend: called on every rank with a `Call`; returns this rank's output (b h n d). Ranks that
-            are processes find it by its module and name. A case that it does not support it refuses
-            by raising, on every rank.
+        attend: called on every rank with a `RankCall`; returns this rank's output (b h n d). Ranks
+            that are processes find it by its module and name. A case that it does not support it
+            refuses by raising, on every rank.
         on: a layout, whose ranks are threads of this process (`call.layout` is bound); or a
             number of processes that torch.distributed's gloo joins.
         dtype: of the tensors.
@@ -112,7 +112,9 @@ class _Job:
                 own = {n: self._laid_out(case, t, n, rank, layout) for n, t in full.items()}
                 before.append({n: t.clone() for n, t in own.items()})
                 q, k, v = leaves = [own[n].requires_grad_() for n in "qkv"]
-                call = Call(q, k, v, rank, self.ranks, case.queries, case.keys, case.mask, layout)
+                call = RankCall(
+                    q, k, v, rank, self.ranks, case.queries, case.keys, case.mask, layout
+                )
                 calls.append((leaves, own["dout"], self.attend(call)))
             tensors, changed = [], ""
             for (leaves, dout, out), old in zip(calls, before):

@@ -1,7 +1,7 @@
 """Training: data drawn on the fly, data parallelism, clipping, the loop and its records."""
 
 from .batches import PackedBatch, PackedReader, TokenDataset, TokenFile
-from .data import Batch
+from .data import TrainingBatch
 from .gradients import clip_grad_norm_
 from .monitor import Record
 from .streams import stream
@@ -9,13 +9,13 @@ from .trainer import Run, fit
 from .wrappers import data_parallel
 
 __all__ = [
-    "Batch",
     "PackedBatch",
     "PackedReader",
     "Record",
     "Run",
     "TokenDataset",
     "TokenFile",
+    "TrainingBatch",
     "clip_grad_norm_",
     "data_parallel",
     "fit",

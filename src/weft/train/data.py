@@ -21,7 +21,7 @@ SUCCESSORS = 4
 
 
 @dataclass(frozen=True)
-class Batch:
+class TrainingBatch:
     """One step's local shard of training data: `model(batch.inputs, **batch.given)`.
 
     Attributes:
@@ -43,14 +43,14 @@ class Batch:
     given: Mapping[str, object]
     tokens: int
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TrainingBatch:
         """The same batch with its tensors on a device.
 
         Args:
             device: of the tensors of the new batch.
         """
         inputs, targets, counted = (x.to(device) for x in (self.inputs, self.targets, self.counted))
-        return Batch(inputs, targets, counted, self.given, self.tokens)
+        return TrainingBatch(inputs, targets, counted, self.given, self.tokens)
 
 
 class Stream:
@@ -73,7 +73,7 @@ class Stream:
                 f" {shards * self.parts}"
             )
 
-    def batch(self, step: int, part: int = 0) -> Batch:
+    def batch(self, step: int, part: int = 0) -> TrainingBatch:
         """The local shard of the batch of one step, or of one of its `parts`."""
         raise NotImplementedError
 
@@ -115,7 +115,7 @@ class TableStream(Stream):
     log-uniform within it: few features are likelier than many. 40 to 85 % of the rows train.
     """
 
-    def batch(self, step: int, part: int = 0) -> Batch:
+    def batch(self, step: int, part: int = 0) -> TrainingBatch:
         rng = self._rng(SHAPES, step)
         lengths = self._lengths(rng)
         _, rows, features, _ = self.spec.axes
@@ -132,7 +132,7 @@ class TableStream(Stream):
         y = torch.from_numpy(np.stack([table.y for table in tables]))  # b r
         return self.shard_table(x, y, train)
 
-    def shard_table(self, x: Tensor, y: Tensor, train: int) -> Batch:
+    def shard_table(self, x: Tensor, y: Tensor, train: int) -> TrainingBatch:
         """The local shard of given tables: features (b, r, f) and classes (b, r), batch local.
 
         Classes of test rows are targets only: the model's input has NaN there.
@@ -144,7 +144,7 @@ class TableStream(Stream):
         lengths = {rows: x.shape[1], features: cells.shape[2]}
         targets = self._shard(y)
         test = self.layout.positions(rows, x.shape[1]) >= train
-        return Batch(
+        return TrainingBatch(
             inputs=self._shard(cells),
             targets=targets,
             counted=test.expand_as(targets),
@@ -160,14 +160,14 @@ class TokenStream(Stream):
     next token can be guessed from the last one, and known by looking one repetition back.
     """
 
-    def batch(self, step: int, part: int = 0) -> Batch:
+    def batch(self, step: int, part: int = 0) -> TrainingBatch:
         lengths = self._lengths(self._rng(SHAPES, step))
         axis = self.spec.axes[1]
         examples = self._examples(step, part)
         drawn = [self._draw(self._rng(EXAMPLES, i), lengths[axis]) for i in examples]
         ids = torch.from_numpy(np.stack(drawn))  # b n+1
         targets = self._shard(ids[:, 1:].contiguous())
-        return Batch(
+        return TrainingBatch(
             inputs=self._shard(ids[:, :-1].contiguous()),
             targets=targets,
             counted=torch.ones_like(targets, dtype=torch.bool),
@@ -191,14 +191,14 @@ class TokenStream(Stream):
 class PairStream(Stream):
     """Distances between random points in space, some unknown: the unknown ones are the targets."""
 
-    def batch(self, step: int, part: int = 0) -> Batch:
+    def batch(self, step: int, part: int = 0) -> TrainingBatch:
         _, rows, columns, _ = self.spec.axes
         lengths = self._lengths(self._rng(SHAPES, step))
         n = lengths[columns] = lengths[rows]
         drawn = [self._draw(self._rng(EXAMPLES, i), n) for i in self._examples(step, part)]
         distances = torch.from_numpy(np.stack([d for d, _ in drawn]))  # b i j
         hidden = torch.from_numpy(np.stack([h for _, h in drawn]))
-        return Batch(
+        return TrainingBatch(
             inputs=self._shard(distances.masked_fill(hidden, float("nan"))),
             targets=self._shard(distances),
             counted=self._shard(hidden),

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .data import EXAMPLES, Batch, Stream
+from .data import EXAMPLES, Stream, TrainingBatch
 
 CHUNKS = 8
 FACTS = 4  # stated by a chunk that states
@@ -22,13 +22,13 @@ class FactStream(Stream):
     `sizes.classes` times.
     """
 
-    def batch(self, step: int, part: int = 0) -> Batch:
+    def batch(self, step: int, part: int = 0) -> TrainingBatch:
         (axis,) = self.spec.axes[1:-1]
         length = self._lengths(self._rng(0, step))[axis]
         drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step, part)]
         facts = torch.from_numpy(np.stack([facts for facts, _, _ in drawn]))  # b n 2
         targets = self._shard(torch.from_numpy(np.stack([answers for _, answers, _ in drawn])))
-        return Batch(
+        return TrainingBatch(
             inputs=self._shard(facts),
             targets=targets.clamp_min(0),
             counted=targets >= 0,

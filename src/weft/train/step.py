@@ -22,7 +22,7 @@ from ..nn.reproducible import exact_sums
 from ..routing import routing_penalty
 from ..routing.report import measure_routing
 from ..runtime.exact_sums import total
-from .data import Batch, Stream
+from .data import Stream, TrainingBatch
 from .gradients import clip_grad_norm_
 from .monitor import Record
 
@@ -41,7 +41,7 @@ def lr_schedule(step: int, steps: int, warmup: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
 
 
-def score(head: str, output: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+def score(head: str, output: Tensor, batch: TrainingBatch) -> tuple[Tensor, Tensor]:
     """Loss and hit (0 or 1) of each of this rank's counted targets.
 
     Cross entropy in nats per class or token; squared error per pair, a hit if within 0.25.
@@ -148,7 +148,7 @@ def take_step(
     )
 
 
-def _counted_once(batch: Batch, spec: ModelSpec, layout: Layout) -> Batch:
+def _counted_once(batch: TrainingBatch, spec: ModelSpec, layout: Layout) -> TrainingBatch:
     """A batch whose targets count on one of the ranks that split other axes than theirs.
 
     As of features, whose ranks all have the logits of their rows: thirds of a number do not add up

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ...errors import DeclarationError, UnsupportedError, WeftError
 from ...layout import Layout
-from ..common import check_not_placed, check_splits_only, named, scale_gradient
+from ..common import check_not_placed, check_splits_only, named_arguments, scale_gradient
 from .attention import Region
 from .plans import TokenSplit, read_plan
 from .streams import Streams
@@ -119,7 +119,7 @@ class _Hooks(Streams):
 
     def enter(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before the transformer: refuses on every rank arguments that cannot be honoured."""
-        arguments, failure = named(module, args, kwargs), ""
+        arguments, failure = named_arguments(module, args, kwargs), ""
         try:
             _refuse(module, arguments)
         except WeftError as error:
@@ -142,7 +142,7 @@ class _Hooks(Streams):
         """A pre-hook that splits an argument of a module."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            arguments = named(module, args, kwargs)
+            arguments = named_arguments(module, args, kwargs)
             value, what = arguments.get(name), f"{name} of {type(module).__name__}"
             if isinstance(value, Tensor):
                 arguments[name] = self._split_all((value,), splits, what)[0]
@@ -178,7 +178,7 @@ class _Hooks(Streams):
 
     def enter_attention(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before an attention module: one over tokens that are split runs on the layout."""
-        arguments = named(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
         crosses = not self.plan.family.joint and arguments.get("encoder_hidden_states") is not None
         region = Region(self) if self.apart and not crosses else None
         self.regions.append(region)

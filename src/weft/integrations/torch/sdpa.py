@@ -33,6 +33,7 @@ from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
 from ...masks import And, Causal, Full, Mask, describe
 from ...plan.call import Call, read_length
+from ...runtime.held import merged_parts
 from .equal_masks import kept
 
 _SDPA = F.scaled_dot_product_attention
@@ -220,7 +221,7 @@ class sdpa(TorchFunctionMode):
                 attention(own, k, v, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
                 for k, v, m in parts
             ]
-            outs.append(merged(matches))
+            outs.append(merged_parts(matches)[0])
         return torch.cat(outs, 2)
 
     def _length(self, keys: int) -> Length | None:
@@ -318,18 +319,6 @@ def shared_context(layout: Layout, axis: str | Sequence[str]) -> Layout:
     declared = dict(layout.declaration)
     declared["attend"] = {**declared.get("attend", {}), joint: entries}
     return replace(layout, attend={**layout.attend, joint: bindings}, declaration=declared)
-
-
-def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """One output of partial ones (b h n e), each with its logsumexp (b h n), over all their keys.
-
-    >>> merged([(torch.ones(1, 1, 1, 2), torch.zeros(1, 1, 1))] * 2)
-    tensor([[[[1., 1.]]]])
-    """
-    outs, lses = zip(*parts)
-    shares = torch.stack(lses).softmax(0).unsqueeze(-1)
-    total = sum(out.to(shares.dtype) * share for out, share in zip(outs, shares))
-    return total.to(outs[0].dtype)
 
 
 def hides_future(mask: Mask) -> bool:

@@ -29,7 +29,7 @@ from ...plan.call import reach
 from ...plan.order import count, shard_spans
 from ...runtime.state import LocalPieces
 from .. import Foreign
-from ..common import named
+from ..common import named_arguments
 from ..torch.equal_masks import kept
 from . import consistency, losses, refused, rows
 from .batches import Batch, unpadded
@@ -80,7 +80,7 @@ class Fused:
 
 
 @dataclass
-class Call:
+class ModelCall:
     """One forward pass of a parallelized model."""
 
     layout: Layout
@@ -141,10 +141,10 @@ class Call:
         return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
 
 
-_running: contextvars.ContextVar[Call | None] = contextvars.ContextVar("weft", default=None)
+_running: contextvars.ContextVar[ModelCall | None] = contextvars.ContextVar("weft", default=None)
 
 
-def running() -> Call | None:
+def running() -> ModelCall | None:
     """The forward pass of a parallelized model that this thread is in."""
     return _running.get()
 
@@ -294,7 +294,7 @@ class Calls:
         if self.layout.moves(self.axis):
             self.agree(_ROWS, f"refused: {error}")
 
-    def _open(self, call: Call, module: Foreign) -> None:
+    def _open(self, call: ModelCall, module: Foreign) -> None:
         """Enter the contexts that last until the end of the call."""
         if call.replicated:
             self._warn(call.replicated, type(module).__name__)
@@ -340,7 +340,7 @@ class Calls:
                 " by other functions; call the model, or take a layout that is not reproducible"
             )
         reason = f"{name}: it is called outside of the forward pass of the model"
-        call = Call(self.layout, self.axis, Batch(), None, replicated=reason)
+        call = ModelCall(self.layout, self.axis, Batch(), None, replicated=reason)
         self._open(call, self.model)
         call.model, call.before = part, _running.set(call)
 
@@ -367,7 +367,7 @@ class Calls:
             consistency.check_close(every, state.names, transport.world_ranks)
         return channel
 
-    def _of_local_rows(self, kwargs: dict, module: Foreign) -> Call:
+    def _of_local_rows(self, kwargs: dict, module: Foreign) -> ModelCall:
         batch = kwargs.pop("weft", None)
         if batch is None and not self.splits_inside:
             raise UnsupportedError(
@@ -405,7 +405,7 @@ class Calls:
             before = self.layout.shard(before, {"batch": 0, self.axis: 1})
         refused.label_after_padding(shifted, before)
 
-    def _of_whole_rows(self, kwargs: dict, module: Foreign) -> tuple[Call, dict]:
+    def _of_whole_rows(self, kwargs: dict, module: Foreign) -> tuple[ModelCall, dict]:
         """The call, and the arguments that the model's forward gets."""
         name = type(module).__name__
         if kwargs.get("weft") is not None:
@@ -418,12 +418,14 @@ class Calls:
         cache = kwargs.get(cache_name)
         cache = cache if isinstance(cache, ShardedCache) else None
         if cache is not None:
-            refused.cached(kwargs, module)
+            refused.caches(kwargs, module)
             names = ("input_ids", "inputs_embeds")
             ids = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
             cache.check(module, self.layout, None if ids is None else len(ids))
             past = cache.get_seq_length()
-            held = Call(self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past)
+            held = ModelCall(
+                self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past
+            )
             if self.layout.reproducible:
                 raise UnsupportedError(
                     f"{name}: attention to a cache merges what ranks have in another order; on a"
@@ -455,7 +457,7 @@ class Calls:
                 return held, kwargs
             if self.layout.reproducible:
                 raise
-            return Call(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
+            return ModelCall(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
         if cache is not None:
             call.cache, call.past, call.padding = cache, held.past, held.padding
             local |= {cache_name: cache, "use_cache": True}
@@ -477,7 +479,7 @@ class Calls:
             return False
         return TAKES_COLUMNS and cache.recurrent <= known
 
-    def _cut_past(self, call: Call, local: dict) -> bool:
+    def _cut_past(self, call: ModelCall, local: dict) -> bool:
         """True if tokens after cached ones are split; cuts their padding off."""
         names = ("input_ids", "inputs_embeds")
         ids = next((local[n] for n in names if local.get(n) is not None), None)
@@ -499,12 +501,12 @@ class Calls:
         call.padding = None if before.all() else before
         return True
 
-    def _complete(self, kwargs: dict, batch: Batch, name: str, past: int = 0) -> Call:
+    def _complete(self, kwargs: dict, batch: Batch, name: str, past: int = 0) -> ModelCall:
         named_outputs = kwargs.get("return_dict")
         as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
         if as_tuple:  # until the end: weft reads outputs by name
             kwargs["return_dict"] = True
-        refused.padding(kwargs)
+        refused.padded(kwargs)
         refused.documents(batch.documents, self.scaling)
         if self.pooled:
             refused.pooled_labels(kwargs, self.layout, name)
@@ -525,7 +527,7 @@ class Calls:
         if not self.splits_inside:
             assert length is not None
             local = self._lift(kwargs, batch, length)
-        call = Call(self.layout, self.axis, batch, length, self.labels)
+        call = ModelCall(self.layout, self.axis, batch, length, self.labels)
         if self.recurrent:
             assert length is not None
             refused.mask_of_recurrent(batch.mask, name)
@@ -612,7 +614,7 @@ class Calls:
 def enter_base(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Before the model below a head that reads all tokens: this rank's inputs again."""
     call = _running.get()
-    arguments = named(module, args, kwargs)
+    arguments = named_arguments(module, args, kwargs)
     local = {} if call is None else call.local
     return (), arguments | {n: v for n, v in local.items() if n in arguments}
 
@@ -625,7 +627,7 @@ def leave_base(module: Foreign, args: tuple, kwargs: dict, output: Any) -> None:
         call.scope.enter_context(losses.Constants())
 
 
-def positions() -> Tensor:
+def positions_here() -> Tensor:
     """This rank's position ids in the running call."""
     made = _now().positions
     assert made is not None
@@ -646,7 +648,7 @@ def last_position() -> int:
     return call.length - 1
 
 
-def _now() -> Call:
+def _now() -> ModelCall:
     call = _running.get()
     assert call is not None  # between `enter` and `leave`
     return call
@@ -664,7 +666,7 @@ def while_split(hook: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def _recomputed_within(model: Foreign, call: Call) -> Iterator[None]:
+def _recomputed_within(model: Foreign, call: ModelCall) -> Iterator[None]:
     """Layers that are recomputed in backward know the call that they were a part of.
 
     There may have been other calls of the model since.

@@ -16,7 +16,7 @@ from transformers import masking_utils as hf
 from ...attention import with_sinks
 from ...plan.order import positions
 from ...runtime.autocast import as_autocast
-from ...runtime.held import attend_part, gathered, merge_parts, merge_rows
+from ...runtime.held import attend_part, gathered_parts, merge_parts, merge_rows
 from .cache import ShardedCache
 from .cache_layers import ShardedLayer, WindowLayer
 from .mark import Mark
@@ -79,7 +79,7 @@ def _seen(
     return seen
 
 
-def attend(
+def attend_cached(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -159,13 +159,13 @@ def attend_past(
     if of_queries > start * k.shape[1] * (k.shape[3] + v.shape[3]):
         held = [before.positions(p) for p in range(before.parts)]
         where = [len(p) for p in held]
-        k, v = (gathered(t, where, shards.dims, channel) for t in (k, v))
+        k, v = (gathered_parts(t, where, shards.dims, channel) for t in (k, v))
         seen = _seen(mask, lambda: torch.cat(held).to(device), lambda: rows[own], True)
         return attend_part(query, k, v, scale, seen, softcap)
-    every = gathered(query, counts, shards.dims, channel)
+    every = gathered_parts(query, counts, shards.dims, channel)
     seen = _seen(mask, lambda: before.positions(own).to(device), lambda: torch.cat(rows), True)
     out, lse = attend_part(every, k, v, scale, seen, softcap)
     return merge_rows(out, lse, counts, shards.dims, channel)
 
 
-__all__ = ["OfCache", "attend", "attend_past", "causal"]
+__all__ = ["OfCache", "attend_cached", "attend_past", "causal"]

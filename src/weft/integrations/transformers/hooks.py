@@ -236,7 +236,7 @@ def _hook(
         elif whole.counts_positions(module):
             before(module, whole.count_positions(layout, axis, calls.batch))
         if whole.takes_positions(module) and embeddings is None:
-            before(module, whole.give_positions(calls.positions))
+            before(module, whole.give_positions(calls.positions_here))
         if whole.follows_length(module):
             show, cut = whole.show_last_position(calls.last_position)
             before(module, show)

@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from ...attention import attention, with_sinks
 from ...errors import DeclarationError, UnsupportedError
 from ...masks import Causal, Full
-from ...runtime.held import merged
+from ...runtime.held import merged_parts
 from . import decoding, losses
 from .calls import running
 from .mark import Mark
@@ -109,7 +109,7 @@ def attend(
         raise UnsupportedError(f"{name}: {where.refusal}")
     if isinstance(where, decoding.OfCache):
         options = (running().cache, scaling, softcap, s_aux)
-        return decoding.attend(module, query, key, value, where, *options), None
+        return decoding.attend_cached(module, query, key, value, where, *options), None
     if where.cached:
         layer, past, (key, value) = running().cache.past_and_new(module, key, value, query.shape[2])
     behind_others = where.past is not None
@@ -128,7 +128,7 @@ def attend(
     )
     if behind_others:
         part = decoding.attend_past(query, layer, past, where.past, scaling, softcap)
-        out, lse = merged([part, out])
+        out, lse = merged_parts([part, out])
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     return out.transpose(1, 2).contiguous(), None
 

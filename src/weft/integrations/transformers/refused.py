@@ -63,7 +63,7 @@ def adalora(model: Foreign) -> None:
 CACHES = ("past_key_values", "cache")
 
 
-def cached(kwargs: dict, model: Foreign) -> None:
+def caches(kwargs: dict, model: Foreign) -> None:
     """Raise for arguments that a call with a `ShardedCache` cannot have."""
     if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
         raise UnsupportedError(
@@ -109,7 +109,7 @@ def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
         )
 
 
-def padding(kwargs: dict) -> None:
+def padded(kwargs: dict) -> None:
     """Raise for padding given as a tensor of this rank's tokens, unless it has none."""
     padding = kwargs.get("attention_mask")
     if padding is None:

@@ -20,7 +20,7 @@ from ...comm.collectives import partial_to_replicate, scale_backward
 from ...comm.once_differentiable import once
 from ...layout import Layout
 from .. import Foreign
-from ..common import named
+from ..common import named_arguments
 from .batches import Batch, unpadded
 from .losses import Replicated
 from .rebinding import calls
@@ -87,7 +87,7 @@ def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]) -> An
     """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
 
     def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
         if arguments.get("position_ids") is None:
             documents = batch().documents
             arguments["position_ids"] = _counted(module, arguments, layout, axis, documents)
@@ -123,7 +123,7 @@ def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]) -> Any:
     """Hooks of such an embedding: all tokens of a row go in, and this rank's come out."""
 
     def before(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
         for name in ("input_ids", "inputs_embeds", "position_ids"):
             if arguments.get(name) is not None:
                 gathered = arguments[name] = gathered_rows(arguments[name], layout, {axis: 1})
@@ -171,7 +171,7 @@ def give_positions(positions: Callable[[], Tensor]) -> Any:
     """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
 
     def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
         ids, own = arguments.get("position_ids"), positions()
         arguments["position_ids"] = (
             own.reshape(-1, own.shape[-1])[0]  # counted within this rank's chunk, or given to us
@@ -193,13 +193,13 @@ def show_last_position(last: Callable[[], int]) -> Any:
     """Hooks of such an embedding: one more token, at the last position of all, which is cut off."""
 
     def before(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
         ids = arguments["position_ids"]
         end = ids.new_full((*ids.shape[:-1], 1), last())
         return (), arguments | {"position_ids": torch.cat([ids, end], -1)}
 
     def after(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
-        size = named(module, args, kwargs)["position_ids"].shape[-1]
+        size = named_arguments(module, args, kwargs)["position_ids"].shape[-1]
 
         def cut(t: Tensor) -> Tensor:
             dim = max(d for d in range(t.dim() - 1) if t.shape[d] == size)
@@ -249,7 +249,7 @@ def gather_hidden(layout: Layout, axis: str) -> Callable:
     ways = layout.size(axis)
 
     def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named(module, args, kwargs)
+        arguments = named_arguments(module, args, kwargs)
         name, hidden = next(iter(arguments.items()))
         return (), arguments | {name: gathered_rows(hidden, layout, {axis: 1}, ways)}
 

@@ -1,0 +1,20 @@
+"""The type of all models that `weft.compose` makes of a file."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..declare.model_file import ModelSpec
+from ..layout import Layout
+
+
+class Model(nn.Module):
+    """A model of a file, on a layout.
+
+    Attributes:
+        spec: the model file.
+        layout: bound; of x at rest.
+    """
+
+    spec: ModelSpec
+    layout: Layout
