@@ -220,8 +220,9 @@ class TileRun(abc.ABC):
     def _whole_chunk(self, payload: Payload, number: int) -> tuple[Tensor, ...]:
         """All tensors of one chunk, as other ranks need them."""
         chunk = self._chunk(payload, (number,))
-        assert chunk is not None
-        return tuple(t for t in chunk if t is not None)
+        whole = tuple(t for t in chunk or () if t is not None)
+        assert chunk is not None and len(whole) == len(chunk)  # noqa: PT018
+        return whole
 
     def _joined(self, payload: Payload, numbers: tuple[int, ...]) -> tuple[Tensor | None, ...]:
         """Several chunks as one, side by side."""

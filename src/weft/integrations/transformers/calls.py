@@ -282,7 +282,6 @@ class Calls:
             raise failure
         assert call is not None
         if call.cache is not None:
-            assert call.length is not None
             call.cache.record(state.text)
             call.scope.enter_context(call.cache.during(call.length, channel))
         self._open(call, module)
