@@ -1215,8 +1215,8 @@ BUGS = (
     Bug(
         "gradients take no memory",
         "planner/search.py",
-        "own = predict(plan).rest_bytes * (1 if forward_only else 2)",
-        "own = predict(plan).rest_bytes",
+        "own = forecast_of(plan).rest_bytes * (1 if forward_only else 2)",
+        "own = forecast_of(plan).rest_bytes",
         "plan_search",
     ),
     # -- losses

@@ -238,8 +238,7 @@ class GatedDeltaNet(nn.Module):
         inputs = q, k, v, decay, beta
         pieces = LocalPieces(layout, self.axis, length, documents)
         zero = _zeros(v, v.shape[2])
-        options = {"dtype": zero.dtype, "widened": True}
-        chain = pieces.in_chain(v, zero.shape, zero.shape, **options)
+        chain = pieces.in_chain(v, zero.shape, zero.shape, dtype=zero.dtype, widened=True)
         return (_in_chain if chain else _composed)(pieces, inputs).to(channels.dtype)
 
     def _convolved(
