@@ -3,9 +3,10 @@
 Each bug is one change of one line, of the kind that people make: an index off by one, a wait left
 out, groups swapped, a merge in the wrong dtype, a gradient dropped, a refusal lost. It is planted in
 a copy of the source, and the test files that should notice it run on the copy: the test that
-noticed it last, as `tests/mutants.md` records, before the others. A bug that survives is a hole in
-the tests. Options: a word, to plant only bugs whose file or name has it; `--jobs N`; `--write`, to
-record the result in `tests/mutants.md`.
+noticed it last, as `tests/mutants.md` records, before the others. The test that notices a bug must
+pass without it. A bug that survives is a hole in the tests. Options: a word, to plant only bugs
+whose file or name has it; `--open`, only those that the record does not have as caught; `--jobs N`;
+`--write`, to record results in `tests/mutants.md` as they come.
 """
 
 from __future__ import annotations
@@ -13,13 +14,16 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import functools
 import multiprocessing
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +32,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 RECORD = Path(__file__).with_suffix(".md")
 #: Seconds that the tests of one bug may take.
-LIMIT = 300
+LIMIT = 600
 
 
 class Bug(NamedTuple):
@@ -427,14 +431,14 @@ BUGS = (
     Bug(
         "torch's upper left is aligned lower right",
         "integrations/torch/sdpa.py",
-        "return Causal(offset=whole[1] - whole[0] if lower else 0)",
-        "return Causal(offset=whole[1] - whole[0])",
+        "return Causal(offset=full[1] - full[0] if lower else 0)",
+        "return Causal(offset=full[1] - full[0])",
         "sdpa",
     ),
     Bug(
         "lower right by this rank's lengths",
         "integrations/torch/sdpa.py",
-        "return Causal(offset=whole[1] - whole[0] if lower else 0)",
+        "return Causal(offset=full[1] - full[0] if lower else 0)",
         "return Causal(offset=m - n if lower else 0)",
         "sdpa",
     ),
@@ -525,15 +529,15 @@ BUGS = (
     Bug(
         "the dearer side travels forward",
         "plan/plan.py",
-        "q = p.heads * p.n * (d * there + (v + row) * back)",
-        "q = p.heads * p.n * (d * there + v * back)",
+        "return Role.KEY if q < kv else Role.QUERY",
+        "return Role.QUERY if q < kv else Role.KEY",
         "report",
     ),
     Bug(
         "the logsumexp of queries that travel is free",
         "plan/plan.py",
-        "q = p.heads * p.n * (d * there + (v + row) * back)",
-        "q = p.heads * p.n * (d * there + v * back)",
+        "q = p.heads * p.n * (d * forth + (v + row) * back)",
+        "q = p.heads * p.n * (d * forth + v * back)",
         "report",
     ),
     # -- the pass
@@ -603,8 +607,8 @@ BUGS = (
     Bug(
         "a bias tile's gradient keeps the last block only",
         "runtime/executor.py",
-        "self.dbias[those, :, rows[:, None], columns] += ds",
-        "self.dbias[those, :, rows[:, None], columns] = ds",
+        "self.dbias[entries, :, rows[:, None], columns] += ds",
+        "self.dbias[entries, :, rows[:, None], columns] = ds",
         "bias attention",
     ),
     Bug(
@@ -696,8 +700,8 @@ BUGS = (
     Bug(
         "shard takes queries' positions for keys",
         "layout.py",
-        "mine = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)",
-        "mine = self.positions(axis, x.shape[dim], x.device)",
+        "positions = self.positions(axis, x.shape[dim], x.device, keys=axis in keys)",
+        "positions = self.positions(axis, x.shape[dim], x.device)",
         "layout attention bias",
     ),
     Bug(
@@ -752,8 +756,8 @@ BUGS = (
     Bug(
         "labels shift across documents",
         "integrations/transformers/batches.py",
-        'whole["shift_labels"] = shift_labels(whole["labels"], lengths)',
-        'whole["shift_labels"] = shift_labels(whole["labels"], None)',
+        'full["shift_labels"] = shift_labels(full["labels"], lengths)',
+        'full["shift_labels"] = shift_labels(full["labels"], None)',
         "transformers transformers_losses",
     ),
     # -- losses
@@ -803,8 +807,8 @@ BUGS = (
     Bug(
         "whole rows: labels shift within chunks",
         "integrations/transformers/rows.py",
-        'whole["shift_labels"] = shift_labels(labels)',
-        'whole["shift_labels"] = labels',
+        'full["shift_labels"] = shift_labels(labels)',
+        'full["shift_labels"] = labels',
         "rows",
     ),
     Bug(
@@ -968,7 +972,7 @@ BUGS = (
         "kernels/cpu_flash.py",
         "return both if both[1].all() else None",
         "return both",
-        "not_finite kernels",
+        "calls",
     ),
     Bug(
         "a bias is cast to the input's dtype",
@@ -1144,8 +1148,8 @@ BUGS = (
     Bug(
         "ranks that share a GPU are not noticed",
         "comm/world.py",
-        "    if known > 1:\n",
-        "    if known > size:\n",
+        "if sharing > 1:  # ranks of several",
+        "if sharing > 2:  # ranks of several",
         "world",
     ),
     Bug(
@@ -1225,20 +1229,6 @@ BUGS = (
         "losses/labels.py",
         "masks.allowed(row, torch.zeros_like(row), token, token + step)",
         "masks.allowed(row, torch.zeros_like(row), token, token + 1)",
-        "losses",
-    ),
-    Bug(
-        "labels are counted on this rank only",
-        "losses/labels.py",
-        "return collectives.partial_to_invariant(count, layout.data_dims, layout.bound)",
-        "return count",
-        "losses",
-    ),
-    Bug(
-        "every rank's words begin with word 0",
-        "losses/head.py",
-        "column = labels - self.first",
-        "column = labels",
         "losses",
     ),
     Bug(
@@ -1497,13 +1487,6 @@ BUGS = (
         "checkpoint storage",
     ),
     Bug(
-        "a damaged file is read",
-        "checkpoint/folder.py",
-        "if _hash(path) != written.sha256:",
-        "if len(_hash(path)) != len(written.sha256):",
-        "checkpoint storage",
-    ),
-    Bug(
         "a block is read from where its part begins",
         "checkpoint/folder.py",
         "spans = [(max(a, c), min(a + n, c + m)) for a, n, c, m in ends]",
@@ -1595,7 +1578,7 @@ def run_tests(copy: Path, tests: list[str], answer) -> None:
 
     failures = Failures()
     options = ["-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
-    options += ["--timeout", "60"]  # a bug may make ranks wait for each other
+    options += ["--timeout", "120"]  # a bug may make ranks wait for each other
     code = pytest.main([*options, *tests], plugins=[failures])
     answer.send((int(code), failures.names))
 
@@ -1623,24 +1606,49 @@ def outcome(copy: Path, tests: list[str]) -> str:
     return "SURVIVED" if code == 0 else f"broken run: {(copy / 'output').read_text()[-300:]}"
 
 
+@contextlib.contextmanager
+def copied() -> Iterator[Path]:
+    """A folder with every file of the repository, without those that git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-coz", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        for name in filter(None, listed.stdout.decode().split("\0")):
+            if (ROOT / name).is_file():
+                (Path(folder) / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / name, Path(folder) / name)
+        yield Path(folder)
+
+
+@functools.cache
+def without_bug(test: str) -> str:
+    """The outcome of a test on a copy without any bug: "SURVIVED" if it is a good one."""
+    with copied() as copy:
+        return outcome(copy, [f"tests/{test}"])
+
+
 def planted(bug: Bug, before: str = "") -> str:
     """Run a bug's tests on a copy of the source that has it, those that noticed it `before` first."""
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for name in ("src", "tests", "benchmarks", "docs", "layouts", "strategies", "models"):
-            shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-        for name in ("pyproject.toml", "README.md", "CONTRIBUTING.md", "mkdocs.yml"):
-            shutil.copy(ROOT / name, copy / name)
+    with copied() as copy:
         path = copy / "src" / "weft" / bug.file
         text = path.read_text()
         if text.count(bug.old) != 1:
             return f"not planted: the line stands {text.count(bug.old)} times in {bug.file}"
         path.write_text(text.replace(bug.old, bug.new))
-        if before.startswith("caught by "):
-            result = outcome(copy, [f"tests/{before.removeprefix('caught by ')}"])
+        files = [f"tests/test_{name}.py" for name in bug.tests.split()]
+        noticed = before.removeprefix("caught by ")
+        attempts = [files] if noticed == before else [[f"tests/{noticed}"], files]
+        for tests in attempts:
+            result = outcome(copy, tests)
+            test = result.removeprefix("caught by ")
+            if test != result and without_bug(test) != "SURVIVED":
+                return f"broken run: {test} fails without the bug, too"
             if result.startswith("caught"):
                 return result
-        return outcome(copy, [f"tests/test_{name}.py" for name in bug.tests.split()])
+        return result
 
 
 def recorded() -> dict[str, str]:
@@ -1653,6 +1661,7 @@ def recorded() -> dict[str, str]:
 
 def table(results: dict[str, str]) -> str:
     """The results in Markdown."""
+    results = {bug.name: results[bug.name] for bug in BUGS if bug.name in results}
     caught = sum(result.startswith("caught") for result in results.values())
     rows = [
         f"| {bug.name} | `{bug.file}` | {results[bug.name]} |"
@@ -1670,19 +1679,21 @@ def main() -> None:
     """Plant the bugs that were asked for, and say which survive."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("word", nargs="?", default="", help="plant bugs whose name or file has it")
+    parser.add_argument("--open", action="store_true", help="only bugs that the record has as open")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--write", action="store_true", help="record the result")
     asked = parser.parse_args()
     bugs = [bug for bug in BUGS if asked.word in bug.name or asked.word in bug.file]
     before, results = recorded(), {}
+    if asked.open:
+        bugs = [bug for bug in bugs if not before.get(bug.name, "").startswith("caught")]
     with concurrent.futures.ThreadPoolExecutor(asked.jobs) as pool:
         runs = pool.map(lambda bug: planted(bug, before.get(bug.name, "")), bugs)
         for bug, result in zip(bugs, runs):
             results[bug.name] = result
             print(f"{result:60.60}  {bug.file}: {bug.name}", flush=True)
-    if asked.write:
-        kept = {bug.name: before[bug.name] for bug in BUGS if bug.name in before}
-        RECORD.write_text(table(kept | results))
+            if asked.write:  # now: a run of all takes an hour, and may be cut short
+                RECORD.write_text(table(before | results))
     survivors = [name for name, result in results.items() if not result.startswith("caught")]
     raise SystemExit(1 if survivors else 0)
 
