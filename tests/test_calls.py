@@ -271,7 +271,7 @@ def _fail(now: bool) -> None:
 
 
 def _fails_within_a_pass(rank: int, line: str, backward: bool) -> int:
-    layout, caught = Layout.parse(line).build("cpu", timeout=10), 0
+    layout, caught = Layout.parse(line).build("cpu", timeout=20), 0
     x = torch.randn(1, 4, 256, 64, requires_grad=True)
     for _ in range(3):
         _fail(not backward)
@@ -299,8 +299,8 @@ def test_calls_go_on_after_a_function_that_fails_within_a_pass(pool, backward):
 
 
 def _differ(rank: int, what: str) -> list[str]:
-    layout = Layout.load("ring-4").build("cpu", timeout=10)
-    other = Layout.parse("tokens: pass_q=4").build("cpu", timeout=10)
+    layout = Layout.load("ring-4").build("cpu", timeout=20)
+    other = Layout.parse("tokens: pass_q=4").build("cpu", timeout=20)
     q = layout.shard(draw(1, 2, 16, 8), {"tokens": 2})
     odd = rank == 2
 
@@ -369,7 +369,7 @@ def _again_and_again(rank: int) -> list[str]:
     """On one core: then messages of ranks of one mind still travel when the call is refused."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
-    layout = Layout.load("ring-4").build("cpu", timeout=10)
+    layout = Layout.load("ring-4").build("cpu", timeout=20)
     q = draw(16, 4, 16, 32)
     scale, text = 2.0 if rank == 2 else 1.0, []
     for _ in range(15):
@@ -386,7 +386,7 @@ def test_what_a_refused_call_has_sent_is_in_nobodys_way(pool):
 
 def _skip(rank: int) -> str:
     """Rank 2 leaves a call out and goes on to its backward pass."""
-    layout = Layout.load("ring-4").build("cpu", timeout=10)
+    layout = Layout.load("ring-4").build("cpu", timeout=20)
     leaf = layout.shard(draw(1, 2, 16, 8), {"tokens": 2}).requires_grad_()
 
     def work():
@@ -904,7 +904,7 @@ def test_traffic_without_a_layout_is_this_ranks_alone():
 
 def _backwards_swapped(rank: int) -> str:
     """Two calls alike in everything; rank 2 runs their backward passes the other way round."""
-    layout = Layout.load("ring-4").build("cpu", timeout=10)
+    layout = Layout.load("ring-4").build("cpu", timeout=20)
     leaves = [
         layout.shard(draw(1, 2, 16, 8, seed=s), {"tokens": 2}).requires_grad_() for s in (1, 2)
     ]
@@ -957,7 +957,7 @@ def test_what_fails_on_one_rank_is_refused_on_all(pool, what, part):
 
 def _refused_early(rank: int, mask: str) -> list[str]:
     """Ranks that share no sequences ask each other where masks are per sample, also to refuse."""
-    layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=10)
+    layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=20)
     x, options, said = draw(1, 4, 8, 8), {"length": 16}, []
     if mask == "padding":
         options["mask"] = weft.KeyPadding([16, 9])
@@ -1049,7 +1049,7 @@ def test_a_second_failure_has_a_text_of_its_own(pool):
 
 def _out_of_memory(rank: int) -> str:
     """A rank that has no memory says so; it does not call it a dead peer."""
-    layout = Layout.load("ring-4").build("cpu", timeout=5)
+    layout = Layout.load("ring-4").build("cpu", timeout=20)
     q = draw(1, 2, 4, 8)
     if rank == 1:
 

@@ -102,6 +102,12 @@ def test_a_kernel_computes_what_it_does_not_refuse(kernel, view):
             torch.testing.assert_close(ds, bias_leaf.grad, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.parametrize("view", VIEWS)
+def test_blocks_of_rows_are_the_rows_of_the_whole(view, monkeypatch):
+    monkeypatch.setattr("weft.kernels.math.LIMIT", 2 * 4 * 6 * 4)  # four rows, then two
+    test_a_kernel_computes_what_it_does_not_refuse(named("math"), view)
+
+
 def _formula(q, k, v, mask, bias, asked):
     """softmax with a bias and a dense mask, written out."""
     k, v = (t.repeat_interleave(2, 1) for t in (k, v))

@@ -87,10 +87,10 @@ def test_mesh_dims_along_which_nothing_can_move_take_no_part(before, after, dims
 
 def _groups_apart(rank: int) -> float:
     """Ranks of other batches are on their own: theirs are larger, and one more in number."""
-    before = Layout.parse("batch: dp=2; rows: ring=2").build("cpu", timeout=10)
+    before = Layout.parse("batch: dp=2; rows: ring=2").build("cpu", timeout=20)
     after = Layout.from_dict(
         Layout.parse("batch: dp=2; columns: ulysses=2").declaration, f"of rank {rank}"
-    ).build("cpu", timeout=10)
+    ).build("cpu", timeout=20)
     group, dims = before.coords["dp"], {"batch": 0, "rows": 1, "columns": 2}
     worst = 0.0
     for number in range(1 + group):
@@ -117,7 +117,7 @@ def _bind_from_threads(rank: int) -> list[float]:
 
     def bind(dim: str) -> None:
         began = time.monotonic()
-        declared.bind(mesh[dim], {"ring": dim}, timeout=10)
+        declared.bind(mesh[dim], {"ring": dim}, timeout=30)
         took.append(time.monotonic() - began)
 
     order = ("cp", "dp") if rank in (0, 3) else ("dp", "cp")
@@ -134,7 +134,7 @@ def _bind_from_threads(rank: int) -> list[float]:
 def test_threads_bind_layouts_over_other_ranks_in_any_order(pool):
     for took in pool.run(_bind_from_threads, timeout=60.0):
         assert len(took) == 2
-        assert max(took) < 5.0
+        assert max(took) < 25.0  # nobody waited for a rank of the other binding
 
 
 def _named_as_missing() -> list[list[int]]:
@@ -207,3 +207,30 @@ def test_a_kind_of_pass_that_ranks_never_agreed_on_is_settled_before_its_first_m
         assert before == 0
         assert "rank 0: 4" in text
         assert "rank 1: 5" in text
+
+
+@pytest.mark.parametrize("dim", ["row", "col"])
+def test_calls_that_differ_along_one_of_two_mesh_dims_are_refused_on_all(dim):
+    """Ranks vote along every mesh dim that the call moves something along."""
+    layout = weft.Layout.parse("tokens: tile=2x2")
+
+    def rank(transport: Transport) -> bool:
+        q, scale = torch.zeros(1, 2, 2, 4), 0.5 + transport.coords[dim]
+        with pytest.raises(ShapeError) as refused:
+            weft.attention(q, q, q, layout.on(transport), "tokens", scale=scale)
+        return "scale 0.5" in str(refused.value) and "scale 1.5" in str(refused.value)
+
+    assert all(run_threads(dict(layout.mesh), rank, timeout=20))
+
+
+def test_a_pass_that_sends_nothing_is_agreed_on_when_it_ends():
+    def rank(transport: Transport) -> str:
+        digest = transport.rank
+        alone = Channel(transport, ("ring",), digest, "a pass", lambda: f"its digest {digest}")
+        with pytest.raises(ShapeError) as refused:
+            alone.finish()
+        return str(refused.value)
+
+    for text in run_threads({"ring": 2}, rank, timeout=20):
+        assert "rank 0: its digest 0" in text
+        assert "rank 1: its digest 1" in text

@@ -11,9 +11,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import weft
 from weft import Causal, DeclarationError, Documents, Layout, UnsupportedError
+from weft.comm import Alone
 from weft.declare.blocks import block_edges
 from weft.inspect.traffic import TrafficReport
 from weft.plan.leaves import roots
+from weft.runtime.exact_sums import ExactSums
+from weft.runtime.fixed_order import gradient_bounds
 
 LINES = (
     "tokens: ring=2",
@@ -195,3 +198,24 @@ def test_double_precision_gradients_are_refused():
     assert weft.attention(q, k, v, layout, "tokens").dtype == torch.float64
     with pytest.raises(UnsupportedError, match="float64"):
         weft.attention(q.requires_grad_(), k, v, layout, "tokens")
+
+
+def test_a_sum_of_many_rows_that_are_large_or_small_is_the_same_in_any_order():
+    """Its grid is that of the whole sum: on one of the largest row, sums round where they grow."""
+    sums, make = ExactSums(Alone(), ()), torch.Generator().manual_seed(0)
+    rows = torch.cat([torch.ones(4096), torch.rand(4096, generator=make) * 2**-28])[:, None]
+    orders, into = [torch.randperm(8192, generator=make) for _ in range(8)], torch.zeros(8192).int()
+    assert len({sums.of_rows(rows[order], (into, 1)).item() for order in orders}) == 1
+    assert len({rows[order].double().cumsum(0)[-1].item() for order in orders}) > 1  # as they are
+
+
+def test_gradients_of_keys_and_values_are_within_their_bounds():
+    """Of queries that are all alike every one adds as much."""
+    q, dout = torch.ones(1, 1, 64, 4), torch.ones(1, 1, 64, 4)
+    k, v = torch.zeros(1, 1, 2, 4), torch.tensor([1.0, -1.0])[:, None].expand(1, 1, 2, 4)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    scaled_dot_product_attention(*leaves, scale=0.5).backward(dout)
+    bounds = gradient_bounds(Alone(), (), 0.5, (64, 2), q, k, v, dout, None)
+    for name, leaf in zip(("dq", "dk", "dv"), leaves):
+        assert leaf.grad.abs().max() <= bounds[name].max(), name
+    assert leaves[1].grad.abs().max() > bounds["dk"].max() / 64  # a bound of one row is too low

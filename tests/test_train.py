@@ -87,6 +87,16 @@ def test_what_sums_gradients_and_parts_of_a_batch_do_not_change_the_curve(
         torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=1e-8, atol=1e-10)
 
 
+def test_parts_of_a_batch_with_unequal_numbers_of_targets_add_up_to_one_mean():
+    spec, options = _small("pair"), {"steps": 2, "seed": 7, "batch": 4, **QUIET}
+    parts = spec.training({"accumulate": 4, "batch": 4})
+    drawn = stream(parts, Layout.single(), seed=7)
+    assert len({int(drawn.batch(0, part).counted.sum()) for part in range(4)}) > 1
+    one, many = (fit(s, Layout.single(), **options).records for s in (spec, parts))
+    for a, b in zip(one, many, strict=True):
+        assert (b.loss, b.norm) == pytest.approx((a.loss, a.norm), rel=1e-9)
+
+
 def test_autocast_changes_the_products_and_not_the_weights():
     spec = _small("tabular").training({"autocast": "bfloat16", "steps": 3, "batch": 2})
     half = fit(spec, Layout.single(), quiet=True, evaluate_tables=False)
