@@ -57,8 +57,8 @@ BUGS = (
     Bug(
         "Mamba-2 decays by the mean over its tokens",
         "integrations/transformers/recurrences.py",
-        "maps.append((decay.sum(1).exp(), end.float()))",
-        "maps.append((decay.mean(1).exp(), end.float()))",
+        "maps.append((decay.sum(1).exp()[..., None, None], end.float()))",
+        "maps.append((decay.mean(1).exp()[..., None, None], end.float()))",
         "hybrids",
     ),
     Bug(
@@ -112,9 +112,9 @@ BUGS = (
     ),
     Bug(
         "a declared chain of states is ignored",
-        "integrations/transformers/recurrences.py",
-        'state_transport(pieces.axis) == "chain"',
-        'state_transport(pieces.axis) == "handed on"',
+        "runtime/state.py",
+        'return named == "chain"',
+        'return named == "handed on"',
         "hybrids",
     ),
     Bug(
@@ -1176,21 +1176,21 @@ BUGS = (
     # -- the clock of links
     Bug(
         "bytes of a level are those of the last message",
-        "planner/flow.py",
+        "plan/clock.py",
         "self.sent[level] += nbytes",
         "self.sent[level] = nbytes",
         "flow papers",
     ),
     Bug(
         "small messages reach a link's full rate",
-        "planner/flow.py",
+        "plan/clock.py",
         "self.clock.add(nbytes + half,",
         "self.clock.add(nbytes,",
         "flow rates",
     ),
     Bug(
         "works that share a link each have all of it",
-        "planner/flow.py",
+        "plan/clock.py",
         "left[r] = max(0.0, left[r] - share)",
         "left[r] = max(0.0, left[r])",
         "flow",
@@ -1258,6 +1258,13 @@ BUGS = (
         "runtime/exact_sums.py",
         "exponent = torch.frexp(most * count).exponent",
         "exponent = torch.frexp(most).exponent",
+        "reproducible reproducible_training",
+    ),
+    Bug(
+        "rows that several ranks have are bounded as often",
+        "runtime/exact_sums.py",
+        "if not bool(counts.all()):",
+        "if not len(counts):",
         "reproducible reproducible_training",
     ),
     Bug(
