@@ -89,8 +89,9 @@ def rank(folder: str, kills: list[dict]) -> None:
             threading.Timer(kill.delay, die).start()
 
     begins("start-up")
+    tables = "evaluation" in {each["phase"] for each in kills}  # nobody is killed there otherwise
     try:
-        train(folder, begins, with_tables=kill is None or kill.phase == "evaluation")
+        train(folder, begins, with_tables=tables and (not kill or kill.phase == "evaluation"))
     except Exception as error:
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         note(folder, attempt=attempt, rank=mine, event="failed", text=message)

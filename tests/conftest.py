@@ -63,11 +63,11 @@ def pytest_collection_finish():
 
 
 def pytest_runtest_teardown(item, nextitem):
-    """The pool ends with the last test that uses it.
+    """Every file begins with fresh ranks: a fork of what is imported already.
 
-    gloo wakes a thread per process group and rank 100 times a second; by then there are hundreds.
+    gloo wakes a thread per process group and rank 100 times a second, and soon there are hundreds.
     """
-    last = nextitem is None or "pool" not in nextitem.fixturenames
+    last = nextitem is None or "pool" not in nextitem.fixturenames or nextitem.path != item.path
     if last and "pool" in item.funcargs:
         item.funcargs["pool"].stop()
 
@@ -85,7 +85,7 @@ def planned_anew(request):
 
 @pytest.fixture(scope="session")
 def pool():
-    """Four real gloo processes, kept from the first test that uses them to the last."""
+    """Four real gloo processes, kept from the first test of a file that uses them to the last."""
     with Pool(4) as processes:
         yield processes
 

@@ -1,8 +1,9 @@
 """Real processes joined by gloo, started once and used by many tests.
 
-One launcher imports torch and forks the ranks, so that the import is paid once. Each rank answers
-over a socket: it gets a function and arguments, and sends back what the function returned or
-raised. A test that takes too long ends with the whole process group killed and the end of its
+One launcher, which stays, imports torch and weft. For each group of ranks it forks a leader, which
+imports the file of the first test and forks the ranks, so that every import is paid once. Each rank
+answers over a socket: it gets a function and arguments, and sends back what the function returned
+or raised. A test that takes too long ends with the whole process group killed and the end of its
 standard error in the message; the next test starts a fresh group.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import importlib
 import multiprocessing.connection as mpc
@@ -28,14 +30,16 @@ from typing import Any
 
 HERE = Path(__file__).parent
 
+#: Seconds that processes may take to start; three on an idle machine.
+PATIENCE = 240.0
+
 # The launcher imports this file as a module, so that what it pickles has the same name here.
 _START = """
 import sys
-from pathlib import Path
-folder, state, address, size, timeout, *preload = sys.argv[1:]
+folder, address = sys.argv[1:]
 sys.path.insert(0, folder)
 import pool
-pool._launch(Path(state), address, int(size), float(timeout), preload)
+pool._launch(address)
 """
 
 
@@ -55,14 +59,15 @@ class PoolError(AssertionError):
 class Pool:
     """`size` ranks of one gloo process group. Use as a context manager.
 
-    `preload` names modules that are imported once, before ranks are forked.
+    `preload` names modules that are imported once, before ranks are forked, besides that of the
+    first function.
     """
 
     def __init__(
         self, size: int, gloo_timeout: float = 60.0, preload: tuple[str, ...] = ()
     ) -> None:
         self.size, self.gloo_timeout, self.preload = size, gloo_timeout, preload
-        self._launcher: subprocess.Popen | None = None
+        self._leader: int | None = None
         self._ranks: dict[int, mpc.Connection] = {}
 
     def __enter__(self) -> Pool:
@@ -84,8 +89,8 @@ class Pool:
         self, fn: Callable, *args: Any, timeout: float = 100.0, dying: tuple[int, ...] = ()
     ) -> list[Any]:
         """Like `run`, but a rank that raises answers `Raised`, and a rank in `dying` None."""
-        if self._launcher is None:
-            self._start(time.monotonic() + 60.0)
+        if self._leader is None:
+            self._start((*self.preload, fn.__module__))
         deadline = time.monotonic() + timeout
         for connection in self._ranks.values():
             connection.send((fn, args))
@@ -98,34 +103,27 @@ class Pool:
         return results
 
     def stop(self) -> None:
-        """Kill the launcher and every rank."""
-        if self._launcher is None:
+        """Kill every rank."""
+        if self._leader is None:
             return
         for connection in self._ranks.values():
             connection.close()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._launcher.pid, signal.SIGKILL)
-        self._launcher.wait()
-        self._launcher, self._ranks = None, {}
+        _ask_launcher(self._leader)
+        self._leader, self._ranks = None, {}
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self, deadline: float) -> None:
+    def _start(self, preload: Sequence[str]) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="weft-pool-"))
         address = tempfile.mktemp(prefix="weft-pool-socket-")  # outlives the folder on failure
         with mpc.Listener(address, "AF_UNIX") as listener:
-            listener._listener._socket.settimeout(60.0)
-            with open(self._folder / "stderr", "wb") as log:
-                self._launcher = subprocess.Popen(
-                    [sys.executable, "-c", _START, str(HERE), str(self._folder), address]
-                    + [str(self.size), str(self.gloo_timeout), *self.preload],
-                    stderr=log,
-                    start_new_session=True,
-                    env=os.environ | {"OMP_NUM_THREADS": "1"},
-                )
+            listener._listener._socket.settimeout(PATIENCE)
+            given = (self._folder, address, self.size, self.gloo_timeout, preload)
+            self._leader = _ask_launcher((*given, dict(os.environ)))
             try:
                 connections = [listener.accept() for _ in range(self.size)]
             except TimeoutError:
                 self._fail("the ranks did not start")
+        deadline = time.monotonic() + PATIENCE
         ranks = {self._answer(-1, connection, deadline): connection for connection in connections}
         self._ranks = dict(sorted(ranks.items()))
 
@@ -141,6 +139,89 @@ class Pool:
         tail = (self._folder / "stderr").read_text(errors="replace")[-3000:]
         self.stop()
         raise PoolError(f"{what}; the end of standard error:\n{tail}")
+
+
+@functools.cache
+def _launcher() -> mpc.Connection:
+    """To the launcher of this process, which ends with it."""
+    address = tempfile.mktemp(prefix="weft-pool-socket-")
+    with mpc.Listener(address, "AF_UNIX") as listener:
+        listener._listener._socket.settimeout(PATIENCE)
+        subprocess.Popen(
+            [sys.executable, "-c", _START, str(HERE), address],
+            start_new_session=True,
+            cwd=HERE.parent,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
+        return listener.accept()
+
+
+def _ask_launcher(wish: Any) -> Any:
+    """The process id of a new group's leader; or None when the group of a leader has ended."""
+    _launcher().send(wish)
+    return _launcher().recv()
+
+
+def _launch(address: str) -> None:
+    import weft
+
+    assert weft.attention  # torch and weft are imported once, for every rank to inherit
+    gc.freeze()  # and are no garbage: no rank looks through them
+    connection = mpc.Client(address, "AF_UNIX")
+    while True:
+        try:
+            wish = connection.recv()
+        except EOFError:
+            return
+        if isinstance(wish, int):
+            os.killpg(wish, signal.SIGKILL)
+            os.waitpid(wish, 0)
+            connection.send(None)
+            continue
+        leader = os.fork()
+        if leader == 0:
+            try:
+                os.setpgid(0, 0)
+                connection.close()
+                _lead(*wish)
+            except BaseException:
+                traceback.print_exc()
+                with contextlib.suppress(OSError):  # those who wait for ranks need not
+                    [mpc.Client(wish[1], "AF_UNIX").close() for _ in range(wish[2])]
+            os._exit(0)
+        with contextlib.suppress(PermissionError):  # it did so itself
+            os.setpgid(leader, leader)
+        connection.send(leader)
+
+
+def _lead(
+    folder: Path,
+    address: str,
+    size: int,
+    gloo_timeout: float,
+    preload: Sequence[str],
+    environment: dict[str, str],
+) -> None:
+    with open(folder / "stderr", "wb") as log:
+        os.dup2(log.fileno(), 2)
+    os.environ.clear()
+    os.environ.update(environment | {"OMP_NUM_THREADS": "1"})
+    for name in preload:
+        importlib.import_module(name)
+    gc.freeze()
+
+    children = []
+    for rank in range(size):
+        child = os.fork()
+        if child == 0:
+            try:
+                _serve(folder, address, rank, size, gloo_timeout)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
 
 
 def _serve(folder: Path, address: str, rank: int, size: int, gloo_timeout: float) -> None:
@@ -167,27 +248,3 @@ def _serve(folder: Path, address: str, rank: int, size: int, gloo_timeout: float
         except BaseException as error:
             result = Raised(type(error).__name__, str(error), traceback.format_exc())
         connection.send(result)
-
-
-def _launch(
-    folder: Path, address: str, size: int, gloo_timeout: float, preload: Sequence[str]
-) -> None:
-    import weft
-
-    assert weft.attention  # torch and weft are imported once, for every rank to inherit
-    for name in preload:
-        importlib.import_module(name)
-    gc.freeze()  # and are no garbage: no rank looks through them
-
-    children = []
-    for rank in range(size):
-        child = os.fork()
-        if child == 0:
-            try:
-                _serve(folder, address, rank, size, gloo_timeout)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(0)
-        children.append(child)
-    for child in children:
-        os.waitpid(child, 0)
