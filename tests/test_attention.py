@@ -348,7 +348,7 @@ def test_heads_that_do_not_divide_are_refused_with_the_dims_that_would_cut_them(
         with pytest.raises(ShapeError, match=r"6 local heads cannot be split 4 ways .*'head': 4"):
             _call(layout.on(transport), q=(2, 6, 6, 8))
 
-    run_threads(layout.mesh, rank, timeout=10)
+    run_threads(layout.mesh, rank, timeout=20)
 
 
 def test_two_calls_that_differ_in_head_dim_or_layout_only_do_not_share_a_plan():
@@ -372,7 +372,7 @@ def test_two_calls_that_differ_in_head_dim_or_layout_only_do_not_share_a_plan():
             wanted = layout.shard(whole.wanted["dq"], {"tokens": 2})
             torch.testing.assert_close(q.grad, wanted, rtol=1e-11, atol=1e-12)
 
-    run_threads(first.mesh, rank, timeout=10)
+    run_threads(first.mesh, rank, timeout=20)
 
 
 def test_sequences_that_ring_members_do_not_share_are_refused_on_every_rank():
@@ -383,7 +383,7 @@ def test_sequences_that_ring_members_do_not_share_are_refused_on_every_rank():
         with pytest.raises(ShapeError, match=r"batch 1.*\n.*batch 2"):
             _call(layout.on(transport), q=(b, 4, 6, 8), k=(b, 2, 6, 8), v=(b, 2, 6, 8))
 
-    run_threads(layout.mesh, rank, timeout=10)
+    run_threads(layout.mesh, rank, timeout=20)
 
 
 def test_a_view_or_a_transposed_input_is_as_good_as_a_contiguous_one():

@@ -118,7 +118,7 @@ def test_a_bias_that_is_wrong_on_one_rank_is_refused_on_all(wrong) -> None:
             weft.attention(local, local, local, mine, "tokens", bias=tile)
         weft.attention(local, local, local, mine, "tokens")  # the ranks go on together
 
-    run_threads(layout.mesh, work, timeout=10)
+    run_threads(layout.mesh, work, timeout=20)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

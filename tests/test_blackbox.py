@@ -276,9 +276,9 @@ FORGED = {
 def test_forged_lines_cost_little_and_reach_no_terminal(name, tmp_path):
     written(tmp_path, 0, FORGED[name], ranks=131072)
     written(tmp_path, 1, FORGED[name], run="a1", process="\x1b[2J")
-    begin = time.perf_counter()
+    begin = time.process_time()
     text = run("blackbox", str(tmp_path), "--rank", "0")
-    assert time.perf_counter() - begin < 5
+    assert time.process_time() - begin < 5
     assert not [c for c in text if c in "\x1b\x9b\x07\r\u202e"]
 
 
@@ -319,7 +319,7 @@ def test_a_run_that_goes_on_shows_who_all_wait_for(pool, tmp_path):
     command = [sys.executable, "-c", _ASK, str(tmp_path)]
     asking = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert pool.run(_attend, str(tmp_path), 2, None, timeout=60) == [""] * 4
-    text, _ = asking.communicate(timeout=10)
+    text, _ = asking.communicate(timeout=60)
     assert "ranks 0-1, 3 wait for rank 2" in text
     assert "a vote along mesh dim 'ring' of an attention call, call" in text
     assert "rank 2 waits for nobody" in text
@@ -333,19 +333,17 @@ from pathlib import Path
 from weft.errors import DeclarationError
 from weft.inspect.blackbox import describe_run, load_records
 folder = Path(sys.argv[1])
-until = time.monotonic() + 30
-while len(list(folder.glob("pid-*"))) < 4 and time.monotonic() < until:
-    time.sleep(0.02)
-time.sleep(0.3)
-pids = {int(path.read_text()) for path in folder.glob("pid-*")}
-boxes = []
-for steps in (p for p in Path("/dev/shm").glob("weft-steps-*") if list(p.glob("rank-*"))):
-    with contextlib.suppress(DeclarationError):  # of another version, or ended meanwhile
-        those = load_records(steps)
-        if {box.head.pid for box in those} == pids:
-            boxes = those
+until, text = time.monotonic() + 30, ""
+while "ranks 0-1, 3 wait" not in text and time.monotonic() < until:  # not all of them do yet
+    time.sleep(0.1)
+    pids = {path.read_text() for path in folder.glob("pid-*")}
+    for steps in (p for p in Path("/dev/shm").glob("weft-steps-*") if list(p.glob("rank-*"))):
+        with contextlib.suppress(DeclarationError):  # of another version, or ended meanwhile
+            boxes = load_records(steps)
+            if {str(box.head.pid) for box in boxes} == pids:
+                text = describe_run(boxes)
 (folder / "go on").write_text("")
-print(describe_run(boxes))
+print(text)
 """
 
 
@@ -383,7 +381,7 @@ def test_another_call_is_where_ranks_diverged(pool, tmp_path):
 
 def _killed(rank: int, folder: str) -> str:
     os.environ["WEFT_BLACKBOX"] = folder
-    layout = weft.Layout.parse("tokens: ring=4").build("cpu", timeout=10)
+    layout = weft.Layout.parse("tokens: ring=4").build("cpu", timeout=20)
     x = layout.shard(torch.randn(1, 2, 32, 4), {"tokens": 2})
     weft.attention(x, x, x, layout, "tokens")
     if rank == 1:

@@ -589,7 +589,7 @@ def test_ranks_of_other_tables_fit_and_predict_without_each_other():
             ):
                 model.predict(torch.cat([cells, cells[:1]])[:, 6:], cache)
 
-    weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=5)
+    weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -622,7 +622,7 @@ def test_a_rank_alone_may_ask_how_much_all_hold():
                 _ = cache.bytes_per_rank
             assert cache.nbytes > 0
 
-    weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=5)
+    weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=20)
 
 
 def test_a_batch_of_unknown_length_moves_and_predicts_before_and_after():

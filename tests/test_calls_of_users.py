@@ -313,7 +313,7 @@ def test_a_single_entry_of_a_large_table_is_seen(pool, how):
 
 
 def _one_call_more(rank: int) -> str:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=10)
+    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=20)
     x = layout.shard(draw(1, 2, 16, 8), DIMS).requires_grad_()
 
     def work():
@@ -338,7 +338,7 @@ def _as_on_cuda(rank: int, then: str) -> list[str]:
 
     On CUDA the CPU runs ahead, so the answer may be late where ranks agreed on such a call before.
     """
-    layout = Layout.parse("tokens: ulysses=4").build("cpu", timeout=10)
+    layout = Layout.parse("tokens: ulysses=4").build("cpu", timeout=20)
     x = layout.shard(draw(1, 4, 16, 8), DIMS)
     first, weight = Channel.__init__, nn.Linear(2, 2)
     weight.weight.grad = torch.ones(2, 2)

@@ -486,7 +486,7 @@ def test_their_lengths_are_compared_where_none_are_given(line, t, kind):
             _over_a_context(layout, "t", kind, names, sizes)
 
     wanted = _over_a_context(Layout.single(), "t", kind, names, sizes)
-    for found in on_threads(Layout.parse(line), rank, timeout=10):
+    for found in on_threads(Layout.parse(line), rank, timeout=20):
         for a, b in zip(found or wanted, wanted, strict=True):
             assert (a - b).abs().max() <= 1e-11 * b.abs().max()
 

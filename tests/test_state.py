@@ -412,7 +412,7 @@ def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass(way):
             pieces.join(1, [x if piece.begins else x + states[0]], states).sum().backward()
         return x.grad.flatten().tolist()
 
-    found = weft.on_threads(carried(Layout.parse("tokens: ring=3"), way), rank, timeout=5)
+    found = weft.on_threads(carried(Layout.parse("tokens: ring=3"), way), rank, timeout=20)
     assert found == [[2.0, 10.0], [6.0, 6.0], [2.0, 2.0]]
 
 

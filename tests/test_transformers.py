@@ -504,7 +504,7 @@ def test_a_refusal_on_one_rank_reaches_every_rank():
             sharded(input_ids=bound.shard(IDS, {"tokens": 1}), weft=Batch(), **extra)
         return True
 
-    assert run_threads(layout.mesh, work, timeout=10) == [True, True]
+    assert run_threads(layout.mesh, work, timeout=20) == [True, True]
 
 
 def test_refuses_labels_on_one_rank():
