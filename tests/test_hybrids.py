@@ -1,6 +1,7 @@
 """Hybrid transformers models on shards: outputs, loss and every gradient are one device's."""
 
 import copy
+import functools
 import importlib.util
 
 import pytest
@@ -19,6 +20,8 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 from hybrids import build, ids, on_layout, one_device
+from pool import Pool
+from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from weft import parallelize, restore
@@ -429,6 +432,45 @@ def test_a_layer_that_a_kernel_replaced_since_is_refused():
     batch = shard_batch({"input_ids": ids()}, Layout.single())
     with pytest.raises(UnsupportedError, match="was replaced since the model was parallelized"):
         model(**batch)
+
+
+def test_a_kernel_that_runs_on_no_cpu_is_not_called_there(monkeypatch):
+    """transformers calls fla's wherever fla is installed, also where Triton has no device."""
+    names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    for own in [getattr(modeling_qwen3_5, name) for name in names]:
+
+        @functools.wraps(own)
+        def triton(*args, **kwargs):
+            raise RuntimeError("0 active drivers")
+
+        monkeypatch.setattr(modeling_qwen3_5, own.__name__, triton)
+    model = build("qwen3_5", torch.float32)
+    with pytest.raises(RuntimeError, match="0 active drivers"):
+        model(input_ids=ids())
+    verify(model, Layout.parse("tokens: ring=3"))
+    mine = parallelize(model, Layout.single(), verify=False).eval()
+    assert mine.generate(ids(1, 8), max_new_tokens=3).shape == (1, 11)
+
+
+def _compiled(rank: int) -> float:
+    """The largest difference that compiled layers make to a gradient."""
+    layout = Layout.parse("tokens: ring=2").build("cpu", timeout=60)
+    model = parallelize(build("qwen3_5", torch.float32), layout, verify=False, rows="local")
+    batch, found = shard_batch({"input_ids": ids(), "labels": ids()}, layout), []
+    for compiles in (False, True):
+        for layer in model.model.layers[1:]:  # two of the same code, and one that attends
+            if compiles:
+                layer.compile(backend="aot_eager")
+        model.zero_grad()
+        model(**batch).loss.backward()
+        layout.sync_gradients(model)
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    return max(((g - found[1][n]).norm() / g.norm()).item() for n, g in found[0].items())
+
+
+def test_layers_that_are_compiled_are_the_same():
+    with Pool(2, gloo_timeout=240.0) as pair:
+        assert max(pair.run(_compiled, timeout=280.0)) < 1e-5
 
 
 @pytest.mark.parametrize("first", ["hooks", "weft"])

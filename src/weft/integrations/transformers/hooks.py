@@ -27,7 +27,7 @@ from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
-from .recurrences import FUNCTIONS, REPRODUCIBLE
+from .recurrences import FUNCTIONS, REPRODUCIBLE, of_device
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
 
@@ -299,6 +299,15 @@ def recurrent(model: Foreign) -> bool:
     return any(_changes(module) for module in model.modules())
 
 
+def run_on_cpu(model: Foreign) -> None:
+    """Let a model that is not parallelized run on a CPU where Triton kernels are installed."""
+    for module in model.modules():
+        stock = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+        values = {name: of_device(stock[name]) for name in calls_of(module, FUNCTIONS)}
+        if values:
+            put(module, rebound(type(module).forward, values))
+
+
 def _changes(module: Foreign) -> list[tuple[nn.Module, Callable, str]]:
     """Which modules, the module itself or within it, get which function in place of a method."""
     for kind in {kind.__name__ for kind in type(module).__mro__} & MODULES.keys():
@@ -307,7 +316,7 @@ def _changes(module: Foreign) -> list[tuple[nn.Module, Callable, str]]:
     if not set(names) - {"apply_mask_to_padding_states"}:
         return []
     stock = inspect.unwrap(type(module).forward).__globals__
-    values = {name: FUNCTIONS[name](stock[name]) for name in names}
+    values = {name: FUNCTIONS[name](of_device(stock[name])) for name in names}
     return [(module, rebound(type(module).forward, values), "forward")]
 
 

@@ -97,8 +97,9 @@ def parallelize_transformers(
     router logits come whole to every rank with either kind of rows.
 
     Compile the layers, `layer.compile(fullgraph=True)`, and not the whole model, whose hooks ask
-    the other ranks. A graph belongs to one mask: packed documents of other lengths, and chunks of
-    another uneven length, are compiled anew.
+    the other ranks; without `fullgraph` where a layer carries a state, which is no part of a graph.
+    A graph belongs to one mask: packed documents of other lengths, and chunks of another uneven
+    length, are compiled anew.
 
     Args:
         model: a transformers model that takes its attention from the attention interface, or a

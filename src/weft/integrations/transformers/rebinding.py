@@ -63,7 +63,8 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 def put(module: Foreign, function: Callable, name: str = "forward") -> None:
     """Give one instance another method, under the hooks that accelerate has put on a `forward`.
 
-    The method is no part of a graph of `torch.compile`: which call it is in is not known there.
+    The method is no part of a graph of `torch.compile`: what torch compiles belongs to its code,
+    which instances share, and lives in its globals, which they do not.
 
     Raises:
         UnsupportedError: the method was replaced already, such as by a kernel of the hub.

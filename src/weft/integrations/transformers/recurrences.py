@@ -22,6 +22,8 @@ the state that came in.
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,6 +44,25 @@ from .calls import recurrence, running
 
 #: Numbers of Mamba-1's states, one per token, that exist at once.
 _STATES = 1 << 22
+
+
+def of_device(stock: Callable) -> Callable:
+    """A function of transformers, on a CPU its own code whatever is installed.
+
+    transformers 5.24 takes fla's kernels wherever fla is installed, and Triton runs on no CPU.
+    """
+    own = inspect.unwrap(stock)
+    if own is stock:
+        return stock
+    names = inspect.signature(own).parameters
+
+    @functools.wraps(stock)
+    def run(x, *args, **kwargs):
+        if x.device.type != "cpu":
+            return stock(x, *args, **kwargs)
+        return own(x, *args, **{name: v for name, v in kwargs.items() if name in names})
+
+    return run
 
 
 def last_state(
@@ -323,6 +344,11 @@ def fused(stock: Callable) -> Callable:
     return run
 
 
+def one_token(stock: Callable) -> Callable:
+    """A step behind a cache, of which every rank has the state."""
+    return stock
+
+
 #: What stands for each function of a recurrent layer's module.
 FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
     "causal_conv1d_fn": convolution,
@@ -334,6 +360,8 @@ FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
     "apply_mask_to_padding_states": padding,
     "mamba2_split_conv1d_scan_combined": fused,
     "mamba_inner_fn": fused,
+    "torch_recurrent_gated_delta_rule": one_token,
+    "recurrent_kimi_delta_attention": one_token,
 }
 
 
@@ -341,7 +369,7 @@ FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
 REPRODUCIBLE = frozenset(
     {
         *("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"),
-        "apply_mask_to_padding_states",
+        *("apply_mask_to_padding_states", "torch_recurrent_gated_delta_rule"),
     }
 )
 
@@ -375,6 +403,7 @@ __all__ = [
     "last_state",
     "mamba1",
     "mamba2",
+    "of_device",
     "over_heads",
     "padding",
 ]

@@ -26,7 +26,7 @@ from ....errors import DeclarationError, UnsupportedError, WeftError
 from ....layout import Layout
 from ....threads import on_threads
 from ..batches import shard_batch
-from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent
+from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
 from ..refused import CACHES
 from ..whole import accepts_positions, base
@@ -220,6 +220,7 @@ class _Check:
         """The reference run, the weights of its outputs in the objective, its number of tokens."""
         model = self.copies.make(trial)
         model.set_attn_implementation(_FULL)
+        run_on_cpu(model)
         recording = TrialRecording(model)
         generator = torch.Generator().manual_seed(1)
         weights: dict[str, Tensor] = {}
