@@ -47,13 +47,14 @@ def _compiled(rank: int, name: str, backend: str, packed: tuple[int, ...] | None
         ("tile", "aot_eager", None),
         ("tile in a tree", "aot_eager", (20, 1, 29)),
         ("no carry", "aot_eager", (20, 1, 29)),
+        ("ulysses", "aot_eager", None),
     ],
 )
 def test_one_graph_is_what_eager_is(pool, name, backend, packed):
     assert max(pool.run(_compiled, name, backend, packed)) < 1e-11
 
 
-@pytest.mark.parametrize("name", ["ring", "zigzag", "tree"])
+@pytest.mark.parametrize("name", ["ring", "zigzag", "tree", "heads within ulysses"])
 def test_a_checkpoint_that_keeps_the_ops_repeats_no_exchange(name):
     """Outputs and gradients stay; each exchange goes once there and once back."""
 

@@ -15,7 +15,8 @@ from weft.masks.names import MASKS, mask_named
 from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
-from weft.plan.state import Fragments, fragments
+from weft.plan.redistribute import placement, plan_redistribution
+from weft.plan.state import Fragments, by_heads, fragments
 from weft.plan.tiles import KernelCall, Kind
 from weft.plan.tree import Tree, state_tree
 from weft.proof import representatives, symbolic
@@ -27,6 +28,7 @@ from weft.proof.state import (
     chain_defects,
     composition_defects,
     halo_defects,
+    move_defects,
     place_defects,
     prove_states,
     sweep_defects,
@@ -383,6 +385,49 @@ def test_wrong_trees_are_found(wrong, backward):
     rounds = list(map(list, right.rounds))
     rounds[chunk][at] = step
     assert list(sweep_defects(plan, Tree(chains, tuple(map(tuple, rounds))), backward))
+
+
+BY_HEADS = {
+    "mesh": {"u": 2, "r": 3},
+    "shard": {"tokens": ["u", "r"]},
+    "order": {"tokens": "zigzag"},
+    "carry": {"tokens": [{"strategy": s, "on": d} for s, d in (("ulysses", "u"), ("state", "r"))]},
+}
+
+
+def test_tokens_that_are_traded_for_heads_are_proven():
+    claims = prove_states(Layout.from_dict(BY_HEADS), "tokens", 23)
+    assert len(claims) == 5
+    assert all(claim.ok for claim in claims)
+    line = Layout.from_dict(
+        BY_HEADS
+        | {"mesh": {"u": 4}, "shard": {"tokens": ["u"]}, "order": {"tokens": "striped"}}
+        | {"carry": {"tokens": [{"strategy": "ulysses", "on": "u"}]}}
+    )
+    assert [claim.ok for claim in prove_states(line, "tokens", 23)] == [True]
+
+
+@pytest.mark.parametrize("wrong", ["a box", "a place", "an unsent part", "an unexpected part"])
+def test_wrong_trades_are_found(wrong):
+    layout = Layout.from_dict(BY_HEADS)
+    layouts = layout, by_heads(layout, "tokens")
+    before, after = (placement(each, ("tokens", "heads")) for each in layouts)
+    moves = [plan_redistribution(before, after, (23, 4), r, before.mesh) for r in range(6)]
+    assert not list(move_defects(before, after, (23, 4), moves))
+    move = moves[2]
+    *others, part = move.arrived
+    step, *more = move.steps
+    if wrong == "a box":
+        move = dataclasses.replace(move, arrived=tuple(others))
+    elif wrong == "a place":
+        shifted = dataclasses.replace(part, put=(part.put[0][::-1], *part.put[1:]))
+        move = dataclasses.replace(move, arrived=(*others, shifted))
+    elif wrong == "an unsent part":
+        move = dataclasses.replace(move, steps=tuple(more))
+    else:
+        sends = tuple(side[1:] for side in step.sends)
+        move = dataclasses.replace(move, steps=(dataclasses.replace(step, sends=sends), *more))
+    assert list(move_defects(before, after, (23, 4), [*moves[:2], move, *moves[3:]]))
 
 
 def test_documents_that_are_not_cut_are_found():

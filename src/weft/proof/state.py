@@ -9,13 +9,16 @@ expected where it goes. Looked at without documents, and with some that begin in
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Iterator
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Sequence
 
 from ..comm import coordinates, index_at
+from ..declare.layout_file import HEADS
 from ..layout import Layout
 from ..masks import Documents
 from ..plan.order import Span, join
+from ..plan.redistribute import Placed, Redistribution, placement, plan_redistribution
 from ..plan.state import Fragments, by_heads, fragments
 from ..plan.tree import Message, Tree, Value, state_tree
 from .symbolic import Claim
@@ -37,10 +40,14 @@ def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
     >>> all(claim.ok for claim in prove_states(Layout.parse("tokens: tile=2x2"), "tokens", 37))
     True
     """
-    placed = by_heads(layout, axis) if layout.carries_by_heads(axis) else layout
+    made, placed = [], layout
+    if layout.carries_by_heads(axis):
+        placed = by_heads(layout, axis)
+        if layout.world_size <= MOST_CHUNKS:
+            made.append(_prove_trade(layout, placed, axis, length))
     striped = placed.order.get(axis) == "striped"
     if striped or not 1 < placed.size(axis) <= MOST_CHUNKS:
-        return []
+        return made
     packed = None if length < 4 else Documents((1, length // 2, length - length // 2 - 1))
     plans = [fragments(placed, axis, length, documents) for documents in (None, packed)]
     claims = {
@@ -51,10 +58,78 @@ def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
     }
     how = f"{len(plans[0].slots)} runs on {placed.size(axis)} ranks"
     places = [d for plan in plans for d in place_defects(plan, placed, axis, length)]
-    return [
+    return made + [
         Claim(what, how, tuple([*places, *(d for p in plans for d in find(p))][:3]))
         for what, find in claims.items()
     ]
+
+
+def _prove_trade(layout: Layout, other: Layout, axis: str, length: int) -> Claim:
+    """What holds of tokens that are traded for heads, and of outputs that go back."""
+    sides, heads = [placement(each, (axis, HEADS)) for each in (layout, other)], other.size(HEADS)
+    defects: list[str] = []
+    for before, after in (sides, sides[::-1]):
+        lengths = length, 2 * heads
+        moves = [
+            plan_redistribution(before, after, lengths, rank, sides[0].mesh)
+            for rank in range(before.ranks)
+        ]
+        defects += move_defects(before, after, lengths, moves)
+    what = "tokens for heads, and back: each once, in its place, and every message expected"
+    return Claim(what, f"{2 * heads} heads on {layout.world_size} ranks", tuple(defects[:3]))
+
+
+def move_defects(
+    before: Placed, after: Placed, lengths: tuple[int, ...], moves: Sequence[Redistribution]
+) -> Iterator[str]:
+    """What is wrong with the messages that take a tensor from one placement to another.
+
+    Args:
+        before, after: on one mesh.
+        moves: of every rank.
+    """
+    sizes = dict(before.mesh)
+
+    def positions(placed: Placed, rank: int) -> list[list[int]]:
+        held = []
+        for a, n in enumerate(lengths):
+            spans = placed.chunks(a, n)[placed.chunk(a, placed.coords(rank))]
+            held.append([s.start + i * s.step for s in spans for i in range(s.count)])
+        return held
+
+    here: list[set[tuple[int, int]]] = [set() for _ in moves]
+    for o in (o for move in moves for o in move.arrived):
+        here[o.source].add((o.source, o.target))
+    for name in sizes:
+        gone: list[tuple[int, int, tuple[int, int]]] = []
+        steps = [next((s for s in m.steps if s.mesh_dim == name), None) for m in moves]
+        for rank, step in enumerate(steps):
+            at = coordinates(sizes, rank)
+            for coordinate, overlaps in enumerate(step.sends if step else ()):
+                peer = index_at(sizes, sizes, {**at, name: coordinate})
+                back = steps[peer]
+                if back is None or back.receives[at[name]] != overlaps:
+                    yield f"rank {rank}: sends {peer} along {name} what it does not expect"
+                for o in overlaps:
+                    if (o.source, o.target) not in here[rank]:
+                        yield f"rank {rank}: has nothing of {o.source} for {o.target} to send"
+                    gone.append((rank, peer, (o.source, o.target)))
+        for rank, peer, part in gone:
+            here[rank].discard(part)
+            here[peer].add(part)
+    for rank, move in enumerate(moves):
+        wanted, found = positions(after, rank), Counter[tuple[int, ...]]()
+        for o in move.arrived:
+            if (o.source, o.target) not in here[rank]:
+                yield f"rank {rank}: what {o.source} has for it does not arrive"
+            held = positions(before, o.source)
+            for put in itertools.product(*(zip(*pair) for pair in zip(o.taken, o.put))):
+                pairs = [(held[a][t], wanted[a][p]) for a, (t, p) in enumerate(put)]
+                if any(one != two for one, two in pairs):
+                    yield f"rank {rank}: gets {pairs} of {o.source}"
+                found[tuple(p for _, p in put)] += 1
+        if set(found.values()) - {1} or len(found) != math.prod(map(len, wanted)):
+            yield f"rank {rank}: {len(found)} of its entries come, once or more"
 
 
 def place_defects(plan: Fragments, layout: Layout, axis: str, length: int) -> Iterator[str]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._compile import flattened, restored
+from .._torch import constant_in_graphs
 from ..declare.layout_file import HEADS
 from ..errors import ShapeError
 from ..plan.state import by_heads
@@ -51,7 +53,8 @@ def traded(
     ranks = math.prod([layout.mesh[d] for d in dims])
     if ranks == 1:
         return run(layout, *inputs, *per_head)
-    other, heads = by_heads(layout, axis), max(x.shape[2] for x in inputs)
+    _keep_by_heads(flattened(layout), axis)
+    other, heads = layout._by_heads[axis], max(x.shape[2] for x in inputs)  # type: ignore[attr-defined]
     if heads % ranks:
         raise ShapeError(
             f"{layout.source}: [carry] splits the heads of recurrent layers along {list(dims)}, and"
@@ -86,6 +89,15 @@ def traded(
         _by_unit(out, units // ranks), other, layout, transports[::-1], axes, lengths
     )
     return _by_head(back, out.shape[3:])
+
+
+@constant_in_graphs
+def _keep_by_heads(layout: tuple, axis: str) -> bool:
+    """Have a layout hold the other one, as a graph knows objects by those that hold them."""
+    held = vars(restored(layout)).setdefault("_by_heads", {})
+    if axis not in held:
+        held[axis] = by_heads(restored(layout), axis)
+    return True
 
 
 def _by_unit(x: Tensor, units: int) -> Tensor:

@@ -1,15 +1,17 @@
-"""Agreement of ranks before tensors move outside attention: one vote per pass."""
+"""Agreement of ranks before tensors move outside attention; how ops get what they move."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from .._digest import number_of
 from ..comm import Transport
 from ..comm.channel import REFUSED, UNSUPPORTED, Channel
 from ..comm.origin import UNKNOWN, Origin
 from ..errors import UnsupportedError, WeftError
+from . import calls
 
 
 @dataclass(frozen=True)
@@ -76,3 +78,28 @@ class Exchange:
             subject=self.subject,
             origin=where,
         )
+
+
+@dataclass(eq=False)
+class Passing:
+    """A pass that an op makes, which gets it by its handle.
+
+    Attributes:
+        plan: its messages, whose `traffic` counts them.
+        exchange: how ranks agree on it.
+        handle: its name.
+    """
+
+    plan: Any
+    exchange: Exchange
+    handle: str = field(default_factory=calls.new_name, kw_only=True)
+
+    @property
+    def transport(self) -> Transport:
+        """Of this rank."""
+        return self.exchange.transport
+
+    def keep_traced(self) -> str:
+        """Its handle for a graph, which may keep it for as long as the process lives."""
+        self.handle += f"-{number_of(self.exchange.content):x}"
+        return calls.keep_traced(self)

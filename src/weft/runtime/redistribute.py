@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .._compile import flattened, restored
+from .._torch import constant_in_graphs, in_graph
 from .._uploads import uploaded
 from ..comm import Shuffle, Transport
 from ..comm.channel import Channel
-from ..comm.once_differentiable import once
+from ..comm.once_differentiable import second_derivative
 from ..comm.origin import UNKNOWN, origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
@@ -25,7 +28,9 @@ from ..plan.redistribute import (
     placement,
     plan_redistribution,
 )
-from .exchange import Exchange
+from . import calls
+from .exchange import Exchange, Passing
+from .ops import op, shapes_of
 
 LABEL = "redistribute"
 
@@ -40,25 +45,68 @@ def redistribute(
     name: str | None = None,
 ) -> Tensor:
     """`Layout.redistribute` as a function; `transports` are those of both layouts."""
+    if not in_graph(x):
+        moving = _planned(x, before, after, transports, dims, lengths, name)
+        if moving is None:
+            return x
+        calls.keep(moving.handle, moving)
+        return torch.ops.weft.redistribute(x, moving.handle)[0]
+    layouts = flattened(before), flattened(after)
+    kind = tuple(x.shape), str(x.dtype), x.device.type
+    known = None if lengths is None else tuple(lengths.items())
+    handle = _traced(*layouts, *kind, tuple(dims.items()), known, name)
+    return torch.ops.weft.redistribute(x, handle)[0] if handle else x
+
+
+@constant_in_graphs
+def _traced(
+    before: tuple,
+    after: tuple,
+    shape: tuple[int, ...],
+    dtype: str,
+    device: str,
+    dims: tuple[tuple[str, int | None], ...],
+    lengths: tuple[tuple[str, int], ...] | None,
+    name: str | None,
+) -> str:
+    """A handle of a pass that a graph may keep; empty where nothing moves."""
+    one, two = restored(before), restored(after)
+    like = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
+    known = None if lengths is None else dict(lengths)
+    moving = _planned(like, one, two, (one.bound, two.bound), dict(dims), known, name, device)
+    return "" if moving is None else moving.keep_traced()
+
+
+def _planned(
+    x: Tensor,
+    before: LayoutDeclaration,
+    after: LayoutDeclaration,
+    transports: tuple[Transport, Transport],
+    dims: Mapping[str, int | None],
+    lengths: Mapping[str, int] | None,
+    name: str | None,
+    device: str | None = None,
+) -> _Moving | None:
+    """The pass of a tensor like x; None where nothing moves."""
     transport, _ = transports
-    rank = transport.rank
+    rank, device = transport.rank, device or x.device.type
     _check(before, after, transports, dims)
     at = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
     even = {axis: x.shape[dim] * before.size(axis) for axis, dim in at.items()}
     global_lengths = tuple({**even, **(lengths or {})}[axis] for axis in at)
     source, target = placement(before, at), placement(after, at)
     if source == target:
-        return x
+        return None
     expected = tuple(source.local_length(axis, n, rank) for axis, n in enumerate(global_lengths))
     local = tuple(x.shape[dim] for dim in at.values())
     tail = [n for dim, n in enumerate(x.shape) if dim not in at.values()]
     shapes = (*global_lengths, *at.values(), *tail)
-    content = f"{before.digest} {after.digest} {[*at]} {shapes} {x.dtype} {x.device.type} {name!r}"
+    content = f"{before.digest} {after.digest} {[*at]} {shapes} {x.dtype} {device} {name!r}"
     guessed = "" if lengths else " (guessed from this chunk: pass lengths= where they are uneven)"
     described = (
         f"from layout {before.name!r} to {after.name!r}, lengths"
         f" {dict(zip(dims, global_lengths))}{guessed}, dims {dims}, others {tail}, {x.dtype},"
-        f" {x.device.type}{'' if name is None else f', name {name!r}'}"
+        f" {device}{'' if name is None else f', name {name!r}'}"
     )
     where = origin() if name is None else UNKNOWN
     call = Exchange(
@@ -68,7 +116,7 @@ def redistribute(
         _moving(source, target),
         content,
         described,
-        x.is_cuda,
+        device == "cuda",
         where,
     )
     if local != expected:
@@ -86,7 +134,7 @@ def redistribute(
         road,
         math.prod(tail) * x.itemsize,
     )
-    return _Redistribute.apply(x, tuple(at.values()), passing, call)
+    return _Moving(passing, call, tuple(at.values()))
 
 
 def _moving(source: Placed, target: Placed) -> tuple[str, ...]:
@@ -132,30 +180,76 @@ def _check(
                 )
 
 
-class _Redistribute(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dims: tuple[int, ...], passing: RedistributionPass, call: Exchange
-    ) -> Tensor:
-        ctx.dims, ctx.passing, ctx.call = dims, passing, call
-        channel = call.forward()
-        ctx.number = channel.number
-        return _moved(x, dims, passing, channel, False)
+@dataclass(eq=False)
+class _Moving(Passing):
+    """A pass that takes a tensor to another placement.
 
-    @staticmethod
-    @once("layout.redistribute")
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        channel = ctx.call.backward(ctx.number)
-        return _moved(grad, ctx.dims, ctx.passing, channel, True), None, None, None
+    Attributes:
+        dims: of the tensor, that axes are placed in.
+    """
+
+    plan: RedistributionPass
+    dims: tuple[int, ...]
+
+    def moved(self, x: Tensor, channel: Channel, backward: bool) -> Tensor:
+        """A tensor at its new place, or its gradient where it came from."""
+        way = self.plan.back if backward else self.plan.there
+        out = fetch(x, self.dims, way, channel, self.plan.label)
+        channel.note(self.plan, backward)
+        channel.finish()
+        return out
+
+    def empty(self, x: Tensor, backward: bool) -> Tensor:
+        """A tensor of the shape that `moved` gives."""
+        way, shape = self.plan.back if backward else self.plan.there, list(x.shape)
+        for dim, n in zip(self.dims, way.shape):
+            shape[dim] = n
+        return x.new_empty(shape)
 
 
-def _moved(
-    x: Tensor, dims: tuple[int, ...], passing: RedistributionPass, channel: Channel, backward: bool
-) -> Tensor:
-    out = fetch(x, dims, passing.back if backward else passing.there, channel, passing.label)
-    channel.note(passing, backward)
-    channel.finish()
-    return out
+@op("weft::redistribute")
+def _there(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
+    """This rank's part in another placement, and the number of the pass."""
+    moving: _Moving = calls.get(handle)
+    channel = moving.exchange.forward()
+    number = torch.tensor([channel.number], dtype=torch.int64, device="cpu")
+    return moving.moved(x, channel, False), number
+
+
+@op("weft::redistribute_backward")
+def _back(grad: Tensor, number: Tensor, handle: str) -> Tensor:
+    moving: _Moving = calls.get(handle)
+    return moving.moved(grad, moving.exchange.backward(int(number)), True)
+
+
+@shapes_of(_there)
+def _(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
+    number = torch.empty(1, dtype=torch.int64, device="cpu")
+    return calls.get(handle).empty(x, False), number
+
+
+@shapes_of(_back)
+def _(grad: Tensor, number: Tensor, handle: str) -> Tensor:
+    return calls.get(handle).empty(grad, True)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    _, ctx.handle = inputs
+    ctx.keep = calls.get(ctx.handle)
+    ctx.save_for_backward(output[1])  # a checkpoint computes again as far as what is saved
+
+
+def _gradient(ctx: Any, grad: Tensor, _: Any) -> Any:
+    calls.keep(ctx.handle, ctx.keep)
+    return torch.ops.weft.redistribute_backward(grad, *ctx.saved_tensors, ctx.handle), None
+
+
+def _refuse(ctx: Any, *_: Any) -> Any:
+    raise second_derivative("layout.redistribute")
+
+
+_there.register_autograd(_gradient, setup_context=_setup)
+_back.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
 
 
 def fetch(

@@ -41,7 +41,7 @@ from ..plan.tree import TreeExchange
 from . import calls
 from .chain import Step, chained
 from .exchange import Exchange
-from .state_ops import Passing
+from .state_ops import StatePassing
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -234,7 +234,9 @@ class LocalPieces:
         calls.keep(made.handle, made)
         return run(x, made.handle)[0]
 
-    def passing(self, kind: str, described: str, ahead: bool, nbytes: int, *more: Any) -> Passing:
+    def passing(
+        self, kind: str, described: str, ahead: bool, nbytes: int, *more: Any
+    ) -> StatePassing:
         """A pass of states or columns, for their ops.
 
         Args:
@@ -244,14 +246,14 @@ class LocalPieces:
         """
         exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
         if kind == _STATES:
-            return Passing(StateExchange(self.plan, self.chunk, nbytes), exchange)
+            return StatePassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
         if kind == _HALO:
             dim, columns = more
-            return Passing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
+            return StatePassing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
         a, b, matrix = more
         state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
         passing = TreeExchange(self.plan, self.chunk, state, state + matrices)
-        return Passing(passing, exchange, 0, (a, b), matrix)
+        return StatePassing(passing, exchange, 0, (a, b), matrix)
 
     def _composed(self, maps: Tensor, a: Tensor, b: Tensor, apply: Apply) -> list[Tensor]:
         """S_in per piece from the maps of all ranks (slots, numbers of A and b)."""

@@ -15,46 +15,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._digest import number_of
 from ..comm import P2PBatch
 from ..comm.channel import Channel
 from ..comm.once_differentiable import second_derivative
 from ..plan.state import HaloExchange, StateExchange
 from ..plan.tree import Fold, TreeExchange, Value, state_tree
 from . import calls
-from .exchange import Exchange
+from .exchange import Passing
 from .ops import op, shapes_of
 from .redistribute import collect, fetch
 
 
 @dataclass(eq=False)
-class Passing:
-    """A pass of states or columns, which ops get by its handle.
+class StatePassing(Passing):
+    """A pass of states or columns.
 
     Attributes:
-        plan: its messages.
-        exchange: how ranks agree on it.
         dim: of the tokens; of maps unused.
         shapes: of A and of b, where maps are composed on the way.
         matrix: whether A multiplies states as a matrix, or number by number.
-        handle: its name.
     """
 
     plan: StateExchange | TreeExchange | HaloExchange
-    exchange: Exchange
     dim: int = 0
     shapes: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     matrix: bool = False
-    handle: str = ""
-
-    def __post_init__(self) -> None:
-        self.transport = self.exchange.transport
-        self.handle = calls.new_name()
-
-    def keep_traced(self) -> str:
-        """Its handle for a graph, which may keep it for as long as the process lives."""
-        self.handle += f"-{number_of(self.exchange.content):x}"
-        return calls.keep_traced(self)
 
     def shape(self, x: Tensor) -> tuple[int, ...]:
         """Of the result."""
@@ -87,7 +72,7 @@ def _states(own: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     after     both:   [m0, m1]
     backward  rank 0: [d00, d01]       rank 1: [d10, d11]   ->   rank 0: d00 + d10, rank 1: ...
     """
-    passing: Passing = calls.get(handle)
+    passing: StatePassing = calls.get(handle)
     channel, plan = passing.exchange.forward(), passing.plan
     fragments, chunk = plan.fragments, plan.chunk
     low = sum(fragments.counts[:chunk])
@@ -106,7 +91,7 @@ def _states(own: Tensor, handle: str) -> tuple[Tensor, Tensor]:
 
 @op("weft::states_backward")
 def _states_backward(grad: Tensor, number: Tensor, handle: str) -> Tensor:
-    passing: Passing = calls.get(handle)
+    passing: StatePassing = calls.get(handle)
     channel, plan = passing.exchange.backward(int(number)), passing.plan
     grad, base = grad.contiguous(), 0  # grad[0] is of slot `base`
     for mesh_dim, held in reversed(plan.fragments.rounds(plan.chunk)):
@@ -153,7 +138,7 @@ Map = tuple[Tensor | None, Tensor]
 @op("weft::states_tree")
 def _tree(own: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     """The maps of this rank (slots, n) as the states that enter its pieces (pieces, numbers)."""
-    passing: Passing = calls.get(handle)
+    passing: StatePassing = calls.get(handle)
     channel, plan = passing.exchange.forward(), passing.plan
     leaves = dict(zip(_giving(plan), own))
     split = [math.prod(shape) for shape in passing.shapes]
@@ -180,7 +165,7 @@ def _tree_backward(
     What leaves a piece has the gradient G = dS + A^T G of the piece after it, whose state and map
     these are: the maps (A^T, dS), in reverse order. Of a piece's map, db = G and dA = G S^T.
     """
-    passing: Passing = calls.get(handle)
+    passing: StatePassing = calls.get(handle)
     channel, plan = passing.exchange.backward(int(number)), passing.plan
     giving, reading = _giving(plan), plan.fragments.reading(plan.chunk)
     a_shape, b_shape = passing.shapes
@@ -223,7 +208,7 @@ def _giving(plan: TreeExchange) -> list[int]:
 
 
 def _swept(
-    passing: Passing,
+    passing: StatePassing,
     channel: Channel,
     leaf: Callable[[int, int], Map],
     like: Tensor,
@@ -289,7 +274,7 @@ def _flat(both: Map) -> Tensor:
 @op("weft::halo")
 def _halo(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     """This rank's tokens as the columns left of its pieces; backward adds them up at home."""
-    passing: Passing = calls.get(handle)
+    passing: StatePassing = calls.get(handle)
     channel, plan = passing.exchange.forward(), passing.plan
     move = plan.fragments.halo(plan.chunk, plan.columns)
     halo = fetch(x, (passing.dim,), move, channel, plan.label)
@@ -300,7 +285,7 @@ def _halo(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
 
 @op("weft::halo_backward")
 def _halo_backward(grad: Tensor, number: Tensor, length: int, handle: str) -> Tensor:
-    passing: Passing = calls.get(handle)
+    passing: StatePassing = calls.get(handle)
     channel, plan = passing.exchange.backward(int(number)), passing.plan
     move = plan.fragments.halo(plan.chunk, plan.columns)
     more = (length,), _accumulate(grad.dtype), f"d{plan.label}"
@@ -396,4 +381,4 @@ for _op, _subject in (
 ):
     _op.register_autograd(_refuse(_subject), setup_context=lambda ctx, inputs, output: None)
 
-__all__ = ["Passing"]
+__all__ = ["StatePassing"]
