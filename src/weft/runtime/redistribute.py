@@ -52,9 +52,9 @@ def redistribute(
         calls.keep(moving.handle, moving)
         return torch.ops.weft.redistribute(x, moving.handle)[0]
     layouts = flattened(before), flattened(after)
-    kind = tuple(x.shape), str(x.dtype), x.device.type
     known = None if lengths is None else tuple(lengths.items())
-    handle = _traced(*layouts, *kind, tuple(dims.items()), known, name)
+    kind = str(x.dtype), x.device.type
+    handle = _traced(*layouts, tuple(x.shape), *kind, tuple(dims.items()), known, name)
     return torch.ops.weft.redistribute(x, handle)[0] if handle else x
 
 
