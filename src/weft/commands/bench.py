@@ -83,10 +83,11 @@ def bench(
 
     Starts the ranks, and times the forward and the backward pass of every layout
     in turns, round after round, so that whatever else the machine does slows them
-    equally. A model's backward pass ends with the sums of its gradients over ranks.
+    equally. A model's backward pass ends with the sums of its gradients over
+    ranks.
 
-    Times are medians over the rounds, of the slowest rank in each round. Bytes are
-    counted, not predicted: those that the busiest rank receives, those that a
+    Times are medians over the rounds, of the slowest rank in each round. Bytes
+    are counted, not predicted: those that the busiest rank receives, those that a
     forward pass keeps for its backward pass, and the most that one pass of
     attention holds for other ranks. The first pass of each is not timed.
 

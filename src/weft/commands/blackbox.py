@@ -32,10 +32,10 @@ def blackbox(
 ) -> None:
     r"""Say which rank waits for whom, and where ranks diverged.
 
-    Every rank keeps its last 256 messages, votes and sums in memory that outlives it.
-    When one fails, they are written to WEFT_BLACKBOX if that names a folder, else to
-    the run's folder (weft train), else to a temporary one that the error names.
-    WEFT_BLACKBOX=off keeps nothing.
+    Every rank keeps its last 256 messages, votes and sums in memory that outlives
+    it. When one fails, they are written to WEFT_BLACKBOX if that names a folder,
+    else to the run's folder (weft train), else to a temporary one that the error
+    names. WEFT_BLACKBOX=off keeps nothing.
 
     Examples:
 

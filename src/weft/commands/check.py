@@ -93,11 +93,12 @@ def check(
     Starts the ranks, attends random tensors on them, by default of an uneven
     length, and compares output, logsumexp and the gradients of query, key and
     value with plain softmax attention in fp64. A routed layout gets a router with
-    random weights, and is compared with routing by its definition, on dense scores.
+    random weights, and is compared with routing by its definition, on dense
+    scores.
 
     Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
-    entry, in other dtypes by more than twice the error of one device's kernel, plus
-    roundings. Scores of thousands (--spread 30) are known to fewer digits.
+    entry, in other dtypes by more than twice the error of one device's kernel,
+    plus roundings. Scores of thousands (--spread 30) are known to fewer digits.
 
     Examples:
 

@@ -121,16 +121,16 @@ def explain(
     """Show the rules, traffic, memory and work of a layout. Starts nothing.
 
     Shows the mesh and each mesh dim's rule in words; then, for an attention call
-    of the sizes given, the bytes that ranks receive, and memory and work per rank;
-    and predicted times, where the layout has rates (weft rates measures them).
-    Ranks that are proven equivalent are read once, and of more than 64 that are not a
-    few are read, spread over the mesh; the output says which. Of a routed layout it
-    shows the bytes at least and at most, whatever the router has learned.
-    A layout on one line is printed as the file that it stands for.
+    of the sizes given, the bytes that ranks receive, and memory and work per
+    rank; and predicted times, where the layout has rates (weft rates measures
+    them). Ranks that are proven equivalent are read once, and of more than 64
+    that are not a few are read, spread over the mesh; the output says which. Of a
+    routed layout it shows the bytes at least and at most, whatever the router has
+    learned. A layout on one line is printed as the file that it stands for.
 
     After a model: everything that a training step moves and holds, by its
-    purpose, of one layout or several side by side. The model's own code is counted, on
-    tensors without numbers.
+    purpose, of one layout or several side by side. The model's own code is
+    counted, on tensors without numbers.
 
     Examples:
 

@@ -34,8 +34,9 @@ def list_(
     """Show the strategies, layouts, models, masks and hardware that ship.
 
     A strategy is the role of a mesh dim in attention. A layout is a mesh, the
-    placement of tensors on it, and a strategy for each attended axis. A model knows
-    nothing of either. Any of the three may also be a .toml file of your own.
+    placement of tensors on it, and a strategy for each attended axis. A model
+    knows nothing of either. Any of the three may also be a .toml file of your
+    own.
 
     Examples:
 

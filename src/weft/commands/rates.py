@@ -70,10 +70,11 @@ def rates(
     pairs at once. Run it where you train, as you train, when nothing else runs.
 
     flops is what the slowest rank computes per second in the attention kernel.
-    latency and bandwidth say how long a message takes: latency + bytes / bandwidth.
-    Where mesh dims differ by more than 1.5 times, each is a level of links, the
-    innermost first; transfers at different levels run side by side, unless they
-    share a card: then the outer one's messages are written as going through it.
+    latency and bandwidth say how long a message takes: latency + bytes /
+    bandwidth. Where mesh dims differ by more than 1.5 times, each is a level of
+    links, the innermost first; transfers at different levels run side by side,
+    unless they share a card: then the outer one's messages are written as going
+    through it.
 
     A layout with rates has predicted times in weft explain; --write keeps more of
     what was measured, with where each figure comes from, for --hardware.

@@ -23,12 +23,13 @@ def simulate(
     png: Annotated[Path | None, options.of_picture("Speed-up over the ring.")] = None,
     json: Annotated[Path | None, options.of_file("Every number.")] = None,
 ) -> None:
-    """Rebuild a paper's scaling figure: its numbers next to those that weft predicts.
+    """Rebuild a paper's scaling figure, its numbers next to weft's.
 
-    Prints every assumption first, for papers leave out heads, lengths or links: so
-    compare shapes and orders, not seconds. Then, for each number of GPUs or tokens,
-    a ring, a mix of heads and ring, a square tile, and the quickest of some mixes of
-    the three, as weft would run them. Starts nothing; takes up to a minute.
+    Prints every assumption first, for papers leave out heads, lengths or links:
+    so compare shapes and orders, not seconds. Then, for each number of GPUs or
+    tokens, a ring, a mix of heads and ring, a square tile, and the quickest of
+    some mixes of the three, as weft would run them. Starts nothing; takes up to a
+    minute.
 
     Examples:
 
