@@ -515,7 +515,7 @@ def _forgets(monkeypatch):
     stock = LocalPieces.states
 
     def states(self, maps, apply, of=()):
-        return stock(self, maps, lambda a, s: 0.0 * apply(a, s), of)
+        return stock(self, [(0.0 * a, b) for a, b in maps], apply, of)
 
     monkeypatch.setattr(LocalPieces, "states", states)
 

@@ -8,12 +8,10 @@ its backward pass, a traced one for as long as the process, since its graph know
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -29,6 +27,7 @@ from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.plan import Plan
 from ..plan.problem import Problem
+from . import handles
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -58,7 +57,7 @@ class BoundCall:
         #: Which call of the program a graph makes; without a graph it is read as the call is made.
         self.origin: Origin | None = None
         #: Its name, by which ops get it.
-        self.handle = f"{_NAMES}{next(_numbers)}"
+        self.handle = handles.new_name()
         self._plans: dict[tuple, Plan] = {}
         dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
         self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
@@ -483,13 +482,6 @@ def _check_samples(plan: Plan, samples: tuple[int, ...]) -> None:
 
 # -- by handle ------------------------------------------------------------------------------------
 
-#: torch keeps compiled graphs on disk, found by names of calls too. A number that is counted up
-#: where ops return other shapes or strides than before, so that no graph of then is found.
-_NAMES = "weft/2/"
-_numbers = itertools.count()
-_alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
-_traced: dict[str, Any] = {}
-
 
 def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
     """A call's name, which it has while it lives; for a graph with the `gradients` it wants."""
@@ -499,27 +491,6 @@ def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
         with contextlib.suppress(UnsupportedError):  # is refused when the graph runs, on all ranks
             # torch keeps compiled graphs on disk: those of other calls and layouts are not this.
             bound.handle += f"-{number_of(bound.content):x}"
-        _traced[bound.handle] = bound
-    _alive[bound.handle] = bound
+        return handles.keep_traced(bound)
+    handles.name(bound)
     return bound.handle
-
-
-def new_name() -> str:
-    """A name for something that ops get by it."""
-    return f"{_NAMES}{next(_numbers)}"
-
-
-def keep_traced(made: Any) -> str:
-    """The handle of something that a graph may keep, and which lives as long as the process."""
-    _traced[made.handle] = _alive[made.handle] = made
-    return made.handle
-
-
-def keep(handle: str, bound: Any) -> None:
-    """Let a handle stand for a call again, in its backward pass."""
-    _alive.setdefault(handle, bound)
-
-
-def get(handle: str) -> Any:
-    """The call behind a handle."""
-    return _alive[handle]

@@ -11,7 +11,7 @@ from ..comm import Transport
 from ..comm.channel import REFUSED, UNSUPPORTED, Channel
 from ..comm.origin import UNKNOWN, Origin
 from ..errors import UnsupportedError, WeftError
-from . import calls
+from . import handles
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Passing:
 
     plan: Any
     exchange: Exchange
-    handle: str = field(default_factory=calls.new_name, kw_only=True)
+    handle: str = field(default_factory=handles.new_name, kw_only=True)
 
     @property
     def transport(self) -> Transport:
@@ -102,4 +102,4 @@ class Passing:
     def keep_traced(self) -> str:
         """Its handle for a graph, which may keep it for as long as the process lives."""
         self.handle += f"-{number_of(self.exchange.content):x}"
-        return calls.keep_traced(self)
+        return handles.keep_traced(self)

@@ -1,57 +1,27 @@
 """The op behind `weft.attention`, and its backward: reshard, run the tile program, reshard back.
 
-The op takes a call by its handle (`runtime.calls`). After its results it returns what its backward
-pass needs: what ranks agreed on, by which it finds the plan of its forward pass, and, where a
-rule trades one split for another (Ulysses, axial), the tensors in their compute placement. So a
-policy of activation checkpointing that keeps this op's outputs repeats no communication. Fake
+The op takes a call by its handle (`runtime.handles`). After its results it returns what its
+backward pass needs: what ranks agreed on, by which it finds the plan of its forward pass, and,
+where a rule trades one split for another (Ulysses, axial), the tensors in their compute placement.
+So a policy of activation checkpointing that keeps this op's outputs repeats no communication. Fake
 kernels tell `torch.compile` the shapes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from .._torch import traced
 from ..comm.once_differentiable import second_derivative
 from ..kernels import accumulate_dtype
-from . import calls, executor, resharding
+from . import calls, executor, handles, resharding
+from .handles import op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
-#: Ranks vote on the CPU in every pass, which a replayed CUDA graph would leave out.
-_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
-
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
-
-
-def op(name: str) -> Callable[[Callable], Any]:
-    """A custom op that keeps its body, for `shapes_of`."""
-
-    def define(body: Callable) -> Any:
-        made: Any = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
-        made.body = body
-        return made
-
-    return define
-
-
-def shapes_of(op: Any) -> Callable[[Callable], None]:
-    """Registers what tracing and meta tensors get of an op: empty tensors of the right shapes.
-
-    Meta tensors on torch's fake process group go through the op itself, so that it is counted.
-    """
-
-    def register(shapes: Callable) -> None:
-        @op.register_fake
-        def fake(*args: Any) -> Any:
-            handle = next(arg for arg in args if isinstance(arg, str))
-            counted = args[0].is_meta and not traced(args[0]) and calls.get(handle).transport.fake
-            return (op.body if counted else shapes)(*args)
-
-    return register
 
 
 def _agreed(bound: calls.BoundCall) -> Tensor:
@@ -76,7 +46,7 @@ def _attention_op(
     The last five are empty where nothing is resharded: they would be the inputs and outputs. The
     logsumexp at rest is empty if it is resharded and nobody asked for it.
     """
-    bound = calls.get(call).with_floats(scale, softcap)
+    bound = handles.get(call).with_floats(scale, softcap)
     plan, channel, agreed = bound.begin(q, k, v, bias)
     if not bound.reach.reshards:
         out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias)
@@ -99,7 +69,7 @@ def _attention_op(
 def _(
     q: Tensor, k: Tensor, v: Tensor, bias: object, scale: object, softcap: object, call: str
 ) -> tuple[Tensor, ...]:
-    bound = calls.get(call)
+    bound = handles.get(call)
     (b, h, n, _), e = q.shape, v.shape[3]
     dtype = accumulate_dtype(q.dtype)
     if not bound.reach.reshards:
@@ -136,7 +106,7 @@ def _backward_op(
     Args:
         dout, dlse: at rest; all other tensors in their compute placement.
     """
-    bound = calls.get(call).with_floats(scale, softcap)
+    bound = handles.get(call).with_floats(scale, softcap)
     plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
     entry = (q, k, v, out, lse)
     above: tuple[Tensor, Tensor | None] = dout, dlse
@@ -174,7 +144,7 @@ def _(
     dbias = q.new_empty(0) if bias is None else bias.new_empty(bias.shape)
     b, h, n, g, m, d, e = rest
     shapes = ((b, h, n, d), (b, g, m, d), (b, g, m, e))
-    if calls.get(call).reach.reshards:
+    if handles.get(call).reach.reshards:
         return (*(q.new_empty(shape) for shape in shapes), dbias)
     return (*(empty_by_token(q, shape) for shape in shapes), dbias)
 
@@ -182,7 +152,7 @@ def _(
 def _setup_attention(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
     q, k, v, bias, *ctx.call = inputs
     out, lse, agreed, *kept = output
-    ctx.keep, ctx.rest = calls.get(ctx.call[-1]), calls.rest_shape(q, k, v)
+    ctx.keep, ctx.rest = handles.get(ctx.call[-1]), calls.rest_shape(q, k, v)
     entry = kept if ctx.keep.reach.reshards else (q, k, v, out, lse)
     ctx.save_for_backward(*entry, bias, agreed)
     ctx.set_materialize_grads(False)
@@ -197,7 +167,7 @@ def _attention_gradient(
         dout = entry[0].new_zeros((b, h, n, e))
     if dlse is None and ctx.keep.reach.reshards and ctx.keep.call.return_lse:
         dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
-    calls.keep(ctx.call[-1], ctx.keep)
+    handles.keep(ctx.call[-1], ctx.keep)
     op = torch.ops.weft.attention_backward
     *grads, dbias = op(dout, dlse, *entry, bias, agreed, *ctx.call, ctx.rest)
     return (*grads, None if bias is None else dbias, None, None, None)
@@ -227,6 +197,3 @@ def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:
         taken.add(t.untyped_storage().data_ptr())
         own.append(t)
     return cast(Tensors, tuple(own))
-
-
-__all__ = ["op", "shapes_of"]

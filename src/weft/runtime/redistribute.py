@@ -28,9 +28,9 @@ from ..plan.redistribute import (
     placement,
     plan_redistribution,
 )
-from . import calls
+from . import handles
 from .exchange import Exchange, Passing
-from .ops import op, shapes_of
+from .handles import op, shapes_of
 
 LABEL = "redistribute"
 
@@ -49,7 +49,7 @@ def redistribute(
         moving = _planned(x, before, after, transports, dims, lengths, name)
         if moving is None:
             return x
-        calls.keep(moving.handle, moving)
+        handles.keep(moving.handle, moving)
         return torch.ops.weft.redistribute(x, moving.handle)[0]
     layouts = flattened(before), flattened(after)
     known = None if lengths is None else tuple(lengths.items())
@@ -210,7 +210,7 @@ class _Moving(Passing):
 @op("weft::redistribute")
 def _there(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     """This rank's part in another placement, and the number of the pass."""
-    moving: _Moving = calls.get(handle)
+    moving: _Moving = handles.get(handle)
     channel = moving.exchange.forward()
     number = torch.tensor([channel.number], dtype=torch.int64, device="cpu")
     return moving.moved(x, channel, False), number
@@ -218,29 +218,29 @@ def _there(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
 
 @op("weft::redistribute_backward")
 def _back(grad: Tensor, number: Tensor, handle: str) -> Tensor:
-    moving: _Moving = calls.get(handle)
+    moving: _Moving = handles.get(handle)
     return moving.moved(grad, moving.exchange.backward(int(number)), True)
 
 
 @shapes_of(_there)
 def _(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     number = torch.empty(1, dtype=torch.int64, device="cpu")
-    return calls.get(handle).empty(x, False), number
+    return handles.get(handle).empty(x, False), number
 
 
 @shapes_of(_back)
 def _(grad: Tensor, number: Tensor, handle: str) -> Tensor:
-    return calls.get(handle).empty(grad, True)
+    return handles.get(handle).empty(grad, True)
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
     _, ctx.handle = inputs
-    ctx.keep = calls.get(ctx.handle)
+    ctx.keep = handles.get(ctx.handle)
     ctx.save_for_backward(output[1])  # a checkpoint computes again as far as what is saved
 
 
 def _gradient(ctx: Any, grad: Tensor, _: Any) -> Any:
-    calls.keep(ctx.handle, ctx.keep)
+    handles.keep(ctx.handle, ctx.keep)
     return torch.ops.weft.redistribute_backward(grad, *ctx.saved_tensors, ctx.handle), None
 
 

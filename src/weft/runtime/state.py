@@ -38,7 +38,7 @@ from ..plan.state import (
 )
 from ..plan.state_choice import GROUPS, Carried, ways_of
 from ..plan.tree import TreeExchange
-from . import calls
+from . import handles
 from .chain import Step, chained
 from .exchange import Exchange
 from .state_ops import StatePassing
@@ -231,7 +231,7 @@ class LocalPieces:
             flat = flattened(self.layout), self.axis, self.length, flattened(self.documents)
             return run(x, _traced(*flat, self.name, label, described, x.is_cuda, nbytes, more))[0]
         made = self.passing(label, described, x.is_cuda, nbytes, *more)
-        calls.keep(made.handle, made)
+        handles.keep(made.handle, made)
         return run(x, made.handle)[0]
 
     def passing(

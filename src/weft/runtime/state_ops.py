@@ -20,9 +20,9 @@ from ..comm.channel import Channel
 from ..comm.once_differentiable import second_derivative
 from ..plan.state import HaloExchange, StateExchange
 from ..plan.tree import Fold, TreeExchange, Value, state_tree
-from . import calls
+from . import handles
 from .exchange import Passing
-from .ops import op, shapes_of
+from .handles import op, shapes_of
 from .redistribute import collect, fetch
 
 
@@ -58,7 +58,7 @@ def _number(value: int) -> Tensor:
 
 def _like(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     number = torch.empty(1, dtype=torch.int64, device="cpu")
-    return x.new_empty(calls.get(handle).shape(x)), number
+    return x.new_empty(handles.get(handle).shape(x)), number
 
 
 # -- maps -----------------------------------------------------------------------------------------
@@ -72,7 +72,7 @@ def _states(own: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     after     both:   [m0, m1]
     backward  rank 0: [d00, d01]       rank 1: [d10, d11]   ->   rank 0: d00 + d10, rank 1: ...
     """
-    passing: StatePassing = calls.get(handle)
+    passing: StatePassing = handles.get(handle)
     channel, plan = passing.exchange.forward(), passing.plan
     fragments, chunk = plan.fragments, plan.chunk
     low = sum(fragments.counts[:chunk])
@@ -91,7 +91,7 @@ def _states(own: Tensor, handle: str) -> tuple[Tensor, Tensor]:
 
 @op("weft::states_backward")
 def _states_backward(grad: Tensor, number: Tensor, handle: str) -> Tensor:
-    passing: StatePassing = calls.get(handle)
+    passing: StatePassing = handles.get(handle)
     channel, plan = passing.exchange.backward(int(number)), passing.plan
     grad, base = grad.contiguous(), 0  # grad[0] is of slot `base`
     for mesh_dim, held in reversed(plan.fragments.rounds(plan.chunk)):
@@ -113,7 +113,7 @@ shapes_of(_states)(_like)
 
 @shapes_of(_states_backward)
 def _(grad: Tensor, number: Tensor, handle: str) -> Tensor:
-    plan = calls.get(handle).plan
+    plan = handles.get(handle).plan
     return grad.new_empty(plan.fragments.counts[plan.chunk], grad.shape[1])
 
 
@@ -138,7 +138,7 @@ Map = tuple[Tensor | None, Tensor]
 @op("weft::states_tree")
 def _tree(own: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     """The maps of this rank (slots, n) as the states that enter its pieces (pieces, numbers)."""
-    passing: StatePassing = calls.get(handle)
+    passing: StatePassing = handles.get(handle)
     channel, plan = passing.exchange.forward(), passing.plan
     leaves = dict(zip(_giving(plan), own))
     split = [math.prod(shape) for shape in passing.shapes]
@@ -165,7 +165,7 @@ def _tree_backward(
     What leaves a piece has the gradient G = dS + A^T G of the piece after it, whose state and map
     these are: the maps (A^T, dS), in reverse order. Of a piece's map, db = G and dA = G S^T.
     """
-    passing: StatePassing = calls.get(handle)
+    passing: StatePassing = handles.get(handle)
     channel, plan = passing.exchange.backward(int(number)), passing.plan
     giving, reading = _giving(plan), plan.fragments.reading(plan.chunk)
     a_shape, b_shape = passing.shapes
@@ -274,7 +274,7 @@ def _flat(both: Map) -> Tensor:
 @op("weft::halo")
 def _halo(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     """This rank's tokens as the columns left of its pieces; backward adds them up at home."""
-    passing: StatePassing = calls.get(handle)
+    passing: StatePassing = handles.get(handle)
     channel, plan = passing.exchange.forward(), passing.plan
     move = plan.fragments.halo(plan.chunk, plan.columns)
     halo = fetch(x, (passing.dim,), move, channel, plan.label)
@@ -285,7 +285,7 @@ def _halo(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
 
 @op("weft::halo_backward")
 def _halo_backward(grad: Tensor, number: Tensor, length: int, handle: str) -> Tensor:
-    passing: StatePassing = calls.get(handle)
+    passing: StatePassing = handles.get(handle)
     channel, plan = passing.exchange.backward(int(number)), passing.plan
     move = plan.fragments.halo(plan.chunk, plan.columns)
     more = (length,), _accumulate(grad.dtype), f"d{plan.label}"
@@ -300,7 +300,7 @@ shapes_of(_halo)(_like)
 
 @shapes_of(_halo_backward)
 def _(grad: Tensor, number: Tensor, length: int, handle: str) -> Tensor:
-    dim = calls.get(handle).dim
+    dim = handles.get(handle).dim
     return grad.new_empty(*grad.shape[:dim], length, *grad.shape[dim + 1 :])
 
 
@@ -338,28 +338,28 @@ _zeros_after.register_autograd(_zeros_before, setup_context=_setup_zeros)
 
 def _setup_tree(ctx, inputs, output) -> None:
     own, ctx.handle = inputs
-    ctx.keep = calls.get(ctx.handle)
+    ctx.keep = handles.get(ctx.handle)
     ctx.save_for_backward(own, *output)
 
 
 def _tree_gradient(ctx, grad: Tensor, _):
-    calls.keep(ctx.handle, ctx.keep)
+    handles.keep(ctx.handle, ctx.keep)
     return torch.ops.weft.states_tree_backward(grad, *ctx.saved_tensors, ctx.handle), None
 
 
 def _setup(ctx, inputs, output) -> None:
     x, ctx.handle = inputs
-    ctx.keep, ctx.length = calls.get(ctx.handle), x.shape[calls.get(ctx.handle).dim]
+    ctx.keep, ctx.length = handles.get(ctx.handle), x.shape[handles.get(ctx.handle).dim]
     ctx.save_for_backward(output[1])  # a checkpoint computes again as far as what is saved
 
 
 def _states_gradient(ctx, grad: Tensor, _):
-    calls.keep(ctx.handle, ctx.keep)
+    handles.keep(ctx.handle, ctx.keep)
     return torch.ops.weft.states_backward(grad, *ctx.saved_tensors, ctx.handle), None
 
 
 def _halo_gradient(ctx, grad: Tensor, _):
-    calls.keep(ctx.handle, ctx.keep)
+    handles.keep(ctx.handle, ctx.keep)
     given = *ctx.saved_tensors, ctx.length, ctx.handle
     return torch.ops.weft.halo_backward(grad, *given), None
 

@@ -1,0 +1,78 @@
+"""Custom ops, and handles: the names by which ops get what they do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from .._torch import traced
+
+#: Ranks vote on the CPU in every pass, which a replayed CUDA graph would leave out.
+_TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
+
+#: torch keeps compiled graphs on disk, found by names of calls too. A number that is counted up
+#: where ops return other shapes or strides than before, so that no graph of then is found.
+_NAMES = "weft/2/"
+_numbers = itertools.count()
+_alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
+_traced: dict[str, Any] = {}
+
+
+def new_name() -> str:
+    """A name for something that ops get by it."""
+    return f"{_NAMES}{next(_numbers)}"
+
+
+def name(made: Any) -> None:
+    """Let a handle stand for something while that lives."""
+    _alive[made.handle] = made
+
+
+def keep_traced(made: Any) -> str:
+    """The handle of something that a graph may keep, and which lives as long as the process."""
+    _traced[made.handle] = _alive[made.handle] = made
+    return made.handle
+
+
+def keep(handle: str, bound: Any) -> None:
+    """Let a handle stand for a call again, in its backward pass."""
+    _alive.setdefault(handle, bound)
+
+
+def get(handle: str) -> Any:
+    """The call behind a handle."""
+    return _alive[handle]
+
+
+def op(name: str) -> Callable[[Callable], Any]:
+    """A custom op that keeps its body, for `shapes_of`."""
+
+    def define(body: Callable) -> Any:
+        made: Any = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
+        made.body = body
+        return made
+
+    return define
+
+
+def shapes_of(op: Any) -> Callable[[Callable], None]:
+    """Registers what tracing and meta tensors get of an op: empty tensors of the right shapes.
+
+    Meta tensors on torch's fake process group go through the op itself, so that it is counted.
+    """
+
+    def register(shapes: Callable) -> None:
+        @op.register_fake
+        def fake(*args: Any) -> Any:
+            handle = next(arg for arg in args if isinstance(arg, str))
+            counted = args[0].is_meta and not traced(args[0]) and get(handle).transport.fake
+            return (op.body if counted else shapes)(*args)
+
+    return register
+
+
+__all__ = ["get", "keep", "keep_traced", "name", "new_name", "op", "shapes_of"]
