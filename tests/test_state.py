@@ -355,6 +355,11 @@ def test_what_is_no_recurrence_is_refused():
         weft.scan(torch.ones(1, 3, dtype=torch.float64), update, layout, "tokens")
     with pytest.raises(ShapeError, match="0 or more"):
         weft.halo(torch.relu, update, -1, layout, "tokens")
+    with pytest.raises(ShapeError, match=r"columns = 1\.0"):
+        weft.halo(torch.relu, update, 1.0, layout, "tokens")
+    for length in (3.0, True, "3"):
+        with pytest.raises(ShapeError, match="whole number, found"):
+            weft.scan(update, update, layout, "tokens", length=length)
     with pytest.raises(ShapeError, match="one per token without the columns"):
         weft.halo(torch.relu, update, 1, layout, "tokens")
     with pytest.raises(DeclarationError, match=r"weft\.Layout\.single"):
@@ -577,7 +582,7 @@ def test_ranks_that_differ_are_refused_everywhere(wrong, message):
 
 @pytest.mark.parametrize(("hosts", "length"), [(4, 1024), (4, 4096), (8, 1024)])
 @pytest.mark.parametrize("rate", [60, 200])
-def test_a_chain_on_slow_links_where_it_was_measured_to_be_the_fastest(hosts, length, rate):
+def test_a_chain_on_slow_links(hosts, length, rate):
     """The six settings of `benchmarks.cluster.states`, Mbit/s; 8 heads of 64 x 64."""
     rates = {"bandwidth": rate * 1e6 / 8, "latency": 5e-4}
     layout = replace(Layout.parse(f"tokens: ring={hosts}"), rates=rates)

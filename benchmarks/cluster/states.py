@@ -26,7 +26,10 @@ from .network import CannotRun, Rates, network
 
 EMBED, HEADS, HEAD_DIM = 512, 8, 64
 #: name, strategy of [carry]
-WAYS = (("gather", "state"), ("chain", "state_chain"), ("Ulysses", "ulysses"))
+WAYS = (
+    *(("gather", "state_gather"), ("tree", "state_tree"), ("chain", "state_chain")),
+    ("Ulysses", "ulysses"),
+)
 SCENES = ((4, 1024), (4, 4096), (8, 1024))
 RATES = (60.0, 200.0)
 #: relative error that fp32 sums over a few thousand terms stay well below
@@ -119,7 +122,7 @@ def main() -> None:
         raise SystemExit(f"cannot run: {error}") from None
     head = ["hosts", "tokens", "Mbit/s", *(f"{name}, s" for name, _ in WAYS)]
     foot = "Seconds of forward + backward (medians), and the bytes that the busiest host receives."
-    lines = [f"| {' | '.join(head)} |", "|---:|---:|---:|---:|---:|---:|", *rows, "", foot]
+    lines = [f"| {' | '.join(head)} |", f"|{'---:|' * len(head)}", *rows, "", foot]
     part("States on slow links", lines, args.write)
 
 

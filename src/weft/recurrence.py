@@ -163,10 +163,12 @@ def halo(
             )
 
         return on_local_tensors(local, {"x": x}, layout, axis, dim, length)
-    dim, columns = dim % x.dim(), operator.index(columns)
+    dim %= x.dim()
     pieces = _pieces(x, layout, axis, dim, length, documents, name)
-    if columns < 0:
-        pieces.refuse("halo", f"columns = {columns}: 0 or more tokens to the left")
+    whole = hasattr(columns, "__index__") and not isinstance(columns, bool)
+    if not whole or operator.index(columns) < 0:
+        pieces.refuse("halo", f"columns = {columns!r:.80}: 0 or more tokens to the left")
+    columns = operator.index(columns)
     left, made = pieces.left(x, columns, dim), []
     for piece, before, (part,) in zip(pieces.pieces, left, pieces.split(dim, x)):
         # Of no token there is no result: of one, of which nothing is taken.

@@ -90,7 +90,12 @@ class LocalPieces:
         name: str | None = None,
     ) -> None:
         self.layout, self.axis, self.name = layout, axis, name
-        self.length, self.documents = operator.index(length), documents
+        self.length, self.documents = 0, documents
+        if isinstance(length, bool) or not hasattr(length, "__index__"):
+            self.refuse(
+                "state", f"the length of axis {axis} is a whole number, found {length!r:.80}"
+            )
+        self.length = operator.index(length)
         flat = flattened(layout), axis, self.length, flattened(documents), name
         facts = _facts(*flat)
         self.pieces: tuple[Piece, ...] = tuple(Piece(*piece) for piece in facts[0])
