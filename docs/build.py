@@ -95,7 +95,7 @@ def contents(titles: dict[str, str]) -> str:
     lines = [f"- [{title}]({stem}.md)" for stem, title in titles.items()]
     intro = (
         "Notebooks that run on a laptop, each in about a minute. In most of them the ranks of a "
-        "mesh are threads of one process. They lie in `tutorials/`, with their outputs."
+        "mesh are threads of one process. They are in `tutorials/`, with their outputs."
     )
     return "\n".join(["# Tutorials", "", intro, "", *lines, ""])
 

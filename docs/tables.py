@@ -13,9 +13,9 @@ def strategies() -> str:
     """Every strategy with its rules, as declared and in words."""
     parts = [
         "# Strategies",
-        "A strategy is one or more rules; a rule says where query, key and output lie on one mesh "
-        "dim, at rest and while computing. [Tutorial 2](tutorials/02_strategies.md) explains how "
-        "to read them and how to write your own. This page is made from the files in "
+        "A strategy is one or more rules; a rule names the placements of query, key and output on "
+        "one mesh dim, at rest and while computing. [Tutorial 2](tutorials/02_strategies.md) "
+        "explains how to read them and how to write your own. This page is made from the files in "
         "`strategies/`.",
     ]
     for name in catalog.names("strategies"):

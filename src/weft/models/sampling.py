@@ -1,4 +1,4 @@
-"""How the next token of every row is chosen from its logits: the likeliest, or one drawn."""
+"""The next token of every row from its logits: the likeliest, or one drawn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How named axes become attention's canonical (batch, heads, sequence, dim), and back.
+"""Named axes to attention's canonical (batch, heads, sequence, dim), and back.
 
     x (batch rows features embed), attended rows           b = batch*features, n = rows
     context with fewer axes, (batch rows embed)            features become heads sharing k and v

@@ -1,4 +1,4 @@
-"""How the axes that are not attended number sequences, on whichever mesh dims they are sharded.
+"""Sequence numbers from the axes that are not attended, on whichever mesh dims split these.
 
 A mask or bias that looks at single sequences knows them by their place on these axes, the first
 axis outermost. `weft.attention` counts those of one rank after another.

@@ -1,4 +1,4 @@
-"""Where a diffusers transformer splits its tokens: by its own plan, or by one written here.
+"""Plans by which a diffusers transformer splits its tokens: the class's, or one written here.
 
 diffusers declares per module which inputs and outputs are split along which dim, and where they
 come together again (`_cp_plan`). The two streams of tokens, text and the image or video, are split
