@@ -163,9 +163,8 @@ def _ask_launcher(wish: Any) -> Any:
 
 
 def _launch(address: str) -> None:
-    import weft
-
-    assert weft.attention  # torch and weft are imported once, for every rank to inherit
+    for name in ("weft", "torch._dynamo", "torch._functorch.aot_autograd"):
+        importlib.import_module(name)  # once, for every rank to inherit
     gc.freeze()  # and are no garbage: no rank looks through them
     connection = mpc.Client(address, "AF_UNIX")
     while True:
