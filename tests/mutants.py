@@ -1603,7 +1603,7 @@ def outcome(copy: Path, tests: list[str]) -> str:
             return f"no answer in {LIMIT} s"
         code, names = receive.recv()
     except EOFError:
-        return "caught: the process of the tests died"
+        return "broken run: the process of the tests died"
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
