@@ -265,6 +265,12 @@ def test_every_shipped_layout_is_exact(name: str):
     assert shown.count(" ok") == tensors * len(Layout.load(name).attend)
 
 
+def test_a_reproducible_layout_is_checked_in_float32():
+    shown = run("check", "tokens: tile=2x2; reproducible", "--threads")
+    assert "WRONG" not in shown
+    assert shown.count(" ok") == 5
+
+
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
 @pytest.mark.parametrize("mask", [m.replace("W", "5").replace("L:R", "3:4") for m in MASKS])
 def test_every_mask_and_order_is_exact(mask: str, order: str):

@@ -47,7 +47,7 @@ def check(
     batch: options.Batch = None,
     mask: options.Mask = options.MASK,
     order: options.Order = None,
-    dtype: options.DType = options.CHECKED_DTYPE,
+    dtype: options.CheckedDType = None,
     backward: Annotated[bool, options.of_call("Check gradients too.")] = True,
     seed: Annotated[
         int, options.of_call("Of the random tensors.", min=0, max=options.MOST_SEED)
@@ -121,6 +121,8 @@ def check(
     axes = options.attended(chosen, axis)
     batch = options.batch_of(batch, mask, _parts(chosen.resolve(ranks), axes))
     kv_heads = heads if kv_heads is None else kv_heads
+    if dtype is None:  # gradients in float64 are refused there
+        dtype = "float32" if chosen.reproducible else options.CHECKED_DTYPE
     known, cases = options.known_axes(chosen), []
     for one in axes:
         options.refuse_joint_keys(keys, one)

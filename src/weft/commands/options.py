@@ -122,6 +122,13 @@ Batch = Annotated[
 ]
 Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
 DType = Annotated[str, of_call("bfloat16, float16, float32 or float64.")]
+CheckedDType = Annotated[
+    str | None,
+    of_call(
+        "bfloat16, float16, float32 or float64.",
+        show_default="float64, float32 on a reproducible layout",
+    ),
+]
 RunDType = Annotated[
     str | None,
     of_call(
