@@ -1401,13 +1401,6 @@ BUGS = (
         "reproducible_training",
     ),
     Bug(
-        "columns of a linear layer are not padded",
-        "runtime/exact_sums.py",
-        "_padded(weight, COLUMNS)",
-        "weight.contiguous()",
-        "reproducible_training reproducible_transformers",
-    ),
-    Bug(
         "a linear layer's rows are added over ranks by torch",
         "nn/reproducible.py",
         "    F.linear: _linear,\n",

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 import weft
 from weft import Layout, UnsupportedError
@@ -240,6 +241,23 @@ class _Unknown(nn.Module):
 
     def forward(self, x):
         return self.how(x, self.weight)
+
+
+@pytest.mark.parametrize("function", [F.silu, F.gelu, F.softplus, torch.sigmoid])
+def test_an_activation_does_not_depend_on_its_place_in_memory(function):
+    layer = make_reproducible(_Unknown(lambda x, w: function(x)), SINGLE)
+    rows = torch.randn(41, 45, generator=torch.Generator().manual_seed(1)) * 3
+
+    def bits(x: torch.Tensor) -> list[torch.Tensor]:
+        x = x.detach().requires_grad_()
+        made = layer(x)
+        return [made, *torch.autograd.grad(made.sum(), x)]
+
+    one, gate = bits(rows), torch.cat([rows, rows], 1)[:, 45:]
+    assert not gate.is_contiguous()
+    assert all(map(torch.equal, bits(gate), one))
+    assert all(map(torch.equal, bits(rows[7:30]), (t[7:30] for t in one)))
+    assert torch.allclose(one[0], function(rows), atol=1e-5)
 
 
 @pytest.mark.parametrize(
