@@ -1429,13 +1429,6 @@ BUGS = (
         "reproducible_training reproducible_transformers",
     ),
     Bug(
-        "a function is computed of all numbers at once",
-        "nn/reproducible.py",
-        "_CHUNK = 2**15",
-        "_CHUNK = 2**40",
-        "reproducible_training",
-    ),
-    Bug(
         "a convolution's activation is SiLU",
         "integrations/transformers/recurrences.py",
         "ACT2FN[activation](out)",

@@ -107,6 +107,8 @@ def test_an_ordinary_layout_changes_some():
     assert isinstance(found, OtherBits)
     assert 0 < found.count <= found.of
     assert found.most < 1e-4
+    one = torch.ones(3)
+    assert first_other_bits({"x": one}, {"x": one.nextafter(2 * one)}).count == 3
 
 
 def test_a_checkpoint_is_resumed_on_another_layout_with_the_same_bits(tmp_path):
