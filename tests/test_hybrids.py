@@ -452,15 +452,17 @@ def test_a_kernel_that_runs_on_no_cpu_is_not_called_there(monkeypatch):
     assert mine.generate(ids(1, 8), max_new_tokens=3).shape == (1, 11)
 
 
-def _compiled(rank: int) -> float:
-    """The largest difference that compiled layers make to a gradient."""
+def _compiled(rank: int, rows: str) -> float:
+    """The largest difference that it makes to a gradient to compile layers, or the model."""
     layout = Layout.parse("tokens: ring=2").build("cpu", timeout=60)
-    model = parallelize(build("qwen3_5", torch.float32), layout, verify=False, rows="local")
-    batch, found = shard_batch({"input_ids": ids(), "labels": ids()}, layout), []
+    model = parallelize(build("qwen3_5", torch.float32), layout, verify=False, rows=rows)
+    batch, found = {"input_ids": ids(), "labels": ids()}, []
+    if rows == "local":
+        batch = shard_batch(batch, layout)
     for compiles in (False, True):
-        for layer in model.model.layers[1:]:  # two of the same code, and one that attends
-            if compiles:
-                layer.compile(backend="aot_eager")
+        # Two layers of the same code, and one that attends.
+        for part in (model.model.layers[1:] if rows == "local" else [model]) if compiles else ():
+            part.compile(backend="aot_eager")
         model.zero_grad()
         model(**batch).loss.backward()
         layout.sync_gradients(model)
@@ -468,9 +470,10 @@ def _compiled(rank: int) -> float:
     return max(((g - found[1][n]).norm() / g.norm()).item() for n, g in found[0].items())
 
 
-def test_layers_that_are_compiled_are_the_same():
+def test_layers_and_models_that_are_compiled_are_the_same():
     with Pool(2, gloo_timeout=240.0) as pair:
-        assert max(pair.run(_compiled, timeout=280.0)) < 1e-5
+        for rows in ("local", "whole"):
+            assert max(pair.run(_compiled, rows, timeout=280.0)) < 1e-5, rows
 
 
 @pytest.mark.parametrize("first", ["hooks", "weft"])

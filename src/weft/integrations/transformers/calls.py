@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..._digest import number_of
+from ..._torch import outside_graphs
 from ...comm.channel import Channel
 from ...errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from ...layout import Layout, check_not_averaged
@@ -161,6 +162,7 @@ def recurrence(what: str) -> LocalPieces | None:
     return call.state
 
 
+@outside_graphs
 def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     """After a forward pass, also one that raised."""
     call = _running.get()
@@ -247,6 +249,7 @@ class Calls:
             "first"
         )
 
+    @outside_graphs
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
@@ -321,6 +324,7 @@ class Calls:
             stacklevel=5,
         )
 
+    @outside_graphs
     def enter_part(self, part: Foreign, args: tuple, kwargs: dict) -> None:
         """Before a part of the model, which runs as it was where it is called by itself."""
         if _running.get() is not None:
