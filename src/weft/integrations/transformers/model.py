@@ -96,8 +96,9 @@ def parallelize_transformers(
     Pooled outputs (`pooler_output`, the logits of a sequence or image classification head) and
     router logits come whole to every rank with either kind of rows.
 
-    Compile the layers, `layer.compile(fullgraph=True)`, and not the whole model, whose hooks ask
-    the other ranks; without `fullgraph` where a layer carries a state, which is no part of a graph.
+    Compile the layers, `layer.compile(fullgraph=True)`, without `fullgraph` where a layer carries a
+    state, which is no part of a graph. Compiled as a whole, the model is in several graphs: its
+    hooks, which ask the other ranks, are no part of any.
     A graph belongs to one mask: packed documents of other lengths, and chunks of another uneven
     length, are compiled anew.
 
