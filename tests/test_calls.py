@@ -25,7 +25,7 @@ from weft import Causal, Documents, Layout, MaskMod
 from weft.models.bind_on_same_ranks import bound_beside
 from weft.pair.triangle import TriangleMultiplication
 from weft.routing import RoutedAttention
-from weft.runtime import calls
+from weft.runtime import handles
 
 F64 = torch.float64
 
@@ -156,10 +156,10 @@ def test_a_name_of_a_call_ends_with_it():
             weft.attention(x, x, x, layout, "tokens", MaskMod(lambda b, h, q, k: k >= 0))
 
     gc.collect()
-    before = len(calls._alive)
+    before = len(handles._alive)
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
     gc.collect()
-    assert len(calls._alive) <= before + len(layouts)
+    assert len(handles._alive) <= before + len(layouts)
 
 
 def _one_without_gradients(rank: int, line: str) -> list:

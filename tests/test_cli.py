@@ -377,7 +377,7 @@ def test_commands_know_which_axes_a_length_may_name(command: str):
 @pytest.mark.parametrize("wrong", ["out", "lse", "dq", "dk", "dv"])
 def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
     """One entry off by 1e-9 on one rank is enough."""
-    truth = weft.testing.check.attend
+    truth = weft.testing.check.results_of
 
     def perturbed(layout, *rest):
         results = truth(layout, *rest)
@@ -386,20 +386,20 @@ def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
             tensor[(0,) * (tensor.dim() - 1)][-1] += 1e-9 * tensor.abs().max()
         return results
 
-    monkeypatch.setattr(weft.testing.check, "attend", perturbed)
+    monkeypatch.setattr(weft.testing.check, "results_of", perturbed)
     shown = run("check", "ring-4", "--threads", code=1)
     assert re.search(rf"{wrong} \S+ \S+ WRONG", shown)
     assert shown.count("WRONG") == 1
 
 
 def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
-    truth = weft.testing.check.attend
+    truth = weft.testing.check.results_of
 
     def late(layout, *rest):
         time.sleep(2.0 * (layout.rank == 1))
         return truth(layout, *rest)
 
-    monkeypatch.setattr(weft.testing.check, "attend", late)
+    monkeypatch.setattr(weft.testing.check, "results_of", late)
     assert "within 1 s" in run("check", "ring-2", "--threads", "--timeout", "1", code=1)
     assert "exact" in run("check", "ring-2", "--threads", "--timeout", "30")
 

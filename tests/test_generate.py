@@ -159,7 +159,7 @@ def test_chunks_behind_others_are_split_too(name, line, monkeypatch):
     layout, ways = Layout.parse(line), []
     size = 20 * layout.world_size
     ids, mask = padded([6 * size + 7, 6 * size - 11], 6 * size + 7)
-    for name_ in ("gathered", "merge_rows"):
+    for name_ in ("gathered_parts", "merge_rows"):
         own = getattr(decoding, name_)
         watched = lambda *args, own=own, name_=name_: ways.append(name_) or own(*args)  # noqa: E731
         monkeypatch.setattr(decoding, name_, watched)
@@ -167,7 +167,7 @@ def test_chunks_behind_others_are_split_too(name, line, monkeypatch):
         build(name), layout, ids, attention_mask=mask, prefill_chunk_size=size, max_new_tokens=8
     )
     assert ways.count("merge_rows") > 0
-    assert ways.count("gathered") > ways.count("merge_rows")
+    assert ways.count("gathered_parts") > ways.count("merge_rows")
 
 
 def hybrid(family):
@@ -239,6 +239,10 @@ def test_prompts_of_hybrids_are_split_and_every_rank_gets_the_last_states(family
         assert split == [True, second]
         with pytest.raises(UnsupportedError, match="recurrent states is not saved"):
             cache.save("nowhere")
+        kept = [t.clone() for t in states(cache)]
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([0]))
+        assert all(torch.equal(a, b[:1]) for a, b in zip(states(cache), kept, strict=True))
         return got[: len(want)]
 
     for got in on_ranks(layout, model, work):

@@ -109,6 +109,8 @@ def test_an_ordinary_layout_changes_some():
     assert found.most < 1e-4
     one = torch.ones(3)
     assert first_other_bits({"x": one}, {"x": one.nextafter(2 * one)}).count == 3
+    assert first_other_bits({"x": one * math.nan}, {"x": one * math.nan}) is None
+    assert first_other_bits({"x": one * 0}, {"x": one * -0.0}).count == 3
 
 
 def test_a_checkpoint_is_resumed_on_another_layout_with_the_same_bits(tmp_path):
@@ -276,6 +278,54 @@ def test_weights_in_functions_without_a_rule_are_refused(how, words):
     with pytest.raises(UnsupportedError, match=words):
         model(torch.ones(3, 4))
     assert make_reproducible(nn.Linear(4, 4), Layout.single())(torch.ones(3, 4)).shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        *((function, function.__name__) for function in (F.elu, F.mish, torch.sinh, torch.exp2)),
+        (lambda x, w: torch.logaddexp(x, x), "logaddexp"),
+        (lambda x, w: x.abs() ** 2.5, "pow"),
+        (lambda x, w: (x + 0).sigmoid_(), "sigmoid_"),
+        (lambda x, w: x.bfloat16().rsqrt(), "rsqrt"),
+        (lambda x, w: torch.einsum("ne,ef->nf", x, w.requires_grad_(False)), "einsum"),
+    ],
+)
+def test_functions_that_depend_on_a_place_in_memory_are_refused(how, words):
+    takes_x = how if how.__name__ == "<lambda>" else lambda x, w: how(x)
+    with pytest.raises(UnsupportedError, match=f"torch's {words}|torch's __{words}"):
+        make_reproducible(_Unknown(takes_x), SINGLE)(torch.ones(3, 4))
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda x, w: x @ w.detach(),
+        lambda x, w: x @ w.detach()[:, 0],
+        lambda x, w: torch.addmm(w.detach()[0], x, w.detach()),
+        lambda x, w: x**3 + x**0.5,
+    ],
+)
+def test_rows_do_not_depend_on_others(how):
+    layer = make_reproducible(_Unknown(how), SINGLE)
+    layer.weight.data = torch.randn(46, 46, generator=torch.Generator().manual_seed(0))
+    rows = torch.rand(37, 46, generator=torch.Generator().manual_seed(1))
+    for i, n in [(0, 1), (7, 3), (30, 7)]:
+        assert torch.equal(layer(rows)[i : i + n], layer(rows[i : i + n]))
+
+
+def test_a_weight_and_its_norm_have_the_gradient_of_one_device():
+    """As DoRA scales by a magnitude over a norm without gradient."""
+    x = torch.randn(37, 4, generator=torch.Generator().manual_seed(0))
+
+    def rank(layout: Layout) -> torch.Tensor:
+        scaled = _Unknown(lambda x, w: x * (w[0] / w[0].detach().norm().expand(4) - 1))
+        make_reproducible(scaled, layout)(layout.shard(x, {"tokens": 0})).square().sum().backward()
+        layout.sync_gradients(scaled)
+        return scaled.weight.grad
+
+    for line in ("tokens: ring=2", "tokens(zigzag): ring=3"):
+        assert torch.equal(weft.on_threads(_reproducible(line), rank)[0], rank(SINGLE))
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,9 @@ def predict(
     where = "" if out == STDOUT else f"wrote {escape(str(out))} "
     console.print(f"{where}{seconds}", highlight=False, soft_wrap=True)
     if tables.y_test is not None:
-        console.print(scores_in_words(tables.y_test, *found), highlight=False, soft_wrap=True)
+        console.print(
+            scores_in_words(tables.y_test, classes, probabilities), highlight=False, soft_wrap=True
+        )
 
 
 @dataclass(frozen=True)

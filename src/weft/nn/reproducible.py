@@ -3,13 +3,14 @@
 While a module on a reproducible layout runs forward, a mode of torch stands in for the functions
 whose bits, or whose weights' gradients, depend on which tokens a rank has:
 
-    linear, weight @         rows in one routine; weight gradients as exact sums over all ranks
+    linear, x @ matrix       rows in one routine; weight gradients as exact sums over all ranks
     norms                    without weights; these are multiplied afterwards
     x + w, x * w, where ...  a weight spread over tokens; its gradient as an exact sum
     embedding                likewise
     silu, sigmoid, gelu ...  by exp, log and erf, which no vector's end rounds otherwise
 
-Any other function of a weight and of tokens is refused by name, before it is computed.
+Any other function of a weight and of tokens is refused by name, before it is computed, and so are
+functions of tokens that torch computes otherwise at a vector's end.
 """
 
 from __future__ import annotations
@@ -207,10 +208,12 @@ class _Reproducible(TorchFunctionMode):
                 return made
         tensors = [*_tensors((*args, *kwargs.values()))]
         weights = [t for t in tensors if _is_of_weights(t)]
+        if len(weights) < len(tensors):
+            _check_steady(name, args, tensors)
         if not weights:
             return func(*args, **kwargs)
         shape = tuple(weights[0].shape)
-        if len(weights) == len(tensors):
+        if all(_is_of_weights(t) or _is_constant_of(t, shape) for t in tensors):
             if name == "__getitem__" and not all(map(_of_all_ranks, _flat(args[1:]))):
                 raise UnsupportedError(
                     f"part of a weight of shape {shape} may be another one on each rank, so that"
@@ -248,6 +251,35 @@ def _is_of_weights(t: Tensor) -> bool:
     return t.requires_grad and (isinstance(t, nn.Parameter) or hasattr(t, _OF_WEIGHTS))
 
 
+def _is_constant_of(t: Tensor, shape: tuple[int, ...]) -> bool:
+    """Whether a tensor is no tokens, but of one number, or of a weight's own shape, as its norm."""
+    return not t.requires_grad and (t.dim() == 0 or tuple(t.shape) == shape)
+
+
+def _check_steady(name: str, args: tuple, tensors: Sequence[Tensor]) -> None:
+    """Raise for a function of tokens whose bits depend on where in memory a token is."""
+    floats = [t for t in tensors if t.is_floating_point() and t.dim() > 1]  # of one dim: constants
+    if not floats:
+        return
+    plain = name.strip("_")
+    if plain in _POWERS:
+        power = args[1] if len(args) > 1 else None
+        small = any(t.element_size() < 4 for t in floats)
+        steady = not isinstance(power, Tensor) and power in _STEADY_POWERS[small]
+    elif plain == "rsqrt":
+        steady = all(t.element_size() >= 4 for t in floats)
+    else:
+        frozen = any(isinstance(t, nn.Parameter) and not t.requires_grad for t in tensors)
+        steady = plain not in _UNSTEADY and name not in _IN_PLACE
+        steady &= not (frozen and plain in _PRODUCTS)
+    if not steady:
+        raise UnsupportedError(
+            f"torch's {name} rounds a number by its place in memory, so that its bits depend on the"
+            " layout; on a reproducible layout use linear, and functions such as silu, gelu,"
+            " sigmoid, softplus, tanh, exp, log, sqrt, and x ** 2 or x ** 3"
+        )
+
+
 def _of_all_ranks(index: Any) -> bool:
     """Whether an index is the same part of a weight on every rank."""
     return isinstance(index, int) or index in (None, Ellipsis, slice(None))
@@ -283,6 +315,25 @@ _ELEMENTWISE = {
     *("rsub", "true_divide", "subtract", "multiply", "divide", "where", "maximum", "minimum"),
 }
 
+#: Functions that torch computes by other instructions at the end of a vector, forward or backward.
+_UNSTEADY = {
+    *("elu", "celu", "selu", "mish", "sinh", "cosh", "exp2", "float_power", "rpow", "i0e"),
+    *("logaddexp", "logaddexp2", "atan2", "arctan2", "special_i0e", "special_exp2"),
+    *("expit", "special_expit", "cdist"),
+    *(f"{front}{name}" for front in ("a", "arc") for name in ("cos", "sin", "cosh", "sinh")),
+    *("atanh", "arctanh"),
+}
+#: Products with a frozen weight that have no rule.
+_PRODUCTS = {
+    *("matmul", "mm", "bmm", "mv", "einsum", "tensordot", "inner", "bilinear", "baddbmm", "addmm"),
+    *("conv1d", "conv2d", "conv3d"),
+}
+#: Those that have a rule, in place.
+_IN_PLACE = {"sigmoid_", "silu_"}
+_POWERS = {"pow", "ipow"}
+#: Powers that are products, quotients and roots; of numbers of less than 4 bytes fewer are.
+_STEADY_POWERS = {False: (-1, -0.5, 0.5, 1, 2, 3), True: (-1, 1, 2, 3)}
+
 
 # -- rules: (sums, the function, its arguments); NotImplemented leaves a call to the others --------
 
@@ -293,10 +344,17 @@ def _linear(
     return exact_linear(input, weight, sums, bias)
 
 
-def _matmul(sums: ExactSums, func: Callable, x: Any, weight: Any) -> Any:
-    if isinstance(weight, Tensor) and _is_of_weights(weight) and not _is_of_weights(x):
-        return exact_linear(x, weight.t(), sums) if weight.dim() == 2 else NotImplemented
-    return NotImplemented
+def _matmul(sums: ExactSums, func: Callable, x: Any, matrix: Any) -> Any:
+    """Of a weight, or of a matrix without gradient: frozen, or a buffer."""
+    if not isinstance(x, Tensor) or not isinstance(matrix, Tensor) or _is_of_weights(x):
+        return NotImplemented
+    if x.dim() < 2 or not x.is_floating_point() or matrix.dim() not in (1, 2):
+        return NotImplemented
+    if matrix.requires_grad and not _is_of_weights(matrix):
+        return NotImplemented
+    if matrix.dim() == 1:
+        return exact_linear(x, matrix[None], sums)[..., 0]
+    return exact_linear(x, matrix.t(), sums)
 
 
 def _weighted(sums: ExactSums, out: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -366,9 +424,8 @@ def _dropout(
 def _addmm(
     sums: ExactSums, func: Callable, input: Tensor, x: Tensor, weight: Tensor, **factors: float
 ) -> Any:
-    if factors or not _is_of_weights(weight) or _is_of_weights(x):
-        return NotImplemented
-    return _weighted(sums, exact_linear(x, weight.t(), sums), None, input)
+    made = NotImplemented if factors else _matmul(sums, func, x, weight)
+    return made if made is NotImplemented else _weighted(sums, made, None, input)
 
 
 #: Numbers that a function is computed of at once: they stay in a core's cache, and on one thread.

@@ -3,7 +3,8 @@
 Outputs merge in one binary tree over the key blocks (`plan.leaves`), whoever merges. Gradients are
 sums, whose order can be made not to matter: each part is rounded to a grid so coarse that fp64 adds
 its multiples exactly (arXiv:1506.03997 reviews such sums), and so fine, 2^-52 of a bound on the
-sum, that nothing is lost which fp32 would keep.
+sum, that nothing is lost which fp32 would keep, as long as numbers of a head differ in size by less
+than about 1e8 in all (`gradient_bounds`).
 """
 
 from __future__ import annotations
@@ -217,6 +218,9 @@ def gradient_bounds(
 
     With ds = p (dout v^T - delta) and rows of p that sum to at most 1, |dq| <= scale max|ds / p|
     max|k|, and of n rows |dk| <= n scale max|ds / p| max|q| and |dv| <= n max|dout|.
+
+    Largest entries are those of all tokens of a head, also of keys that no query sees: a key or a
+    value that is 1e4 times as large as the others, in padding too, costs dq four digits each.
 
     Args:
         mesh_dims: along which queries or keys travel: each rank has some of the tokens.

@@ -180,7 +180,8 @@ class LocalPieces:
         own = _after(torch.stack(packed), of)[: self._own]
         if not self._moves:
             return self._composed(own, a, b, apply)
-        described = f"A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(own)}"
+        by = "a matrix" if apply is torch.matmul else "numbers"
+        described = f"{by} A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(own)}"
         if self._of_maps(a, b) == "tree":
             shapes = tuple(a.shape), tuple(b.shape), apply is torch.matmul
             entering = self._pass(_TREE, own, f"in a tree, {described}", own.itemsize, *shapes)

@@ -113,11 +113,17 @@ def first_other_bits(a: Trace, b: Trace) -> OtherBits | None:
     OtherBits(name='x', count=1, of=2, most=0.5)
     """
     for name, one in a.items():
-        if not torch.equal(one, b[name]):
-            if one.shape != b[name].shape:
-                return OtherBits(
-                    f"{name}, of another shape", one.numel(), one.numel(), float("inf")
-                )
-            apart = (one.double() - b[name].double()).abs()
-            return OtherBits(name, int((one != b[name]).sum()), one.numel(), float(apart.max()))
+        other = b[name]
+        if one.shape != other.shape:
+            return OtherBits(f"{name}, of another shape", one.numel(), one.numel(), float("inf"))
+        differ = _bits(one) != _bits(other)
+        if differ.any():
+            apart = (one.double() - other.double()).abs()
+            return OtherBits(name, int(differ.sum()), one.numel(), float(apart.max()))
     return None
+
+
+def _bits(x: Tensor) -> Tensor:
+    """The bits as whole numbers, in which a NaN is itself and -0 is not 0."""
+    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return x.contiguous().view(kinds[x.element_size()])

@@ -51,10 +51,10 @@ class Region(TorchFunctionMode):
             )
         state = self.state
         assert state.image is not None  # known since the model's input was split
-        length = state.text + state.image
+        length, keys = state.text + state.image, key.shape[2]
         if state.whole_text:
             query, key, value = (self._own_text(t, 2) for t in (query, key, value))
-        mask = FULL if attn_mask is None else self._mask(attn_mask, key.shape[2], length)
+        mask = FULL if attn_mask is None else self._mask(attn_mask, keys, length)
         out = attention(query, key, value, state.layout, state.axis, mask, scale, length)
         return self._all_text(out) if state.whole_text else out
 

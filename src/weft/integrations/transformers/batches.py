@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -169,14 +169,14 @@ def _lengths(documents: Documents | Iterable[int] | None, length: int) -> tuple[
     """Lengths of documents as plain numbers that add up to the tokens."""
     if documents is None:
         return None
-    packing = documents if isinstance(documents, Documents) else Documents(tuple(documents))
+    packing = documents if isinstance(documents, Documents) else Documents(cast(Any, documents))
     if packing.per_sample:
         raise UnsupportedError(
             "documents that differ by row: a transformers model reads one packing for all rows; "
             "weft.attention takes them, and so do layout.pack and weft.train.PackedReader"
         )
     packing.check(length, length, 1)
-    return tuple(n for n in packing.lengths if isinstance(n, int))
+    return cast(tuple[int, ...], packing.lengths)  # not per sample
 
 
 def _check_positions(

@@ -397,6 +397,19 @@ class StateLayer(LinearAttentionLayer):
             recurrent_states = self.shards.sum(recurrent_states.detach())
         return super().update_recurrent_state(recurrent_states, state_idx, *args, **kwargs)
 
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._select_states(lambda t: t.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows."""
+        self._select_states(lambda t: t[indices, ...])
+
+    def _select_states(self, select: Any) -> None:
+        for kept in (self.conv_states, self.recurrent_states):
+            for i, t in kept.items():
+                kept[i] = None if t is None else select(t)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the states and the columns."""
@@ -423,6 +436,16 @@ class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentio
         """Other rows, as beams are reordered."""
         StateLayer.reorder_cache(self, beam_idx)
         ShardedLayer.reorder_cache(self, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        StateLayer.batch_repeat_interleave(self, repeats)
+        ShardedLayer.batch_repeat_interleave(self, repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Some rows."""
+        StateLayer.batch_select_indices(self, indices)
+        ShardedLayer.batch_select_indices(self, indices)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last positions, where a state can be taken back."""
