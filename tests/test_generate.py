@@ -646,6 +646,9 @@ def test_refuses_layers_whose_cache_has_no_parts():
         config.layer_types, config.sliding_window = ["full_attention", kind], 8
         model = hf.LlamaForCausalLM(config).eval()
         refuses(model, UnsupportedError, match, lambda mine: mine.generate(draw(), **OPTIONS))
+    looped = hf.LlamaConfig(**SIZES, recurrent_kv_cache_mode="per_loop")  # as Dory's
+    model = hf.LlamaForCausalLM(looped).eval()
+    refuses(model, UnsupportedError, "several times", lambda mine: mine.generate(draw()))
     config.layer_types = ["conv", "conv"]
     model = hf.LlamaForCausalLM(config).eval()
     refuses(model, UnsupportedError, "none of its layers", lambda mine: mine.generate(draw()))

@@ -105,7 +105,14 @@ class ShardedCache(DynamicCache):
             )
         if not isinstance(block, numbers.Integral) or block < 1:
             raise DeclarationError(f"block={block!r}: a whole number of tokens, one at least")
-        super().__init__(config=model.config.get_text_config(decoder=True), offloading=offloading)
+        config = model.config.get_text_config(decoder=True)
+        if getattr(config, "recurrent_kv_cache_mode", None) is not None:
+            raise UnsupportedError(
+                f"{type(model).__name__}: it runs its layers several times, each time with another"
+                " copy of their cache, which has no parts on ranks; generate with use_cache=False,"
+                " or on one device, weft.restore(model)"
+            )
+        super().__init__(config=config, offloading=offloading)
         self.shards = Shards(installed.layout, installed.axis, int(block))
         self.history = 0
         self.model = digest_of(model)
