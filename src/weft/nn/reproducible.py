@@ -144,8 +144,9 @@ def causal_convolution(
         shifted = enumerate(columns.unflatten(2, (-1, width)).unbind(-1))
         return torch.stack([part.narrow(1, at, tokens) for at, part in shifted], -1).flatten(2)
 
-    options = {"length": length, "documents": documents}
-    parts = halo(run, by_tap, width - 1, layout, axis, **options).unflatten(2, (-1, width))
+    parts = halo(
+        run, by_tap, width - 1, layout, axis, length=length, documents=documents
+    ).unflatten(2, (-1, width))
     terms = [part * tap for part, tap in zip(parts.unbind(-1), taps.unbind(-1))]
     return functools.reduce(torch.add, terms)
 

@@ -20,7 +20,7 @@ import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from torch.distributed.tensor import Shard
 
@@ -55,7 +55,7 @@ class Piece(NamedTuple):
     """
 
     start: int
-    count: int
+    count: int  # type: ignore[assignment]  # not the method of tuples
     begins: bool
     ends: bool
 
@@ -313,7 +313,8 @@ def fragments(
                 " other tokens in every row: pack the documents of a batch into one row"
             )
         documents.check(length, length, 1)
-        starts = (0, *itertools.accumulate(documents.lengths))[:-1]  # type: ignore[arg-type]
+        lengths = cast(tuple[int, ...], documents.lengths)  # not per sample
+        starts = (0, *itertools.accumulate(lengths))[:-1]
     made = _fragments(mesh, shard_spans(length, tuple(n for _, n in mesh), order), starts)
     most = max(made.counts)
     if most > MOST_FRAGMENTS:
@@ -425,7 +426,8 @@ def _relay(plan: Fragments) -> tuple[tuple[Stage, ...], ...]:
     )
     before = -1  # the chunk that has the state
     for _, chunk, i in pieces:
-        begins, source = plan.chunks[chunk][i].begins, None
+        begins = plan.chunks[chunk][i].begins
+        source: tuple[str, int] | None = None
         if not begins and before != chunk:
             at = coordinates(sizes, before)
             for name in sizes:

@@ -179,9 +179,9 @@ class _Player:
         for mesh_dim, peer, nbytes, sends, waits in step:
             self.numbers[mesh_dim, peer, sends] += 1
             kind = mesh_dim, self.numbers[mesh_dim, peer, sends]
-            ends = (self.chunk, peer) if sends else (peer, self.chunk)
+            source, target = (self.chunk, peer) if sends else (peer, self.chunk)
             done = self.done if waits else _nothing
-            self.network.post(*(self.places[c] for c in ends), kind, nbytes, done)
+            self.network.post(self.places[source], self.places[target], kind, nbytes, done)
         self.done()
 
     def done(self) -> None:
@@ -235,7 +235,8 @@ def _gather(
 def _tree(
     plan: Fragments, on: Hardware, of: Carried, chunk: int, backward: bool
 ) -> Iterator[_Step]:
-    passing, rounds = TreeExchange(plan, chunk, of.state, of.state + of.matrix), []
+    passing = TreeExchange(plan, chunk, of.state, of.state + of.matrix)
+    rounds: list[_Step] = []
     for step in state_tree(plan, backward).rounds[chunk]:
         rounds.append(
             [

@@ -559,12 +559,12 @@ def _wanted(x: Tensor) -> bool:
 
 class _After(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, *others: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
         ctx.others = len(others)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple:
         return grad, *(None for _ in range(ctx.others))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -202,7 +203,7 @@ def _(grad: Tensor, own: Tensor, entering: Tensor, number: Tensor, handle: str) 
     return own.new_empty(own.shape)
 
 
-def _giving(plan: TreeExchange) -> list[int]:
+def _giving(plan: StateExchange | TreeExchange | HaloExchange) -> list[int]:
     """Numbers of this chunk's pieces that give a map, in order."""
     return [i for c, i in plan.fragments.slots if c == plan.chunk]
 
@@ -276,6 +277,7 @@ def _halo(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
     """This rank's tokens as the columns left of its pieces; backward adds them up at home."""
     passing: StatePassing = handles.get(handle)
     channel, plan = passing.exchange.forward(), passing.plan
+    assert isinstance(plan, HaloExchange)
     move = plan.fragments.halo(plan.chunk, plan.columns)
     halo = fetch(x, (passing.dim,), move, channel, plan.label)
     channel.note(plan, False)
@@ -287,6 +289,7 @@ def _halo(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
 def _halo_backward(grad: Tensor, number: Tensor, length: int, handle: str) -> Tensor:
     passing: StatePassing = handles.get(handle)
     channel, plan = passing.exchange.backward(int(number)), passing.plan
+    assert isinstance(plan, HaloExchange)
     move = plan.fragments.halo(plan.chunk, plan.columns)
     more = (length,), _accumulate(grad.dtype), f"d{plan.label}"
     found = collect(grad, (passing.dim,), move, channel, *more)
@@ -322,11 +325,11 @@ def _(x: Tensor, shape: list[int]) -> Tensor:
     return x.new_empty(shape)
 
 
-def _zeros_before(ctx, grad: Tensor):
+def _zeros_before(ctx: Any, grad: Tensor) -> tuple:
     return torch.ops.weft.zeros_after(grad, ctx.shape), None
 
 
-def _setup_zeros(ctx, inputs, output) -> None:
+def _setup_zeros(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.shape = list(inputs[0].shape)
 
 
@@ -336,36 +339,36 @@ _zeros_after.register_autograd(_zeros_before, setup_context=_setup_zeros)
 # -- gradients ------------------------------------------------------------------------------------
 
 
-def _setup_tree(ctx, inputs, output) -> None:
+def _setup_tree(ctx: Any, inputs: tuple, output: tuple) -> None:
     own, ctx.handle = inputs
     ctx.keep = handles.get(ctx.handle)
     ctx.save_for_backward(own, *output)
 
 
-def _tree_gradient(ctx, grad: Tensor, _):
+def _tree_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple:
     handles.keep(ctx.handle, ctx.keep)
     return torch.ops.weft.states_tree_backward(grad, *ctx.saved_tensors, ctx.handle), None
 
 
-def _setup(ctx, inputs, output) -> None:
+def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
     x, ctx.handle = inputs
     ctx.keep, ctx.length = handles.get(ctx.handle), x.shape[handles.get(ctx.handle).dim]
     ctx.save_for_backward(output[1])  # a checkpoint computes again as far as what is saved
 
 
-def _states_gradient(ctx, grad: Tensor, _):
+def _states_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple:
     handles.keep(ctx.handle, ctx.keep)
     return torch.ops.weft.states_backward(grad, *ctx.saved_tensors, ctx.handle), None
 
 
-def _halo_gradient(ctx, grad: Tensor, _):
+def _halo_gradient(ctx: Any, grad: Tensor, _: Any) -> tuple:
     handles.keep(ctx.handle, ctx.keep)
     given = *ctx.saved_tensors, ctx.length, ctx.handle
     return torch.ops.weft.halo_backward(grad, *given), None
 
 
-def _refuse(subject: str):
-    def gradient(ctx, *_):
+def _refuse(subject: str) -> Callable:
+    def gradient(ctx: Any, *_: Any) -> NoReturn:
         raise second_derivative(subject)
 
     return gradient

@@ -48,7 +48,7 @@ def rebound(function: Callable, values: Mapping[str, Any]) -> Callable:
     new.__dict__.update(function.__dict__)
     new.__qualname__, new.__module__ = function.__qualname__, function.__module__
     if inner is not None:
-        new.__wrapped__ = made
+        new.__dict__["__wrapped__"] = made
     setattr(new, _MARK, True)
     return new
 

@@ -26,7 +26,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def of_device(stock: Callable) -> Callable:
     names = inspect.signature(own).parameters
 
     @functools.wraps(stock)
-    def run(x, *args, **kwargs):
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
         if x.device.type != "cpu":
             return stock(x, *args, **kwargs)
         return own(x, *args, **{name: v for name, v in kwargs.items() if name in names})
@@ -101,7 +101,9 @@ def over_heads(
 def convolution(stock: Callable) -> Callable:
     """`causal_conv1d_fn` on (b, c, t): the columns to the left go in, and their outputs are cut."""
 
-    def run(hidden_states, weight, bias=None, activation=None, **kwargs):
+    def run(
+        hidden_states: Any, weight: Any, bias: Any = None, activation: Any = None, **kwargs: Any
+    ) -> Any:
         state = recurrence("causal_conv1d_fn")
         if state is None:
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
@@ -136,7 +138,7 @@ def _tap_by_tap(
 def delta_rule(stock: Callable) -> Callable:
     """Gated DeltaNet and KDA on (b, t, h, ...), the state (b, h, K, V) in fp32."""
 
-    def run(query, key, value, g, beta, **kw):
+    def run(query: Any, key: Any, value: Any, g: Any, beta: Any, **kw: Any) -> Any:
         state = recurrence(getattr(stock, "__name__", "the delta rule"))
         if state is None:
             return stock(query, key, value, g=g, beta=beta, **kw)
@@ -147,11 +149,22 @@ def delta_rule(stock: Callable) -> Callable:
             return carried(state, query, key, value, g, beta, **options)
         return over_heads(state, carried, (query, key, value, g, beta), options=kw), None
 
-    def carried(state, query, key, value, g, beta, *, options, last=False, before=None):
+    def carried(
+        state: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        g: Any,
+        beta: Any,
+        *,
+        options: Any,
+        last: Any = False,
+        before: Any = None,
+    ) -> Any:
         kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
         if not last and state.in_chain(value, (b, H, K, V), (b, H, K, K), widened=True):
 
-            def step(q, k, v, decay, rate, entering):
+            def step(q: Any, k: Any, v: Any, decay: Any, rate: Any, entering: Any) -> Any:
                 if state.layout.reproducible:
                     normed = bool(kw.get("use_qk_l2norm_in_kernel"))
                     return _own_delta_rule(q, k, v, decay, rate, entering, normed)
@@ -168,12 +181,14 @@ def delta_rule(stock: Callable) -> Callable:
             if piece.begins:
                 more = {"initial_state": before, "output_final_state": True}
                 o, end = stock(q, k, v, g=decay, beta=rate, **more, **kw)
-                outs.append(o), maps.append((torch.zeros_like(eye), end))
+                outs.append(o)
+                maps.append((torch.zeros_like(eye), end))
                 continue
             wide = torch.cat([v, v.new_zeros(*v.shape[:-1], K)], -1)
             more = {"initial_state": torch.cat([none, eye], -1), "output_final_state": True}
             o, end = stock(q, k, wide, g=decay, beta=rate, **more, **kw)
-            outs.append(o), maps.append((end[..., V:], end[..., :V]))
+            outs.append(o)
+            maps.append((end[..., V:], end[..., :V]))
         states = state.states(maps, torch.matmul)
         made = []
         for piece, part, o, s in zip(state.pieces, parts, outs, states):
@@ -211,7 +226,7 @@ def _own_delta_rule(
 def mamba2(stock: Callable) -> Callable:
     """`mamba2_chunk_scan` on (b, t, h, p), the state (b, h, P, N): A is exp of the summed decay."""
 
-    def run(x, dt, A, B, C, chunk_size, **kw):
+    def run(x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: Any, **kw: Any) -> Any:
         state = recurrence("mamba2_chunk_scan")
         if state is None:
             return stock(x, dt, A, B, C, chunk_size, **kw)
@@ -225,13 +240,24 @@ def mamba2(stock: Callable) -> Callable:
             return carried(state, x, dt, B, C, *per_head, **more)
         return over_heads(state, carried, (x, dt, B, C), per_head, options=options)
 
-    def carried(state, x, dt, B, C, A, *per_head, options, last=False, before=None):
+    def carried(
+        state: Any,
+        x: Any,
+        dt: Any,
+        B: Any,
+        C: Any,
+        A: Any,
+        *per_head: Any,
+        options: Any,
+        last: Any = False,
+        before: Any = None,
+    ) -> Any:
         names, chunk_size = options["names"], options["chunk_size"]
         kw = options["kw"] | dict(zip(names, per_head))
         shape = len(x), *x.shape[2:], B.shape[-1]
         if not last and state.in_chain(x, shape, shape[:2]):
 
-            def step(x, dt, B, C, A, *rest):
+            def step(x: Any, dt: Any, B: Any, C: Any, A: Any, *rest: Any) -> Any:
                 more = kw | dict(zip(names, rest)) | {"return_final_states": True}
                 return stock(x, dt, A, B, C, chunk_size, initial_states=rest[-1], **more)
 
@@ -242,7 +268,8 @@ def mamba2(stock: Callable) -> Callable:
         for piece, (x, dt, B, C, decay) in zip(state.pieces, parts):
             more = kw | {"initial_states": before if piece.begins else None}
             o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **more)
-            outs.append(o), maps.append((decay.sum(1).exp()[..., None, None], end.float()))
+            outs.append(o)
+            maps.append((decay.sum(1).exp()[..., None, None], end.float()))
         states, made = state.states(maps, torch.mul), []
         for piece, (x, dt, B, C, decay), o, s in zip(state.pieces, parts, outs, states):
             if piece.begins:
@@ -270,7 +297,9 @@ def _mamba2_decay(dt: Tensor, A: Tensor, options: dict[str, Any]) -> Tensor:
 def mamba1(stock: Callable) -> Callable:
     """`mamba_selective_scan` on (b, d, t), the state (b, d, N); it takes none, so R S is added."""
 
-    def run(hidden_states, dt, A, B, C, D=None, z=None, **kw):
+    def run(
+        hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, D: Any = None, z: Any = None, **kw: Any
+    ) -> Any:
         state = recurrence("mamba_selective_scan")
         if state is None:
             return stock(hidden_states, dt, A, B, C, D=D, z=z, **kw)
@@ -289,7 +318,18 @@ def mamba1(stock: Callable) -> Callable:
         out = out if z is None else out * F.silu(z)
         return (out, end) if asked else out
 
-    def carried(state, hidden_states, dt, B, C, A, bias=None, *, options, last=False):
+    def carried(
+        state: Any,
+        hidden_states: Any,
+        dt: Any,
+        B: Any,
+        C: Any,
+        A: Any,
+        bias: Any = None,
+        *,
+        options: Any,
+        last: Any = False,
+    ) -> Any:
         hidden_states, dt = (x.transpose(1, 2) for x in (hidden_states, dt))
         B, C = (x[:, :, 0].transpose(1, 2) for x in (B, C))
         kw = options | {"delta_bias": bias}
@@ -298,7 +338,8 @@ def mamba1(stock: Callable) -> Callable:
         parts, outs, maps = state.split(-1, hidden_states, dt, B, C, step), [], []
         for x, dt, B, C, step in parts:
             o, end = stock(x, dt, A, B, C, return_last_state=True, **kw)
-            outs.append(o), maps.append(((A * step.sum(-1, keepdim=True)).exp(), end.float()))
+            outs.append(o)
+            maps.append(((A * step.sum(-1, keepdim=True)).exp(), end.float()))
         states, made = state.states(maps, torch.mul), []
         for piece, (*_, C, step), o, s in zip(state.pieces, parts, outs, states):
             made.append(o if piece.begins else o + _read_mamba1(A, step, C, s).to(o.dtype))
@@ -321,11 +362,11 @@ def _read_mamba1(A: Tensor, step: Tensor, C: Tensor, state: Tensor) -> Tensor:
 def padding(stock: Callable) -> Callable:
     """`apply_mask_to_padding_states`: this rank's part of the mask, which weft took away."""
 
-    def run(hidden_states, attention_mask):
+    def run(hidden_states: Any, attention_mask: Any) -> Any:
         call = running()
         if call is None or call.whole:
             return stock(hidden_states, attention_mask)
-        seen = unpadded(call.batch.mask, call.length)
+        seen = unpadded(call.batch.mask, cast(int, call.length))
         if seen is None:
             return hidden_states
         seen = call.layout.shard(seen.to(hidden_states.device), {"batch": 0, call.axis: 1})
@@ -337,7 +378,7 @@ def padding(stock: Callable) -> Callable:
 def fused(stock: Callable) -> Callable:
     """Convolution and scan in one kernel: None has the layer call them one after the other."""
 
-    def run(*args, **kwargs):
+    def run(*args: Any, **kwargs: Any) -> Any:
         call = running()
         return stock(*args, **kwargs) if call is None or call.whole else None
 
@@ -381,7 +422,7 @@ def _asked(
     call = running()
     if call is None or call.cache is None or not options.pop(last, False):
         return False, None
-    return True, options.pop(before, None)
+    return True, None if before is None else options.pop(before, None)
 
 
 def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ one with resets, in a method, and a convolution in a module.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -42,15 +43,22 @@ def _lightning(state: LocalPieces, *tensors: Tensor) -> Tensor:
     inputs, decays = tensors[:3], tensors[3:]
     b, _, heads, dim = inputs[0].shape
     empty = inputs[0].new_zeros(b, heads, dim, dim)
-    options = {"dtype": empty.dtype}
-    if state.in_chain(empty, empty.shape, (heads, 1, 1), **options):
+    if state.in_chain(empty, empty.shape, (heads, 1, 1), dtype=empty.dtype):
         return state.chain_heads(_blocks, inputs, empty, decays)
+    slope, query_decay, key_decay, diagonal = decays
+    run = functools.partial(
+        _blocks,
+        slope=slope,
+        query_decay=query_decay,
+        key_decay=key_decay,
+        diagonal_decay=diagonal,
+    )
     parts, maps = state.split(1, *inputs), []
-    for part in parts:
-        decay = torch.exp(-decays[0] * part[0].shape[1])
-        maps.append((decay, _blocks(*part, *decays, empty)[1]))
+    for q, k, v in parts:
+        decay = torch.exp(-decays[0] * q.shape[1])
+        maps.append((decay, run(q, k, v, state=empty)[1]))
     states = state.states(maps, torch.mul)
-    made = [_blocks(*part, *decays, entering)[0] for part, entering in zip(parts, states)]
+    made = [run(q, k, v, state=entering)[0] for (q, k, v), entering in zip(parts, states)]
     return state.join(1, made, states)
 
 
