@@ -78,7 +78,7 @@ BUGS = (
     Bug(
         "a cache gets the state that a rank's own tokens end with",
         "integrations/transformers/cache_layers.py",
-        "recurrent_states = self.shards.sum(recurrent_states.detach())",
+        'recurrent_states = self.shards.sum(recurrent_states.detach(), "state")',
         "recurrent_states = recurrent_states.detach()",
         "generate",
     ),

@@ -87,7 +87,7 @@ class Shards:
         """The number of another rank's part."""
         return index_at(self.layout.mesh, self.dims, coordinates(dict(self.layout.mesh), rank))
 
-    def last(self, t: Tensor, dim: int, count: int, length: int) -> Tensor:
+    def last(self, t: Tensor, dim: int, count: int, length: int, label: str) -> Tensor:
         """The last `count` of the tokens of a row, of which every rank has its chunk, on all ranks.
 
         Args:
@@ -95,6 +95,7 @@ class Shards:
             dim: of the tokens.
             count: how many.
             length: tokens of the row.
+            label: by which `weft.traffic` counts it.
         """
         places = self.layout.positions(self.axis, length, t.device) - (length - count)
         own = (places >= 0).nonzero().flatten()
@@ -102,11 +103,11 @@ class Shards:
         shape[dim] = count
         whole = t.new_zeros(shape)
         whole.index_copy_(dim, places[own], t.detach().index_select(dim, own))
-        return self.sum(whole)
+        return self.sum(whole, label)
 
-    def sum(self, t: Tensor) -> Tensor:
+    def sum(self, t: Tensor, label: str) -> Tensor:
         """A tensor that is zero on all ranks but one, or in all numbers but a rank's own."""
-        return self.layout.bound.all_reduce(t, self.layout.bound.moving(self.dims), "window")
+        return self.layout.bound.all_reduce(t, self.layout.bound.moving(self.dims), label)
 
     def running(self) -> Step:
         """The forward pass that updates a layer now."""
@@ -341,7 +342,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         count = step.length if self.record_past else min(step.length, self.sliding_window - 1)
         pairs = ((self.keys, key_states), (self.values, value_states))
         past = tuple(old if old.dim() == new.dim() else new[:, :, :0] for old, new in pairs)
-        last = (self.shards.last(new, 2, count, step.length) for _, new in pairs)
+        last = (self.shards.last(new, 2, count, step.length, "window") for _, new in pairs)
         self.keys, self.values = (torch.cat(each, 2) for each in zip(past, last))
         if not self.record_past and self.keys.shape[2] >= self.sliding_window:
             self.keys, self.values = (
@@ -383,7 +384,7 @@ class StateLayer(LinearAttentionLayer):
             return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
         taps = kwargs["conv_kernel_size"]  # transformers calls with it wherever prompts are split
         count = length if self.record_past else min(length, taps)
-        last, made = self.shards.last(conv_states, -1, count, length), conv_states
+        last, made = self.shards.last(conv_states, -1, count, length, "halo"), conv_states
         if self.has_previous_state[state_idx]:
             made = torch.cat([self.conv_states[state_idx], conv_states], -1)
         super().update_conv_state(last, state_idx, *args, **kwargs)
@@ -394,7 +395,7 @@ class StateLayer(LinearAttentionLayer):
     ) -> Tensor:
         """Keep the state after the last token; of a split row that of the rank that has it."""
         if self.shards.running().length is not None:
-            recurrent_states = self.shards.sum(recurrent_states.detach())
+            recurrent_states = self.shards.sum(recurrent_states.detach(), "state")
         return super().update_recurrent_state(recurrent_states, state_idx, *args, **kwargs)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
