@@ -367,7 +367,8 @@ class ShardedCache(DynamicCache):
             if held not in routes:
                 before = [held.positions(p) for p in parts]
                 routes[held] = moves(before, after[held], mesh, self.layout.rank)
-            yield tuple(moved(t, *routes[held], channel) for t in (layer.keys, layer.values))
+            k, v = (moved(t, *routes[held], channel) for t in (layer.keys, layer.values))
+            yield k, v
 
     def keys_values(
         self, module: Foreign, k: Tensor, v: Tensor
@@ -415,8 +416,7 @@ class ShardedCache(DynamicCache):
     def _latents(self, module: Foreign, k: Tensor, v: Tensor) -> tuple[LatentLayer, Tensor, Tensor]:
         """The layer of a module that expands latents, and what it made of them."""
         layer = self.layers[module.layer_idx] if expands(module) else None
-        both = layer.expanded(k, v) if isinstance(layer, LatentLayer) else None
-        if both is not None:
+        if isinstance(layer, LatentLayer) and (both := layer.expanded(k, v)) is not None:
             return layer, *both
         raise UnsupportedError(
             f"{type(module).__name__}: its keys or values are not those that the cache returned: "

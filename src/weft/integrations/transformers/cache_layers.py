@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ from ...plan.order import shard_spans
 TAKES_COLUMNS = "conv_kernel_size" in (
     inspect.signature(LinearAttentionLayer.update_conv_state).parameters
 )
+
+#: The attribute of keys and values that `update` returned.
+_MARK = "_weft_cache"
 
 
 @dataclass(frozen=True)
@@ -143,14 +146,14 @@ class Kept:
     ) -> tuple[Tensor, Tensor]:
         """Mark keys and values."""
         k, v = k.view_as(k), v.view_as(v)  # not the caller's, who may use his otherwise
-        k._weft_cache = v._weft_cache = cls(layer, (_writes(k), _writes(v)), past)
+        vars(k)[_MARK] = vars(v)[_MARK] = cls(layer, (_writes(k), _writes(v)), past)
         return k, v
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Kept | None:
         """What keys and values carry if they are as `update` returned them; None: they are not."""
-        mark = getattr(k, "_weft_cache", None)
-        if mark is None or getattr(v, "_weft_cache", None) is not mark:
+        mark, other = (vars(t).get(_MARK) for t in (k, v))
+        if not isinstance(mark, Kept) or other != mark:
             return None
         return mark if (_writes(k), _writes(v)) == mark.writes else None
 
@@ -167,6 +170,9 @@ class ShardedLayer(DynamicLayer):
         values: (b, g, m, e), of this rank.
         held: the owner of every position.
     """
+
+    keys: Tensor  # None, as transformers has it, before the first update only
+    values: Tensor
 
     def __init__(self, shards: Shards) -> None:
         super().__init__()
@@ -195,11 +201,11 @@ class ShardedLayer(DynamicLayer):
         count = key_states.shape[2]
         own = self.held.next_positions(self.shards.part, count)
         if len(own):
-            new = [key_states, value_states]
+            k, v = key_states, value_states
             if len(own) < count:
-                own = own.to(key_states.device)
-                new = [t.index_select(2, own) for t in new]
-            self._append(*new, self.shards.block)
+                own = own.to(k.device)
+                k, v = k.index_select(2, own), v.index_select(2, own)
+            self._append(k, v, self.shards.block)
         self.held = self.held.grown(count)
         return Kept.on(self, key_states, value_states)
 
@@ -207,16 +213,11 @@ class ShardedLayer(DynamicLayer):
         """Put new ones behind those that are here, with room for some more where there is none."""
         before, count = self.keys.shape[2], k.shape[2]
         if self._room is None or self._room[0].shape[2] < before + count:
-            pairs = ((self.keys, k), (self.values, v))
-            self._room = tuple(_copied(old, new, spare) for old, new in pairs)
+            self._room = _copied(self.keys, k, spare), _copied(self.values, v, spare)
         else:
             for room, new in zip(self._room, (k, v)):
                 room[:, :, before : before + count] = new.detach()
-        self._show(before + count)
-
-    def _show(self, count: int) -> None:
-        """Let `keys` and `values` be the first ones of the room that they have."""
-        self.keys, self.values = (t[:, :, :count] for t in self._room)
+        self.keys, self.values = (t[:, :, : before + count] for t in self._room)
 
     def get_seq_length(self) -> int:
         """Positions on all ranks together."""
@@ -238,7 +239,7 @@ class ShardedLayer(DynamicLayer):
         kept = self.held.positions(self.shards.part) < length
         count = int(kept.sum())
         if bool(kept[:count].all()) and self._room is not None:
-            self._show(count)
+            self.keys, self.values = (t[:, :, :count] for t in self._room)
         else:
             index = kept.nonzero().flatten().to(self.keys.device)
             self._replace(self.keys.index_select(2, index), self.values.index_select(2, index))
@@ -284,8 +285,7 @@ class ShardedLayer(DynamicLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of this rank's keys and values, with the room that they grow into."""
-        held = self._room or (self.keys, self.values)
-        return sum(t.nbytes for t in held if t is not None)
+        return _bytes(*(self._room or (self.keys, self.values)))
 
 
 class LatentLayer(ShardedLayer):
@@ -301,7 +301,8 @@ class LatentLayer(ShardedLayer):
         """Keep this rank's part of new latents; returns all of this rank's, at least one."""
         new = super().update(key_states, value_states, *args, **kwargs)
         if self.keys.shape[2] == 0:  # of none nobody sees one; modules cannot expand none
-            return tuple(t.new_zeros(*t.shape[:2], 1, t.shape[3]) for t in new)  # type: ignore
+            k, v = (t.new_zeros(*t.shape[:2], 1, t.shape[3]) for t in new)
+            return k, v
         return self.keys, self.values
 
     def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -323,8 +324,15 @@ def _copied(old: Tensor, new: Tensor, spare: int) -> Tensor:
     return room
 
 
+def _bytes(*tensors: Tensor | None) -> int:
+    return sum(t.nbytes for t in tensors if t is not None)
+
+
 class WindowLayer(DynamicSlidingWindowLayer):
     """The last keys and values of a sliding window, or of chunks: every rank has all of them."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, sliding_window: int, shards: Shards) -> None:
         super().__init__(sliding_window)
@@ -340,10 +348,13 @@ class WindowLayer(DynamicSlidingWindowLayer):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         count = step.length if self.record_past else min(step.length, self.sliding_window - 1)
-        pairs = ((self.keys, key_states), (self.values, value_states))
-        past = tuple(old if old.dim() == new.dim() else new[:, :, :0] for old, new in pairs)
-        last = (self.shards.last(new, 2, count, step.length, "window") for _, new in pairs)
-        self.keys, self.values = (torch.cat(each, 2) for each in zip(past, last))
+        if self.keys.dim() != key_states.dim():  # nothing yet
+            self.keys, self.values = key_states[:, :, :0], value_states[:, :, :0]
+        past = self.keys, self.values
+        self.keys, self.values = (
+            torch.cat([old, self.shards.last(new, 2, count, step.length, "window")], 2)
+            for old, new in zip(past, (key_states, value_states))
+        )
         if not self.record_past and self.keys.shape[2] >= self.sliding_window:
             self.keys, self.values = (
                 t[:, :, 1 - self.sliding_window :].clone() for t in (self.keys, self.values)
@@ -354,7 +365,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values."""
-        return sum(t.nbytes for t in (self.keys, self.values) if t is not None)
+        return _bytes(self.keys, self.values)
 
 
 class StateLayer(LinearAttentionLayer):
@@ -366,7 +377,7 @@ class StateLayer(LinearAttentionLayer):
     shards: Shards
 
     @classmethod
-    def of(cls, layer: LinearAttentionLayer, shards: Shards) -> StateLayer:
+    def of(cls, layer: LinearAttentionLayer, shards: Shards) -> Self:
         """A layer that transformers made, with the same settings."""
         made = cls.__new__(cls)
         vars(made).update(vars(layer), shards=shards)
@@ -385,8 +396,9 @@ class StateLayer(LinearAttentionLayer):
         taps = kwargs["conv_kernel_size"]  # transformers calls with it wherever prompts are split
         count = length if self.record_past else min(length, taps)
         last, made = self.shards.last(conv_states, -1, count, length, "halo"), conv_states
-        if self.has_previous_state[state_idx]:
-            made = torch.cat([self.conv_states[state_idx], conv_states], -1)
+        before = self.conv_states[state_idx]
+        if before is not None and self.has_previous_state[state_idx]:
+            made = torch.cat([before, conv_states], -1)
         super().update_conv_state(last, state_idx, *args, **kwargs)
         return made
 
@@ -414,15 +426,16 @@ class StateLayer(LinearAttentionLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of the states and the columns."""
-        states = (*self.conv_states.values(), *self.recurrent_states.values())
-        return sum(t.nbytes for t in states if t is not None)
+        return _bytes(*self.conv_states.values(), *self.recurrent_states.values())
 
 
-class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer):
+class StateAndKeysLayer(  # type: ignore[misc, override]  # as transformers' own bases differ
+    StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer
+):
     """Of a layer that carries a state and attends: the state on every rank, its own keys."""
 
     @classmethod
-    def of(cls, layer: LinearAttentionLayer, shards: Shards) -> StateAndKeysLayer:
+    def of(cls, layer: LinearAttentionLayer, shards: Shards) -> Self:
         """A layer that transformers made, with the same settings."""
         made = super().of(layer, shards)
         made.held, made._room = shards.empty(), None
@@ -435,7 +448,7 @@ class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentio
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Other rows, as beams are reordered."""
-        StateLayer.reorder_cache(self, beam_idx)
+        StateLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]  # any index
         ShardedLayer.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -456,7 +469,8 @@ class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentio
     @property
     def nbytes(self) -> int:
         """Bytes of the state, and of this rank's keys and values."""
-        return StateLayer.nbytes.fget(self) + ShardedLayer.nbytes.fget(self)
+        states = (*self.conv_states.values(), *self.recurrent_states.values())
+        return _bytes(*states, *(self._room or (self.keys, self.values)))
 
 
 __all__ = [

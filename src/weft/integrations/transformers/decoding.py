@@ -65,9 +65,8 @@ def _seen(
     if mask.function is hf.causal_mask_function and past and mask.padding is None:
         return None
     every, k = queries(), keys()
-    rows, padding = torch.arange(mask.rows, device=k.device)[:, None, None, None], None
-    if mask.padding is not None:
-        padding = hf.prepare_padding_mask(mask.padding, *mask.keys)
+    rows = torch.arange(mask.rows, device=k.device)[:, None, None, None]
+    if (padding := hf.prepare_padding_mask(mask.padding, *mask.keys)) is not None:
         padding = padding.to(k.device).index_select(1, k)[:, None, None]
 
     def seen(start: int, stop: int) -> Tensor:
@@ -94,13 +93,13 @@ def attend_cached(
     layer, key, value = cache.keys_values(module, key, value)
     (query,) = as_autocast(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    device, sharded = query.device, isinstance(layer, ShardedLayer)
+    device = query.device
 
     def queries() -> Tensor:
         return torch.arange(mask.first, mask.first + mask.queries, device=device)
 
     def keys() -> Tensor:
-        if sharded:
+        if isinstance(layer, ShardedLayer):
             return layer.positions(device)
         length, start = mask.keys
         return torch.arange(start, start + length, device=device)
@@ -108,7 +107,7 @@ def attend_cached(
     seen = _seen(mask, keys, queries, mask.queries == 1)
     key, value = key.to(query.dtype), value.to(query.dtype)
     out, lse = attend_part(query, key, value, scale, seen, softcap)
-    if sharded:
+    if isinstance(layer, ShardedLayer):
         out, lse = merge_parts(out, lse, layer.shards.dims, layer.shards.running().channel)
     if sinks is not None:
         out, _ = with_sinks(out, lse, sinks)
@@ -150,9 +149,11 @@ def attend_past(
             return torch.arange(start - k.shape[2], start, device=device)
 
         count = shards.running().length
+        assert count is not None  # a past is that of a row that is split
         here = shards.layout.positions(shards.axis, count, device) + start
         return attend_part(query, k, v, scale, _seen(mask, window, lambda: here, True), softcap)
     before, chunks = layer.held.cropped(start), layer.held.runs[-1].chunks
+    assert chunks is not None  # as above
     rows = [positions(spans, device) + start for spans in chunks]
     counts, channel = [len(p) for p in rows], shards.running().channel
     of_queries = sum(counts) * query.shape[1] * (2 * query.shape[3] + 1)

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from ....errors import DeclarationError, UnsupportedError
+from ... import Foreign
 from ..replicated import configurations
 from .inputs import Trial, shorten
 
@@ -54,7 +55,7 @@ class Copies:
         self._converted: dict[tuple[int, torch.dtype], Tensor] = {}
         self._aliases: list[nn.Parameter] = []
 
-    def make(self, trial: Trial) -> nn.Module:
+    def make(self, trial: Trial) -> Foreign:
         """A copy in the mode of a trial, with its options."""
         memo: dict[int, Any] = {}
         dtype = torch.float64 if trial.fp64 else self.dtype
@@ -96,7 +97,9 @@ class Copies:
 class InFP64(TorchFunctionMode):
     """Casts to fp32 within a model's code are casts to fp64: in norms, softmax and scans."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.float and args[0].dtype is torch.float64:
             return args[0]
@@ -120,7 +123,7 @@ def _drawn(p: Tensor, low: float, high: float) -> Tensor:
     return nn.Parameter(numbers.to(p.device, p.dtype), requires_grad=p.requires_grad)
 
 
-def _train(model: nn.Module) -> None:
+def _train(model: Foreign) -> None:
     """Train mode without dropout of any kind; nothing is computed again in backward."""
     model.train()
     for module in model.modules():

@@ -19,6 +19,7 @@ from ....errors import UnsupportedError, WeftError
 from ....layout import Layout
 from ....plan.problem import Problem
 from ....plan.rest import kv_copies
+from ... import Foreign
 from ..losses import NEXT, OWN, labels_of
 from ..replicated import configurations
 from ..whole import accepts_positions, balances, leaves_padding_out, may_skip_padding, pools
@@ -70,7 +71,7 @@ class Trial:
         return f"{self.batch} x {self.length} tokens{at}{mode}"
 
 
-def trials(model: nn.Module, layout: Layout, axis: str) -> list[Trial]:
+def trials(model: Foreign, layout: Layout, axis: str) -> list[Trial]:
     """The inputs to try: a short one, one across every length, and one around each position.
 
     The first is in train mode and has gradients, the others are in eval mode. One at least is, with
@@ -152,7 +153,7 @@ def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, int]]:
         yield name, value
 
 
-def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str, Tensor]:
+def random_batch(model: Foreign, trial: Trial, dtype: torch.dtype) -> dict[str, Tensor]:
     """Whole inputs of a trial, the same for the same trial."""
     generator = torch.Generator().manual_seed(0)
     device = next(model.parameters()).device
@@ -193,7 +194,7 @@ def random_batch(model: nn.Module, trial: Trial, dtype: torch.dtype) -> dict[str
     )
 
 
-def options(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, bool]:
+def options(model: Foreign, batch: dict[str, Tensor]) -> dict[str, bool]:
     """More arguments of a model: it computes the statistics of its routers, and keeps no cache."""
     chosen = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
@@ -203,7 +204,7 @@ def options(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, bool]:
     return chosen
 
 
-def _labels(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def _labels(model: Foreign, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Labels, where the model's loss is one that weft computes over all ranks."""
     names = inspect.signature(model.forward).parameters
     rows = len(next(iter(batch.values())))
@@ -220,7 +221,7 @@ def _labels(model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"labels": batch["input_ids"] % classes if of_tokens else batch["input_ids"]}
 
 
-def _pixels(model: nn.Module, trial: Trial, generator: torch.Generator) -> Tensor:
+def _pixels(model: Foreign, trial: Trial, generator: torch.Generator) -> Tensor:
     config = getattr(model.config, "vision_config", model.config)
     size = getattr(config, "image_size", 224)
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -266,7 +267,8 @@ def check_split_heads(
     if not layout.mesh:
         return
     mesh = {d: max(1, size) for d, size in layout.mesh.items()}  # -1: as many as there are
-    full, heads = _with_mesh(layout, mesh), {}
+    full = _with_mesh(layout, mesh)
+    heads: dict[tuple[int, int, int], str] = {}
     for visit in recording.visits:
         query, key = (visit.outputs.get(side) for side in ("query", "key"))
         if visit.path.endswith(".attention") and query is not None and key is not None:

@@ -182,12 +182,13 @@ def first_difference(
         if None in matches or not visit.has_tokens(cuts[0]):
             return 0.0, ""
         gaps = [
-            (gap(tensor, getattr(match, side)[name], cut), name)
+            (error, name)
             for match, cut in zip(matches, cuts)
             for name, tensor in getattr(visit, side).items()
             if name in getattr(match, side)
+            and (error := gap(tensor, getattr(match, side)[name], cut)) is not None
         ]
-        return max((g for g in gaps if g[0] is not None), default=(0.0, ""))
+        return max(gaps, default=(0.0, ""))
 
     for visit in full.visits:
         error, which = off(visit, "outputs")

@@ -25,6 +25,7 @@ from transformers.masking_utils import eager_mask
 from ....errors import DeclarationError, UnsupportedError, WeftError
 from ....layout import Layout
 from ....threads import on_threads
+from ... import Foreign
 from ..batches import shard_batch
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
@@ -78,14 +79,12 @@ class _Run:
     """Outputs, chosen gradients and recorded modules of one run, on one device or on one rank.
 
     Attributes:
-        cut: of a rank, its part of full tensors.
         counts: False on a rank whose gradients are those of another.
     """
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     recording: TrialRecording
-    cut: Cut | None = None
     counts: bool = True
 
 
@@ -181,8 +180,8 @@ class _Check:
         """True if the model gives the same outputs twice."""
         with contextlib.suppress(Exception):
             one, other = (self._on_one_device(batch, trial)[0].outputs for _ in range(2))
-            close = {"rtol": self.tolerance, "atol": self.tolerance, "equal_nan": True}
-            return all(torch.allclose(t, other[name], **close) for name, t in one.items())
+            off = self.tolerance
+            return all(torch.allclose(t, other[n], off, off, True) for n, t in one.items())
         return False
 
     def _compare(self, batch: dict[str, Tensor], trial: Trial) -> tuple[Trial, float, float]:
@@ -192,14 +191,15 @@ class _Check:
         check_split_heads(self.model, self.declared, self.axis, full.recording)
         with _explained(f"{self.name} is not the model: on ranks it fails"):
             ranks = on_threads(self.layout, self._on_rank, batch, trial, weights, length)
-        cuts, recordings = [r.cut for r in ranks], [r.recording for r in ranks]
+        cuts = on_threads(self.layout, Cut.of, self.axis, trial.batch, length)
+        recordings = [r.recording for r in ranks]
         tolerance = FP64_TOLERANCE if trial.fp64 else self.tolerance
         difference = first_difference(full.recording, recordings, cuts, tolerance)
-        outputs, which = _largest_gap(full, ranks)
+        outputs, which = _largest_gap(full, ranks, cuts)
         if trial.padding and outputs <= tolerance:
             difference = None  # modules may differ at padding, which nothing reads
         if difference is not None:
-            raise UnsupportedError(self._refusal(difference, trial, ranks))
+            raise UnsupportedError(self._refusal(difference, trial, length, ranks))
         if outputs > tolerance:
             raise UnsupportedError(
                 f"{self.name} is not the model: every module agrees, but {which} differs "
@@ -263,11 +263,12 @@ class _Check:
         masks = [batch["attention_mask"].bool()] if trial.left else []
         masks += [layout.shard(t, {"batch": 0, self.axis: 1}) for t in masks]
         run = _forward(model, local, trial, recording, weigh, masks)
-        run.cut = cut
         run.counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
         return run
 
-    def _refusal(self, difference: Difference, trial: Trial, ranks: Sequence[_Run]) -> str:
+    def _refusal(
+        self, difference: Difference, trial: Trial, length: int, ranks: Sequence[_Run]
+    ) -> str:
         """The module to blame, and the reason that its name and tensors suggest."""
         culprit, visit = difference.culprit, difference.visit
         inner = base(self.model)
@@ -292,7 +293,7 @@ class _Check:
                 "use a norm of each token (LayerNorm, RMSNorm), or verify=False for a model that "
                 "is never trained"
             )
-        elif culprit is visit and output.dim() < 3 and ranks[0].cut.length not in output.shape:
+        elif culprit is visit and output.dim() < 3 and length not in output.shape:
             reason = f"pools: {difference.which or 'its output'} depends on tokens of other ranks"
         else:
             reason = "mixes tokens, or uses their local positions or number, outside of attention"
@@ -306,13 +307,13 @@ class _Check:
         )
 
 
-def _largest_gap(full: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
+def _largest_gap(full: _Run, ranks: Sequence[_Run], cuts: Sequence[Cut]) -> tuple[float, str]:
     """The largest error of an output of any rank, and its name; infinite for another shape."""
     gaps = [(0.0, "")]
     for name, tensor in full.outputs.items():
-        for run in ranks:
+        for run, cut in zip(ranks, cuts):
             if name in run.outputs:
-                error = gap(tensor, run.outputs[name], run.cut)
+                error = gap(tensor, run.outputs[name], cut)
                 gaps.append((float("inf") if error is None else error, name))
     return max(gaps)
 
@@ -353,7 +354,12 @@ _FULL, _ON_RANKS = "weft_full", "weft_on_ranks"
 
 
 def _attend_full(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs: Any
+    module: Foreign,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The model's own eager attention."""
     module._recording.attention(module, query=query, key=key, value=value)
@@ -363,7 +369,12 @@ def _attend_full(
 
 
 def _attend_on_ranks(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask=None, **kwargs: Any
+    module: Foreign,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     module._recording.attention(module, query=query, key=key, value=value)
     return attend(module, query, key, value, attention_mask, **kwargs)
