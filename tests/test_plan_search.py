@@ -22,7 +22,7 @@ from weft.planner.bound import kv_repeat
 from weft.planner.candidates import Refused, candidates, factorisations, level_sizes
 from weft.planner.links import link_seconds
 from weft.planner.replayed import one_node
-from weft.planner.search import Search
+from weft.planner.search import Choice, Search
 from weft.proof.symbolic import prove
 from weft.testing.cases import Case
 
@@ -225,6 +225,41 @@ def test_a_limit_of_memory_changes_the_choice_and_is_told():
     assert any("more memory than" in why for why in tight.refused)
     with pytest.raises(UnsupportedError, match=r"no layout of 16 devices fits.*more memory"):
         Search(problem, machine, 16, memory=1e3).run()
+
+
+def test_of_layouts_within_the_gap_the_one_with_the_least_busy_links_is_best():
+    machine = cluster(rate=1e10)  # compute decides, and nearly all layouts are as fast
+    found = Search(call(), machine, 8).run(gap=0.05)
+    fastest = min(found.choices, key=found.seconds)
+    close = [c for c in found.choices if found.seconds(c) <= 1.05 * found.seconds(fastest)]
+
+    def busy(choice: Choice) -> float:
+        return sum(link_seconds(machine, dict(enumerate(choice.bytes_of_levels)), 8).values())
+
+    assert found.best is min(close, key=busy)
+    assert busy(found.best) < busy(fastest)
+    times = [found.seconds(c) for c in found.choices[1:]]
+    assert times == sorted(times)
+
+
+def test_the_gap_is_told_that_layouts_off_the_clock_may_leave():
+    problem, machine = call(tokens=8192), cluster(rate=1e7)
+    search = Search(problem, machine, 16)
+    found = search.run(least=1, gap=0.5)
+    clocked = {choice.candidate for choice in found.choices}
+    bounds = [sum(b.total for b in search.bounds.of(c)) for c in search.every if c not in clocked]
+    fastest = min(map(found.seconds, found.choices))
+    assert 0 < found.gap <= 0.5
+    assert found.gap == pytest.approx(1 - min(bounds) / fastest)
+
+
+def test_the_memory_of_a_call_is_that_of_its_tensors_and_their_gradients():
+    """Ulysses holds nothing for other ranks."""
+    rows, heads, kv_heads = 4096 // 4, 16, 4
+    at_rest = rows * (2 * heads + 2 * kv_heads) * 64 * 2 + rows * heads * 4  # and the logsumexp
+    for forward_only, tensors in ((True, at_rest), (False, 2 * at_rest)):
+        search = Search(call(), cluster(), 4, ["ulysses"], forward_only=forward_only)
+        assert [search.clock(c).memory for c in search.every] == [tensors]
 
 
 def test_a_slower_link_moves_traffic_away_from_it():
