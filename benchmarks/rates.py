@@ -29,7 +29,7 @@ from weft.declare.hardware import Hardware
 from weft.launch import launcher
 from weft.plan.problem import Problem
 from weft.planner import measure
-from weft.planner.replayed import replayed
+from weft.planner.flow import replayed
 
 LINES = ("ring=4", "burst=4", "tile=2x2", "ulysses=4", "ring=2 x ulysses=2", "hierarchical=2x2")
 RANKS, ROUNDS = 4, 5

@@ -423,7 +423,7 @@ BUGS = (
     ),
     Bug(
         "blocks at an offset are taken for the same",
-        "proof/symmetry.py",
+        "proof/representatives.py",
         "q = Parts(q.first + mask.offset, q.last + mask.offset)",
         "q = Parts(q.first + mask.offset, q.last)",
         "symbolic",
@@ -1205,8 +1205,8 @@ BUGS = (
     Bug(
         "a layout may take twice the memory",
         "planner/search.py",
-        "and memory > self.limit:",
-        "and memory > 2 * self.limit:",
+        "if not self._fits(memory):",
+        "if not self._fits(memory / 2):",
         "plan_search",
     ),
     Bug(

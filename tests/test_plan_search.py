@@ -18,10 +18,9 @@ from weft.declare.hardware import Hardware
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.planner import reasons
-from weft.planner.bound import kv_repeat
+from weft.planner.bound import kv_repeat, link_seconds
 from weft.planner.candidates import Refused, candidates, factorisations, level_sizes
-from weft.planner.links import link_seconds
-from weft.planner.replayed import one_node
+from weft.planner.flow import one_node
 from weft.planner.search import Choice, Search
 from weft.proof.symbolic import prove
 from weft.testing.cases import Case

@@ -35,7 +35,7 @@ from weft.masks import FULL, Causal, Documents, Mask
 from weft.plan.problem import Problem
 from weft.planner import measure
 from weft.planner.candidates import NAMES
-from weft.planner.replayed import replayed
+from weft.planner.flow import replayed
 from weft.planner.search import Search
 
 from . import reference

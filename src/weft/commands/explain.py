@@ -25,8 +25,7 @@ from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import forecast_of, plans_for
 from ..plan.problem import Problem
-from ..planner.flow import Timing
-from ..planner.replayed import replayed
+from ..planner.flow import Timing, replayed
 from ..routing.attention import blocks_per_rank, check_routed
 from ..routing.bounds import RoutedBytes, ring_bytes, routed_bounds
 from ..routing.geometry import is_routed

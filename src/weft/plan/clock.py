@@ -1,4 +1,4 @@
-"""A clock of work and messages on shared cards, uplinks and cores, as a fluid.
+"""A clock of work and messages on shared cards, uplinks and cores, as a fluid; ranks play scripts.
 
 Work (a block, a message) flows through resources. A message uses the sender's and the receiver's
 card at the level that joins them, and the uplinks between their groups; a block uses its rank, and
@@ -13,10 +13,11 @@ kernels down, stragglers.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..declare.hardware import Hardware, Resource
@@ -185,4 +186,56 @@ class Network:
         self.clock.at(self.clock.now + self.hardware.level[level].latency, begin)
 
 
-__all__ = ["Clock", "Done", "Network"]
+@dataclass(eq=False)
+class Gate:
+    """Counts what a rank waits for at one place, and wakes it when all of it is done."""
+
+    open: int = 0
+    wake: Done | None = None
+
+
+class Player:
+    """A rank on its way through a script.
+
+    A script is an iterator. It begins work and messages with the methods below, and yields a gate
+    where the rank waits for those that it began with this gate.
+    """
+
+    def __init__(self, network: Network, rank: int) -> None:
+        self.network, self.rank = network, rank
+
+    def play(self, script: Iterator[Gate]) -> None:
+        """Go on with a script, at once or when the gate that it yields is free."""
+        gate = next(script, None)
+        if gate is None:
+            return
+        go_on = functools.partial(self.play, script)
+        if gate.open:
+            gate.wake = go_on
+        else:
+            self.network.clock.at(self.network.clock.now, go_on)
+
+    def work(self, seconds: float) -> Gate:
+        """Compute for some seconds of a core alone."""
+        gate = Gate()
+        if seconds:
+            self.network.compute(self.rank, seconds, self._holds(gate))
+        return gate
+
+    def send(self, gate: Gate, target: int, kind: tuple, nbytes: int) -> None:
+        """Be ready to send a message; see `Network.post`."""
+        self.network.post(self.rank, target, kind, nbytes, self._holds(gate))
+
+    def receive(self, gate: Gate, source: int, kind: tuple, nbytes: int) -> None:
+        """Be ready to receive a message; see `Network.post`."""
+        self.network.post(source, self.rank, kind, nbytes, self._holds(gate))
+
+    def _holds(self, gate: Gate) -> Done:
+        gate.open += 1
+
+        def done() -> None:
+            gate.open -= 1
+            if not gate.open and gate.wake is not None:
+                self.network.clock.at(self.network.clock.now, gate.wake)
+
+        return done

@@ -18,9 +18,9 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeVar, cast
+from typing import ClassVar, NamedTuple, TypeVar, cast
 
 from torch.distributed.tensor import Shard
 
@@ -206,73 +206,96 @@ class Stage(NamedTuple):
     begins: bool = False
 
 
-@dataclass(frozen=True)
-class ChainExchange:
-    """A pass that hands states on from one rank to the next, or their gradients back, as planned.
+class PlannedMessage(NamedTuple):
+    """A message between a chunk and the rank at a coordinate along a mesh dim."""
 
-    Attributes:
-        nbytes: of one state in each group of heads.
-    """
-
-    fragments: Fragments
-    chunk: int
-    nbytes: tuple[int, ...]
-    label: str = "state"
-
-    def traffic(self, backward: bool) -> Traffic:
-        """Bytes and messages of this rank."""
-        moved = Traffic()
-        label = f"d{self.label}" if backward else self.label
-        for stage in self.fragments.relay(self.chunk):
-            source, target = (stage[2], stage[1]) if backward else stage[1:3]
-            if source is not None:
-                moved.received[source[0], label] += sum(self.nbytes)
-            if target is not None:
-                moved.sent[target[0], label] += sum(self.nbytes)
-                moved.calls[target[0], label] += len(self.nbytes)
-        return moved
-
-
-@dataclass(frozen=True)
-class StateExchange:
-    """A pass that brings every fragment's map to every rank, or its gradients back, as planned.
-
-    Attributes:
-        nbytes: of one map, over the batch and heads of a rank.
-    """
-
-    fragments: Fragments
-    chunk: int
+    mesh_dim: str
+    coordinate: int
     nbytes: int
-    label: str = "state"
+    sends: bool
+
+
+@dataclass(frozen=True)
+class StatesPass:
+    """A pass in which states travel along an axis, as planned; backward their gradients do."""
+
+    fragments: Fragments
+    chunk: int
+    label: ClassVar[str] = "state"
+
+    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
+        """The messages of this rank, those of a round at once."""
+        raise NotImplementedError
 
     def traffic(self, backward: bool) -> Traffic:
         """Bytes and messages of this rank."""
-        moved = Traffic()
-        label = f"d{self.label}" if backward else self.label
-        for name, held in self.fragments.rounds(self.chunk):
-            own = self.fragments.coordinate(self.chunk, name)
-            sizes = [(high - low) * self.nbytes for low, high in held]
-            away, home = sizes[own] * (len(held) - 1), sum(sizes) - sizes[own]
-            moved.sent[name, label] += home if backward else away
-            moved.received[name, label] += away if backward else home
-            moved.calls[name, label] += len(held) - 1
+        moved, label = Traffic(), f"d{self.label}" if backward else self.label
+        for mesh_dim, _, nbytes, sends in itertools.chain.from_iterable(self.rounds(backward)):
+            if sends:
+                moved.sent[mesh_dim, label] += nbytes
+                moved.calls[mesh_dim, label] += 1
+            else:
+                moved.received[mesh_dim, label] += nbytes
         return moved
+
+
+@dataclass(frozen=True)
+class ChainExchange(StatesPass):
+    """A pass that hands states on from one rank to the next, or their gradients back.
+
+    nbytes: of one state in each group of heads.
+    """
+
+    nbytes: tuple[int, ...]
+
+    def stages(self, backward: bool) -> Iterator[Stage]:
+        """What the chunk does, in order."""
+        stages = self.fragments.relay(self.chunk)
+        for stage in reversed(stages) if backward else stages:
+            yield stage._replace(source=stage.target, target=stage.source) if backward else stage
+
+    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
+        for stage in self.stages(backward):
+            for peer, sends in ((stage.source, False), (stage.target, True)):
+                if peer is not None:
+                    yield [PlannedMessage(*peer, nbytes, sends) for nbytes in self.nbytes]
+
+
+@dataclass(frozen=True)
+class StateExchange(StatesPass):
+    """A pass that brings every fragment's map to every rank, or its gradients back.
+
+    nbytes: of one map, over the batch and heads of a rank.
+    """
+
+    nbytes: int
+
+    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
+        rounds = self.fragments.rounds(self.chunk)
+        for mesh_dim, held in reversed(rounds) if backward else rounds:
+            own = self.fragments.coordinate(self.chunk, mesh_dim)
+            sizes = [(high - low) * self.nbytes for low, high in held]
+            messages: list[PlannedMessage] = []
+            for peer, size in enumerate(sizes):
+                if peer != own:
+                    out, back = (size, sizes[own]) if backward else (sizes[own], size)
+                    messages.append(PlannedMessage(mesh_dim, peer, out, True))
+                    messages.append(PlannedMessage(mesh_dim, peer, back, False))
+            yield messages
 
 
 @dataclass(frozen=True)
 class HaloExchange:
     """A pass that brings columns from the left, or their gradients back, as planned.
 
-    Attributes:
-        nbytes: of one column, over everything but the axis.
+    nbytes: of one column, over everything but the axis.
     """
 
     fragments: Fragments
     chunk: int
     columns: int
     nbytes: int
-    label: str = "halo"
+    label: ClassVar[str] = "halo"
 
     def traffic(self, backward: bool) -> Traffic:
         """Bytes and messages of this rank."""

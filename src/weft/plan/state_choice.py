@@ -1,7 +1,7 @@
 """How states travel where a layout leaves it open: in the way that ends first.
 
-Each way is a script per rank, of computing and of the messages that its plan has, forward and
-backward; `plan/clock.py` plays it on the layout's hardware. Nothing but the layout, the length and
+Each way is a script per rank, of computing and of the messages of its plan, forward and backward;
+`plan/clock.py` plays it on the layout's hardware. Nothing but the layout, the length and
 the sizes of the state decides, so that all ranks decide alike, before anything is sent.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,9 +19,17 @@ from ..comm import coordinates, index_at, rank_at
 from ..declare.hardware import Hardware
 from ..declare.layout import LayoutDeclaration
 from ..declare.rates import rates_for
-from .clock import Network
-from .state import ChainExchange, Fragments, Piece, StateExchange, fragments
-from .tree import TreeExchange, state_tree
+from .clock import Gate, Network, Player
+from .state import (
+    ChainExchange,
+    Fragments,
+    Piece,
+    PlannedMessage,
+    StateExchange,
+    StatesPass,
+    fragments,
+)
+from .tree import TreeExchange
 
 #: In how many groups heads are handed on where states travel in a chain.
 GROUPS = 4
@@ -111,10 +119,10 @@ def time_ways(
     >>> time_ways(plan, mesh, slow, Carried(1 << 17, 1 << 17, 1 << 15)).way
     'chain'
     """
-    passes: dict[str, Callable[[int], StateExchange | TreeExchange | ChainExchange]] = {
+    passes: dict[str, Callable[[int], StatesPass]] = {
         "gather": lambda c: StateExchange(plan, c, of.state + of.matrix),
         "tree": lambda c: TreeExchange(plan, c, of.state, of.state + of.matrix),
-        "chain": lambda c: ChainExchange(plan, c, _groups(of.state)),
+        "chain": lambda c: ChainExchange(plan, c, (-(-of.state // GROUPS),) * GROUPS),
     }
     if len(plan.chunks) > MOST_GATHERED:
         del passes["gather"]
@@ -123,146 +131,84 @@ def time_ways(
         each = [passing(chunk) for chunk in range(len(plan.chunks))]
         moved = [[p.traffic(backward).bytes for p in each] for backward in (False, True)]
         received[way] = max(map(sum, zip(*moved)))
-        seconds[way] = sum(_play(plan, mesh, on, of, way, backward) for backward in (False, True))
+        seconds[way] = sum(_play(each, mesh, on, of, backward) for backward in (False, True))
     return Ways(seconds, received)
 
 
-def _groups(nbytes: int) -> tuple[int, ...]:
-    return (-(-nbytes // GROUPS),) * GROUPS
-
-
-#: To or from a chunk along a mesh dim, bytes, whether they are sent, and whether that is waited for
-_Post = tuple[str, int, int, bool, bool]
-_Step = float | list[_Post]
-
-
 def _play(
-    plan: Fragments,
+    passes: Sequence[StatesPass],
     mesh: tuple[tuple[str, int], ...],
     on: Hardware,
     of: Carried,
-    way: str,
     backward: bool,
 ) -> float:
-    """Seconds of a pass."""
-    sizes = dict(mesh)
+    """Seconds of a pass on all chunks."""
+    sizes, axis = dict(mesh), dict(passes[0].fragments.mesh)
     places = [
-        rank_at(sizes, {**dict.fromkeys(sizes, 0), **coordinates(dict(plan.mesh), chunk)})
-        for chunk in range(len(plan.chunks))
+        rank_at(sizes, {**dict.fromkeys(sizes, 0), **coordinates(axis, chunk)})
+        for chunk in range(len(passes))
     ]
     network = Network(on, max(places) + 1)
-    script = _SCRIPTS[way]
-    for chunk in range(len(plan.chunks)):
-        _Player(network, places, chunk, script(plan, on, of, chunk, backward)).go_on()
+    for passing in passes:
+        rank = _Rank(network, places, passing, of, backward)
+        rank.play(rank.handed_on(passing) if isinstance(passing, ChainExchange) else rank.at_once())
     return network.clock.run()
 
 
-class _Player:
-    """A rank on its way through its script."""
+class _Rank(Player):
+    """The rank of a chunk on its way through a pass."""
 
     def __init__(
-        self, network: Network, places: list[int], chunk: int, steps: Iterator[_Step]
+        self,
+        network: Network,
+        places: Sequence[int],
+        passing: StatesPass,
+        of: Carried,
+        backward: bool,
     ) -> None:
-        self.network, self.places, self.chunk, self.steps = network, places, chunk, steps
+        super().__init__(network, places[passing.chunk])
+        self.places, self.passing, self.of, self.backward = places, passing, of, backward
+        self.pieces = passing.fragments.chunks[passing.chunk]
+        self.sizes = dict(passing.fragments.mesh)
+        self.coords = coordinates(self.sizes, passing.chunk)
         self.numbers: Counter[tuple[str, int, bool]] = Counter()
-        self.open = 0
 
-    def go_on(self) -> None:
-        """The next step."""
-        step = next(self.steps, None)
-        if step is None:
-            return
-        if isinstance(step, float):
-            self.network.compute(self.places[self.chunk], step, self.go_on)
-            return
-        self.open = 1 + sum(waits for *_, waits in step)
-        for mesh_dim, peer, nbytes, sends, waits in step:
-            self.numbers[mesh_dim, peer, sends] += 1
-            kind = mesh_dim, self.numbers[mesh_dim, peer, sends]
-            source, target = (self.chunk, peer) if sends else (peer, self.chunk)
-            done = self.done if waits else _nothing
-            self.network.post(self.places[source], self.places[target], kind, nbytes, done)
-        self.done()
+    def at_once(self) -> Iterator[Gate]:
+        """Computing and then the messages of all maps; backward, messages first."""
+        seconds = sum(self._seconds(piece, maps=True) for piece in self.pieces)
+        if not self.backward:
+            yield self.work(seconds)
+        for messages in self.passing.rounds(self.backward):
+            gate = Gate()
+            for message in messages:
+                self._post(gate, message)
+            yield gate
+        if self.backward:
+            yield self.work(seconds)
 
-    def done(self) -> None:
-        """One of the things that are waited for."""
-        self.open -= 1
-        if not self.open:
-            self.network.clock.at(self.network.clock.now, self.go_on)
+    def handed_on(self, passing: ChainExchange) -> Iterator[Gate]:
+        """Each piece when its state has come, group of heads by group; nothing waits for sends."""
+        for stage in passing.stages(self.backward):
+            for nbytes in passing.nbytes:
+                if stage.source is not None:
+                    gate = Gate()
+                    self._post(gate, PlannedMessage(*stage.source, nbytes, False))
+                    yield gate
+                if stage.piece >= 0:
+                    piece = self.pieces[stage.piece]
+                    yield self.work(self._seconds(piece, maps=False) / GROUPS)
+                if stage.target is not None:
+                    self._post(Gate(), PlannedMessage(*stage.target, nbytes, True))
 
+    def _post(self, gate: Gate, message: PlannedMessage) -> None:
+        mesh_dim, coordinate, nbytes, sends = message
+        self.numbers[mesh_dim, coordinate, sends] += 1
+        kind = mesh_dim, self.numbers[mesh_dim, coordinate, sends]
+        peer = self.places[index_at(self.sizes, self.sizes, {**self.coords, mesh_dim: coordinate})]
+        (self.send if sends else self.receive)(gate, peer, kind, nbytes)
 
-def _nothing() -> None: ...
-
-
-def _work(on: Hardware, of: Carried, piece: Piece, backward: bool, maps: bool) -> float:
-    operations = OPERATIONS * of.numbers * piece.count * (BACKWARD if backward else 1.0)
-    if maps and not piece.begins:
-        operations *= of.widened
-    return operations / on.device.rate(math.inf)
-
-
-def _peer(plan: Fragments, chunk: int, mesh_dim: str, coordinate: int) -> int:
-    sizes = dict(plan.mesh)
-    return index_at(sizes, sizes, {**coordinates(sizes, chunk), mesh_dim: coordinate})
-
-
-def _all_at_once(
-    plan: Fragments, on: Hardware, of: Carried, chunk: int, backward: bool, messages: list[_Step]
-) -> Iterator[_Step]:
-    """Computing and then messages; backward, messages first."""
-    pieces = plan.chunks[chunk]
-    work: list[_Step] = [sum(_work(on, of, piece, backward, True) for piece in pieces)]
-    yield from (*messages, *work) if backward else (*work, *messages)
-
-
-def _gather(
-    plan: Fragments, on: Hardware, of: Carried, chunk: int, backward: bool
-) -> Iterator[_Step]:
-    rounds: list[_Step] = []
-    for mesh_dim, held in plan.rounds(chunk):
-        own = plan.coordinate(chunk, mesh_dim)
-        sizes = [(high - low) * (of.state + of.matrix) for low, high in held]
-        posts: list[_Post] = []
-        for i, size in enumerate(sizes):
-            if i != own:
-                peer = _peer(plan, chunk, mesh_dim, i)
-                out, back = (size, sizes[own]) if backward else (sizes[own], size)
-                posts += (mesh_dim, peer, out, True, True), (mesh_dim, peer, back, False, True)
-        rounds.append(posts)
-    return _all_at_once(plan, on, of, chunk, backward, rounds[::-1] if backward else rounds)
-
-
-def _tree(
-    plan: Fragments, on: Hardware, of: Carried, chunk: int, backward: bool
-) -> Iterator[_Step]:
-    passing = TreeExchange(plan, chunk, of.state, of.state + of.matrix)
-    rounds: list[_Step] = []
-    for step in state_tree(plan, backward).rounds[chunk]:
-        rounds.append(
-            [
-                (m.mesh_dim, _peer(plan, chunk, *m[:2]), passing.nbytes(m.value), sends, True)
-                for sends, messages in ((True, step.sends), (False, step.receives))
-                for m in messages
-            ]
-        )
-    return _all_at_once(plan, on, of, chunk, backward, rounds)
-
-
-def _chain(
-    plan: Fragments, on: Hardware, of: Carried, chunk: int, backward: bool
-) -> Iterator[_Step]:
-    stages = plan.relay(chunk)
-    for stage in reversed(stages) if backward else stages:
-        source, target = (stage[2], stage[1]) if backward else stage[1:3]
-        for nbytes in _groups(of.state):
-            if source is not None:
-                yield [(source[0], _peer(plan, chunk, *source), nbytes, False, True)]
-            if stage.piece >= 0:
-                yield _work(on, of, plan.chunks[chunk][stage.piece], backward, False) / GROUPS
-            if target is not None:
-                yield [(target[0], _peer(plan, chunk, *target), nbytes, True, False)]
-
-
-_SCRIPTS = {"gather": _gather, "tree": _tree, "chain": _chain}
-
-__all__ = ["GROUPS", "Carried", "Ways", "time_ways", "ways_of"]
+    def _seconds(self, piece: Piece, maps: bool) -> float:
+        operations = OPERATIONS * self.of.numbers * piece.count * (BACKWARD if self.backward else 1)
+        if maps and not piece.begins:
+            operations *= self.of.widened
+        return operations / self.network.hardware.device.rate(math.inf)

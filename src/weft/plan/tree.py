@@ -19,12 +19,13 @@ The backward pass is the same over the leaves in reverse order, with transposed 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._caching import cached
-from ..comm import Traffic, coordinates, index_at
-from .state import Fragments
+from ..comm import coordinates, index_at
+from .state import Fragments, PlannedMessage, StatesPass
 
 
 class Value(NamedTuple):
@@ -94,35 +95,27 @@ class Tree:
 
 
 @dataclass(frozen=True)
-class TreeExchange:
+class TreeExchange(StatesPass):
     """A pass in which states reach all pieces in a tree, or their gradients, as planned.
 
-    Attributes:
-        state_bytes: of one state, over the batch and heads of a rank.
-        map_bytes: of one map: A and b.
+    state_bytes: of one state, over the batch and heads of a rank.
+    map_bytes: of one map: A and b.
     """
 
-    fragments: Fragments
-    chunk: int
     state_bytes: int
     map_bytes: int
-    label: str = "state"
 
     def nbytes(self, value: Value) -> int:
         """Bytes of a value."""
         return self.map_bytes if value.low else self.state_bytes
 
-    def traffic(self, backward: bool) -> Traffic:
-        """Bytes and messages of this rank."""
-        moved = Traffic()
-        label = f"d{self.label}" if backward else self.label
+    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
         for step in state_tree(self.fragments, backward).rounds[self.chunk]:
-            for m in step.sends:
-                moved.sent[m.mesh_dim, label] += self.nbytes(m.value)
-                moved.calls[m.mesh_dim, label] += 1
-            for m in step.receives:
-                moved.received[m.mesh_dim, label] += self.nbytes(m.value)
-        return moved
+            yield [
+                PlannedMessage(m.mesh_dim, m.coordinate, self.nbytes(m.value), sends)
+                for sends, messages in ((True, step.sends), (False, step.receives))
+                for m in messages
+            ]
 
 
 @cached(64)

@@ -11,6 +11,7 @@ travels counts, so that there the bound is looser, never wrong.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ..declare.hardware import Device, Hardware
@@ -20,8 +21,7 @@ from ..masks import Full
 from ..plan.predict import forecast_of, plan_for
 from ..plan.problem import Problem
 from .candidates import Candidate, Dim
-from .links import link_seconds, longest
-from .replayed import is_causal
+from .flow import is_causal
 
 #: Shares of the full traffic that a causal mask leaves for certain, by the order of tokens.
 _CAUSAL = {"zigzag": 0.7, "striped": 0.95}
@@ -237,3 +237,43 @@ def best_rate(device: Device, entries: float, backward: bool) -> float:
 def _over_tokens(problem: Problem) -> Problem:
     """The same call over one axis, as one rank computes it."""
     return replace(problem, axes=("tokens",), lengths=((problem.n, problem.m),))
+
+
+def link_seconds(
+    hardware: Hardware, nbytes: Mapping[int, float], ranks: int
+) -> dict[tuple[str, str], float]:
+    """Seconds that every link is busy where each of some ranks sends so many bytes per level.
+
+    A rank's card carries what the ranks that share it send; an uplink what a whole group of the
+    level below sends. All links work side by side, so the largest is a lower bound of the time.
+
+    Args:
+        nbytes: that one rank sends, by the number of the level.
+        ranks: how many there are in all.
+
+    Returns:
+        Seconds by level and kind of link, "card" or "uplink".
+
+    >>> two = Hardware.from_dict({"device": {"flops": 1e12}, "level": [
+    ...     {"name": "node", "ranks": 4, "rate": 8e9},
+    ...     {"name": "cluster", "through": True, "uplink": 2e9}]})
+    >>> link_seconds(two, {1: 4e9}, 16)
+    {('cluster', 'uplink'): 8.0, ('node', 'card'): 0.5}
+    """
+    seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for number, sent in nbytes.items():
+        for i in range(number, -1, -1):
+            level = hardware.level[i]
+            if level.uplink:
+                below = min(hardware.widths[i - 1] if i else 1, ranks)
+                seconds[level.name, "uplink"] += below * sent / level.uplink
+            if level.rate is not None:
+                seconds[level.name, "card"] += min(level.card_ranks, ranks) * sent / level.rate
+            if not level.through:
+                break
+    return dict(seconds)
+
+
+def longest(seconds: Mapping[tuple[str, str], float]) -> float:
+    """Of the link that is busy longest."""
+    return max(seconds.values(), default=0.0)

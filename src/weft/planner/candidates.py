@@ -23,7 +23,7 @@ from ..errors import DeclarationError, did_you_mean
 from ..layout import Layout
 from ..masks import Full
 from ..plan.problem import Problem
-from .replayed import BALANCED, is_causal
+from .flow import BALANCED, is_causal
 
 #: Within a level, outermost first.
 ROLES = ("batch", "query", "key", "head", "tensor")

@@ -1,30 +1,35 @@
 """The time of a call: every rank's program on the clock of `plan/clock.py`.
 
-A rank goes on when what its step waits for is done: the order in which the executor runs the same
-programs.
+A rank goes on when its step's messages have arrived: the order in which the executor runs the same
+programs. Where all ranks compute alike, one node's are replayed, and the others are its images.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..comm import Traffic, rank_at
 from ..declare.hardware import Device, Hardware
+from ..declare.strategy import Role
 from ..errors import UnsupportedError
-from ..masks import describe
-from ..plan.clock import Done, Network
+from ..layout import Layout
+from ..masks import Causal, Full, describe
+from ..plan.clock import Gate, Network, Player
 from ..plan.memory import payload_bytes
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
-from ..plan.predict import Forecast, forecast_of
+from ..plan.predict import forecast_of, plans_for
+from ..plan.problem import Problem
 from ..plan.program import Block
 from ..plan.shifts import image_group
 from ..plan.tiles import KernelCall, Kind, entries
 
-#: Ranks whose programs are replayed one by one; of more, one group's.
+#: Ranks whose programs are replayed one by one; of more, one node's.
 MOST_REPLAYED = 256
+#: Orders of tokens in which all ranks have the same causal work, zigzag within 2 %.
+BALANCED = ("zigzag", "striped")
 
 
 @dataclass(frozen=True)
@@ -36,14 +41,12 @@ class Timing:
         compute: seconds of the busiest rank's blocks, forward and backward, on a device alone.
         bytes_of_levels: bytes that the replayed ranks send per level, forward and backward,
             innermost first.
-        ranks: how many were replayed.
     """
 
     forward: float
     backward: float
     compute: tuple[float, float]
     bytes_of_levels: tuple[int, ...]
-    ranks: int
 
     @property
     def total(self) -> float:
@@ -51,119 +54,75 @@ class Timing:
         return self.forward + self.backward
 
 
-@dataclass(eq=False)
-class _Gate:
-    """Counts what a rank waits for, and wakes it when all of it is done."""
-
-    open: int = 0
-    wake: Done | None = None
-
-
-@dataclass
-class _Rank:
+class _Rank(Player):
     """One rank on its way through both passes."""
 
-    network: Network
-    sizes: dict[str, int]
-    plan: Plan
-    forecast: Forecast
-    rank: int
-    ends: list[float] = field(default_factory=list)
+    def __init__(self, network: Network, plan: Plan, rank: int) -> None:
+        super().__init__(network, rank)
+        self.plan, self.forecast = plan, forecast_of(plan)
+        self.ends: list[float] = []
 
-    def start(self) -> None:
-        self.steps = self._passes()
-        self._go_on()
-
-    def _go_on(self) -> None:
-        gate = next(self.steps, None)
-        if gate is None:
-            return
-        if gate.open:
-            gate.wake = self._go_on
-        else:
-            self.network.clock.at(self.network.clock.now, self._go_on)
-
-    def _passes(self) -> Iterator[_Gate]:
+    def passes(self) -> Iterator[Gate]:
         """What the rank waits for, in the order in which the executor does."""
         for backward in (False, True):
             tile = self.plan.backward if backward else self.plan.forward
             moved = self.forecast.backward if backward else self.forecast.forward
-            yield self._work(self.network.hardware.device.host.per_pass)
+            yield self.work(self.network.hardware.device.host.per_pass)
             yield from self._all_to_alls(moved.before, backward, "before")
             yield from self._program(tile)
             yield from self._all_to_alls(moved.after, backward, "after")
             self.ends.append(self.network.clock.now)
 
-    def _program(self, tile: Pass) -> Iterator[_Gate]:
+    def _program(self, tile: Pass) -> Iterator[Gate]:
         device = self.network.hardware.device
-        waits: dict[object, _Gate] = {}
+        waits: dict[object, Gate] = {}
         merged: set[int] = set()
         for step in tile.program.steps:
             messages = 0
             for t in step.begin:
                 (a, b), (c, d) = tile.transfer_rows(t)
-                gate = waits[t] = _Gate()
+                gate = waits[t] = Gate()
                 kind = (t.mesh_dim, tile.backward, t.payload, t.source, t.target, t.ring_offset)
                 sent, came = (
                     payload_bytes(tile.plan, t.payload, tile.backward, n) if n else 0
                     for n in (b - a, d - c)
                 )
                 if sent:
-                    peer = self._peer(t.mesh_dim, -t.ring_offset)
-                    self.network.post(self.rank, peer, kind, sent, self._arm(gate))
+                    self.send(gate, self._peer(t.mesh_dim, -t.ring_offset), kind, sent)
                 if came:
-                    peer = self._peer(t.mesh_dim, t.ring_offset)
-                    self.network.post(peer, self.rank, kind, came, self._arm(gate))
+                    self.receive(gate, self._peer(t.mesh_dim, t.ring_offset), kind, came)
                 messages += bool(sent) + bool(came)
-            yield self._work(device.host.step + messages * device.host.message)
+            yield self.work(device.host.step + messages * device.host.message)
             for block in step.blocks:
                 seconds = block_seconds(tile, tile.block(block).calls, device)
                 if device.memory_rate:
                     seconds += merged_bytes(tile, block, merged) / device.memory_rate
-                yield self._work(seconds)
+                yield self.work(seconds)
             for t in step.end:
                 yield waits[t]
 
-    def _all_to_alls(self, traffic: Traffic, *tag: object) -> Iterator[_Gate]:
+    def _all_to_alls(self, traffic: Traffic, *tag: object) -> Iterator[Gate]:
         """all-to-alls: every message of one is posted at once.
 
         Every rank takes part, one of an empty chunk too; a receiver knows how many bytes come.
         """
         for (mesh_dim, label), calls in traffic.calls.items():
-            nbytes, size = traffic.received[mesh_dim, label], self.sizes[mesh_dim]
+            nbytes, size = traffic.received[mesh_dim, label], self.plan.sizes[mesh_dim]
             if not calls:
                 continue
             for number in range(max(1, round(calls / (size - 1)))):
-                gate = _Gate()
+                gate = Gate()
                 for offset in range(1, size):
                     kind = (mesh_dim, *tag, label, number, offset)
                     share = round(nbytes / calls)
-                    to, of = self._peer(mesh_dim, offset), self._peer(mesh_dim, -offset)
-                    self.network.post(self.rank, to, kind, 0, self._arm(gate))
-                    self.network.post(of, self.rank, kind, share, self._arm(gate))
+                    self.send(gate, self._peer(mesh_dim, offset), kind, 0)
+                    self.receive(gate, self._peer(mesh_dim, -offset), kind, share)
                 yield gate
-
-    def _work(self, seconds: float) -> _Gate:
-        gate = _Gate()
-        if seconds:
-            self.network.compute(self.rank, seconds, self._arm(gate))
-        return gate
-
-    def _arm(self, gate: _Gate) -> Done:
-        gate.open += 1
-
-        def done() -> None:
-            gate.open -= 1
-            if not gate.open and gate.wake is not None:
-                wake, gate.wake = gate.wake, None
-                self.network.clock.at(self.network.clock.now, wake)
-
-        return done
 
     def _peer(self, mesh_dim: str, offset: int) -> int:
         coords = dict(self.plan.coords)
-        coords[mesh_dim] = (coords[mesh_dim] + offset) % self.sizes[mesh_dim]
-        return rank_at(self.sizes, coords)
+        coords[mesh_dim] = (coords[mesh_dim] + offset) % self.plan.sizes[mesh_dim]
+        return rank_at(self.plan.sizes, coords)
 
 
 def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> float:
@@ -230,11 +189,9 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
     sizes = dict(plans[0].sizes)
     if len(plans) not in (math.prod(sizes.values()), image_group(hardware, sizes)):
         raise ValueError(f"{len(plans)} plans for mesh {sizes}: neither all ranks nor one group")
-    ranks = [
-        _Rank(network, sizes, plan, forecast_of(plan), number) for number, plan in enumerate(plans)
-    ]
+    ranks = [_Rank(network, plan, number) for number, plan in enumerate(plans)]
     for rank in ranks:
-        rank.start()
+        rank.play(rank.passes())
     network.clock.run()
     if any(len(rank.ends) < 2 for rank in ranks):
         if len(plans) < math.prod(sizes.values()):
@@ -250,9 +207,67 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
     )
     sent = tuple(network.sent[i] for i in range(len(hardware.level)))
     backward = max(rank.ends[1] for rank in ranks) - forward
-    return Timing(forward, backward, (first, second), sent, len(ranks))
+    return Timing(forward, backward, (first, second), sent)
 
 
 def _compute(tile: Pass, device: Device) -> float:
     blocks = (block for step in tile.program.steps for block in step.blocks)
     return sum(block_seconds(tile, tile.block(b).calls, device) for b in blocks)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A call on the clock.
+
+    timing, plans: of the ranks that were replayed.
+    ranks: how many the layout has.
+    """
+
+    timing: Timing
+    plans: Sequence[Plan]
+    ranks: int
+
+    @property
+    def note(self) -> str:
+        """Which ranks were replayed, in words; nothing where it was all."""
+        if len(self.plans) == self.ranks:
+            return ""
+        return f"; {len(self.plans)} ranks replayed, the others are their images"
+
+
+def replayed(
+    layout: Layout, problem: Problem, hardware: Hardware, most: int = MOST_REPLAYED
+) -> Replayed:
+    """Put a call, over all ranks, on the clock.
+
+    Of more than `most` ranks one node is replayed, where all ranks compute the same: with a full
+    mask, or a causal one in an order of tokens that balances work. Raises `UnsupportedError` for
+    more than `MOST_REPLAYED` ranks that do not compute the same.
+    """
+    ranks = layout.world_size
+    group = ranks if ranks <= most else one_node(layout, problem, hardware)
+    if group is None and ranks > MOST_REPLAYED:
+        raise UnsupportedError(
+            f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
+            f" no boxes of the mesh {dict(layout.mesh)}, are replayed one by one, at most"
+            f" {MOST_REPLAYED}; take an order of tokens that balances work, or a mesh whose inner"
+            " dims fill a node"
+        )
+    plans = list(plans_for(layout, problem, range(group or ranks)))
+    return Replayed(time_call(plans, hardware), plans, ranks)
+
+
+def one_node(layout: Layout, problem: Problem, hardware: Hardware) -> int | None:
+    """How many ranks stand for all, None where all must be replayed."""
+    rules = layout.rules(problem.axes).items()
+    split = any(r.role in (Role.QUERY, Role.KEY) and layout.mesh[d] > 1 for d, r in rules)
+    balanced = all(layout.order.get(axis, "contiguous") in BALANCED for axis in problem.axes)
+    same_work = isinstance(problem.mask, Full) or not split or (is_causal(problem) and balanced)
+    return image_group(hardware, layout.mesh) if same_work else None
+
+
+def is_causal(problem: Problem) -> bool:
+    """Whether the mask is the plain causal one over as many keys as queries."""
+    mask = problem.mask
+    plain = type(mask) is Causal and mask.window is None and not mask.offset
+    return plain and problem.n == problem.m

@@ -43,7 +43,7 @@ from ..plan.plan import Pass
 from ..plan.predict import plan_for
 from ..plan.problem import Problem
 from ..runtime.merging import PartialOutput
-from .replayed import replayed
+from .flow import replayed
 
 #: Bytes of the message that shows the latency, and of the first and last that show the bandwidth.
 SMALL, LARGE, LARGEST = 1 << 10, 1 << 18, {"cpu": 1 << 26, "cuda": 1 << 30}

@@ -21,7 +21,7 @@ from ..layout import Layout
 from ..masks import Causal, Full
 from ..plan.predict import forecast_of, plan_for
 from ..plan.problem import Problem
-from .replayed import replayed
+from .flow import replayed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

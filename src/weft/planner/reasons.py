@@ -11,7 +11,7 @@ from ..inspect.words import digits, show_time
 from ..masks import Full
 from ..plan.problem import Problem
 from .bound import Bounds
-from .replayed import is_causal
+from .flow import is_causal
 from .search import Choice, Choices, Search, slower
 
 #: How much of a second choice's loss a part must explain to be named.

@@ -25,10 +25,9 @@ from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import forecast_of
 from ..plan.problem import Problem
-from .bound import Bounds, LowerBound
+from .bound import Bounds, LowerBound, link_seconds, longest
 from .candidates import Candidate, Refused, candidates
-from .links import link_seconds, longest
-from .replayed import MOST_REPLAYED, one_node, replayed
+from .flow import replayed
 
 #: Ranks that are replayed one by one although one node would do.
 _FEW = 8
@@ -115,15 +114,11 @@ class Choices:
 
 @dataclass
 class Search:
-    """A search for the layout of one call.
+    """A search for the layout of one call, over all ranks.
 
-    Attributes:
-        problem: the call, over all ranks.
-        hardware: where it runs.
-        devices: how many ranks.
-        only: strategies to keep to; all, if none.
-        memory: bytes of a rank that attention may take, default the device's.
-        forward_only: rank by the forward pass alone, and hold no gradients.
+    only: strategies to keep to; all, if none.
+    memory: bytes of a rank that attention may take, default the device's.
+    forward_only: rank by the forward pass alone, and hold no gradients.
     """
 
     problem: Problem
@@ -137,7 +132,8 @@ class Search:
         self.refused = Refused()
         self.bounds = Bounds(self.problem, self.hardware, self.devices)
         self.limit = self.hardware.device.memory if self.memory is None else self.memory
-        self.every = [c for c in self._candidates() if self._fits(c)]
+        every = candidates(self.problem, self.hardware, self.devices, self.only, self.refused)
+        self.every = [c for c in every if self._fits(self.bounds.held(c))]
         self._clocked: dict[Candidate, Choice | None] = {}
         self._spent = 0.0
 
@@ -156,18 +152,15 @@ class Search:
         """Replay candidates until no other can be faster by more than a gap.
 
         Of those within the gap of the fastest, the one comes first that keeps its links least busy:
-        it depends least on the clock being right.
+        it depends least on the clock being right. Raises `UnsupportedError` where no candidate
+        fits, and `DeclarationError` where the call would take longer than anybody waits.
 
         Args:
             least: replays at least.
             gap: relative; 0 for the very best.
-            seconds: of a core that this thread may use, whatever else the machine does; then a gap
-                is left.
+            seconds: of a core that this thread may use, whatever else the machine does; then a
+                larger gap is left.
             tell: called with how many were replayed.
-
-        Raises:
-            UnsupportedError: no candidate fits.
-            DeclarationError: the call would take longer than anybody waits.
         """
         began = time.thread_time()
 
@@ -217,15 +210,14 @@ class Search:
         return self._clocked[c]
 
     def _choice(self, c: Candidate) -> Choice | None:
-        layout = self._layout(c)
+        layout = c.layout("+".join(self.problem.axes), rates_of(self.hardware))
         try:
-            run = replayed(layout, self.problem, self.hardware, self._most(c))
+            run = replayed(layout, self.problem, self.hardware, _FEW)
         except WeftError as error:
             self.refused.add(str(error))
             return None
         memory = call_memory(run.plans[0], self.forward_only)
-        if self.limit is not None and memory > self.limit:
-            self.refused.add(f"more memory than {self.limit:.3g} bytes")
+        if not self._fits(memory):
             return None
         sums = sum(sum(self.bounds.tensor_sum(c, d).values()) for d in c.dims if d.role == "tensor")
         timing = run.timing
@@ -240,24 +232,12 @@ class Search:
             bounded_by(self.bounds.of(c)[: 1 if self.forward_only else 2], timing.total),
         )
 
-    def _candidates(self) -> Iterable[Candidate]:
-        return candidates(self.problem, self.hardware, self.devices, self.only, self.refused)
-
-    def _fits(self, c: Candidate) -> bool:
-        if self.limit is not None and self.bounds.held(c) > self.limit:
+    def _fits(self, memory: float) -> bool:
+        """Whether a candidate may take so many bytes; one that may not is counted as refused."""
+        if self.limit is not None and memory > self.limit:
             self.refused.add(f"more memory than {self.limit:.3g} bytes")
             return False
         return True
-
-    def _most(self, c: Candidate) -> int:
-        return _FEW if self.devices > _FEW and self._alike(c) else MOST_REPLAYED
-
-    def _alike(self, c: Candidate) -> bool:
-        layout = self._layout(c)
-        return one_node(layout, self.problem, self.hardware) is not None
-
-    def _layout(self, c: Candidate) -> Layout:
-        return c.layout("+".join(self.problem.axes), rates_of(self.hardware))
 
     def _least(self, c: Candidate) -> float:
         forward, backward = self.bounds.of(c)

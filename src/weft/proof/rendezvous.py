@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Sized
 
 from ..layout import Layout
 from ..plan.memory import row_bytes
@@ -22,17 +22,34 @@ def message_defects(layout: Layout, tiles: Sequence[Pass]) -> list[str]:
     known = {tuple(t.plan.coords.values()): t for t in tiles}
     for tile in tiles:
         for t in tile.program.transfers:
-            coords, size = tile.plan.coords, tile.plan.sizes[t.mesh_dim]
-            to = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}
-            other = known.get(tuple(to.values()))
+            other = known.get(_along(tile, t, -1))
             if other is not None and _bytes(tile, t, 0) != _bytes(other, t, 1):
-                defects.append(f"{coords}: {t} sends other bytes than are expected")
+                defects.append(f"{tile.plan.coords}: {t} sends other bytes than are expected")
     return defects
 
 
 def _bytes(tile: Pass, t: Transfer, which: int) -> int:
     low, high = tile.transfer_rows(t)[which]
     return (high - low) * row_bytes(tile.plan, t.payload, tile.backward)
+
+
+#: A rank's wait: until a box has more messages than this.
+Wait = tuple[Sized, int]
+
+
+def stuck_ranks(scripts: Sequence[Iterator[Wait]]) -> list[int]:
+    """Run the scripts of all ranks as far as they go; the ranks that then still wait."""
+    waits: dict[int, Wait | None] = {
+        rank: next(script, None) for rank, script in enumerate(scripts)
+    }
+    moved = True
+    while moved:
+        moved = False
+        for rank, wait in waits.items():
+            while wait is not None and len(wait[0]) > wait[1]:
+                waits[rank] = wait = next(scripts[rank], None)
+                moved = True
+    return [rank for rank, wait in waits.items() if wait is not None]
 
 
 def rendezvous(tiles: Sequence[Pass]) -> list[str]:
@@ -42,67 +59,53 @@ def rendezvous(tiles: Sequence[Pass]) -> list[str]:
     the transfer's end. The k-th message from one rank to another along a mesh dim is the k-th that
     is received there. Returns the mismatches, and who waits for whom in a deadlock.
     """
-    sizes = tiles[0].plan.sizes
-    place = {tuple(t.plan.coords.values()): r for r, t in enumerate(tiles)}
-    lists = [_events(tile, place, sizes) for tile in tiles]
-    todo = [deque(events) for events in lists]
-    sent: dict[tuple, list] = defaultdict(list)
+    rank_at = {tuple(t.plan.coords.values()): r for r, t in enumerate(tiles)}
+    sent: dict[tuple, list] = defaultdict(list)  # (source, target, mesh dim) -> (payload, bytes)
     asked: dict[tuple, list] = defaultdict(list)
-    begun: list[dict] = [defaultdict(deque) for _ in tiles]
+    waits_for: dict[int, Transfer] = {}
     defects: list[str] = []
-    moved = True
-    while moved:
-        moved = False
-        for rank, events in enumerate(todo):
-            while events:
-                kind, t, out, come = events[0]
-                if kind == "begin":
-                    needs = []
-                    for box, other, item in ((sent, asked, out), (asked, sent, come)):
-                        if item is not None:
-                            key, content = item
-                            box[key].append(content)
-                            needs.append((other, key, len(box[key]) - 1, content))
-                    begun[rank][t].append(needs)
-                else:
-                    if not begun[rank][t]:
-                        return [f"rank {rank} waits for {t}, which it has not begun"]
-                    needs = begun[rank][t][0]
-                    if any(len(other[key]) <= k for other, key, k, _ in needs):
-                        break
-                    for other, key, k, content in needs:
-                        if other[key][k] != content:
-                            defects.append(f"rank {rank}: {t}: {content} meets {other[key][k]}")
-                    begun[rank][t].popleft()
-                events.popleft()
-                moved = True
-    stuck = [f"rank {r} waits for ever for {e[0][1]}" for r, e in enumerate(todo) if e]
+    unbegun: list[str] = []
+
+    def script(rank: int, tile: Pass) -> Iterator[Wait]:
+        begun: dict[Transfer, deque] = defaultdict(deque)
+        for step in tile.program.steps:
+            for t in step.begin:
+                to, source = (rank_at[_along(tile, t, sign)] for sign in (-1, 1))
+                messages = (
+                    (sent, asked, (rank, to, t.mesh_dim), _bytes(tile, t, 0)),
+                    (asked, sent, (source, rank, t.mesh_dim), _bytes(tile, t, 1)),
+                )
+                meetings = []
+                for own, others, key, nbytes in messages:
+                    if nbytes:
+                        meetings.append((others[key], len(own[key]), (t.payload, nbytes)))
+                        own[key].append((t.payload, nbytes))
+                begun[t].append(meetings)
+            for t in step.end:
+                if not begun[t]:
+                    unbegun.append(f"rank {rank} waits for {t}, which it has not begun")
+                    return
+                for box, k, content in begun[t].popleft():
+                    waits_for[rank] = t
+                    yield box, k
+                    if box[k] != content:
+                        defects.append(f"rank {rank}: {t}: {content} meets {box[k]}")
+
+    stuck = stuck_ranks([script(rank, tile) for rank, tile in enumerate(tiles)])
+    if unbegun:
+        return unbegun
     left = [
         f"{key}: a message without a receive" for key in sent if len(sent[key]) > len(asked[key])
     ]
     left += [
         f"{key}: a receive without a message" for key in asked if len(asked[key]) > len(sent[key])
     ]
-    return stuck + defects + left
+    return [f"rank {r} waits for ever for {waits_for[r]}" for r in stuck] + defects + left
 
 
-def _events(tile: Pass, place: dict, sizes: Mapping[str, int]) -> Iterator[tuple]:
-    coords = tile.plan.coords
-    rank = place[tuple(coords.values())]
-
-    def peer(t: Transfer, sign: int) -> int:
-        there = (coords[t.mesh_dim] + sign * t.ring_offset) % sizes[t.mesh_dim]
-        return place[tuple({**coords, t.mesh_dim: there}.values())]
-
-    for step in tile.program.steps:
-        for t in step.begin:
-            out, come = _bytes(tile, t, 0), _bytes(tile, t, 1)
-            to, source = peer(t, -1), peer(t, 1)
-            yield (
-                "begin",
-                t,
-                ((rank, to, t.mesh_dim), (t.payload, out)) if out else None,
-                ((source, rank, t.mesh_dim), (t.payload, come)) if come else None,
-            )
-        for t in step.end:
-            yield "end", t, None, None
+def _along(tile: Pass, t: Transfer, sign: int) -> tuple[int, ...]:
+    """Coordinates of the rank that a transfer comes from (1), or goes to (-1)."""
+    coords, size = tile.plan.coords, tile.plan.sizes[t.mesh_dim]
+    return tuple(
+        {**coords, t.mesh_dim: (coords[t.mesh_dim] + sign * t.ring_offset) % size}.values()
+    )

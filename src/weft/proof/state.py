@@ -20,7 +20,8 @@ from ..masks import Documents
 from ..plan.order import Span, join
 from ..plan.redistribute import Placed, Redistribution, placement, plan_redistribution
 from ..plan.state import Fragments, by_heads, fragments
-from ..plan.tree import Message, Tree, Value, state_tree
+from ..plan.tree import Tree, Value, state_tree
+from .rendezvous import Wait, stuck_ranks
 from .symbolic import Claim
 
 #: Chunks of an axis that are looked at one by one; of more nothing is claimed.
@@ -180,42 +181,35 @@ def composition_defects(plan: Fragments) -> Iterator[str]:
 
 def chain_defects(plan: Fragments) -> Iterator[str]:
     """What is wrong with states that are handed on, each rank waiting for what it needs."""
-    starts, sizes = _documents(plan), dict(plan.mesh)
+    starts = _documents(plan)
     sent: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
-    todo = [deque(plan.relay(chunk)) for chunk in range(len(plan.chunks))]
-    last: list[tuple[int, int]] = [(0, 0)] * len(plan.chunks)
     done: set[tuple[int, int]] = set()
+    defects: list[str] = []
 
-    def peer(chunk: int, to: tuple[str, int]) -> int:
-        return index_at(sizes, sizes, {**coordinates(sizes, chunk), to[0]: to[1]})
+    def script(chunk: int) -> Iterator[Wait]:
+        state = (0, 0)  # tokens [first, last) that the state at hand is made of
+        for stage in plan.relay(chunk):
+            passing = state
+            if stage.source is not None:
+                box = sent[_peer(plan, chunk, *stage.source), chunk]
+                yield box, 0
+                passing = box.popleft()
+            if stage.piece >= 0:
+                piece = plan.chunks[chunk][stage.piece]
+                first = max(s for s in starts if s <= piece.start)
+                if stage.begins != (first == piece.start):
+                    defects.append(f"chunk {chunk}: {piece} begins no document, or does")
+                elif not stage.begins and passing != (first, piece.start):
+                    defects.append(f"chunk {chunk}: {piece} is entered by tokens {passing}")
+                passing = state = first, piece.start + piece.count
+                done.add((chunk, stage.piece))
+            if stage.target is not None:
+                sent[chunk, _peer(plan, chunk, *stage.target)].append(passing)
 
-    moving = True
-    while moving:
-        moving = False
-        for chunk, stages in enumerate(todo):
-            while stages:
-                stage = stages[0]
-                state = last[chunk]
-                if stage.source is not None:
-                    box = sent[peer(chunk, stage.source), chunk]
-                    if not box:
-                        break
-                    state = box.popleft()
-                stages.popleft()
-                moving = True
-                if stage.piece >= 0:
-                    piece = plan.chunks[chunk][stage.piece]
-                    first = max(s for s in starts if s <= piece.start)
-                    if stage.begins != (first == piece.start):
-                        yield f"chunk {chunk}: {piece} begins no document, or does"
-                    elif not stage.begins and state != (first, piece.start):
-                        yield f"chunk {chunk}: {piece} is entered by tokens {state}"
-                    state = last[chunk] = first, piece.start + piece.count
-                    done.add((chunk, stage.piece))
-                if stage.target is not None:
-                    sent[chunk, peer(chunk, stage.target)].append(state)
-    if any(todo) or any(sent.values()):
-        yield f"ranks wait for each other: {sum(map(len, todo))} stages are left"
+    stuck = stuck_ranks([script(chunk) for chunk in range(len(plan.chunks))])
+    yield from defects
+    if stuck or any(sent.values()):
+        yield f"ranks wait for each other: {stuck}, or messages are left"
     every = {(c, i) for c, ps in enumerate(plan.chunks) for i, p in enumerate(ps) if p.count}
     if done != every:
         yield f"{len(every - done)} pieces are never computed"
@@ -229,77 +223,67 @@ def tree_defects(plan: Fragments) -> Iterator[str]:
 
 def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
     """What is wrong with the rounds of a tree, forward or in reverse."""
-    which, sizes = "gradients" if backward else "states", dict(plan.mesh)
+    which, starts = "gradients" if backward else "states", _documents(plan)
     documents: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by their first token
-    starts = _documents(plan)
     for chunk, pieces in enumerate(plan.chunks):
         for i, piece in enumerate(pieces):
             if piece.count:
                 first = max(s for s in starts if s <= piece.start)
                 documents[first].append((piece.start, chunk, i))
+    expected: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for document in documents.values():
+        order = [(chunk, i) for _, chunk, i in sorted(document, reverse=backward)]
+        expected |= {leaf: order[:at] for at, leaf in enumerate(order) if at}
     held: list[dict[Value, list[tuple[int, int]]]] = [{} for _ in plan.chunks]
-    wanted: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for number, chain in enumerate(made.chains):
         for at, leaf in enumerate(chain):
             held[leaf[0]][Value(number, at, at + 1)] = [leaf]
-    for found_in in documents.values():
-        order = [(chunk, i) for _, chunk, i in sorted(found_in, reverse=backward)]
-        wanted |= {leaf: order[:at] for at, leaf in enumerate(order) if at}
     sent: dict[tuple[int, int], deque] = defaultdict(deque)
-    todo = [deque(rounds) for rounds in made.rounds]
-    posted = [False] * len(todo)
+    defects: list[str] = []
 
-    def peer(chunk: int, m: Message) -> int:
-        return index_at(sizes, sizes, {**coordinates(sizes, chunk), m.mesh_dim: m.coordinate})
+    def script(chunk: int) -> Iterator[Wait]:
+        here = held[chunk]
+        for step in made.rounds[chunk]:
+            for fold in step.folds:
+                if fold.before not in here or fold.after not in here:
+                    defects.append(f"{which}: chunk {chunk} has not what makes {fold.made}")
+                    return
+                here[fold.made] = here[fold.before] + here[fold.after]
+            for m in step.sends:
+                if m.value not in here:
+                    defects.append(f"{which}: chunk {chunk} has no {m.value} to send")
+                    return
+                box = sent[chunk, _peer(plan, chunk, m.mesh_dim, m.coordinate)]
+                box.append((m.value, here[m.value]))
+            for m in step.receives:
+                box = sent[_peer(plan, chunk, m.mesh_dim, m.coordinate), chunk]
+                yield box, 0
+                value, leaves = box.popleft()
+                if value != m.value:
+                    defects.append(f"{which}: chunk {chunk} expects {m.value} and gets {value}")
+                here[m.value] = leaves
 
-    moving = True
-    while moving:
-        moving = False
-        for chunk, rounds in enumerate(todo):
-            while rounds:
-                step = rounds[0]
-                if not posted[chunk]:
-                    for fold in step.folds:
-                        before, after = (held[chunk].get(v) for v in (fold.before, fold.after))
-                        if before is None or after is None:
-                            yield f"{which}: chunk {chunk} has not what makes {fold.made}"
-                            return
-                        held[chunk][fold.made] = before + after
-                    for m in step.sends:
-                        if m.value not in held[chunk]:
-                            yield f"{which}: chunk {chunk} has no {m.value} to send"
-                            return
-                        sent[chunk, peer(chunk, m)].append((m.value, held[chunk][m.value]))
-                    posted[chunk] = moving = True
-                sources = [peer(chunk, m) for m in step.receives]
-                if any(sources.count(source) > len(sent[source, chunk]) for source in sources):
-                    break
-                for m, source in zip(step.receives, sources):
-                    value, leaves = sent[source, chunk].popleft()
-                    if value != m.value:
-                        yield f"{which}: chunk {chunk} expects {m.value} and gets {value}"
-                    held[chunk][m.value] = leaves
-                rounds.popleft()
-                posted[chunk], moving = False, True
-    if any(todo) or any(sent.values()):
-        yield f"{which}: ranks wait for each other: {sum(map(len, todo))} rounds are left"
+    stuck = stuck_ranks([script(chunk) for chunk in range(len(plan.chunks))])
+    yield from defects
+    if stuck or any(sent.values()):
+        yield f"{which}: ranks wait for each other: {stuck}, or messages are left"
     found = {
         leaf: held[leaf[0]].get(Value(number, 0, at))
         for number, leaves in enumerate(made.chains)
         for at, leaf in enumerate(leaves)
         if at
     }
-    for chunk, i in sorted(found.keys() | wanted.keys()):
-        if found.get((chunk, i)) != wanted.get((chunk, i)):
+    for chunk, i in sorted(found.keys() | expected.keys()):
+        if found.get((chunk, i)) != expected.get((chunk, i)):
             yield (
                 f"{which}: chunk {chunk}: {plan.chunks[chunk][i]} is entered by"
-                f" {found.get((chunk, i))}, not {wanted.get((chunk, i))}"
+                f" {found.get((chunk, i))}, not {expected.get((chunk, i))}"
             )
 
 
 def halo_defects(plan: Fragments) -> Iterator[str]:
     """What is wrong with columns to the left."""
-    starts, sizes = _documents(plan), dict(plan.mesh)
+    starts = _documents(plan)
     tokens = [
         [t for piece in pieces for t in range(piece.start, piece.start + piece.count)]
         for pieces in plan.chunks
@@ -324,12 +308,17 @@ def halo_defects(plan: Fragments) -> Iterator[str]:
                 yield f"chunk {chunk}: {columns} columns are of tokens {found}, not {wanted}"
             for step in move.steps:
                 for coordinate, overlaps in enumerate(step.sends):
-                    at = {**coordinates(sizes, chunk), step.mesh_dim: coordinate}
-                    there = moves[index_at(sizes, sizes, at)]
-                    same = [s for s in there.steps if s.mesh_dim == step.mesh_dim]
+                    peer = _peer(plan, chunk, step.mesh_dim, coordinate)
+                    same = [s for s in moves[peer].steps if s.mesh_dim == step.mesh_dim]
                     own = plan.coordinate(chunk, step.mesh_dim)
                     if not same or same[0].receives[own] != overlaps:
-                        yield f"chunk {chunk}: sends columns that {at} does not expect"
+                        yield f"chunk {chunk}: sends columns that {peer} does not expect"
+
+
+def _peer(plan: Fragments, chunk: int, mesh_dim: str, coordinate: int) -> int:
+    """The chunk of the rank at a coordinate along a mesh dim."""
+    sizes = dict(plan.mesh)
+    return index_at(sizes, sizes, {**coordinates(sizes, chunk), mesh_dim: coordinate})
 
 
 def _documents(plan: Fragments) -> list[int]:

@@ -22,7 +22,7 @@ Parts 2 and 3 look at every rank where that is `FEW_BLOCKS` blocks or fewer. Bey
 ranks whose blocks are, up to symmetry, all blocks there are (`weft.proof.representatives`). Two
 blocks are the same up to symmetry if their chunks, in order of position, have the same lengths and
 steps, are adjacent or not, and each part of the one's queries sees each part of its keys
-as the other's does (`weft.proof.symmetry`): no mask of these asks more of positions
+as the other's does: no mask of these asks more of positions
 (`tests/test_symbolic.py` compares the calls of all such blocks).
 """
 

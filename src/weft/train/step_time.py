@@ -13,10 +13,8 @@ from ..declare.hardware import Hardware
 from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
 from ..plan.plan import Plan
-from ..planner.bound import best_rate
-from ..planner.flow import time_call
-from ..planner.links import link_seconds, longest
-from ..planner.replayed import MOST_REPLAYED, one_node
+from ..planner.bound import best_rate, link_seconds, longest
+from ..planner.flow import MOST_REPLAYED, one_node, time_call
 from .step_count import Moved, StepCount
 
 
