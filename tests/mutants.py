@@ -1518,8 +1518,8 @@ BUGS = (
     Bug(
         "a state of several groups of heads is one message",
         "plan/state.py",
-        "moved.calls[target[0], label] += len(self.nbytes)",
-        "moved.calls[target[0], label] += 1",
+        "yield [PlannedMessage(*peer, nbytes, sends) for nbytes in self.nbytes]",
+        "yield [PlannedMessage(*peer, sum(self.nbytes), sends)]",
         "state symbolic",
     ),
     # -- words and commands
