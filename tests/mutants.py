@@ -176,9 +176,9 @@ BUGS = (
     ),
     Bug(
         "a backward pass of states does not say of which pass",
-        "runtime/state_ops.py",
-        "return torch.ops.weft.states_backward(grad, *ctx.saved_tensors, ctx.handle), None",
-        "return torch.ops.weft.states_backward(grad, torch.tensor([1]), ctx.handle), None",
+        "runtime/exchange.py",
+        "channel = passing.exchange.backward(int(number))",
+        "channel = passing.exchange.backward(1)",
         "state",
     ),
     Bug(

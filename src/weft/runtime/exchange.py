@@ -1,17 +1,23 @@
-"""Agreement of ranks before tensors move outside attention; how ops get what they move."""
+"""Movements outside attention: how ranks agree on one, and the custom ops that run it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import abc
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
 
 from .._digest import number_of
 from ..comm import Transport
 from ..comm.channel import REFUSED, UNSUPPORTED, Channel
+from ..comm.once_differentiable import second_derivative
 from ..comm.origin import UNKNOWN, Origin
 from ..errors import UnsupportedError, WeftError
 from . import handles
+from .handles import op, shapes_of
 
 
 @dataclass(frozen=True)
@@ -81,25 +87,107 @@ class Exchange:
 
 
 @dataclass(eq=False)
-class Passing:
-    """A pass that an op makes, which gets it by its handle.
+class Passing(abc.ABC):
+    """One differentiable movement of a tensor, which the ops of `pass_op` get by its handle.
 
-    Attributes:
-        plan: its messages, whose `traffic` counts them.
-        exchange: how ranks agree on it.
-        handle: its name.
+    `plan` holds its messages, and its `traffic` counts them.
     """
 
     plan: Any
     exchange: Exchange
     handle: str = field(default_factory=handles.new_name, kw_only=True)
 
+    #: whether the backward pass reads the input and the result of the forward pass
+    reads_forward = False
+
     @property
     def transport(self) -> Transport:
-        """Of this rank."""
+        """The transport of this rank."""
         return self.exchange.transport
 
     def keep_traced(self) -> str:
         """Its handle for a graph, which may keep it for as long as the process lives."""
         self.handle += f"-{number_of(self.exchange.content):x}"
         return handles.keep_traced(self)
+
+    @abc.abstractmethod
+    def forward(self, x: Tensor, channel: Channel) -> Tensor:
+        """The result of the forward pass."""
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        grad: Tensor,
+        x: Tensor | None,
+        out: Tensor | None,
+        shape: Sequence[int],
+        channel: Channel,
+    ) -> Tensor:
+        """The gradient of x, of a shape; x and the result if `reads_forward`."""
+
+    @abc.abstractmethod
+    def shape(self, x: Tensor) -> Sequence[int]:
+        """The shape of the result."""
+
+
+def pass_op(name: str, subject: str) -> None:
+    """Register `weft::NAME` and `weft::NAME_backward`, which run the two passes of a `Passing`.
+
+    Ops have names, so that a policy of activation checkpointing that keeps their outputs repeats no
+    communication, and `torch.compile` puts them into a graph. After its result the forward op
+    returns the number of the pass, by which its backward pass is told from others. `subject` is
+    the public function, named where a second derivative is refused.
+    """
+
+    @op(f"weft::{name}")
+    def forward(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
+        passing: Passing = handles.get(handle)
+        channel = passing.exchange.forward()
+        out = passing.forward(x, channel)
+        channel.note(passing.plan, False)
+        channel.finish()
+        return out, torch.tensor([channel.number], dtype=torch.int64, device="cpu")
+
+    @op(f"weft::{name}_backward")
+    def backward(
+        grad: Tensor,
+        x: Tensor | None,
+        out: Tensor | None,
+        number: Tensor,
+        shape: list[int],
+        handle: str,
+    ) -> Tensor:
+        passing: Passing = handles.get(handle)
+        channel = passing.exchange.backward(int(number))
+        made = passing.backward(grad, x, out, shape, channel)
+        channel.note(passing.plan, True)
+        channel.finish()
+        return made
+
+    @shapes_of(forward)
+    def _(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
+        number = torch.empty(1, dtype=torch.int64, device="cpu")
+        return x.new_empty(handles.get(handle).shape(x)), number
+
+    @shapes_of(backward)
+    def _(
+        grad: Tensor, x: object, out: object, number: Tensor, shape: list[int], handle: str
+    ) -> Tensor:
+        return grad.new_empty(shape)
+
+    def setup(ctx: Any, inputs: tuple, output: tuple) -> None:
+        x, ctx.handle = inputs
+        ctx.keep, ctx.shape = handles.get(ctx.handle), list(x.shape)
+        read = (x, output[0]) if ctx.keep.reads_forward else (None, None)
+        ctx.save_for_backward(*read, output[1])  # a checkpoint computes again as far as this
+
+    def gradient(ctx: Any, grad: Tensor, _: Any) -> tuple:
+        handles.keep(ctx.handle, ctx.keep)
+        run = getattr(torch.ops.weft, f"{name}_backward")
+        return run(grad, *ctx.saved_tensors, ctx.shape, ctx.handle), None
+
+    def refuse(ctx: Any, *_: Any) -> NoReturn:
+        raise second_derivative(subject)
+
+    forward.register_autograd(gradient, setup_context=setup)
+    backward.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)

@@ -16,7 +16,7 @@ _TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if 
 
 #: torch keeps compiled graphs on disk, found by names of calls too. A number that is counted up
 #: where ops return other shapes or strides than before, so that no graph of then is found.
-_NAMES = "weft/2/"
+_NAMES = "weft/3/"
 _numbers = itertools.count()
 _alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
 _traced: dict[str, Any] = {}

@@ -6,7 +6,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +15,6 @@ from .._torch import constant_in_graphs, in_graph
 from .._uploads import uploaded
 from ..comm import Shuffle, Transport
 from ..comm.channel import Channel
-from ..comm.once_differentiable import second_derivative
 from ..comm.origin import UNKNOWN, origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
@@ -29,8 +27,7 @@ from ..plan.redistribute import (
     plan_redistribution,
 )
 from . import handles
-from .exchange import Exchange, Passing
-from .handles import op, shapes_of
+from .exchange import Exchange, Passing, pass_op
 
 LABEL = "redistribute"
 
@@ -182,74 +179,28 @@ def _check(
 
 @dataclass(eq=False)
 class _Moving(Passing):
-    """A pass that takes a tensor to another placement.
+    """Takes a tensor to another placement; `dims` are those of the tensor that axes are placed in.
 
-    Attributes:
-        dims: of the tensor, that axes are placed in.
+    Rank by rank: there in the forward pass, and the same way back in the backward pass.
     """
 
     plan: RedistributionPass
     dims: tuple[int, ...]
 
-    def moved(self, x: Tensor, channel: Channel, backward: bool) -> Tensor:
-        """A tensor at its new place, or its gradient where it came from."""
-        way = self.plan.back if backward else self.plan.there
-        out = fetch(x, self.dims, way, channel, self.plan.label)
-        channel.note(self.plan, backward)
-        channel.finish()
-        return out
+    def forward(self, x: Tensor, channel: Channel) -> Tensor:
+        return fetch(x, self.dims, self.plan.there, channel, self.plan.label)
 
-    def empty(self, x: Tensor, backward: bool) -> Tensor:
-        """A tensor of the shape that `moved` gives."""
-        way, shape = self.plan.back if backward else self.plan.there, list(x.shape)
-        for dim, n in zip(self.dims, way.shape):
-            shape[dim] = n
-        return x.new_empty(shape)
+    def backward(
+        self, grad: Tensor, x: object, out: object, shape: Sequence[int], channel: Channel
+    ) -> Tensor:
+        return fetch(grad, self.dims, self.plan.back, channel, self.plan.label)
+
+    def shape(self, x: Tensor) -> Sequence[int]:
+        sizes = dict(zip(self.dims, self.plan.there.shape))
+        return [sizes.get(dim, n) for dim, n in enumerate(x.shape)]
 
 
-@op("weft::redistribute")
-def _there(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
-    """This rank's part in another placement, and the number of the pass."""
-    moving: _Moving = handles.get(handle)
-    channel = moving.exchange.forward()
-    number = torch.tensor([channel.number], dtype=torch.int64, device="cpu")
-    return moving.moved(x, channel, False), number
-
-
-@op("weft::redistribute_backward")
-def _back(grad: Tensor, number: Tensor, handle: str) -> Tensor:
-    moving: _Moving = handles.get(handle)
-    return moving.moved(grad, moving.exchange.backward(int(number)), True)
-
-
-@shapes_of(_there)
-def _(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:
-    number = torch.empty(1, dtype=torch.int64, device="cpu")
-    return handles.get(handle).empty(x, False), number
-
-
-@shapes_of(_back)
-def _(grad: Tensor, number: Tensor, handle: str) -> Tensor:
-    return handles.get(handle).empty(grad, True)
-
-
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    _, ctx.handle = inputs
-    ctx.keep = handles.get(ctx.handle)
-    ctx.save_for_backward(output[1])  # a checkpoint computes again as far as what is saved
-
-
-def _gradient(ctx: Any, grad: Tensor, _: Any) -> Any:
-    handles.keep(ctx.handle, ctx.keep)
-    return torch.ops.weft.redistribute_backward(grad, *ctx.saved_tensors, ctx.handle), None
-
-
-def _refuse(ctx: Any, *_: Any) -> Any:
-    raise second_derivative("layout.redistribute")
-
-
-_there.register_autograd(_gradient, setup_context=_setup)
-_back.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+pass_op("redistribute", "layout.redistribute")
 
 
 def fetch(

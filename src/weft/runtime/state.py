@@ -40,8 +40,8 @@ from ..plan.state_choice import GROUPS, Carried, ways_of
 from ..plan.tree import TreeExchange
 from . import handles
 from .chain import Step, chained
-from .exchange import Exchange
-from .state_ops import StatePassing
+from .exchange import Exchange, Passing
+from .state_ops import HaloPassing, StatesPassing, TreePassing
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -240,26 +240,23 @@ class LocalPieces:
         handles.keep(made.handle, made)
         return run(x, made.handle)[0]
 
-    def passing(
-        self, kind: str, described: str, ahead: bool, nbytes: int, *more: Any
-    ) -> StatePassing:
+    def passing(self, kind: str, described: str, ahead: bool, nbytes: int, *more: Any) -> Passing:
         """A pass of states or columns, for their ops.
 
-        Args:
-            nbytes: of a map or a column; where maps are composed in a tree, of a number.
-            more: of a tree the shapes of A and b, and whether A is a matrix; of a halo the dim of
-                the tokens and how many columns.
+        `nbytes` are those of a map or a column; where maps are composed in a tree, of a number.
+        `more` is, of a tree, the shapes of A and b and whether A is a matrix; of a halo, the dim of
+        the tokens and how many columns.
         """
         exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
         if kind == _STATES:
-            return StatePassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
+            return StatesPassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
         if kind == _HALO:
             dim, columns = more
-            return StatePassing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
+            return HaloPassing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
         a, b, matrix = more
         state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
-        passing = TreeExchange(self.plan, self.chunk, state, state + matrices)
-        return StatePassing(passing, exchange, 0, (a, b), matrix)
+        plan = TreeExchange(self.plan, self.chunk, state, state + matrices)
+        return TreePassing(plan, exchange, (a, b), matrix)
 
     def _composed(self, maps: Tensor, a: Tensor, b: Tensor, apply: Apply) -> list[Tensor]:
         """S_in per piece from the maps of all ranks (slots, numbers of A and b)."""
