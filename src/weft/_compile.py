@@ -61,8 +61,7 @@ def flattened(value: Any) -> tuple:
 def restored(flat: tuple) -> Any:
     """The object that was `flattened`, or one with the same fields.
 
-    Raises:
-        ShapeError: an object that was made in the graph is not made again by its fields.
+    Raises `ShapeError` where an object that was made in the graph is not made again by its fields.
     """
     made, *entries = flat
     if isinstance(made, str):

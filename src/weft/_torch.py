@@ -112,13 +112,9 @@ def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> 
     """A gloo group that only its members know, and that ends with its last reference.
 
     `dist.new_group` either waits for every rank of the world or names a group by how many this
-    process has made, which need not be the same number on all of its members.
-
-    Args:
-        name: the same on all members, and of no other group.
-        rank: this process's place among them.
-        size: how many there are.
-        timeout: for meeting the others.
+    process has made, which need not be the same number on all of its members. `name` is the same on
+    all members and of no other group, `rank` this process's place among them; `timeout` is for
+    meeting them.
     """
     return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
 

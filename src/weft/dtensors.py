@@ -41,15 +41,9 @@ def attend_dtensors(
     return_lse: bool,
     options: dict[str, Any],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of the local tensors, in and out as DTensors.
+    """Attention (`attend`, with its options) of local tensors, in and out as DTensors.
 
-    Args:
-        attend: `weft.attention`.
-        q: queries, as `check_dtensors` wants all three.
-        k: keys.
-        v: values.
-        return_lse: whether to return the logsumexp, too.
-        options: what else `attend` is called with.
+    All three are placed as `check_dtensors` asks.
     """
     local = [_ToLocal.apply(t) for t in (q, k, v)]
     (axis,) = options["axis"]
@@ -121,16 +115,9 @@ def on_local_tensors(
 ) -> Tensor:
     """A function of the local tensors of DTensors that are split along an axis, as a DTensor.
 
-    Args:
-        fn: takes the local tensors by name, and `length`; its result is split like the last one.
-        tensors: by name.
-        layout: says which mesh dims split the axis.
-        axis: the axis.
-        dim: of the axis, in all tensors.
-        length: must be None: DTensors carry it.
-
-    Raises:
-        ShapeError: they are not placed as the layout says.
+    `fn` takes the local tensors by name, and `length`; its result is split like the last of them.
+    `dim` is that of the axis in all tensors. `length` must be None: DTensors carry it. Raises
+    `ShapeError` unless they are placed as the layout says.
     """
     if length is not None:
         raise ShapeError("length is for local tensors; DTensors carry their global shape")

@@ -32,18 +32,13 @@ Number = TypeVar("Number", int, float)
 class Channel:
     """The messages of one pass of a call, on this rank.
 
-    Args:
-        transport: moves the messages.
-        mesh_dims: along which ranks take part in the pass.
-        digest: of what they must have in common, below 2**62.
-        what: the pass, for messages.
-        detail: its content in words, asked for where ranks differ.
-        vote: the number that ranks vote on, default the digest.
-        kind: on a device that the CPU runs ahead of, the number of what ranks must have in common,
-            whichever pass it is; once they agreed on it, an answer may wait until the next pass
-            begins. None: the CPU waits for messages, so the answer is there before them.
-        subject: what ranks must have in common, in errors.
-        origin: where the program makes the call, which must be the same where it is known.
+    Ranks along `mesh_dims` vote on `vote`, by default the digest of what they must have in common;
+    both are below 2**62. Where they differ, `detail` gives the pass's content in words. `origin` is
+    where the program makes the call, which must be the same where it is known.
+
+    `kind` is None where the CPU waits for messages, so that the answer is there before them. On a
+    device that the CPU runs ahead of, it is the number of what ranks must have in common, whichever
+    pass it is; once they agreed on it, an answer may wait until the next pass begins.
     """
 
     def __init__(
@@ -79,9 +74,8 @@ class Channel:
     def check(self) -> None:
         """Wait until all ranks agree on the pass.
 
-        Raises:
-            ShapeError: on every rank, if they differ, or one of them refused.
-            UnsupportedError: likewise, if one of them has no kernel.
+        Raises `ShapeError` on every rank if they differ or one of them refused, and
+        `UnsupportedError` if one of them has no kernel.
         """
         answer, self._answer = self._answer, None
         if answer is None:

@@ -27,13 +27,7 @@ def compare_names(parameters: Mapping[str, Tensor], transport: Transport) -> Non
     """Check that all ranks have the same parameters: order, dtype, frozen state, device meta.
 
     It costs a vote of 8 bytes where all have the same. Shapes may differ: heads may be split.
-
-    Args:
-        parameters: by name, frozen ones too.
-        transport: this rank's.
-
-    Raises:
-        ShapeError: on every rank, with the first parameter that differs.
+    Raises `ShapeError` on every rank, with the first parameter that differs.
     """
     dims = transport.moving()
     if not dims:
@@ -109,16 +103,9 @@ def compare_weights(
     """Check that weights are the same on ranks that must have the same, after `compare_names`.
 
     Plain weights of a module whose other weights are DTensors with split heads must be the same
-    along the mesh dims that split heads, too. A module may split plain weights itself, so that is
-    a warning only.
-
-    Args:
-        parameters: by name.
-        same_dims: mesh dims along which all ranks must have the same weights.
-        transport: this rank's.
-
-    Raises:
-        ShapeError: on every rank: shapes or weights along `same_dims` differ.
+    along the mesh dims that split heads, too. A module may split plain weights itself, so that is a
+    warning only. Raises `ShapeError` on every rank where shapes or weights along `same_dims`
+    differ.
     """
     _compare_shapes(parameters, same_dims, transport)
     names = _differing(parameters, same_dims, transport)

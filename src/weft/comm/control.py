@@ -62,14 +62,10 @@ def _current() -> _World:
 
 
 def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlGroup:
-    """The control group of some ranks, this one among them: one for all who ask in this process.
+    """The control group of some ranks, sorted, this one among them: one for all in this process.
 
     So calls through two layouts over the same ranks vote in one order, and cannot miss each other.
-    Each waits as long as its own layout says.
-
-    Args:
-        ranks: sorted.
-        timeout: that making the group may last, where this is the first who asks.
+    Each waits as long as its own layout says; `timeout` limits making the group.
     """
     with _lock:
         world, key = _current(), tuple(ranks)
@@ -128,10 +124,8 @@ class ControlGroup:
     ) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer.
 
-        Args:
-            digest: 0 or more.
-            timeout: of every wait.
-            names: further numbers that must be the same where they are not 0.
+        Every wait is limited by `timeout`. `names` are further numbers that must be the same where
+        they are not 0.
         """
         own = (digest, *names)
         posted = self._in_turn(lambda: self._through_phases(own, timeout), timeout)

@@ -50,16 +50,10 @@ ABOUT_KEYS = (
 
 
 def is_of_shards(x: Tensor, ranks: Sequence[int]) -> bool:
-    """True if x was computed from parameters that are sharded over ranks, as FSDP2 shards them.
+    """True if x was computed from parameters that are sharded over world ranks, as by FSDP2.
 
-    The gradient of a shard is then complete, where that of a whole weight is summed over ranks.
-
-    Args:
-        x: with its graph.
-        ranks: world ranks along which it is the same.
-
-    Raises:
-        UnsupportedError: some of the parameters are sharded and some replicated.
+    The gradient of a shard is then complete, where that of a replicated weight is summed over
+    ranks. Raises `UnsupportedError` where some of the parameters are sharded and some replicated.
 
     >>> is_of_shards(torch.ones(2, requires_grad=True).sum(), [0, 1])
     False
@@ -121,20 +115,13 @@ def sync(
 
     A gradient that only some ranks have counts as zero on the others; one that no rank has stays
     `None`, so that optimizers leave its parameter alone. A sparse gradient becomes a dense one.
+    Mesh dims `dims` split data; along `same_dims` all ranks must have the same weights; along
+    `keys_only` all ranks compute the same loss, of other keys.
 
-    Args:
-        module: its parameters are replicated along `dims`.
-        dims: mesh dims that split data.
-        same_dims: mesh dims along which all ranks must have the same weights.
-        keys_only: mesh dims along which all ranks compute the same loss, of other keys.
-        transport: this rank's.
-
-    Raises:
-        UnsupportedError: the gradients are summed by FSDP2 or DDP, or were summed already; on every
-            rank: no rank has any; they differ along `keys_only`, or are DTensors of partial sums
-            over `dims`.
-        ShapeError: on every rank: ranks have other parameters or froze others; at the first call,
-            and after gradients that were not finite: weights differ between ranks.
+    Raises `UnsupportedError` where gradients are summed by FSDP2 or DDP, or were summed already; on
+    every rank: no rank has any; they differ along `keys_only`, or are DTensors of partial sums over
+    `dims`. Raises `ShapeError` on every rank: ranks have other parameters or froze others; at the
+    first call, and after gradients that were not finite: weights differ between ranks.
     """
     averaged = is_averaged(module)
     everything = dict(module.named_parameters())
@@ -260,8 +247,7 @@ def _refuse_wrapped(
 def is_averaged(module: nn.Module) -> bool:
     """True if a module's gradients are averaged over ranks, as its outputs are whole rows.
 
-    Raises:
-        UnsupportedError: a part is of one kind, and a part of the other.
+    Raises `UnsupportedError` if some of its parts are averaged and some are not.
     """
     marks = [getattr(part, AVERAGED) for part in module.modules() if hasattr(part, AVERAGED)]
     if len(set(marks)) > 1:

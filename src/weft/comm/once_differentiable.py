@@ -26,17 +26,13 @@ def second_derivative(of: str) -> UnsupportedError:
 def once(of: str, linear: bool = True) -> Callable[[Callable], Callable]:
     """Decorates the `backward` of a `torch.autograd.Function` that is differentiable once.
 
-    Args:
-        of: what the user called, for the message.
-        linear: the gradient depends on the one above it alone. If that is a constant, so is it,
-            and it may stand in a graph that is differentiated. Otherwise it depends on what was
-            saved too, which `backward` then takes before the gradients above.
+    `of` is the public name, for the error. A `linear` gradient depends on the one above it alone:
+    if that is a constant, so is it, and it may stand in a graph that is differentiated. Otherwise
+    it depends on what was saved too, which `backward` then takes before the gradients above. Where
+    a gradient is differentiated by what it depends on, `UnsupportedError` is raised.
 
-    Raises, where such a gradient is differentiated by what it depends on:
-        UnsupportedError
-
-    `torch.autograd.function.once_differentiable` takes every such function for linear, and cuts
-    its gradients off from what they depend on: `torch.autograd.grad` does not see them.
+    `torch.autograd.function.once_differentiable` takes every such function for linear, and cuts its
+    gradients off from what they depend on: `torch.autograd.grad` does not see them.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:

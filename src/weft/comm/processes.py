@@ -38,17 +38,13 @@ class ProcessTransport(Transport):
     Ranks are numbered within the slice, row by row; texts give their numbers in the world. Every
     wait has the limit `timeout`. The rank that first notices a dead or silent peer writes its name
     into the store, so that all others, whomever they were waiting for, name the same one. Where all
-    wait for all, each that notices says that it is here, and the others are missing.
+    wait for all, each that notices records its presence, and the others are missing.
 
     On torch's fake process group this is the only rank there is: tensors on device "meta" go
     through the same calls and are counted, others are refused.
 
-    Args:
-        mesh: a dim for every mesh dim of the layout, in order.
-        names: the layout's names of these dims.
-        timeout: of every wait.
-        fingerprint: of the layout, which must be the same on all ranks of the mesh.
-        title: the layout's name, for people.
+    `names` are the layout's names of the mesh's dims, in order; `fingerprint` is the layout's,
+    which must be the same on all ranks, and `title` its name for people.
     """
 
     def __init__(

@@ -31,8 +31,7 @@ _KINDS = 1024
 class P2PBatch:
     """One rank's point-to-point batch: flat contiguous buffers to and from peers on a mesh dim.
 
-    Attributes:
-        step: of the tile program that it is part of, if it is.
+    `step` is that of the tile program which it is a part of, -1 outside one.
     """
 
     mesh_dim: str
@@ -46,9 +45,7 @@ class P2PBatch:
 class Shuffle:
     """One rank's part of an all-to-all: flat buffers both ways, by rank along the mesh dim.
 
-    Attributes:
-        outgoing: what this rank has for each, by rank.
-        sends, receives: how many numbers go to and come from each rank, this one included.
+    `sends` and `receives` count the numbers that go to and come from each rank, this one included.
     """
 
     mesh_dim: str
@@ -155,9 +152,8 @@ class Transport(abc.ABC):
     def start(self, p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
         """Begin a movement; the returned function waits until its receive buffers are filled.
 
-        Args:
-            tag: what the messages belong to; a message never arrives as one of another tag (on
-                NCCL, which has no tags, the order of movements alone decides).
+        A message never arrives as one of another tag (on NCCL, which has no tags, the order of
+        movements alone decides).
         """
         self._count(p2p)
         return self._start(p2p, tag)
@@ -188,11 +184,7 @@ class Transport(abc.ABC):
         return tensor
 
     def agree(self, what: str, detail: str, mesh_dims: Sequence[str] | None = None) -> None:
-        """Raise on every rank along mesh dims if `detail` differs among them, naming who differs.
-
-        Args:
-            mesh_dims: default all of the mesh.
-        """
+        """Raise on every rank along mesh dims (default all) if `detail` differs among them."""
         self.collect(what, detail, (), mesh_dims)
 
     def collect(
@@ -215,12 +207,8 @@ class Transport(abc.ABC):
         """Ask whether all ranks along mesh dims have the same digest, without waiting.
 
         The returned function waits for the answer. Ranks' votes meet in the order in which each
-        rank gives them.
-
-        Args:
-            mesh_dims: along which ranks take part.
-            digest: 0 <= digest < 2**62.
-            names: likewise, of what makes the call (`Origin.numbers`); 0 goes with any.
+        rank gives them. A digest is 0 or more and below 2**62; so are `names`, of what makes the
+        call (`Origin.numbers`), of which 0 goes with any.
         """
         dims = self.moving(mesh_dims)
         return self._vote(dims, digest, names) if dims else lambda: True

@@ -60,14 +60,8 @@ def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
 def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None:
     """Raise `DeclarationError` on every rank if two of them have the same GPU.
 
-    NCCL does not take it, and says so in its own words or hangs. A rank asks the store a few times,
-    however many ranks there are.
-
-    Args:
-        store: in which all ranks meet.
-        rank: this one.
-        size: how many there are.
-        gpu: the name of this rank's GPU, which no other GPU has.
+    NCCL does not take it, and says so in its own words or hangs. `gpu` names this rank's GPU, as no
+    other is named. A rank asks the store a few times, however many ranks there are.
     """
     prefix = f"weft/gpus/{store.add(f'weft/gpus/{rank}', 1)}"  # a process may start torch again
     sharing = store.add(f"{prefix}/{gpu}", 1)
@@ -91,14 +85,12 @@ def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None
 def gpu_of(environ: Mapping[str, str], count: int) -> int:
     """The index, among the `count` visible GPUs, of the one that is this process's.
 
-    Launchers either show every process all GPUs of its node, or each its own one only.
+    Launchers either show every process all GPUs of its node, or each its own one only. Raises
+    `DeclarationError` if there are fewer than processes, which were not shown one each.
 
     >>> own = {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}
     >>> gpu_of({"LOCAL_RANK": "3"}, 8), gpu_of(own, 1)
     (3, 0)
-
-    Raises:
-        DeclarationError: if there are fewer than processes, which were not shown one each.
     """
     if count == 1 and "CUDA_VISIBLE_DEVICES" in environ:
         return 0
@@ -178,16 +170,10 @@ def node(environ: Mapping[str, str] | None = None) -> str:
 def check_inside_node(
     dims: Sequence[str], nodes: Mapping[int, str], sizes: Mapping[str, int], source: str
 ) -> None:
-    """Raise `DeclarationError` if a mesh dim of `dims` spans nodes.
+    """Raise `DeclarationError` if a mesh dim of `dims` spans nodes; `nodes` says where ranks run.
 
     All ranks that differ only in their coordinate along such a dim must run on one node. Ranks
     number the mesh row by row, so the inner dims of a mesh are the ones that fit into a node.
-
-    Args:
-        dims: the mesh dims to check.
-        nodes: where every rank runs.
-        sizes: of the mesh.
-        source: of the layout, for the message.
     """
     for dim in dims:
         lines: dict[tuple, list[int]] = {}

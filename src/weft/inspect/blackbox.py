@@ -156,12 +156,9 @@ class Box:
 def load_records(folder: str | Path | None = None) -> list[Box]:
     """The traces of the newest run in a folder, by rank.
 
-    Args:
-        folder: of `weft-rank-N.jsonl`, or of the mapped files of a run that still goes on; default
-            the newest of these on this machine.
-
-    Raises:
-        DeclarationError: if the folder has none, or a file is no trace.
+    The folder is one of `weft-rank-N.jsonl`, or of the mapped files of a run that still goes on; by
+    default the newest of these on this machine. Raises `DeclarationError` if it has none, or a file
+    is no trace.
     """
     if folder is None:
         runs = [p for p in root().glob("weft-steps-*") if p.is_dir()]
@@ -232,11 +229,7 @@ def _last(entries: Iterable[_Entry], count: int) -> list[_Entry]:
 
 
 def describe_run(boxes: Sequence[Box]) -> str:
-    """The last steps of some ranks: who failed, who waits for whom, where they diverged.
-
-    Args:
-        boxes: of one run, see `load_records`.
-    """
+    """The last steps of ranks of one run: who failed, who waits for whom, where they diverged."""
     by_rank = {box.rank: box for box in boxes}
     silent = {rank: _silent(box, by_rank) for rank, box in by_rank.items()}
     waiting = [*_waiting(by_rank, silent)]

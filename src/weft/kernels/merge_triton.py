@@ -22,11 +22,8 @@ TILE = 4096
 def merge_into(own: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a part into an accumulator, in place; all tensors may be strided.
 
-    Args:
-        own: the accumulator, (b, h, n, e) in fp32.
-        own_lse: its logsumexp, (b, h, n).
-        part: what is merged into it, like `own`, in any dtype.
-        part_lse: like `own_lse`.
+    `own` is the accumulator, (b, h, n, e) in fp32, with its logsumexp (b, h, n); the part has the
+    same shapes, in any dtype.
     """
     b, h, n, e = own.shape
     if own.numel() == 0:

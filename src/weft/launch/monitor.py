@@ -65,9 +65,8 @@ class Ending:
 class Attendance:
     """The launcher's side: waits for ranks at `address`, and records how they ended.
 
-    Args:
-        on_start: called with the attempt's number when a rank connects.
-        on_end: called with every ending.
+    `on_start` is called with the number of the attempt when a rank connects, `on_end` with every
+    ending.
     """
 
     def __init__(
@@ -103,14 +102,11 @@ class Attendance:
         return [ending for ending in self._open if ending.attempt == attempt]
 
     def cause(self, before: float = float("inf")) -> Ending | None:
-        """The ending that the others of the last attempt follow from; all its ranks have ended.
+        """The ending that the others of the last attempt (before one) follow from; all have ended.
 
         A rank that ended silently before the first message; else the first message that is not
         about another rank; else the first message. A rank whose exit code nobody knows may have
         been stopped because of another's message, which then comes first.
-
-        Args:
-            before: of the attempts before this one.
         """
         with self._change:
             self._change.wait_for(lambda: not self._unread(before), _NEWS)

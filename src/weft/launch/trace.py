@@ -91,11 +91,7 @@ class TraceStep:
 class Trace:
     """The lines of one process, and the files that it copies them to.
 
-    Args:
-        rank: in the world.
-        ranks: how many there are.
-        run: a name that all ranks of the run share.
-        root: the folder for all runs.
+    All ranks of the run share its name; `root` is the folder for all runs.
     """
 
     def __init__(self, rank: int, ranks: int, run: str, root: Path) -> None:
@@ -350,8 +346,7 @@ _folder: Path | None = None
 def of_process(limit: float) -> Trace | None:
     """The trace of this process in its world; None if the environment says "off".
 
-    Args:
-        limit: seconds for which the world's store is asked for the run's name.
+    The world's store is asked for the run's name for `limit` seconds.
     """
     global _world, _trace
     with _lock:

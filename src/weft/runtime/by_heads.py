@@ -34,20 +34,12 @@ def traded(
 ) -> Tensor:
     """`run(layout, *inputs, *per_head)`, by heads along mesh dims that `[carry]` gives to Ulysses.
 
-    Args:
-        layout: bound.
-        axis: the axis that the recurrence runs along.
-        length: of the axis, over all ranks.
-        run: (a layout, `inputs` and `per_head` as it has them) -> (batch, tokens, heads, ...).
-        inputs: this rank's tokens (batch, tokens, heads, ...); numbers of heads may be multiples of
-            each other. Heads that are too few for the ranks go to several.
-        per_head: (heads, ...), such as parameters; of one head, it serves all.
+    `inputs` are this rank's tokens (batch, tokens, heads, ...). Their numbers of heads may be
+    multiples of each other; heads that are too few for the ranks go to several. `per_head` are
+    (heads, ...), such as parameters; one of a single head serves all. `run` gets them as its layout
+    has them, and gives (batch, tokens, heads, ...), which is returned as `layout` has it.
 
-    Returns:
-        (batch, tokens, heads, ...), as `layout` has them.
-
-    Raises:
-        ShapeError: on every rank, if its heads do not divide over the ranks.
+    Raises `ShapeError` on every rank if heads do not divide over the ranks.
     """
     dims = layout.carries_by_heads(axis)
     ranks = math.prod([layout.mesh[d] for d in dims])

@@ -141,15 +141,14 @@ class BoundCall:
     def begin(
         self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None
     ) -> tuple[Plan, Channel, Tensor]:
-        """The first part of a forward pass: its plan, its channel, what its backward pass needs.
+        """The first part of a forward pass: its plan, its channel, and what backward needs.
 
         The last is int64: the pass's number, without it where nothing is exchanged; the batches of
-        all ranks, without them where the plan does not depend on them; and the digest of what
-        functions of the user's see, without it where there are none.
+        all ranks, without them where the plan does not depend on them; and the digest of the values
+        that the user's functions see, without it where there are none.
 
-        Raises:
-            ShapeError, UnsupportedError: this rank's tensors do not fit, or, on every rank that
-                takes part and before anything else is sent, another's.
+        Raises `ShapeError` or `UnsupportedError` where this rank's tensors do not fit, or, on every
+        rank that takes part and before anything else is sent, another's.
         """
         gradients = self.gradients or gradients_wanted(q, k, v, bias)
         try:
@@ -349,9 +348,8 @@ class BoundCall:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The local batch of every rank, and how many samples its bias is of.
 
-        Args:
-            along: those of the ranks that take part; where a rank does not, they are those of one
-                like it.
+        `along` has those of the ranks that take part; a rank that does not has those of one like
+        it.
         """
         sizes, by_place = self.transport.sizes, {}
         for rank, numbers in along.items():

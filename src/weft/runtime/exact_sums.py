@@ -52,11 +52,7 @@ def largest(transport: Transport | Channel, mesh_dim: str, values: Tensor) -> Te
 
 @dataclass(frozen=True)
 class ExactSums:
-    """Sums over the ranks along mesh dims that split tokens.
-
-    Args:
-        transport: this rank's.
-        dims: along which ranks have other tokens.
+    """Sums over the ranks along `dims`, the mesh dims along which ranks have other tokens.
 
     >>> from weft.comm import Alone
     >>> ExactSums(Alone(), ()).of_rows(torch.tensor([[1.0], [2.0]]))
@@ -74,8 +70,7 @@ class ExactSums:
     def of_rows(self, rows: Tensor, into: tuple[Tensor, int] | None = None) -> Tensor:
         """The sum of the rows (n, ...) of all ranks, in fp64; the same on every rank.
 
-        Args:
-            into: to which row of a table each is added (n,), and how many rows that has.
+        `into` names the row (n,) of a table that each is added to, and how many rows that has.
         """
         most = self._most(_sizes(rows))
         count = self._sum(_counts(rows).sum(dtype=torch.float64))
@@ -96,11 +91,8 @@ class ExactSums:
     def of_products(self, above: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """above^T x of the rows (n, i) and (n, j) of all ranks, and the sum of those of `above`.
 
-        In fp64, (i, j) and (i,), the same on every rank.
-
-        Args:
-            above: gradients. Rows that several ranks have are zeros on all but one of these.
-            x: what is multiplied.
+        In fp64, (i, j) and (i,), the same on every rank. Rows of gradients that several ranks have
+        are zeros on all but one of these.
         """
         counts = _counts(above)  # rows of zeros must not count in the norm of x
         if not bool(counts.all()):
@@ -185,13 +177,8 @@ def _offset(exponent: Tensor, finite: Tensor, bits: int) -> Tensor:
 def exact_linear(x: Tensor, weight: Tensor, sums: ExactSums, bias: Tensor | None = None) -> Tensor:
     """x weight^T + bias, (..., k) and (n, k) -> (..., n), row by row the same in any company.
 
-    Within `torch.autocast` all are cast as torch casts them.
-
-    Args:
-        x: this rank's tokens.
-        weight: the same on every rank.
-        sums: over the tokens.
-        bias: (n,), the same on every rank.
+    Tokens are this rank's, weight and bias (n,) the same on every rank. Within `torch.autocast` all
+    are cast as torch casts them.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device):
@@ -273,11 +260,8 @@ class _Spread(torch.autograd.Function):
 def lookup(ids: Tensor, weight: Tensor, sums: ExactSums, padding: int | None = None) -> Tensor:
     """Rows of a table; the gradient is summed over the tokens of all ranks.
 
-    Args:
-        ids: of this rank's tokens.
-        weight: the table, the same on every rank.
-        sums: over the tokens.
-        padding: a row that gets no gradient.
+    `ids` are of this rank's tokens, the table is the same on every rank, and row `padding` gets no
+    gradient.
     """
     return _Lookup.apply(ids, weight, sums, padding)
 
@@ -303,12 +287,7 @@ class _Lookup(torch.autograd.Function):
 
 
 def total(values: Tensor, sums: ExactSums) -> Tensor:
-    """The sum of all ranks' numbers (n,), in fp64: the same on every rank, for one loss (P -> I).
-
-    Args:
-        values: this rank's.
-        sums: over the ranks.
-    """
+    """The sum of all ranks' numbers (n,) in fp64: the same on every rank, for one loss (P -> I)."""
     return _Total.apply(values, sums)
 
 

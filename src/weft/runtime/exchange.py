@@ -24,14 +24,9 @@ from .handles import op, shapes_of
 class Exchange:
     """A movement with a forward and a backward pass, which ranks agree on before each.
 
-    Attributes:
-        label: what it is called in texts, and by the black box.
-        subject: what users call, in errors.
-        mesh_dims: along which ranks take part.
-        content: by value, what they must have in common.
-        described: the same for people.
-        ahead: whether the CPU runs ahead of the device.
-        origin: where the program makes the call.
+    The trace and texts call it `label`, errors name what users call, `subject`. Ranks along
+    `mesh_dims` must have `content` in common, which is `described` for people. `ahead` says whether
+    the CPU runs ahead of the device, and `origin` where the program makes the call.
     """
 
     label: str

@@ -37,11 +37,7 @@ class Part(NamedTuple):
 class OutputTree:
     """Rows of outputs and their logsumexp; parts merge once both children of a node are there.
 
-    Args:
-        shape: of the output, (b h n e).
-        like: the queries.
-        accum_dtype: of the parts.
-        blocks: of keys, the leaves of the tree.
+    The output has `shape` (b h n e); the leaves of the tree are `blocks` blocks of keys.
     """
 
     def __init__(
@@ -159,10 +155,7 @@ def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[
 class GridSum:
     """Rows of a gradient, (b h n d): parts are rounded to a grid and added exactly, in any order.
 
-    Args:
-        shape: of the gradient.
-        like: what it is the gradient of.
-        bound: of the sum of the parts' sizes, (b, h, 1, 1) fp64, the same on every rank.
+    `bound` is that of the sum of the parts' sizes, (b, h, 1, 1) fp64, the same on every rank.
     """
 
     def __init__(self, shape: tuple[int, ...], like: Tensor, bound: Tensor) -> None:
@@ -221,10 +214,7 @@ def gradient_bounds(
 
     Largest entries are those of all tokens of a head, also of keys that no query sees: a key or a
     value that is 1e4 times as large as the others, in padding too, costs dq four digits each.
-
-    Args:
-        mesh_dims: along which queries or keys travel: each rank has some of the tokens.
-        tokens: queries and keys over all ranks.
+    Queries or keys travel along `mesh_dims`; `tokens` counts both over all ranks.
     """
     groups = k.shape[1]
 

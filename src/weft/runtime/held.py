@@ -34,14 +34,8 @@ def attend_part(
 ) -> tuple[Tensor, Tensor]:
     """Output (b, h, n, e) and logsumexp (b, h, n) over this rank's keys alone; 0 and -inf of none.
 
-    Args:
-        q: (b, h, n, d).
-        k: (b, g, m, d).
-        v: (b, g, m, e).
-        scale: of the logits.
-        seen: of queries from one to before another, bool (b or 1, h or 1, n or 1, m), asked for
-            some at a time, as that of all is n m numbers; None: all.
-        softcap: scaled logits become softcap * tanh(logits / softcap).
+    `seen` gives the mask of queries [low, high), bool (b or 1, h or 1, n or 1, m), some at a time,
+    as that of all is n m numbers; None: all are visible.
 
     >>> q, none = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 0, 4)
     >>> attend_part(q, none, none, 1.0)[1]
@@ -80,15 +74,10 @@ def merged_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor
 def merge_parts(
     out: Tensor, lse: Tensor, dims: Sequence[str], channel: Channel
 ) -> tuple[Tensor, Tensor]:
-    """The whole output on every rank, and the logsumexp, of all ranks' parts.
+    """The output (b, h, n, e) and logsumexp (b, h, n) of all ranks' parts, on every rank.
 
-    A rank receives (P - 1) b h n (e + 1) numbers, however many keys there are.
-
-    Args:
-        out: (b, h, n, e), over this rank's keys.
-        lse: (b, h, n).
-        dims: mesh dims that split the keys, outermost first.
-        channel: what the messages are a part of.
+    Mesh dims `dims`, outermost first, split the keys. A rank receives (P - 1) b h n (e + 1)
+    numbers, however many keys there are.
     """
     packed = parts = _packed(out, lse)[None]
     for mesh_dim in reversed(dims):
@@ -110,14 +99,10 @@ def merge_parts(
 def merge_rows(
     out: Tensor, lse: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Channel
 ) -> tuple[Tensor, Tensor]:
-    """Of all ranks' parts, the whole output of this rank's own rows, and its logsumexp.
+    """Of all ranks' parts, the merged output of this rank's own rows, and its logsumexp.
 
-    Args:
-        out: (b, h, n, e) of all ranks' rows, by part, over this rank's keys.
-        lse: (b, h, n).
-        counts: rows of every part.
-        dims: mesh dims that split the rows and the keys, outermost first.
-        channel: what the messages are a part of.
+    `out` (b, h, n, e) and `lse` (b, h, n) are those of all ranks' rows over this rank's keys,
+    `counts` rows of each part; mesh dims `dims`, outermost first, split the rows and the keys.
     """
     counts = list(counts)
     for mesh_dim in dims:
@@ -143,11 +128,7 @@ def gathered_parts(
 ) -> Tensor:
     """Queries, keys or values (b, h, n, d) of all ranks, one part behind the other.
 
-    Args:
-        x: of this rank.
-        counts: tokens of every part.
-        dims: mesh dims that split the tokens, outermost first.
-        channel: what the messages are a part of.
+    `counts` are the tokens of every part; mesh dims `dims`, outermost first, split them.
     """
     one = x[:, :, :1].numel() if x.shape[2] else x.new_empty(*x.shape[:2], 1, x.shape[3]).numel()
     parts = every(x.contiguous().view(-1), [n * one for n in counts], dims, channel)
@@ -169,13 +150,9 @@ def _unpacked(parts: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 def every(
     buffer: Tensor, sizes: Sequence[int], dims: Sequence[str], channel: Channel
 ) -> list[Tensor]:
-    """The flat buffers of all ranks along mesh dims, in row-major order.
+    """The flat buffers of all ranks along mesh dims (outermost first), in row-major order.
 
-    Args:
-        buffer: of this rank.
-        sizes: of every rank's.
-        dims: mesh dims, outermost first.
-        channel: what the messages are a part of.
+    `sizes` are those of every rank's buffer.
     """
     parts, inner = [buffer], 1
     first = index_at(channel.sizes, dims, channel.coords)  # the number of the first of `parts`

@@ -103,8 +103,7 @@ def _backward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv at rest, and dbias (empty without a bias tensor).
 
-    Args:
-        dout, dlse: at rest; all other tensors in their compute placement.
+    `dout` and `dlse` are at rest; all other tensors in their compute placement.
     """
     bound = handles.get(call).with_floats(scale, softcap)
     plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)

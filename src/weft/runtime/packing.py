@@ -59,10 +59,8 @@ class Buffers:
     cannot be given out again at once. The same buffer can: what is received into it waits, on the
     GPU, for what was launched before.
 
-    Args:
-        device: where they are.
-        expected: what is going to be received in each step, in order. A buffer that the next step
-            does not need is freed, so that no more is held than without keeping any.
+    `expected` lists what is going to be received in each step, in order. A buffer that the next
+    step does not need is freed, so that no more is held than without keeping any.
     """
 
     def __init__(self, device: torch.device, expected: Iterable[list[Sequence[Shape]]]) -> None:

@@ -248,16 +248,10 @@ def collect(
     dtype: torch.dtype,
     label: str = LABEL,
 ) -> Tensor:
-    """The adjoint of `fetch`: every copy goes back where it came from, and copies are added there.
+    """The adjoint of `fetch` by `plan`: copies go back where they came from, and are added there.
 
-    Args:
-        x: placed as `fetch` leaves a tensor.
-        dims: as for `fetch`.
-        plan: the plan of that `fetch`.
-        transport: this rank's.
-        shape: of what this rank gave to it, along `dims`.
-        dtype: to add in.
-        label: of the messages.
+    x is placed as `fetch` leaves a tensor. What this rank gave to it has `shape` along `dims`; sums
+    are made in `dtype`.
     """
     rest = [d for d in range(x.dim()) if d not in dims]
     x = x.permute(*dims, *rest)

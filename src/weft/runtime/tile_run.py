@@ -47,16 +47,10 @@ class TransferBatch:
 
 
 class TileRun(abc.ABC):
-    """One run of a tile program, on tensors of one rank; a pass says what blocks compute.
+    """One run of a tile program, on tensors of one rank in their compute placement.
 
-    Args:
-        plan: of the call.
-        tile: the pass of the plan that runs.
-        transport: moves the chunks.
-        call: the call.
-        bias: this rank's tile of a learned bias, if there is one.
-        q: queries in their compute placement.
-        k: keys in their compute placement.
+    A subclass computes the blocks: those of the forward, or of the backward pass. `bias` is this
+    rank's tile of a learned bias, if there is one.
     """
 
     def __init__(

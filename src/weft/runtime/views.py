@@ -24,13 +24,8 @@ _KEPT_CONTEXTS = 16
 class Views:
     """Makes the `TileView` of every kernel call of a pass.
 
-    Args:
-        plan: of the call.
-        tile: the pass.
-        call: the call, with its mask and a bias that is a function.
-        bias: this rank's tile of a learned bias, if there is one.
-        like: the queries.
-        rows: the rows of joined chunks.
+    `bias` is this rank's tile of a learned bias; a bias that is a function is in `call`, as the
+    mask.
     """
 
     def __init__(
