@@ -69,7 +69,6 @@ _OTHER_ATTENTION = """
 
 # torch 2.13 renamed the call; both names do the same.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def constant_in_graphs(fn: Fn) -> Fn:

@@ -168,7 +168,7 @@ def attention(
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
-    result = None
+    attend = torch.ops.weft.attention
     if in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
         handle = _traced(
@@ -183,18 +183,17 @@ def attention(
             is_learned,
             calls.gradients_wanted(q, k, v, learned),
         )
+        out, lse = attend(q, k, v, learned, scale, softcap, handle)[:2]
     else:
-        tensors = (q, k, v, sinks)
-        options_of_call = (want_lse, kernel, name, function, is_learned, scale, softcap, tensors)
-        bound = _bound(layout, axes, mask, length, *options_of_call)
-        result = attend_alone(bound, *as_autocast(q, k, v))
-        if result is None:
-            scale, softcap = bound.call.scale, bound.call.softcap
-            handle = calls.handle_of(bound)
-    if result is None:
+        more = (want_lse, kernel, name, function, is_learned, scale, softcap)
+        bound = _bound(layout, axes, mask, length, *more, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
-        result = torch.ops.weft.attention(q, k, v, learned, scale, softcap, handle)[:2]
-    out, lse = result
+        alone = attend_alone(bound, q, k, v)
+        if alone is not None:
+            out, lse = alone
+        else:
+            scale, softcap = bound.call.scale, bound.call.softcap
+            out, lse = attend(q, k, v, learned, scale, softcap, calls.handle_of(bound))[:2]
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -17,7 +17,8 @@ from typing import NoReturn, TypeVar
 
 from torch import Tensor
 
-from ..errors import ShapeError, UnsupportedError
+from .._digest import number_of
+from ..errors import ShapeError, UnsupportedError, WeftError
 from .origin import ADVICE, UNKNOWN, Origin, differ_in_origin, together
 from .transport import P2PBatch, Shuffle, Transport
 
@@ -175,6 +176,26 @@ def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> Shap
     """The error where ranks' calls differ: each call in words, and its origin."""
     error = transport.disagreement(what, texts)
     return ShapeError(f"{error}\n{ADVICE}") if differ_in_origin(texts.values()) else error
+
+
+def refuse(
+    transport: Transport,
+    mesh_dims: Sequence[str],
+    what: str,
+    error: WeftError,
+    subject: str = "an attention call",
+) -> None:
+    """Tell the ranks that wait for this one in a pass that it refuses, with the reason.
+
+    Reasons of other ranks that refuse are added to the error as a note.
+    """
+    kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
+    text = f"{kind}: {error}"
+    channel = Channel(transport, mesh_dims, number_of(text), what, lambda: text, subject=subject)
+    try:
+        channel.check()
+    except WeftError as others:
+        error.add_note(str(others))
 
 
 def _tag(digest: int, number: int) -> int:

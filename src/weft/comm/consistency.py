@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import warnings
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
+from .._digest import number_of
 from ..errors import ShapeError
 from . import Transport, coordinates
 
@@ -37,7 +37,7 @@ def compare_names(parameters: Mapping[str, Tensor], transport: Transport) -> Non
     number = transport.next_pass(dims)  # it counts as a pass, or later ones had other tags
     transport.note_call(_CALL, number, dims, 0, lambda: f"{len(described)} parameters")
     transport.check_deferred()
-    if transport.vote(dims, _digest(text))():
+    if transport.vote(dims, number_of(text))():
         return
     calls = transport.all_gather_text(_CALL, dims)  # another rank may be in another call
     if set(calls.values()) != {_CALL}:
@@ -69,8 +69,8 @@ def _compare_shapes(
 
 def same_along(text: str, dims: Sequence[str], transport: Transport, everywhere: str = "") -> bool:
     """True on every rank if a text is the same along mesh dims, and `everywhere` on all ranks."""
-    same = transport.vote(tuple(dims), _digest(text))() if dims else True
-    return transport.vote(transport.moving(), _digest(f"{same} {everywhere}"))() and same
+    same = transport.vote(tuple(dims), number_of(text))() if dims else True
+    return transport.vote(transport.moving(), number_of(f"{same} {everywhere}"))() and same
 
 
 def _raise_first(lists: Mapping[int, list[str]], where: str, transport: Transport) -> None:
@@ -85,10 +85,6 @@ def _raise_first(lists: Mapping[int, list[str]], where: str, transport: Transpor
             if len({text.endswith(_ON_META) for text in texts.values()}) > 1:
                 raise ShapeError(f"{error}; load or draw the weights on every rank, or on none")
             raise error
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest())
 
 
 def _described(name: str, p: Tensor, shape: bool = False) -> str:

@@ -10,7 +10,6 @@ runs without frames, and knows the line alone, from when it was traced.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import os
 import re
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._digest import number_of
 from .._torch import frames_traced, is_module_call
 
 #: What modules around others call them: with and without one, a module is the same.
@@ -164,6 +164,4 @@ def _is_at(parent: nn.Module, name: str, child: nn.Module) -> bool:
 
 @functools.lru_cache(4096)
 def _number(text: str) -> int:
-    if not text:
-        return 0
-    return (int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) >> 2) or 1
+    return number_of(text) or 1 if text else 0

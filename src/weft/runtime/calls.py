@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,15 +19,14 @@ from torch import Tensor
 from .. import _caching as caching
 from .._digest import is_plain, number_of
 from ..comm import coordinates
-from ..comm.channel import REFUSED, UNSUPPORTED, Channel
+from ..comm.channel import Channel, refuse
 from ..comm.origin import UNKNOWN, Origin, origin
-from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.plan import Plan
 from ..plan.problem import Problem
-from . import handles
+from . import checks, handles
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -133,7 +132,7 @@ class BoundCall:
 
     def shapes(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         """A plan for tensors whose shapes alone matter: nothing is asked of other ranks."""
-        _check_tensors(q, k, v)
+        checks.check_tensors(q, k, v)
         return self.plan(rest_shape(q, k, v), q.dtype, q.device.type)
 
     # -- agreeing ------------------------------------------------------------------------------
@@ -152,7 +151,7 @@ class BoundCall:
         """
         gradients = self.gradients or gradients_wanted(q, k, v, bias)
         try:
-            _check_tensors(q, k, v)
+            checks.check_tensors(q, k, v)
             rest = rest_shape(q, k, v)
             plan = self._checked_plan(rest, q)
             if plan.edges is not None and q.dtype == torch.float64 and gradients == "wanted":
@@ -160,9 +159,9 @@ class BoundCall:
                     "a reproducible layout has no gradients in float64, whose sums do not fit the "
                     "numbers that add exactly; use float32 or bfloat16"
                 )
-            self._probe(q.device)
+            checks.probe_functions(self.call, q.device)
             if bias is not None:
-                _check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
+                checks.check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
             content = self.call.content
         except WeftError as error:
             self.refuse(error)
@@ -177,7 +176,7 @@ class BoundCall:
             channel, batches, samples = self._with_batches(described, own, where)
             total = self._whole_batch(batches)
             plan = self.plan(rest, q.dtype, q.device.type, batches)
-            _check_samples(plan, samples)
+            checks.check_samples(plan, samples)
             self._check_content(plan, total)
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(content)] if self.has_functions else []
@@ -206,29 +205,8 @@ class BoundCall:
 
         Raises what `begin` raises.
         """
-        _check_tensors(q, k, v)
+        checks.check_tensors(q, k, v)
         return self._checked_plan(rest_shape(q, k, v), q)
-
-    def _probe(self, device: torch.device) -> None:
-        """Raise `ShapeError` if a function in the mask or bias fails, before others wait for it."""
-        if device.type == "meta" or not self.has_functions:
-            return
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        functions: dict[str, Callable[..., Tensor]] = {"the mask": self.call.mask.allowed}
-        if self.call.bias is not None:
-            functions["the bias"] = self.call.bias.fn
-        for what, function in functions.items():
-            try:
-                result = function(zero, zero, zero, zero)
-            except WeftError:
-                raise
-            except Exception as error:
-                raise ShapeError(f"{what} raised {type(error).__name__}: {error}") from error
-            if isinstance(result, Tensor) and result.dim():
-                raise ShapeError(
-                    f"{what} gives shape {tuple(result.shape)} for one query and one key, where one"
-                    " value is wanted; its indices have any shape, which is that of its result"
-                )
 
     def _checked_plan(self, rest: list[int], like: Tensor) -> Plan:
         """The plan for a rest shape that fits the layout and the mask."""
@@ -236,7 +214,7 @@ class BoundCall:
         plan = self._plans.get(key)
         if plan is None:
             plan = self.plan(rest, like.dtype, like.device.type)
-            _check_lengths(plan, rest[2], rest[4])
+            checks.check_lengths(plan, rest[2], rest[4])
             if not self.asks_batches:
                 self._check_content(plan, rest[0])
             while len(self._plans) >= _KEPT_PLANS:
@@ -246,17 +224,8 @@ class BoundCall:
 
     def refuse(self, error: WeftError) -> None:
         """Tell the ranks that wait for this one that it refuses the call."""
-        if not self.mesh_dims:
-            return
-        kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
-        refusal = f"{kind}: {error}"
-        channel = Channel(
-            self.transport, self.mesh_dims, number_of(refusal), _FORWARD, lambda: refusal
-        )
-        try:
-            channel.check()
-        except WeftError as others:
-            error.add_note(str(others))
+        if self.mesh_dims:
+            refuse(self.transport, self.mesh_dims, _FORWARD, error)
 
     def begin_backward(self, like: Tensor, rest: Sequence[int], agreed: Tensor) -> Channel:
         """The channel of the first part of a backward pass, that of the pass `agreed` is from.
@@ -390,92 +359,6 @@ def _numbers_of(*numbers: int) -> Tensor:
 def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
     """(b, h, n, g, m, d, e) of tensors as they rest."""
     return [*q.shape[:3], *k.shape[1:3], *q.shape[3:4], *v.shape[3:4]]
-
-
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises what does not fit; what does is seen at once, as this is on the way of every call."""
-    if q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype:
-        (b, h, _, d), (kb, g, m, kd), (vb, vg, vm, e) = q.shape, k.shape, v.shape
-        same = b == kb == vb and g == vg and m == vm and d == kd and h and g and d and e
-        if same and h % g == 0 and q.device == k.device == v.device and _is_computed(q, k, v):
-            return
-    _refuse_tensors(q, k, v)
-
-
-def _is_computed(*tensors: Tensor) -> bool:
-    dtype = tensors[0].dtype
-    strided = all(t.layout is torch.strided for t in tensors)
-    return strided and dtype.is_floating_point and dtype.itemsize > 1
-
-
-def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != 4:
-            raise ShapeError(f"{name} must be (batch, heads, tokens, dim), found {tuple(t.shape)}")
-        if t.layout != torch.strided:
-            raise ShapeError(f"{name} must be a dense tensor, found layout {t.layout}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
-        raise ShapeError(f"q, k, v need one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}")
-    if q.dtype.itemsize == 1:
-        raise UnsupportedError(f"no kernel computes in {q.dtype}; use bf16, fp16, fp32 or fp64")
-    if not q.device == k.device == v.device:
-        raise ShapeError(f"q, k, v need one device, found {q.device}, {k.device}, {v.device}")
-    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
-        raise ShapeError(f"q (b h n d), k (b g m d), v (b g m e) do not fit together: {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ShapeError(f"query heads must be a multiple of key/value heads: {shapes}")
-    if 0 in (q.shape[1], q.shape[3], v.shape[3]):
-        raise ShapeError(f"heads and head dims are 1 or more: {shapes}")
-
-
-def _check_lengths(plan: Plan, n: int, m: int) -> None:
-    sides = {
-        "queries": (n, plan.q_resharding, plan.problem.n),
-        "keys": (m, plan.kv_resharding, plan.problem.m),
-    }
-    for what, (local, resharding, total) in sides.items():
-        expected = resharding.state(0, plan.coords).size(SEQ)
-        if local != expected:
-            raise ShapeError(
-                f"the rank at {plan.coords} has {local} local {what} of axis "
-                f"{'+'.join(plan.problem.axes)}, but its chunk of a length of {total} holds "
-                f"{expected}; shard with layout.shard, and pass length= where chunks are uneven"
-            )
-
-
-def _check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
-    """Refuses a bias that is not this rank's tile; without `batch`, one of any samples fits."""
-    if not bias.is_floating_point():
-        raise ShapeError(
-            f"a bias is added to the scores and has a floating dtype, found {bias.dtype}; what"
-            " hides keys is a mask: weft.MaskMod(lambda b, h, q, k: visible[q, k])"
-        )
-    rows, columns = plan.tile_shape()
-    heads = plan.compute_q.heads
-    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)
-    samples = "samples" if batch is None else batch
-    if not (
-        fits and (batch is None or bias.shape[0] in (1, batch)) and bias.shape[1] in (1, heads)
-    ):
-        raise ShapeError(
-            f"the bias must be ({samples} or 1, {heads} or 1, {rows}, {columns}), the "
-            f"tile of scores that the rank at {plan.coords} computes, found {tuple(bias.shape)}; "
-            "cut it with weft.bias_tile"
-        )
-
-
-def _check_samples(plan: Plan, samples: tuple[int, ...]) -> None:
-    """Refuses, on every rank, a bias of other samples than its rank computes with."""
-    if set(samples) == {1}:  # or no bias at all
-        return
-    places = (coordinates(plan.sizes, rank) for rank in range(len(samples)))
-    expected = [plan.q_resharding.entry(place).batch for place in places]
-    if any(n not in (1, batch) for n, batch in zip(samples, expected)):
-        raise ShapeError(
-            f"the bias must be of {expected} samples by rank, those that each computes with, or of"
-            f" 1, found {list(samples)}; cut it with weft.bias_tile"
-        )
 
 
 # -- by handle ------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .._digest import number_of
 from ..comm import Transport
-from ..comm.channel import REFUSED, UNSUPPORTED, Channel
+from ..comm.channel import Channel, refuse
 from ..comm.once_differentiable import second_derivative
 from ..comm.origin import UNKNOWN, Origin
-from ..errors import UnsupportedError, WeftError
+from ..errors import WeftError
 from . import handles
 from .handles import op, shapes_of
 
@@ -47,38 +47,21 @@ class Exchange:
         return self._of_pass(f"the backward pass of {self.label}", f", of pass {number}", UNKNOWN)
 
     def _of_pass(self, what: str, number: str, where: Origin) -> Channel:
-        digest = number_of(f"{what} {self.content}{number}")
-        kind = number_of(f"{what} {self.content}") if self.ahead else None
         detail = f"{what} {self.described}{number}"
-        return self._channel(what, digest, lambda: detail, kind, where)
-
-    def refuse(self, error: WeftError) -> None:
-        """Tell the ranks that wait for this one that it refuses."""
-        kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
-        refusal = f"{kind}: {error}"
-        try:
-            self._channel(self.label, number_of(refusal), lambda: refusal).check()
-        except WeftError as others:
-            error.add_note(str(others))
-
-    def _channel(
-        self,
-        what: str,
-        digest: int,
-        detail: Callable[[], str],
-        kind: int | None = None,
-        where: Origin = UNKNOWN,
-    ) -> Channel:
         return Channel(
             self.transport,
             self.mesh_dims,
-            digest,
+            number_of(f"{what} {self.content}{number}"),
             what,
-            detail,
-            kind=kind,
+            lambda: detail,
+            kind=number_of(f"{what} {self.content}") if self.ahead else None,
             subject=self.subject,
             origin=where,
         )
+
+    def refuse(self, error: WeftError) -> None:
+        """Tell the ranks that wait for this one that it refuses."""
+        refuse(self.transport, self.mesh_dims, self.label, error, self.subject)
 
 
 @dataclass(eq=False)
@@ -181,8 +164,8 @@ def pass_op(name: str, subject: str) -> None:
         run = getattr(torch.ops.weft, f"{name}_backward")
         return run(grad, *ctx.saved_tensors, ctx.shape, ctx.handle), None
 
-    def refuse(ctx: Any, *_: Any) -> NoReturn:
+    def twice(ctx: Any, *_: Any) -> NoReturn:
         raise second_derivative(subject)
 
     forward.register_autograd(gradient, setup_context=setup)
-    backward.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)
+    backward.register_autograd(twice, setup_context=lambda ctx, inputs, output: None)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..comm import Transport
 from ..comm.once_differentiable import once
+from ..kernels import accumulate_dtype
 from ..plan.product import ProductPlan, factors
 from ..plan.redistribute import Redistribution
 from .redistribute import collect, fetch
@@ -68,7 +69,7 @@ class _There:
 
     def __init__(self, plan: ProductPlan, transport: Transport, dtype: torch.dtype) -> None:
         self.plan, self.transport = plan, transport
-        self.accum = torch.float64 if dtype == torch.float64 else torch.float32
+        self.accum = accumulate_dtype(dtype)
 
     def get(self, x: Tensor, move: Redistribution | None) -> Tensor:
         return x if move is None else fetch(x, _PAIR, move, self.transport)
@@ -109,6 +110,6 @@ class _Boxed(torch.autograd.Function):
     @staticmethod
     @once("a box of pairs")
     def backward(ctx: Any, grad: Tensor) -> Any:
-        accum = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        accum = accumulate_dtype(grad.dtype)
         collected = collect(grad, _PAIR, ctx.plan, ctx.transport, ctx.shape, accum)
         return collected, None, None, None

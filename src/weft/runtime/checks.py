@@ -1,0 +1,122 @@
+"""Checks of tensors and functions of a call, before other ranks wait for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..comm import coordinates
+from ..declare.placements import SEQ
+from ..errors import ShapeError, UnsupportedError, WeftError
+from ..plan.call import Call
+from ..plan.plan import Plan
+
+
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises what does not fit; what does is seen at once, as this is on the way of every call."""
+    if q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype:
+        (b, h, _, d), (kb, g, m, kd), (vb, vg, vm, e) = q.shape, k.shape, v.shape
+        same = b == kb == vb and g == vg and m == vm and d == kd and h and g and d and e
+        if same and h % g == 0 and q.device == k.device == v.device and _is_computed(q, k, v):
+            return
+    _refuse_tensors(q, k, v)
+
+
+def _is_computed(*tensors: Tensor) -> bool:
+    dtype = tensors[0].dtype
+    strided = all(t.layout is torch.strided for t in tensors)
+    return strided and dtype.is_floating_point and dtype.itemsize > 1
+
+
+def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dim() != 4:
+            raise ShapeError(f"{name} must be (batch, heads, tokens, dim), found {tuple(t.shape)}")
+        if t.layout != torch.strided:
+            raise ShapeError(f"{name} must be a dense tensor, found layout {t.layout}")
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if not q.dtype == k.dtype == v.dtype or not q.dtype.is_floating_point:
+        raise ShapeError(f"q, k, v need one floating dtype, found {q.dtype}, {k.dtype}, {v.dtype}")
+    if q.dtype.itemsize == 1:
+        raise UnsupportedError(f"no kernel computes in {q.dtype}; use bf16, fp16, fp32 or fp64")
+    if not q.device == k.device == v.device:
+        raise ShapeError(f"q, k, v need one device, found {q.device}, {k.device}, {v.device}")
+    if k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3] or q.shape[0] != k.shape[0]:
+        raise ShapeError(f"q (b h n d), k (b g m d), v (b g m e) do not fit together: {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ShapeError(f"query heads must be a multiple of key/value heads: {shapes}")
+    if 0 in (q.shape[1], q.shape[3], v.shape[3]):
+        raise ShapeError(f"heads and head dims are 1 or more: {shapes}")
+
+
+def check_lengths(plan: Plan, n: int, m: int) -> None:
+    sides = {
+        "queries": (n, plan.q_resharding, plan.problem.n),
+        "keys": (m, plan.kv_resharding, plan.problem.m),
+    }
+    for what, (local, resharding, total) in sides.items():
+        expected = resharding.state(0, plan.coords).size(SEQ)
+        if local != expected:
+            raise ShapeError(
+                f"the rank at {plan.coords} has {local} local {what} of axis "
+                f"{'+'.join(plan.problem.axes)}, but its chunk of a length of {total} holds "
+                f"{expected}; shard with layout.shard, and pass length= where chunks are uneven"
+            )
+
+
+def check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
+    """Refuses a bias that is not this rank's tile; without `batch`, one of any samples fits."""
+    if not bias.is_floating_point():
+        raise ShapeError(
+            f"a bias is added to the scores and has a floating dtype, found {bias.dtype}; what"
+            " hides keys is a mask: weft.MaskMod(lambda b, h, q, k: visible[q, k])"
+        )
+    rows, columns = plan.tile_shape()
+    heads = plan.compute_q.heads
+    fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)
+    samples = "samples" if batch is None else batch
+    if not (
+        fits and (batch is None or bias.shape[0] in (1, batch)) and bias.shape[1] in (1, heads)
+    ):
+        raise ShapeError(
+            f"the bias must be ({samples} or 1, {heads} or 1, {rows}, {columns}), the "
+            f"tile of scores that the rank at {plan.coords} computes, found {tuple(bias.shape)}; "
+            "cut it with weft.bias_tile"
+        )
+
+
+def check_samples(plan: Plan, samples: tuple[int, ...]) -> None:
+    """Refuses, on every rank, a bias of other samples than its rank computes with."""
+    if set(samples) == {1}:  # or no bias at all
+        return
+    places = (coordinates(plan.sizes, rank) for rank in range(len(samples)))
+    expected = [plan.q_resharding.entry(place).batch for place in places]
+    if any(n not in (1, batch) for n, batch in zip(samples, expected)):
+        raise ShapeError(
+            f"the bias must be of {expected} samples by rank, those that each computes with, or of"
+            f" 1, found {list(samples)}; cut it with weft.bias_tile"
+        )
+
+
+def probe_functions(call: Call, device: torch.device) -> None:
+    """Raise `ShapeError` if a function in the mask or bias fails, before others wait for it."""
+    if device.type == "meta" or not call.has_functions:
+        return
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    functions: dict[str, Callable[..., Tensor]] = {"the mask": call.mask.allowed}
+    if call.bias is not None:
+        functions["the bias"] = call.bias.fn
+    for what, function in functions.items():
+        try:
+            result = function(zero, zero, zero, zero)
+        except WeftError:
+            raise
+        except Exception as error:
+            raise ShapeError(f"{what} raised {type(error).__name__}: {error}") from error
+        if isinstance(result, Tensor) and result.dim():
+            raise ShapeError(
+                f"{what} gives shape {tuple(result.shape)} for one query and one key, where one"
+                " value is wanted; its indices have any shape, which is that of its result"
+            )
