@@ -156,8 +156,8 @@ BUGS = (
     Bug(
         "columns to the left are zeros",
         "runtime/state.py",
-        "found[i] = halo.narrow(dim, at * columns, columns)",
-        "found[i] = 0 * halo.narrow(dim, at * columns, columns)",
+        "left[i] = halo.narrow(dim, at * columns, columns)",
+        "left[i] = 0 * halo.narrow(dim, at * columns, columns)",
         "state",
     ),
     Bug(
@@ -212,8 +212,8 @@ BUGS = (
     Bug(
         "heads of a rank are others than those that it has by Ulysses",
         "runtime/by_heads.py",
-        "return x.narrow(0, (wanted.start - own.start) * n, wanted.count * n)",
-        "return x.narrow(0, 0, wanted.count * n)",
+        "return x.narrow(0, (by_other.start - own.start) * n, by_other.count * n)",
+        "return x.narrow(0, 0, by_other.count * n)",
         "recurrent",
     ),
     Bug(

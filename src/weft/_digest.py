@@ -316,9 +316,9 @@ def _attributes(value: Any) -> dict[str, Any]:
     """All attributes of an object; of one of weft's dataclasses, the fields."""
     kind: type = type(value)
     names, own = _attribute_names(kind)
-    attributes = {} if own else getattr(value, "__dict__", {})
-    found = {name: held for name, held in attributes.items() if name not in names["derived"]}
-    return found | {n: getattr(value, n) for n in names["fixed"] if hasattr(value, n)}
+    stored = {} if own else getattr(value, "__dict__", {})
+    read = {name: held for name, held in stored.items() if name not in names["derived"]}
+    return read | {n: getattr(value, n) for n in names["fixed"] if hasattr(value, n)}
 
 
 @functools.lru_cache(256)

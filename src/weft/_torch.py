@@ -405,9 +405,9 @@ def one_dim(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
         return mesh[dims]
     world = range(dist.get_world_size())
     if mesh.mesh.flatten().tolist() == [*world] and set(dims) == set(mesh.mesh_dim_names or ()):
-        whole = dist.group.WORLD
-        assert whole is not None  # a mesh has a process group
-        return DeviceMesh.from_group(whole, mesh.device_type, mesh_dim_names=(name,))
+        world_group = dist.group.WORLD
+        assert world_group is not None  # a mesh has a process group
+        return DeviceMesh.from_group(world_group, mesh.device_type, mesh_dim_names=(name,))
     return mesh[dims]._flatten(name)
 
 

@@ -92,10 +92,10 @@ def _check_dtensor(
         raise ShapeError(f"{name} is on {t.device_mesh}, but the layout on {layout.device_mesh}")
     layout.check_heads(f"heads of {name}", t.shape[HEAD])
     if tuple(t.placements) != expected:
-        placed, want = (", ".join(_say(p) for p in ps) for ps in (t.placements, expected))
+        placed, needed = (", ".join(_say(p) for p in ps) for ps in (t.placements, expected))
         raise ShapeError(
             f"{name} is placed as ({placed}) on mesh dims {tuple(layout.mesh)}, but attention over "
-            f"{'+'.join(axes)} takes ({want}); redistribute it or change the layout"
+            f"{'+'.join(axes)} takes ({needed}); redistribute it or change the layout"
         )
 
 
@@ -145,7 +145,7 @@ def on_local_tensors(
     out = fn(**local, length=x.shape[dim])
     before = local[last].shape
     shape = [
-        total if size == here else size
-        for size, here, total in zip(out.shape, before, x.shape, strict=True)
+        total if size == local_size else size
+        for size, local_size, total in zip(out.shape, before, x.shape, strict=True)
     ]
     return _from_local(out, x.device_mesh, x.placements, torch.Size(shape))

@@ -250,10 +250,10 @@ class Layout(LayoutDeclaration, Traceable):
             raise DeclarationError(_CUTS_BLOCKS.format("pack"))
         if -1 in self.mesh.values():
             raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
-        whole: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
+        counts: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
         limit = Causal(window).window
-        sizes = sequence.shard_sizes(sum(whole), tuple(self.mesh[d] for d in self.shard_dims(axis)))
-        return Assignment(whole, assign(whole, sizes, limit), limit)
+        sizes = sequence.shard_sizes(sum(counts), self._parts(axis, keys=False))
+        return Assignment(counts, assign(counts, sizes, limit), limit)
 
     def reorder(self, axis: str, order: TokenOrder) -> Layout:
         """This layout with the tokens of an axis in an order that is data; bound as this one is.

@@ -165,8 +165,8 @@ def halo(
         return on_local_tensors(local, {"x": x}, layout, axis, dim, length)
     dim %= x.dim()
     pieces = _pieces(x, layout, axis, dim, length, documents, name)
-    whole = hasattr(columns, "__index__") and not isinstance(columns, bool)
-    if not whole or operator.index(columns) < 0:
+    is_integer = hasattr(columns, "__index__") and not isinstance(columns, bool)
+    if not is_integer or operator.index(columns) < 0:
         pieces.refuse("halo", f"columns = {columns!r:.80}: 0 or more tokens to the left")
     columns = operator.index(columns)
     left, made = pieces.left(x, columns, dim), []

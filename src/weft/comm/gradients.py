@@ -175,13 +175,13 @@ def _sum(
     """Sum gradients in one message; whether a rank has any, and whether all sums are finite."""
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     local = [local_tensor(g) for g in grads]
-    here = [float(p.grad is not None) for p in parameters]
-    flags = torch.tensor(here, dtype=local[0].dtype, device=local[0].device)
+    has_gradient = [float(p.grad is not None) for p in parameters]
+    flags = torch.tensor(has_gradient, dtype=local[0].dtype, device=local[0].device)
     flat = torch.cat([*(g.reshape(-1) for g in local), flags])
     transport.all_reduce(flat, dims, "gradients")
     *sums, flags = flat.split([*(g.numel() for g in local), len(local)])
     if transport.fake:
-        *anywhere, total = *here, 0.0
+        *anywhere, total = *has_gradient, 0.0
     else:  # all that the CPU waits for, at once
         *anywhere, total = torch.cat([flags.float(), flat.sum(dtype=torch.float32)[None]]).tolist()
     for p, grad, own, part, present in zip(parameters, grads, local, sums, anywhere):

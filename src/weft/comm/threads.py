@@ -74,12 +74,12 @@ class ThreadTransport(Transport):
         def wait() -> None:
             for source, key, (_, buffer) in zip(sources, keys, p2p.receives):
                 who = f"rank {source} ({p2p.label} along mesh dim {p2p.mesh_dim!r})"
-                got = self.post.take(key, who)
-                if got.shape != buffer.shape or got.dtype != buffer.dtype:
+                received = self.post.take(key, who)
+                if received.shape != buffer.shape or received.dtype != buffer.dtype:
                     raise RankError(
-                        f"{who} sent {tuple(got.shape)}, expected {tuple(buffer.shape)}"
+                        f"{who} sent {tuple(received.shape)}, expected {tuple(buffer.shape)}"
                     )
-                buffer.copy_(got)
+                buffer.copy_(received)
 
         return wait
 

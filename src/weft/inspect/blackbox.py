@@ -136,21 +136,21 @@ class Box:
 
         A trace that does not reach back to the step in question says nothing.
         """
-        want = other.waits
-        if want is None:
+        awaited = other.waits
+        if awaited is None:
             return True
         for step in self.steps:
-            if (step.payload, step.mesh_dim) != (want.payload, want.mesh_dim):
+            if (step.payload, step.mesh_dim) != (awaited.payload, awaited.mesh_dim):
                 continue
-            if want.turn and step.source == want.source:
-                if step.turn >= want.turn:
+            if awaited.turn and step.source == awaited.source:
+                if step.turn >= awaited.turn:
                     return True
-            elif (step.tag, step.step) == (want.tag, want.step) and any(
+            elif (step.tag, step.step) == (awaited.tag, awaited.step) and any(
                 low <= other.rank <= high for low, high in (*step.to, *step.source)
             ):
                 return True
         dropped = bool(self.steps) and self.steps[0].count > 1
-        return dropped and self.steps[0].began > want.began
+        return dropped and self.steps[0].began > awaited.began
 
 
 def load_records(folder: str | Path | None = None) -> list[Box]:

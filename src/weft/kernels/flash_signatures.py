@@ -60,16 +60,16 @@ def _arguments(
     function: Callable, names: tuple[str, ...]
 ) -> tuple[dict[str, str], dict[str, object], tuple[str, ...]]:
     """Spellings of a function's parameters, its required constants, and its settings."""
-    known = parameters(function)
+    by_name = parameters(function)
     spelled = {}
     for name in names:
-        spelling = next((n for n in (name, *_ALIASES.get(name, ())) if n in known), None)
+        spelling = next((n for n in (name, *_ALIASES.get(name, ())) if n in by_name), None)
         if spelling is None:
             raise UnsupportedError(f"this release of flash-attn has no {name!r}; {_OTHER}")
         spelled[name] = spelling
-    settings = tuple(name for name in _SET if name in known)
+    settings = tuple(name for name in _SET if name in by_name)
     off = {}
-    for name, parameter in known.items():
+    for name, parameter in by_name.items():
         is_passed = name in spelled.values() or name in settings
         if is_passed or parameter.default is not inspect.Parameter.empty:
             continue

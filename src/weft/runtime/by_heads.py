@@ -65,16 +65,16 @@ def traded(
     for dtype in dict.fromkeys(x.dtype for x in inputs):  # one message for tensors of a dtype
         which = [i for i, x in enumerate(inputs) if x.dtype == dtype]
         flat = [_by_unit(inputs[i], units) for i in which]
-        there = redistribute(torch.cat(flat, 3), layout, other, transports, axes, lengths)
-        for i, part in zip(which, there.split([x.shape[3] for x in flat], 3)):
+        placed = redistribute(torch.cat(flat, 3), layout, other, transports, axes, lengths)
+        for i, part in zip(which, placed.split([x.shape[3] for x in flat], 3)):
             moved[i] = _by_head(part, inputs[i].shape[3:])
-    (own,), (wanted,) = (each.spans(HEADS, lengths[HEADS]) for each in (layout, other))
+    (own,), (by_other,) = (each.spans(HEADS, lengths[HEADS]) for each in (layout, other))
 
     def cut(x: Tensor) -> Tensor:
         if len(x) == 1:
             return x
         n = len(x) // units
-        return x.narrow(0, (wanted.start - own.start) * n, wanted.count * n)
+        return x.narrow(0, (by_other.start - own.start) * n, by_other.count * n)
 
     out = run(other, *(moved[i] for i in range(len(inputs))), *map(cut, per_head))
     back = redistribute(

@@ -46,8 +46,10 @@ def largest(transport: Transport | Channel, mesh_dim: str, values: Tensor) -> Te
     """The largest of each number among the ranks along a mesh dim."""
     ranks, each = transport.sizes[mesh_dim], values.numel()
     sent = values.flatten().repeat(ranks)
-    came = transport.all_to_all(Shuffle(mesh_dim, "bounds", sent, [each] * ranks, [each] * ranks))
-    return came.view(ranks, *values.shape).amax(0)
+    received = transport.all_to_all(
+        Shuffle(mesh_dim, "bounds", sent, [each] * ranks, [each] * ranks)
+    )
+    return received.view(ranks, *values.shape).amax(0)
 
 
 @dataclass(frozen=True)

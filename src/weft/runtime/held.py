@@ -9,6 +9,7 @@ so that every rank makes the same bits of the same parts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -79,21 +80,14 @@ def merge_parts(
     Mesh dims `dims`, outermost first, split the keys. A rank receives (P - 1) b h n (e + 1)
     numbers, however many keys there are.
     """
-    packed = parts = _packed(out, lse)[None]
-    for mesh_dim in reversed(dims):
-        size, own = channel.sizes[mesh_dim], channel.coords[mesh_dim]
-        if size > 1:
-            came = parts.new_empty(size, *parts.shape)
-            came[own] = parts
-            others = [i for i in range(size) if i != own]
-            sends, receives = [(i, parts) for i in others], [(i, came[i]) for i in others]
-            channel.start(P2PBatch(mesh_dim, "parts", sends, receives))()
-            parts = came.flatten(0, 1)
-    if parts is packed:
+    packed = _packed(out, lse)
+    ranks = math.prod(channel.sizes[d] for d in dims)
+    if ranks == 1:
         return out, lse
-    outs, lses = _unpacked(parts, out, lse)
-    whole, lse = merge_softmax(outs.to(lses.dtype), lses)
-    return whole.to(out.dtype), lse
+    parts = every(packed.view(-1), [packed.numel()] * ranks, dims, channel)
+    outs, lses = _unpacked(torch.stack([part.view_as(packed) for part in parts]), out, lse)
+    merged, lse = merge_softmax(outs.to(lses.dtype), lses)
+    return merged.to(out.dtype), lse
 
 
 def merge_rows(
@@ -114,12 +108,12 @@ def merge_rows(
         rows = [*zip(*(t.split([*map(sum, groups)], 2) for t in (out, lse)))]
         packed = [_packed(*pair) for pair in rows]
         others = [i for i in range(size) if i != own]
-        here = {i: torch.empty_like(packed[own]) for i in others}
+        received = {i: torch.empty_like(packed[own]) for i in others}
         sends = [(i, packed[i]) for i in others]
-        channel.start(P2PBatch(mesh_dim, "parts", sends, [*here.items()]))()
+        channel.start(P2PBatch(mesh_dim, "parts", sends, [*received.items()]))()
         counts = groups[own]
-        came = [rows[own] if i == own else _unpacked(here[i], *rows[own]) for i in range(size)]
-        out, lse = merged_parts(came)
+        parts = [rows[own] if i == own else _unpacked(received[i], *rows[own]) for i in range(size)]
+        out, lse = merged_parts(parts)
     return out, lse
 
 

@@ -41,11 +41,11 @@ class PartialOutput:
             if not (_alone(out) and _alone(lse)):
                 self._widened()
             return
-        whole, whole_lse = self._widened()
-        if whole.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
+        total, total_lse = self._widened()
+        if total.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
             return
         rows = slice(None) if samples is None else slice(*samples)
-        own_out, own_lse = whole[rows, :, low:high], whole_lse[rows, :, low:high]
+        own_out, own_lse = total[rows, :, low:high], total_lse[rows, :, low:high]
         fused = _fused() if own_out.is_cuda and self.accum_dtype == torch.float32 else None
         if fused is not None:
             fused(own_out, own_lse, out, lse)

@@ -49,9 +49,9 @@ def redistribute(
         handles.keep(moving.handle, moving)
         return torch.ops.weft.redistribute(x, moving.handle)[0]
     layouts = flattened(before), flattened(after)
-    known = None if lengths is None else tuple(lengths.items())
+    by_axis = None if lengths is None else tuple(lengths.items())
     kind = str(x.dtype), x.device.type
-    handle = _traced(*layouts, tuple(x.shape), *kind, tuple(dims.items()), known, name)
+    handle = _traced(*layouts, tuple(x.shape), *kind, tuple(dims.items()), by_axis, name)
     return torch.ops.weft.redistribute(x, handle)[0] if handle else x
 
 
@@ -69,8 +69,8 @@ def _traced(
     """A handle of a pass that a graph may keep; empty where nothing moves."""
     one, two = restored(before), restored(after)
     like = torch.empty(shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device="meta")
-    known = None if lengths is None else dict(lengths)
-    moving = _planned(like, one, two, (one.bound, two.bound), dict(dims), known, name, device)
+    by_axis = None if lengths is None else dict(lengths)
+    moving = _planned(like, one, two, (one.bound, two.bound), dict(dims), by_axis, name, device)
     return "" if moving is None else moving.keep_traced()
 
 

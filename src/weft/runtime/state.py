@@ -97,10 +97,10 @@ class LocalPieces:
             )
         self.length = operator.index(length)
         flat = flattened(layout), axis, self.length, flattened(documents), name
-        facts = _facts(*flat)
-        self.pieces: tuple[Piece, ...] = tuple(Piece(*piece) for piece in facts[0])
-        self._counts = [count for _, count, _, _ in facts[0]]
-        self._own, self._order, self._resets, self._readers, self._reading, self._moves = facts[1:]
+        plan = _plain_plan(*flat)
+        self.pieces: tuple[Piece, ...] = tuple(Piece(*piece) for piece in plan[0])
+        self._counts = [count for _, count, _, _ in plan[0]]
+        self._own, self._order, self._resets, self._readers, self._reading, self._moves = plan[1:]
 
     @functools.cached_property
     def chunk(self) -> int:
@@ -185,10 +185,10 @@ class LocalPieces:
         if self._of_maps(a, b) == "tree":
             shapes = tuple(a.shape), tuple(b.shape), apply is torch.matmul
             entering = self._pass(_TREE, own, f"in a tree, {described}", own.itemsize, *shapes)
-            found = [_zeros_after(entering, b.shape)] * len(self.pieces)
+            states = [_zeros_after(entering, b.shape)] * len(self.pieces)
             for at, i in enumerate(self._reading):
-                found[i] = entering[at].view(b.shape)
-            return found
+                states[i] = entering[at].view(b.shape)
+            return states
         own = self._pass(_STATES, own, described, own.shape[1] * own.itemsize)
         return self._composed(own, a, b, apply)
 
@@ -300,8 +300,8 @@ class LocalPieces:
         """
         if self.plan.mesh_dims:
             shapes = [tuple(zero.shape) for zero in zeros]
-            wanted = any(t.requires_grad for t in of) and torch.is_grad_enabled()
-            kind = _tensor_kind(zeros[0], wanted)
+            needs_gradient = any(t.requires_grad for t in of) and torch.is_grad_enabled()
+            kind = _tensor_kind(zeros[0], needs_gradient)
             passing = ChainExchange(
                 self.plan, self.chunk, tuple(zero.numel() * zero.itemsize for zero in zeros)
             )
@@ -348,13 +348,13 @@ class LocalPieces:
         more = [tuple(groups(x, 0)[i] for x in per_head) for i in range(len(sizes))]
 
         def step(piece: int, group: int, state: Tensor) -> tuple[Tensor, Tensor]:
-            given = parts[piece][group]
+            inputs_of_group = parts[piece][group]
             if not self.layout.reproducible:
-                out, end = run(*given, *more[group], state)
+                out, end = run(*inputs_of_group, *more[group], state)
                 return out, end.to(state.dtype)
             # In products of several matrices the bits of one may depend on how many there are.
             counts = self._blocks(self.pieces[piece])
-            rows = zip(*(x.split(1) for x in (*given, state)))
+            rows = zip(*(x.split(1) for x in (*inputs_of_group, state)))
             made = [_in_blocks(run, counts, row[:-1], more[group], row[-1]) for row in rows]
             return torch.cat([out for out, _ in made]), torch.cat([end for _, end in made])
 
@@ -393,11 +393,11 @@ class LocalPieces:
             halo = x.narrow(dim, 0, 0)
         # For the backward pass, as above.
         nothing = _zeros_after(halo, (*x.shape[:dim], columns, *x.shape[dim + 1 :]))
-        found = [nothing] * len(self.pieces)
+        left = [nothing] * len(self.pieces)
         if columns:
             for at, i in enumerate(self._reading):
-                found[i] = halo.narrow(dim, at * columns, columns)
-        return found
+                left[i] = halo.narrow(dim, at * columns, columns)
+        return left
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -425,8 +425,8 @@ class LocalPieces:
 
     def _exchange(self, label: str, described: str, ahead: bool | None) -> Exchange:
         """How ranks agree on a pass; `ahead`: whether the CPU runs ahead, None of one refused."""
-        given = self.layout, self.axis, self.length, self.documents, self.name
-        return _exchange(*given, label, described, ahead)
+        of_call = self.layout, self.axis, self.length, self.documents, self.name
+        return _exchange(*of_call, label, described, ahead)
 
 
 def _in_blocks(
@@ -445,10 +445,10 @@ def _in_blocks(
     return torch.cat(outs, 1), state
 
 
-def _tensor_kind(x: Tensor, wanted: bool | None = None) -> str:
-    if wanted is None:
-        wanted = x.requires_grad and torch.is_grad_enabled()
-    return f"{x.dtype}, {x.device.type}, gradients {'wanted' if wanted else 'none'}"
+def _tensor_kind(x: Tensor, needs_gradient: bool | None = None) -> str:
+    if needs_gradient is None:
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    return f"{x.dtype}, {x.device.type}, gradients {'wanted' if needs_gradient else 'none'}"
 
 
 def _exchange(
@@ -478,7 +478,7 @@ def _exchange(
 
 
 @constant_in_graphs
-def _facts(layout: tuple, axis: str, length: int, documents: tuple, name: str | None) -> tuple:
+def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: str | None) -> tuple:
     """What a rank knows of its pieces and of the order of all maps, as plain numbers.
 
     (start, count, begins, ends) of its pieces, its number of maps; of all, their order, and which

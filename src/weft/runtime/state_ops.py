@@ -169,11 +169,11 @@ class TreePassing(Passing):
         made, label = state_tree(plan.fragments, backward), f"{'d' * backward}{plan.label}"
         apply = torch.matmul if self.matrix else torch.mul
         held: dict[Value, Map] = {}
-        wanted: dict[int, Value] = {}
+        entering: dict[int, Value] = {}
         for chain, leaves in enumerate(made.chains):
             for at, (chunk, piece) in enumerate(leaves):
                 if chunk == plan.chunk and at:
-                    wanted[piece] = Value(chain, 0, at)
+                    entering[piece] = Value(chain, 0, at)
                 if chunk == plan.chunk and at + 1 < len(leaves):
                     held[Value(chain, at, at + 1)] = leaf(at, piece)
 
@@ -207,7 +207,7 @@ class TreePassing(Passing):
             for wait in waits:
                 wait()
             held |= {m.value: unpacked(m.value, box) for m, box in received}
-        return {piece: held[value][1] for piece, value in wanted.items()}
+        return {piece: held[value][1] for piece, value in entering.items()}
 
 
 def _flat(both: Map) -> Tensor:
