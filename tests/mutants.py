@@ -169,7 +169,7 @@ BUGS = (
     ),
     Bug(
         "a column that two fragments read gets the gradient of one",
-        "runtime/redistribute.py",
+        "runtime/fetch.py",
         "part, accumulate=True)",
         "part)",
         "state",

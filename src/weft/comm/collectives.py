@@ -16,14 +16,15 @@ replicate, as is what enters such a computation. Mixing the two counts gradients
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import P2PBatch, Transport
-from .channel import disagreed
+from . import P2PBatch, Transport, index_at
+from .channel import Channel, disagreed
 from .once_differentiable import once
 from .origin import UNKNOWN, Origin, origin, together
 
@@ -112,10 +113,11 @@ class _Gather(torch.autograd.Function):
     ) -> Tensor:
         front = x.movedim(dim, 0).contiguous()
         counts = _agreed_counts(front, dim, mesh_dim, transport, name)
-        parts = _chunks(front, counts, mesh_dim, transport)
+        sizes = [n * math.prod(front.shape[1:]) for n in counts]
+        parts = gather_flat(front.flatten(), sizes, (mesh_dim,), transport, "gather")
         ctx.dim, ctx.own = dim, transport.coords[mesh_dim]
         ctx.counts = counts
-        return torch.cat(parts).movedim(0, dim)
+        return torch.cat(parts).view(sum(counts), *front.shape[1:]).movedim(0, dim)
 
     @staticmethod
     @once("a gather of ranks")
@@ -157,14 +159,30 @@ def _agreed_counts(
     return [rows[transport.peer_rank(mesh_dim, i)][3] for i in range(size)]
 
 
-def _chunks(
-    front: Tensor, counts: Sequence[int], mesh_dim: str, transport: Transport
+def gather_flat(
+    buffer: Tensor,
+    sizes: Sequence[int],
+    dims: Sequence[str],
+    transport: Transport | Channel,
+    label: str,
 ) -> list[Tensor]:
-    """The rows of all ranks along a mesh dim, in order."""
-    own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
-    others = [i for i in range(size) if i != own]
-    parts = {i: front.new_empty((counts[i], *front.shape[1:])) for i in others} | {own: front}
-    sends = [(i, front.flatten()) for i in others]
-    receives = [(i, parts[i].view(-1)) for i in others]
-    transport.start(P2PBatch(mesh_dim, "gather", sends, receives))()
-    return [parts[i] for i in range(size)]
+    """The flat buffers of all ranks along mesh dims (outermost first), in row-major order.
+
+    `sizes` are those of every rank's buffer.
+    """
+    parts, inner = [buffer], 1
+    first = index_at(transport.sizes, dims, transport.coords)  # the number of the first of `parts`
+    for mesh_dim in reversed(dims):
+        size, own = transport.sizes[mesh_dim], transport.coords[mesh_dim]
+        if size > 1:
+            start = first - own * inner
+            lengths = [sizes[start + i * inner : start + (i + 1) * inner] for i in range(size)]
+            joined = parts[0] if inner == 1 else torch.cat(parts)
+            others = [i for i in range(size) if i != own]
+            rows = {i: buffer.new_empty(sum(lengths[i])) for i in others} | {own: joined}
+            sends, receives = ([(i, x[i]) for i in others] for x in ([joined] * size, rows))
+            transport.start(P2PBatch(mesh_dim, label, sends, receives))()
+            parts = [p for i in range(size) for p in rows[i].split(list(lengths[i]))]
+            first = start
+        inner *= size
+    return parts

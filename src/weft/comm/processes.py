@@ -275,25 +275,33 @@ class ProcessTransport(Transport):
         call: Callable[[], Any],
         step: AbstractContextManager = trace.NOTHING,
     ) -> Any:
+        """The result of a call in which ranks agree; if it fails, the error names the missing."""
+        return self._try(call, lambda error: self._missing(_CONTROL, mesh_dims, error), step)
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def _try(
+        self,
+        call: Callable[[], Any],
+        named: Callable[[RuntimeError], RankError],
+        step: AbstractContextManager = trace.NOTHING,
+    ) -> Any:
+        """The result of a call of torch's groups; if other ranks failed it, the error `named`."""
         try:
             with step:
                 return call()
         except (torch.OutOfMemoryError, RankError):
             raise
-        except RuntimeError as error:
-            raise self._missing(_CONTROL, mesh_dims, error) from error
-
-    # -- failures ------------------------------------------------------------------------------
-
-    def _guard(self, p2p: P2PBatch, peer: int, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except torch.OutOfMemoryError:
-            raise
         except ValueError as error:
             raise self._gone(error) from error
         except RuntimeError as error:
-            raise self._lost(p2p.label, lambda: [peer], p2p.mesh_dim, error) from error
+            raise named(error) from error
+
+    def _guard(self, p2p: P2PBatch, peer: int, call: Callable[[], Any]) -> Any:
+        """The result of a call that moves a message to or from a peer."""
+        return self._try(
+            call, lambda error: self._lost(p2p.label, lambda: [peer], p2p.mesh_dim, error)
+        )
 
     def _wait(self, work: dist.Work) -> None:
         """Wait no longer than the timeout; NCCL's own watch keeps it, without blocking the CPU."""
@@ -306,17 +314,10 @@ class ProcessTransport(Transport):
         self, what: str, mesh_dim: str, moved: Tensor, begin: Callable[[], dist.Work]
     ) -> None:
         """A collective along a mesh dim; if it fails, the error names the missing ranks."""
-        self._steps[(mesh_dim,)] += 1
-        step = self._all_begin(what, (mesh_dim,), moved.numel() * moved.itemsize)
-        try:
-            with step:
-                self._wait(begin())
-        except torch.OutOfMemoryError:
-            raise
-        except ValueError as error:
-            raise self._gone(error) from error
-        except RuntimeError as error:
-            raise self._missing(what, (mesh_dim,), error) from error
+        dims = (mesh_dim,)
+        self._steps[dims] += 1
+        step = self._all_begin(what, dims, moved.numel() * moved.itemsize)
+        self._try(lambda: self._wait(begin()), lambda error: self._missing(what, dims, error), step)
 
     def _gone(self, error: ValueError) -> WeftError:
         """The error when torch no longer knows the groups that the layout was bound to."""

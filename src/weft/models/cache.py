@@ -25,7 +25,7 @@ from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..nn.sequences import gathered_lengths
 from ..plan.redistribute import Placed, plan_redistribution
-from ..runtime.redistribute import fetch
+from ..runtime.fetch import fetch
 from .bind_on_same_ranks import bound_beside
 from .cache_folder import read_cache, write_cache
 from .model import Model

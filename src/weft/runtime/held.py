@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch, Shuffle, index_at
+from ..comm import P2PBatch, Shuffle
 from ..comm.channel import Channel
+from ..comm.collectives import gather_flat
 from ..declare.placements import merge_softmax
 from ..kernels import Request, TileView, accumulate_dtype, choose
 from ..plan.held import Move
@@ -84,7 +85,7 @@ def merge_parts(
     ranks = math.prod(channel.sizes[d] for d in dims)
     if ranks == 1:
         return out, lse
-    parts = every(packed.view(-1), [packed.numel()] * ranks, dims, channel)
+    parts = gather_flat(packed.view(-1), [packed.numel()] * ranks, dims, channel, "parts")
     outs, lses = _unpacked(torch.stack([part.view_as(packed) for part in parts]), out, lse)
     merged, lse = merge_softmax(outs.to(lses.dtype), lses)
     return merged.to(out.dtype), lse
@@ -125,7 +126,7 @@ def gathered_parts(
     `counts` are the tokens of every part; mesh dims `dims`, outermost first, split them.
     """
     one = x[:, :, :1].numel() if x.shape[2] else x.new_empty(*x.shape[:2], 1, x.shape[3]).numel()
-    parts = every(x.contiguous().view(-1), [n * one for n in counts], dims, channel)
+    parts = gather_flat(x.contiguous().view(-1), [n * one for n in counts], dims, channel, "parts")
     shaped = (p.view(*x.shape[:2], n, x.shape[3]) for p, n in zip(parts, counts))
     return torch.cat([*shaped], 2)
 
@@ -139,31 +140,6 @@ def _unpacked(parts: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs and logsumexps of packed ones."""
     rows, lses = parts.split([out.shape[-1], parts.shape[-1] - out.shape[-1]], -1)
     return rows, lses.contiguous().view(lse.dtype).squeeze(-1)
-
-
-def every(
-    buffer: Tensor, sizes: Sequence[int], dims: Sequence[str], channel: Channel
-) -> list[Tensor]:
-    """The flat buffers of all ranks along mesh dims (outermost first), in row-major order.
-
-    `sizes` are those of every rank's buffer.
-    """
-    parts, inner = [buffer], 1
-    first = index_at(channel.sizes, dims, channel.coords)  # the number of the first of `parts`
-    for mesh_dim in reversed(dims):
-        size, own = channel.sizes[mesh_dim], channel.coords[mesh_dim]
-        if size > 1:
-            start = first - own * inner
-            lengths = [sizes[start + i * inner : start + (i + 1) * inner] for i in range(size)]
-            joined = parts[0] if inner == 1 else torch.cat(parts)
-            others = [i for i in range(size) if i != own]
-            rows = {i: buffer.new_empty(sum(lengths[i])) for i in others} | {own: joined}
-            sends, receives = ([(i, x[i]) for i in others] for x in ([joined] * size, rows))
-            channel.start(P2PBatch(mesh_dim, "parts", sends, receives))()
-            parts = [p for i in range(size) for p in rows[i].split(list(lengths[i]))]
-            first = start
-        inner *= size
-    return parts
 
 
 def moved(x: Tensor, steps: Sequence[Move], order: Tensor, channel: Channel) -> Tensor:

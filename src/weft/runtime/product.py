@@ -12,7 +12,7 @@ from ..comm.once_differentiable import once
 from ..kernels import accumulate_dtype
 from ..plan.product import ProductPlan, factors
 from ..plan.redistribute import Redistribution
-from .redistribute import collect, fetch
+from .fetch import collect, fetch
 
 _PAIR = (1, 2)  # the dims of a pair tensor (b x y c) that are placed
 

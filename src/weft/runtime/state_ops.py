@@ -16,8 +16,8 @@ from ..kernels import accumulate_dtype
 from ..plan.state import HaloExchange, StateExchange
 from ..plan.tree import Fold, TreeExchange, Value, state_tree
 from .exchange import Passing, pass_op
+from .fetch import collect, fetch
 from .handles import op
-from .redistribute import collect, fetch
 
 # -- maps -----------------------------------------------------------------------------------------
 
