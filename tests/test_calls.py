@@ -139,7 +139,7 @@ def test_a_function_that_sees_other_values_in_the_backward_pass_is_refused(pool,
     first, *others = pool.run(_changed_functions, line)
     for said, kind in zip(first, ("mask", "bias")):
         assert f"UnsupportedError: the backward pass calls the {kind} again" in said
-    assert "has changed since the forward pass" in first[2]
+    assert "have changed since the forward pass" in first[2]
     for texts in others:
         assert [t.split(";")[0] for t in texts[:2]] == [t.split(";")[0] for t in first[:2]]
         assert "UnsupportedError: the backward pass calls the bias again" in texts[2]
@@ -787,7 +787,7 @@ def test_what_is_no_layout_bias_or_mask_is_refused_in_words():
     q, one = draw(1, 2, 3, 4), Layout.single()
     for what, options, words in (
         ("single", {}, "layout is a bound weft.Layout, found a str"),
-        (one, {"bias": torch.ones(1, 1, 3, 3).bool()}, "what hides keys is a mask"),
+        (one, {"bias": torch.ones(1, 1, 3, 3).bool()}, "to hide keys use a mask"),
         (one, {"mask": MaskMod(lambda b, h, q, k: torch.ones(3, 3).bool())}, "gives shape (3, 3)"),
         (one, {"bias": weft.Bias(lambda b, h, q, k: torch.ones(2))}, "the bias gives shape (2,)"),
     ):

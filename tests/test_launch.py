@@ -21,7 +21,7 @@ from weft.errors import ShapeError
 from weft.launch import environment as place
 from weft.launch import failures
 from weft.launch import launcher as launch
-from weft.launch.monitor import Attendance, Ending
+from weft.launch.monitor import Ending, LauncherMonitor
 
 
 def alive(session: int) -> list[int]:
@@ -164,32 +164,32 @@ CAUSES = {
 @pytest.mark.parametrize("case", CAUSES)
 def test_the_ending_that_others_follow_from_is_named(case):
     endings, message = CAUSES[case]
-    attendance = Attendance()
-    attendance.endings = endings
-    assert str(attendance.cause()) == message
-    attendance.close()
+    monitor = LauncherMonitor()
+    monitor.endings = endings
+    assert str(monitor.cause()) == message
+    monitor.close()
 
 
 def test_last_words_that_no_thread_has_come_to_read_are_waited_for(monkeypatch):
     """As on a machine so busy that the launcher's threads run late."""
-    read = Attendance._read
+    read = LauncherMonitor._read
 
     def late(*args):
         time.sleep(0.5)
         read(*args)
 
-    monkeypatch.setattr(Attendance, "_read", late)
-    attendance = Attendance()
+    monkeypatch.setattr(LauncherMonitor, "_read", late)
+    monitor = LauncherMonitor()
     with socket.socket(socket.AF_UNIX) as rank:
-        rank.connect(attendance.address)
+        rank.connect(monitor.address)
         for line in ({"rank": 1, "attempt": 0, "pid": 1}, {"message": "does not fit"}):
             rank.sendall(json.dumps(line).encode() + b"\n")
-    assert str(attendance.cause()) == "rank 1: does not fit"
-    attendance.close()
+    assert str(monitor.cause()) == "rank 1: does not fit"
+    monitor.close()
 
 
 def test_a_rank_without_its_launcher_ends():
-    code = "from weft.launch.monitor import Attending; Attending('/nowhere/ranks', 0, 0)"
+    code = "from weft.launch.monitor import MonitoredRank; MonitoredRank('/nowhere/ranks', 0, 0)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
 
 

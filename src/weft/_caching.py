@@ -11,7 +11,7 @@ import torch
 Result = TypeVar("Result")
 
 _CACHES: list[functools._lru_cache_wrapper] = []
-#: How often the caches were emptied: what an object keeps from before is looked at no more.
+#: How often the caches were emptied: entries that objects keep from before are ignored.
 generation = 0
 
 

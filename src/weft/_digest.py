@@ -323,7 +323,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 @functools.lru_cache(256)
 def _attribute_names(kind: type) -> tuple[dict[str, frozenset[str]], bool]:
-    """Names of fields and slots, and of what is derived from them; whether the class is weft's."""
+    """Names of fields and slots, and of values derived from them; whether the class is weft's."""
     members = [item for base in kind.__mro__ for item in vars(base).items()]
     derived = {name for name, held in members if isinstance(held, functools.cached_property)}
     slots = {name for name, held in members if isinstance(held, types.MemberDescriptorType)}

@@ -27,7 +27,7 @@ from .launch.environment import already_launched
 
 
 class _Group(TyperGroup):
-    """Shows what weft refuses as one readable message, exit code 1."""
+    """Shows an error of weft as one readable message, exit code 1."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]  # typer makes no other
         try:

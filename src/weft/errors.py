@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable
 
-#: Characters of a message; what is longer loses its middle.
+#: Characters of a message; a longer one loses its middle.
 _LONGEST = 2000
 #: Controls but tab and newline, other line ends, marks of direction, and halves of characters.
 _UNSAFE = re.compile(
@@ -91,7 +91,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str]) -> str:
-    """`"; did you mean 'ring'?"` for a near miss, else the list of what is known.
+    """`"; did you mean 'ring'?"` for a near miss, else the list of known names.
 
     >>> did_you_mean("rnig", ["ring", "gather"])
     "; did you mean 'ring'?"

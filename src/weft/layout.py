@@ -63,13 +63,13 @@ class Layout(LayoutDeclaration, Traceable):
     `Layout.single()` has no mesh and is bound already. `weft.on_threads` binds ranks to threads.
 
     Attributes:
-        name: what the layout was loaded as.
+        name: under which the layout was loaded.
         mesh: mesh dim -> size, outermost first.
         sharding: axis -> the mesh dims that split it at rest.
         replicate: mesh dims that nothing is split over.
         order: axis -> the order of its tokens, where that is not contiguous.
         attend: attended axes -> the strategies on them, bound to mesh dims.
-        about: what the file says about itself.
+        about: the description in its file.
         source: where it was declared, for messages.
         declaration: the content of the layout file.
         inside_node: mesh dims whose ranks must share a node.
@@ -125,7 +125,7 @@ class Layout(LayoutDeclaration, Traceable):
 
     @functools.cached_property
     def unbound(self) -> LayoutDeclaration:
-        """The declaration alone: what plans are made from."""
+        """The declaration alone, from which plans are made."""
         names = (f.name for f in fields(LayoutDeclaration))
         return LayoutDeclaration(**{name: getattr(self, name) for name in names})
 

@@ -1,12 +1,12 @@
 """A transport for one pass of one call: no message is mistaken, and results are agreed on.
 
-Every pass of a call has a number and a digest of what ranks must have in common. Both make the tag
-of its messages, so a message of another call is never taken for one of this. Meanwhile ranks vote
-on the digest, without waiting: the answer is looked at before the first message is waited for, and
-before a result is handed out. On CUDA, which the CPU runs ahead of, it is looked at before the
+Every pass of a call has a number, and a digest of the values that ranks must have in common. Both
+make the tag of its messages, so a message of another call is never taken for one of this. Meanwhile
+ranks vote on the digest, without waiting: the answer is read before the first message is waited
+for, and before a result is returned. On CUDA, which the CPU runs ahead of, it is read before the
 first message is sent where ranks never agreed on such a pass: a new shape or mask is where ranks
 differ, and NCCL would wait for messages that nobody sends. Where they did agree on one before, it
-is looked at when the next pass begins.
+is read when the next pass begins.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Channel:
     def exchange(self, numbers: Sequence[Number]) -> dict[int, list[Number]]:
         """Numbers of every rank that takes part, this one's among them.
 
-        Raises what `check` raises, where ranks' calls differ or one of them refused.
+        Raises as `check` does, where ranks' calls differ or one of them refused.
         """
         own = json.dumps([self.digest, self.origin.path, self.origin.site, *numbers])
         text = f"{self.origin.after(self.detail())}{_NUMBERS}{own}"
@@ -125,7 +125,7 @@ class Channel:
             self.check()
 
     def _keep(self) -> None:
-        """Hold what is posted and not waited for: its buffers would go with the pass."""
+        """Hold messages posted and not waited for: their buffers would be freed with the pass."""
         posted, self._posted = self._posted, []
         if posted:
             self.transport.keep(self.mesh_dims, posted)

@@ -74,7 +74,7 @@ def same_along(text: str, dims: Sequence[str], transport: Transport, everywhere:
 
 
 def _raise_first(lists: Mapping[int, list[str]], where: str, transport: Transport) -> None:
-    """Raises with the first parameter that differs between ranks, and what would work."""
+    """Raise with the first parameter that differs between ranks, and a fix."""
     for index in range(max(map(len, lists.values()))):
         texts = {
             rank: (*descriptions[index : index + 1], "none")[0]

@@ -138,7 +138,7 @@ class ControlGroup:
         return answer
 
     def _in_turn(self, work: Callable[[], Any], timeout: datetime.timedelta) -> Callable[[], Any]:
-        """Begin work on the thread of the group, after what was begun before."""
+        """Begin work on the thread of the group, in order."""
         if self._ending.is_set():
             raise RuntimeError("this process ends")
         results: queue.SimpleQueue = queue.SimpleQueue()
@@ -158,7 +158,7 @@ class ControlGroup:
     def _through_phases(
         self, own: tuple[int, ...], timeout: datetime.timedelta
     ) -> tuple[dist.Work, Tensor]:
-        """Exchange digests in every phase: what comes of the last is not waited for."""
+        """Exchange digests in every phase; the last exchange is not waited for."""
         passed, (*before, last) = own, self._phases
         for group in before:
             work, votes = self._exchange(passed, group, timeout)
@@ -215,7 +215,7 @@ class ControlGroup:
             if self._ending.wait(pause) or time.monotonic() > limit:
                 raise RuntimeError(f"not done within {timeout.total_seconds():g} s")
             pause = min(2 * pause, 2e-3)
-        work.wait(timeout)  # raises what went wrong
+        work.wait(timeout)  # raises its error
 
 
 def _end(worker: threading.Thread, begun: queue.SimpleQueue, ending: threading.Event) -> None:
@@ -230,7 +230,7 @@ def _end(worker: threading.Thread, begun: queue.SimpleQueue, ending: threading.E
 
 
 def _work(begun: queue.SimpleQueue) -> None:
-    """Does what a group begins, in order; holds none of it while there is nothing to do."""
+    """Run the tasks of a group in order; holds none of them while idle."""
     while (task := begun.get()) is not None:
         work, results = task
         try:

@@ -54,7 +54,7 @@ def once(of: str, linear: bool = True) -> Callable[[Callable], Callable]:
 def final(
     of: str, gradients: Sequence[Tensor | None], depends: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The same gradients, in a graph that leads to what they depend on and raises on the way."""
+    """The same gradients, connected to the tensors that they depend on by a node that raises."""
     return _Final.apply(of, len(gradients), *gradients, *depends)
 
 

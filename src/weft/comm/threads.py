@@ -158,7 +158,7 @@ def run_threads(
 
 
 def _join(threads: list[threading.Thread], errors: list, timeout: float) -> None:
-    """Wait for all threads; after a failure no longer than they may wait for each other."""
+    """Wait for all threads; after a failure no longer than one waits for another."""
     end = math.inf
     for thread in threads:
         while thread.is_alive():

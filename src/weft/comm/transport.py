@@ -207,7 +207,7 @@ class Transport(abc.ABC):
         """Ask whether all ranks along mesh dims have the same digest, without waiting.
 
         The returned function waits for the answer. Ranks' votes meet in the order in which each
-        rank gives them. A digest is 0 or more and below 2**62; so are `names`, of what makes the
+        rank gives them. A digest is 0 or more and below 2**62; so are `names`, of the origin of the
         call (`Origin.numbers`), of which 0 goes with any.
         """
         dims = self.moving(mesh_dims)

@@ -60,7 +60,7 @@ def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
 def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None:
     """Raise `DeclarationError` on every rank if two of them have the same GPU.
 
-    NCCL does not take it, and says so in its own words or hangs. `gpu` names this rank's GPU, as no
+    NCCL refuses that in its own words, or hangs. `gpu` names this rank's GPU, as no
     other is named. A rank asks the store a few times, however many ranks there are.
     """
     prefix = f"weft/gpus/{store.add(f'weft/gpus/{rank}', 1)}"  # a process may start torch again
@@ -108,7 +108,7 @@ def gpu_of(environ: Mapping[str, str], count: int) -> int:
 def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
     """The store that torch's elastic launcher keeps, under names of this attempt.
 
-    It outlives its ranks: those that are started again would find what the dead ones left there,
+    It outlives its ranks: those that are started again would find entries of the dead ones there,
     such as addresses where nobody listens any more.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

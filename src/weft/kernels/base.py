@@ -5,7 +5,7 @@
               dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout,  dbias = ds
 
 In backward `lse` and `delta = rowsum(dout * out)` are those of whole rows, of which this rectangle
-is a part; that is what makes partial gradients add up (FlashAttention-2, arXiv:2307.08691).
+is a part; so partial gradients add up (FlashAttention-2, arXiv:2307.08691).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class MaskContext:
 
     Global positions of its rows and columns, global indices of its batch entries and heads, and
     the mask and the bias as functions (b, h, q, kv) of these. `cache` is the kernel's own, kept
-    with the plan: what it made of the mask.
+    with the plan, for block masks.
     """
 
     q: Tensor  # (n,) int64
@@ -179,7 +179,7 @@ def _bytes(t: Tensor, *strides: int) -> Iterator[int]:
     return (s * t.itemsize for s, size in zip(strides, t.shape) if size > 1)
 
 
-#: Entries of a row that carry what the dtype rounds off the others.
+#: Entries of a row that carry the rounding errors of the others.
 _CARRIERS = 3
 
 
@@ -218,7 +218,7 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     return out
 
 
-#: Value dims that carry delta: what the dtype rounds off the first is in the second.
+#: Value dims that carry delta: the second holds the rounding error of the first.
 DELTA_DIMS = 2
 
 

@@ -1,14 +1,14 @@
 """Shared by all flash kernels: one head dim for keys and values, and `out` in place of `delta`.
 
 Flash kernels take one head dim, and their backward pass wants the output and works out
-delta = rowsum(dout * out) itself. `FlashKernel` gives them what they want from what weft has:
+delta = rowsum(dout * out) itself. `FlashKernel` translates between the two:
 
     keys and values of different dims    zeros appended to the narrower one; they add 0 to every
                                          product, so the result is the same
     delta without the output             `surrogate_out`
     a gradient through the logsumexp     two more value dims that carry delta: `delta_in_values`;
                                          or, where the family takes it, dlse = -delta and out = 0
-    any strides                          copies of what the family cannot read: `readable`
+    any strides                          copies of tensors that the family cannot read: `readable`
     a scale of 0 or below                q times -1 or 0, with a scale above 0: families scale what
                                          a mask has made -inf
     nothing to compute                   the empty sums of `math`
@@ -168,7 +168,7 @@ def packed(t: Tensor, view: TileView) -> Tensor:
 
 
 def unpacked(t: Tensor, batch: int, view: TileView) -> Tensor:
-    """(b h n d) from what `packed` made."""
+    """The inverse of `packed`: (b h n d)."""
     t = t if view.varlen_segments is None else t.unflatten(0, (batch, -1))
     return t.transpose(1, 2)
 
@@ -179,7 +179,7 @@ def packed_rows(t: Tensor, view: TileView) -> Tensor:
 
 
 def unpacked_rows(t: Tensor, batch: int, view: TileView) -> Tensor:
-    """(b h n) from what `packed_rows` made."""
+    """The inverse of `packed_rows`: (b h n)."""
     return t if view.varlen_segments is None else t.unflatten(1, (batch, -1)).transpose(0, 1)
 
 

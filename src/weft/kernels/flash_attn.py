@@ -15,7 +15,7 @@ a batch are more sequences. Generation 2 has separate functions for it (used fro
 logsumexp is (heads, tokens)), 3 and 4 the same functions.
 
 Not yet run on hardware: weft's tests check the calls against stand-ins that have the signatures of
-2.8, 3.0 (and that of the 2.8.3 tag) and 4.0.0b, and compute what the packages say they do.
+2.8, 3.0 (and that of the 2.8.3 tag) and 4.0.0b, and compute what the packages document.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def _offsets(q: Tensor, view: TileView) -> dict[str, object]:
 def load(name: str | None = None) -> LoadedPackage:
     """The first generation that is installed and runs on this GPU, or the one that is named.
 
-    Raises `UnsupportedError` with what was tried.
+    Raises `UnsupportedError` with all attempts.
     """
     name = os.environ.get(VARIABLE) if name is None else name
     if name and name not in map(str, PACKAGES):
@@ -243,7 +243,7 @@ def _load(name: str, capability: int | None) -> LoadedPackage:
 def _loaded(generation: int, package: Package, capability: int | None) -> LoadedPackage:
     """A generation's functions, after checking that they can be called as weft calls them.
 
-    Raises `ImportError`, `AttributeError` or what a broken package raises where they are not there,
+    Raises `ImportError`, `AttributeError` or any error of a broken package where they are missing,
     and `UnsupportedError` that names a parameter which does not fit.
     """
     module = importlib.import_module(package.module)

@@ -14,7 +14,7 @@ from .base import TileView
 
 #: SMs that generation 3 leaves to messages which are in flight while it computes.
 SM_MARGIN = 8
-#: What one generation or release calls what another calls otherwise.
+#: Other names of a parameter in some generation or release.
 _ALIASES = {"lse": ("softmax_lse",), "causal": ("is_causal",)}
 #: Optional tensors that a release may insist on.
 _ABSENT = """
@@ -22,7 +22,7 @@ _ABSENT = """
     seqused_k sequed_q sequed_k max_seqlen_q max_seqlen_k page_table kv_batch_idx leftpad_k
     rotary_cos rotary_sin seqlens_rotary q_descale k_descale v_descale
 """
-#: What else it may insist on, switched off. What has a default is left alone.
+#: Required parameters, switched off. Those with a default are left alone.
 _OFF = dict.fromkeys(_ABSENT.split()) | {
     "dropout_p": 0.0,
     "window_size": (-1, -1),
@@ -31,7 +31,7 @@ _OFF = dict.fromkeys(_ABSENT.split()) | {
     "softcap": 0.0,
     "return_softmax": False,
 }
-#: What is set by each call where a release has it.
+#: Settings of each call, where a release has them.
 _SET: dict[str, Callable[[TileView], object]] = {
     "deterministic": lambda view: torch.are_deterministic_algorithms_enabled(),
     "sm_margin": lambda view: SM_MARGIN if view.overlapped else 0,

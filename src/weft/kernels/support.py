@@ -1,6 +1,6 @@
 """The support matrix: which options of `weft.attention` each kernel supports.
 
-Every cell is what the kernel's own `refuses` says of the requests that a feature makes; nothing is
+Every cell comes from the kernel's own `refuses` on the requests that a feature makes; nothing is
 written down twice. `weft list --support` prints it, `docs/support.md` holds a copy.
 """
 
@@ -115,7 +115,7 @@ def matrix() -> Iterator[tuple[Feature, list[str | None]]]:
 
 
 def reasons() -> dict[str, dict[str, list[str]]]:
-    """Column label -> what the kernel says -> the features refused for it."""
+    """Column label -> reason of the kernel -> the features refused for it."""
     refused: dict[str, dict[str, list[str]]] = {}
     for feature, refusals in matrix():
         for column, why in zip(COLUMNS, refusals):
@@ -125,7 +125,7 @@ def reasons() -> dict[str, dict[str, list[str]]]:
 
 
 def markdown() -> str:
-    """The matrix as its page has it: a table, its notes, and why what is refused is."""
+    """The matrix as its page has it: a table, its notes, and the reasons of refusals."""
     notes = list(dict.fromkeys(f.note for f in FEATURES if f.note))
     rows = [["", "", *(c.label for c in COLUMNS)]]
     for feature, refusals in matrix():

@@ -58,7 +58,7 @@ def restarted(environ: Mapping[str, str] | None = None) -> bool:
 
 
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """torch's variables from SLURM's; what is set already stays.
+    """torch's variables from SLURM's; those that are set already stay.
 
     The first host of the step is the master, which need not be the job's first. Its port is made
     from the numbers of the job and the step: steps of a job may run at a time.

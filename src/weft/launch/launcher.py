@@ -31,7 +31,7 @@ import torch
 from ..errors import RankError, WeftError
 from . import trace
 from .environment import already_launched, tell_torch
-from .monitor import Attendance, Attending, Ending
+from .monitor import Ending, LauncherMonitor, MonitoredRank
 
 #: How long stopped ranks may take to end before they are killed, in seconds; 30 in torch 2.11,
 #: which gives no choice. Only a rank that catches SIGTERM takes any time.
@@ -130,7 +130,7 @@ def _elastic(
             **grace,
         )
         try:
-            return elastic_launch(config, _rank)(endings.attendance.address, fn, args)[0]
+            return elastic_launch(config, _rank)(endings.monitor.address, fn, args)[0]
         except ChildFailedError as error:
             raise LaunchError(endings.cause(error)) from None
         except SignalException as error:
@@ -140,22 +140,22 @@ def _elastic(
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
         finally:
-            endings.attendance.close()
-            trace.remove_traces(endings.attendance.pids)
+            endings.monitor.close()
+            trace.remove_traces(endings.monitor.pids)
 
 
 class _Endings:
-    """The launcher's side of a run: how its ranks ended, and what follows from that."""
+    """The launcher's side of a run: how its ranks ended, and whether they start again."""
 
     def __init__(self, restarts: int, on_restart: Callable[[str], None]) -> None:
         self.restarts, self.on_restart = restarts, on_restart
         self.attempt, self.lock = 0, threading.Lock()
         self.refused: Ending | None = None
-        self.attendance = Attendance(self._started, self._ended)
+        self.monitor = LauncherMonitor(self._started, self._ended)
 
     def cause(self, error: Any) -> str:
-        """Why the ranks ended: what a rank reported, or else what torch noticed."""
-        ending = self.attendance.cause()
+        """Why the ranks ended: the report of a rank, else that of torch."""
+        ending = self.monitor.cause()
         if ending is None or (ending.silent and ending.code is None):
             rank, failure = error.get_first_failure()
             ending = Ending(rank, 0, code=failure.exitcode)
@@ -165,7 +165,7 @@ class _Endings:
         with self.lock:
             again, self.attempt = attempt > self.attempt, max(attempt, self.attempt)
         if again:
-            cause = self.attendance.cause(before=attempt) or "a rank ended while it was starting"
+            cause = self.monitor.cause(before=attempt) or "a rank ended while it was starting"
             self.on_restart(f"{cause}; all ranks start again ({attempt} of {self.restarts})")
 
     def _ended(self, ending: Ending) -> None:
@@ -174,7 +174,7 @@ class _Endings:
         All ranks end where one fails. torch asks them to, and one that is stopped (SIGSTOP) does
         not hear it, for which torch waits 30 s.
         """
-        for other in () if ending.done else self.attendance.running(ending.attempt):
+        for other in () if ending.done else self.monitor.running(ending.attempt):
             if trace.state_of(other.pid) == "stopped":
                 other.stopped = True
                 with contextlib.suppress(ProcessLookupError):
@@ -243,7 +243,7 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
     # Blocked while it was starting; from here on torch takes it quietly.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    attending = Attending(address, int(os.environ["RANK"]), attempt)
+    monitored = MonitoredRank(address, int(os.environ["RANK"]), attempt)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         result = fn(*args)
@@ -252,7 +252,7 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
         message = f"{type(error).__name__}: {error}" if is_weft else traceback.format_exc()
         if not is_of_others:  # the rank that noticed the failure has written
             trace.failed(f"{type(error).__name__}: {error}")
-        attending.failed(message, follows=is_of_others, refused=is_weft and not is_of_others)
+        monitored.failed(message, follows=is_of_others, refused=is_weft and not is_of_others)
         raise
-    attending.done()
+    monitored.done()
     return result

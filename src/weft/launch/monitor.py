@@ -62,7 +62,7 @@ class Ending:
         return f"rank {self.rank} ended with exit code {self.code}"
 
 
-class Attendance:
+class LauncherMonitor:
     """The launcher's side: waits for ranks at `address`, and records how they ended.
 
     `on_start` is called with the number of the attempt when a rank connects, `on_end` with every
@@ -83,7 +83,7 @@ class Attendance:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.bind(self.address)
         self._socket.listen(1024)
-        threading.Thread(target=self._accept, name="weft-attendance", daemon=True).start()
+        threading.Thread(target=self._accept, name="weft-monitor", daemon=True).start()
 
     def close(self) -> None:
         """Stop waiting for ranks."""
@@ -169,7 +169,7 @@ class Attendance:
         self._on_end(ending)
 
 
-class Attending:
+class MonitoredRank:
     """A rank's side: it ends with its launcher, and sends a message when it ends."""
 
     def __init__(self, address: str, rank: int, attempt: int) -> None:
@@ -179,7 +179,7 @@ class Attending:
         except OSError:
             _end()
         self._send(rank=rank, attempt=attempt, pid=os.getpid())
-        threading.Thread(target=self._watch, name="weft-attending", daemon=True).start()
+        threading.Thread(target=self._watch, name="weft-monitored", daemon=True).start()
 
     def done(self) -> None:
         """All went well."""

@@ -143,7 +143,7 @@ class Trace:
         return self.step(layout, mesh_dim, payload, 0, -1, ranks, ranks, nbytes, turn)
 
     def failed(self, error: str) -> None:
-        """This rank fails: copy what all ranks of this machine did last."""
+        """This rank fails: copy the last steps of all ranks of this machine."""
         fields = {"kind": "failure", "at": time.time(), "error": error}
         self.write_line(1, _fitting(fields, WIDTH))
         self._has_failed = True

@@ -63,7 +63,7 @@ class BoundCall:
 
     @classmethod
     def kept(cls, layout: Layout, key: tuple) -> BoundCall | None:
-        """The call that a layout keeps under what was asked for, by value."""
+        """The call that a layout keeps for these options, by value."""
         cache = vars(layout).get("_calls")
         if cache is None or cache[0] != caching.generation:
             return None
@@ -123,7 +123,7 @@ class BoundCall:
         return plan_for_rank(self.layout.unbound, problem, self.layout.rank)
 
     def plan_of(self, rest: Sequence[int], like: Tensor, batches: Tensor | None) -> Plan:
-        """The plan that a pass before this one agreed on, from what that pass handed on."""
+        """The plan that the forward pass agreed on, from the numbers it saved."""
         if batches is None or not self.asks_batches:
             kept = self._plans.get((*rest, like.dtype, like.device.type))
             return kept or self.plan(rest, like.dtype, like.device.type)
@@ -203,7 +203,7 @@ class BoundCall:
     def plan_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
         """The plan of a call of plain data that exchanges nothing with other ranks.
 
-        Raises what `begin` raises.
+        Raises as `begin` does.
         """
         checks.check_tensors(q, k, v)
         return self._checked_plan(rest_shape(q, k, v), q)
@@ -241,7 +241,7 @@ class BoundCall:
             functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
             named = " and the ".join(name for name, is_used in functions.items() if is_used)
             changed = UnsupportedError(
-                f"the backward pass calls the {named} again, and what it refers to has changed"
+                f"the backward pass calls the {named} again, and values it refers to have changed"
                 " since the forward pass; give every call separate functions, over values that"
                 " stay until its backward pass has run"
             )

@@ -81,14 +81,14 @@ class _Chain:
         self.posted.append(self._now.start(p2p))
 
     def receive(self, source: tuple[str, int], like: Tensor, label: str) -> Tensor:
-        """Waits for a state."""
+        """Wait for a state."""
         mesh_dim, coordinate = source
         state = torch.empty_like(like, memory_format=torch.contiguous_format)
         self._now.start(P2PBatch(mesh_dim, label, [], [(coordinate, state.view(-1))]))()
         return state
 
     def close(self, backward: bool) -> None:
-        """A pass ends: what was sent has gone, and ranks agree."""
+        """A pass ends: all sends are complete, and ranks agree."""
         posted, self.posted = self.posted, []
         for wait in posted:
             wait()

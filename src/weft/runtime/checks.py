@@ -15,7 +15,7 @@ from ..plan.plan import Plan
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raises what does not fit; what does is seen at once, as this is on the way of every call."""
+    """Raise unless q, k and v fit together; quick where they do, as every call passes here."""
     if q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype:
         (b, h, _, d), (kb, g, m, kd), (vb, vg, vm, e) = q.shape, k.shape, v.shape
         same = b == kb == vb and g == vg and m == vm and d == kd and h and g and d and e
@@ -70,8 +70,8 @@ def check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
     """Refuses a bias that is not this rank's tile; without `batch`, one of any samples fits."""
     if not bias.is_floating_point():
         raise ShapeError(
-            f"a bias is added to the scores and has a floating dtype, found {bias.dtype}; what"
-            " hides keys is a mask: weft.MaskMod(lambda b, h, q, k: visible[q, k])"
+            f"a bias is added to the scores and has a floating dtype, found {bias.dtype}; to"
+            " hide keys use a mask: weft.MaskMod(lambda b, h, q, k: visible[q, k])"
         )
     rows, columns = plan.tile_shape()
     heads = plan.compute_q.heads

@@ -92,7 +92,7 @@ class OutputTree:
         return out.copy_(whole.out), whole.lse
 
     def _of(self, node: Node) -> Part | None:
-        """A node; what is not here is of keys that no row sees."""
+        """A node; None where no row sees a key of it."""
         level, place = node
         if node in self.nodes or not level:
             return self.nodes.get(node)
@@ -175,7 +175,7 @@ class GridSum:
         )
 
     def put(self, low: int, high: int, part: Tensor) -> None:
-        """Add what another rank's `tensors` are: on the grid already."""
+        """Add another rank's sum, which is on the grid already."""
         self._held()[:, :, low:high] += part
 
     def tensors(self) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Custom ops, and handles: the names by which ops get what they do."""
+"""Custom ops, and handles: the names by which ops find the Python objects that they run."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _traced: dict[str, Any] = {}
 
 
 def new_name() -> str:
-    """A name for something that ops get by it."""
+    """A new handle."""
     return f"{_NAMES}{next(_numbers)}"
 
 
 def name(made: Any) -> None:
-    """Let a handle stand for something while that lives."""
+    """Let a handle name an object while it lives."""
     _alive[made.handle] = made
 
 
 def keep_traced(made: Any) -> str:
-    """The handle of something that a graph may keep, and which lives as long as the process."""
+    """The handle of an object that a graph refers to, which lives as long as the process."""
     _traced[made.handle] = _alive[made.handle] = made
     return made.handle
 
 
 def keep(handle: str, bound: Any) -> None:
-    """Let a handle stand for a call again, in its backward pass."""
+    """Let a handle name an object again, in its backward pass."""
     _alive.setdefault(handle, bound)
 
 
 def get(handle: str) -> Any:
-    """The call behind a handle."""
+    """The object that a handle names."""
     return _alive[handle]
 
 
@@ -60,7 +60,7 @@ def op(name: str) -> Callable[[Callable], Any]:
 
 
 def shapes_of(op: Any) -> Callable[[Callable], None]:
-    """Registers what tracing and meta tensors get of an op: empty tensors of the right shapes.
+    """Register the shapes that an op returns while tracing, and on meta tensors.
 
     Meta tensors on torch's fake process group go through the op itself, so that it is counted.
     """

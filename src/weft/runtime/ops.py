@@ -1,7 +1,7 @@
 """The op behind `weft.attention`, and its backward: reshard, run the tile program, reshard back.
 
 The op takes a call by its handle (`runtime.handles`). After its results it returns what its
-backward pass needs: what ranks agreed on, by which it finds the plan of its forward pass, and,
+backward pass needs: the numbers that ranks agreed on, by which it finds the plan, and,
 where a rule trades one split for another (Ulysses, axial), the tensors in their compute placement.
 So a policy of activation checkpointing that keeps this op's outputs repeats no communication. Fake
 kernels tell `torch.compile` the shapes.
@@ -41,7 +41,7 @@ def _attention_op(
     softcap: float | None,
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, logsumexp, what ranks agreed on; then q, k, v, output and logsumexp while computing.
+    """Output, logsumexp, agreed numbers; then q, k, v, output and logsumexp while computing.
 
     The last five are empty where nothing is resharded: they would be the inputs and outputs. The
     logsumexp at rest is empty if it is resharded and nobody asked for it.

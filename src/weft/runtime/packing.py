@@ -59,7 +59,7 @@ class Buffers:
     cannot be given out again at once. The same buffer can: what is received into it waits, on the
     GPU, for what was launched before.
 
-    `expected` lists what is going to be received in each step, in order. A buffer that the next
+    `expected` lists the shapes to be received in each step, in order. A buffer that the next
     step does not need is freed, so that no more is held than without keeping any.
     """
 
@@ -167,7 +167,7 @@ def _exchange(
         [sum(counts[i : i + len(items)]) for i in range(0, len(counts), len(items))],
     )
     incoming = transport.all_to_all(shuffle)
-    del shuffle, cuts  # what was sent is no longer needed while parts are joined
+    del shuffle, cuts  # frees the sent buffer while parts are joined
     parts = unpack(incoming, shapes, 1)
     return [
         torch.cat(parts[i :: len(items)], e.split_dim if reverse else _joined_along(e)).view(dtype)

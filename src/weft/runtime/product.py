@@ -65,7 +65,7 @@ class _Product(torch.autograd.Function):
 
 
 class _There:
-    """Brings tensors where a rank computes, and what it computed of them back."""
+    """Moves factors to the ranks that compute with them, and products back."""
 
     def __init__(self, plan: ProductPlan, transport: Transport, dtype: torch.dtype) -> None:
         self.plan, self.transport = plan, transport
@@ -90,7 +90,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
 
 
 def boxed(x: Tensor, plan: Redistribution, shape: tuple[int, int], transport: Transport) -> Tensor:
-    """This rank's box of a pair tensor (b x y c); backward adds what all ranks make of theirs.
+    """This rank's box of a pair tensor (b x y c); backward adds all gradients of its entries.
 
     before  rank 0: rows 0-1      rank 1: rows 2-3
     after   both:   all rows               backward: rank 0 gets the sum of both ranks'

@@ -5,8 +5,8 @@ every piece a recurrence gives its affine map `S_out = A S_in + b`; `LocalPieces
 maps of all ranks together and composes, for each piece, those before it. `LocalPieces.left` brings
 the last columns before each piece.
 
-Gradients are those of the loss of all ranks by this rank's tokens: in the backward pass what every
-rank wants of a map is summed where the map was made.
+Gradients are those of the loss of all ranks by this rank's tokens: in the backward pass all
+ranks' gradients of a map are summed on the rank that made it.
 """
 
 from __future__ import annotations
@@ -482,7 +482,7 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
     """What a rank knows of its pieces and of the order of all maps, as plain numbers.
 
     (start, count, begins, ends) of its pieces, its number of maps; of all, their order, and which
-    forget what came before; (maps before, piece) of its pieces, and those that continue a document;
+    reset the state; (maps before, piece) of its pieces, and those that continue a document;
     whether anything crosses ranks.
 
     Raises:

@@ -40,7 +40,7 @@ class TransferBatch:
         self._wait = transport.start(p2p)
 
     def wait(self) -> None:
-        """Wait for all of them, the first time; then let go of what was sent."""
+        """Wait for all of them, the first time; then release the buffers that were sent."""
         if self._wait is not None:
             self._wait()
         self._wait, self.sends, self.receives = None, [], []
@@ -67,12 +67,12 @@ class TileRun(abc.ABC):
         self.like, self.k = q, k
         self.rows = Rows(tile, plan.coords)
         self.views = Views(plan, tile, call, bias, q, self.rows)
-        #: this rank's chunk of each side; None: what nobody reads
+        #: this rank's chunk of each side; None for tensors that nobody reads
         self.own: dict[Payload, tuple[Tensor | None, ...]] = {}
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
         self.in_flight: dict[Transfer, tuple[TransferBatch, Tensor | None]] = {}
         self.sending: dict[Transfer, Tensor] = {}
-        #: received chunks as they came, to be passed on; and what is being sent, by content
+        #: received buffers, to be passed on; and buffers in flight, by content
         self.received: dict[tuple[Payload, int], Tensor] = {}
         self.packed: WeakValueDictionary[tuple, Tensor] = WeakValueDictionary()
         self.joined: list[Tensor] = []  # for the block at hand
@@ -228,11 +228,11 @@ class TileRun(abc.ABC):
         self.joined += joined
         return joined
 
-    # -- what a pass says ----------------------------------------------------------------------
+    # -- defined by the forward and by the backward pass --------------------------------------
 
     @abc.abstractmethod
     def _block(self, block: BlockPlan) -> None:
-        """Compute a block, and merge what it gives into the results."""
+        """Compute a block, and merge its results into those of its rows."""
 
     @abc.abstractmethod
     def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:

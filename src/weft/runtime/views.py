@@ -17,7 +17,7 @@ from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.tiles import Group, KernelCall, Kind
 from .rows import Rows
 
-#: For how many plans a mask that is a function keeps what kernels made of it.
+#: For how many plans a mask that is a function keeps the block masks of kernels.
 _KEPT_CONTEXTS = 16
 
 
@@ -80,7 +80,7 @@ class Views:
         )
 
     def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:
-        """The positions of a call, kept with what kernels make of its mask."""
+        """The positions of a call, kept with the block masks that kernels make of its mask."""
         kept = self._contexts
         key = (block.q_spans, block.kv_spans, call, self.like.device)
         if key not in kept:
@@ -93,7 +93,7 @@ class Views:
         """Mask contexts by what they cover: kept by the plan, which the mask's data are a part of.
 
         Those of functions are kept by the mask or the bias, for what the functions see now. So no
-        cache of weft's keeps a function, or what it holds, longer than its user does.
+        cache of weft's keeps a function, or its captured values, longer than its user does.
         """
         if not self.call.has_functions:
             return self.tile.mask_contexts
