@@ -118,26 +118,12 @@ def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> 
     return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
 
 
-def gather_equal(
-    outputs: Sequence[Tensor], tensor: Tensor, group: Backend, timeout: datetime.timedelta
-) -> dist.Work:
-    """Begin to gather equal tensors of a `gloo_group`, by rank.
-
-    `timeout` goes before the group's own.
-    """
-    options = distributed_c10d.AllgatherOptions()
-    options.timeout = timeout
-    return group.allgather(  # type: ignore[attr-defined]  # in no stub
-        [list(outputs)], [tensor], options
-    )
-
-
 def exchange_equal(
     outputs: Tensor, tensor: Tensor, group: Backend, timeout: datetime.timedelta
 ) -> dist.Work:
-    """Begin an exchange in a `gloo_group`: entry i of `mine` goes to rank i, and so to `found`.
+    """Begin an exchange in a `gloo_group`: row i of `tensor` goes to rank i; `outputs` are by rank.
 
-    `timeout` goes before the group's own.
+    `timeout` takes precedence over the group's.
     """
     options = distributed_c10d.AllToAllOptions()
     options.timeout = timeout
@@ -157,11 +143,6 @@ def nccl_options(timeout: datetime.timedelta) -> dist.ProcessGroupNCCL.Options:
     options.is_high_priority_stream = True
     options._timeout = timeout
     return options
-
-
-def group_backend(group: ProcessGroup | None) -> str:
-    """`"gloo"`, `"nccl"`, `"fake"`, ... of a process group."""
-    return dist.get_backend(group)
 
 
 @contextlib.contextmanager

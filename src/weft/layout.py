@@ -281,7 +281,7 @@ class Layout(LayoutDeclaration, Traceable):
             )
         if self.reproducible:
             raise DeclarationError(_CUTS_BLOCKS.format("reorder"))
-        parts = tuple(self.mesh[d] for d in self.shard_dims(axis))
+        parts = self._parts(axis, keys=False)
         order.check(sequence.shard_sizes(order.length, parts))
         if not parts:
             return self

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,23 +69,10 @@ def scan(
     tensor([[1.0000, 1.5000, 1.7500, 1.8750]])
     """
     if isinstance(update, DTensor) or isinstance(decay, DTensor):
-
-        def local(decay: Tensor, update: Tensor, length: int) -> Tensor:
-            return scan(
-                decay,
-                update,
-                layout,
-                axis,
-                dim=dim,
-                matrix=matrix,
-                length=length,
-                documents=documents,
-                name=name,
-            )
-
-        return on_local_tensors(
-            local, {"decay": decay, "update": update}, layout, axis, dim, length
-        )
+        tensors = {"decay": decay, "update": update}
+        options: dict[str, Any] = {"layout": layout, "axis": axis, "dim": dim, "matrix": matrix}
+        local = functools.partial(scan, **options, documents=documents, name=name)
+        return on_local_tensors(local, tensors, layout, axis, dim, length)
     dim %= update.dim()
     pieces = _pieces(update, layout, axis, dim, length, documents, name)
     if why := _mismatch(decay, update, dim, matrix):
@@ -148,20 +137,8 @@ def halo(
     tensor([[1., 2., 2., 2.]])
     """
     if isinstance(x, DTensor):
-
-        def local(x: Tensor, length: int) -> Tensor:
-            return halo(
-                fn,
-                x,
-                columns,
-                layout,
-                axis,
-                dim=dim,
-                length=length,
-                documents=documents,
-                name=name,
-            )
-
+        options: dict[str, Any] = {"layout": layout, "axis": axis, "dim": dim, "columns": columns}
+        local = functools.partial(halo, fn, **options, documents=documents, name=name)
         return on_local_tensors(local, {"x": x}, layout, axis, dim, length)
     dim %= x.dim()
     pieces = _pieces(x, layout, axis, dim, length, documents, name)

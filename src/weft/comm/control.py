@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch import Backend, exchange_equal, gather_equal, gloo_group
+from .._torch import Backend, exchange_equal, gloo_group
 from .origin import together
 
 #: The most ranks that vote in one group, each with P - 1 others at once.
@@ -161,21 +161,19 @@ class ControlGroup:
         """Exchange digests in every phase; the last exchange is not waited for."""
         passed, (*before, last) = own, self._phases
         for group in before:
-            work, votes = self._exchange(passed, group, timeout)
-            self._wait(work, timeout)
+            votes = self._gather(_row(passed), group, timeout)
             passed = together([passed, *votes.tolist()]) or _DIFFERENT
-        return self._exchange(passed, last, timeout)
+        return self._exchange(_row(passed), last, timeout)
 
     def _exchange(
-        self, numbers: tuple[int, ...], group: Backend, timeout: datetime.timedelta
+        self, row: Tensor, group: Backend, timeout: datetime.timedelta
     ) -> tuple[dist.Work, Tensor]:
         """Begin to exchange a row of numbers; every rank's, once the work has ended."""
-        row = torch.tensor([numbers], dtype=torch.int64, device="cpu")
-        rows = row.repeat(group.size(), 1)
-        votes = torch.empty_like(rows)
-        work = exchange_equal(votes, rows, group, timeout)
+        sent = row.repeat(group.size(), 1)
+        rows = torch.empty_like(sent)
+        work = exchange_equal(rows, sent, group, timeout)
         self._retained.append(work)
-        return work, votes
+        return work, rows
 
     def all_gather_text(self, text: str, timeout: datetime.timedelta) -> dict[int, str]:
         """Every rank's text, by rank in order."""
@@ -195,18 +193,17 @@ class ControlGroup:
         self, data: bytes, group: Backend, timeout: datetime.timedelta
     ) -> list[bytes]:
         length = torch.tensor([len(data)], device="cpu")
-        lengths = [int(n) for n in self._gather(length, group, timeout)]
+        lengths = self._gather(length, group, timeout).flatten().tolist()
         padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         rows = self._gather(padded, group, timeout)
         return [bytes(row[:n].tolist()) for row, n in zip(rows, lengths)]
 
-    def _gather(self, tensor: Tensor, group: Backend, timeout: datetime.timedelta) -> list[Tensor]:
-        outputs = [torch.empty_like(tensor) for _ in range(group.size())]
-        work = gather_equal(outputs, tensor, group, timeout)
-        self._retained.append(work)
+    def _gather(self, row: Tensor, group: Backend, timeout: datetime.timedelta) -> Tensor:
+        """Every rank's row."""
+        work, rows = self._exchange(row, group, timeout)
         self._wait(work, timeout)
-        return outputs
+        return rows
 
     def _wait(self, work: dist.Work, timeout: datetime.timedelta) -> None:
         """Wait on the thread of the group, and no longer than Python lasts."""
@@ -216,6 +213,10 @@ class ControlGroup:
                 raise RuntimeError(f"not done within {timeout.total_seconds():g} s")
             pause = min(2 * pause, 2e-3)
         work.wait(timeout)  # raises its error
+
+
+def _row(numbers: tuple[int, ...]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
 
 def _end(worker: threading.Thread, begun: queue.SimpleQueue, ending: threading.Event) -> None:

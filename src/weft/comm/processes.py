@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from .._torch import group_backend, is_fake
+from .._torch import is_fake
 from .._version import __version__
 from ..errors import RankError, ShapeError, UnsupportedError, WeftError
 from ..launch import failures, trace
@@ -64,7 +64,7 @@ class ProcessTransport(Transport):
         self._on_gpu = mesh.device_type == "cuda"
         #: whether the groups have no backend for CPUs, which a program's own may have
         self._gpu_only = self._on_gpu and not any(
-            "gloo" in group_backend(group) for group in self._groups.values()
+            "gloo" in dist.get_backend(group) for group in self._groups.values()
         )
         #: mesh dims along which torch's groups have the mesh's order; groups are mostly sorted
         self._in_order = {

@@ -56,11 +56,11 @@ class CpuFlash(FlashKernel):
         # A logsumexp of 0 may stand for -inf or NaN, which `run_forward` finds out.
         return both if both[1].all() else None
 
-    def _laid(self, dim: int, *tensors: Tensor) -> list[Tensor]:
+    def _readable(self, dim: int, *tensors: Tensor) -> list[Tensor]:
         # Products of one row or column take instructions by the alignment of their memory.
         if any(t.shape[-2] == 1 for t in tensors):
             dim = -(-dim // _ALIGNED) * _ALIGNED
-        return super()._laid(dim, *tensors)
+        return super()._readable(dim, *tensors)
 
     def run_backward(
         self,

@@ -60,7 +60,7 @@ class CuDNN(FlashKernel):
         if _one_row(q, k) or torch.are_deterministic_algorithms_enabled():
             return self._instead.run_backward(dout, q, k, v, out, lse, view)
         # torch keeps a compiled graph by the strides of q, k and v alone.
-        out, dout = (_laid_like(t, q) for t in (out, dout))
+        out, dout = (_strided_like(t, q) for t in (out, dout))
         unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
         return cudnn_backward(
             dout,
@@ -87,8 +87,8 @@ def _one_row(q: Tensor, k: Tensor) -> bool:
     return 1 in (q.shape[2], k.shape[2])
 
 
-def _laid_like(t: Tensor, q: Tensor) -> Tensor:
-    """A tensor dense in the order of q's dims, of expanded ones too: as torch lays the output."""
+def _strided_like(t: Tensor, q: Tensor) -> Tensor:
+    """A tensor dense in the order of q's dims, also of expanded ones, as torch's output is."""
     strides = torch.empty_like(q, device="meta").stride()
     order = sorted(range(4), key=lambda i: -strides[i])
     back = [order.index(i) for i in range(4)]

@@ -90,7 +90,7 @@ class FlashKernel(Kernel):
         if not view.scale > 0:
             sign, view = _above_zero(view)
             q = q * sign
-        q, k, v = self._laid(self.dim(q.shape[-1], e), q, k, v)
+        q, k, v = self._readable(self.dim(q.shape[-1], e), q, k, v)
         out, lse = self.run_forward(q, k, v, view)
         return out[..., :e], lse
 
@@ -123,13 +123,13 @@ class FlashKernel(Kernel):
         elif out is None:
             assert delta is not None
             out = surrogate_out(dout, delta)
-        dout, q, k, v, out = self._laid(self.dim(d, v.shape[-1]), dout, q, k, v, out)
+        dout, q, k, v, out = self._readable(self.dim(d, v.shape[-1]), dout, q, k, v, out)
         if view.mask is not None or view.bias is not None:  # else every row sees a key
             lse = finite_lse(lse)
         dq, dk, dv = self.run_backward(dout, q, k, v, out, lse, view, dlse)
         return dq[..., :d], dk[..., :d], dv[..., :e], None
 
-    def _laid(self, dim: int, *tensors: Tensor) -> list[Tensor]:
+    def _readable(self, dim: int, *tensors: Tensor) -> list[Tensor]:
         """Tensors of one head dim in strides that the family reads."""
         return [readable(t, self.alignment, self.broadcasts) for t in widened(dim, *tensors)]
 
