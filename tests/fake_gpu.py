@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,12 +29,13 @@ from torch.utils._pytree import tree_leaves
 import weft
 from weft._torch import trace_on_threads
 from weft.comm import P2PBatch, Shuffle, Transport
-from weft.runtime import calls, merging, ops
+from weft.runtime import calls, merging
 
 #: weft's custom ops by name: under a mode their bodies run in place of their fakes.
 BODIES = {
-    torch.ops.weft.attention.default: ops._attention_op.body,
-    torch.ops.weft.attention_backward.default: ops._backward_op.body,
+    getattr(torch.ops.weft, name + suffix).default: OPDEFS[f"weft::{name}{suffix}"].body
+    for name in ("attention", "redistribute", "states", "states_tree", "halo")
+    for suffix in ("", "_backward")
 }
 
 

@@ -182,6 +182,13 @@ BUGS = (
         "state",
     ),
     Bug(
+        "a checkpoint stops before the exchanges of a forward pass are repeated",
+        "runtime/exchange.py",
+        "return run(grad, *ctx.saved_tensors, ctx.shape, ctx.handle), None",
+        "return run(grad, None, None, torch.tensor([1]), ctx.shape, ctx.handle), None",
+        "state",
+    ),
+    Bug(
         "a checkpoint stops before a rank has handed its state on again",
         "runtime/chain.py",
         "ctx.save_for_backward(baton)  # a checkpoint",

@@ -227,10 +227,31 @@ def captured() -> list[str]:
     return said
 
 
+def movements_captured() -> list[str]:
+    """The same of movements outside attention."""
+    on, other = (weft.Layout.parse(f"tokens{order}: ring=2") for order in ("", "(zigzag)"))
+    on, other = (layout.on(OneOf(layout.mesh, 0)) for layout in (on, other))
+    with fake_gpu(capturing=True), torch.no_grad():
+        x = torch.empty(1, 8, 4, device="cuda")
+        calls = (
+            lambda: on.redistribute(x, other, {"tokens": 1}),
+            lambda: weft.scan(x, x, on, "tokens"),
+            lambda: weft.halo(lambda run: run[:, 1:], x, 1, on, "tokens"),
+        )
+        said = []
+        for call in calls:
+            with pytest.raises(UnsupportedError) as error:
+                call()
+            said.append(str(error.value))
+    assert sum(on.bound.sent.values()) == 0
+    return said
+
+
 def test_calls_of_several_ranks_are_not_captured_in_a_cuda_graph(apart) -> None:
     ring, ulysses, alone = apart(captured)
     assert "cannot be captured in a CUDA graph" in ring
     assert "cannot be captured in a CUDA graph" in ulysses
     assert alone == ""
+    assert all("cannot be captured in a CUDA graph" in text for text in apart(movements_captured))
     tags = torch.ops.weft.attention.default.tags
     assert not hasattr(torch.Tag, "cudagraph_unsafe") or torch.Tag.cudagraph_unsafe in tags

@@ -404,6 +404,27 @@ def test_two_forwards_before_one_backward_and_checkpointing(way, layer):
             )
 
 
+@pytest.mark.parametrize("movement", ["scan", "halo", "redistribute"])
+def test_ranks_that_run_equal_backward_passes_in_other_orders_are_refused(movement):
+    other = Layout.parse("tokens(zigzag): ring=2")
+
+    def run(layout, x):
+        if movement == "scan":
+            return weft.scan(x, x, layout, "tokens")
+        if movement == "halo":
+            return weft.halo(lambda part: part[:, 1:] + part[:, :-1], x, 1, layout, "tokens")
+        return layout.redistribute(x, other.on(layout.transport), {"tokens": 1})
+
+    def rank(layout):
+        x = torch.ones(1, 4, 1, requires_grad=True)
+        outs = [run(layout, x) for _ in range(2)]
+        for out in outs if layout.rank else outs[::-1]:
+            out.sum().backward()
+
+    with pytest.raises(ShapeError, match=r"backward pass of .*, of pass 1"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), rank, timeout=20)
+
+
 @pytest.mark.parametrize("way", ["gather", "tree"])
 def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass(way):
     """The first piece of all needs no state, and its kernel may be called without one."""

@@ -15,6 +15,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
+import torch
 from torch import Tensor
 
 from .._digest import number_of
@@ -39,7 +40,8 @@ class Channel:
 
     `kind` is None where the CPU waits for messages, so that the answer is there before them. On a
     device that the CPU runs ahead of, it is the number of what ranks must have in common, whichever
-    pass it is; once they agreed on it, an answer may wait until the next pass begins.
+    pass it is; once they agreed on it, an answer may wait until the next pass begins. There
+    `UnsupportedError` is raised while a CUDA graph is captured.
     """
 
     def __init__(
@@ -56,6 +58,12 @@ class Channel:
     ) -> None:
         self.transport = transport
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
+        if self.mesh_dims and kind is not None and torch.cuda.is_current_stream_capturing():
+            raise UnsupportedError(
+                f"{what} along mesh dims {self.mesh_dims} cannot be captured in a CUDA graph: ranks"
+                " vote on every pass on the CPU, and a replay would leave that out; capture the"
+                " code between such calls, or calls on one rank"
+            )
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
         self.what, self.digest, self.detail, self.kind = what, digest, detail, kind
         self.subject, self.origin = subject, origin

@@ -268,12 +268,6 @@ class BoundCall:
     ) -> Channel:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, what, str)
-        if like.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise UnsupportedError(
-                f"{what} along mesh dims {self.mesh_dims} cannot be captured in a CUDA graph: ranks"
-                " vote on every pass on the CPU, and a replay would leave that out; capture what is"
-                " between the calls, or calls on one rank"
-            )
         described = self._describe(rest, like) + more
         kind = number_of(f"{what} {content} {self._describe(rest, like)}") if like.is_cuda else None
         digest = number_of(f"{what} {self.layout.digest} {content} {described}")
