@@ -9,6 +9,7 @@ from draw import Dim, layout_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import visible as seen_by
+from test_tiles import visible_queries
 
 import weft
 from weft.masks import Mask
@@ -18,7 +19,7 @@ from weft.plan.plan import Pass, Plan
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Payload
-from weft.plan.tiles import visible_keys, visible_queries
+from weft.plan.tiles import visible_keys
 
 # -- spans and intervals --------------------------------------------------------------------------
 
@@ -150,7 +151,8 @@ def all_need_the_same(group: list[Plan], which: str, q_side: bool) -> bool:
             if number not in own:
                 owner = tile.chunk(q_side, plan.coords, number)
                 found = needed(plan.problem.mask, tile, plan, q_side, number)
-                assert found == tile.needed(q_side, plan.coords, number)
+                spans = tile.spans(q_side, plan.coords, number)
+                assert found == tile.geometry.needed(q_side, plan.coords, spans)
                 rows.setdefault((number // own.step, *owner.values()), set()).add(found)
     return all(len(found) == 1 for found in rows.values())
 

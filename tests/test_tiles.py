@@ -17,6 +17,7 @@ from weft.masks import (
     describe,
     prefix_lm,
 )
+from weft.plan import intervals
 from weft.plan.order import ORDERS, Span, count, join, positions, product, shard_spans
 from weft.plan.tiles import (
     KernelCall,
@@ -24,8 +25,14 @@ from weft.plan.tiles import (
     in_row_blocks,
     tile_calls,
     visible_keys,
-    visible_queries,
 )
+
+
+def visible_queries(mask, q, k) -> tuple[int, int]:
+    """Memory indices [low, high) of `q` outside which surely no key in `k` is seen."""
+    return intervals.visible(
+        q, intervals.merge_intervals(mask.queries(intervals.hull(span)) for span in k)
+    )
 
 
 def _times_computed(mask, seen, q, k, row_block) -> torch.Tensor:

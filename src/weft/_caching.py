@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+Arguments = ParamSpec("Arguments")
 
 _CACHES: list[functools._lru_cache_wrapper] = []
 #: How often the caches were emptied: entries that objects keep from before are ignored.
@@ -46,3 +47,18 @@ def clear_caches() -> None:
     generation += 1
     for kept in _CACHES:
         kept.cache_clear()
+
+
+def remembered(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A method whose object keeps its results, by the arguments as they are passed."""
+    name = f"_remembered_{method.__name__}"
+
+    @functools.wraps(method)
+    def look_up(self: Any, *args: Any, **kwargs: Any) -> Result:
+        kept: dict[Any, Result] = vars(self).setdefault(name, {})
+        key = (args, *kwargs.items()) if kwargs else args
+        if key not in kept:
+            kept[key] = method(self, *args, **kwargs)
+        return kept[key]
+
+    return look_up  # type: ignore[return-value]

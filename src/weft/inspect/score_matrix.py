@@ -61,7 +61,7 @@ def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, l
     for number, ranks in enumerate(groups):
         plan = plans[ranks[0]]
         tile = plan.backward if backward else plan.forward
-        for block in (b for step in tile.program.steps for b in step.blocks):
+        for block in tile.program.blocks:
             planned = tile.block(block)
             q, k = _where(planned.q_spans, rows), _where(planned.kv_spans, columns)
             for call in planned.calls:

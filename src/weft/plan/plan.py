@@ -11,12 +11,13 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
 from torch.distributed.tensor import Replicate, Shard
 
+from .._caching import remembered
 from ..comm import coordinates, index_at
 from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
@@ -113,19 +114,17 @@ class Plan:
         )
         replicated = (*self.replicated_q, *self.replicated_kv)
         self.edges = fixed_edges(layout, problem, self.kv_repeat, replicated)
-        self._kernels: dict[tuple[bool, bool, bool], Kernel] = {}
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
 
     def _set_rank(self, coords: Mapping[str, int]) -> None:
         """Work out what differs between ranks."""
-        for name in ("runs", "mask_between"):
-            vars(self).pop(name, None)
         self.coords = dict(coords)
         q, kv = self.q_resharding, self.kv_resharding
         self.all_to_alls = {"q": q.all_to_alls(coords), "kv": kv.all_to_alls(coords)}
         self.compute_q, self.compute_kv = q.entry(coords), kv.entry(coords)
         self.sort_q, self.sort_kv = q.sort_index(coords), kv.sort_index(coords)
+        self.runs = self._mask_runs()
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
         self._check_bias()
@@ -152,7 +151,7 @@ class Plan:
 
     def tile_shape(self) -> tuple[int, int]:
         """Rows and columns of scores that this rank computes in the forward pass."""
-        return self.forward.extent(True), self.forward.extent(False)
+        return count(self.forward.tile_spans(True)), count(self.forward.tile_spans(False))
 
     def check_kernels(self) -> None:
         """Raise `UnsupportedError` unless all that this rank will compute has a kernel.
@@ -162,8 +161,8 @@ class Plan:
         """
         grads = (self.problem.return_lse, self.problem.bias_tensor)
         for run in (self.forward, self.backward):
-            blocks = (block for step in run.program.steps for block in step.blocks)
-            kinds = {c.kind is Kind.MASKED for block in blocks for c in run.block(block).calls}
+            calls = (call for block in run.program.blocks for call in run.block(block).calls)
+            kinds = {call.kind is Kind.MASKED for call in calls}
             for masked in kinds:
                 self.kernel(masked, *(grads if run.backward else ()))
 
@@ -177,8 +176,7 @@ class Plan:
 
     # -- sequences whose masks differ ----------------------------------------------------------
 
-    @functools.cached_property
-    def runs(self) -> tuple[MaskRun, ...]:
+    def _mask_runs(self) -> tuple[MaskRun, ...]:
         """The local sequences by their masks: one run, unless these differ by sequence."""
         mask = self.problem.mask
         numbers = positions(self.compute_q.batch_spans, "cpu").tolist() if mask.per_sample else []
@@ -197,17 +195,6 @@ class Plan:
                 runs.append(MaskRun((i, i + 1), b, own))
         return tuple(runs) if len(runs) > 1 else (runs[0]._replace(samples=None),)
 
-    @functools.cached_property
-    def mask_between(self) -> Mask:
-        """The intervals of the sequences that this rank, and those of its tile, have.
-
-        Ranks that exchange chunks compute with the same sequences.
-        """
-        mask = self.problem.mask
-        if not mask.per_sample:
-            return mask
-        return mask.of_sequences(tuple(positions(self.compute_q.batch_spans, "cpu").tolist()))
-
     # -- kernels and costs ---------------------------------------------------------------------
 
     @functools.cached_property
@@ -219,26 +206,24 @@ class Plan:
         except UnsupportedError:  # raised again if a call with a mask is there after all
             return ROW_BLOCK
 
+    @remembered
     def kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
         """The kernel for plain or for explicitly masked calls."""
-        key = (masked, lse_grad, bias_grad)
-        if key not in self._kernels:
-            p = self.problem
-            request = Request(
-                device=p.device,
-                dtype=p.dtype,
-                head_dim=p.head_dim,
-                value_dim=p.value_dim,
-                masked=masked,
-                bias=self.biased,
-                softcap=p.softcap is not None,
-                lse_grad=lse_grad,
-                bias_grad=bias_grad,
-                packed=packs_documents(p.mask),
-                fixed_blocks=self.edges is not None,
-            )
-            self._kernels[key] = choose(request, p.kernel)
-        return self._kernels[key]
+        p = self.problem
+        request = Request(
+            device=p.device,
+            dtype=p.dtype,
+            head_dim=p.head_dim,
+            value_dim=p.value_dim,
+            masked=masked,
+            bias=self.biased,
+            softcap=p.softcap is not None,
+            lse_grad=lse_grad,
+            bias_grad=bias_grad,
+            packed=packs_documents(p.mask),
+            fixed_blocks=self.edges is not None,
+        )
+        return choose(request, p.kernel)
 
     def costs(
         self,
@@ -271,14 +256,18 @@ class Plan:
     def _geometry(
         self, q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]
     ) -> ChunkGeometry:
-        """Both passes have the same, unless a mesh dim changes its role."""
+        """Both passes have the same, unless a mesh dim changes its role.
+
+        Ranks that exchange chunks compute with the same sequences: the mask is that of these.
+        """
+        mask, sequences = self.problem.mask, self.compute_q.batch_spans
         # Not the mask, which may hold what cannot be hashed: it follows from the sequences.
-        sequences = self.compute_q.batch_spans if self.problem.mask.per_sample else ()
-        key = (q_dims, kv_dims, sequences)
-        if self._geometries.get(key) is None:
-            reshardings = (self.q_resharding, self.kv_resharding)
-            made = ChunkGeometry(self.mask_between, reshardings, q_dims, kv_dims, self.most_spans)
-            self._geometries[key] = made
+        key = (q_dims, kv_dims, sequences if mask.per_sample else ())
+        if key not in self._geometries:
+            if mask.per_sample:
+                mask = mask.of_sequences(tuple(positions(sequences, "cpu").tolist()))
+            sides = (self.q_resharding, self.kv_resharding)
+            self._geometries[key] = ChunkGeometry(mask, sides, q_dims, kv_dims, self.most_spans)
         return self._geometries[key]
 
     def _moving(self, backward: bool) -> tuple[tuple[MovingDim, ...], tuple[MovingDim, ...]]:
@@ -328,11 +317,10 @@ class Plan:
 
 @dataclass
 class Pass:
-    """The forward or the backward pass: its program, and who holds which rows.
+    """The forward or the backward pass of one rank: its program, and who holds which rows.
 
-    Attributes:
-        relayed: whether chunks of queries, and of keys, go from neighbour to neighbour, because all
-            ranks of the tile group need the same of them.
+    relayed: whether chunks of queries, and of keys, go from neighbour to neighbour, because all
+        ranks of the tile group need the same of them.
     """
 
     plan: Plan
@@ -340,14 +328,10 @@ class Pass:
     geometry: ChunkGeometry
     backward: bool
     relayed: tuple[bool, bool] = (False, False)
-    _held: dict = field(default_factory=dict)
-    _spans: dict = field(default_factory=dict)
-    _own: dict = field(default_factory=dict)
-    _calls: dict = field(default_factory=dict)
+    _held: dict[tuple, Rows] = field(default_factory=dict)
+    _roots: dict[tuple, tuple[Node, ...]] = field(default_factory=dict)
     #: the mask contexts of masked calls: their positions, and what kernels derive from their masks
     mask_contexts: dict = field(default_factory=dict)
-    _rows_of: dict = field(default_factory=dict)
-    _roots: dict = field(default_factory=dict)
 
     @property
     def q_dims(self) -> tuple[MovingDim, ...]:
@@ -376,14 +360,9 @@ class Pass:
         index = number // self.program.own(q_side).step
         return sum(sizes[:index]), sum(sizes[: index + 1])
 
+    @remembered
     def own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
         """The rows of this rank's own chunk that some numbers stand for, None if not one range."""
-        key = (q_side, numbers)
-        if key not in self._own:
-            self._own[key] = self._find_own(q_side, numbers)
-        return self._own[key]
-
-    def _find_own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
         if any(n not in self.program.own(q_side) for n in numbers):
             return None
         entry = self.plan.compute_q if q_side else self.plan.compute_kv
@@ -399,49 +378,42 @@ class Pass:
         """
         key = (q_side, number, *coords.values())
         if key not in self._held:
-            rows = self._hold(q_side, coords, number)
+            rows = self._used_or_passed_on(q_side, coords, number)
             if self.plan.edges is not None:
                 spans = self.spans(q_side, coords, number)
                 rows = whole_blocks(spans, self.plan.edges[not q_side], rows)
             self._held[key] = rows
         return self._held[key]
 
-    def _hold(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+    def _used_or_passed_on(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
         if number in self.program.own(q_side) or isinstance(self.plan.problem.mask, Full):
             return 0, count(self.spans(q_side, coords, number))
-        low, high = self.needed(q_side, coords, number)
+        low, high = self.geometry.needed(q_side, coords, self.spans(q_side, coords, number))
         if self.relayed[not q_side]:
             return low, high  # the ranks that receive it from here need the same rows
-        for other, further in self._passed_on(q_side, coords, number):
-            a, b = self.held(q_side, other, further)
+        payload = Payload.Q if q_side else Payload.KV
+        for t in self.program.passed_on.get((payload, number), ()):
+            a, b = self.held(q_side, self.destination(t, coords), t.target)
             if a < b:
                 low, high = (min(low, a), max(high, b)) if low < high else (a, b)
         return low, high
 
-    def needed(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        """Rows of a chunk that the rank's own tiles use."""
-        return self.geometry.needed(q_side, coords, self.spans(q_side, coords, number))
+    def source(self, t: Transfer, coords: Mapping[str, int]) -> dict[str, int]:
+        """Coordinates of the rank that the rank at some coordinates receives a transfer from."""
+        at = coords[t.mesh_dim] + t.ring_offset
+        return {**coords, t.mesh_dim: at % self.plan.sizes[t.mesh_dim]}
 
-    def _passed_on(
-        self, q_side: bool, coords: Mapping[str, int], number: int
-    ) -> Iterator[tuple[dict[str, int], int]]:
-        """(rank, its number) of those that receive this chunk from the rank at `coords`."""
-        payload = Payload.Q if q_side else Payload.KV
-        for t in self.program.passed_on.get((payload, number), ()):
-            size = self.plan.sizes[t.mesh_dim]
-            yield {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}, t.target
+    def destination(self, t: Transfer, coords: Mapping[str, int]) -> dict[str, int]:
+        """Coordinates of the rank that the rank at some coordinates sends in a transfer to."""
+        at = coords[t.mesh_dim] - t.ring_offset
+        return {**coords, t.mesh_dim: at % self.plan.sizes[t.mesh_dim]}
 
+    @remembered
     def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
         """Rows this rank sends and receives in a transfer, counted within the whole chunk."""
-        if t not in self._rows_of:
-            self._rows_of[t] = self._transfer_rows(t)
-        return self._rows_of[t]
-
-    def _transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
-        coords, size = self.plan.coords, self.plan.sizes[t.mesh_dim]
+        coords = self.plan.coords
         q_side = t.payload in (Payload.Q, Payload.OUT, Payload.DQ)
-        source = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.ring_offset) % size}
-        destination = {**coords, t.mesh_dim: (coords[t.mesh_dim] - t.ring_offset) % size}
+        source, destination = self.source(t, coords), self.destination(t, coords)
         if t.payload in (Payload.Q, Payload.KV):
             return self.held(q_side, destination, t.target), self.held(q_side, coords, t.target)
         sent, received = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
@@ -458,8 +430,8 @@ class Pass:
         key = (number, *coords.values())
         if key not in self._roots:
             assert self.plan.edges is not None
-            keys = self.plan.edges[1]
-            self._roots[key] = roots(self._key_blocks(coords, number, keys), len(keys) - 1)
+            edges = self.plan.edges[1]
+            self._roots[key] = roots(self._key_blocks(coords, number, edges), len(edges) - 1)
         return self._roots[key]
 
     def _key_blocks(
@@ -473,35 +445,28 @@ class Pass:
         }
         for t in self.program.transfers:
             if t.payload is Payload.OUT and t.target == number:
-                size = self.plan.sizes[t.mesh_dim]
-                source = {**coords, t.mesh_dim: (coords[t.mesh_dim] + t.ring_offset) % size}
-                made |= self._key_blocks(source, t.source, edges)
+                made |= self._key_blocks(self.source(t, coords), t.source, edges)
         return made
 
-    def extent(self, q_side: bool) -> int:
-        """The number of rows (or columns) of all chunks of the tile together."""
-        chunks = self.program.a if q_side else self.program.b
-        return sum(count(self.spans(q_side, self.plan.coords, i)) for i in range(chunks))
+    def _by_owner(self, q_side: bool) -> list[int]:
+        """The numbers of the tile's chunks in the order of their owners' ranks."""
+        dims = self.q_dims if q_side else self.kv_dims
+
+        def owner(number: int) -> tuple[int, ...]:
+            coords = self.chunk(q_side, self.plan.coords, number)
+            return (*(coords[d.name] for d in dims), number)
+
+        return sorted(range(self.program.a if q_side else self.program.b), key=owner)
 
     def offset(self, q_side: bool, number: int) -> int:
         """The offset of a chunk's rows in the tile, whose chunks are in order of their owners."""
-        chunks = range(self.program.a if q_side else self.program.b)
-        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
-
-        def place(i: int) -> tuple[int, ...]:
-            owner = self.chunk(q_side, self.plan.coords, i)
-            return tuple(owner[d] for d in dims)
-
-        before = [i for i in chunks if (place(i), i) < (place(number), number)]
+        before = itertools.takewhile(lambda i: i != number, self._by_owner(q_side))
         rows = sum(count(self.spans(q_side, self.plan.coords, i)) for i in before)
         return rows + self.held(q_side, self.plan.coords, number)[0]
 
     def tile_spans(self, q_side: bool) -> Spans:
         """Positions of the tile's rows or columns, its chunks by their owners' ranks."""
-        chunks = range(self.program.a if q_side else self.program.b)
-        dims = [d.name for d in (self.q_dims if q_side else self.kv_dims)]
-        owners = [self.chunk(q_side, self.plan.coords, i) for i in chunks]
-        order = sorted(chunks, key=lambda i: (*(owners[i][d] for d in dims), i))
+        order = self._by_owner(q_side)
         return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
 
     @functools.cached_property
@@ -511,19 +476,13 @@ class Pass:
 
     def order(self, q_side: bool, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Chunk numbers by first position, so that neighbours meet in one kernel call."""
-        held = [n for n in numbers if self._rows(q_side, n)]
+        held = [n for n in numbers if self._held_spans(q_side, n)]
         return tuple(sorted(held, key=lambda n: bounds(self._held_spans(q_side, n))[0]))
 
-    def _rows(self, q_side: bool, number: int) -> int:
-        low, high = self.held(q_side, self.plan.coords, number)
-        return high - low
-
+    @remembered
     def _held_spans(self, q_side: bool, number: int) -> Spans:
-        key = q_side, number
-        if key not in self._spans:
-            spans = self.spans(q_side, self.plan.coords, number)
-            self._spans[key] = cut_spans(spans, *self.held(q_side, self.plan.coords, number))
-        return self._spans[key]
+        spans = self.spans(q_side, self.plan.coords, number)
+        return cut_spans(spans, *self.held(q_side, self.plan.coords, number))
 
     @functools.cached_property
     def whole(self) -> KernelCall | None:
@@ -531,41 +490,32 @@ class Pass:
         if (self.program.a, self.program.b) != (1, 1) or self.plan.edges is not None:
             return None
         block = self.block(Block((0,), (0,)))
-        rows, columns = count(block.q_spans), count(block.kv_spans)
-        plain = len(block.calls) == 1 and block.calls[0].kind is not Kind.MASKED
-        plain = plain and block.calls[0].samples is None
-        if not plain or self.plan.biased:
+        if len(block.calls) != 1 or self.plan.biased:
             return None
-        call = block.calls[0]
-        covers = (call.q0, call.q1, call.k0, call.k1) == (0, rows, 0, columns)
-        return call if covers else None
+        (call,) = block.calls
+        everything = (0, count(block.q_spans), 0, count(block.kv_spans))
+        plain = call.kind is not Kind.MASKED and call.samples is None
+        return call if plain and (call.q0, call.q1, call.k0, call.k1) == everything else None
 
+    @remembered
     def block(self, block: Block) -> BlockPlan:
         """The kernel calls of a block, over its chunks in `order`."""
-        if block not in self._calls:
-            q, kv = self.order(True, block.q), self.order(False, block.kv)
-            q_spans = join(s for n in q for s in self._held_spans(True, n))
-            kv_spans = join(s for n in kv for s in self._held_spans(False, n))
-            if self.plan.edges is None:
-                groups = self._groups(q_spans, kv_spans)
-                self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups)
-            else:
-                leaves = self._leaves(block.kv, q_spans, kv_spans, self.plan.edges)
-                groups = tuple(group for _, calls in leaves for group in calls)
-                self._calls[block] = BlockPlan(q, kv, q_spans, kv_spans, groups, leaves)
-        return self._calls[block]
+        q, kv = self.order(True, block.q), self.order(False, block.kv)
+        q_spans = join(s for n in q for s in self._held_spans(True, n))
+        kv_spans = join(s for n in kv for s in self._held_spans(False, n))
+        if self.plan.edges is None:
+            return BlockPlan(q, kv, q_spans, kv_spans, self._groups(q_spans, kv_spans))
+        leaves = self._leaves(block.kv, q_spans, kv_spans, self.plan.edges)
+        groups = tuple(group for _, calls in leaves for group in calls)
+        return BlockPlan(q, kv, q_spans, kv_spans, groups, leaves)
 
     def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
         """A tile as kernel calls, those of sequences that see otherwise one after another."""
         groups: list[Group] = []
         for samples, _, mask in self.plan.runs:
             for group in self._groups_of(mask, q_spans, kv_spans):
-                calls = (
-                    group.calls
-                    if samples is None
-                    else (replace(call, samples=samples) for call in group.calls)
-                )
-                groups.append(Group(tuple(calls)))
+                calls = (replace(call, samples=samples) for call in group.calls)
+                groups.append(group if samples is None else Group(tuple(calls)))
         return tuple(groups)
 
     def _leaves(
@@ -618,7 +568,7 @@ class Pass:
         That is so where queries stay, so that every rank has the output of all its rows, and no
         gradient comes through the logsumexp.
         """
-        blocks = [block for step in self.program.steps for block in step.blocks]
+        blocks = self.program.blocks
         if self.q_dims or any(self.own(True, self.block(block).q) is None for block in blocks):
             return False
         kinds = {group.kind is Kind.MASKED for b in blocks for group in self.block(b).groups}

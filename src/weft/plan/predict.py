@@ -245,8 +245,7 @@ def _all_reduce(
 
 def _work(plan: Plan, tile: Pass) -> int:
     batch, heads, _ = _entry_shape(plan, plan.q_resharding)
-    blocks = (block for step in tile.program.steps for block in step.blocks)
-    return heads * sum(entries(tile.block(block).calls, batch) for block in blocks)
+    return heads * sum(entries(tile.block(b).calls, batch) for b in tile.program.blocks)
 
 
 def _live(plan: Plan, tile: Pass) -> int:

@@ -85,6 +85,11 @@ class Program:
         return tuple(t for step in self.steps for t in step.begin)
 
     @functools.cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """All blocks in the order in which they are computed."""
+        return tuple(block for step in self.steps for block in step.blocks)
+
+    @functools.cached_property
     def ends(self) -> dict[Transfer, int]:
         """The step with which each transfer ends."""
         return {t: i for i, step in enumerate(self.steps) for t in step.end}

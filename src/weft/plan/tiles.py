@@ -357,8 +357,3 @@ def in_row_blocks(
 def visible_keys(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
     """Memory indices [low, high) of `k` outside which surely no query in `q` looks."""
     return visible(k, merge_intervals(mask.keys(hull(span)) for span in few(q)))
-
-
-def visible_queries(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
-    """Memory indices [low, high) of `q` outside which surely no key in `k` is seen."""
-    return visible(q, merge_intervals(mask.queries(hull(span)) for span in few(k)))

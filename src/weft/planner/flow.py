@@ -211,8 +211,7 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
 
 
 def _compute(tile: Pass, device: Device) -> float:
-    blocks = (block for step in tile.program.steps for block in step.blocks)
-    return sum(block_seconds(tile, tile.block(b).calls, device) for b in blocks)
+    return sum(block_seconds(tile, tile.block(b).calls, device) for b in tile.program.blocks)
 
 
 @dataclass(frozen=True)

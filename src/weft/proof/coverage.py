@@ -167,9 +167,8 @@ def _call_counts(
 
 def tile_defects(tile: Pass, numbers: Container[int] | None = None) -> list[str]:
     """What is wrong with the blocks of a rank's pass: with all, or with some by number."""
-    blocks = (block for step in tile.program.steps for block in step.blocks)
     found: list[str] = []
-    for i, block in enumerate(blocks):
+    for i, block in enumerate(tile.program.blocks):
         if numbers is None or i in numbers:
             found += block_defects(tile, block)
     return found

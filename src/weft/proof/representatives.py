@@ -22,7 +22,7 @@ from ..layout import Layout
 from ..masks import And, Causal, Documents, Full, Mask, Window
 from ..plan.order import Spans
 from ..plan.plan import Pass, Plan
-from ..plan.program import Block, MovingDim
+from ..plan.program import MovingDim
 
 #: Up to so many blocks of all ranks, each is looked at.
 FEW_BLOCKS = 20_000
@@ -36,7 +36,7 @@ Blocks = tuple[set[int], set[int]]  # numbers of blocks, forward and backward
 def representatives(layout: Layout, plan: Plan) -> tuple[dict[int, Blocks], str]:
     """Ranks, and blocks of theirs, that are all blocks there are, up to symmetry; and in words."""
     world = layout.world_size
-    counts = [len(blocks_of_pass(tile)) for tile in (plan.forward, plan.backward)]
+    counts = [len(tile.program.blocks) for tile in (plan.forward, plan.backward)]
     if world * max(counts) <= FEW_BLOCKS:
         every = cast(Blocks, tuple(set(range(n)) for n in counts))
         return dict.fromkeys(range(world), every), f"all {world} ranks"
@@ -54,10 +54,6 @@ def representatives(layout: Layout, plan: Plan) -> tuple[dict[int, Blocks], str]
     return dict(sorted(chosen.items())), how
 
 
-def blocks_of_pass(tile: Pass) -> list[Block]:
-    return [block for step in tile.program.steps for block in step.blocks]
-
-
 def covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, set[int]]:
     """Ranks, and numbers of blocks of theirs, that are of all kinds."""
     world = layout.world_size
@@ -71,7 +67,7 @@ def covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, se
     (queries, q_of), (keys, k_of) = sides[True], sides[False]
     kinds = block_kinds(mask, queries.chunks, keys.chunks)
     index = np.arange(world).reshape([layout.mesh[d] for d in layout.mesh] or [1])
-    blocks = blocks_of_pass(tile)
+    blocks = tile.program.blocks
     alone = tile.program.sub_chunks == (1, 1) and all(len(b.q) == len(b.kv) == 1 for b in blocks)
     numbers = np.array([(b.q[0], b.kv[0]) for b in blocks]) if alone and blocks else None
     chosen: dict[int, set[int]] = {0: set(), world - 1: set()}

@@ -47,7 +47,7 @@ from ..plan.resharding import Resharding
 from .coverage import tile_defects
 from .flow import program_defects
 from .rendezvous import message_defects
-from .representatives import blocks_of_pass, representatives
+from .representatives import representatives
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def claims(
         parts = [part if t.program == tile.program else None for t, part in zip(tiles, parts)]
         wrong = _by_rank(plans, (tile_defects(t, part) for t, part in zip(tiles, parts)))
         blocks = sum(
-            len(blocks_of_pass(t) if part is None else part) for t, part in zip(tiles, parts)
+            len(t.program.blocks if part is None else part) for t, part in zip(tiles, parts)
         )
         found.append(
             _claim(f"{name}: every visible score once", f"{blocks} blocks of {how}", wrong)
