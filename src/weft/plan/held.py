@@ -175,6 +175,3 @@ def moves(
     place = torch.empty(total, dtype=torch.int64)
     place[now[rank]] = torch.arange(len(now[rank]))
     return steps, place[after[rank]]
-
-
-__all__ = ["BLOCK", "Held", "HeldRun", "Move", "moves"]

@@ -274,6 +274,3 @@ def _rest_bytes(plan: Plan) -> int:
     keys = p.batch * p.kv_heads * count(plan.kv_resharding.state(0, plan.coords).spans)
     widths = p.head_dim + p.value_dim
     return rows * (widths * item + plan.accum_dtype.itemsize) + keys * widths * item
-
-
-__all__ = ["Forecast", "Prediction", "forecast_of", "plan_for", "plans_for"]

@@ -513,17 +513,3 @@ def _offsets(pieces: tuple[Piece, ...]) -> list[int]:
 def chunk_of(layout: LayoutDeclaration, axis: str, coords: Mapping[str, int]) -> int:
     """The number of the chunk of an axis that the rank at some coordinates holds."""
     return index_at(layout.mesh, layout.shard_dims(axis), coords)
-
-
-__all__ = [
-    "ChainExchange",
-    "Fragments",
-    "HaloExchange",
-    "Piece",
-    "Stage",
-    "StateExchange",
-    "by_heads",
-    "check_carried",
-    "chunk_of",
-    "fragments",
-]

@@ -209,6 +209,3 @@ class _Sweep:
                 )
             )
         return tuple(made)
-
-
-__all__ = ["Fold", "Message", "Round", "Tree", "TreeExchange", "Value", "state_tree"]

@@ -76,6 +76,3 @@ def _distance(checked: Checked, ranks: int) -> tuple[float, int]:
 def _sets() -> tuple[Checked, ...]:
     text = (Path(__file__).parent / "ledger.json").read_text()
     return tuple(Checked(**row | {"devices": tuple(row["devices"])}) for row in json.loads(text))
-
-
-__all__ = ["Checked", "nearest"]

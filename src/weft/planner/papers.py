@@ -118,6 +118,3 @@ def draw(ax: Axes, found: list[Point], colors: tuple[str, ...]) -> None:
     ax.set_ylabel("times as quick as a ring", fontsize=8)
     ax.tick_params(labelsize=7)
     ax.legend(frameon=False, fontsize=7)
-
-
-__all__ = ["WAYS", "Point", "Way", "draw", "points", "setup", "setups"]

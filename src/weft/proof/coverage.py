@@ -172,6 +172,3 @@ def tile_defects(tile: Pass, numbers: Container[int] | None = None) -> list[str]
         if numbers is None or i in numbers:
             found += block_defects(tile, block)
     return found
-
-
-__all__ = ["block_defects", "count_visible", "tile_defects", "visible_ranges"]

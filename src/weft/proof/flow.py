@@ -158,6 +158,3 @@ def program_defects(
     exactly once; every wait is for a transfer that all ranks have begun before.
     """
     return Flow(program, q_dims, kv_dims, backward).defects
-
-
-__all__ = ["Flow", "program_defects"]

@@ -226,6 +226,3 @@ def run_seeded(
             raise RankError(f"seed {seed}: {thread.name} did not end within {HUNG:g} s")
     run.digest, run.clock, run.steps = post.log.hexdigest(), post.clock, post.steps
     return run
-
-
-__all__ = ["Kill", "Killed", "SeededPost", "SeededRun", "run_seeded"]

@@ -329,6 +329,3 @@ def _documents(plan: Fragments) -> list[int]:
 def _ranges(plan: Fragments) -> list[tuple[int, int]]:
     """The slots of every chunk."""
     return list(itertools.pairwise([0, *itertools.accumulate(plan.counts)]))
-
-
-__all__ = ["prove_states"]

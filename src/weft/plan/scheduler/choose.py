@@ -13,7 +13,7 @@ from ..._caching import cached
 from ..program import MovingDim, Payload, Program, arrivals, returns
 from ..timing import Costs, duration
 from .greedy import Scheduler
-from .state import Gather, Parts
+from .state import Gather, ProgramParts
 
 #: How many results may be outstanding where one side travels.
 _OUTSTANDING = 4
@@ -63,10 +63,10 @@ def schedule(
     kv_back = returns(Payload.DKV, kv_dims, sub_chunks[1]) if backward else {}
     a, b = (p * math.prod(d.size for d in side) for p, side in zip(sub_chunks, (q_dims, kv_dims)))
     costs = costs.cut(sub_chunks).normal()
-    parts = (q_events, kv_events, back, kv_back, costs, (a, b), sub_chunks)
+    parts = ProgramParts(q_events, kv_events, back, kv_back, costs, (a, b), sub_chunks)
     dims = (*q_dims, *kv_dims)
     if all(d.transport == "gather" for d in dims):
-        return Gather(*parts).run()
+        return Gather(parts).run()
     one_side = min(a, b) == 1 and bool(back or kv_back)
     small = a * b <= _SMALL
     variants = itertools.product(
@@ -80,20 +80,20 @@ def schedule(
         for program in _programs(parts, order, eager, outstanding, small)
     ]
     if q_events and kv_events:
-        programs.append((Gather(*parts).run(), 0.0))
+        programs.append((Gather(parts).run(), 0.0))
     if len(programs) == 1:
         return programs[0][0]
     return min(programs, key=lambda p: duration(p[0], costs) / (1 + p[1]))[0]
 
 
 def _programs(
-    parts: Parts, order: tuple[str, ...], eager: bool, outstanding: float, small: bool
+    parts: ProgramParts, order: tuple[str, ...], eager: bool, outstanding: float, small: bool
 ) -> Iterator[Program]:
     """Greedy programs with every look-ahead, those alone that differ."""
     tried: list[Scheduler] = []
     for look_ahead in _LOOK_AHEAD if small else _LOOK_AHEAD[:1]:
         if not any(scheduler.same_with(look_ahead) for scheduler in tried):
-            tried.append(Scheduler(*parts, order, eager, look_ahead, outstanding))
+            tried.append(Scheduler(parts, order, eager, look_ahead, outstanding))
             yield tried[-1].run()
 
 

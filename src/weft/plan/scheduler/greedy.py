@@ -18,8 +18,7 @@ import math
 from collections import defaultdict, deque
 
 from ..program import Arrival, Block, Payload, Program, ProgramStep, Transfer
-from ..timing import Costs
-from .state import Board
+from .state import Board, ProgramParts
 
 _EPS = 1e-9
 
@@ -28,13 +27,6 @@ class Scheduler(Board):
     """Builds one program by the greedy rules.
 
     Args:
-        q_events: the arrivals of query chunks, in order.
-        kv_events: the arrivals of key chunks, in order.
-        q_returns: as for `Board`.
-        kv_returns: as for `Board`.
-        costs: as for `Board`.
-        shape: as for `Board`.
-        sub_chunks: as for `Board`.
         order: the side of each arrival in turn, or () for the one that unlocks most per cost.
         eager: whether results leave before chunks come in.
         look_ahead: no block is begun while a transfer is due within this share of a block, in the
@@ -44,25 +36,19 @@ class Scheduler(Board):
 
     def __init__(
         self,
-        q_events: list[Arrival],
-        kv_events: list[Arrival],
-        q_returns: dict[int, Transfer],
-        kv_returns: dict[int, Transfer],
-        costs: Costs,
-        shape: tuple[int, int],
-        sub_chunks: tuple[int, int],
+        parts: ProgramParts,
         order: tuple[str, ...],
         eager: bool,
         look_ahead: tuple[float, float],
         outstanding: float,
     ) -> None:
-        super().__init__(q_returns, kv_returns, costs, shape, sub_chunks)
+        super().__init__(parts)
         self.order, self.eager, self.look_ahead = deque(order), eager, look_ahead
         self.outstanding = outstanding
         #: in the first step and in later ones: the least time until a transfer ended in which a
         #: block was begun, and the most in which none was
         self.used, self.waited = [math.inf, math.inf], [-math.inf, -math.inf]
-        self.events = {"q": Lanes(q_events), "kv": Lanes(kv_events)}
+        self.events = {"q": Lanes(parts.q_events), "kv": Lanes(parts.kv_events)}
         self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
         self.now = 0.0
         self.free: defaultdict[tuple, float] = defaultdict(float)

@@ -6,56 +6,51 @@ import heapq
 import itertools
 import math
 from collections import defaultdict, deque
+from typing import NamedTuple
 
 from ..program import Arrival, Block, Payload, Program, ProgramStep, Transfer, own_numbers
 from ..timing import Costs
 
-#: Arrivals of queries and of keys, returns of both, costs, numbers of chunks and of sub-chunks.
-Parts = tuple[
-    list[Arrival],
-    list[Arrival],
-    dict[int, Transfer],
-    dict[int, Transfer],
-    Costs,
-    tuple[int, int],
-    tuple[int, int],
-]
+
+class ProgramParts(NamedTuple):
+    """The transfers of a program, and what they and its blocks take.
+
+    q_events, kv_events: the arrivals of query chunks, and of key chunks, in order.
+    q_returns, kv_returns: the transfers of partial results of chunks, by relative number.
+    costs: of blocks and sub-chunks.
+    shape: numbers of query and of key chunks, or sub-chunks.
+    sub_chunks: per query chunk and per key chunk.
+    """
+
+    q_events: list[Arrival]
+    kv_events: list[Arrival]
+    q_returns: dict[int, Transfer]
+    kv_returns: dict[int, Transfer]
+    costs: Costs
+    shape: tuple[int, int]
+    sub_chunks: tuple[int, int]
 
 
 class Board:
-    """A program under construction: chunks received, blocks computed, results complete.
+    """A program under construction: chunks received, blocks computed, results complete."""
 
-    Args:
-        q_returns: the transfers of partial results of query chunks, by relative number.
-        kv_returns: the same of key chunks.
-        costs: of blocks and sub-chunks.
-        shape: numbers of query and of key chunks, or sub-chunks.
-        sub_chunks: per query chunk and per key chunk.
-    """
-
-    def __init__(
-        self,
-        q_returns: dict[int, Transfer],
-        kv_returns: dict[int, Transfer],
-        costs: Costs,
-        shape: tuple[int, int],
-        sub_chunks: tuple[int, int],
-    ) -> None:
-        self.costs, (self.a, self.b), self.sub_chunks = costs, shape, sub_chunks
-        self.own = {side: own_numbers(n, p) for side, n, p in zip(("q", "kv"), shape, sub_chunks)}
+    def __init__(self, parts: ProgramParts) -> None:
+        self.costs, (self.a, self.b), self.sub_chunks = parts.costs, parts.shape, parts.sub_chunks
+        sides = zip(("q", "kv"), parts.shape, parts.sub_chunks)
+        self.own = {side: own_numbers(n, p) for side, n, p in sides}
         self.held = {side: list(numbers) for side, numbers in self.own.items()}
         self.has = {(side, n) for side, numbers in self.own.items() for n in numbers}
         self.missing = {("q", i): self.b for i in range(self.a)}
         self.missing |= {("kv", j): self.a for j in range(self.b)}
-        self.back = {("q", k): t for k, t in q_returns.items()}
-        self.back |= {("kv", k): t for k, t in kv_returns.items()}
+        self.back = {("q", k): t for k, t in parts.q_returns.items()}
+        self.back |= {("kv", k): t for k, t in parts.kv_returns.items()}
         self.waiting: dict[tuple[str, int], int] = defaultdict(int)
         for (side, _), t in self.back.items():
             self.waiting[side, t.target] += 1
         self.ready: dict[int, deque[int]] = {i: deque(self.own["kv"]) for i in self.own["q"]}
         self.rows = [(True, i) for i in self.own["q"]]
         self.left = self.a * self.b
-        self.own_left = math.prod(sub_chunks)  # blocks of this rank's own chunks
+        self.own_left = math.prod(self.sub_chunks)  # blocks of this rank's own chunks
         self.locked = self.left - self.own_left  # blocks that wait for a chunk
         self.leaving: deque[Transfer] = deque()
         self.complete: list[Transfer] = []  # can leave from the next step on
@@ -129,18 +124,9 @@ class Board:
 class Gather(Board):
     """The program without overlap: receive everything, compute all in one block, send results."""
 
-    def __init__(
-        self,
-        q_events: list[Arrival],
-        kv_events: list[Arrival],
-        q_returns: dict[int, Transfer],
-        kv_returns: dict[int, Transfer],
-        costs: Costs,
-        shape: tuple[int, int],
-        sub_chunks: tuple[int, int],
-    ) -> None:
-        super().__init__(q_returns, kv_returns, costs, shape, sub_chunks)
-        self.sides = (q_events, kv_events)
+    def __init__(self, parts: ProgramParts) -> None:
+        super().__init__(parts)
+        self.sides = (parts.q_events, parts.kv_events)
 
     def run(self) -> Program:
         for events in itertools.zip_longest(*self.sides, fillvalue=()):
