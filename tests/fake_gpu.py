@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 
 import weft
 from weft._torch import trace_on_threads
-from weft.comm import P2PBatch, Shuffle, Transport
+from weft.comm import P2PBatch, Shuffle, Transport, channel
 from weft.runtime import calls, merging
 
 #: weft's custom ops by name: under a mode their bodies run in place of their fakes.
@@ -148,7 +148,7 @@ def fake_gpu(capturing: bool = False) -> Iterator[Crossings]:
     weft.clear_caches()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Tensor, "pin_memory", lambda t: t)
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+        patched.setattr(channel, "_is_captured", lambda: capturing)
         patched.setattr(merging, "_fused", lambda: None)  # Triton compiles for a GPU that is there
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), Crossings() as crossings:

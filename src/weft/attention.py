@@ -234,36 +234,28 @@ def _bound(
     key = (axes, mask, scale, length, want_lse, softcap, kernel, name)
     _check_layout(layout)
     plain = bias is None and not learned and layout.__class__ is Layout and _is_value(key)
-    kept = BoundCall.kept(layout, key) if plain else None
+    bound = BoundCall.kept(layout, key) if plain else None
     try:
-        if kept is not None:
-            if mask is not None:
-                check_mask(mask)
-            if tensors:
-                _check_kinds(*tensors)
-            return kept
-        call = Call(
-            axes,
-            FULL if mask is None else _checked_mask(mask),
-            None if scale is None else _number("scale", scale),
-            read_length(axes, length),
-            want_lse,
-            None if softcap is None else _number("softcap", softcap),
-            kernel,
-            _checked_bias(bias, tensors),
-            learned,
-            name=name,
-        )
+        if bound is None:
+            call = Call(
+                axes,
+                FULL if mask is None else _checked_mask(mask),
+                None if scale is None else _number("scale", scale),
+                read_length(axes, length),
+                want_lse,
+                None if softcap is None else _number("softcap", softcap),
+                kernel,
+                _checked_bias(bias, tensors),
+                learned,
+                name=name,
+            )
+            bound = BoundCall.keep(layout, key, call) if plain else BoundCall(layout, call)
         if tensors:
             _check_kinds(*tensors)
     except WeftError as error:
         _refuse(layout, axes, mask, bias, error)
         raise
-    try:
-        return BoundCall.keep(layout, key, call) if plain else BoundCall(layout, call)
-    except DeclarationError as error:
-        _refuse(layout, axes, mask, bias, error)
-        raise
+    return bound
 
 
 def _check_placed(q: DTensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ class Channel:
     ) -> None:
         self.transport = transport
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
-        if self.mesh_dims and kind is not None and torch.cuda.is_current_stream_capturing():
+        if self.mesh_dims and kind is not None and _is_captured():
             raise UnsupportedError(
                 f"{what} along mesh dims {self.mesh_dims} cannot be captured in a CUDA graph: ranks"
                 " vote on every pass on the CPU, and a replay would leave that out; capture the"
@@ -204,6 +204,11 @@ def refuse(
         channel.check()
     except WeftError as others:
         error.add_note(str(others))
+
+
+def _is_captured() -> bool:
+    """True while a CUDA graph is captured; torch without CUDA cannot be asked."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _tag(digest: int, number: int) -> int:
