@@ -29,7 +29,7 @@ from ...comm.channel import Channel
 from ...errors import DeclarationError
 from ...layout import Layout
 from ...plan.held import Held
-from ...plan.order import shard_spans
+from ...plan.order import Spans, shard_spans
 
 #: Whether recurrent layers say how many columns their convolution needs, or cut them themselves.
 TAKES_COLUMNS = "conv_kernel_size" in (
@@ -76,11 +76,14 @@ class Shards:
         """Nothing yet, on these ranks."""
         return Held(self.layout.size(self.axis), self.block)
 
+    def chunks(self, count: int) -> tuple[Spans, ...]:
+        """By part, the positions among `count` tokens, split as the layout splits them."""
+        parts = tuple(self.layout.mesh[d] for d in self.dims)
+        return shard_spans(count, parts, self.layout.order.get(self.axis, "contiguous"))
+
     def split(self, held: Held, count: int) -> Held:
         """With `count` more tokens, split as the layout splits them."""
-        parts = tuple(self.layout.mesh[d] for d in self.dims)
-        order = self.layout.order.get(self.axis, "contiguous")
-        return held.split(shard_spans(count, parts, order), count)
+        return held.split(self.chunks(count), count)
 
     def whole(self, length: int) -> Held:
         """A whole prompt of this many tokens."""
@@ -254,7 +257,7 @@ class ShardedLayer(DynamicLayer):
         super().reset()
         self.held, self._room = self.shards.empty(), None
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Other rows, as beams are reordered."""
         self._select(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
@@ -429,10 +432,12 @@ class StateLayer(LinearAttentionLayer):
         return _bytes(*self.conv_states.values(), *self.recurrent_states.values())
 
 
-class StateAndKeysLayer(  # type: ignore[misc, override]  # as transformers' own bases differ
-    StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer
-):
+class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer):
     """Of a layer that carries a state and attends: the state on every rank, its own keys."""
+
+    # transformers' two bases have them with different types.
+    device: Any
+    is_croppable: bool
 
     @classmethod
     def of(cls, layer: LinearAttentionLayer, shards: Shards) -> Self:
@@ -446,9 +451,9 @@ class StateAndKeysLayer(  # type: ignore[misc, override]  # as transformers' own
         kind = ShardedLayer if args else StateLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Other rows, as beams are reordered."""
-        StateLayer.reorder_cache(self, beam_idx)  # type: ignore[arg-type]  # any index
+        StateLayer.reorder_cache(self, beam_idx)
         ShardedLayer.reorder_cache(self, beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -36,7 +36,7 @@ from . import consistency, losses, refused, rows
 from .batches import Batch, unpadded
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
-from .mark import Mark, Sharded
+from .mark import OfCache, Sharded
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .whole import (
@@ -120,7 +120,7 @@ class ModelCall:
         cached = "" if self.cache is None else f", {self.cache.described}"
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
-    def sharded(self, mask: Mask, past: Mark | None = None) -> Sharded:
+    def sharded(self, mask: Mask, past: OfCache | None = None) -> Sharded:
         """The mark for a mask of the model, with documents and padding of the batch.
 
         Args:
@@ -148,6 +148,17 @@ _running: contextvars.ContextVar[ModelCall | None] = contextvars.ContextVar("wef
 def running() -> ModelCall | None:
     """The forward pass of a parallelized model that this thread is in."""
     return _running.get()
+
+
+def cache_of_call() -> ShardedCache:
+    """The cache of the call that this thread is in."""
+    call = _running.get()
+    if call is None or call.cache is None:
+        raise DeclarationError(
+            "a layer was called with the mask of a ShardedCache outside of the forward pass of its "
+            "model, which alone knows the cache: call the model with past_key_values="
+        )
+    return call.cache
 
 
 def recurrence(what: str) -> LocalPieces | None:

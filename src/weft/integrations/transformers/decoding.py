@@ -7,7 +7,6 @@ knows the positions of its keys, so it asks the function for those.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +18,7 @@ from ...runtime.autocast import as_autocast
 from ...runtime.held import attend_part, gathered_parts, merge_parts, merge_rows
 from .cache import ShardedCache
 from .cache_layers import ShardedLayer, WindowLayer
-from .mark import Mark
-
-
-@dataclass(frozen=True, eq=False)
-class OfCache(Mark):
-    """What layers get as `attention_mask` where keys are a cache's.
-
-    Attributes:
-        function: of transformers, which query sees which key.
-        rows: of the batch.
-        queries: how many.
-        first: the position of the first query.
-        keys: how many positions of keys there are, and the first of them.
-        padding: (rows, positions), those that are not padding; None: all.
-        refusal: why this mask cannot be honoured.
-    """
-
-    function: Callable
-    rows: int
-    queries: int
-    first: int
-    keys: tuple[int, int]
-    padding: Tensor | None
-    refusal: str = ""
+from .mark import OfCache
 
 
 def causal(query: Tensor, first: int) -> OfCache:
@@ -116,6 +92,7 @@ def attend_cached(
 
 def attend_past(
     query: Tensor,
+    length: int,
     layer: ShardedLayer | WindowLayer,
     past: tuple[Tensor, Tensor],
     mask: OfCache,
@@ -130,13 +107,8 @@ def attend_past(
         queries   n h (2 d + 1)     a chunk of a prompt behind a long one
         keys      m g (d + e)       behind a short one
 
-    Args:
-        query: (b, h, n_r, d).
-        layer: of the cache.
-        past: this rank's keys and values of tokens before.
-        mask: which query sees which of these keys.
-        scaling: of the logits.
-        softcap: of the logits.
+    The queries are (b, h, n_r, d), a rank's of a row of `length` tokens; `past` are this rank's
+    keys and values of tokens before, and `mask` says which query sees which of them.
     """
     (query,) = as_autocast(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -148,13 +120,10 @@ def attend_past(
         def window() -> Tensor:
             return torch.arange(start - k.shape[2], start, device=device)
 
-        count = shards.running().length
-        assert count is not None  # a past is that of a row that is split
-        here = shards.layout.positions(shards.axis, count, device) + start
+        here = shards.layout.positions(shards.axis, length, device) + start
         return attend_part(query, k, v, scale, _seen(mask, window, lambda: here, True), softcap)
-    before, chunks = layer.held.cropped(start), layer.held.runs[-1].chunks
-    assert chunks is not None  # as above
-    rows = [positions(spans, device) + start for spans in chunks]
+    before = layer.held.cropped(start)
+    rows = [positions(spans, device) + start for spans in shards.chunks(length)]
     counts, channel = [len(p) for p in rows], shards.running().channel
     of_queries = sum(counts) * query.shape[1] * (2 * query.shape[3] + 1)
     if of_queries > start * k.shape[1] * (k.shape[3] + v.shape[3]):
@@ -169,4 +138,4 @@ def attend_past(
     return merge_rows(out, lse, counts, shards.dims, channel)
 
 
-__all__ = ["OfCache", "attend_cached", "attend_past", "causal"]
+__all__ = ["attend_cached", "attend_past", "causal"]

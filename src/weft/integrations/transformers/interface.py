@@ -18,8 +18,8 @@ from ...errors import DeclarationError, UnsupportedError
 from ...masks import Causal, Full
 from ...runtime.held import merged_parts
 from . import decoding, losses
-from .calls import running
-from .mark import Mark
+from .calls import cache_of_call, running
+from .mark import Mark, OfCache, Sharded
 from .masks import behind, translate
 from .refused import CACHES
 
@@ -44,12 +44,12 @@ def make_mask(
         keys = kv_length, kwargs.get("kv_offset", 0)
         sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
         own = "the model makes a custom mask function" if kwargs.get("use_vmap") else ""
-        return decoding.OfCache(mask_function, *sizes, refusal=own)
+        return OfCache(mask_function, *sizes, refusal=own)
     past = None
     if call.past:
         keys = kv_length, kwargs.get("kv_offset", 0)
         sizes = (batch_size, q_length, call.past, keys, call.padding)
-        past = decoding.OfCache(mask_function, *sizes)
+        past = OfCache(mask_function, *sizes)
     elif kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
@@ -99,7 +99,7 @@ def attend(
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
     if attention_mask is None:
         attention_mask = _without_mask(module, query, is_causal, sliding_window)
-    if not isinstance(attention_mask, Mark):
+    if not isinstance(attention_mask, Sharded | OfCache):
         raise UnsupportedError(
             f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
             "it can place: causal, sliding windows, chunks, documents, padding"
@@ -107,28 +107,21 @@ def attend(
     where = attention_mask
     if where.refusal:
         raise UnsupportedError(f"{name}: {where.refusal}")
-    if isinstance(where, decoding.OfCache):
-        options = (running().cache, scaling, softcap, s_aux)
+    if isinstance(where, OfCache):
+        options = (cache_of_call(), scaling, softcap, s_aux)
         return decoding.attend_cached(module, query, key, value, where, *options), None
+    tokens = query.shape[2]
     if where.cached:
-        layer, past, (key, value) = running().cache.past_and_new(module, key, value, query.shape[2])
-    behind_others = where.past is not None
-    out = attention(
-        query,
-        key,
-        value,
-        where.layout,
-        where.axis,
-        where.mask,
-        scaling,
-        None if where.length is None else int(where.length),
-        behind_others,
-        softcap=softcap,
-        sinks=None if behind_others else s_aux,
-    )
-    if behind_others:
-        part = decoding.attend_past(query, layer, past, where.past, scaling, softcap)
-        out, lse = merged_parts([part, out])
+        layer, past, (key, value) = cache_of_call().past_and_new(module, key, value, tokens)
+    length = None if where.length is None else int(where.length)
+    place = where.layout, where.axis, where.mask, scaling, length
+    if where.past is None:
+        out = attention(query, key, value, *place, softcap=softcap, sinks=s_aux)
+    else:
+        own = attention(query, key, value, *place, return_lse=True, softcap=softcap)
+        row = where.row(tokens)
+        part = decoding.attend_past(query, row, layer, past, where.past, scaling, softcap)
+        out, lse = merged_parts([part, own])
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     return out.transpose(1, 2).contiguous(), None
 

@@ -1,4 +1,4 @@
-"""The `attention_mask` that layers get: a mask of weft that refuses to be used as a tensor."""
+"""The `attention_mask` that layers get: masks of weft that refuse to be used as a tensor."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
+
+from torch import Tensor
 
 from ...errors import UnsupportedError
 from ...layout import Layout
@@ -61,6 +63,29 @@ class Mark(metaclass=Marked):
         _touched(getattr(func, "__name__", str(func)))
 
 
+@dataclass(frozen=True, eq=False)
+class OfCache(Mark):
+    """What layers get as `attention_mask` where keys are a cache's.
+
+    Attributes:
+        function: of transformers, which query sees which key.
+        rows: of the batch.
+        queries: how many.
+        first: the position of the first query.
+        keys: how many positions of keys there are, and the first of them.
+        padding: (rows, positions), those that are not padding; None: all.
+        refusal: why this mask cannot be honoured.
+    """
+
+    function: Callable
+    rows: int
+    queries: int
+    first: int
+    keys: tuple[int, int]
+    padding: Tensor | None
+    refusal: str = ""
+
+
 @dataclass(frozen=True)
 class Sharded(Mark):
     """The `attention_mask` of layers: the mask, and the layout of its tokens.
@@ -74,5 +99,9 @@ class Sharded(Mark):
     mask: Mask
     length: str | None
     cached: bool = False  # keys and values go into a cache
-    past: Mark | None = None  # of keys that were in the cache before
+    past: OfCache | None = None  # of keys that were in the cache before
     refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
+
+    def row(self, local: int) -> int:
+        """Tokens of a whole row, of which this rank has `local`."""
+        return local * self.layout.size(self.axis) if self.length is None else int(self.length)
