@@ -70,7 +70,7 @@ BUGS = (
     ),
     Bug(
         "a recomputed layer belongs to no call",
-        "integrations/transformers/calls.py",
+        "integrations/transformers/replicated.py",
         "functools.partial(within, function), *args",
         "function, *args",
         "hybrids",
@@ -884,8 +884,8 @@ BUGS = (
     Bug(
         "whole rows: recomputed layers of a replicated call are split",
         "integrations/transformers/replicated.py",
-        "with _implementations(own):\n            return",
-        "with contextlib.nullcontext():\n            return",
+        "recomputed_within(model, lambda: _implementations(own))",
+        "recomputed_within(model, contextlib.nullcontext)",
         "rows",
     ),
     # -- decoding

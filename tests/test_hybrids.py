@@ -25,7 +25,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from weft import parallelize, restore
-from weft.integrations.transformers import Batch, calls, recurrences, shard_batch, verify
+from weft.integrations.transformers import Batch, recurrences, running, shard_batch, verify
 from weft.plan.state import Fragments
 from weft.runtime import state_ops
 from weft.runtime.state import LocalPieces
@@ -167,13 +167,12 @@ def test_half_precision_is_rounded_once():
 
     def rank(transport):
         bound = layout.on(transport)
-        call = calls.ModelCall(bound, "tokens", Batch(), length)
+        call = running.ModelCall(bound, "tokens", Batch(), length)
         call.state = LocalPieces(bound, "tokens", length)
-        before = calls._running.set(call)
         run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
         local = [bound.shard(t, {"tokens": 1}) for t in (q, k, v, g, beta)]
-        out, _ = run(*local[:3], g=local[3], beta=local[4], **options)
-        calls._running.reset(before)
+        with running.during(call):
+            out, _ = run(*local[:3], g=local[3], beta=local[4], **options)
         return bound.gather(out, {"tokens": 1})
 
     for found in run_threads(layout.mesh, rank, timeout=60):
@@ -267,13 +266,12 @@ def test_a_chain_cut_as_kernels_cut_their_chunks_has_the_bits_of_one_device():
     wanted = [whole, *torch.autograd.grad(torch.cat(outs, 1), inputs, above)]
 
     def rank(layout):
-        call = calls.ModelCall(layout, "tokens", Batch(), length)
+        call = running.ModelCall(layout, "tokens", Batch(), length)
         call.state = LocalPieces(layout, "tokens", length)
-        before = calls._running.set(call)
         run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
         local = [layout.shard(t.detach(), {"tokens": 1}).requires_grad_() for t in inputs]
-        out, _ = run(*local[:3], g=local[3], beta=local[4], **options)
-        calls._running.reset(before)
+        with running.during(call):
+            out, _ = run(*local[:3], g=local[3], beta=local[4], **options)
         out.backward(layout.shard(above, {"tokens": 1}))
         return [layout.gather(t.detach(), {"tokens": 1}) for t in (out, *(t.grad for t in local))]
 

@@ -107,6 +107,12 @@ def shard_batch(
     return local | {"weft": Batch(length, lengths, mask, last)}
 
 
+def tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:
+    """The ids of a call, or its embeddings; None if it has neither."""
+    named = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
+    return next((t for t in named if t is not None), None)
+
+
 def _tensors(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Values to be split, as tensors, and values that are passed on."""
     split: dict[str, Tensor] = {}

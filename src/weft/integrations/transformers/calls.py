@@ -1,19 +1,15 @@
 """One forward pass of a parallelized transformers model: hooks that begin and end it.
 
 Before it, arguments are checked, cut where rows are whole, and completed; after it, outputs are
-gathered. Functions in between ask `running` for the call that they are in.
+gathered.
 """
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import copy
-import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -25,20 +21,19 @@ from ...comm.channel import Channel
 from ...errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from ...layout import Layout, check_not_averaged
 from ...losses.labels import shift_labels
-from ...masks import Documents, Mask
+from ...masks import Documents
 from ...plan.call import reach
-from ...plan.order import count, shard_spans
 from ...runtime.state import LocalPieces
 from .. import Foreign
-from ..common import named_arguments
-from ..torch.equal_masks import kept
+from ..common import tokens_per_chunk
 from . import consistency, losses, refused, rows
-from .batches import Batch, unpadded
+from .batches import Batch, tokens_of, unpadded
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
-from .mark import OfCache, Sharded
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
+from .replicated import recomputed_within
+from .running import Fused, ModelCall, during, running
 from .whole import (
     accepts_positions,
     balances,
@@ -47,7 +42,6 @@ from .whole import (
     may_skip_padding,
     pools,
     scales_by_masked,
-    share_outputs,
 )
 
 #: What ranks of a context group compare before each call.
@@ -65,122 +59,12 @@ WITHOUT_STATE = ("mamba_selective_scan",)
 SPLIT_FROM = 16
 
 
-@dataclass(frozen=True)
-class Fused:
-    """A call of the head that TRL fuses with its loss, which gives numbers of tokens.
-
-    Attributes:
-        items: the divisor of its loss; None: the number of labels.
-        aux: the weight of the routers' loss.
-        cut: the last column is of no label.
-    """
-
-    items: Tensor | float | None
-    aux: float
-    cut: bool
-
-
-@dataclass
-class ModelCall:
-    """One forward pass of a parallelized model."""
-
-    layout: Layout
-    axis: str
-    batch: Batch
-    length: int | None
-    labels: str = losses.NEXT
-    labelled: bool = False
-    model: nn.Module | None = None
-    before: contextvars.Token | None = None
-    pooled: bool = False
-    as_tuple: bool = False
-    positions: Tensor | None = None
-    last_position: int = 0
-    local: dict[str, Any] = field(default_factory=dict)
-    constants: bool = False  # new zeros and ones are replicated from now on
-    outputs: rows.Outputs | None = None  # makes whole rows of them; None: rows="local"
-    fused: Fused | None = None
-    replicated: str = ""  # why this call is not split
-    cache: ShardedCache | None = None  # keys and values that it attends to, and that it adds to
-    held: bool = False  # whole tokens on every rank, attending to the cache
-    past: int = 0  # tokens in the cache before
-    padding: Tensor | None = None  # (b, past), which of them are none
-    unsplit: str = ""  # why they are whole, where no token was cached before
-    state: LocalPieces | None = None  # where recurrent layers' states cross ranks
-    scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-
-    @property
-    def whole(self) -> bool:
-        """True if every rank computes all tokens."""
-        return bool(self.replicated) or self.held
-
-    @property
-    def how(self) -> str:
-        """How the call runs, in words."""
-        cached = "" if self.cache is None else f", {self.cache.described}"
-        return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
-
-    def sharded(self, mask: Mask, past: OfCache | None = None) -> Sharded:
-        """The mark for a mask of the model, with documents and padding of the batch.
-
-        Args:
-            mask: of the call's tokens among themselves.
-            past: of its tokens and those that were cached before.
-        """
-        extra = self.batch.mask
-        if self.batch.documents is not None:
-            mask = mask & Documents(self.batch.documents)
-        if self.length is None:
-            raise DeclarationError(
-                "the number of tokens is not known yet: name the module that makes tokens, "
-                "parallelize(model, layout, embeddings=model.embeddings)"
-            )
-        mask = mask if extra is None else mask & extra
-        # Chunks of whole blocks differ in length even where the ranks divide it.
-        uneven = self.layout.reproducible or self.length % self.layout.size(self.axis)
-        length = str(self.length) if uneven else None
-        return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
-
-
-_running: contextvars.ContextVar[ModelCall | None] = contextvars.ContextVar("weft", default=None)
-
-
-def running() -> ModelCall | None:
-    """The forward pass of a parallelized model that this thread is in."""
-    return _running.get()
-
-
-def cache_of_call() -> ShardedCache:
-    """The cache of the call that this thread is in."""
-    call = _running.get()
-    if call is None or call.cache is None:
-        raise DeclarationError(
-            "a layer was called with the mask of a ShardedCache outside of the forward pass of its "
-            "model, which alone knows the cache: call the model with past_key_values="
-        )
-    return call.cache
-
-
-def recurrence(what: str) -> LocalPieces | None:
-    """Where states cross ranks in the call that this thread is in; None: it is not split."""
-    call = _running.get()
-    if call is None:
-        raise DeclarationError(
-            f"{what} is called outside of a parallelized model's forward pass, where this rank's"
-            " tokens are not known: call the model, and recompute layers by"
-            " model.gradient_checkpointing_enable()"
-        )
-    return call.state
-
-
 @outside_graphs
 def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     """After a forward pass, also one that raised."""
-    call = _running.get()
+    call = running()
     if call is None or call.model is not module:
         return None  # refused before it began
-    assert call.before is not None
-    _running.reset(call.before)
     call.scope.close()
     if output is None or call.whole:
         return None
@@ -191,26 +75,12 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         losses.check_loss(output, type(module).__name__, call.labelled)
     output = losses.plain(output)
     if call.outputs is not None:
-        assert call.length is not None
         output = call.outputs(output, call.length)
         if call.fused is not None and call.fused.cut:
             output = rows.without_last(output)
     elif call.layout.size(call.axis) > 1:
-        output = share_outputs(output, call.pooled, call.layout.size(call.axis))
+        output = rows.share_outputs(output, call.pooled, call.layout.size(call.axis))
     return output.to_tuple() if call.as_tuple else output
-
-
-def split_tokens(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
-    """Of the whole tokens that a submodule made, this rank's."""
-    call = _running.get()
-    if not isinstance(output, Tensor) or output.dim() != 3:
-        raise UnsupportedError(
-            f"{type(module).__name__} gives {type(output).__name__} and not one tensor (batch, "
-            "tokens, embed), so its tokens cannot be split"
-        )
-    assert call is not None
-    call.length = output.shape[1]
-    return call.layout.shard(output, {call.axis: 1})
 
 
 class Calls:
@@ -264,8 +134,8 @@ class Calls:
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
-        failure: WeftError | None = None
-        call, state = None, consistency.NOTHING
+        call: ModelCall | WeftError
+        state = consistency.NOTHING
         try:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
@@ -277,29 +147,25 @@ class Calls:
             else:
                 call = self._of_local_rows(kwargs, module)
         except WeftError as error:
-            failure = error
+            call = error
         channel = Channel(self.layout.bound, (), 0, "alone", str)
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
-            how = "" if call is None else call.how
             verdict = f"labels {labelled}"
-            if self.whole:
-                verdict = f"{verdict}; {state.text}; {how}"
-            channel = self.agree(
-                _ROWS if self.whole else "a call of the model",
-                f"refused: {failure}" if failure else verdict,
-                state,
-            )
-        if failure is not None:
-            raise failure
-        assert call is not None
+            if isinstance(call, WeftError):
+                verdict = f"refused: {call}"
+            elif self.whole:
+                verdict = f"{verdict}; {state.text}; {call.how}"
+            channel = self.agree(_ROWS if self.whole else "a call of the model", verdict, state)
+        if isinstance(call, WeftError):
+            raise call
         if call.cache is not None:
             call.cache.record(state.text)
-            call.scope.enter_context(call.cache.during(call.length, channel))
+            split = None if call.held else call.length
+            call.scope.enter_context(call.cache.during(split, channel))
         self._open(call, module)
-        call.model, call.before = module, _running.set(call)
         return (), kwargs
 
     def refuse(self, error: WeftError) -> None:
@@ -307,38 +173,42 @@ class Calls:
         if self.layout.moves(self.axis):
             self.agree(_ROWS, f"refused: {error}")
 
-    def _open(self, call: ModelCall, module: Foreign) -> None:
-        """Enter the contexts that last until the end of the call."""
+    def _open(self, call: ModelCall, called: Foreign) -> None:
+        """Enter the contexts that last until the end of the call of the model, or a part of it."""
+        model, scope = self.model, call.scope
         if call.replicated:
-            self._warn(call.replicated, type(module).__name__)
-            call.scope.enter_context(module._weft.own_model(module))
+            self._warn(call.replicated)
+            scope.enter_context(model._weft.own_model(model))
         elif call.held:
             if call.unsplit:
-                self._warn(call.unsplit, type(module).__name__)
-            call.scope.enter_context(module._weft.own_loss(module))
-        elif self.whole and module.training and self.layout.size(self.axis) > 1:
-            call.scope.enter_context(own_random_numbers(module, self.layout, self.axis))
-            if call.length is not None:
+                self._warn(call.unsplit)
+            scope.enter_context(model._weft.own_loss(model))
+        elif self.whole and model.training and self.layout.size(self.axis) > 1:
+            scope.enter_context(own_random_numbers(model, self.layout, self.axis))
+            if call.length:
                 share = self.layout.local_length(self.axis, call.length) / call.length
-                call.scope.enter_context(neftune_scaled(module, share))
-        if self.recurrent:
-            call.scope.enter_context(_recomputed_within(module, call))
+                scope.enter_context(neftune_scaled(model, share))
+        if self.recurrent:  # there may have been other calls of the model by then
+            scope.enter_context(recomputed_within(model, lambda: during(call)))
+        call.model = called
+        scope.enter_context(during(call))
 
-    def _warn(self, reason: str, name: str) -> None:
+    def _warn(self, reason: str) -> None:
         """Say once for each reason that a call is not split."""
         kind = reason.partition(":")[0]
         if kind in self.warned or not self.layout.moves(self.axis):
             return
         self.warned.add(kind)
         warnings.warn(
-            f"{name}: every rank computes all of this call, which is not split: {reason}",
+            f"{type(self.model).__name__}: every rank computes all of this call, which is not "
+            f"split: {reason}",
             stacklevel=5,
         )
 
     @outside_graphs
     def enter_part(self, part: Foreign, args: tuple, kwargs: dict) -> None:
         """Before a part of the model, which runs as it was where it is called by itself."""
-        if _running.get() is not None:
+        if running() is not None:
             return
         name = f"{type(part).__name__} of {type(self.model).__name__}"
         refused.adalora(self.model)
@@ -354,22 +224,15 @@ class Calls:
                 " by other functions; call the model, or take a layout that is not reproducible"
             )
         reason = f"{name}: it is called outside of the forward pass of the model"
-        call = ModelCall(self.layout, self.axis, Batch(), None, replicated=reason)
-        self._open(call, self.model)
-        call.model, call.before = part, _running.set(call)
+        self._open(ModelCall(self.layout, self.axis, replicated=reason), part)
 
     def agree(
         self, what: str, verdict: str, state: consistency.GroupState = consistency.NOTHING
     ) -> Channel:
         """Raise on all ranks of a context group unless all come here with the same.
 
-        Args:
-            what: they agree on.
-            verdict: in words; it begins with "refused" where this rank refuses.
-            state: further numbers, which may be close.
-
-        Returns:
-            What they send each other for it.
+        A verdict, in words, begins with "refused" where this rank refuses; numbers of `state` may
+        be close. The channel is the one by which they compare it.
         """
         transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
         numbers = any(state.numbers)
@@ -394,7 +257,7 @@ class Calls:
         if torch.is_grad_enabled():
             check_not_averaged(module, self.layout)  # its gradients are to be summed
         call = self._complete(kwargs, batch or Batch(), type(module).__name__)
-        if call.labelled and call.length is not None:
+        if call.labelled and call.length:
             self._check_labels({"shift_labels": kwargs["labels"]}, call.batch, module, call.length)
         return call
 
@@ -421,69 +284,69 @@ class Calls:
 
     def _of_whole_rows(self, kwargs: dict, module: Foreign) -> tuple[ModelCall, dict]:
         """The call, and the arguments that the model's forward gets."""
-        name = type(module).__name__
         if kwargs.get("weft") is not None:
             raise UnsupportedError(
-                f"{name} was parallelized with rows='whole' and takes whole rows, and shard_batch "
-                "has cut these: pass them whole, or parallelize with rows='local'"
+                f"{type(module).__name__} was parallelized with rows='whole' and takes whole rows, "
+                "and shard_batch has cut these: pass them whole, or parallelize with rows='local'"
             )
-        local, keep = dict(kwargs), 0
         cache_name = next((n for n in refused.CACHES if kwargs.get(n) is not None), "")
-        cache = kwargs.get(cache_name)
-        cache = cache if isinstance(cache, ShardedCache) else None
-        if cache is not None:
-            refused.caches(kwargs, module)
-            names = ("input_ids", "inputs_embeds")
-            ids = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
-            cache.check(module, self.layout, None if ids is None else len(ids))
-            past = cache.get_seq_length()
-            held = ModelCall(
-                self.layout, self.axis, Batch(), None, cache=cache, held=True, past=past
-            )
-            if self.layout.reproducible:
-                raise UnsupportedError(
-                    f"{name}: attention to a cache merges what ranks have in another order; on a"
-                    " reproducible layout call it without past_key_values"
-                )
-            if cache.recurrent and not self._gives_states(cache, past):
-                held.unsplit = "" if past else _NO_LAST_STATES
-                return held, kwargs
-            for argument in refused.CACHES:
-                local.pop(argument, None)
-            local.pop("use_cache", None)
-            if past and not self._cut_past(held, local):
-                return held, kwargs
-        if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
-            keep = local.pop("logits_to_keep")
+        if isinstance(kwargs.get(cache_name), ShardedCache):
+            return self._with_cache(kwargs, module, cache_name)
         try:
-            refused.arguments(local, self.axis, self.splits_inside)
-            if not self.splits_inside:
-                local = rows.cut(local, self.layout, self.axis, cache is not None)
-                self._check_labels(kwargs, local["weft"], module)
-            given_shifted = kwargs.get("shift_labels") is not None
-            call = self._complete(
-                local, local.pop("weft", Batch()), name, held.past if cache else 0
-            )
+            return self._split(kwargs, dict(kwargs), module)
         except UnsupportedError as error:
-            if cache is not None:
-                few = str(error).startswith("few tokens")  # as short prompts may have
-                held.unsplit = "" if few else str(error)
-                return held, kwargs
             if self.layout.reproducible:
                 raise
-            return ModelCall(self.layout, self.axis, Batch(), None, replicated=str(error)), kwargs
-        if cache is not None:
-            call.cache, call.past, call.padding = cache, held.past, held.padding
-            local |= {cache_name: cache, "use_cache": True}
+            return ModelCall(self.layout, self.axis, replicated=str(error)), kwargs
+
+    def _with_cache(self, kwargs: dict, module: Foreign, cache_name: str) -> tuple[ModelCall, dict]:
+        """The same of a call with a `ShardedCache`: split, or whole tokens on every rank."""
+        refused.caches(kwargs, module)
+        cache, ids = kwargs[cache_name], tokens_of(kwargs)
+        cache.check(module, self.layout, None if ids is None else len(ids))
+        past = cache.get_seq_length()
+        held = ModelCall(self.layout, self.axis, cache=cache, held=True, past=past)
+        if self.layout.reproducible:
+            raise UnsupportedError(
+                f"{type(module).__name__}: attention to a cache merges what ranks have in another "
+                "order; on a reproducible layout call it without past_key_values"
+            )
+        if cache.recurrent and not self._gives_states(cache, past):
+            held.unsplit = "" if past else _NO_LAST_STATES
+            return held, kwargs
+        local = {n: v for n, v in kwargs.items() if n not in (*refused.CACHES, "use_cache")}
+        if past and not self._cut_past(held, cache, local):
+            return held, kwargs
+        try:
+            call, local = self._split(kwargs, local, module, cached=True, past=past)
+        except UnsupportedError as error:
+            few = str(error).startswith("few tokens")  # as short prompts may have
+            held.unsplit = "" if few else str(error)
+            return held, kwargs
+        call.cache, call.past, call.padding = cache, past, held.padding
+        return call, local | {cache_name: cache, "use_cache": True}
+
+    def _split(
+        self, kwargs: dict, local: dict, module: Foreign, cached: bool = False, past: int = 0
+    ) -> tuple[ModelCall, dict]:
+        """A call whose tokens are split, of arguments without those of a cache."""
+        keep = 0
+        if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
+            keep = local.pop("logits_to_keep")
+        refused.arguments(local, self.axis, self.splits_inside)
+        if not self.splits_inside:
+            local = rows.cut(local, self.layout, self.axis, cached)
+            self._check_labels(kwargs, local["weft"], module)
+        call = self._complete(local, local.pop("weft", Batch()), type(module).__name__, past)
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if keep:
-            assert call.length is not None
             last = rows.Last.of(keep, call.length, self.layout, self.axis)
             call.outputs.last, local["logits_to_keep"] = last, last.local
         if local.get("fused_lm_head"):
             config = module.config.get_text_config()
             aux = getattr(config, "router_aux_loss_coef", 0.0)
-            call.fused = Fused(kwargs.get("num_items_in_batch"), aux, not given_shifted)
+            cut = kwargs.get("shift_labels") is None
+            call.fused = Fused(kwargs.get("num_items_in_batch"), aux, cut)
         return call, local
 
     def _gives_states(self, cache: ShardedCache, past: int) -> bool:
@@ -493,26 +356,24 @@ class Calls:
             return False
         return TAKES_COLUMNS and cache.recurrent <= known
 
-    def _cut_past(self, call: ModelCall, local: dict) -> bool:
+    def _cut_past(self, held: ModelCall, cache: ShardedCache, local: dict) -> bool:
         """True if tokens after cached ones are split; cuts their padding off."""
-        names = ("input_ids", "inputs_embeds")
-        ids = next((local[n] for n in names if local.get(n) is not None), None)
+        ids = tokens_of(local)
         config = self.model.config.get_text_config(decoder=True)
         chunked = getattr(config, "attention_chunk_size", None) is not None
         if ids is None or chunked or not self.takes_positions or self.own_positions:
             return False
         if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis) or self.scaling is not None:
             return False
-        assert call.cache is not None
-        if call.cache.recurrent and 1 in self._counts(ids.shape[1]):
+        if cache.recurrent and 1 in tokens_per_chunk(self.layout, self.axis, ids.shape[1]):
             return False  # its layers take one token for a step of decoding
         padding = local.get("attention_mask")
         if padding is None:
             return True
-        if padding.dim() != 2 or padding.shape[1] != call.past + ids.shape[1]:
+        if padding.dim() != 2 or padding.shape[1] != held.past + ids.shape[1]:
             return False
-        before, local["attention_mask"] = padding.bool().tensor_split([call.past], 1)
-        call.padding = None if before.all() else before
+        before, local["attention_mask"] = padding.bool().tensor_split([held.past], 1)
+        held.padding = None if before.all() else before
         return True
 
     def _complete(self, kwargs: dict, batch: Batch, name: str, past: int = 0) -> ModelCall:
@@ -528,22 +389,18 @@ class Calls:
             losses.choose_labels(kwargs, self.labels, name)
         if "use_cache" in self.names or (self.recurrent and self.open):
             kwargs["use_cache"] = False  # a recurrent layer would be asked for its last state
-        length, positions, last = batch.length, None, 0
-        if not self.splits_inside:
-            names = ("input_ids", "inputs_embeds")
-            x = next((kwargs[n] for n in names if kwargs.get(n) is not None), None)
-            if x is None:
-                raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
-            length = x.shape[1] * self.layout.size(self.axis) if length is None else length
-            self._check_length(x.shape[1], length)
-            positions, last = self._positions(kwargs, length, batch, x.device, past)
+        length, positions, last = batch.length or 0, None, 0
         local: dict[str, Any] = {}
         if not self.splits_inside:
-            assert length is not None
+            x = tokens_of(kwargs)
+            if x is None:
+                raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
+            length = length or x.shape[1] * self.layout.size(self.axis)
+            self._check_length(x.shape[1], length)
+            positions, last = self._positions(kwargs, length, batch, x.device, past)
             local = self._lift(kwargs, batch, length)
         call = ModelCall(self.layout, self.axis, batch, length, self.labels)
         if self.recurrent:
-            assert length is not None
             refused.mask_of_recurrent(batch.mask, name)
             if self.model._weft.implementation == "eager" and not self.leaves_padding_out:
                 refused.left_padding_in_states(batch.mask, length, name)
@@ -574,14 +431,8 @@ class Calls:
             kwargs["attention_mask"] = seen.as_subclass(losses.Replicated)
         return local | {"attention_mask": None}
 
-    def _counts(self, length: int) -> set[int]:
-        """How many tokens ranks have of a row."""
-        parts = tuple(self.layout.mesh[d] for d in self.layout.shard_dims(self.axis))
-        order = self.layout.order.get(self.axis, "contiguous")
-        return {count(spans) for spans in shard_spans(length, parts, order)}
-
     def _check_length(self, local: int, length: int) -> None:
-        if 0 in self._counts(length):
+        if 0 in tokens_per_chunk(self.layout, self.axis, length):
             raise ShapeError(
                 f"{length} tokens leave a rank without any on mesh {dict(self.layout.mesh)}, and "
                 "transformers' models need one at least: pad, or use fewer ranks"
@@ -623,87 +474,6 @@ class Calls:
         if takes and not self.own_positions:
             kwargs["position_ids"] = positions[None]
         return positions, last
-
-
-def enter_base(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Before the model below a head that reads all tokens: this rank's inputs again."""
-    call = _running.get()
-    arguments = named_arguments(module, args, kwargs)
-    local = {} if call is None else call.local
-    return (), arguments | {n: v for n, v in local.items() if n in arguments}
-
-
-def leave_base(module: Foreign, args: tuple, kwargs: dict, output: Any) -> None:
-    """After the model below a head that balances routers, whose loss the head makes now."""
-    call = _running.get()
-    if call is not None and not call.constants:
-        call.constants = True
-        call.scope.enter_context(losses.Constants())
-
-
-def positions_here() -> Tensor:
-    """This rank's position ids in the running call."""
-    made = _now().positions
-    assert made is not None
-    return made
-
-
-def batch() -> Batch:
-    """The batch of the running call."""
-    return _now().batch
-
-
-def last_position() -> int:
-    """The last position of the batch of the running call, over all ranks."""
-    call = _now()
-    if call.last_position:
-        return call.last_position
-    assert call.length is not None
-    return call.length - 1
-
-
-def _now() -> ModelCall:
-    call = _running.get()
-    assert call is not None  # between `enter` and `leave`
-    return call
-
-
-def while_split(hook: Callable) -> Callable:
-    """A hook that does nothing in a call that is not split."""
-
-    @functools.wraps(hook)
-    def run(*args: Any) -> Any:
-        call = _running.get()
-        return None if call is not None and call.whole else hook(*args)
-
-    return run
-
-
-@contextlib.contextmanager
-def _recomputed_within(model: Foreign, call: ModelCall) -> Iterator[None]:
-    """Layers that are recomputed in backward know the call that they were a part of.
-
-    There may have been other calls of the model since.
-    """
-    layers = [m for m in model.modules() if "_gradient_checkpointing_func" in m.__dict__]
-    before = [layer._gradient_checkpointing_func for layer in layers]
-
-    def within(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        outer = _running.set(call)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            _running.reset(outer)
-
-    for layer, stock in zip(layers, before):
-        layer._gradient_checkpointing_func = lambda function, *args, stock=stock, **kwargs: stock(
-            functools.partial(within, function), *args, **kwargs
-        )
-    try:
-        yield
-    finally:
-        for layer, stock in zip(layers, before):
-            layer._gradient_checkpointing_func = stock
 
 
 def _within_documents(documents: Iterable[int]) -> Tensor:

@@ -30,6 +30,7 @@ from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, of_device
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
+from .running import while_split
 
 
 @dataclass
@@ -194,12 +195,10 @@ def _hook(
     hooks = installed.hooks
 
     def before(module: Foreign, hook: Callable) -> None:
-        split = calls.while_split(hook)
-        hooks.append(module.register_forward_pre_hook(split, with_kwargs=True))
+        hooks.append(module.register_forward_pre_hook(while_split(hook), with_kwargs=True))
 
     def after(module: Foreign, hook: Callable) -> None:
-        split = calls.while_split(hook)
-        hooks.append(module.register_forward_hook(split, with_kwargs=True))
+        hooks.append(module.register_forward_hook(while_split(hook), with_kwargs=True))
 
     def around(module: Foreign, enter: Callable) -> None:
         hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
@@ -218,29 +217,27 @@ def _hook(
     for part in parts:
         around(part, entered.enter_part)
     if embeddings is not None:
-        after(embeddings, calls.split_tokens)
+        after(embeddings, whole.split_made)
     below = whole.base(model)
     after(below, whole.gather_base(layout, axis, entered.pooled))
     if entered.pooled or entered.balances:
-        before(below, calls.enter_base)
+        before(below, whole.give_local)
     if entered.balances:
-        after(below, calls.leave_base)
+        after(below, whole.balance_next)
     for path, module in model.named_modules():
         if whole.takes_first_token(path):
-            bring = calls.while_split(whole.bring_first_token(layout, axis))
+            bring = while_split(whole.bring_first_token(layout, axis))
             hooks.append(module.register_forward_pre_hook(bring))
         if whole.scales_by_masked(module):
-            gather, cut = whole.embed_whole(layout, axis, calls.batch)
-            before(module, gather)
-            after(module, cut)
+            before(module, whole.embed_all)
+            after(module, whole.split_embedded)
         elif whole.counts_positions(module):
-            before(module, whole.count_positions(layout, axis, calls.batch))
-        if whole.takes_positions(module) and embeddings is None:
-            before(module, whole.give_positions(calls.positions_here))
+            before(module, whole.count_positions)
+        if whole.takes_positions(module):
+            before(module, whole.give_positions)
         if whole.follows_length(module):
-            show, cut = whole.show_last_position(calls.last_position)
-            before(module, show)
-            after(module, cut)
+            before(module, whole.show_last_position)
+            after(module, whole.hide_last_position)
     for pooler in whole.poolers(model):
         before(pooler, whole.gather_hidden(layout, axis))
     if layout.reproducible:  # within a call, before its end

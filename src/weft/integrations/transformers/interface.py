@@ -18,10 +18,10 @@ from ...errors import DeclarationError, UnsupportedError
 from ...masks import Causal, Full
 from ...runtime.held import merged_parts
 from . import decoding, losses
-from .calls import cache_of_call, running
 from .mark import Mark, OfCache, Sharded
 from .masks import behind, translate
 from .refused import CACHES
+from .running import cache_of_call, running
 
 NAME = "weft"
 

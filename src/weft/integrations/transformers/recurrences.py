@@ -26,7 +26,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +40,15 @@ from ...nn.recurrent import gated_delta_rule
 from ...runtime.by_heads import traded
 from ...runtime.state import Apply, LocalPieces
 from .batches import unpadded
-from .calls import recurrence, running
+from .running import now, running
 
 #: Numbers of Mamba-1's states, one per token, that exist at once.
 _STATES = 1 << 22
+
+
+def recurrence(what: str) -> LocalPieces | None:
+    """Where states cross ranks in the call that this thread is in; None: it is not split."""
+    return now(what).state
 
 
 def of_device(stock: Callable) -> Callable:
@@ -366,7 +371,7 @@ def padding(stock: Callable) -> Callable:
         call = running()
         if call is None or call.whole:
             return stock(hidden_states, attention_mask)
-        seen = unpadded(call.batch.mask, cast(int, call.length))
+        seen = unpadded(call.batch.mask, call.length)
         if seen is None:
             return hidden_states
         seen = call.layout.shard(seen.to(hidden_states.device), {"batch": 0, call.axis: 1})

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 
 from ...runtime.state import LocalPieces
 from .. import Foreign
-from .calls import recurrence
-from .recurrences import over_heads, padding
+from .recurrences import over_heads, padding, recurrence
 
 
 def lightning(

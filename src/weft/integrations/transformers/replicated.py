@@ -14,6 +14,8 @@ from typing import Any
 
 from torch import nn
 
+from .. import Foreign
+
 #: A configuration, and its implementation of attention before the model was parallelized.
 Own = tuple[Any, str | None]
 
@@ -32,20 +34,39 @@ def configurations(model: nn.Module) -> list[Any]:
 
 @contextlib.contextmanager
 def own_attention(model: nn.Module, own: Sequence[Own]) -> Iterator[None]:
-    """Give a parallelized model its original attention, also where layers are recomputed.
+    """Give a parallelized model the attention of its configurations before, also in recomputation.
 
-    Args:
-        model: the model or a part of it.
-        own: the attention that its configurations named before.
+    A part of the model may be given instead.
     """
-    with contextlib.ExitStack() as scope:
-        scope.enter_context(_implementations(own))
-        for module in model.modules():
-            recompute = module.__dict__.get("_gradient_checkpointing_func")
-            if recompute is not None:
-                again = _with_own(recompute, own)
-                scope.enter_context(_attribute(module, "_gradient_checkpointing_func", again))
+    with _implementations(own), recomputed_within(model, lambda: _implementations(own)):
         yield
+
+
+@contextlib.contextmanager
+def recomputed_within(
+    model: nn.Module, context: Callable[[], contextlib.AbstractContextManager]
+) -> Iterator[None]:
+    """Have layers that are checkpointed now be computed again, in backward, within a context."""
+    layers: list[Foreign] = [
+        layer
+        for layer in model.modules()
+        if layer.__dict__.get("_gradient_checkpointing_func") is not None
+    ]
+    before = [layer._gradient_checkpointing_func for layer in layers]
+
+    def within(function: Callable, *args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    for layer, stock in zip(layers, before):
+        layer._gradient_checkpointing_func = lambda function, *args, stock=stock, **kwargs: stock(
+            functools.partial(within, function), *args, **kwargs
+        )
+    try:
+        yield
+    finally:
+        for layer, stock in zip(layers, before):
+            layer._gradient_checkpointing_func = stock
 
 
 @contextlib.contextmanager
@@ -71,23 +92,3 @@ def _implementations(own: Sequence[Own]) -> Iterator[None]:
     finally:
         for config, implementation in before:
             config._attn_implementation = implementation
-
-
-def _with_own(recompute: Callable, own: Sequence[Own]) -> Callable:
-    def run(function: Callable, *args: Any, **kwargs: Any) -> Any:
-        with _implementations(own):
-            return function(*args, **kwargs)
-
-    return lambda function, *args, **kwargs: recompute(
-        functools.partial(run, function), *args, **kwargs
-    )
-
-
-@contextlib.contextmanager
-def _attribute(module: nn.Module, name: str, value: Any) -> Iterator[None]:
-    before = module.__dict__[name]
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, before)

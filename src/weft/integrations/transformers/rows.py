@@ -28,10 +28,12 @@ from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
 from ...losses.labels import shift_labels
 from ..common import tokens_per_chunk
-from .batches import shard_batch
+from .batches import shard_batch, tokens_of
 from .consistency import Entered, recorded
 from .lazy import LazyPlace, lazy
-from .whole import POOLED_OUTPUTS
+
+#: Outputs that are pooled, and replicated.
+POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
 
 #: Arguments of varlen kernels, which documents stand for.
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -74,7 +76,7 @@ def cut(
         ShapeError: no ids, or labels of another shape.
     """
     full = {n: v for n, v in kwargs.items() if n not in (*_VARLEN, "cache_position")}
-    ids = next((full[n] for n in ("input_ids", "inputs_embeds") if full.get(n) is not None), None)
+    ids = tokens_of(full)
     if ids is None:
         raise ShapeError("the model needs input_ids or inputs_embeds")
     rows, length = ids.shape[:2]
@@ -82,7 +84,6 @@ def cut(
         raise UnsupportedError(
             f"few tokens: {length} leave a rank of mesh {dict(layout.mesh)} without any"
         )
-    labels = full.get("labels")
     for name, value in full.items():
         others = isinstance(value, Tensor) and value.dim() and value.shape[:2] != ids.shape[:2]
         if others and name not in ("labels", "position_ids"):
@@ -92,10 +93,10 @@ def cut(
     documents = _documents(kwargs, rows, length, cached)
     if documents is not None and full.get("position_ids") is None:
         full["position_ids"] = torch.arange(length, device=ids.device)[None]
+    labels = full.get("labels")
     of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
     if of_tokens and full.get("shift_labels") is None:
-        assert labels is not None
-        full["shift_labels"] = shift_labels(labels)
+        full["shift_labels"] = shift_labels(full["labels"])
     return shard_batch(full, layout, axis, documents)
 
 
@@ -201,15 +202,22 @@ class Outputs:
         return lazy(value, place) if value.dim() > 2 else place.gather(value)
 
 
+def share_outputs(output: Any, pooled: bool, ways: int) -> Any:
+    """Scale gradients of pooled outputs, which `ways` ranks computed from the same states."""
+    names = (*POOLED_OUTPUTS, *(("logits", "loss") if pooled else ()))
+    for name in names:
+        value = output.get(name) if hasattr(output, "get") else None
+        if isinstance(value, Tensor) and value.requires_grad:
+            output[name] = scale_backward(value, 1.0 / ways)
+    return output
+
+
 def fused_loss(
     output: Any, items: Tensor | float | None, layout: Layout, axis: str, aux: float
 ) -> Tensor:
     """The loss of TRL's fused head over all ranks' tokens: it sums log-probabilities itself.
 
-    Args:
-        output: with `log_probs` and `label_mask` of this rank's tokens, and perhaps `aux_loss`.
-        items: the divisor of the sum; None: the number of labels.
-        aux: the weight of `aux_loss`.
+    `items` divides the sum (None: the number of labels), and `aux` is the weight of `aux_loss`.
     """
     if layout.reproducible:
         raise UnsupportedError(
@@ -233,4 +241,4 @@ def without_last(output: Any) -> Any:
     return output
 
 
-__all__ = ["Outputs", "check_context_group", "cut", "fused_loss", "without_last"]
+__all__ = ["Outputs", "check_context_group", "cut", "fused_loss", "share_outputs", "without_last"]

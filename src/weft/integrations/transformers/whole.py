@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...comm.collectives import partial_to_replicate, scale_backward
+from ...comm.collectives import partial_to_replicate
 from ...comm.once_differentiable import once
+from ...errors import UnsupportedError
 from ...layout import Layout
 from .. import Foreign
 from ..common import named_arguments
-from .batches import Batch, unpadded
-from .losses import Replicated
+from .batches import unpadded
+from .losses import Constants, Replicated
 from .rebinding import calls
+from .running import now, running
 
 _POSITIONS = "create_position_ids_from_input_ids"
 
@@ -32,9 +34,6 @@ _POOLED_HEADS = (
     *("ForSequenceClassification", "ForImageClassification", "ForNextSentencePrediction"),
     *("ForImageClassificationWithTeacher", "ForMaskedImageModeling"),
 )
-#: Outputs that are pooled, and replicated.
-POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
-
 #: Outputs (batch, tokens, ...); every output with routers' logits has one of them.
 _BY_SEQUENCE = ("last_hidden_state", "logits")
 
@@ -83,35 +82,21 @@ def makes_positions(model: Foreign) -> bool:
     return any(map(counts_positions, model.modules()))
 
 
-def count_positions(layout: Layout, axis: str, batch: Callable[[], Batch]) -> Any:
+def count_positions(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
-
-    def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named_arguments(module, args, kwargs)
-        if arguments.get("position_ids") is None:
-            documents = batch().documents
-            arguments["position_ids"] = _counted(module, arguments, layout, axis, documents)
+    call, arguments = now(type(module).__name__), named_arguments(module, args, kwargs)
+    if arguments.get("position_ids") is not None:
         return (), arguments
-
-    return hook
-
-
-def _counted(
-    module: Foreign,
-    arguments: dict[str, Any],
-    layout: Layout,
-    axis: str,
-    documents: tuple[int, ...] | None,
-) -> Tensor:
-    ids = arguments.get("input_ids")
+    ids, layout, dims = arguments.get("input_ids"), call.layout, {call.axis: 1}
     if ids is None:
         embeds = arguments["inputs_embeds"]
         mark = torch.full(embeds.shape[:2], module.padding_idx + 1, device=embeds.device)
         ids = mark.long()
-    all_ids = layout.gather(ids, {axis: 1})
-    count, parts = _counter(module), all_ids.split(documents or all_ids.shape[1], 1)
+    all_ids = layout.gather(ids, dims)
+    count, parts = _counter(module), all_ids.split(call.batch.documents or all_ids.shape[1], 1)
     assert count is not None  # the module counts positions
-    return layout.shard(torch.cat([count(p, module.padding_idx) for p in parts], 1), {axis: 1})
+    counted = torch.cat([count(p, module.padding_idx) for p in parts], 1)
+    return (), arguments | {"position_ids": layout.shard(counted, dims)}
 
 
 def scales_by_masked(module: Foreign) -> bool:
@@ -119,23 +104,35 @@ def scales_by_masked(module: Foreign) -> bool:
     return bool(getattr(module, "token_dropout", False)) and hasattr(module, "mask_token_id")
 
 
-def embed_whole(layout: Layout, axis: str, batch: Callable[[], Batch]) -> Any:
-    """Hooks of such an embedding: all tokens of a row go in, and this rank's come out."""
+def embed_all(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A pre-hook of such an embedding: all tokens of a row go in."""
+    call, arguments = now(type(module).__name__), named_arguments(module, args, kwargs)
+    for name in ("input_ids", "inputs_embeds", "position_ids"):
+        if arguments.get(name) is not None:
+            gathered = gathered_rows(arguments[name], call.layout, {call.axis: 1})
+            arguments[name] = gathered
+    seen = unpadded(call.batch.mask, gathered.shape[1])
+    if seen is not None:
+        seen = call.layout.shard(seen.to(gathered.device), {"batch": 0}).long()
+    return (), arguments | {"attention_mask": seen}
 
-    def before(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named_arguments(module, args, kwargs)
-        for name in ("input_ids", "inputs_embeds", "position_ids"):
-            if arguments.get(name) is not None:
-                gathered = arguments[name] = gathered_rows(arguments[name], layout, {axis: 1})
-        seen = unpadded(batch().mask, gathered.shape[1])
-        if seen is not None:
-            seen = layout.shard(seen.to(gathered.device), {"batch": 0}).long()
-        return (), arguments | {"attention_mask": seen}
 
-    def after(module: Foreign, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
-        return layout.shard(output, {axis: 1})
+def split_embedded(module: Foreign, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
+    """A hook of such an embedding: this rank's tokens come out."""
+    call = now(type(module).__name__)
+    return call.layout.shard(output, {call.axis: 1})
 
-    return before, after
+
+def split_made(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Tensor:
+    """A hook of a submodule that makes tokens, of images: this rank's of them."""
+    if not isinstance(output, Tensor) or output.dim() != 3:
+        raise UnsupportedError(
+            f"{type(module).__name__} gives {type(output).__name__} and not one tensor (batch, "
+            "tokens, embed), so its tokens cannot be split"
+        )
+    call = now(type(module).__name__)
+    call.length, call.last_position = output.shape[1], output.shape[1] - 1
+    return call.layout.shard(output, {call.axis: 1})
 
 
 def accepts_positions(model: Foreign) -> bool:
@@ -167,20 +164,18 @@ def leaves_padding_out(model: Foreign) -> bool:
     return any(calls(module, {"apply_mask_to_padding_states": None}) for module in model.modules())
 
 
-def give_positions(positions: Callable[[], Tensor]) -> Any:
+def give_positions(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
-
-    def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named_arguments(module, args, kwargs)
-        ids, own = arguments.get("position_ids"), positions()
-        arguments["position_ids"] = (
-            own.reshape(-1, own.shape[-1])[0]  # counted within this rank's chunk, or given to us
-            if ids is None or ids.dim() == 1
-            else own.expand_as(ids)
-        )
-        return (), arguments
-
-    return hook
+    arguments, own = named_arguments(module, args, kwargs), now(type(module).__name__).positions
+    if own is None:  # a submodule makes the tokens
+        return None
+    ids = arguments.get("position_ids")
+    arguments["position_ids"] = (
+        own.reshape(-1, own.shape[-1])[0]  # counted within this rank's chunk, or given to us
+        if ids is None or ids.dim() == 1
+        else own.expand_as(ids)
+    )
+    return (), arguments
 
 
 def follows_length(module: Foreign) -> bool:
@@ -189,25 +184,23 @@ def follows_length(module: Foreign) -> bool:
     return "dynamic" in kind or "longrope" in kind
 
 
-def show_last_position(last: Callable[[], int]) -> Any:
-    """Hooks of such an embedding: one more token, at the last position of all, which is cut off."""
+def show_last_position(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A pre-hook of such an embedding: one more token, at the last position over all ranks."""
+    arguments = named_arguments(module, args, kwargs)
+    ids = arguments["position_ids"]
+    end = ids.new_full((*ids.shape[:-1], 1), now(type(module).__name__).last_position)
+    return (), arguments | {"position_ids": torch.cat([ids, end], -1)}
 
-    def before(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        arguments = named_arguments(module, args, kwargs)
-        ids = arguments["position_ids"]
-        end = ids.new_full((*ids.shape[:-1], 1), last())
-        return (), arguments | {"position_ids": torch.cat([ids, end], -1)}
 
-    def after(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
-        size = named_arguments(module, args, kwargs)["position_ids"].shape[-1]
+def hide_last_position(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
+    """A hook of such an embedding: the token that was added is cut off."""
+    size = named_arguments(module, args, kwargs)["position_ids"].shape[-1]
 
-        def cut(t: Tensor) -> Tensor:
-            dim = max(d for d in range(t.dim() - 1) if t.shape[d] == size)
-            return t.narrow(dim, 0, size - 1)
+    def cut(t: Tensor) -> Tensor:
+        dim = max(d for d in range(t.dim() - 1) if t.shape[d] == size)
+        return t.narrow(dim, 0, size - 1)
 
-        return tuple(map(cut, output)) if isinstance(output, tuple) else cut(output)
-
-    return before, after
+    return tuple(map(cut, output)) if isinstance(output, tuple) else cut(output)
 
 
 # -- pools and statistics -------------------------------------------------------------------------
@@ -219,6 +212,21 @@ def balances(model: Foreign) -> bool:
     modules = [sys.modules[name] for name in made_in if name in sys.modules]
     has = any(hasattr(module, "load_balancing_loss_func") for module in modules)
     return has and base(model) is not model and not pools(model)
+
+
+def give_local(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """A pre-hook of the model below a head that reads all tokens: this rank's inputs again."""
+    call, arguments = running(), named_arguments(module, args, kwargs)
+    local = {} if call is None else call.local
+    return (), arguments | {n: v for n, v in local.items() if n in arguments}
+
+
+def balance_next(module: Foreign, args: tuple, kwargs: dict, output: Any) -> None:
+    """A hook of the model below a head that balances routers, whose loss the head makes now."""
+    call = running()
+    if call is not None and not call.constants:
+        call.constants = True
+        call.scope.enter_context(Constants())
 
 
 def pools(model: Foreign) -> bool:
@@ -297,13 +305,3 @@ def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tenso
     each = logits.reshape(rows, -1, logits.shape[-1])
     gathered = gathered_rows(each, layout, {"batch": 0, axis: 1}).as_subclass(Replicated)
     return gathered.flatten(0, 1) if logits.dim() == 2 else gathered
-
-
-def share_outputs(output: Any, pooled: bool, ways: int) -> Any:
-    """Scale gradients of pooled outputs, which `ways` ranks computed from the same states."""
-    names = (*POOLED_OUTPUTS, *(("logits", "loss") if pooled else ()))
-    for name in names:
-        value = output.get(name) if hasattr(output, "get") else None
-        if isinstance(value, Tensor) and value.requires_grad:
-            output[name] = scale_backward(value, 1.0 / ways)
-    return output
