@@ -814,8 +814,8 @@ BUGS = (
     Bug(
         "whole rows: labels shift within chunks",
         "integrations/transformers/rows.py",
-        'full["shift_labels"] = shift_labels(labels)',
-        'full["shift_labels"] = labels',
+        'full["shift_labels"] = shift_labels(full["labels"])',
+        'full["shift_labels"] = full["labels"]',
         "rows",
     ),
     Bug(
@@ -863,8 +863,8 @@ BUGS = (
     Bug(
         "whole rows: entering gradients are not recorded",
         "integrations/transformers/lazy.py",
-        "        ctx.place.entered.record(grad)\n",
-        "",
+        "recorded(rows, self.entered)[:",
+        "rows[:",
         "rows",
     ),
     Bug(

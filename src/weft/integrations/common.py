@@ -1,14 +1,17 @@
-"""Shared by integrations: arguments by name, shares of gradients, the axis that may be split."""
+"""Shared by integrations: arguments by name, gathers, shares of gradients, the axis to split."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..comm.collectives import scale_backward
+from ..comm.collectives import partial_to_replicate, scale_backward
+from ..comm.once_differentiable import once
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
@@ -96,6 +99,41 @@ def named_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, A
     arguments = signature.bind(*args, **kwargs).arguments
     extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
     return arguments | arguments.pop(extra, {})
+
+
+def joined(x: Tensor, index: Tensor, length: int, dim: int, layout: Layout, axis: str) -> Tensor:
+    """All tokens or rows along `dim` on every rank, from each rank's, which are those of `index`.
+
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
+    """
+    shape = list(x.shape)
+    shape[dim] = length
+    placed = x.new_zeros(shape).index_copy(dim, index, x)
+    return partial_to_replicate(placed, layout.shard_dims(axis), layout.bound)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layout: Layout, dims: Mapping[str, int], times: float
+    ) -> Tensor:
+        ctx.layout, ctx.dims, ctx.times = layout, dims, times
+        return layout.gather(x.detach(), dims)
+
+    @staticmethod
+    @once("a gather of ranks")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
+
+
+def gathered_rows(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
+    """Gather x (S -> R) for a replicated computation.
+
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            backward: rank i keeps part i of its gradient
+    """
+    return _Gather.apply(x, layout, dims, times)
 
 
 def scale_gradient(x: Any, factor: float) -> Any:

@@ -5,6 +5,7 @@ Models are told apart by the packages of their classes; no package is imported f
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,13 @@ from ..errors import DeclarationError, UnsupportedError
 from ..layout import Layout
 from .common import take_out
 
-_PACKAGES = ("transformers", "diffusers", "tabpfn", "tabicl")
+#: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
+_PACKAGES = {
+    "transformers": "transformers.model",
+    "diffusers": "diffusers.model",
+    "tabpfn": "tabular.tabpfn",
+    "tabicl": "tabular.tabicl",
+}
 
 
 def parallelize(
@@ -61,29 +68,14 @@ def parallelize(
             "FSDP2 and DDP are put around a model by weft.data_parallel(model, layout, 'fsdp' or "
             "'ddp'); weft.parallelize puts models of other packages on a layout"
         )
-    place: Callable[..., nn.Module]
     package = _package(model)
     if package == "weft":
         _check_own(model, layout, axis, options)
         return model
-    if package == "transformers":
-        from .transformers.model import parallelize_transformers
-
-        place = parallelize_transformers
-    elif package == "diffusers":
-        from .diffusers.model import parallelize_diffusers
-
-        place = parallelize_diffusers
-    elif package == "tabpfn":
-        from .tabular.tabpfn import parallelize_tabpfn
-
-        place = parallelize_tabpfn
-    else:
-        from .tabular.tabicl import parallelize_tabicl
-
-        place = parallelize_tabicl
     if axis is not None:
         options = {"axis": axis, **options}
+    module = importlib.import_module(f".{_PACKAGES[package]}", __package__)
+    place: Callable[..., nn.Module] = getattr(module, f"parallelize_{package}")
     return place(model, layout, **options)
 
 

@@ -18,7 +18,7 @@ from ..layout import Layout
 
 @dataclass(frozen=True)
 class Options:
-    """What all ranks must ask for, as `cross_entropy` and `log_probs` have it."""
+    """Options that all ranks must share, those of `cross_entropy` and `log_probs`."""
 
     chunk: int
     ignore_index: int
@@ -41,7 +41,7 @@ class Options:
 
 
 class Share(NamedTuple):
-    """What a rank has: tokens, words, the lowest and the highest label."""
+    """A rank's numbers of tokens and of words, and its lowest and highest label."""
 
     tokens: int
     words: int
@@ -56,29 +56,22 @@ def agreed(
     along: tuple[str, ...],
     options: Options,
 ) -> dict[int, Share]:
-    """What each rank along `vocab_dims` has.
+    """The share of each rank along `vocab_dims`, whose ranks have other words.
 
-    Args:
-        tensors: hidden states, this rank's rows of the head's weight, and labels.
-        layout: bound.
-        vocab_dims: mesh dims whose ranks have other words.
-        along: mesh dims whose ranks take part.
-        options: of this rank's call.
-
-    Raises:
-        ShapeError: on every rank along `along`: tensors or options of one do not fit, or differ.
-        IndexError: likewise: a label that is no word.
+    Tensors are hidden states, this rank's rows of the head's weight, and labels. Raises on every
+    rank along `along`: `ShapeError` where tensors or options of one do not fit, or differ, and
+    `IndexError` for a label that is no word.
     """
     hidden, weight, labels = tensors
     error: ShapeError | IndexError | None = None
-    mine = 0, 0, 0, -1
+    own = 0, 0, 0, -1
     try:
         options.check()
         _check_shapes(hidden, weight, labels)
-        mine = (labels.numel(), len(weight), *_range(labels, options.ignore_index))
+        own = (labels.numel(), len(weight), *_range(labels, options.ignore_index))
     except ShapeError as raised:
         error = raised
-    texts = layout.bound.all_gather_text(json.dumps(mine), vocab_dims)
+    texts = layout.bound.all_gather_text(json.dumps(own), vocab_dims)
     ranks = {rank: Share(*json.loads(text)) for rank, text in texts.items()}
     try:
         _check_shares(ranks, layout, vocab_dims, options.ignore_index)
@@ -87,11 +80,11 @@ def agreed(
     width = hidden.shape[-1] if hidden.dim() else 0
     words = sum(share.words for share in ranks.values())
     detail = f"{options}, vocab_dims {vocab_dims}, {words} words, hidden {hidden.dtype} of {width}"
-    _check_alike(detail, error, layout, along)
+    _check_same(detail, error, layout, along)
     return ranks
 
 
-def _check_alike(
+def _check_same(
     detail: str, error: Exception | None, layout: Layout, along: tuple[str, ...]
 ) -> None:
     """Raises where any rank has an error, or another detail: a vote, and texts if it fails."""

@@ -125,11 +125,8 @@ class LossNumbers(NamedTuple):
 def numbers(hidden: Tensor, weight: Tensor, labels: Tensor, head: LossHead) -> LossNumbers:
     """The numbers of logits `hidden @ weight.T`, differentiable by both.
 
-    Args:
-        hidden: (T, E).
-        weight: this rank's words, (v, E).
-        labels: (T,), from 0 to V - 1, or any other number for none.
-        head: how.
+    Of hidden states (T, E), this rank's words (v, E), and labels (T,) from 0 to V - 1, or any other
+    number for none.
     """
     return LossNumbers(*_Numbers.apply(hidden, weight, labels, head))
 
@@ -290,7 +287,7 @@ def _stacked(x: Tensor, dims: tuple[str, ...], transport: Transport, label: str)
 
 
 def _scattered(x: Tensor, mesh_dim: str, transport: Transport) -> Tensor:
-    """What every rank along a mesh dim has for this rank's rows: (ranks, rows / ranks, ...)."""
+    """Parts of this rank's rows on every rank along a mesh dim: (ranks, rows / ranks, ...)."""
     size = transport.sizes[mesh_dim]
     each = [x.numel() // size] * size
     shuffle = Shuffle(mesh_dim, "loss", x.contiguous().view(-1), each, each)

@@ -253,18 +253,18 @@ def _vocab_dims(weight: Tensor, layout: Layout, vocab_dims: str | Sequence[str])
     if not isinstance(weight, DTensor):
         return named
     of_mesh = dict(zip(layout.device_dims(layout.mesh), layout.mesh))
-    found = []
+    cut_dims = []
     for name, placement in zip(weight.device_mesh.mesh_dim_names or (), weight.placements):
         if type(placement) is Shard and placement.dim == 0 and name in of_mesh:
-            found.append(of_mesh[name])
+            cut_dims.append(of_mesh[name])
         elif not placement.is_replicate():
             raise UnsupportedError(
                 f"head_weight is a DTensor of {weight.placements} over {weight.device_mesh}: its"
                 f" words (dim 0) may be cut over mesh dims {tuple(of_mesh)} of the layout, and"
                 " nothing else; pass head_weight.full_tensor()"
             )
-    if named and set(named) != set(found):
+    if named and set(named) != set(cut_dims):
         raise DeclarationError(
-            f"vocab_dims={named}, but head_weight is a DTensor that is cut over {tuple(found)}"
+            f"vocab_dims={named}, but head_weight is a DTensor that is cut over {tuple(cut_dims)}"
         )
-    return tuple(found)
+    return tuple(cut_dims)

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from ...comm import index_at
-from ...comm.collectives import partial_to_replicate
 from ...errors import ShapeError
 from ...layout import Layout
-from ..common import tokens_per_chunk
+from ..common import joined, tokens_per_chunk
 from .plans import SplitPlan, TokenSplit
 
 
@@ -100,14 +99,7 @@ class Streams:
         return local[0] if len(local) == 1 else torch.cat(local, split.dim)
 
     def joined(self, x: Tensor, stream: str, length: int, dim: int) -> Tensor:
-        """All tokens of a stream on every rank; backward gives each rank the sum for its own.
-
-        before  rank 0: x0        rank 1: x1
-        after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
-        """
+        """All tokens of a stream on every rank; backward gives each rank the sum for its own."""
         start, n = self.own(stream, length)
         index = torch.arange(start, start + n, device=x.device)
-        shape = list(x.shape)
-        shape[dim] = length
-        gathered = x.new_zeros(shape).index_copy(dim, index, x)
-        return partial_to_replicate(gathered, self.layout.shard_dims(self.axis), self.layout.bound)
+        return joined(x, index, length, dim, self.layout, self.axis)

@@ -14,90 +14,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from ...attention import attention
 from ...errors import UnsupportedError
 from ...layout import Layout
-from ...masks import Context, Documents
 from .. import Foreign
 from ..common import check_not_placed, check_splits_only, scale_gradient
 from . import tabpfn_v3
-from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
+from .tabpfn_rows import ContextRows, TrainRows, gather_rows, own_rows, take_rows
 
 __all__ = ["parallelize_tabpfn"]
-
-
-class RowAttention(nn.Module):
-    """`AlongColumnAttention` on a layout, with the same parameters under the same names.
-
-    Training rows see training rows with every head's own keys and values. Test rows see training
-    rows too, but all their heads use the first head's keys and values. Both are weft attention;
-    each gives 0 to the other's rows, so the outputs add up.
-
-    Args:
-        original: the module to replace; its projections are used, not copied.
-        layout: a bound layout that splits rows and nothing else.
-        axis: its name for the rows.
-
-    >>> import torch
-    >>> original = nn.Module()
-    >>> original.num_heads, original.head_dim = 2, 4
-    >>> for name in ("q", "k", "v", "out"):
-    ...     original.add_module(f"{name}_projection", nn.Linear(8, 8))
-    >>> rows = RowAttention(original, Layout.single(), "rows")
-    >>> rows(torch.randn(3, 6, 8), TrainRows(4, rows=6))[0].shape
-    torch.Size([3, 6, 8])
-    """
-
-    q_projection: nn.Linear
-    k_projection: nn.Linear
-    v_projection: nn.Linear
-    out_projection: nn.Linear
-
-    def __init__(self, original: Foreign, layout: Layout, axis: str) -> None:
-        super().__init__()
-        self.num_heads, self.head_dim = original.num_heads, original.head_dim
-        self.layout, self.axis = layout, axis
-        for name, projection in original.named_children():
-            self.add_module(name, projection)
-
-    def forward(
-        self,
-        x: Tensor,
-        single_eval_pos: TrainRows,
-        *,
-        cached_kv: object = None,
-        return_kv: bool = False,
-    ) -> tuple[Tensor, None]:
-        """The original's output for this rank's rows.
-
-        Args:
-            x: this rank's rows, (b r e).
-            single_eval_pos: how many rows train, and how many there are over all ranks.
-            cached_kv: None; no cache is kept.
-            return_kv: False; no cache is kept.
-
-        Returns:
-            The output (b r e), and None for the cache.
-
-        Raises:
-            UnsupportedError: a cache is given or asked for.
-        """
-        if cached_kv is not None or return_kv:
-            raise UnsupportedError("return_kv_cache and kv_cache: weft keeps no cache of keys")
-        n, rows = int(single_eval_pos), single_eval_pos.rows
-        q, k, v = (
-            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_projection, self.k_projection, self.v_projection)
-        )
-        where = self.layout, self.axis
-        parts = tuple(size for size in (n, rows - n) if size)
-        out = attention(q, k, v, *where, Documents(parts) & Context(n), length=rows)
-        if n < rows:
-            k, v = k[:, :1].contiguous(), v[:, :1].contiguous()
-            out = out + attention(q, k, v, *where, QueriesFrom(n) & Context(n), length=rows)
-        return self.out_projection(out.transpose(1, 2).flatten(2)), None
 
 
 def parallelize_tabpfn(model: nn.Module, layout: Layout, axis: str = "rows") -> nn.Module:
@@ -154,7 +80,7 @@ def _split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], 
     for block in model.blocks:
         own = getattr(block, _COLUMN_ATTENTION)
         undo.append(functools.partial(setattr, block, _COLUMN_ATTENTION, own))
-        setattr(block, _COLUMN_ATTENTION, RowAttention(own, layout, axis))
+        setattr(block, _COLUMN_ATTENTION, ContextRows(own, layout, axis, test_heads=1))
 
     def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, n = output  # b R c e

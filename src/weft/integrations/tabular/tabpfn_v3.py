@@ -16,48 +16,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...attention import attention
 from ...errors import UnsupportedError
 from ...layout import Layout
-from ...masks import Context, Documents, Mask
+from ...masks import Context
 from .. import Foreign
-from .tabpfn_rows import QueriesFrom, TrainRows, gather_rows, own_rows, take_rows
+from .tabpfn_rows import (
+    Attends,
+    ContextRows,
+    TrainRows,
+    gather_rows,
+    heads,
+    own_rows,
+    take_rows,
+)
 
 
-def _heads(attn: Foreign, part: str, x: Tensor) -> Tensor:
-    """Queries ("q"), keys ("k") or values ("v"), (b n h d), normalised where the model does."""
-    split = getattr(attn, f"{part}_projection")(x).unflatten(-1, (-1, attn.head_dim))
-    norm = getattr(attn, f"{part}_norm", None)
-    return split if norm is None else norm(split)
-
-
-class _Attends(nn.Module):
-    """A module that replaces one of the model, with its parameters under their names."""
-
-    def __init__(self, original: Foreign, layout: Layout, axis: str) -> None:
-        super().__init__()
-        self.layout, self.axis = layout, axis
-        for name, child in original.named_children():
-            self.add_module(name, child)
-        for name, parameter in original.named_parameters(recurse=False):
-            self.register_parameter(name, parameter)
-
-    def over_rows(
-        self,
-        attn: Foreign,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Mask,
-        length: tuple[int, int],
-    ) -> Tensor:
-        """Attention (b n h d) whose keys are rows of all ranks."""
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        out = attention(q, k, v, self.layout, self.axis, mask, length=length)
-        return out.transpose(1, 2)
-
-
-class InducedRows(_Attends):
+class InducedRows(Attends):
     """`InducedSelfAttentionBlock`: few inducing points attend the rows, and the rows attend them.
 
     The points are split over ranks while they attend, and then come together.
@@ -97,50 +71,14 @@ class InducedRows(_Attends):
         block, count = self.cross_attn_block1, self.num_inducing_points
         points = self.layout.shard(self.inducing_vectors, {self.axis: 0}).expand(len(x), -1, -1)
         keys, n = block.layernorm_kv(x), int(train)
-        q = _heads(block.attn, "q", block.layernorm_q(points))
+        q = heads(block.attn, "q", block.layernorm_q(points))
         if block.attn.softmax_scaling_layer is not None:
             q = block.attn.softmax_scaling_layer(q, n)
-        k, v = (_heads(block.attn, part, keys) for part in "kv")
-        out = self.over_rows(block.attn, q, k, v, Context(n), (count, train.rows))
+        k, v = (heads(block.attn, part, keys) for part in "kv")
+        out = self.over_rows(q, k, v, Context(n), (count, train.rows))
         hidden = points + block.attn.out_projection(out.flatten(2))
         hidden = hidden + block.mlp(block.layernorm2(hidden))
         return gather_rows(hidden, self.layout, self.axis, count)
-
-
-class ContextRows(_Attends):
-    """`ICLAttention`: all rows attend the training rows; test rows may use fewer key heads."""
-
-    softmax_scaling_layer: Foreign
-    out_projection: Foreign
-
-    def __init__(self, original: Foreign, layout: Layout, axis: str) -> None:
-        super().__init__(original, layout, axis)
-        self.head_dim, self.test_heads = original.head_dim, original.num_kv_heads_test
-
-    def forward(
-        self,
-        x: Tensor,
-        single_eval_pos: TrainRows,
-        *,
-        cached_kv: object = None,
-        return_kv: bool = False,
-    ) -> tuple[Tensor, None]:
-        """x (b r e) to (b r e), as the original, for this rank's rows."""
-        if cached_kv is not None or return_kv:
-            raise UnsupportedError("return_kv_cache and kv_cache: weft keeps no cache of keys")
-        n, rows = int(single_eval_pos), single_eval_pos.rows
-        q, k, v = (_heads(self, part, x) for part in "qkv")
-        if self.softmax_scaling_layer is not None:
-            q = self.softmax_scaling_layer(q, n)
-        length = (rows, rows)
-        if self.test_heads is None or n == rows:
-            out = self.over_rows(self, q, k, v, Context(n), length)
-        else:
-            parts = tuple(size for size in (n, rows - n) if size)
-            out = self.over_rows(self, q, k, v, Documents(parts) & Context(n), length)
-            k, v = (t[:, :, : self.test_heads] for t in (k, v))
-            out = out + self.over_rows(self, q, k, v, QueriesFrom(n) & Context(n), length)
-        return self.out_projection(out.flatten(2)), None
 
 
 def split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], object]]:
@@ -152,7 +90,8 @@ def split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], o
         columns.layers[i] = InducedRows(layer, layout, axis)
     for block in model.icl_blocks:
         undo.append(functools.partial(setattr, block, "icl_attention", block.icl_attention))
-        block.icl_attention = ContextRows(block.icl_attention, layout, axis)
+        own = block.icl_attention
+        block.icl_attention = ContextRows(own, layout, axis, own.num_kv_heads_test)
     rows = [0]  # of the running call
 
     def split(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

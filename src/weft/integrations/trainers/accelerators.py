@@ -56,9 +56,8 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
     """
     group = ContextGroup.of(layout)
     refused.accelerator(accelerator, group)
-    accelerator.dataloader_config.dispatch_batches = (
-        False  # None: whoever loads a stream asks rank 0
-    )
+    # None would have a stream read by rank 0.
+    accelerator.dataloader_config.dispatch_batches = False
     accelerator.prepare_data_loader = functools.partial(_load, accelerator, group)
     accelerator.gather_for_metrics = functools.partial(_gather_for_metrics, accelerator, group)
     accelerator.prepare_scheduler = functools.partial(
@@ -186,12 +185,7 @@ def _prepare_model(
 
 
 def check_model(model: nn.Module, layout: Layout) -> None:
-    """Raise unless a model takes whole rows on ranks of a layout.
-
-    Raises:
-        DeclarationError: no part of it is parallelized so.
-        UnsupportedError: AdaLoRA, which calls the model past its hooks.
-    """
+    """Raise unless a model takes whole rows on ranks of a layout, by hooks that are called."""
     from ..transformers.refused import adalora
 
     adalora(model)

@@ -106,11 +106,7 @@ def _of_the_first(value: Any, ranks: dist.ProcessGroup | None) -> Any:
 
 
 def _check(args: Any, name: str, group: ContextGroup) -> None:
-    """Raise for settings whose statistics would count the copies of a completion.
-
-    Raises:
-        UnsupportedError: names the setting, and one to use instead.
-    """
+    """Raise for settings whose statistics would count the copies of a completion."""
     if group.size == 1:
         return
     rows, generations = args.per_device_train_batch_size, args.num_generations

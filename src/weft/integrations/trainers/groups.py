@@ -43,14 +43,13 @@ class ContextGroup:
     def of(cls, layout: Layout) -> ContextGroup:
         """The group that a bound layout makes of the world.
 
-        Raises:
-            DeclarationError: the layout is not bound on processes, or its ranks are not consecutive
-                and aligned ones of the world.
-            UnsupportedError: the layout splits rows.
+        Refuses a layout that splits rows, is not bound on processes, or whose ranks are not
+        consecutive and aligned ones of the world.
         """
         _check_rows(layout)
         if not layout.bound.world_ranks or not layout.mesh:
-            return cls(1, _rank(), _world(), True)
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            return cls(1, rank, _world(), True)
         if layout.device_mesh is None:
             raise DeclarationError(
                 f"{layout.source}: a trainer runs on processes; bind the layout with "
@@ -157,7 +156,3 @@ def _check_rows(layout: Layout) -> None:
 
 def _world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

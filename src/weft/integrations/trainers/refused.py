@@ -15,11 +15,7 @@ if TYPE_CHECKING:
 
 
 def trainer_arguments(args: TrainingArguments) -> None:
-    """Raise where arguments of a `Trainer` cannot be honoured on context groups.
-
-    Raises:
-        UnsupportedError: names the argument, and one to use instead.
-    """
+    """Raise where arguments of a `Trainer` cannot be honoured on context groups."""
     _parallelism(getattr(args, "parallelism_config", None))
     if args.deepspeed:
         _refuse("deepspeed", "it partitions and reduces gradients itself; use DDP (the default)")
@@ -63,12 +59,7 @@ def trainer_arguments(args: TrainingArguments) -> None:
 
 
 def accelerator(instance: Accelerator, group: ContextGroup) -> None:
-    """Raise where an accelerator does not run as the context groups need it.
-
-    Raises:
-        DeclarationError: another number of processes, or a loader that was prepared before.
-        UnsupportedError: a backend of accelerate that shards sequences or gradients itself.
-    """
+    """Raise where an accelerator does not run as the context groups need it."""
     _parallelism(getattr(instance, "parallelism_config", None))
     kind = str(getattr(instance.distributed_type, "value", instance.distributed_type))
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
@@ -95,11 +86,7 @@ def accelerator(instance: Accelerator, group: ContextGroup) -> None:
 
 
 def model_placement(model: nn.Module) -> None:
-    """Raise for a model whose layers are spread over several devices of a process.
-
-    Raises:
-        UnsupportedError: it has a device map of more than one device.
-    """
+    """Raise for a model whose layers are spread over several devices of a process."""
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
         _refuse(

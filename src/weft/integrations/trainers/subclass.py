@@ -109,10 +109,14 @@ def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Modu
     from ..transformers.model import parallelize_transformers
 
     refused.model_placement(model)
-    if any("_weft" in part.__dict__ for part in model.modules()):
+    if _is_sharded(model):
         check_model(model, layout)
         return model
     return parallelize_transformers(model, layout, axis, verify=verify, rows="whole")
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any("_weft" in part.__dict__ for part in model.modules())
 
 
 def _shard_reference(model: Foreign, policy: Foreign, layout: Layout, axis: str) -> None:
@@ -120,7 +124,7 @@ def _shard_reference(model: Foreign, policy: Foreign, layout: Layout, axis: str)
 
     TRL makes it with the attention that the policy has by then, which is weft's.
     """
-    if not layout.mesh or any("_weft" in part.__dict__ for part in model.modules()):
+    if not layout.mesh or _is_sharded(model):
         return
     before = next(p._weft.implementation for p in policy.modules() if "_weft" in p.__dict__)
     if model.config._attn_implementation == policy.config._attn_implementation:

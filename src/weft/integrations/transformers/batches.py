@@ -92,8 +92,8 @@ def shard_batch(
     _check_inputs(full)
     if "labels" in full and _of_sequences(full["labels"]):
         local["labels"] = layout.shard(full.pop("labels"), {"batch": 0})
-    beside = {} if padding is None else {"attention_mask": padding}
-    rows, length = _size(full | beside, layout)
+    with_padding = full if padding is None else full | {"attention_mask": padding}
+    rows, length = _size(with_padding, layout)
     lengths = _lengths(documents, length)
     if "labels" in full and "shift_labels" not in full:
         full["shift_labels"] = shift_labels(full["labels"], lengths)

@@ -164,7 +164,7 @@ class ShardedCache(DynamicCache):
 
     @property
     def described(self) -> str:
-        """What is the same on every rank: ranks compare it before each call."""
+        """Its state in words that are the same on every rank: compared before each call."""
         blocks, history = self.shards.block, self.history & 0xFFFFFFFF
         return f"{self.get_seq_length()} tokens in a cache {history:08x} of blocks of {blocks}"
 
@@ -441,7 +441,7 @@ class ShardedCache(DynamicCache):
 
 
 def expands(module: Foreign) -> bool:
-    """Whether an attention module caches latents, which it expands to keys and values itself."""
+    """True if an attention module caches latents, which it expands to keys and values itself."""
     return hasattr(module, "expand_kv") and hasattr(module, "layer_idx")
 
 

@@ -13,11 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ...checkpoint.folder import (
-    CheckpointError,
-    Index,
-    read_index,
-)
+from ...checkpoint.folder import CheckpointError, Index, read_index
 from ...checkpoint.run import verify_share
 from ...checkpoint.shards import everywhere
 from ...layout import Layout
@@ -25,7 +21,7 @@ from ...models.cache_folder import Block, write_blocks
 
 
 class Facts(BaseModel):
-    """Values beside a cache's tensors.
+    """Values that are stored with a cache's tensors.
 
     Attributes:
         model: digest of the model.
@@ -50,17 +46,10 @@ def write(folder: Path, layout: Layout, facts: Facts, blocks: Mapping[str, Block
 def read(
     folder: Path, layout: Layout, model: str, name: str, fill: Callable[[Facts, Index], None]
 ) -> None:
-    """Check a folder, and let a rank read its part; all ranks call this.
+    """Check a folder, and let a rank read its part by `fill`; all ranks call this.
 
-    Args:
-        folder: of `write`.
-        layout: of the parts.
-        model: digest of the model that asks.
-        name: of its class, for messages.
-        fill: reads this rank's part.
-
-    Raises:
-        CheckpointError: on every rank, if it is damaged, or of another model.
+    The model that asks is known by its digest, and named in messages by its class. Raises
+    `CheckpointError` on every rank if the folder is damaged, or of another model.
     """
 
     def check() -> None:

@@ -55,7 +55,7 @@ class Step:
 
 @dataclass(eq=False)
 class Shards:
-    """What the layers of a cache have in common: the layout, and the forward pass they are in."""
+    """The layout that the layers of a cache share, and the forward pass that they are in."""
 
     layout: Layout
     axis: str
@@ -94,22 +94,17 @@ class Shards:
         return index_at(self.layout.mesh, self.dims, coordinates(dict(self.layout.mesh), rank))
 
     def last(self, t: Tensor, dim: int, count: int, length: int, label: str) -> Tensor:
-        """The last `count` of the tokens of a row, of which every rank has its chunk, on all ranks.
+        """The last `count` tokens, along `dim`, of a row of `length`, on all ranks.
 
-        Args:
-            t: this rank's chunk.
-            dim: of the tokens.
-            count: how many.
-            length: tokens of the row.
-            label: by which `weft.traffic` counts it.
+        `t` is this rank's chunk; `weft.traffic` counts the message by its label.
         """
         places = self.layout.positions(self.axis, length, t.device) - (length - count)
         own = (places >= 0).nonzero().flatten()
         shape = list(t.shape)
         shape[dim] = count
-        whole = t.new_zeros(shape)
-        whole.index_copy_(dim, places[own], t.detach().index_select(dim, own))
-        return self.sum(whole, label)
+        last = t.new_zeros(shape)
+        last.index_copy_(dim, places[own], t.detach().index_select(dim, own))
+        return self.sum(last, label)
 
     def sum(self, t: Tensor, label: str) -> Tensor:
         """A tensor that is zero on all ranks but one, or in all numbers but a rank's own."""
@@ -127,7 +122,7 @@ class Shards:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """What keys and values that `update` returned carry on to the attention interface.
+    """The mark of keys and values that `update` returned, for the attention interface.
 
     Attributes:
         layer: that returned them.
@@ -154,7 +149,7 @@ class Kept:
 
     @classmethod
     def of(cls, k: Tensor, v: Tensor) -> Kept | None:
-        """What keys and values carry if they are as `update` returned them; None: they are not."""
+        """The mark of keys and values that are as `update` returned them; None: they are not."""
         mark, other = (vars(t).get(_MARK) for t in (k, v))
         if not isinstance(mark, Kept) or other != mark:
             return None
@@ -309,7 +304,7 @@ class LatentLayer(ShardedLayer):
         return self.keys, self.values
 
     def expanded(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor] | None:
-        """What a module made of what `update` returned; None if it has not as many tokens."""
+        """Keys and values that a module made of the latents; None if they are of other tokens."""
         count = self.keys.shape[2]
         if {k.shape[2], v.shape[2]} != {max(count, 1)}:
             return None

@@ -237,8 +237,8 @@ class Calls:
         transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
         numbers = any(state.numbers)
         vote = number_of(f"{verdict} {numbers}")
-        given = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
-        channel = Channel(*given, subject=what)
+        common = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
+        channel = Channel(*common, subject=what)
         if not channel.agrees() or numbers:
             every = channel.exchange(state.numbers)
             consistency.check_close(every, state.names, transport.world_ranks)
@@ -350,11 +350,11 @@ class Calls:
         return call, local
 
     def _gives_states(self, cache: ShardedCache, past: int) -> bool:
-        """Whether recurrent layers, split over ranks, hand a cache the states of full rows."""
-        known = {getattr(module, "layer_idx", None) for module in self.recurrent}
+        """True if recurrent layers, split over ranks, hand a cache the states of full rows."""
+        numbers = {getattr(module, "layer_idx", None) for module in self.recurrent}
         if past and any(calls_of(module, WITHOUT_STATE) for module in self.recurrent):
             return False
-        return TAKES_COLUMNS and cache.recurrent <= known
+        return TAKES_COLUMNS and cache.recurrent <= numbers
 
     def _cut_past(self, held: ModelCall, cache: ShardedCache, local: dict) -> bool:
         """True if tokens after cached ones are split; cuts their padding off."""

@@ -113,10 +113,7 @@ def check_close(
 ) -> None:
     """Raise where entering gradients, or rows of real numbers, differ beyond rounding.
 
-    Args:
-        every: the numbers of each rank's `State`.
-        names: of the rows of real numbers.
-        ranks: the ranks' numbers in the world.
+    `every` has the numbers of each rank's `GroupState`, `ranks` their numbers in the world.
     """
     for index, name in enumerate(["", *names]):
         group = {r: numbers[6 * index : 6 * index + 6] for r, numbers in every.items()}

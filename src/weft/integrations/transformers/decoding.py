@@ -30,13 +30,9 @@ def causal(query: Tensor, first: int) -> OfCache:
 def _seen(
     mask: OfCache, keys: Callable[[], Tensor], queries: Callable[[], Tensor], past: bool
 ) -> Callable[[int, int], Tensor] | None:
-    """Which queries see which keys, as `attend_part` asks for it; None: all see all.
+    """The pairs of queries and keys that see each other, for `attend_part`; None: all do.
 
-    Args:
-        mask: of transformers.
-        keys: their positions.
-        queries: their positions.
-        past: whether all keys are before all queries.
+    `keys` and `queries` give positions; `past` says that all keys are before all queries.
     """
     if mask.function is hf.causal_mask_function and past and mask.padding is None:
         return None
@@ -120,8 +116,8 @@ def attend_past(
         def window() -> Tensor:
             return torch.arange(start - k.shape[2], start, device=device)
 
-        here = shards.layout.positions(shards.axis, length, device) + start
-        return attend_part(query, k, v, scale, _seen(mask, window, lambda: here, True), softcap)
+        own_rows = shards.layout.positions(shards.axis, length, device) + start
+        return attend_part(query, k, v, scale, _seen(mask, window, lambda: own_rows, True), softcap)
     before = layer.held.cropped(start)
     rows = [positions(spans, device) + start for spans in shards.chunks(length)]
     counts, channel = [len(p) for p in rows], shards.running().channel

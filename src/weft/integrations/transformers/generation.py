@@ -42,8 +42,8 @@ def _with_cache(
     self: Foreign, own: Callable, args: tuple, kwargs: dict[str, Any], name: str
 ) -> dict[str, Any]:
     """The options of a call, with a sharded cache; raises for those that have no parts."""
-    given = inspect.signature(own).bind_partial(*args, **kwargs).arguments
-    options = {**given, **given.get("kwargs", {})}
+    arguments = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+    options = {**arguments, **arguments.get("kwargs", {})}
     config = options.get("generation_config")
 
     def setting(option: str) -> Any:

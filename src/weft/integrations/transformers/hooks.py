@@ -30,7 +30,6 @@ from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, of_device
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
-from .running import while_split
 
 
 @dataclass
@@ -195,27 +194,18 @@ def _hook(
     hooks = installed.hooks
 
     def before(module: Foreign, hook: Callable) -> None:
-        hooks.append(module.register_forward_pre_hook(while_split(hook), with_kwargs=True))
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
 
-    def after(module: Foreign, hook: Callable) -> None:
-        hooks.append(module.register_forward_hook(while_split(hook), with_kwargs=True))
+    def after(module: Foreign, hook: Callable, **options: bool) -> None:
+        hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
 
-    def around(module: Foreign, enter: Callable) -> None:
-        hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-
-    def ends(module: Foreign) -> None:
-        leave, options = calls.leave, {"with_kwargs": True, "always_call": True}
-        hooks.append(module.register_forward_hook(leave, **options))
-
-    inside = embeddings is not None
-    entered = calls.Calls(
-        model, layout, axis, inside, installed.rows == "whole", installed.recurrent
-    )
+    full, inside = installed.rows == "whole", embeddings is not None
+    entered = calls.Calls(model, layout, axis, inside, full, installed.recurrent)
     installed.calls = entered
-    around(model, entered.enter)
+    before(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     for part in parts:
-        around(part, entered.enter_part)
+        before(part, entered.enter_part)
     if embeddings is not None:
         after(embeddings, whole.split_made)
     below = whole.base(model)
@@ -226,8 +216,7 @@ def _hook(
         after(below, whole.balance_next)
     for path, module in model.named_modules():
         if whole.takes_first_token(path):
-            bring = while_split(whole.bring_first_token(layout, axis))
-            hooks.append(module.register_forward_pre_hook(bring))
+            before(module, whole.bring_first_token(layout, axis))
         if whole.scales_by_masked(module):
             before(module, whole.embed_all)
             after(module, whole.split_embedded)
@@ -243,7 +232,7 @@ def _hook(
     if layout.reproducible:  # within a call, before its end
         hooks += reproducible.hooks(model, layout)
     for module in (*parts, model):
-        ends(module)
+        after(module, calls.leave, always_call=True)
 
 
 def _rebind(model: Foreign, layout: Layout, axis: str) -> list[nn.Module]:
@@ -306,7 +295,7 @@ def run_on_cpu(model: Foreign) -> None:
 
 
 def _changes(module: Foreign) -> list[tuple[nn.Module, Callable, str]]:
-    """Which modules, the module itself or within it, get which function in place of a method."""
+    """Replaced methods of a module and of those within it: (module, function, method)."""
     for kind in {kind.__name__ for kind in type(module).__mro__} & MODULES.keys():
         return [(module.get_submodule(path), fn, name) for path, name, fn in MODULES[kind]]
     names = calls_of(module, FUNCTIONS)

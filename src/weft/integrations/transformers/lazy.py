@@ -24,6 +24,7 @@ from ..._torch import OF_GRADIENTS, as_torch_does, wrapper
 from ...comm.collectives import partial_to_invariant
 from ...comm.once_differentiable import once
 from ...layout import Layout
+from ..common import gathered_rows
 from .consistency import Entered, recorded
 
 #: Bytes of whole rows from which gathering them is worth a warning.
@@ -32,7 +33,7 @@ _LARGE = 1 << 30
 
 @dataclass(frozen=True)
 class LazyPlace:
-    """Which whole rows a rank's tokens are a part of.
+    """The whole rows that a rank's tokens are a part of.
 
     Attributes:
         layout: a bound layout.
@@ -68,21 +69,9 @@ class LazyPlace:
 
     def gather(self, local: Tensor) -> Tensor:
         """Full rows of all ranks' tokens; backward each rank keeps the part of its tokens."""
-        rows = _Gather.apply(local, self)[:, self.start : self.stop]
+        rows = gathered_rows(local, self.layout, {self.axis: 1})
+        rows = recorded(rows, self.entered)[:, self.start : self.stop]
         return rows.flatten(0, 1) if self.flat else rows
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, place: LazyPlace) -> Tensor:
-        ctx.place = place
-        return place.layout.gather(local.detach(), {place.axis: 1})
-
-    @staticmethod
-    @once("an output of a model with rows='whole'")
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        ctx.place.entered.record(grad)
-        return ctx.place.layout.shard(grad, {ctx.place.axis: 1}), None
 
 
 class _Lift(torch.autograd.Function):

@@ -65,7 +65,7 @@ class Mark(metaclass=Marked):
 
 @dataclass(frozen=True, eq=False)
 class OfCache(Mark):
-    """What layers get as `attention_mask` where keys are a cache's.
+    """The `attention_mask` of layers where keys are a cache's.
 
     Attributes:
         function: of transformers, which query sees which key.

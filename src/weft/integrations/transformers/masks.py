@@ -20,10 +20,8 @@ from ...masks import FAR, And, Causal, Documents, Full, Mask, Window, describe
 def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:
     """The weft mask of a mask function; raises `UnsupportedError` for one it does not know.
 
-    Args:
-        length: tokens of the whole axis.
-        packed: whether there are several documents; their mask is added by the caller, from their
-            lengths.
+    `length` is that of the whole axis. The mask of `packed` documents is added by the caller, from
+    their lengths.
 
     >>> translate(hf.sliding_window_causal_mask_function(4), 16)
     Causal(window=4, offset=None)

@@ -49,12 +49,7 @@ def _number(generator: torch.Generator) -> int:
 
 @contextlib.contextmanager
 def neftune_scaled(model: Foreign, share: float) -> Iterator[None]:
-    """Scale NEFTune's noise, alpha / sqrt(n d), from a chunk's tokens to those of the whole row.
-
-    Args:
-        model: its input embeddings may have a `neftune_noise_alpha`.
-        share: of the row's tokens that this rank has.
-    """
+    """Scale NEFTune's noise, alpha / sqrt(n d), from a share of the row's tokens to all of them."""
     embeddings: Foreign = None
     with contextlib.suppress(NotImplementedError, AttributeError):  # models of no one embedding
         embeddings = model.get_input_embeddings()

@@ -36,13 +36,13 @@ def rebound(function: Callable, values: Mapping[str, Any]) -> Callable:
     inner = getattr(function, "__wrapped__", None)
     cells = function.__closure__ or ()
     if inner is None:
-        known = function.__globals__ | dict(values)
+        globals_ = function.__globals__ | dict(values)
     else:
-        known = function.__globals__
+        globals_ = function.__globals__
         made = rebound(inner, values)
         cells = tuple(types.CellType(made) if _holds(cell, inner) else cell for cell in cells)
     new = types.FunctionType(
-        function.__code__, known, function.__name__, function.__defaults__, cells
+        function.__code__, globals_, function.__name__, function.__defaults__, cells
     )
     new.__kwdefaults__ = function.__kwdefaults__
     new.__dict__.update(function.__dict__)
@@ -64,10 +64,8 @@ def put(module: Foreign, function: Callable, name: str = "forward") -> None:
     """Give one instance another method, under the hooks that accelerate has put on a `forward`.
 
     The method is no part of a graph of `torch.compile`: what torch compiles belongs to its code,
-    which instances share, and lives in its globals, which they do not.
-
-    Raises:
-        UnsupportedError: the method was replaced already, such as by a kernel of the hub.
+    which instances share, and lives in its globals, which they do not. A method that was replaced
+    already, such as by a kernel of the hub, is refused.
     """
     own, place = getattr(type(module), name), name
     if name == "forward" and {"_hf_hook", "_old_forward"} <= module.__dict__.keys():
@@ -97,13 +95,13 @@ def put_back(module: Foreign) -> None:
 
 
 def is_ours(module: Foreign) -> bool:
-    """Whether a module still has what `put` gave it."""
+    """True if a module still has the method that `put` gave it."""
     methods = module.__dict__.values()
     return any(hasattr(getattr(method, "__func__", None), _MARK) for method in methods)
 
 
 def calls(module: Foreign, names: Iterable[str]) -> list[str]:
-    """Which of some functions the module's own `forward` calls as globals."""
+    """Those of some functions that the module's own `forward` calls as globals."""
     function = inspect.unwrap(type(module).forward)
     used = getattr(getattr(function, "__code__", None), "co_names", ())
     return [name for name in names if name in used and name in function.__globals__]

@@ -70,13 +70,37 @@ def of_device(stock: Callable) -> Callable:
     return run
 
 
-def last_state(
+def completed(
+    pieces: LocalPieces,
+    dim: int,
+    parts: Sequence[Any],
+    outs: Sequence[Tensor],
+    maps: Sequence[tuple[Tensor, Tensor]],
+    apply: Apply,
+    complete: Callable[[Any, Tensor, Tensor], Tensor],
+    last: bool = False,
+) -> Any:
+    """Outputs along `dim`, with what the states that enter this rank's pieces add to them.
+
+    `outs` are those of pieces from no state, and `maps` their maps (A, b). `complete(part, out, S)`
+    is the output of a piece whose entering state is S. With `last` also the state after the row's
+    last token, on the rank that has this token, and zeros on the others.
+    """
+    states = pieces.states(maps, apply)
+    made = [
+        out if piece.begins else complete(part, out, state)
+        for piece, part, out, state in zip(pieces.pieces, parts, outs, states)
+    ]
+    joined = pieces.join(dim, made, states)
+    return (joined, _last_state(pieces, maps, states, apply)) if last else joined
+
+
+def _last_state(
     pieces: LocalPieces,
     maps: Sequence[tuple[Tensor, Tensor]],
     states: Sequence[Tensor],
     apply: Apply,
 ) -> Tensor:
-    """The state after the row's last token on the rank that has this token, zeros on the others."""
     for piece, (a, b), state in zip(pieces.pieces, maps, states):
         if piece.count and piece.start + piece.count == pieces.length:
             return b if piece.begins else apply(a, state) + b
@@ -194,19 +218,15 @@ def delta_rule(stock: Callable) -> Callable:
             o, end = stock(q, k, wide, g=decay, beta=rate, **more, **kw)
             outs.append(o)
             maps.append((end[..., V:], end[..., :V]))
-        states = state.states(maps, torch.matmul)
-        made = []
-        for piece, part, o, s in zip(state.pieces, parts, outs, states):
-            if piece.begins:
-                made.append(o)
-            elif exact:
+
+        def complete(part: Any, o: Tensor, s: Tensor) -> Tensor:
+            if exact:
                 read = torch.einsum("bthk,bhkv->bthv", o[..., V:].to(s.dtype), s)
-                made.append((o[..., :V] + read).to(o.dtype))
-            else:
-                q, k, v, decay, rate = part
-                made.append(stock(q, k, v, g=decay, beta=rate, initial_state=s, **kw)[0])
-        out = state.join(1, made, states)
-        return (out, last_state(state, maps, states, torch.matmul)) if last else out
+                return (o[..., :V] + read).to(o.dtype)
+            q, k, v, decay, rate = part
+            return stock(q, k, v, g=decay, beta=rate, initial_state=s, **kw)[0]
+
+        return completed(state, 1, parts, outs, maps, torch.matmul, complete, last)
 
     return run
 
@@ -275,18 +295,16 @@ def mamba2(stock: Callable) -> Callable:
             o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **more)
             outs.append(o)
             maps.append((decay.sum(1).exp()[..., None, None], end.float()))
-        states, made = state.states(maps, torch.mul), []
-        for piece, (x, dt, B, C, decay), o, s in zip(state.pieces, parts, outs, states):
-            if piece.begins:
-                made.append(o)
-            elif o.dtype in (torch.float16, torch.bfloat16):
-                made.append(stock(x, dt, A, B, C, chunk_size, initial_states=s, **kw))
-            else:
-                read = C.float().repeat_interleave(x.shape[2] // C.shape[2], 2)
-                read = read * decay.cumsum(1).exp()[..., None]
-                made.append(o + torch.einsum("bthn,bhpn->bthp", read, s).to(o.dtype))
-        out = state.join(1, made, states)
-        return (out, last_state(state, maps, states, torch.mul)) if last else out
+
+        def complete(part: Any, o: Tensor, s: Tensor) -> Tensor:
+            x, dt, B, C, decay = part
+            if o.dtype in (torch.float16, torch.bfloat16):
+                return stock(x, dt, A, B, C, chunk_size, initial_states=s, **kw)
+            read = C.float().repeat_interleave(x.shape[2] // C.shape[2], 2)
+            read = read * decay.cumsum(1).exp()[..., None]
+            return o + torch.einsum("bthn,bhpn->bthp", read, s).to(o.dtype)
+
+        return completed(state, 1, parts, outs, maps, torch.mul, complete, last)
 
     return run
 
@@ -345,11 +363,13 @@ def mamba1(stock: Callable) -> Callable:
             o, end = stock(x, dt, A, B, C, return_last_state=True, **kw)
             outs.append(o)
             maps.append(((A * step.sum(-1, keepdim=True)).exp(), end.float()))
-        states, made = state.states(maps, torch.mul), []
-        for piece, (*_, C, step), o, s in zip(state.pieces, parts, outs, states):
-            made.append(o if piece.begins else o + _read_mamba1(A, step, C, s).to(o.dtype))
-        out = state.join(-1, made, states).transpose(1, 2)
-        return (out, last_state(state, maps, states, torch.mul)) if last else out
+
+        def complete(part: Any, o: Tensor, s: Tensor) -> Tensor:
+            *_, C, step = part
+            return o + _read_mamba1(A, step, C, s).to(o.dtype)
+
+        made = completed(state, -1, parts, outs, maps, torch.mul, complete, last)
+        return (made[0].transpose(1, 2), made[1]) if last else made.transpose(1, 2)
 
     return run
 
@@ -444,12 +464,13 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 __all__ = [
     "FUNCTIONS",
     "REPRODUCIBLE",
+    "completed",
     "convolution",
     "delta_rule",
-    "last_state",
     "mamba1",
     "mamba2",
     "of_device",
     "over_heads",
     "padding",
+    "recurrence",
 ]

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from ...runtime.state import LocalPieces
 from .. import Foreign
-from .recurrences import over_heads, padding, recurrence
+from .recurrences import completed, over_heads, padding, recurrence
 
 
 def lightning(
@@ -111,12 +111,11 @@ def _lru(state: LocalPieces, x: Tensor, gate: Tensor, reset: Tensor, *, stock: C
         kept.append((gate * ~starts).to(end.dtype).cumprod(1))
         outs.append(out)
         maps.append((kept[-1][:, -1], end))
-    states = state.states(maps, torch.mul)
-    made = [
-        out if piece.begins else out + (decay * s[:, None]).to(out.dtype)
-        for piece, out, decay, s in zip(state.pieces, outs, kept, states)
-    ]
-    return state.join(1, made, states)
+
+    def complete(decay: Tensor, out: Tensor, s: Tensor) -> Tensor:
+        return out + (decay * s[:, None]).to(out.dtype)
+
+    return completed(state, 1, kept, outs, maps, torch.mul, complete)
 
 
 def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:

@@ -184,10 +184,7 @@ def left_padding(mask: Mask | None, length: int) -> None:
 def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
     """Raise where padding, which sees no token, would enter states by way of eager attention.
 
-    Args:
-        mask: of the batch.
-        length: tokens of a row.
-        name: of a model whose recurrent layers do not leave padding out.
+    Of a model, by its name, whose recurrent layers do not leave padding out.
     """
     seen = unpadded(mask, length)
     if seen is not None and not seen[:, 0].all():
@@ -202,9 +199,7 @@ def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
 def label_after_padding(shifted: Tensor, before: Tensor) -> None:
     """Raise where a loss would be of padding, which sees no token, by way of eager attention.
 
-    Args:
-        shifted: labels (b, n) of next tokens.
-        before: (b, n), tokens that are padding on the left.
+    Of next tokens' labels (b, n); `before` (b, n) are tokens that are padding on the left.
     """
     if (before.to(shifted.device) & (shifted != IGNORED)).any():
         raise UnsupportedError(

@@ -69,11 +69,8 @@ def cut(
 
     Labels are shifted before the cut, over the whole row, as transformers' own loss shifts them.
     Documents are those of `cu_seq_lens_q`, or of position ids that start anew, unless keys are
-    `cached`: with a cache transformers looks for none in position ids.
-
-    Raises:
-        UnsupportedError: rows that have no parts; a model runs them replicated.
-        ShapeError: no ids, or labels of another shape.
+    `cached`: with a cache transformers looks for none in position ids. Rows that have no parts,
+    which a model runs replicated, are an `UnsupportedError`.
     """
     full = {n: v for n, v in kwargs.items() if n not in (*_VARLEN, "cache_position")}
     ids = tokens_of(full)

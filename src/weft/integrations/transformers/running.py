@@ -10,7 +10,7 @@ import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,9 +23,7 @@ from . import losses
 from .batches import Batch
 from .cache import ShardedCache
 from .mark import OfCache, Sharded
-
-if TYPE_CHECKING:
-    from .rows import Outputs
+from .rows import Outputs
 
 
 @dataclass(frozen=True)
@@ -83,11 +81,9 @@ class ModelCall:
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
     def sharded(self, mask: Mask, past: OfCache | None = None) -> Sharded:
-        """The mark for a mask of the model, with documents and padding of the batch.
+        """The mark for a mask of the call's tokens among themselves, and for those cached before.
 
-        Args:
-            mask: of the call's tokens among themselves.
-            past: of its tokens and those that were cached before.
+        Documents and padding of the batch are added.
         """
         extra = self.batch.mask
         if self.batch.documents is not None:

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...comm.collectives import partial_to_replicate
-from ...comm.once_differentiable import once
 from ...errors import UnsupportedError
 from ...layout import Layout
 from .. import Foreign
-from ..common import named_arguments
+from ..common import gathered_rows, named_arguments
 from .batches import unpadded
 from .losses import Constants, Replicated
 from .rebinding import calls
-from .running import now, running
+from .running import now, running, while_split
 
 _POSITIONS = "create_position_ids_from_input_ids"
 
@@ -36,29 +35,6 @@ _POOLED_HEADS = (
 )
 #: Outputs (batch, tokens, ...); every output with routers' logits has one of them.
 _BY_SEQUENCE = ("last_hidden_state", "logits")
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, layout: Layout, dims: Mapping[str, int], times: float
-    ) -> Tensor:
-        ctx.layout, ctx.dims, ctx.times = layout, dims, times
-        return layout.gather(x.detach(), dims)
-
-    @staticmethod
-    @once("a gather of ranks")
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
-
-
-def gathered_rows(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
-    """Gather x (S -> R) for a replicated computation.
-
-    before  rank 0: x0        rank 1: x1
-    after   both:   [x0 | x1]            backward: rank i keeps part i of its gradient
-    """
-    return _Gather.apply(x, layout, dims, times)
 
 
 # -- positions ------------------------------------------------------------------------------------
@@ -82,6 +58,7 @@ def makes_positions(model: Foreign) -> bool:
     return any(map(counts_positions, model.modules()))
 
 
+@while_split
 def count_positions(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A pre-hook of such an embedding: position ids from all tokens, then this rank's."""
     call, arguments = now(type(module).__name__), named_arguments(module, args, kwargs)
@@ -104,6 +81,7 @@ def scales_by_masked(module: Foreign) -> bool:
     return bool(getattr(module, "token_dropout", False)) and hasattr(module, "mask_token_id")
 
 
+@while_split
 def embed_all(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A pre-hook of such an embedding: all tokens of a row go in."""
     call, arguments = now(type(module).__name__), named_arguments(module, args, kwargs)
@@ -117,12 +95,14 @@ def embed_all(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     return (), arguments | {"attention_mask": seen}
 
 
+@while_split
 def split_embedded(module: Foreign, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
     """A hook of such an embedding: this rank's tokens come out."""
     call = now(type(module).__name__)
     return call.layout.shard(output, {call.axis: 1})
 
 
+@while_split
 def split_made(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Tensor:
     """A hook of a submodule that makes tokens, of images: this rank's of them."""
     if not isinstance(output, Tensor) or output.dim() != 3:
@@ -164,6 +144,7 @@ def leaves_padding_out(model: Foreign) -> bool:
     return any(calls(module, {"apply_mask_to_padding_states": None}) for module in model.modules())
 
 
+@while_split
 def give_positions(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
     arguments, own = named_arguments(module, args, kwargs), now(type(module).__name__).positions
@@ -184,6 +165,7 @@ def follows_length(module: Foreign) -> bool:
     return "dynamic" in kind or "longrope" in kind
 
 
+@while_split
 def show_last_position(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A pre-hook of such an embedding: one more token, at the last position over all ranks."""
     arguments = named_arguments(module, args, kwargs)
@@ -192,6 +174,7 @@ def show_last_position(module: Foreign, args: tuple, kwargs: dict) -> tuple[tupl
     return (), arguments | {"position_ids": torch.cat([ids, end], -1)}
 
 
+@while_split
 def hide_last_position(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     """A hook of such an embedding: the token that was added is cut off."""
     size = named_arguments(module, args, kwargs)["position_ids"].shape[-1]
@@ -214,6 +197,7 @@ def balances(model: Foreign) -> bool:
     return has and base(model) is not model and not pools(model)
 
 
+@while_split
 def give_local(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """A pre-hook of the model below a head that reads all tokens: this rank's inputs again."""
     call, arguments = running(), named_arguments(module, args, kwargs)
@@ -221,6 +205,7 @@ def give_local(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]
     return (), arguments | {n: v for n, v in local.items() if n in arguments}
 
 
+@while_split
 def balance_next(module: Foreign, args: tuple, kwargs: dict, output: Any) -> None:
     """A hook of the model below a head that balances routers, whose loss the head makes now."""
     call = running()
@@ -256,6 +241,7 @@ def gather_hidden(layout: Layout, axis: str) -> Callable:
     """A pre-hook of a pooler: the hidden states of all tokens."""
     ways = layout.size(axis)
 
+    @while_split
     def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         arguments = named_arguments(module, args, kwargs)
         name, hidden = next(iter(arguments.items()))
@@ -272,12 +258,13 @@ def takes_first_token(path: str) -> bool:
 def bring_first_token(layout: Layout, axis: str) -> Callable:
     """A pre-hook of such a module: broadcasts the first token's state from the rank that has it."""
 
-    def hook(module: Foreign, args: tuple) -> tuple | None:
+    @while_split
+    def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if args[0].dim() != 2:
             return None
         first = all(layout.coords[d] == 0 for d in layout.shard_dims(axis))
         dims = layout.shard_dims(axis)
-        return (partial_to_replicate(args[0] * float(first), dims, layout.bound),)
+        return (partial_to_replicate(args[0] * float(first), dims, layout.bound),), kwargs
 
     return hook
 
@@ -286,6 +273,7 @@ def gather_base(layout: Layout, axis: str, pooled: bool) -> Callable:
     """A hook of a model, below its head if it has one: gathers outputs that the head reads."""
     ways = layout.size(axis)
 
+    @while_split
     def hook(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         if pooled and getattr(output, "last_hidden_state", None) is not None:
             gathered = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)

@@ -269,7 +269,7 @@ def check_split_heads(
     mesh = {d: max(1, size) for d, size in layout.mesh.items()}  # -1: as many as there are
     full = _with_mesh(layout, mesh)
     heads: dict[tuple[int, int, int], str] = {}
-    for visit in recording.visits:
+    for visit in recording.visits.values():
         query, key = (visit.outputs.get(side) for side in ("query", "key"))
         if visit.path.endswith(".attention") and query is not None and key is not None:
             path = visit.path.removesuffix(".attention")

@@ -41,10 +41,13 @@ class Visit:
 
 
 class TrialRecording:
-    """Records all modules of a model while they run; `visits` has them in the order they ended."""
+    """Records all modules of a model while they run.
+
+    `visits` has them in the order they ended, by path and by how often it was called before.
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self.visits: list[Visit] = []
+        self.visits: dict[tuple[str, int], Visit] = {}
         self._open: list[Visit] = []
         self._counts: Counter[str] = Counter()
         for path, module in model.named_modules():
@@ -70,17 +73,13 @@ class TrialRecording:
     def _leave(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         visit = self._open.pop()
         visit.outputs = _copies(output)
-        self.visits.append(visit)
+        self.visits[visit.path, visit.nth] = visit
 
     def attention(self, module: nn.Module, **qkv: Tensor) -> None:
         """Record the query, key and value that a module passes to attention as a visit."""
         visit = self._visit(f"{self._open[-1].path}.attention", module)
         visit.outputs = _copies(qkv)
-        self.visits.append(visit)
-
-    def by_key(self) -> dict[tuple[str, int], Visit]:
-        """Visits by (path, which call of it)."""
-        return {(visit.path, visit.nth): visit for visit in self.visits}
+        self.visits[visit.path, visit.nth] = visit
 
 
 def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -174,11 +173,10 @@ def first_difference(
 
     Where its inputs differed, too, the module that called it did something between its children.
     """
-    by_rank = [recording.by_key() for recording in ranks]
 
     def off(visit: Visit, side: str) -> tuple[float, str]:
         """The largest gap of inputs or outputs that can be compared, and the tensor's name."""
-        matches = [visits.get((visit.path, visit.nth)) for visits in by_rank]
+        matches = [recording.visits.get((visit.path, visit.nth)) for recording in ranks]
         if None in matches or not visit.has_tokens(cuts[0]):
             return 0.0, ""
         gaps = [
@@ -190,7 +188,7 @@ def first_difference(
         ]
         return max(gaps, default=(0.0, ""))
 
-    for visit in full.visits:
+    for visit in full.visits.values():
         error, which = off(visit, "outputs")
         if error <= tolerance:
             continue

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -76,16 +76,11 @@ class Verified:
 
 @dataclass
 class _Run:
-    """Outputs, chosen gradients and recorded modules of one run, on one device or on one rank.
-
-    Attributes:
-        counts: False on a rank whose gradients are those of another.
-    """
+    """Outputs, chosen gradients and recorded modules of one run, on one device or on one rank."""
 
     outputs: dict[str, Tensor]
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # none on a rank whose gradients are those of another
     recording: TrialRecording
-    counts: bool = True
 
 
 def verify(
@@ -222,20 +217,17 @@ class _Check:
         model.set_attn_implementation(_FULL)
         run_on_cpu(model)
         recording = TrialRecording(model)
-        generator = torch.Generator().manual_seed(1)
-        weights: dict[str, Tensor] = {}
-
-        def weigh(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        masks = [batch["attention_mask"].bool()] if trial.left else []
+        generator, weights = torch.Generator().manual_seed(1), {}
+        with _mode(trial):
+            outputs = _outputs(model, batch | options(model, batch), masks)
             for name, t in outputs.items():
                 drawn = torch.randn(t.shape, generator=generator) / max(t.numel(), 1) ** 0.5
                 weights[name] = drawn.to(t) if t.dim() else torch.ones_like(t)
-            return weights
-
-        masks = [batch["attention_mask"].bool()] if trial.left else []
-        run = _forward(model, batch | options(model, batch), trial, recording, weigh, masks)
+            run = _Run(_detached(outputs), _gradients(model, outputs, weights), recording)
         length = trial.length
         if self.embeddings is not None:
-            visit = recording.by_key()[self.embeddings, 0]
+            visit = recording.visits[self.embeddings, 0]
             length = next(iter(visit.outputs.values())).shape[1]
         return run, weights, length
 
@@ -256,15 +248,14 @@ class _Check:
             local = options(model, batch) | shard_batch(batch, layout, self.axis)
         else:
             local = {name: layout.shard(t, {"batch": 0}) for name, t in batch.items()}
-
-        def weigh(outputs: dict[str, Tensor]) -> dict[str, Tensor | None]:
-            return {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
-
         masks = [batch["attention_mask"].bool()] if trial.left else []
         masks += [layout.shard(t, {"batch": 0, self.axis: 1}) for t in masks]
-        run = _forward(model, local, trial, recording, weigh, masks)
-        run.counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
-        return run
+        with _mode(trial):
+            outputs = _outputs(model, local, masks)
+            own = {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
+            gradients = _gradients(model, outputs, own)
+        counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
+        return _Run(_detached(outputs), gradients if counts else {}, recording)
 
     def _refusal(
         self, difference: Difference, trial: Trial, length: int, ranks: Sequence[_Run]
@@ -274,7 +265,7 @@ class _Check:
         inner = base(self.model)
         if inner is not self.model and accepts_positions(inner):
             path = _path(self.model, inner)
-            entry = ranks[0].recording.by_key().get((path, 0))
+            entry = ranks[0].recording.visits.get((path, 0))
             local = difference.changed_input == "position_ids" or culprit.path == path
             if entry is not None and "position_ids" not in entry.inputs and local:
                 return (
@@ -324,7 +315,7 @@ def _largest_gradient_gap(full: _Run, ranks: Sequence[_Run]) -> tuple[float, str
     sizes = {name: g.norm().item() for name, g in full.gradients.items()}
     scale = max(sizes.values(), default=0.0)
     for name, expected in full.gradients.items():
-        parts = [r.gradients[name] for r in ranks if r.counts and name in r.gradients]
+        parts = [r.gradients[name] for r in ranks if name in r.gradients]
         off = (sum(parts) - expected).norm().item()
         # A gradient that is rounding itself (a key's bias) is measured on the largest one.
         gaps.append((off / max(sizes[name], 1e-3 * scale, 1e-30), name))
@@ -386,32 +377,37 @@ AttentionInterface.register(_ON_RANKS, _attend_on_ranks)
 AttentionMaskInterface.register(_ON_RANKS, make_mask)
 
 
-def _forward(
-    model: nn.Module,
-    batch: dict[str, Any],
-    trial: Trial,
-    recording: TrialRecording,
-    weigh: Callable[[dict[str, Tensor]], dict[str, Any]],
-    masks: Sequence[Tensor],
-) -> _Run:
-    """A model's run; outputs of tokens that a mask (b, n), full or local, hides are zero."""
-    with (
-        torch.set_grad_enabled(trial.gradients),
-        InFP64() if trial.fp64 else contextlib.nullcontext(),
-    ):
-        named = model(**batch)
-        named = {k: v for k, v in named.items() if k not in _NOT_COMPARED}
-        outputs = {n: _unmasked(t, masks) for n, t in tensors(named)}
-        if not trial.gradients:
-            return _Run(outputs, {}, recording)
-        weights = weigh(outputs)
-        objective = sum((outputs[n].float() * w).sum() for n, w in weights.items() if w is not None)
-        chosen = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        # On the calling thread: ranks that share a device would wait for each other on one.
-        with torch.autograd.set_multithreading_enabled(False):
-            grads = torch.autograd.grad(objective, list(chosen.values()), allow_unused=True)
-    detached = {n: t.detach() for n, t in outputs.items()}
-    return _Run(detached, {n: g for n, g in zip(chosen, grads) if g is not None}, recording)
+@contextlib.contextmanager
+def _mode(trial: Trial) -> Iterator[None]:
+    """With or without gradients, and in fp64 all through where a trial is."""
+    fp64 = InFP64() if trial.fp64 else contextlib.nullcontext()
+    with torch.set_grad_enabled(trial.gradients), fp64:
+        yield
+
+
+def _outputs(model: Foreign, batch: dict[str, Any], masks: Sequence[Tensor]) -> dict[str, Tensor]:
+    """A model's outputs; those of tokens that a mask (b, n), full or local, hides are zero."""
+    named = {k: v for k, v in model(**batch).items() if k not in _NOT_COMPARED}
+    return {n: _unmasked(t, masks) for n, t in tensors(named)}
+
+
+def _detached(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {n: t.detach() for n, t in outputs.items()}
+
+
+def _gradients(
+    model: nn.Module, outputs: dict[str, Tensor], weights: Mapping[str, Tensor | None]
+) -> dict[str, Tensor]:
+    """Gradients of a weighted sum of the outputs; none where gradients are off."""
+    if not torch.is_grad_enabled():
+        return {}
+    terms = ((outputs[n].float() * w).sum() for n, w in weights.items() if w is not None)
+    objective = sum(terms, torch.zeros(()))
+    chosen = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    # On the calling thread: ranks that share a device would wait for each other on one.
+    with torch.autograd.set_multithreading_enabled(False):
+        grads = torch.autograd.grad(objective, list(chosen.values()), allow_unused=True)
+    return {n: g for n, g in zip(chosen, grads) if g is not None}
 
 
 def _unmasked(t: Tensor, masks: Sequence[Tensor]) -> Tensor:
