@@ -36,6 +36,8 @@ def build(site: Path) -> int:
         place = Path(folder)
         ignored = shutil.ignore_patterns("*.py", "__pycache__")
         shutil.copytree(ROOT / "docs", place / "docs", ignore=ignored)
+        for page in (place / "docs").rglob("*.md"):
+            page.write_text(guide(page.read_text()))
         for page, content in pages().items():
             path = place / "docs" / page
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,6 +90,12 @@ def home(readme: str) -> str:
         return f"[{text}]({page}{'#' + anchor if anchor else ''})" if page else text
 
     return _LINK.sub(relink, readme)
+
+
+def guide(page: str) -> str:
+    """A page of `docs/` whose links to the README and to notebooks lead to the site's pages."""
+    page = re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", page)
+    return re.sub(r"\]\(\.\./((?:\.\./)*)tutorials/(\w+)\.ipynb", r"](\1tutorials/\2.md", page)
 
 
 def contents(titles: dict[str, str]) -> str:
