@@ -244,6 +244,20 @@ def test_links_lead_to_files_and_the_picture_is_small():
             assert (page.parent / target).stat().st_size < 100_000
 
 
+def test_the_map_of_the_code_names_files_that_are_there():
+    """Of `plan/call.read_length`: the file, and the name in it."""
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = re.findall(r"`?\b((?:\w+/)+)(\w+)\.(\w+)", page)
+    assert len(paths) > 60
+    for folder, stem, end in paths:
+        roots = [root / folder / stem for root in (ROOT, ROOT / "src" / "weft")]
+        named = [root.with_suffix(f".{end}").is_file() for root in roots]
+        module = next((r.with_suffix(".py") for r in roots if r.with_suffix(".py").is_file()), None)
+        assert any(named) or (module and f"def {end}(" in module.read_text()), (
+            f"{folder}{stem}.{end}"
+        )
+
+
 def test_the_share_of_work_under_the_picture_is_right():
     """Rank 3 of the causal 2x4 tile has 2 % contiguous, and an eighth striped."""
     for order, low, high in ((None, 0.015, 0.025), ("striped", 0.124, 0.126)):
