@@ -20,7 +20,7 @@ from weft.plan.problem import Problem
 from weft.planner import reasons
 from weft.planner.bound import kv_repeat, link_seconds
 from weft.planner.candidates import Refused, candidates, factorisations, level_sizes
-from weft.planner.flow import one_node
+from weft.planner.flow import one_node, replayed
 from weft.planner.search import Choice, Search
 from weft.proof.symbolic import prove
 from weft.testing.cases import Case
@@ -281,6 +281,12 @@ def test_one_node_stands_for_all_only_where_all_compute_the_same():
     assert one_node(zigzag, call(mask=Causal()), machine) == 4
     assert one_node(zigzag, call(mask=Causal(window=99)), machine) is None
     assert one_node(heads, call(mask=Causal(window=99)), machine) == 4
+
+
+def test_ranks_that_are_too_many_to_replay_are_told_how_many_can_be():
+    ring = Layout.parse("tokens: ring=512")
+    with pytest.raises(UnsupportedError, match=r"512 ranks that do not all .* at most 256;"):
+        replayed(ring, call(mask=Causal()), cluster(), most=8)
 
 
 def test_every_choice_is_proven_to_be_exact():

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .._caching import remembered
 from .._torch import memory_of
 from .plan import Pass, Plan
 from .program import Block, Payload, Transfer
@@ -141,7 +142,6 @@ class _Walk:
         self.outstanding: set[tuple[bool, int]] = set()  # results here, (of queries, number)
         self.sending: Counter[tuple] = Counter()  # what flies as (payload, number, rows), how often
         self.results = self.nbytes = 0
-        self._known: dict[tuple, int] = {}  # bytes, by what `_bytes` is asked
 
     def moments(self) -> Iterator[tuple[int, int]]:
         """Results, and bytes, after every transfer begun, block computed and transfer merged."""
@@ -209,13 +209,9 @@ class _Walk:
     def _rows(self, payload: Payload, number: int) -> tuple[int, int]:
         return self.tile.held(payload in _QUERIES, self.plan.coords, number)
 
+    @remembered
     def _bytes(self, payload: Payload, rows: tuple[int, int], item: int | None = None) -> int:
-        key = payload, rows[1] - rows[0], item
-        if key not in self._known:
-            self._known[key] = self._found(*key)
-        return self._known[key]
-
-    def _found(self, payload: Payload, rows: int, item: int | None) -> int:
+        number = rows[1] - rows[0]
         if item is None:
-            return payload_bytes(self.plan, payload, self.tile.backward, rows)
-        return rows * row_bytes(self.plan, payload, self.tile.backward, item)
+            return payload_bytes(self.plan, payload, self.tile.backward, number)
+        return number * row_bytes(self.plan, payload, self.tile.backward, item)

@@ -151,15 +151,13 @@ def plan_product(
         by_axis = ((a, tuple(held[x])) for a, x in zip(axes, letters))
         splits = tuple((a, dims, order.get(dims, "contiguous")) for a, dims in by_axis)
         target = Placed(rest.mesh, splits)
-        return None if target == rest else _plan(rest, target, length, rank)
+        if target == rest:
+            return None
+        return plan_redistribution(rest, target, (length, length), rank)
 
     left, right, out = map(move, names)
     rows, columns = (count(rest.chunks(i, length)[rest.chunk(i, coords)]) for i in (0, 1))
     return ProductPlan(rules, left, right, out, (rows, columns), rest.ranks)
-
-
-def _plan(rest: Placed, target: Placed, length: int, rank: int) -> Redistribution:
-    return plan_redistribution(rest, target, (length, length), rank)
 
 
 @dataclass(frozen=True)
@@ -184,4 +182,5 @@ def plan_boxes(
     rest = pair_at_rest(layout, axes)
     sizes, coords = dict(rest.mesh), dict(place)
     rank = rank_at(sizes, {d: coords[d] for d in sizes})
-    return _plan(rest, Boxes(rest.mesh, (), boxes), length, rank)
+    target = Boxes(rest.mesh, (), boxes)
+    return plan_redistribution(rest, target, (length, length), rank)

@@ -231,10 +231,6 @@ def _beside(a: Mapping[str, int], b: Mapping[str, int], mesh_dim: str) -> bool:
 
 def _moved(placed: Placed, at: int, target: int, mesh_dim: str) -> int:
     coords = placed.coords(at) | {mesh_dim: placed.coords(target)[mesh_dim]}
-    return _rank(placed, coords)
-
-
-def _rank(placed: Placed, coords: Mapping[str, int]) -> int:
     return rank_at(dict(placed.mesh), coords)
 
 
@@ -281,4 +277,4 @@ def _nearest(before: Placed, target: int, chunks: list[int]) -> int:
     for (_, dims, _), chunk in zip(before.splits, chunks):
         for name in reversed(dims):
             chunk, coords[name] = divmod(chunk, sizes[name])
-    return _rank(before, coords)
+    return rank_at(sizes, coords)

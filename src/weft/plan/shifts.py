@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from .._caching import remembered
 from ..comm import coordinates, rank_at
 from ..declare.hardware import Hardware
 
@@ -47,7 +48,6 @@ class Shifts:
 
     def __init__(self, hardware: Hardware, sizes: Mapping[str, int]) -> None:
         self.hardware, self.sizes = hardware, dict(sizes)
-        self._known: dict[tuple[str, int], Shift] = {}
         self._value = hardware.level, tuple(sizes.items())
 
     def __eq__(self, other: object) -> bool:
@@ -55,13 +55,6 @@ class Shifts:
 
     def __hash__(self) -> int:
         return hash(self._value)
-
-    def shift(self, mesh_dim: str, offset: int) -> Shift:
-        """Of messages to the rank so much further along a mesh dim, of all ranks at once."""
-        key = mesh_dim, offset
-        if key not in self._known:
-            self._known[key] = self._shift(mesh_dim, offset)
-        return self._known[key]
 
     def farthest(self, mesh_dim: str) -> Shift:
         """Of messages half a turn along a mesh dim, which share links with most others."""
@@ -83,7 +76,9 @@ class Shifts:
         dims = [name for name, size in self.sizes.items() if size > 1]
         return max((self.farthest(d).per_byte for d in dims), default=1.0)
 
-    def _shift(self, mesh_dim: str, offset: int) -> Shift:
+    @remembered
+    def shift(self, mesh_dim: str, offset: int) -> Shift:
+        """Of messages to the rank so much further along a mesh dim, of all ranks at once."""
         sizes, hardware = self.sizes, self.hardware
         latency = 0.0
         users: Counter[tuple] = Counter()
