@@ -842,7 +842,7 @@ BUGS = (
     Bug(
         "whole rows: chunks draw the same numbers",
         "integrations/transformers/noise.py",
-        "seed = number + index_at(layout.mesh, layout.shard_dims(axis), layout.coords)",
+        "seed = number + layout.chunk(axis)",
         "seed = number",
         "rows",
     ),

@@ -15,7 +15,7 @@ from ..comm.once_differentiable import once
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
-from ..plan.order import count, shard_spans
+from ..plan.order import Spans, count, shard_spans
 
 
 def check_not_placed(model: nn.Module) -> None:
@@ -51,15 +51,19 @@ def check_splits_only(layout: Layout, axis: str, noun: str) -> None:
     _ = layout.bound
 
 
+def chunks(layout: Layout, axis: str, length: int) -> tuple[Spans, ...]:
+    """The positions of every chunk of an axis of some length."""
+    parts = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
+    return shard_spans(length, parts, layout.order.get(axis, "contiguous"))
+
+
 def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:
     """How many tokens or rows each chunk of an axis of some length has.
 
     >>> tokens_per_chunk(Layout.parse("rows: ring=4"), "rows", 5)
     [2, 2, 1, 0]
     """
-    parts = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
-    order = layout.order.get(axis, "contiguous")
-    return [count(spans) for spans in shard_spans(length, parts, order)]
+    return [count(spans) for spans in chunks(layout, axis, length)]
 
 
 def check_rows(layout: Layout, axis: str, rows: int, noun: str = "rows") -> None:

@@ -61,7 +61,11 @@ class Region(TorchFunctionMode):
     def _own_text(self, t: Tensor, dim: int) -> Tensor:
         """Of the whole text and this rank's image tokens, this rank's of both."""
         state = self.state
-        text, image = self._apart(t, state.text, dim)
+        sizes = [state.text, t.shape[dim] - state.text]
+        if state.plan.family.text_first:
+            text, image = t.split(sizes, dim)
+        else:
+            image, text = t.split(sizes[::-1], dim)
         return torch.cat([text.narrow(dim, *state.own("text", state.text)), image], dim)
 
     def _all_text(self, out: Tensor) -> Tensor:
@@ -71,13 +75,6 @@ class Region(TorchFunctionMode):
         text, image = out[:, :, :n], out[:, :, n:]
         parts = [state.joined(text, "text", state.text, 2), image]
         return torch.cat(parts if state.plan.family.text_first else parts[::-1], 2)
-
-    def _apart(self, t: Tensor, text: int, dim: int) -> tuple[Tensor, Tensor]:
-        rest = t.shape[dim] - text
-        if self.state.plan.family.text_first:
-            return t.split([text, rest], dim)
-        image, words = t.split([rest, text], dim)
-        return words, image
 
     def _mask(self, attn_mask: Tensor, keys: int, length: int) -> Mask:
         """The padding mask over all ranks, of this rank's (b or 1, 1, 1, keys)."""

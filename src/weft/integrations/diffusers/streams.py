@@ -9,7 +9,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ...comm import index_at
 from ...errors import ShapeError
 from ...layout import Layout
 from ..common import joined, tokens_per_chunk
@@ -32,12 +31,6 @@ class Streams:
     text: int = 0
     image: int | None = None
 
-    @property
-    def chunk(self) -> int:
-        """Which chunk of the tokens is this rank's."""
-        layout = self.layout
-        return index_at(layout.mesh, layout.shard_dims(self.axis), layout.coords)
-
     def counts(self, length: int) -> list[int]:
         """Tokens per chunk of a sequence of some length, as the layout splits it."""
         return tokens_per_chunk(self.layout, self.axis, length)
@@ -50,7 +43,8 @@ class Streams:
         counts = self._of_image(length) if stream == "image" else self.counts(length)
         if min(counts) < (stream == "image" or not self.whole_text):
             self._refuse(stream, length, counts)
-        return sum(counts[: self.chunk]), counts[self.chunk]
+        chunk = self.layout.chunk(self.axis)
+        return sum(counts[:chunk]), counts[chunk]
 
     def _of_image(self, length: int) -> list[int]:
         """Image tokens per chunk of the sequence of text and image."""

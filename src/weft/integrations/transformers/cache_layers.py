@@ -29,7 +29,7 @@ from ...comm.channel import Channel
 from ...errors import DeclarationError
 from ...layout import Layout
 from ...plan.held import Held
-from ...plan.order import Spans, shard_spans
+from ..common import chunks
 
 #: Whether recurrent layers say how many columns their convolution needs, or cut them themselves.
 TAKES_COLUMNS = "conv_kernel_size" in (
@@ -76,14 +76,9 @@ class Shards:
         """Nothing yet, on these ranks."""
         return Held(self.layout.size(self.axis), self.block)
 
-    def chunks(self, count: int) -> tuple[Spans, ...]:
-        """By part, the positions among `count` tokens, split as the layout splits them."""
-        parts = tuple(self.layout.mesh[d] for d in self.dims)
-        return shard_spans(count, parts, self.layout.order.get(self.axis, "contiguous"))
-
     def split(self, held: Held, count: int) -> Held:
         """With `count` more tokens, split as the layout splits them."""
-        return held.split(self.chunks(count), count)
+        return held.split(chunks(self.layout, self.axis, count), count)
 
     def whole(self, length: int) -> Held:
         """A whole prompt of this many tokens."""

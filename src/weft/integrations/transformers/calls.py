@@ -32,6 +32,7 @@ from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
+from .recurrences import WITHOUT_STATE
 from .replicated import recomputed_within
 from .running import Fused, ModelCall, during, running
 from .whole import (
@@ -53,8 +54,6 @@ _NO_LAST_STATES = (
     "recurrent states: its layers, or this version of transformers, do not take the states of split"
     " rows"
 )
-#: Functions of recurrent layers that take no state that enters.
-WITHOUT_STATE = ("mamba_selective_scan",)
 #: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
 SPLIT_FROM = 16
 

@@ -16,6 +16,7 @@ from ...attention import with_sinks
 from ...plan.order import positions
 from ...runtime.autocast import as_autocast
 from ...runtime.held import attend_part, gathered_parts, merge_parts, merge_rows
+from ..common import chunks
 from .cache import ShardedCache
 from .cache_layers import ShardedLayer, WindowLayer
 from .mark import OfCache
@@ -119,7 +120,9 @@ def attend_past(
         own_rows = shards.layout.positions(shards.axis, length, device) + start
         return attend_part(query, k, v, scale, _seen(mask, window, lambda: own_rows, True), softcap)
     before = layer.held.cropped(start)
-    rows = [positions(spans, device) + start for spans in shards.chunks(length)]
+    rows = [
+        positions(spans, device) + start for spans in chunks(shards.layout, shards.axis, length)
+    ]
     counts, channel = [len(p) for p in rows], shards.running().channel
     of_queries = sum(counts) * query.shape[1] * (2 * query.shape[3] + 1)
     if of_queries > start * k.shape[1] * (k.shape[3] + v.shape[3]):

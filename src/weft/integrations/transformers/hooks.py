@@ -27,7 +27,7 @@ from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
-from .recurrences import FUNCTIONS, REPRODUCIBLE, of_device
+from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
 
@@ -260,7 +260,7 @@ def _check_carried(model: Foreign, layout: Layout, axis: str) -> None:
     if layout.state_transport(axis) != "chain":
         return
     for path, module in model.named_modules():
-        for name in calls_of(module, calls.WITHOUT_STATE):
+        for name in calls_of(module, WITHOUT_STATE):
             raise UnsupportedError(
                 f"{layout.source}: [carry] hands states on in a chain, but {name} of {path}"
                 f" ({type(module).__name__}) takes no state that enters; name the strategy 'state'"

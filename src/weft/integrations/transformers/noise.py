@@ -11,7 +11,6 @@ from collections.abc import Iterator
 
 import torch
 
-from ...comm import index_at
 from ...layout import Layout
 from .. import Foreign
 
@@ -29,7 +28,7 @@ def own_random_numbers(model: Foreign, layout: Layout, axis: str) -> Iterator[No
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     number = _number(torch.default_generator.clone_state())
-    seed = number + index_at(layout.mesh, layout.shard_dims(axis), layout.coords)
+    seed = number + layout.chunk(axis)
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index])

@@ -431,6 +431,9 @@ FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
 }
 
 
+#: Functions that take no state that enters.
+WITHOUT_STATE = ("mamba_selective_scan",)
+
 #: Functions whose bits no layout changes, where it is reproducible.
 REPRODUCIBLE = frozenset(
     {
@@ -464,6 +467,7 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 __all__ = [
     "FUNCTIONS",
     "REPRODUCIBLE",
+    "WITHOUT_STATE",
     "completed",
     "convolution",
     "delta_rule",

@@ -262,8 +262,7 @@ def bring_first_token(layout: Layout, axis: str) -> Callable:
     def hook(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         if args[0].dim() != 2:
             return None
-        first = all(layout.coords[d] == 0 for d in layout.shard_dims(axis))
-        dims = layout.shard_dims(axis)
+        first, dims = layout.chunk(axis) == 0, layout.shard_dims(axis)
         return (partial_to_replicate(args[0] * float(first), dims, layout.bound),), kwargs
 
     return hook

@@ -37,13 +37,8 @@ _WRITTEN = 1 << 16
 class Copies:
     """Makes copies of one model, and lets go of them.
 
-    Attributes:
-        dtype: to which half-precision weights are converted.
-        fit_fp64: whether there may be copies in fp64.
-
-    Raises:
-        DeclarationError: weights that are not there, or are wrapped already.
-        UnsupportedError: too many half-precision weights.
+    Half-precision weights are converted to `dtype`, and `fit_fp64` says whether fp64 fits. Weights
+    that are not there, that are wrapped already, or of which there are too many, are refused.
     """
 
     def __init__(self, model: nn.Module) -> None:

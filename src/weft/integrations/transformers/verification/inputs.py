@@ -40,25 +40,17 @@ _POSITIONS = frozenset({"original_max_position_embeddings", "max_position_embedd
 
 @dataclass(frozen=True)
 class Trial:
-    """One comparison: how many sequences, how many tokens (0: images), and the first position.
+    """One comparison."""
 
-    Attributes:
-        train: in train mode, without dropout; else in eval mode.
-        padding: tokens of padding at the end of the last row; earlier rows have fewer.
-        left: padding is at the start, with any ids under it.
-        fp64: in fp64 all through, else in fp32.
-        short: options of the configuration that are set to fewer tokens than there are.
-    """
-
-    batch: int
-    length: int
-    start: int = 0
+    batch: int  # sequences
+    length: int  # tokens of each; 0: images
+    start: int = 0  # the first position
     gradients: bool = True
-    short: tuple[tuple[str, int], ...] = ()
-    padding: int = 0
-    train: bool = False
-    left: bool = False
-    fp64: bool = False
+    short: tuple[tuple[str, int], ...] = ()  # options that are set to fewer tokens than there are
+    padding: int = 0  # tokens at the end of the last row; earlier rows have fewer
+    train: bool = False  # train mode, without dropout; else eval mode
+    left: bool = False  # padding is at the start, with any ids under it
+    fp64: bool = False  # all through; else fp32
 
     def __str__(self) -> str:
         mode = (" in train mode" if self.train else "") + (" in fp64" if self.fp64 else "")
@@ -235,11 +227,8 @@ def _pixels(model: Foreign, trial: Trial, generator: torch.Generator) -> Tensor:
 def reduced(layout: Layout, states: str | None = None) -> Layout:
     """The same layout with at most two ranks along every mesh dim.
 
-    Args:
-        layout: the layout.
-        states: the axis along which recurrent layers carry states, if the model has such layers. A
-            state that passes through a rank needs a rank on both sides, so one mesh dim keeps four
-            ranks where there are fewer fragments.
+    `states` is the axis of a model's recurrent layers, if it has some. A state that passes through
+    a rank needs a rank on both sides: one mesh dim keeps four ranks where fragments are fewer.
 
     >>> reduced(Layout.parse("tokens: ulysses=8 x ring=16")).mesh
     {'ulysses': 2, 'ring': 2}

@@ -153,17 +153,13 @@ def gap(full: Tensor, local: Tensor, cut: Cut) -> float | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """Output `which` of a visit differs, and `culprit`, its module or one that calls it, differs.
+    """An output of a visit that differs."""
 
-    Attributes:
-        changed_input: the input of `visit` that differed before.
-    """
-
-    culprit: Visit
+    culprit: Visit  # the visit, or one that calls it
     error: float
-    which: str
+    which: str  # output
     visit: Visit
-    changed_input: str
+    changed_input: str  # of the visit, which differed before
 
 
 def first_difference(
