@@ -1,4 +1,4 @@
-"""`generate` of every causal family that is exact under weft, token by token beside one device.
+"""`generate` of every causal family that is exact under weft, token by token against one device.
 
 Families are those that docs/families.md calls exact, with random weights in fp64 and a tiny
 configuration. Ranks are threads. A prompt is split by ring, tile or Ulysses, and tokens are decoded
@@ -69,7 +69,7 @@ def build(family: str) -> torch.nn.Module:
 
 
 def judge(family: str, count: int) -> dict:
-    """What `generate` gives on every layout, beside one device."""
+    """The tokens of `generate` on every layout, compared with those of one device."""
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
@@ -110,18 +110,23 @@ def page(rows: dict[str, dict]) -> str:
     """The table as a page of the docs."""
     verdicts = Counter(_verdict(row) for row in rows.values())
     summary = ", ".join(f"{n} {v}" for v, n in verdicts.most_common())
-    head = " | ".join(f"`{line}`" for line in LAYOUTS)
-    lines = [f"| family | {head} | different tokens |", "|---|" + "---|" * (len(LAYOUTS) + 1)]
+    layouts = ", ".join(f"`{line}`" for line in LAYOUTS)
+    lines = ["| family | on every layout | distinct tokens |", "|---|---|---|"]
     for family, row in sorted(rows.items()):
         cells = [_cell(row.get(line, row.get("one device", ""))) for line in LAYOUTS]
-        lines.append(f"| {family} | {' | '.join(cells)} | {row.get('different tokens', '')} |")
+        if len(set(cells)) == 1:
+            text = cells[0]
+        else:
+            text = "; ".join(f"`{line}`: {cell}" for line, cell in zip(LAYOUTS, cells))
+        lines.append(f"| {family} | {text} | {row.get('different tokens', '')} |")
     return (
         "# Generation, by model family\n\n"
         f"{len(rows)} of the {len(exact_families())} causal families that "
         f"[model families](families.md) calls exact, of transformers "
         f"{transformers.__version__}: a tiny configuration, random weights in fp64, a prompt of "
-        f"{PROMPT} tokens, greedy. Tokens of `generate` on ranks beside those of one device; "
-        f'"{TOKENS} equal": the first {TOKENS} are the same on every rank. A prompt is split as '
+        f"{PROMPT} tokens, greedy, on {layouts}. Tokens of `generate` on ranks are compared with "
+        f'those of one device; "{TOKENS} equal": the first {TOKENS} are the same on every rank. '
+        "Where a text has few distinct tokens, the comparison shows less. A prompt is split as "
         "the layout says, and tokens are decoded against keys of which every rank holds a part. "
         f"Made by `python -m benchmarks.generate --write`; ranks are threads. {_older(rows)}\n\n"
         f"{summary[:1].upper()}{summary[1:]}.\n\n" + "\n".join(lines) + "\n"

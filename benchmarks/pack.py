@@ -1,23 +1,24 @@
-"""What `layout.pack` makes of skewed document lengths, beside zigzag: `python -m benchmarks.pack`.
+"""Balance and traffic of `layout.pack` against zigzag: `python -m benchmarks.pack [--write]`.
 
-Per distribution of 4,096 documents and number of ranks: the largest share of work over the mean,
-keys and values that ranks receive (as a plan's chunks say, which tests hold beside a plan's bytes),
-the fewest that contiguous pieces allow, and process time.
+Per distribution of 4,096 documents and number of ranks: the largest rank's work over the mean, rows
+of keys and values that ranks receive (by the plan's chunks, which tests compare with a plan's
+bytes), a lower bound on these for contiguous pieces, and process time.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
+from pathlib import Path
 
 import numpy as np
-from rich.table import Table
 
 from weft import Causal, Documents, Layout
-from weft.commands.options import console
 from weft.plan.intervals import SpanTable, hull, merge_intervals
 
 DOCUMENTS = 4096
+RESULTS = Path(__file__).parent / "results" / "packing.md"
 
 
 def distributions() -> dict[str, list[int]]:
@@ -72,8 +73,18 @@ def fewest(lengths: list[int], ranks: int, unbalance: float = 1.05) -> float:
 
 
 def main() -> None:
-    head = ("documents", "ranks", "max/mean", "of zigzag", "rows / zigzag's", "fewest", "ms")
-    table = Table(*head)
+    """Print the table, or write it to benchmarks/results/packing.md."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS}")
+    write = parser.parse_args().write
+    lines = [
+        "# Packed documents against zigzag",
+        "",
+        f"`python -m benchmarks.pack --write`: {DOCUMENTS:,} documents; see docs/packed.md.",
+        "",
+        "| documents | ranks | max/mean | of zigzag | rows / zigzag's | fewest | planned, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for name, lengths in distributions().items():
         for size in (8, 64, 1024):
             layout = Layout.parse(f"tokens: ring={size}")
@@ -86,9 +97,12 @@ def main() -> None:
             zigzag = Layout.parse(f"tokens(zigzag): ring={size}")
             theirs = received(zigzag, lengths)
             rows = (f"{n / theirs:.2f}" for n in (received(ours, lengths), fewest(lengths, size)))
-            shares = (f"{unbalance(order, lengths):.3f}" for order in (ours, zigzag))
-            table.add_row(name, str(size), *shares, *rows, f"{min(took) * 1e3:.1f}")
-    console().print(table)
+            packed_work, zigzag_work = (unbalance(order, lengths) for order in (ours, zigzag))
+            shares = f"{packed_work:.3f} | {zigzag_work:.2f} | {' | '.join(rows)}"
+            lines.append(f"| {name} | {size:,} | {shares} | {min(took) * 1e3:.1f} |")
+            print(lines[-1], flush=True)
+    if write:
+        RESULTS.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Memory of a Pairformer block per rank: `python -m benchmarks.pair [--objects N]`.
+"""Memory of a Pairformer block per rank: `python -m benchmarks.pair [--objects N] [--write]`.
 
-Every rank is a process. A row is the most that a rank keeps for the backward pass (tensors that
-autograd saves, without weights), by how much its memory grows over a forward and a backward pass
-(the process's peak, on Linux), what it receives, and the largest difference from one process in
-fp64.
+Every rank is a process. Columns, each the largest over all ranks: bytes kept for the backward pass
+(tensors that autograd saves, without weights), growth of the process's peak memory over a forward
+and a backward pass (on Linux), bytes received, and the error against one process in fp64.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ LAYOUTS = {
 SINGLE_DIM, PAIR_DIM = 96, 32
 PAIR, SINGLE = {"rows": 1, "columns": 2}, {"rows": 1}
 MIB = 1 << 20
+RESULTS = Path(__file__).parent / "results" / "pair.md"
 
 
 def _layout(line: str) -> Layout:
@@ -54,8 +54,8 @@ def step(layout: Layout, objects: int, dtype: torch.dtype, seen: dict[int, int])
     loss = out[0].square().sum() / layout.size("columns") + out[1].square().sum()
     loss.backward()
     layout.sync_gradients(block)
-    whole = layout.gather(out[0].detach(), SINGLE), layout.gather(out[1].detach(), PAIR)
-    return [*whole, *(p.grad for p in block.parameters())]
+    outputs = layout.gather(out[0].detach(), SINGLE), layout.gather(out[1].detach(), PAIR)
+    return [*outputs, *(p.grad for p in block.parameters())]
 
 
 def _status(key: str) -> int:
@@ -74,30 +74,41 @@ def measure(line: str, objects: int) -> dict[str, float]:
     with weft.traffic(layout) as moved:
         step(layout, objects, torch.float32, seen)
     grown = _status("VmHWM") - before
-    wanted = step(Layout.single(), 24, torch.float64, {})
-    found = step(layout, 24, torch.float64, {})
+    expected = step(Layout.single(), 24, torch.float64, {})
+    results = step(layout, 24, torch.float64, {})
     error = max(
-        ((a - b).abs().max() / b.abs().max().clamp_min(1.0)).item() for a, b in zip(found, wanted)
+        ((a - b).abs().max() / b.abs().max().clamp_min(1.0)).item()
+        for a, b in zip(results, expected)
     )
-    mine = torch.tensor([sum(seen.values()), grown, moved.bytes, error]).double()
-    rows = layout.gather(mine[None], dict.fromkeys(layout.sharding, 0)) if line else mine[None]
+    own = torch.tensor([sum(seen.values()), grown, moved.bytes, error]).double()
+    rows = layout.gather(own[None], dict.fromkeys(layout.sharding, 0)) if line else own[None]
     kept, grown, received, error = rows.max(0).values.tolist()
     return {"kept": kept / MIB, "peak": grown / MIB, "received": received / MIB, "error": error}
 
 
 def main() -> None:
-    """Print the table."""
+    """Print the table, or write it to benchmarks/results/pair.md."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--objects", type=int, default=192)
-    objects = parser.parse_args().objects
-    print(f"{objects} objects, {PAIR_DIM} channels ({4 * PAIR_DIM * objects**2 / MIB:.1f} MiB)\n")
-    print("| ranks | layout | kept for backward | peak | received | largest error in fp64 |")
-    print("| ---: | --- | ---: | ---: | ---: | ---: |")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS}")
+    args = parser.parse_args()
+    lines = [
+        "# Memory of a Pairformer block",
+        "",
+        f"`python -m benchmarks.pair --write`: {args.objects} objects, {PAIR_DIM} channels in fp32 "
+        f"({4 * PAIR_DIM * args.objects**2 / MIB:.1f} MiB), MiB of the largest rank.",
+        "",
+        "| ranks | layout | kept for backward | peak | received | largest error in fp64 |",
+        "| ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
     for ranks, line in LAYOUTS.items():
-        row = run(measure, line, objects, ranks=ranks)
+        row = run(measure, line, args.objects, ranks=ranks)
         numbers = " | ".join(f"{row[key]:.0f}" for key in ("kept", "peak", "received"))
         name = f"`{line}`" if line else "one process"
-        print(f"| {ranks} | {name} | {numbers} | {row['error']:.0e} |", flush=True)
+        lines.append(f"| {ranks} | {name} | {numbers} | {row['error']:.0e} |")
+        print(lines[-1], flush=True)
+    if args.write:
+        RESULTS.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
