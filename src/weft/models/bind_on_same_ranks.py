@@ -16,13 +16,8 @@ from ..layout import Layout
 def bound_beside(layout: Layout, other: Layout) -> Layout:
     """`other`, bound on the ranks of `layout`; all of them call this.
 
-    Args:
-        layout: bound, on the whole world.
-        other: as many ranks, on any mesh; or bound already.
-
-    Raises:
-        DeclarationError: the numbers of ranks differ; or `layout` is bound to a slice of the world,
-            whose ranks cannot make groups by themselves.
+    Raises `DeclarationError` where the numbers of ranks differ, or where `layout` is bound to a
+    slice of the world, whose ranks cannot make groups by themselves.
 
     >>> bound_beside(Layout.single(), Layout.single()).rank
     0

@@ -34,15 +34,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 class Given:
     """The inputs of a model's blocks other than x.
 
-    Attributes:
-        lengths: global length of every axis that is attended.
-        contexts: tensors that blocks take keys and values from, by name.
-        masks: parameters of masks, or masks, by name.
-        biases: tensors over pairs of positions, by name.
-        within: a mask that every block's own is joined with.
-        cache: of keys and values that the block attends to instead of its own, or one that is being
-            made and takes the block's own, or one that grows by them.
-        number: of the block, where there is a cache.
+    `lengths` are global, of every attended axis; `contexts`, `masks` (or their parameters) and
+    `biases` (tensors over pairs of positions) have names of the file. `within` is a mask that every
+    block's own is joined with. A block with a `cache` attends to it, fills it, or makes it grow;
+    `number` is the block's, where there is a cache.
     """
 
     lengths: Mapping[str, int] = field(default_factory=dict)

@@ -284,12 +284,8 @@ class KeyValueCache:
 class CacheRecording:
     """A cache that is being made: it takes the keys and values of blocks as they run.
 
-    Args:
-        layout: the model's, bound.
-        axes: of the model's activations, the embedding last.
-        axis: whose positions are encoded.
-        blocks: the numbers of the blocks that attend it, ascending.
-        lengths: global lengths of the axes, as far as they are known; of `axis` for certain.
+    `axes` are those of the model's activations, the embedding last; `axis` is encoded, by `blocks`,
+    in ascending order. `lengths` are global, as far as they are known; that of `axis` is.
     """
 
     def __init__(
@@ -364,9 +360,6 @@ def _alike(before: Placed, after: Placed, lengths: Sequence[int]) -> bool:
 
 def model_fingerprint(model: Model) -> str:
     """Digests of a model's file and of its weights, equal on all layouts; all ranks call this.
-
-    Args:
-        model: of `weft.compose`, or a trunk.
 
     >>> import weft
     >>> one, other = weft.compose("tabular"), weft.compose("tabular", seed=1)

@@ -49,13 +49,10 @@ Block = tuple[Tensor, Sequence[int], Sequence[int]]
 class CacheMetadata(BaseModel):
     """Values stored with a cache's tensors.
 
-    Attributes:
-        model: digest of the model file and the weights.
-        axis: the encoded axis.
-        lengths: global lengths of the axes.
-        axes: by tensor, which axis each dim is.
-        orders: by axis, the sizes of the mesh dims that split it, and its token order, by name or
-            as `TokenOrder.chunks`: tensors are stored in that order, shard after shard.
+    `model` is the digest of the model file and the weights; `lengths` are global. `axes` has, by
+    tensor, which axis each dim is. `orders` has, by axis, the sizes of the mesh dims that split it
+    and its token order, by name or as `TokenOrder.chunks`: tensors are stored in that order, shard
+    after shard.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -131,15 +128,9 @@ def read_cache(
 ) -> tuple[CacheMetadata, dict[str, Tensor]]:
     """The metadata of a cache and this rank's parts; all ranks call this.
 
-    Args:
-        folder: of `write_cache`.
-        layout: of the parts.
-        model: digest of the model that asks.
-        name: of that model, for messages.
-        place: the placement of a tensor of some axes, of which one is encoded, on the layout.
-
-    Raises:
-        CheckpointError: on every rank, if it is damaged, or of another model.
+    `model` is the digest of the model that asks, `name` its name in messages; `place` gives the
+    placement of a tensor of some axes, of which one is encoded, on the layout. Raises
+    `CheckpointError` on every rank if the cache is damaged, or of another model.
     """
 
     def check() -> None:

@@ -34,16 +34,9 @@ from .encodable import decodable_blocks
 class DecodeCache:
     """Keys and values of all tokens so far, on the ranks that split them.
 
-    A pass of the model is `begin`, `attend` in every block, `last`.
-
-    Args:
-        spec: the model file.
-        layout: of the model, bound.
-        modules: the model's blocks.
-        further: at most how many tokens follow those of the first pass.
-
-    Raises:
-        DeclarationError: a block that is not causal attention with keys to keep, by its number.
+    A pass of the model is `begin`, `attend` in every block, `last`; at most `further` tokens follow
+    those of the first pass. Raises `DeclarationError` for a block that is not causal attention with
+    keys to keep, by its number.
     """
 
     def __init__(
@@ -63,10 +56,9 @@ class DecodeCache:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def agree(self, ids: Tensor) -> Channel:
-        """What ranks that decode the same rows send each other, once all are about to read `ids`.
+        """The channel of ranks that decode the same rows, once all are about to read `ids`.
 
-        Raises:
-            ShapeError: on all of these ranks, where some have other ids, or another number of them.
+        Raises `ShapeError` on all of them where some have other ids, or another number of them.
         """
         mark = int(fingerprint(ids)) & 0xFFFFFFFF
         text = f"ids {tuple(ids.shape)} at position {self.held.length}, {mark:08x}"

@@ -19,13 +19,7 @@ OPEN = (("context", None),)
 def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> tuple[int, ...]:
     """The numbers of the blocks that attend an axis with `mask = "context"`, ascending.
 
-    Args:
-        spec: the model file.
-        modules: its blocks.
-        axis: whose positions are to be encoded.
-
-    Raises:
-        DeclarationError: there are none, or positions of the axis meet in another way.
+    Raises `DeclarationError` if there are none, or positions of the axis meet in another way.
     """
     found = []
     if axis not in spec.axes[:-1]:
@@ -48,18 +42,9 @@ def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
 
 
 def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> dict[int, Mask]:
-    """The numbers of the blocks that attend an axis of which positions see none after them.
+    """The blocks that attend an axis of which positions see none after them: number -> mask.
 
-    Args:
-        spec: the model file.
-        modules: its blocks.
-        axis: whose positions come one after another.
-
-    Returns:
-        By number, ascending, their masks.
-
-    Raises:
-        DeclarationError: positions meet in another way.
+    In ascending order. Raises `DeclarationError` if positions of the axis meet in another way.
     """
     masks = {}
     for number, (block, module) in enumerate(zip(spec.blocks, modules)):
@@ -126,10 +111,6 @@ def _cannot(block: Plain, module: nn.Module, axis: str) -> str:
 
 def is_mixed(spec: ModelSpec, axis: str) -> bool:
     """True if a block lets positions of an axis depend on each other; those of a batch never do.
-
-    Args:
-        spec: the model file.
-        axis: one of its axes.
 
     >>> spec = ModelSpec.load("tabular")
     >>> [axis for axis in spec.axes if is_mixed(spec, axis)]

@@ -9,12 +9,7 @@ from ..layout import Layout
 
 
 class Model(nn.Module):
-    """A model of a file, on a layout.
-
-    Attributes:
-        spec: the model file.
-        layout: bound; of x at rest.
-    """
+    """A model of a file, on a layout: bound, that of x at rest."""
 
     spec: ModelSpec
     layout: Layout

@@ -122,11 +122,7 @@ def from_pretrained(
 def pretrained_spec(name_or_path: str | Path) -> ModelSpec:
     """The model file that a file of weights has, without reading the weights.
 
-    Args:
-        name_or_path: as for `from_pretrained`.
-
-    Raises:
-        DeclarationError: no such file, or one that is damaged or not of weft.
+    Raises `DeclarationError` for no such file, or one that is damaged or not of weft.
 
     >>> pretrained_spec("table_classifier").axes
     ('batch', 'rows', 'features', 'embed')
@@ -138,11 +134,7 @@ def pretrained_spec(name_or_path: str | Path) -> ModelSpec:
 def read_notes(path: str | Path) -> dict[str, Any]:
     """Metadata of a file of weights: `model`, the model file, and `notes`.
 
-    Args:
-        path: of the file.
-
-    Raises:
-        CheckpointError: it is missing, damaged or not of weft.
+    Raises `CheckpointError` if the file is missing, damaged or not of weft.
     """
     with failing(Path(path), "read"):
         with safe_open(path, "pt") as file:

@@ -28,11 +28,8 @@ from .blocks import Given
 class Lent(nn.Module):
     """The parts of a block of the model, run as another layout says.
 
-    Args:
-        make: makes the block for a layout, from a generator of weights.
-        home: the model's layout, bound.
-        away: the block's layout, bound on the same ranks.
-        generator: the source of the initial weights.
+    `make` makes the block for a layout from a generator of weights; `home`, the model's layout, and
+    `away`, the block's, are bound on the same ranks.
     """
 
     def __init__(

@@ -17,16 +17,9 @@ from ..masks.base import whole_number
 class Sampling:
     """The options of `generate`, of any integer type; the same text where they are the same.
 
-    Args:
-        steps: how many tokens follow.
-        draws: whether tokens are drawn.
-        temperature: divides the logits of tokens that are drawn.
-        top_k: of how many of the likeliest tokens one is drawn; None: of all.
-        end: the id that ends a row; None: none does.
-        vocabulary: how many ids there are.
-
-    Raises:
-        ShapeError: an option that is out of range.
+    `steps` tokens follow. Those that are drawn (`draws`) have logits divided by `temperature`,
+    among the `top_k` likeliest (None: all). A row stops after the id `end` (None: never). Raises
+    `ShapeError` for an option that is out of range.
     """
 
     steps: int
@@ -55,11 +48,7 @@ class Sampling:
             raise ShapeError(f"temperature={self.temperature}: above 0; do_sample=False is greedy")
 
     def check_ids(self, ids: Any) -> int:
-        """How many rows there are.
-
-        Raises:
-            ShapeError: not one tensor of ids, or ids outside the vocabulary.
-        """
+        """The number of rows; `ShapeError` if not one tensor of ids of the vocabulary."""
         if not isinstance(ids, Tensor) or ids.is_nested or ids.dim() != 2 or not ids.shape[1]:
             plain = isinstance(ids, Tensor) and not ids.is_nested
             raise ShapeError(
@@ -79,14 +68,9 @@ class Sampling:
     ) -> Tensor:
         """Ids (b,) of logits (b, vocabulary).
 
-        A number is drawn for every row, and picks the token in whose share of the summed
-        probabilities it is (inversion sampling).
-
-        Args:
-            logits: of the next token.
-            rows: on all ranks.
-            own: which of them are here: (b,).
-            generator: draws for all rows; None: torch's own.
+        A number is drawn for each of the `rows` of all ranks, of which this rank has `own` (b,),
+        and picks the token in whose share of the summed probabilities it is (inversion sampling).
+        Without a generator torch's own draws.
 
         >>> greedy = Sampling(1, False, 1.0, None, None, vocabulary=3)
         >>> greedy.next_tokens(torch.tensor([[0.0, 1.0, 2.0]]), 1, torch.tensor([0]), None)

@@ -334,14 +334,9 @@ def column_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation per column over the training rows, (batch, columns) each.
 
-    Sums run over the mesh dims that split the rows, in two passes so that a large mean does not
-    swallow a small spread. NaN counts nowhere. A constant column has deviation 0.
-
-    Args:
-        cells: (batch, rows, columns), local.
-        known: (rows,) bool, True for training rows.
-        layout: of the rows.
-        rows: the axis.
+    `cells` are (batch, rows, columns), local; `known` (rows,) is True for training rows. Sums run
+    over the mesh dims that split the rows, in two passes so that a large mean does not swallow a
+    small deviation. NaN counts nowhere. A constant column has deviation 0.
 
     >>> known = torch.tensor([True, True, False])
     >>> column_statistics(torch.tensor([[[1.0], [3.0], [9.0]]]), known, Layout.single())

@@ -38,8 +38,7 @@ NO_LENGTHS = (
 def resolve_axes(axis: Axis, axes: Sequence[str]) -> tuple[str, ...]:
     """Names of the attended axes, from names or indices.
 
-    Raises:
-        DeclarationError: an unknown, repeated or embedding axis.
+    Raises `DeclarationError` for an unknown, repeated or embedding axis.
 
     >>> resolve_axes(-2, ("batch", "rows", "features", "embed"))
     ('features',)
@@ -63,21 +62,15 @@ def resolve_axes(axis: Axis, axes: Sequence[str]) -> tuple[str, ...]:
 class Geometry:
     """Which axes of `x` and of a context are batch, queries and keys, on a layout.
 
-    Attributes:
-        attended: axes of the keys.
-        own: whether `x` lacks them, so that all its tokens are queries.
-        shared: axes of `x` that the context has, too, and that are not attended.
-        missing: axes of `x` that the context lacks and that are not queries.
-        foldable: whether these may become query heads.
-        placed: the layout of x.
-        layout: the layout that attention runs on; where nothing needs to travel, one device, or
-            one that splits the heads alone.
-        names: the attended axes as that layout knows them.
-        whole: attended axes whose keys are replicated although the layout splits them.
-        split: attended axes whose keys the layout splits although it replicates the queries.
+    `own`: `x` lacks the attended axes, so that all its tokens are queries. `shared`: axes of `x`
+    that the context has too, not attended. `missing`: axes of `x` that the context lacks and that
+    are no queries; `foldable` ones may become query heads. `placed` is the layout of x, `layout`
+    the one that attention runs on (one device, or split heads alone, where nothing travels),
+    `names` the attended axes in it. `whole`: attended axes whose keys are replicated although the
+    layout splits them; `split`: axes whose keys are split although the queries are replicated.
 
-    Raises:
-        DeclarationError: axes that do not fit together, or a context that would have to travel.
+    Raises `DeclarationError` for axes that do not fit together, or a context that would have to
+    travel.
     """
 
     def __init__(
@@ -186,13 +179,8 @@ class Geometry:
     ) -> Mask | Bias | Tensor:
         """A mask or bias of sequences as the axes number them, as `weft.attention` counts these.
 
-        Args:
-            given: the mask or bias; a learned one, (batch or 1, heads or 1, queries, keys).
-            x: the local shape of x.
-            lengths: global lengths of its axes, where the mesh does not divide them.
-
-        Raises:
-            ShapeError: an axis of x is not as long here as `lengths` says.
+        A learned bias is (batch or 1, heads or 1, queries, keys). `x` is the local shape; raises
+        `ShapeError` where an axis of it contradicts `lengths`, the global ones.
         """
         alike = len(given) == 1 if isinstance(given, Tensor) else not given.per_sample
         if self.in_order or alike:
@@ -208,11 +196,8 @@ class Geometry:
     ) -> sequences.Lengths:
         """Global lengths of the axes that number sequences, those of x checked by them.
 
-        Args:
-            x: the local shape of x.
-            lengths: global lengths, where the mesh does not divide them.
-            wanted: how many sequences a learned bias has. Where nothing but the outermost axis is
-                split, they say how long that is.
+        `x` is the local shape. `wanted`, the number of sequences that a learned bias has, gives the
+        length of the outermost axis where no other is split.
         """
         here = {name: x[self.axes.index(name)] for name in self.sequences}
         whole = {name: n * self.placed.size(name) for name, n in here.items()} | {
@@ -237,20 +222,14 @@ class Geometry:
     def whole_lengths(
         self, names: Sequence[str], x: Sequence[int], lengths: Mapping[str, int] | None
     ) -> dict[str, int]:
-        """Global lengths of axes of x, for `own`: as given, or equal chunks on all ranks.
+        """Global lengths of axes of x, for `own`: from `lengths`, or equal chunks on all ranks.
 
         Attention exchanges nothing there that would show chunks to be unequal. So where an axis is
-        split and no length of it is given, the ranks that split the axes compare theirs. Of an axis
-        that numbers sequences they say how many they hold, which may be any number.
+        split and `lengths` lacks it, the ranks that split the axes compare theirs. Of an axis that
+        numbers sequences they say how many they hold, which may be any number.
 
-        Args:
-            names: the axes.
-            x: the local shape of x.
-            lengths: global lengths, where the mesh does not divide them.
-
-        Raises:
-            ShapeError: an axis of x is not as long here as `lengths` says, or chunks that are
-                compared are unequal; on all ranks that compare, if they do.
+        Raises `ShapeError` where an axis of x (its local shape) contradicts `lengths`; on all ranks
+        that compare, where compared chunks are unequal.
         """
         return {name: whole for name, (whole, _) in self._places(names, x, lengths).items()}
 
@@ -300,16 +279,10 @@ class Geometry:
         x: Sequence[int],
         lengths: Mapping[str, int] | None,
     ) -> tuple[Mask, Bias | Tensor | None]:
-        """A mask and a bias of whole tensors as this rank's part of x sees them, for `own`.
+        """A mask and a bias of full tensors as this rank's part of x sees them, for `own`.
 
-        Args:
-            mask: the mask.
-            bias: the bias; a learned one, (batch or 1, heads or 1, queries, keys).
-            x: the local shape of x.
-            lengths: global lengths of its axes, where the mesh does not divide them.
-
-        Raises:
-            ShapeError: as for `whole_lengths`, or a learned bias of other sequences or queries.
+        A learned bias is (batch or 1, heads or 1, queries, keys). Raises `ShapeError` as
+        `whole_lengths` does, or for a learned bias of other sequences or queries.
         """
         axes = dict.fromkeys((*self._counted(mask), *self._counted(bias)))
         places = self._places(tuple(axes), x, lengths)

@@ -25,12 +25,8 @@ MADE: dict[str, Callable[..., Mask]] = {
 def build_mask(parts: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Mask:
     """The mask that a block names; parameters that it leaves open come from the call.
 
-    Args:
-        parts: names and parameters, as `AttendBlock.mask` has them.
-        given: parameters by the mask's name, or a whole `weft.Mask`.
-
-    Raises:
-        DeclarationError: a parameter that neither the file nor the call has.
+    `given` has parameters by the mask's name, or a full `weft.Mask`; `DeclarationError` for one
+    that neither the file nor the call has.
 
     >>> build_mask([("window", (4, 0)), ("documents", None)], {"documents": (5, 7)})
     And(left=Window(left=4, right=0, offset=None), right=Documents(lengths=(5, 7), offset=None))
@@ -66,11 +62,7 @@ def build_bias(
 ) -> nn.Module | None:
     """The module of a bias that a block names, or None.
 
-    Args:
-        kind: as `AttendBlock.bias` has it.
-        heads: query heads over all ranks.
-        axes: how many axes are attended jointly.
-        generator: the source of initial weights.
+    `heads` are those of queries over all ranks, `axes` the number of axes attended jointly.
     """
     name, value = kind or ("triangle", None)
     if name == "triangle":  # which is part of the attention itself

@@ -43,15 +43,11 @@ def local(parameter: None, heads: Sequence[str] = ()) -> None: ...
 def local(parameter: Tensor | None, heads: Sequence[str] = ()) -> Tensor | None:
     """The local tensor of a parameter, to compute with; gradients return to its placement.
 
-    Args:
-        parameter: that of a module.
-        heads: names of mesh dims over which its heads are split.
+    `heads` are the mesh dims that split its heads. Raises `UnsupportedError` if others split it:
+    FSDP2 has not gathered it.
 
     >>> local(torch.ones(2))
     tensor([1., 1.])
-
-    Raises:
-        UnsupportedError: it is split over other mesh dims: FSDP2 has not gathered it.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -112,11 +108,8 @@ class HeadWeight(nn.Module):
     """A projection between embed and heads; holds the heads of this rank.
 
     `split` maps (..., e) to (..., h*d), `merge` maps (..., h*d) back to (..., e). The weight is
-    (h*d, e) for both, so that mesh dims that split heads always split dim 0.
-
-    Args:
-        full: the weights of all heads, (h, d, e).
-        layout: a bound layout.
+    (h*d, e) for both, so that mesh dims that split heads always split dim 0. It is made from
+    `full`, the weights of all heads (h, d, e).
 
     >>> HeadWeight(torch.ones(4, 8, 32), Layout.single()).split(torch.zeros(2, 32)).shape
     torch.Size([2, 32])

@@ -40,12 +40,7 @@ _OF_WEIGHTS = "weft_of_weights"
 
 
 def exact_sums(layout: Layout, *axes: str) -> ExactSums:
-    """Sums over the ranks that split some axes, default all that split data.
-
-    Args:
-        layout: a bound layout.
-        axes: names of axes.
-    """
+    """Sums over the ranks that split some axes, default all that split data."""
     dims = {d for axis in axes for d in layout.shard_dims(axis)} if axes else layout.data_dims
     return ExactSums(layout.bound, tuple(d for d in layout.mesh if d in dims))
 
@@ -53,13 +48,9 @@ def exact_sums(layout: Layout, *axes: str) -> ExactSums:
 def make_reproducible(model: nn.Module, layout: Layout) -> nn.Module:
     """Has a module compute the same bits as on any other reproducible layout; the same module.
 
-    Args:
-        model: its parameters are replicated. Its loss sums over tokens by `exact_sums`.
-        layout: a bound layout with `reproducible = true`.
-
-    Raises:
-        UnsupportedError: heads are split, so that projections are sums over ranks; or, in a forward
-            pass, a weight meets tokens in a function that is not known here.
+    Its loss sums over tokens by `exact_sums`. Raises `UnsupportedError` if heads are split, so that
+    projections are sums over ranks; or, in a forward pass, if a weight meets tokens in a function
+    that has no rule here.
 
     >>> layout = Layout.single(reproducible=True)
     >>> layer = make_reproducible(nn.Linear(4, 2), layout)
@@ -121,16 +112,9 @@ def causal_convolution(
 ) -> Tensor:
     """A causal convolution per channel, (b, t, c) to (b, t, c), the same bits on every layout.
 
-    Tap by tap: of the gradient of a token every tap gives one summand, wherever its tokens are, and
-    these are added up at home.
-
-    Args:
-        x: this rank's tokens.
-        taps: (c, k), the last one of the token itself.
-        layout: a bound layout.
-        axis: of the tokens.
-        length: of the axis, over all ranks.
-        documents: packed along it.
+    `taps` are (c, k), the last one of the token itself; `length` is global. Tap by tap: of the
+    gradient of a token every tap gives one summand, on whichever rank its tokens are, and these are
+    added up on the token's own rank.
 
     >>> x, layout = torch.ones(1, 4, 1), Layout.single(reproducible=True)
     >>> causal_convolution(x, torch.tensor([[1.0, 2.0]]), layout, "tokens", 4).flatten()
@@ -158,10 +142,7 @@ _SUMS = ("_LinearBackward", "_SpreadBackward", "_LookupBackward")
 def check_graph(output: Any) -> None:
     """Raise if weights meet tokens in a function of autograd that no mode of torch sees.
 
-    As those of fused kernels, whose gradients are sums over this rank's tokens in torch's order.
-
-    Args:
-        output: of a model: tensors, also in tuples, lists and mappings.
+    Such are fused kernels, whose gradients are sums over this rank's tokens in torch's order.
     """
     roots = [t.grad_fn for t in _tensors([output]) if t.grad_fn is not None]
     of_weights: dict[Any, bool] = {}  # by node; False: tokens enter it

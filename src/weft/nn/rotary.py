@@ -15,8 +15,8 @@ def rotated_axes(
 ) -> tuple[str, ...]:
     """The attended axes whose positions rotate queries and keys.
 
-    Raises:
-        DeclarationError: an axis that is not attended, or a head dim that cannot be shared.
+    Raises `DeclarationError` for an axis that is not attended, or a head dim that they cannot
+    share.
 
     >>> rotated_axes(True, ("lat", "lon"), 8)
     ('lat', 'lon')
@@ -45,8 +45,7 @@ def angles(
 ) -> Tensor:
     """Angles (n, d/2) of a sequence that joins several axes, the first one outermost.
 
-    Args:
-        positions: per attended axis, those of its local tokens, and whether they rotate.
+    `positions` has, per attended axis, those of its local tokens, and whether they rotate.
 
     >>> angles([(torch.arange(3), True), (torch.arange(2), False)], 8).shape
     torch.Size([6, 4])

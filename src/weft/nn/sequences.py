@@ -34,11 +34,8 @@ def in_order(
 ) -> bool:
     """True if `weft.attention` counts sequences as the axes number them, at any lengths.
 
-    Args:
-        layout: how the axes are split.
-        attended: the attended axes.
-        axes: those that are not, as they number sequences.
-        local: the same as a rank's sequences are flattened.
+    `axes` are those not attended, as they number sequences; `local` the same, as a rank's sequences
+    are flattened.
 
     >>> layout = LayoutDeclaration.parse("features: ring=2; rows: local")
     >>> in_order(layout, ["rows"], ["batch", "features"], ["batch", "features"])
@@ -68,15 +65,9 @@ def sequence_order(
 ) -> tuple[int, ...]:
     """The number of every sequence, in the order in which `weft.attention` counts them.
 
-    Args:
-        layout: how the axes are split.
-        attended: the attended axes.
-        lengths: global lengths of the others, in the order in which they number sequences.
-        local: the others as a rank's sequences are flattened.
-        sample: of the outermost axis, the one place of each rank that takes part.
-
-    Raises:
-        ShapeError: a rank has no such sample.
+    `lengths` are global, of the axes not attended, in the order in which they number sequences;
+    `local` are these axes as a rank's sequences are flattened. With `sample`, of the outermost axis
+    only that one place of each rank takes part; `ShapeError` if a rank has none.
 
     >>> layout = LayoutDeclaration.parse("features: ring=2; rows: local")
     >>> axes = ("batch", "features")
@@ -143,13 +134,7 @@ def positions_at(
 ) -> Tensor:
     """Positions of the part of an axis that the rank at some coordinates holds.
 
-    Args:
-        layout: need not be bound.
-        axis: the axis.
-        length: its global length.
-        place: coordinates of a rank.
-        dims: mesh dims that split the axis, default those that do so at rest.
-        device: of the result, default the CPU.
+    `length` is global; `dims` split the axis, default those that do so at rest.
     """
     dims = layout.shard_dims(axis) if dims is None else dims
     parts = tuple(layout.mesh[d] for d in dims)
@@ -173,16 +158,11 @@ def check_held(
 def gathered_lengths(
     layout: Layout, here: Mapping[str, int], known: Mapping[str, int]
 ) -> dict[str, int]:
-    """Global lengths of axes: those that are known, else the sums of the chunks of all ranks.
+    """Global lengths of axes: those in `known`, else the sums of the chunks of all ranks.
 
-    Args:
-        layout: bound; ranks that split an axis of unknown length all call this, with equal `known`.
-        here: how many of each axis this rank holds.
-        known: some of the global lengths.
-
-    Raises:
-        ShapeError: on every rank, where ranks do not hold DTensor's chunks of an axis, or know
-            other lengths.
+    Ranks that split an axis of unknown length all call this, with equal `known`. Raises
+    `ShapeError` on every rank where ranks do not hold DTensor's chunks of an axis, or know other
+    lengths.
     """
     whole = {axis: int(known.get(axis, n)) for axis, n in here.items()}
     asked = [axis for axis in here if axis not in known and layout.size(axis) > 1]
@@ -202,14 +182,10 @@ def gathered_lengths(
 def places_of(layout: Layout, axis: str, counts: Mapping[int, int]) -> tuple[int, Tensor]:
     """The global length of an axis, and the positions of this rank.
 
-    Args:
-        layout: bound.
-        axis: contiguous chunks of it may have any lengths, as batches of `weft.attention` may.
-        counts: by rank, how many positions of the axis it holds; all parts are among them.
-
-    Raises:
-        ShapeError: ranks of the same part hold unequally many; in another order than contiguous,
-            ranks do not hold DTensor's chunks.
+    `counts` has, by rank, how many positions it holds; all parts are among them. Contiguous chunks
+    may have any lengths, as batches of `weft.attention` may. Raises `ShapeError` where ranks of the
+    same part hold unequally many; in another order than contiguous, where ranks do not hold
+    DTensor's chunks.
     """
     parts, dims = _by_part(layout, axis, counts), layout.shard_dims(axis)
     if any(parts[_part(layout, dims, rank)] != count for rank, count in counts.items()):
@@ -250,12 +226,9 @@ def _check_chunks(layout: Layout, axis: str, whole: int, counts: Mapping[int, in
 
 @dataclass(frozen=True)
 class FunctionOfPart:
-    """A bias function of whole tensors, for a call that numbers sequences or queries otherwise.
+    """A bias function of full tensors, for a call that numbers sequences or queries otherwise.
 
-    Args:
-        fn: of the whole.
-        sequences: the number that `fn` knows each of the call's sequences by.
-        queries_here: the same of the call's queries; None: as the call does.
+    `sequences` and `queries_here` have the numbers by which `fn` knows the call's; None: the same.
     """
 
     fn: Indexed

@@ -316,11 +316,9 @@ def square_length(
 ) -> int:
     """The number of objects of a pair tensor, after a check that all ranks hold their box of it.
 
-    Raises `ShapeError` on every rank that takes part.
-
-    Args:
-        wrong: what the caller found wrong on this rank, for which the call is refused too.
-        shared: further text that ranks must have in common, at the end.
+    `wrong` is a fault that the caller met on this rank, for which the call is refused too; `shared`
+    is further text that ranks must have in common. Raises `ShapeError` on every rank that takes
+    part.
     """
     length = 0
     if x.dim() != 4:

@@ -90,13 +90,10 @@ class FetchPlan:
 def fetch_plan(
     partition: BlockPartition, chosen: Tensor, kv_heads: int, device: torch.device | str = "cpu"
 ) -> FetchPlan:
-    """Plans a fetch.
+    """The fetch of chosen blocks.
 
-    Args:
-        partition: who owns which block.
-        chosen: (b, r, query blocks, key blocks) bool on the CPU, the same on every rank.
-        kv_heads: of this rank.
-        device: where the rows are that travel.
+    `chosen` (b, r, query blocks, key blocks) is bool on the CPU, the same on every rank; `kv_heads`
+    are this rank's; the rows that travel are on `device`.
     """
     heads = kv_heads // chosen.shape[1]
     units = torch.tensor(partition.lengths) * heads
@@ -131,8 +128,7 @@ def fetch_plan(
 def predicted_bytes(route: FetchPlan, row_bytes: int) -> dict[str, int]:
     """Bytes this rank receives per mesh dim in forward; in backward it sends as many.
 
-    Args:
-        row_bytes: of one token's key and value in one head, (d + e) times the size of a number.
+    `row_bytes` are of one token's key and value in one head: (d + e) times the size of a number.
     """
     return {step.mesh_dim: sum(n for _, n in step.receives) * row_bytes for step in route.steps}
 
@@ -207,7 +203,7 @@ class Fetch(torch.autograd.Function):
     """Keys and values of the chosen blocks, side by side for every query block.
 
     (b g m d), (b g m e) -> (b, query blocks, g, slots, longest, d) and the same with e. In the
-    backward pass dK and dV go back to the owners in the input's dtype and are added present in
+    backward pass dK and dV go back to the owners in the input's dtype and are added up there in
     fp32.
     """
 

@@ -80,8 +80,7 @@ def all_blocks(
 ) -> tuple[tuple[Spans, ...], tuple[Spans, ...]]:
     """Positions of the query and key blocks of all ranks along routed mesh dims, outermost first.
 
-    Args:
-        blocks: of each rank.
+    `blocks` are those of each rank.
     """
     coords = [dict(plan.coords)]
     for d in dims:

@@ -65,9 +65,7 @@ class Router(nn.Module):
     def summaries(self, side: str, blocks: Sequence[Tensor], heads: Tensor) -> Tensor:
         """(b h n d) per block -> (b, h, blocks, s), in fp32 (fp64 for fp64).
 
-        Args:
-            side: "query" or "key".
-            heads: which of the projection's heads these are.
+        `side` is "query" or "key"; `heads` says which of the projection's heads these are.
         """
         weight = getattr(self, side).local
         accum_dtype = torch.float64 if blocks[0].dtype == torch.float64 else torch.float32
@@ -90,12 +88,10 @@ def statistics(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class BlockVisibility:
-    """What the mask lets query blocks see of key blocks: (query blocks, key blocks) bool.
+    """Visibility of key blocks for query blocks under the mask: (query blocks, key blocks) bool.
 
-    Attributes:
-        eligible: any of another block.
-        whole: all of it.
-        causal: its own block, exactly causally.
+    `eligible`: some of another block; `whole`: all of it; `causal`: its own block, exactly
+    causally.
     """
 
     eligible: Tensor
@@ -169,8 +165,7 @@ def _seen_by_all(mask: Mask, queries: Spans, span: Span) -> list[bool]:
 def log_shares(logits: Tensor, eligible: Tensor, open_: Tensor, temperature: float) -> Tensor:
     """log(w_ij n_i), 0 where j is not eligible: (b, r, i, j) from logits of the same shape.
 
-    Args:
-        eligible, open_: (i, j) bool; a pair that is not open has logit 0.
+    `eligible` and `open_` are (i, j) bool; a pair that is not open has logit 0.
     """
     scores = torch.where(open_, logits / temperature, 0.0)
     scores = torch.where(eligible, scores, torch.finfo(scores.dtype).min)
@@ -185,10 +180,9 @@ def choose_keys(
 ) -> Tensor:
     """The k best eligible blocks of every query block: (b, r, i, j) bool.
 
-    Args:
-        shares: any increasing function of the routing weights; equals go to the lowest block. With
-            a cap, no block is chosen by more than that many query blocks: pairs are granted in the
-            order of their shares, and a query block whose choice is full gets its next best.
+    `shares` are any increasing function of the routing weights; equals go to the lowest block. With
+    a cap, no block is chosen by more than that many query blocks: pairs are granted in the order of
+    their shares, and a query block whose choice is full gets its next best.
 
     >>> others = ~torch.eye(3, dtype=torch.bool)
     >>> choose_keys(torch.zeros(1, 1, 3, 3), others, 1)[0, 0].nonzero()[:, 1]
@@ -241,12 +235,8 @@ def imbalance(shares: Tensor, eligible: Tensor, chosen: Tensor) -> Tensor:
     """Blocks times the sum over blocks of (share of choices) (mean weight), 1 if all are equal.
 
     The load loss of the Switch Transformer (arXiv:2101.03961). Differentiable through the weights;
-    the mean over all ranks is that of the whole.
-
-    Args:
-        shares: log(w n) of this rank's rows, (b r i j).
-        eligible: (i j) bool, of this rank's rows.
-        chosen: (b r I j) bool, of all rows.
+    the mean over all ranks is that of all rows. `shares`, log(w n) (b r i j), and `eligible` (i j)
+    are of this rank's rows; `chosen` (b r I j) is of all rows.
     """
     n = eligible.sum(-1, keepdim=True).clamp_min(1).to(shares.dtype)
     weights = torch.where(eligible, shares.exp() / n, 0.0)

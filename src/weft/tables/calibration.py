@@ -37,9 +37,8 @@ SMALLEST = 1e-30
 class Calibration:
     """Probabilities f (p / f)^(1 / temperature), where f are the class frequencies.
 
-    Attributes:
-        temperature: below 1 for more certain probabilities, above for less certain ones.
-        rows: held-out rows that it was fitted to; 0 where there were too few.
+    A temperature below 1 makes probabilities more certain, above 1 less. `rows` is the number of
+    held-out rows that it was fitted to; 0 where there were too few.
 
     >>> Calibration(0.5)(np.array([[0.8, 0.2]]), np.array([0.5, 0.5])).round(3).tolist()
     [[0.941, 0.059]]
@@ -51,11 +50,9 @@ class Calibration:
     rows: int = 0
 
     def __call__(self, probabilities: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-        """Calibrated probabilities, (rows, classes).
+        """Calibrated probabilities, (rows, classes), from probabilities of that shape.
 
-        Args:
-            probabilities: (rows, classes).
-            frequencies: of the classes among the training rows, (classes,), above 0.
+        `frequencies` (classes,) are those among the training rows, above 0.
         """
         if self.temperature == 1.0:
             return probabilities
@@ -70,10 +67,8 @@ def fit_calibration(
 ) -> Calibration:
     """The calibration of a grid with the least log loss on held-out rows.
 
-    Args:
-        probabilities: of held-out rows, (rows, classes).
-        y: their classes from 0, (rows,).
-        frequencies: of the classes among all training rows.
+    `probabilities` (rows, classes) and `y` (rows,), classes from 0, are of the held-out rows;
+    `frequencies` of all training rows.
 
     >>> unsure = np.array([[0.6, 0.4]] * 40)
     >>> fit_calibration(unsure, np.zeros(40, int), np.array([0.5, 0.5])).temperature < 0.5
@@ -95,11 +90,7 @@ def held_out_rows(y: np.ndarray, seed: int) -> Iterator[tuple[np.ndarray, np.nda
 
     Up to `ENOUGH` rows each is held out once, a fifth at a time. Of more rows two fifths are held
     out at a time, of many no more than about `ENOUGH`, so that few contexts are encoded. No row is
-    held out whose class would be missing from the context.
-
-    Args:
-        y: classes from 0, (rows,).
-        seed: of which rows are held out.
+    held out whose class would be missing from the context. `y` (rows,) are classes from 0.
 
     >>> y = np.array([0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2])
     >>> [len(held) for _, held in held_out_rows(y, seed=0)]
@@ -133,14 +124,9 @@ def calibrate(
 ) -> Calibration:
     """The calibration of a table; all ranks of the model's layout call this.
 
-    Args:
-        source: of the model.
-        x: training rows, (rows, columns), NaN for missing values.
-        y: their classes from 0, each of them present, (rows,).
-        classes: how many there are.
-        settings: how ensembles predict.
-        unordered: as for `Features`.
-        advance: called with a number of rows whenever they are done.
+    `x` (rows, columns) are training rows, NaN for missing values; `y` (rows,) their classes from 0,
+    each of them present; `unordered` as for `Features`. `advance` is called with a number of rows
+    whenever they are done.
 
     >>> x, y = np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) % 2
     >>> calibrate(Source(weft.compose("tabular")), x, y, 2, Settings()).rows

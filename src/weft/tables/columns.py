@@ -30,14 +30,10 @@ def tidy_column(
     names: Sequence[str],
     commas: Sequence[bool],
 ) -> list[str]:
-    """Brings a column to the kind that it has in the training table; returns notes.
+    """Brings a column, in place, to the kind that it has in the training table; returns notes.
 
-    Args:
-        x_train: cells as text; the column is replaced.
-        x_test: likewise.
-        column: its name.
-        names: of the two files.
-        commas: whether commas in a file may be decimal signs.
+    Cells are text. `names` are those of the two files; `commas` says of each whether commas in it
+    may be decimal signs.
     """
     notes = []
     for frame in (x_train, x_test):

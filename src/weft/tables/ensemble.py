@@ -26,17 +26,13 @@ def _silent(work: int) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How an ensemble predicts.
+    """How an ensemble predicts: the mean of `n_estimators` views of a table.
 
-    Attributes:
-        n_estimators: how many views of a table are averaged.
-        temperature: scores are divided by it before the softmax. A mean is flatter than its
-            summands: of the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the
-            generator, which is also TabICL's.
-        batch_rows: test rows of a batch; None for as many as `CELLS` holds.
-        cache_bytes: the most bytes of keys and values of encoded rows on a rank. Members beyond are
-            encoded again in every prediction.
-        seed: of the views.
+    Scores are divided by `temperature` before the softmax. A mean is flatter than its summands: of
+    the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the generator, which is also
+    TabICL's. `batch_rows` are test rows of a batch; None for as many as `CELLS` holds. Keys and
+    values of encoded rows take at most `cache_bytes` on a rank; members beyond are encoded again in
+    every prediction.
 
     >>> Settings(n_estimators=2).temperature
     0.9
@@ -54,13 +50,10 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True, eq=False)
 class MemberView:
-    """How one member sees a table.
+    """How one member sees a table: some features, in the order of `columns`.
 
-    Attributes:
-        columns: its features, in this order.
-        ids: class -> the number that the model knows it by.
-        normal: whether features are normal scores, and not as they are.
-        codes: feature -> the number that each of its codes becomes.
+    `ids` maps a class to the number that the model knows it by, `codes` a feature to the number
+    that each of its codes becomes. `normal`: features are normal scores, and not as they are.
     """
 
     columns: np.ndarray
@@ -69,11 +62,7 @@ class MemberView:
     codes: dict[int, np.ndarray] = field(default_factory=dict)
 
     def cells(self, tables: Sequence[np.ndarray]) -> np.ndarray:
-        """The features of rows in this view, (rows, features).
-
-        Args:
-            tables: of `Features`, as they are and as normal scores.
-        """
+        """Rows in this view, (rows, features), from both `tables` of `Features`."""
         table = tables[self.normal]
         found = table[:, self.columns]
         for i, column in enumerate(self.columns):
@@ -89,12 +78,6 @@ def draw_views(members: int, features: Features, classes: int, seed: int) -> lis
     The features of every second member are normal scores (as members of TabPFN differ in how
     features are transformed, Hollmann et al., Nature 2025), which outliers do not move. From the
     third member on, codes without an order are in a random one.
-
-    Args:
-        members: how many.
-        features: of the table.
-        classes: how many there are.
-        seed: of the permutations.
 
     >>> views = draw_views(3, Features(np.eye(4), widest=10), classes=3, seed=0)
     >>> sorted(int(view.ids[0]) for view in views)       # a class is every number once
@@ -134,14 +117,9 @@ class Ensemble:
     All ranks of the model's layout make it with the same rows and call it together; its keys and
     values are sharded by the layout, and every rank gets all probabilities.
 
-    Args:
-        source: of a model that knows as many classes.
-        x: training rows, (rows, columns), NaN for missing values.
-        y: their classes from 0, (rows,).
-        classes: how many there are.
-        settings: how to predict.
-        unordered: as for `Features`.
-        budget: shared with other ensembles; default `settings.cache_bytes`.
+    `x` (rows, columns) are training rows, NaN for missing values; `y` (rows,) their classes from 0,
+    at most as many as the model of `source` knows; `unordered` as for `Features`. A `budget` may be
+    shared with other ensembles; default `settings.cache_bytes`.
 
     >>> x, y = np.random.default_rng(0).normal(size=(30, 4)), np.arange(30) % 3
     >>> ensemble = Ensemble(Source(weft.compose("tabular")), x[:20], y[:20], 3)
@@ -187,8 +165,7 @@ class Ensemble:
     def encode(self, advance: Callable[[int], None] = _silent) -> None:
         """Encodes the training rows of as many members as there is room for.
 
-        Args:
-            advance: called with a number of rows whenever they are done.
+        `advance` is called with a number of rows whenever they are done.
         """
         for number, (group, _) in enumerate(self._encoded()):
             advance(len(group) * len(self.y))
@@ -198,9 +175,7 @@ class Ensemble:
     def predict(self, x: np.ndarray, advance: Callable[[int], None] = _silent) -> np.ndarray:
         """Probabilities of test rows, (rows, classes) float64, the same on every rank.
 
-        Args:
-            x: test rows with the columns of the training rows.
-            advance: called with a number of rows whenever they are done.
+        `x` has the columns of the training rows; `advance` is called as by `encode`.
         """
         tables, total = self.features(x), np.zeros((len(x), self.classes))
         _agree(self.source, "the test rows", *tables)

@@ -226,10 +226,7 @@ def results_table(results: list[Result]) -> Table:
 
 
 def results_markdown(results: list[Result]) -> str:
-    """The results as a Markdown table, for TensorBoard.
-
-    Args:
-        results: of `evaluate`, a row each.
+    """The results of `evaluate` as a Markdown table, for TensorBoard.
 
     >>> print(results_markdown([Result("iris", 150, 4, 3, {"this run": Score(0.95, 0.99)})]))
     | table | size | this run |
@@ -249,11 +246,7 @@ def results_markdown(results: list[Result]) -> str:
 
 
 def results_figure(results: list[Result]) -> Figure:
-    """The accuracies as bars, a group for each table.
-
-    Args:
-        results: of `evaluate`.
-    """
+    """The accuracies of `evaluate` as bars, a group for each table."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")

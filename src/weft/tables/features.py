@@ -21,21 +21,16 @@ class Features:
     """Features as a table model reads them, fitted on training rows.
 
     Columns of one value are left out. The others get zero mean and unit variance in float64, so
-    that no digits are lost where a small spread is added to a large mean.
+    that no digits are lost where a small deviation is added to a large mean.
 
-    Of a table with more columns than the model was trained on, each member sees as many as that:
-    half of them the first principal components, missing values at their column's mean, and the
-    rest the table's own columns, which members take in turn.
+    Of a table with more columns than `widest`, the most that the model was trained on, each member
+    sees `width`, as many as that: half of them the first principal components, missing values at
+    their column's mean, and the rest the table's own columns, which members take in turn.
 
-    Args:
-        x: training rows, (rows, columns) float64, NaN for missing values.
-        widest: the most features that the model was trained on.
-        seed: of the rows that quantiles are found from.
-        unordered: per column how many codes without an order it has, 0 for none. They stay codes.
-
-    Attributes:
-        width: how many features a member sees.
-        codes: feature -> how many codes without an order it has, three or more.
+    `x` are training rows, (rows, columns) float64, NaN for missing values; `seed` chooses the rows
+    that quantiles are found from. `unordered` has, per column, how many codes without an order it
+    has, 0 for none; they stay codes. `codes` maps a feature to that number, where it is three or
+    more.
 
     >>> features = Features(np.array([[1e9, 5.0], [1e9 + 1, 5.0]]), widest=10)
     >>> plain, normal = features(np.array([[1e9 + 2, 7.0]]))
@@ -75,8 +70,7 @@ class Features:
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The features of rows as they are, and as normal scores: (rows, features) float32 each.
 
-        Args:
-            x: rows with the columns of the training rows.
+        `x` has the columns of the training rows.
         """
         if not len(self.columns) or not len(x):
             nothing = np.zeros((len(x), self.own + self._count), np.float32)
@@ -91,12 +85,7 @@ class Features:
         return tuple(one.clip(-FURTHEST, FURTHEST).astype(np.float32) for one in both)
 
     def deal(self, members: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Which features each member sees, in random order.
-
-        Args:
-            members: how many there are.
-            rng: the source of the orders.
-        """
+        """Which features each member sees, in random order."""
         order, own = rng.permutation(self.own), self.taken
         found = self.own + np.arange(self._count)
         dealt = [order[(i * own + np.arange(own)) % self.own] for i in range(members)]

@@ -37,13 +37,9 @@ MOST_COLUMNS = 2_000
 class Pair:
     """A training table and a test table with the same columns.
 
-    Attributes:
-        x_train: features, a DataFrame.
-        y_train: the class of every row, as text.
-        x_test: features, with the columns of `x_train`.
-        y_test: as `y_train`, "" where unknown; None where the test file lacks the column.
-        ids: the column that names the test rows, or None.
-        notes: warnings about how the files were read.
+    Classes are text; of the test table "" where unknown, None where its file lacks the column.
+    `ids` is the column that names the test rows, or None; `notes` are warnings about how the files
+    were read.
     """
 
     x_train: pd.DataFrame
@@ -62,18 +58,10 @@ def read_pair(
     drop: Sequence[str] = (),
     shows: bool = False,
 ) -> Pair:
-    """Reads both files and brings them to the same columns.
+    """Reads two CSV files with headers and brings them to the same columns.
 
-    Args:
-        train: a CSV file with a header.
-        test: another one.
-        target: the column with the classes.
-        name: a column that names the rows, and is no feature.
-        drop: columns that are no features.
-        shows: whether to show progress on stderr.
-
-    Raises:
-        WeftError: with the file, the column, the value found, and a fix.
+    `target` has the classes; `name` names the rows and, like the columns in `drop`, is no feature.
+    Raises `WeftError` with the file, the column, the value found, and a fix.
     """
     _check_choice(target, name, drop)
     known, separator = _read(train, shows=shows)

@@ -25,14 +25,12 @@ class Numbers:
         categories, text    a code per category, in the order of a pandas category, else sorted;
                             one that no training row has counts as missing
 
-    What a cell means is decided by the training rows alone. A category is met by its text or, where
-    that is unknown, by its meaning: 1 and "1.0" meet "01", True meets "TRUE". Programs that guess
-    the type of a column write one cell in several ways.
+    The training rows alone decide how a cell is read. A category is met by its text or, where that
+    is unknown, by its meaning: 1 and "1.0" meet "01", True meets "TRUE". Programs that guess the
+    type of a column write one cell in several ways.
 
-    Attributes:
-        names: of the columns, for messages.
-        categories: per column their text in the order of the codes, None for numbers.
-        unordered: per column how many codes without an order it has, 0 for none.
+    `names` are the columns', for messages. Per column, `categories` has their text in the order of
+    the codes, None for numbers; `unordered` how many codes without an order it has, 0 for none.
 
     >>> import pandas as pd
     >>> table = pd.DataFrame({"size": [1, 2, None], "colour": ["red", "blue", "red"]})
@@ -60,11 +58,7 @@ class Numbers:
     def __call__(self, table: Any) -> np.ndarray:
         """The numbers of a table with the columns of the fitted one: (rows, columns) float64.
 
-        Args:
-            table: a pandas DataFrame or a 2-d array.
-
-        Raises:
-            ValueError: text in a column that held numbers.
+        From a pandas DataFrame or a 2-d array. Raises `ValueError` for text in a column of numbers.
         """
         if isinstance(table, np.ndarray) and table.dtype.kind in "biuf" and not any(self._coded):
             found = table.astype(np.float64)

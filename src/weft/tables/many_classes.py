@@ -24,11 +24,7 @@ from .source import Source
 def groups_of(classes: int, most: int) -> list[range]:
     """Neighbouring classes in at most `most` groups, as few and as equal as their number allows.
 
-    Up to `most` classes each is a group.
-
-    Args:
-        classes: how many there are.
-        most: classes that the model knows.
+    `most` is the number of classes that the model knows; up to that many each is a group.
 
     >>> groups_of(3, most=10)
     [range(0, 1), range(1, 2), range(2, 3)]
@@ -43,10 +39,8 @@ def groups_of(classes: int, most: int) -> list[range]:
 def classes_in_order(x: np.ndarray, y: np.ndarray, classes: int) -> np.ndarray:
     """Classes so that similar ones are neighbours: by the first principal component of their means.
 
-    Args:
-        x: training rows, (rows, columns), NaN for missing values.
-        y: their classes from 0, each of them present, (rows,).
-        classes: how many there are.
+    `x` (rows, columns) are training rows, NaN for missing values; `y` (rows,) their classes from 0,
+    each of them present.
 
     >>> classes_in_order(np.array([[0.0], [9.0], [1.0]]), np.array([0, 1, 2]), 3).tolist()
     [0, 2, 1]
@@ -66,14 +60,8 @@ def classes_in_order(x: np.ndarray, y: np.ndarray, classes: int) -> np.ndarray:
 class Hierarchy:
     """Probabilities of any number of classes, from ensembles of as many as the model knows.
 
-    Args:
-        source: of the model.
-        x: training rows, (rows, columns), NaN for missing values.
-        y: their classes from 0, each of them present, (rows,).
-        classes: how many there are; one of them needs no model.
-        settings: how ensembles predict.
-        unordered: as for `Features`.
-        budget: shared by all ensembles; default `settings.cache_bytes`.
+    Arguments are those of `Ensemble`, with each class present in `y`; one class needs no model, and
+    all ensembles share the `budget`.
 
     >>> x, y = np.random.default_rng(0).normal(size=(48, 4)), np.arange(48) % 12
     >>> probabilities = Hierarchy(Source(weft.compose("tabular")), x, y, 12).predict(x[:5])
@@ -123,12 +111,7 @@ class Hierarchy:
             ensemble.encode(advance)
 
     def predict(self, x: np.ndarray, advance: Callable[[int], None] = _silent) -> np.ndarray:
-        """As `Ensemble.predict`.
-
-        Args:
-            x: test rows with the columns of the training rows.
-            advance: called with a number of rows whenever they are done.
-        """
+        """As `Ensemble.predict`."""
         if self.top is None:
             return np.ones((len(x), self.classes))
         found = self.top.predict(x, advance)

@@ -20,10 +20,8 @@ EVERY = 10.0
 def progress(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
     """Shows on stderr how much of some work is done; yields a function to call with amounts of it.
 
-    Args:
-        what: is done, such as "predicting".
-        total: amount of work; None where nobody knows, and the bar goes when the work is done.
-        shown: whether to show anything.
+    `what` is done, such as "predicting". Where the `total` amount is unknown (None), the bar goes
+    when the work is done.
 
     >>> with progress("predicting", 10, shown=False) as advance:
     ...     advance(10)

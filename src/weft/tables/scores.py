@@ -6,16 +6,10 @@ import numpy as np
 
 
 def auc(y: np.ndarray, probabilities: np.ndarray) -> float:
-    """Area under the ROC curve; of several classes the mean of each against the rest.
+    """Area under the ROC curve, 0 to 1; of several classes the mean of each against the rest.
 
-    A class that no row has, or every row, has no curve and is left out.
-
-    Args:
-        y: classes from 0, (rows,).
-        probabilities: (rows, classes).
-
-    Returns:
-        The area, from 0 to 1; NaN where no class has a curve.
+    `y` (rows,) are classes from 0, `probabilities` (rows, classes). A class that no row has, or
+    every row, has no curve and is left out; NaN where no class has one.
 
     >>> auc(np.array([0, 1, 1]), np.array([[0.9, 0.1], [0.2, 0.8], [0.4, 0.6]]))
     1.0
@@ -31,15 +25,9 @@ def calibration_error(y: np.ndarray, probabilities: np.ndarray, bins: int = 15) 
     """Expected calibration error of the most probable class (Guo et al., ICML 2017).
 
     Rows are put in bins of equal width by the probability of their most probable class; the mean
-    over rows of |share of the bin that is right - its mean probability|.
-
-    Args:
-        y: classes from 0, (rows,).
-        probabilities: (rows, classes).
-        bins: how many.
-
-    Returns:
-        From 0, as sure as right, to 1. Few rows have an error by chance.
+    over rows of |share of the bin that is right - its mean probability|: from 0, as sure as right,
+    to 1. Few rows have an error by chance. `y` (rows,) are classes from 0, `probabilities` (rows,
+    classes).
 
     >>> y, sure = np.array([0, 0, 0, 1]), np.array([[0.75, 0.25]] * 4)
     >>> calibration_error(y, sure), calibration_error(y, 1 - sure)

@@ -24,13 +24,10 @@ SHIPPED = "table_classifier"
 class Source:
     """A table model on a layout.
 
-    Args:
-        checkpoint: a file, the name of one that ships, None for the one that ships for tables; or
-            a table model, which brings its layout, device and dtype.
-        layout: of its tensors: a `Layout`, or the name, path or line of one; None for one
-            device. One that is only declared is bound to the ranks that a launcher started.
-        device: "cpu", "cuda", or None: cuda where there is one.
-        dtype: of parameters and computation.
+    `checkpoint` is a file, the name of one that ships, None for the one that ships for tables; or a
+    table model, which brings its layout, device and dtype. `layout` is a `Layout`, or the name,
+    path or line of one; None for one device. One that is only declared is bound to the ranks that a
+    launcher started. `device` is "cpu", "cuda", or None: cuda where there is one.
 
     >>> model = weft.compose("tabular")
     >>> Source(model).model is model
@@ -109,12 +106,8 @@ def _check_device(device: str | None) -> None:
 def check_axes(checkpoint: str | Path | None, layout: Layout | str | None) -> None:
     """Refuses a layout that the model cannot run on, before any rank is started.
 
-    Args:
-        checkpoint: as for `Source`, not a model.
-        layout: as for `Source`.
-
-    Raises:
-        DeclarationError: an axis that a table does not have, or heads that do not divide.
+    Arguments are those of `Source`, but no model. Raises `DeclarationError` for an axis that a
+    table does not have, or heads that do not divide.
 
     >>> check_axes(None, "rows: ring=4")
     """
@@ -132,14 +125,9 @@ def _named(layout: Layout | str) -> Layout:
 
 
 def bind_layout(layout: Layout | str | None, device: str | None = None) -> Layout:
-    """A layout with its place among the ranks that there are.
+    """A layout, as `Source` takes it, with its place among the ranks that there are.
 
-    Args:
-        layout: as for `Source`.
-        device: as for `Source`.
-
-    Raises:
-        DeclarationError: it has several ranks, and nobody started them.
+    Raises `DeclarationError` if it has several ranks, and nobody started them.
 
     >>> bind_layout(None).name
     'single'

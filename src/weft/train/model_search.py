@@ -42,14 +42,10 @@ _USES, COUNTED = 2, 12
 
 @dataclass(frozen=True)
 class Use:
-    """The role of the ranks of one level.
+    """The role of the ranks of one level of the hardware.
 
-    Attributes:
-        axis: what they split: an attended axis (of several attended jointly the first), the batch
-            or heads.
-        role: of STRATEGIES, or "batch" or "tensor".
-        level: number of the hardware's level.
-        ways: how many.
+    They split `axis` (an attended axis, the first of several attended jointly; the batch; or heads)
+    into `ways`, in a role of STRATEGIES, or as "batch" or "tensor".
     """
 
     axis: str
@@ -60,13 +56,10 @@ class Use:
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """A layout of a model, counted.
+    """A layout of a model, counted: a step of its busiest rank, and its time.
 
-    Attributes:
-        layout: of all blocks that have none of their own.
-        layouts: of kinds of blocks, as `weft.compose` takes them.
-        count: a step of its busiest rank.
-        time: of a step.
+    `layouts` are those of kinds of blocks, as `weft.compose` takes them; all others run on
+    `layout`.
     """
 
     layout: Layout
@@ -88,17 +81,10 @@ class ModelChoice:
 
 @dataclass
 class ModelSearch:
-    """A search for a model's layout.
+    """A search for a model's layout on `devices` ranks of some hardware.
 
-    Attributes:
-        spec: the model.
-        batch: examples of all ranks together.
-        lengths: global, of every axis.
-        hardware: where it runs.
-        devices: how many ranks.
-        dtype: of parameters and computation.
-        gradients: what sums them: "sync", "ddp" or "fsdp".
-        memory: bytes of a rank, default the device's.
+    `batch` is of all ranks together, `lengths` are global, of every axis. `gradients` are summed by
+    "sync", "ddp" or "fsdp". `memory` is in bytes of a rank, default the device's.
     """
 
     spec: ModelSpec
@@ -132,14 +118,10 @@ class ModelSearch:
     def run(
         self, counted: int = COUNTED, tell: Callable[[int, int], None] = lambda done, all_: None
     ) -> list[ModelChoice]:
-        """The fastest layouts of those that are counted.
+        """The layouts of the `counted` most promising candidates, the fastest first.
 
-        Args:
-            counted: how many candidates are.
-            tell: called with how many were, and of how many.
-
-        Raises:
-            UnsupportedError: none fits.
+        `tell` is called with how many were counted, and of how many. `UnsupportedError` if none
+        fits.
         """
         guesses = sorted(
             ((self._guess(uses), self._layout(uses)) for uses in self._candidates()),

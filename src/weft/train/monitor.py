@@ -139,11 +139,9 @@ class Monitor:
 
     @contextlib.contextmanager
     def also(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A second bar, for work after the steps; yields a function to call as each part begins.
+        """A second bar, for work after the steps, of `total` parts.
 
-        Args:
-            what: is done.
-            total: how many parts it has.
+        Yields a function to call with the name of each part as it begins.
         """
         task, begun = self.progress.add_task("", total=total, status=what), 0
 

@@ -20,14 +20,7 @@ Trace = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class OtherBits:
-    """The first tensor that is not the same.
-
-    Attributes:
-        name: which, as `trace` has it.
-        count: numbers that differ.
-        of: numbers there are.
-        most: the largest difference.
-    """
+    """The first tensor of `trace` that differs: `count` of its `of` numbers, by at most `most`."""
 
     name: str
     count: int

@@ -59,10 +59,7 @@ def score(head: str, output: Tensor, batch: TrainingBatch) -> tuple[Tensor, Tens
 def mean(layout: Layout, values: Sequence[Tensor], counted: Tensor | int) -> Tensor:
     """Means of numbers of each target over the counted ones of all ranks, in one tensor.
 
-    Args:
-        layout: of the model.
-        values: losses and hits of this rank's targets.
-        counted: targets of this rank in the whole step.
+    `counted` is the number of this rank's targets in all parts of the step.
     """
     if not layout.reproducible:
         own = [x.sum(dtype=values[0].dtype) for x in values]
@@ -80,21 +77,13 @@ def take_step(
     data: Stream,
     step: int,
 ) -> Record:
-    """One step, all of whose ranks call this.
+    """One step, all of whose ranks call this; `model` is plain, or wrapped by `weft.data_parallel`.
 
-    The loss of a part is its sum over the counted targets of the whole batch, so the gradients of
+    The loss of a part is its sum over the counted targets of all parts' batch, so the gradients of
     the parts add up to those of one mean.
 
-    Args:
-        model: as it trains: plain, or given back by `weft.data_parallel`.
-        layout: of the model.
-        optimizer: of its parameters.
-        data: where its batches come from.
-        step: which one.
-
-    Raises:
-        FloatingPointError: on every rank, the loss or the norm of the gradient is not finite; the
-            weights are as before the step.
+    Raises `FloatingPointError` on every rank if the loss or the norm of the gradient is not finite;
+    the weights are as before the step.
     """
     began, plan = time.perf_counter(), data.spec.train
     device = next(model.parameters()).device

@@ -30,13 +30,10 @@ VISIBLE = 0.75
 
 @dataclass(frozen=True)
 class Work:
-    """What is timed of one layout: a forward pass, then its backward pass.
+    """A model's passes on the bound `layouts` that it communicates on.
 
-    Attributes:
-        forward: gives the output.
-        leaves: get gradients.
-        finish: ends the backward pass.
-        layouts: bound, on which it communicates.
+    `forward` gives the output; after its backward pass `finish` completes the gradients of
+    `leaves`.
     """
 
     forward: Callable[[], Tensor]
@@ -56,15 +53,9 @@ def model_work(
 ) -> Work:
     """A model on a bound layout: its passes, and the sum of its gradients over the ranks.
 
-    Args:
-        layout: of all its blocks.
-        spec: the model. One with a head runs on its training data, one without on random x; on
-            device "meta" there are shapes alone.
-        batch: examples of all ranks together.
-        lengths: global, of every axis; see `lengths_of_model`.
-        dtype: of parameters and computation.
-        device: where it runs.
-        layouts: other layouts of kinds of blocks, as `weft.compose` takes them.
+    A model with a head runs on its training data, one without on random x; on device "meta" there
+    are shapes alone. `batch` is of all ranks together, `lengths` are global, see
+    `lengths_of_model`; `layouts` are those of kinds of blocks, as `weft.compose` takes them.
     """
     model = compose(spec, layout, layouts=layouts, device=device, dtype=dtype)
     leaves: list[Tensor] = list(model.parameters())
@@ -138,11 +129,8 @@ def masks_of_call(spec: ModelSpec, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Parameters for the masks that a model file leaves to its call.
 
     `VISIBLE` of the keys are context, or not padding; a quarter of the positions is a prefix;
-    documents are two halves; a mask of the caller's own is full.
-
-    Args:
-        spec: the model.
-        sizes: the length of every axis, and of the batch.
+    documents are two halves; a mask of the caller's own is full. `sizes` has the length of every
+    axis, and of the batch.
 
     >>> spec = ModelSpec.from_dict({"axes": ["batch", "t", "embed"], "sizes": {"embed": 8,
     ...     "heads": 2}, "block": [{"attend": "t", "mask": "padding"}]})
@@ -208,12 +196,8 @@ def _sequences(spec: ModelSpec, block: AttendBlock, sizes: Mapping[str, int]) ->
 def lengths_of_model(spec: ModelSpec, given: Mapping[str, int]) -> dict[str, int]:
     """The length of every axis of a model but batch and embedding, and of its contexts.
 
-    Args:
-        spec: the model.
-        given: the user's; the rest is the largest that the file trains with, or 16.
-
-    Raises:
-        DeclarationError: a length of an axis that the model lacks.
+    From `given`, the user's; else the largest that the file trains with, or 16. Raises
+    `DeclarationError` for a length of an axis that the model lacks.
 
     >>> lengths_of_model(ModelSpec.load("weather"), {"lat": 8})
     {'time': 16, 'lat': 8, 'lon': 16, 'station': 16}
