@@ -65,14 +65,14 @@ def attend(layout):
 outputs = weft.on_threads(layout, attend)
 
 # %% [markdown]
-# `{"tokens": 2}` says that the axis `tokens` is dim 2 of the tensor. `layout.shard` cuts a whole
+# `{"tokens": 2}` says that the axis `tokens` is dim 2 of the tensor. `layout.shard` cuts a full
 # tensor, `layout.gather` puts it back.
 #
 # Every rank had 16 of 64 tokens. Is the result what one device computes?
 
 # %%
-for whole in outputs:
-    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-14)
+for out in outputs:
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-14)
 print(f"largest difference: {max((w - expected).abs().max().item() for w in outputs):.1e}")
 
 # %% [markdown]
@@ -105,7 +105,7 @@ for ax, name in zip(axes, ["every key is seen", "causal: the lower triangle"]):
 fig.tight_layout()
 
 # %% [markdown]
-# Each block gives an output over *some* of the keys. How can these be put together? Beside its
+# Each block gives an output over *some* of the keys. How can these be put together? With its
 # output, a block returns the logarithm of its softmax denominator, the **logsumexp**. Two partial
 # results merge exactly:
 #
@@ -131,7 +131,7 @@ torch.testing.assert_close(merged, expected, rtol=0, atol=1e-14)
 # %% [markdown]
 # ## A causal mask
 #
-# Masks speak of *global* positions, so they mean the same on every layout. In the right-hand
+# Masks are about *global* positions, so they mean the same on every layout. In the right-hand
 # picture half of the blocks are white: nobody computes them, and keys that no query of a rank can
 # see are not sent to it either. `weft.traffic` counts the bytes.
 
@@ -174,10 +174,10 @@ def gradients(layout):
     return [layout.gather(x.grad, {"tokens": 2}) for x in mine]
 
 
-whole = [x.clone().requires_grad_() for x in (q, k, v)]
-F.scaled_dot_product_attention(*whole, is_causal=True).backward(grad_out)
+full = [x.clone().requires_grad_() for x in (q, k, v)]
+F.scaled_dot_product_attention(*full, is_causal=True).backward(grad_out)
 
-for name, got, want in zip("qkv", weft.on_threads(layout, gradients)[0], whole):
+for name, got, want in zip("qkv", weft.on_threads(layout, gradients)[0], full):
     torch.testing.assert_close(got, want.grad, rtol=0, atol=1e-13)
     print(f"gradient of {name}: largest difference {(got - want.grad).abs().max():.1e}")
 
@@ -208,7 +208,7 @@ torch.testing.assert_close(
 # ## That was it
 #
 # - A **layout** says how axes are placed on a mesh, and which strategy attends them.
-# - `layout.shard` and `layout.gather` go between whole tensors and chunks.
+# - `layout.shard` and `layout.gather` convert between full tensors and chunks.
 # - `weft.attention(q, k, v, layout, axis, mask)` is exact, forward and backward.
 #
 # The word `"ring"` in the layout looked like a spell. It is not: it names a file with one rule in

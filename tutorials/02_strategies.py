@@ -29,7 +29,7 @@ print((shipped / "ring.toml").read_text())
 #
 # - `S(seq)`: each rank has a chunk of the sequence; `S(head)`, `S(batch)` likewise,
 # - `R`: every rank has all of it,
-# - `P(softmax)`: every rank has a *partial* output, over some of the keys; merging makes the whole.
+# - `P(softmax)`: every rank has a *partial* output, over some of the keys; they merge.
 #
 # An arrow goes from **rest** to **compute**: `key = "S(seq) -> R"` means that keys rest in chunks,
 # but while computing every rank sees all of them. (For `out` the arrow goes the other way, from
@@ -145,13 +145,13 @@ for line in ("tokens: ring=16", "tokens: pass_q=16", "tokens: tile=4x4"):
 assert received["tokens: tile=4x4"] < 0.5 * received["tokens: ring=16"]
 
 # %% [markdown]
-# (`Layout.parse` reads a whole layout from one line; `print(layout.to_toml())` shows the file it
+# (`Layout.parse` reads a layout from one line; `print(layout.to_toml())` shows the file it
 # stands for.)
 #
 # ## Write your own
 #
 # Imagine two nodes of four ranks. They hold the keys and values of a long document, and a few new
-# queries arrive. A ring would carry the whole document past every rank. It is better to send the
+# queries arrive. A ring would send all of the document past every rank. It is better to send the
 # queries to every rank, and to merge the partial outputs: first inside each node, where links
 # are fast, then one merged result per node over the slow link.
 #
@@ -199,8 +199,8 @@ for mesh_dim, rule in tree.rules("tokens").items():
     print(f"{mesh_dim}: {rule.describe()}")
 
 # %% [markdown]
-# Is it exact? And is it what we wanted? 64 queries, 1,024 keys; a ring of rings (`hierarchical`)
-# beside it. `length` is a pair now: so many queries, so many keys.
+# Is it exact? And does it move fewer bytes? 64 queries, 1,024 keys; a ring of rings
+# (`hierarchical`) for comparison. `length` is a pair now: so many queries, so many keys.
 
 # %%
 q = torch.randn(1, 2, 64, 16, dtype=torch.float64)

@@ -2,7 +2,7 @@
 # # 3. Heads and sequence at once
 #
 # There are two well-known ways to split attention over ranks. Cut the **heads**: each rank computes
-# some of them, over the whole sequence. Or cut the **sequence**: each rank keeps some of the
+# some of them, over the full sequence. Or cut the **sequence**: each rank keeps some of the
 # tokens, and keys travel. The first moves little, but a model has only so many heads. The second
 # takes any number of ranks, but moves more.
 #
@@ -138,7 +138,7 @@ assert counted["ulysses"][8] < counted["ulysses x ring"][8] < counted["ring"][8]
 assert counted["ulysses x tile"][32] < counted["ulysses x ring"][16] < counted["ring"][16]
 
 # %% [markdown]
-# A ring rank must see all keys and values in the end, so its line rises to the whole of them. An
+# A ring rank must see all keys and values in the end, so its line rises to all of them. An
 # all-to-all moves each tensor once and each rank's share shrinks: Ulysses falls. But at eight ranks
 # it has run out of heads. The mixes go on from there.
 #

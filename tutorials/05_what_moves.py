@@ -73,7 +73,7 @@ for line in ("tokens: ring=4", "tokens: pass_q=4", "tokens: tile=2x2", "tokens: 
 
 # %% [markdown]
 # Predicted bytes are counted bytes, to the last one, on every rank. (Look at the first line: with a
-# causal mask, what nobody sees is not shipped.)
+# causal mask, keys that no query sees are not sent.)
 #
 # ## The work of each rank
 #

@@ -131,7 +131,7 @@ assert last["routed right"] > 0.8
 #
 # Now the trained weights on **eight ranks** (threads here). First: routing weights of one sequence,
 # the chosen block of each row circled. Chunks that ask chose the one that states; chunks that state
-# need nobody, and their choice does not matter.
+# need no other, and their choice does not matter.
 
 # %%
 eight = weft.Layout.load("routed-8")

@@ -119,17 +119,18 @@ ids = torch.randint(97, (1, 48))
 batch = {"input_ids": ids, "labels": ids}
 
 alone = copy.deepcopy(llama)
-whole = alone(**batch)
-whole.loss.backward()
-print(f"loss on one device: {whole.loss.item():.12f}")
+expected = alone(**batch)
+expected.loss.backward()
+print(f"loss on one device: {expected.loss.item():.12f}")
 
 # %% [markdown]
 # Then on a mesh. Two lines differ from a usual training step, and both are outside of the model:
 #
-# 1. `parallelize(model, layout)` once. From then on every rank passes the same whole rows, computes
-#    its own tokens of them, and gets whole outputs and the loss of whole rows back.
+# 1. `parallelize(model, layout)` once. From then on every rank passes the same full rows, computes
+#    its own tokens of them, and gets full outputs and the loss of full rows back.
 # 2. Gradients are averaged over ranks, as in data parallelism. Here `layout.sync_gradients(model)`
 #    does it after `backward`; between processes `DistributedDataParallel` does it by itself.
+
 
 # %%
 def step(layout):
@@ -145,8 +146,8 @@ def step(layout):
 for line in ("tokens(zigzag): ring=2", "tokens(striped): tile=2x2", "tokens: ulysses=2 x ring=2"):
     results = weft.on_threads(weft.Layout.parse(line), step)
     for loss, logits, grads, _ in results:
-        assert abs(loss - whole.loss.item()) < 1e-5
-        torch.testing.assert_close(logits, whole.logits, rtol=0, atol=1e-5)
+        assert abs(loss - expected.loss.item()) < 1e-5
+        torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-5)
         for name, parameter in alone.named_parameters():
             torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-5)
     print(f"{line:27} loss {results[0][0]:.12f}, all {len(results[0][2])} gradients agree")
@@ -160,7 +161,7 @@ for line in ("tokens(zigzag): ring=2", "tokens(striped): tile=2x2", "tokens: uly
 
 # %%
 labels = ids[0, 1:]
-per_token = F.cross_entropy(whole.logits[0, :-1], labels, reduction="none").detach()
+per_token = F.cross_entropy(expected.logits[0, :-1], labels, reduction="none").detach()
 
 fig, axes = plt.subplots(2, 1, figsize=(7, 3.6), sharex=True)
 for ax, line in zip(axes, ("tokens(zigzag): ring=2", "tokens(striped): tile=2x2")):
@@ -211,7 +212,7 @@ print(f"two calls on one device {apart:.9f}, packed on four ranks {together[0]:.
 # ## To remember
 #
 # - `with weft.sdpa(layout, axis):` for code that calls PyTorch's attention.
-# - `parallelize` for models from transformers: whole rows in, whole rows out, gradients averaged.
+# - `parallelize` for models from transformers: full rows in, full rows out, gradients averaged.
 # - Whatever runs on single tokens needs no change; what asks *where am I* needs
 #   `layout.positions`.
 #

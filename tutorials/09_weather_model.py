@@ -10,8 +10,8 @@
 # - write such a model as one file: windows, rotary positions, joint axes, a context,
 # - put your own embedding and head round it and train it with FSDP2, clipping and checkpoints, in
 #   40 lines,
-# - start it on four ranks, go on from its checkpoints on layouts that split it otherwise, and see
-#   the losses of one process to ten digits.
+# - start it on four ranks, resume from its checkpoints on layouts that split it differently, and
+#   see the losses of one process to ten digits.
 
 # %%
 import itertools
@@ -75,7 +75,7 @@ tile.shard_dims("lat"), tile.shard_dims("lon")
 #   that split data. Split heads stay split. On one process it leaves the model as it is.
 # - `weft.clip_grad_norm_` counts every weight once, whichever rank holds it. (torch's own raises a
 #   `KeyError` on heads split under FSDP2, unless `tp` is the last mesh dim.)
-# - `Checkpoints` keeps whole tensors, so a run resumes on any layout.
+# - `Checkpoints` keeps full tensors, so a run resumes on any layout.
 
 # %%
 folder = Path(tempfile.mkdtemp())
@@ -206,9 +206,9 @@ for name in names:
 # %% [markdown]
 # ## Where next
 #
-# - `layout.sync_gradients(model)` after `backward` is the way without FSDP2: weights stay whole,
-#   and ranks may be threads. `weft.data_parallel(model, layout, "ddp")` is the third. A model takes
-#   one of them, and the others are refused for it.
+# - `layout.sync_gradients(model)` after `backward` is the way without FSDP2: weights stay
+#   replicated, and ranks may be threads. `weft.data_parallel(model, layout, "ddp")` is the third. A
+#   model takes one of them, and the others are refused for it.
 # - Blocks of a kind may run on another layout: `weft.compose("weather", layout,
 #   layouts={"forcing": other})` reshards between blocks, and back, with `layout.redistribute`.
 # - A head of your own by name: `weft.register_head("forecast", make)`, then `head = "forecast"`.

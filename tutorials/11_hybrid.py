@@ -73,7 +73,7 @@ print(*fresh.config.layer_types, sep="\n")
 #
 # `parallelize` gives attention to weft, and lets each recurrent layer's convolution and scan go on
 # where the rank before has stopped. It checks the model first: a copy whose states decay slowly
-# runs whole and on virtual ranks. The rest is a loop as for one process.
+# runs on one rank and on virtual ranks. The rest is a loop as for one process.
 
 # %%
 STEPS = 30
@@ -123,7 +123,7 @@ assert one[-1] < 0.7 * one[0]
 # ## Traffic between ranks
 #
 # A map has `heads x K x (K + V)` numbers, however many tokens it stands for; the convolution of
-# four taps wants the three columns to its left. Attention sends keys and values, which grow with
+# four taps needs the three columns to its left. Attention sends keys and values, which grow with
 # the sequence.
 
 
@@ -148,5 +148,5 @@ for length in (128, 512, 2048):
 
 # %% [markdown]
 # Mamba, Jamba, Nemotron-H, Falcon-H1, LFM2, Kimi Linear and others work so: `docs/families.md` has
-# them all, and the guide `docs/rows.md` says what is refused.
+# them all, and `docs/state.md` says what is refused.
 # Trainers take hybrid models, too: [Fine-tune with SFTTrainer](10_trainers.ipynb).

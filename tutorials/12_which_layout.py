@@ -6,9 +6,9 @@
 # the machines. This tutorial
 #
 # - plans a call for four laptops on Ethernet, and asks what would change the answer,
-# - plans for a cluster of GPUs that is not here,
+# - plans for a cluster of GPUs that you do not have,
 # - checks the plan, and measures it on this machine,
-# - compares layouts for a whole model, sums around its projections included.
+# - compares layouts for a full model, sums around its projections included.
 #
 # [Tutorial 5](05_what_moves.ipynb) shows what a plan is made of.
 
@@ -54,7 +54,7 @@ print(f"heads alone: {slow.best.total / best.total:.2f} times as long")
 assert slow.best.total >= best.total * 0.99
 
 # %% [markdown]
-# ## A cluster that is not here
+# ## A cluster that you do not have
 #
 # Hardware files say what a GPU computes and what each level of links carries, with a source for
 # every figure (`weft list hardware`). Heads are split inside the node, where all-to-alls are
@@ -136,7 +136,7 @@ for rank, moved in enumerate(weft.on_threads(layout, count)):
     print(f"rank {rank}: {moved.bytes:,} bytes, as predicted")
 
 # %% [markdown]
-# ## A whole model
+# ## A full model
 #
 # A model does more than attend: projections that are split over ranks sum their outputs,
 # activations are resharded between blocks, gradients are summed. `weft explain MODEL LAYOUT...`
