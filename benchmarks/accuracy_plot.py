@@ -73,7 +73,7 @@ def _differences(axes: Axes, sides: list[str], auc: np.ndarray) -> None:
     axes.axvline(0, color="#888888", lw=1, zorder=1)
     axes.set(yticks=[], ylim=(-0.6, len(others) - 0.3))
     axes.set_xlabel("AUC of weft less that of the other; a dot is a table")
-    axes.set_title("weft beside the others: to the right it is ahead", loc="left")
+    axes.set_title("weft against the others: ahead to the right", loc="left")
 
 
 def _interval(axes: Axes, at: int, values: np.ndarray, side: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What `benchmarks.accuracy` says of its measurements: intervals, ranks, tables."""
+"""The report of `benchmarks.accuracy`: intervals, ranks, tables."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def comparisons(results: dict) -> str:
     if "weft" not in sides:
         return "weft: not yet run."
     lines = [
-        "| weft beside | " + " | ".join(METRICS.values()) + " |",
+        "| weft against | " + " | ".join(METRICS.values()) + " |",
         "|---" * (1 + len(METRICS)) + "|",
     ]
     sentences = []
@@ -201,7 +201,7 @@ def page(results: dict, protocol: str) -> str:
 
 
 def _of_split(results: dict, title: str) -> list[str]:
-    """The summary of some tables, and ours beside the others."""
+    """The summary of some tables, and our results against the others."""
     sides, tables, _ = means(results, "auc")
     count = f"{len(tables)} of {len(results['tables'])} tables" if sides else "No table"
     measured = [results["sides"].get("weft", {}).get(name) for name in results["tables"]]

@@ -1,4 +1,4 @@
-"""What it costs that ranks agree on every call: the caller's time, the answer's, and messages.
+"""The cost of agreement on every call: the caller's time, the answer's, and messages.
 
     python -m benchmarks.agreement                       2, 4, 8 and 16 processes on this machine
     python -m benchmarks.agreement --ranks 2 16 --repeats 500 --write

@@ -1,4 +1,4 @@
-"""The same bits on every layout: a table of trainings, and what they cost beside the ordinary mode.
+"""The same bits on every layout: a table of trainings, and their cost over the ordinary mode.
 
 python -m benchmarks.bits --table --write                 # every model on every layout, 20 steps
 python -m benchmarks.bits --cost --write                  # attention, and whole steps by layout

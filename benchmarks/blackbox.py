@@ -1,4 +1,4 @@
-"""What the black box costs: small attention calls of ranks that keep one, and of ranks that do not.
+"""The cost of the black box: small attention calls of ranks with one, and of ranks without.
 
     python -m benchmarks.blackbox                        2 processes; writes results/blackbox.md
     python -m benchmarks.blackbox --ranks 4 --repeats 400

@@ -67,7 +67,7 @@ TINY = {
 }
 #: Set even where the default is None.
 REQUIRED = ("vocab_size", "head_dim", "pad_token_id", "num_key_value_heads")
-#: What a family needs beside, to be a model at all.
+#: Further settings that a family needs to be a model.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_ssm": 64}
 SWIN = {"depths": [2], "num_heads": [4], "window_size": 2, "embed_dim": 32}
 CONVNEXT = {"patch_size": 2, "hidden_sizes": [8] * 4, "depths": [1] * 4}

@@ -1,4 +1,4 @@
-"""Two ranks on two cores: a training step of a hybrid beside one process with two threads.
+"""Two ranks on two cores: a training step of a hybrid against one process with two threads.
 
     python -m benchmarks.hybrid                    # 8,192 tokens, both orders
     python -m benchmarks.hybrid --bytes            # bytes of a layer's states, by length
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--memory", action="store_true", help="peak memory of a rank instead")
     parser.add_argument("--write", action="store_true", help=f"write this part of {PAGE.name}")
     args = parser.parse_args()
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads must not spin beside the other side
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads of the other side must not spin
     if args.bytes:
         rows = state_bytes("tokens: ring=2", (1 << 10, 1 << 14, 1 << 16))
         head = ["| layout | tokens | state, bytes of a map | by formula | columns, bytes |"]
@@ -236,7 +236,7 @@ def main() -> None:
         lines = args.layout or ("tokens: ring=2", "tokens(zigzag): ring=2")
         rows = [measure(line, args.tokens, args.repeats) for line in lines]
         head = ["| layout | tokens | two ranks, s | one process, s | ratio |"]
-        title = "A training step: two ranks of one thread beside one process of two"
+        title = "A training step: two ranks of one thread against one process of two"
         foot = ["", f"Medians of {args.repeats}; ratios of neighbours in time."]
         part(title, [*head, "|---|---:|---:|---:|---:|", *rows, *foot], args.write)
 

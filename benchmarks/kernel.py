@@ -1,4 +1,4 @@
-"""One rank: what weft.attention costs beside the kernel that it calls.
+"""One rank: the overhead of weft.attention over the kernel that it calls.
 
     python benchmarks/kernel.py
 

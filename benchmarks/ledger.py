@@ -1,4 +1,4 @@
-"""How far to trust predicted times: every measured row beside what the clock says of it.
+"""The error of predicted times: every measured row against its prediction by the clock.
 
     python -m benchmarks.ledger               # prints it
     python -m benchmarks.ledger --write       # and writes what is kept of it
@@ -197,7 +197,7 @@ def page(groups: list[Group]) -> str:
         if row.reason:
             reasons[row.reason] = reasons.get(row.reason, 0) + 1
     lines = [
-        "# Predicted beside measured",
+        "# Predicted against measured",
         "",
         "Made by `python -m benchmarks.ledger --write` from `cluster.json` and `published.csv`.",
         "Errors are predicted over measured less 1, of rows that are predicted; rows to calibrate,",

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--layout", default="tokens(zigzag): ring=2")
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads must not spin beside the other side
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads of the other side must not spin
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,6 +1,6 @@
 """Memory of a loss beyond hidden states and weights: whole logits, chunks, a cut vocabulary.
 
-    python -m benchmarks.loss_memory                  prints what it measures
+    python -m benchmarks.loss_memory                  prints its measurements
     python -m benchmarks.loss_memory --write          and writes results/loss_memory.md
     python -m benchmarks.loss_memory large --write    one of the two tables anew
 
@@ -146,7 +146,7 @@ def measured(part: str) -> dict[str, tuple[int, float]]:
 
 
 def table(part: str, ran: Mapping[str, tuple[int, float]]) -> str:
-    """What ran beside the formula, in Markdown."""
+    """Measurements and formula, in Markdown."""
     lines = ["| loss | peak, GiB | formula, GiB | seconds |", "| --- | ---: | ---: | ---: |"]
     for side, size in sizes(part).items():
         peak, seconds = (

@@ -1,4 +1,4 @@
-"""Two ranks on two cores: ring attention beside one process with two threads.
+"""Two ranks on two cores: ring attention against one process with two threads.
 
     python benchmarks/overhead.py
 
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--layout", default="tokens: ring=2", help="a layout line of two ranks")
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads must not spin beside the other side
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads of the other side must not spin
     context, pipes = mp.get_context("spawn"), []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What weft takes before anything is computed: planning a call, `weft explain`, and `import weft`.
+"""Time before anything is computed: planning a call, `weft explain`, and `import weft`.
 
     python benchmarks/planning.py                    writes results/planning.md and planning.json
     python benchmarks/planning.py plans              prints this part only; so explain, imports
@@ -11,7 +11,7 @@ training step but the first. "with calls" adds the kernel calls of all blocks of
 seconds of one core, with everything that they load.
 
 The documents are 128 of random lengths, new ones for every plan, or 128 of equal lengths that no
-two ranks share, so that no rank can tell from one other rank what all of them need.
+two ranks share, so that no rank can infer from one other rank the needs of all.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def timed(layout: weft.Layout, mask: Mask) -> tuple[float, float]:
 def plans(repeats: int = 7) -> tuple[str, list]:
     """The tables of planning times, and their rows."""
     lines = [
-        "| layout, zigzag | ranks | mask | wanted | with calls, best | median | plan | first |",
+        "| layout, zigzag | ranks | mask | target | with calls, best | median | plan | first |",
         "|---|---:|---|---:|---:|---:|---:|---:|",
     ]
     rows = []
@@ -156,7 +156,7 @@ def plans(repeats: int = 7) -> tuple[str, list]:
 
 def explain(repeats: int = 2) -> tuple[str, list]:
     """Seconds of `weft explain` as a command, imports and all."""
-    lines = ["| weft explain | mask | wanted | best | median |", "|---|---|---:|---:|---:|"]
+    lines = ["| weft explain | mask | target | best | median |", "|---|---|---:|---:|---:|"]
     rows = []
     for (line, wanted), mask in itertools.product(EXPLAINED.items(), ("full", "causal")):
         command = [sys.executable, "-m", "weft", "explain", line, "--mask", mask]
@@ -170,7 +170,7 @@ def explain(repeats: int = 2) -> tuple[str, list]:
 
 
 def imports(repeats: int = 7) -> tuple[str, dict]:
-    """Seconds of `import weft` beside those of `import torch.distributed.tensor`, in turn."""
+    """Seconds of `import weft` and of `import torch.distributed.tensor`, in turn."""
     run([sys.executable, "-c", "import weft"])  # writes what Python keeps of modules it has read
     seconds: dict[str, list[float]] = {}
     for code in ("pass", "import torch", YARDSTICK, "import weft") * repeats:
@@ -179,7 +179,7 @@ def imports(repeats: int = 7) -> tuple[str, dict]:
     for code, taken in seconds.items():
         lines.append(f"| {code} | {min(taken):.2f} | {statistics.median(taken):.2f} |")
     more = min(seconds["import weft"]) - min(seconds[YARDSTICK])
-    lines.append(f"\n`import weft` takes {more:.2f} s more than `{YARDSTICK}` (wanted: 0.3).")
+    lines.append(f"\n`import weft` takes {more:.2f} s more than `{YARDSTICK}` (target: 0.3).")
     print("\n".join(lines), flush=True)
     return "\n".join(lines), seconds
 

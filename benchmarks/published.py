@@ -1,4 +1,4 @@
-"""Rows that others published, beside what the clock says of them.
+"""Published rows against their prediction by the clock.
 
 `published.csv` has every row with its source: a set, a layout and sizes where the clock can express
 it, else the reason why not. `published.toml` has what the rows of a set share: hardware file, mask,

@@ -1,12 +1,12 @@
-"""Whether a measured hardware file predicts layouts on the machines that it was measured on.
+"""Does a measured hardware file predict layouts on the machines on which it was measured?
 
     python -m benchmarks.rates                     # 4 processes of this machine, a minute
     python -m benchmarks.rates --hosts-at 60       # 4 hosts in namespaces, links of 60 Mbit/s
     python -m benchmarks.rates --write             # and writes benchmarks/results/rates.md
 
-What `weft rates` measures, then six layouts that take turns, forward and backward pass of one call.
-Nothing is fitted. Run it when nothing else runs: what the machine does meanwhile is in both. Hosts
-need what `python -m benchmarks.cluster` needs; between them links decide, not the load.
+The measurements of `weft rates`, then six layouts that take turns, forward and backward pass of one
+call. Nothing is fitted. Run it on an idle machine: other load enters both. Hosts need the same as
+`python -m benchmarks.cluster`; between them links decide, not the load.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def problem(tokens: int) -> Problem:
 
 
 def page(text: str, seconds: dict[str, list[float]], tokens: int, where: str, command: str) -> str:
-    """Measured beside predicted, and the file that predicts."""
+    """Measured against predicted, and the file that predicts."""
     machine = Hardware.from_dict(tomllib.loads(text))
     lines = [
         "# A measured hardware file predicts",

@@ -1,4 +1,4 @@
-"""What is left behind: descriptors, threads and memory over many layouts and many calls.
+"""Leaks: descriptors, threads and memory over many layouts and many calls.
 
     python -m benchmarks.resources                       writes results/resources.md
     python -m benchmarks.resources --cycles 20 --calls 500
@@ -83,7 +83,7 @@ def main() -> None:
     ]
     text = "\n".join(
         [
-            "# What is left behind\n",
+            "# Leaks\n",
             f"`python -m benchmarks.resources`: 2 processes on `{LINE}`, each call with its"
             " backward pass; rank 0.\n",
             "| after | descriptors | threads | memory, MiB | seconds |",

@@ -1,4 +1,4 @@
-"""What learned routing keeps and what it saves: `python benchmarks/routing.py [--steps N]`.
+"""Accuracy and traffic of learned routing: `python benchmarks/routing.py [--steps N]`.
 
 Trains the retrieval model on 8 ranks (threads of this process, so that any machine can run it) with
 full attention on a ring, with learned routing, with random projections that stay as they are (what

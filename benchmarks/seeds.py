@@ -3,7 +3,7 @@
     python -m benchmarks.seeds                    # 10,000 runs
     python -m benchmarks.seeds --write            # and results/seeds.md
     python -m benchmarks.seeds --count 300 --first 5000
-    python -m benchmarks.seeds --only 4711        # one run again, and what it was
+    python -m benchmarks.seeds --only 4711        # one run again, described
 
 Every run attends forward and backward on a random layout, mask and shape, compared in fp64 with
 plain attention; one in five kills a rank at a random message. Right is: without a kill every

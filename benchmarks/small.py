@@ -1,6 +1,6 @@
 """Attention on one device, where nothing moves: `python -m benchmarks.small`.
 
-`weft.attention` on `Layout.single()` beside `F.scaled_dot_product_attention`, forward and backward,
+`weft.attention` on `Layout.single()` against `F.scaled_dot_product_attention`, both passes,
 8 heads of 64 in fp32 on one thread. Sides take turns, and the ratio is the median of those of
 neighbours in time, which other programs on the machine disturb little. The aim is 1.05 at 256
 tokens; at 8 there is nothing but overhead, and `--profile` prints where it goes.

@@ -1,4 +1,4 @@
-"""How long `weft check --symbolic` takes for 4,096 ranks: nothing is started, no tensor made.
+"""The time of `weft check --symbolic` for 4,096 ranks, without starting ranks or making tensors.
 
 python -m benchmarks.symbolic                # writes results/symbolic.md
 python -m benchmarks.symbolic --only 2       # one case by its number, nothing written

@@ -1,4 +1,4 @@
-"""Timing of several sides that take turns, so that what disturbs one disturbs all."""
+"""Timing of several sides that take turns, so that other load affects all of them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What checking a model before it is used costs: `python -m benchmarks.verify [--layers N]`.
+"""The cost of checking a model before it is used: `python -m benchmarks.verify [--layers N]`.
 
 `weft.integrations.transformers.verify` on a random Llama of 1.2 billion weights ("tokens: ring=2"),
-in fp32 and in bf16: seconds of wall time and of all cores' time, median of 3, and by how much the
-process grows. The aim is below 5 s on two cores.
+in fp32 and in bf16: seconds of wall time and of all cores' time, median of 3, and the growth
+of the process. The aim is below 5 s on two cores.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Numbers are read off the plan that weft would run, of rank 0. One unit u is a rank's share of the
 queries, (N/P) heads head_dim element_size bytes; g = key/value heads / heads. The fp32 numbers
-that travel beside rows (logsumexp, delta) are left out of the reductions, as in the papers, and
+that travel with rows (logsumexp, delta) are left out of the reductions, as in the papers, and
 counted in the column "bytes".
 
 Every layout that a row names is then run, forward and backward, by one rank of torch's fake process
@@ -95,7 +95,7 @@ def received(run: Plan, tile: Pass, row_numbers: bool) -> float:
 
 
 def resharded(run: Plan) -> float:
-    """Units received in all-to-alls before and after the tile program; both passes are alike."""
+    """Units received in all-to-alls before and after the tile program; equal in both passes."""
     total = 0.0
     for side, resharding in (("q", run.q_resharding), ("kv", run.kv_resharding)):
         for level, _ in enumerate(run.all_to_alls[side]):

@@ -1,4 +1,4 @@
-"""Whether the planner chooses well: its choice beside every candidate, measured on the same hosts.
+"""The planner's choice against every candidate, measured on the same hosts.
 
     python -m benchmarks.cluster.choice                     six settings, about twenty minutes
     python -m benchmarks.cluster.choice --settings 0 3      some of them
@@ -260,7 +260,7 @@ def page(every: list[dict]) -> str:
     found = [summary(kept) for kept in every]
     good = sum(each["ratio"] <= 1 + CLOSE for each in found)
     lines = [
-        "# The planner's choice beside all candidates",
+        "# The planner's choice against all candidates",
         "",
         "Made by `python -m benchmarks.cluster.choice --write`: hosts are network namespaces of",
         "one Linux machine, joined by links that `tc tbf` limits; seconds of the forward and",

@@ -1,4 +1,4 @@
-"""What is measured: weft's strategies as layout lines, and peers that run on CPU.
+"""The contestants: weft's strategies as layout lines, and peers that run on CPU.
 
 A contestant, made on every host, maps local (q, k, v) of shape (1, h, n, d) to the local output.
 Peers are no dependencies of weft: where one is not installed the table says so.

@@ -29,7 +29,7 @@ class Lost(RuntimeError):
 
 
 class Host:
-    """What runs on one host: it holds its shard and times what it is asked for."""
+    """The worker of one host: it holds its shard and times functions on request."""
 
     def __init__(self, rank: int, hosts: int, whole: reference.Problem) -> None:
         self.rank, self.hosts = rank, hosts

@@ -1,4 +1,4 @@
-"""What one host of the balance benchmark runs: one call of weft whole, or one part of it alone.
+"""One host of the balance benchmark: a full call of weft, or one part of it alone.
 
 whole    weft as it is
 compute  the same program, kernel calls and merges on a transport that moves nothing

@@ -2,7 +2,7 @@
 
     Still    a transport that moves nothing: what is left is the compute
     Instant  a kernel that computes nothing: what is left is the traffic
-    Paced    a kernel that takes its time but no core, like a device beside the host
+    Paced    a kernel that takes its time but no core, like a device next to the host
 
 The results are no attention; they only have its shapes.
 """

@@ -1,4 +1,4 @@
-"""What Triton compiles: FlexAttention of many kinds of mask, and the fused merge."""
+"""Kernels that Triton compiles: FlexAttention of many kinds of mask, and the fused merge."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _gaps(q, k, v, dout, own: TileView, dense: TileView) -> list[float]:
 
 
 def run_merge(where: Where) -> Iterator[str]:
-    """Errors of the fused merge, of large ones too, and its speed beside a copy's."""
+    """Errors of the fused merge, of large ones too, and its speed against a copy's."""
     where.only_cuda("the fused merge (its tests interpret it on CPUs)")
     right = True
     for height, dim, strided in _merges():

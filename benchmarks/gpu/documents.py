@@ -1,4 +1,4 @@
-"""Packed documents whose lengths are new in every step, as in training: what a new shape costs."""
+"""Packed documents whose lengths are new in every step, as in training: the cost of a new shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the CPU does per step, and that it never waits for the GPU."""
+"""The CPU's work per step, and that it never waits for the GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENS = 2048
 
 
 def run_steps(where: Where) -> Iterator[str]:
-    """Microseconds of one rank's CPU per step of a ring, and what it launches on the GPU."""
+    """Microseconds of one rank's CPU per step of a ring, and its launches on the GPU."""
     header = ["ranks", "forward µs", "forward + backward µs", "per step µs", "launches per step"]
     yield from rows(header, _steps(where))
     yield (

@@ -161,7 +161,7 @@ class ToItself(Transport):
 
 
 def run_peak(where: Where) -> Iterator[str]:
-    """Peak memory of a forward and backward pass beside that of one call on the same chunk."""
+    """Peak memory of a forward and backward pass against that of one call on the same chunk."""
     tokens = 64 if where.rehearsal else 16384
     header = ["", "tokens in all", "peak MiB", "in chunks of keys and values", "held, of its bound"]
     with contextlib.nullcontext() if where.rehearsal else alone_with_nccl():

@@ -1,4 +1,4 @@
-"""What all parts share: where they run, and how one says that it cannot."""
+"""Shared by all parts: the device they run on, and how a part reports that it cannot run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Speed of every kernel beside `F.scaled_dot_product_attention`, and which backend that took."""
+"""Speed of every kernel against `F.scaled_dot_product_attention`, and which backend that took."""
 
 from __future__ import annotations
 
