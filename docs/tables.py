@@ -67,7 +67,7 @@ def _row(name: str) -> str:
     mesh = " × ".join(f"{d} {size}" for d, size in layout.mesh.items())
     splits = "; ".join(f"{axis} over {', '.join(d)}" for axis, d in layout.sharding.items())
     attends = "; ".join(
-        f"{axis}: {' + '.join(b.strategy.name for b in bindings) or 'whole on every rank'}"
+        f"{axis}: {' + '.join(b.strategy.name for b in bindings) or 'not split'}"
         for axis, bindings in layout.attend.items()
     )
     return f"| [{name}](#{name}) | {mesh} | {splits} | {attends} | {layout.about} |"

@@ -651,7 +651,7 @@ def test_the_guide_s_examples_run():
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         exec(compile(block, "docs/losses.md", "exec"), names)
     layout = names["layout"]
-    (found, *_), whole = weft.on_threads(layout, names["with_penalty"]), names["whole"]
+    (found, *_), whole = weft.on_threads(layout, names["with_penalty"]), names["expected"]
     torch.testing.assert_close(found, whole + 1e-2 * names["head"].weight.square().sum())
     for name in ("dpo", "grpo"):
         (found, *_), (wanted,) = (weft.on_threads(x, names[name]) for x in (layout, SINGLE))

@@ -83,6 +83,15 @@ def test_python_blocks_run_in_order():
     assert moved == {"q", "kv", "out", "dq", "dkv"}
 
 
+@pytest.mark.parametrize("page", ["state", "pairs", "reproducible"])
+def test_the_first_python_block_of_a_guide_runs(page: str):
+    """Later ones continue a reader's own program."""
+    torch.manual_seed(0)
+    names: dict = {}
+    block, *_ = blocks("python", (ROOT / "docs" / f"{page}.md").read_text())
+    exec(compile(block, f"{page}.md", "exec"), names)
+
+
 def test_the_process_of_the_tour_runs_on_real_ranks(pool):
     assert pool.run(tour) == [True] * 4
 

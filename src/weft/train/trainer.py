@@ -34,7 +34,7 @@ FILE = "model file"  # whose digest a checkpoint's notes have by this name
 
 @dataclass
 class Run:
-    """The result of `train`.
+    """The result of `fit`.
 
     Attributes:
         model: trained, on its layout.
