@@ -221,6 +221,20 @@ def test_sums_of_the_smallest_numbers_depend_on_no_order():
     assert (one - a.double().t() @ b.double()).abs().max() < 2.0**-123 * 600 * 2.0**-25
 
 
+def test_norms_next_to_a_power_of_two_depend_on_no_order():
+    """One bit of a sum of squares decides the grid of a whole column, so fp32 must not round it."""
+    random = torch.Generator().manual_seed(3)
+    above = torch.randn(256, 5, generator=random)
+    of = exact_sums(Layout.single()).of_products
+    rows = torch.full((256, 1), 2.0**-13)
+    rows[:17] = math.sqrt((16 - 256 * 2.0**-24) / 17)  # squares add up to 2^4 if each is rounded up
+    for _ in range(200):
+        rows[0] = rows[0].nextafter(2 * rows[0])
+        one, _ = of(above, rows)
+        order = torch.randperm(256, generator=random)
+        assert torch.equal(of(above[order], rows[order])[0], one)
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_stay_so(value):
     rows = torch.ones(4, 3)
