@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -42,16 +43,20 @@ LONG = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Whoever asks for the pool runs first: one worker begins there, and it can end early.
 
     Tests that need a GPU are not there without one: a skip in every run would say nothing. Those
-    that are slow are there for `-m slow`.
+    that are slow are there for `-m slow`, a sample of them for `-m sample`.
     """
+    for item in items:
+        if item.get_closest_marker("sample"):
+            item.add_marker("slow")
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda i: ("pool" not in i.fixturenames, places.get(i.path.stem, len(LONG))))
     absent = [] if torch.cuda.is_available() else ["gpu"]
-    absent += [] if "slow" in config.option.markexpr else ["slow"]
+    absent += [] if re.search("slow|sample", config.option.markexpr) else ["slow"]
     out = [item for item in items if any(map(item.get_closest_marker, absent))]
     if out:
         config.hook.pytest_deselected(items=out)

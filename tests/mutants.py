@@ -1579,6 +1579,8 @@ def run_tests(copy: Path, tests: list[str], answer) -> None:
     failures = Failures()
     options = ["-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
     options += ["--timeout", "120"]  # a bug may make ranks wait for each other
+    if "::" in tests[0]:  # named, and so run even if it is slow
+        options += ["-m", "slow or not slow"]
     code = pytest.main([*options, *tests], plugins=[failures])
     answer.send((int(code), failures.names))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from covering import covering
 from draw import Dim, layout_of
 from exact import one_per_combination
 from torch import Tensor
@@ -60,9 +61,7 @@ def check_rank(mine: weft.Layout, mask: weft.Mask, bias, leaves, out: Tensor, do
         close(leaf.grad, mine.shard(wanted.grad, DIMS, keys=keys))
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=str)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", [*filter(same_tile_in_both_passes, LAYOUTS)])
+@covering("name shape mask", filter(same_tile_in_both_passes, LAYOUTS), SHAPES, MASKS)
 def test_learned_bias(name: str, shape: str, mask: weft.Mask) -> None:
     layout = weft.Layout.load(name)
     q, k, v, dout = whole_problem()

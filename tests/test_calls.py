@@ -1049,7 +1049,8 @@ def test_a_second_failure_has_a_text_of_its_own(pool):
 
 def _out_of_memory(rank: int) -> str:
     """A rank that has no memory says so; it does not call it a dead peer."""
-    layout = Layout.load("ring-4").build("cpu", timeout=20)
+    layout = Layout.load("ring-4")
+    layout = layout.bind(layout.build("cpu", timeout=60).device_mesh, timeout=8)
     q = draw(1, 2, 4, 8)
     if rank == 1:
 

@@ -72,6 +72,7 @@ def layout_file(folder, intra):
     return path
 
 
+@pytest.mark.sample
 def test_the_slurm_script_starts_every_rank_with_the_layout(slurm, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     job = submit(slurm, layout_file(tmp_path, 2), tmp_path / "rank.py", "a b", "LAYOUT")

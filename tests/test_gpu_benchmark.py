@@ -27,7 +27,7 @@ ENVIRONMENT = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 COMMAND = [sys.executable, "-m", "benchmarks.gpu"]
 
 
-@pytest.mark.slow
+@pytest.mark.sample
 def test_parts_are_run_or_say_why_not(tmp_path) -> None:
     only = [word for name in ("overlap", "world", "peak") for word in ("--only", name)]
     done = subprocess.run(

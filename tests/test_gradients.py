@@ -364,9 +364,9 @@ def _three_ways(rank, name, way, folder):
 
 CASES = [
     ("dp x ring", "sync"),
-    ("dp x ring", "ddp"),
+    pytest.param("dp x ring", "ddp", marks=pytest.mark.sample),
     ("dp x ring", "fsdp"),
-    ("ring x heads", "fsdp"),
+    pytest.param("ring x heads", "fsdp", marks=pytest.mark.sample),
     ("ring x heads", "sync renamed"),
     ("dp x ring", "ddp renamed"),
     ("ring x heads", "fsdp renamed"),

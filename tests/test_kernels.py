@@ -6,6 +6,7 @@ import functools
 import pytest
 import strides
 import torch
+from covering import covering
 from reference import attention
 
 import weft
@@ -132,9 +133,7 @@ LAID |= {"overlapping": strides.overlapping} | {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kernel", ["cpu-flash", "flex", "math"])
-@pytest.mark.parametrize("name", LAID)
+@covering("kernel name dtype", ["cpu-flash", "flex", "math"], LAID, [torch.float64, torch.bfloat16])
 def test_any_strides_give_what_contiguous_tensors_give(kernel, name, dtype):
     """q, k, v, dout, out, lse and delta, one at a time; 70 rows take the fast paths."""
     kernel = named(kernel)

@@ -12,7 +12,10 @@ ROOT = Path(__file__).parent.parent
 
 
 #: How many of the kills, one per phase, a run meets; all of them take a minute.
-KILLS = [pytest.param(1, id="one phase"), pytest.param(None, id="all", marks=pytest.mark.slow)]
+KILLS = [
+    pytest.param(1, id="one phase", marks=pytest.mark.sample),
+    pytest.param(None, id="all", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.timeout(900)  # starts of two trainings: two minutes, more on a busy machine

@@ -82,8 +82,9 @@ def alone() -> dict:
     return {packed: losses(weft.Layout.single(), packed) for packed in (None, DOCUMENTS)}
 
 
-@pytest.mark.parametrize("packed", [None, DOCUMENTS], ids=["one sequence", "packed documents"])
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    ("name", "packed"), [*((name, DOCUMENTS) for name in LAYOUTS), ("tile, striped", None)]
+)
 def test_losses_equal_those_of_one_process(name: str, packed, alone: dict) -> None:
     layout = weft.Layout.from_dict(LAYOUTS[name], name=name)
 

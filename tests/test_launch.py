@@ -37,7 +37,7 @@ def alive(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("after", [0.5, 5.0])
+@pytest.mark.parametrize("after", [pytest.param(0.5, marks=pytest.mark.sample), 5.0])
 def test_ranks_end_with_a_launcher_that_is_killed(after, tmp_path):
     """Whatever they are at: starting, importing, at work."""
     words = ["train", "causal_lm", "ring-2", "--steps", "100000", "--log-dir", str(tmp_path)]
@@ -108,6 +108,7 @@ def _die(how: str, folder: str) -> str:
     return "not reached"
 
 
+@pytest.mark.sample
 def test_ranks_start_again_after_a_death(tmp_path):
     """The death of rank 1 is named, not the error of rank 0 that follows from it."""
     notes = []
@@ -268,7 +269,13 @@ def _lost(number: int, folder: str) -> None:
     weft.attention(x, x, x, layout, "tokens")
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL], ids=["stopped", "killed"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.sample),
+        pytest.param(signal.SIGKILL, id="killed"),
+    ],
+)
 def test_the_launcher_ends_with_a_lost_rank_and_leaves_nothing(number, tmp_path, monkeypatch):
     monkeypatch.setenv("WEFT_BLACKBOX", str(tmp_path / "box"))
     how = "was killed by SIGKILL" if number == signal.SIGKILL else r"was stopped \(SIGSTOP\)"
@@ -316,6 +323,7 @@ for run in runs:
 """
 
 
+@pytest.mark.sample
 def test_survivors_name_the_rank_that_was_killed_whoever_keeps_the_store(tmp_path):
     """Also one that comes late, when the ranks that noticed have ended and the store with them."""
     runs = [(0, 9), (1, 2), (1, 0)]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from covering import covering
 from exact import Case, assert_exact
 
 import weft
@@ -47,10 +48,9 @@ CALLS = {
 }
 
 
-@pytest.fixture(params=[2, 3], ids=["halves", "thirds"])
-def in_pieces(request, monkeypatch) -> int:
-    """Pipelines, even of small calls, in which every chunk that travels does so in sub_chunks."""
-    number = request.param
+@pytest.fixture
+def in_pieces(number, monkeypatch) -> int:
+    """Pipelines, even of small calls, in which every chunk travels in a number of sub_chunks."""
     monkeypatch.setattr(plans, "SMALL_BLOCK", 0)
     monkeypatch.setattr(
         plans, "choose_sub_chunks", lambda q, kv, *_: (number if q else 1, number if kv else 1)
@@ -58,8 +58,7 @@ def in_pieces(request, monkeypatch) -> int:
     return number
 
 
-@pytest.mark.parametrize("call", CALLS)
-@pytest.mark.parametrize("line", LINES)
+@covering("line call number", LINES, CALLS, [2, 3])
 def test_pieces_are_exact(line, call, in_pieces):
     case = Case(**({"heads": 4, "kv_heads": 2} | CALLS[call]))
     assert_exact(Layout.parse(line), case)
@@ -72,8 +71,7 @@ def ask(tokens: int, heads: int = 8, mask: weft.Mask | None = None) -> Problem:
     return Problem(*sizes, mask=mask)
 
 
-@pytest.mark.parametrize("mask", [weft.Full(), weft.Causal(), weft.Window(3, 2)], ids=str)
-@pytest.mark.parametrize("line", LINES[:-1])
+@covering("line mask number", LINES[:-1], [weft.Full(), weft.Causal(), weft.Window(3, 2)], [2, 3])
 def test_pieces_move_no_more_bytes(line, mask, in_pieces, monkeypatch):
     layout, problem = Layout.parse(line), ask(41, mask=mask)
     cut = [plan_for(layout, problem, rank) for rank in range(layout.world_size)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import exact
 import pytest
 import torch
+from covering import covering
 from torch import Tensor
 
 import weft
@@ -53,9 +54,7 @@ def one_device():
     }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@covering("layout case dtype", LAYOUTS, CASES, DTYPES)
 def test_four_ranks_are_within_twice_the_kernels_own_error(
     one_device, layout: str, case: str, dtype: torch.dtype
 ) -> None:

@@ -81,6 +81,7 @@ def test_one_command_writes_a_probability_per_class(files, weights):
     assert piped.stdout == Path("test-predicted.csv").read_text()
 
 
+@pytest.mark.sample
 def test_ranks_are_started_for_a_layout_and_the_result_is_the_same(files, weights):
     files()
     words = ("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", weights)

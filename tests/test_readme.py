@@ -155,7 +155,11 @@ def test_console_lines_run_as_they_stand(words: list[str], folder):
     assert result.exit_code == 0, result.output
 
 
-@pytest.mark.parametrize("words", commands(), ids=" ".join)
+@pytest.mark.parametrize(
+    "words",
+    [pytest.param(w, marks=[pytest.mark.sample] if w[0] == "rates" else []) for w in commands()],
+    ids=" ".join,
+)
 def test_console_lines_run(words: list[str], folder):
     if words[0] == "train":  # runs for minutes: here only that it names what exists
         settings = [after for word, after in itertools.pairwise(words) if word == "--set"]

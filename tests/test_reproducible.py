@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from covering import covering
 from torch.nn.functional import scaled_dot_product_attention
 
 import weft
@@ -76,9 +77,7 @@ def alone(*case) -> list:
     return attend(None, *case)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("line", LINES)
+@covering("line mask dtype", LINES, MASKS, [torch.float32, torch.bfloat16])
 def test_a_layout_changes_no_bit(line, mask, dtype):
     case = 43, mask, dtype, mask in ("window", "packed")
     assert all(map(torch.equal, attend(line, *case), alone(*case)))

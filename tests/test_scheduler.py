@@ -92,8 +92,8 @@ def test_programs_compute_every_block_once_and_send_every_result(backward, trans
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 4), (4, 4)])
 def test_nested_rings_compute_every_block_once(sizes, backward):
     outer, inner = (MovingDim(n, s, "ring") for n, s in zip(("outer", "inner"), sizes))
-    for costs in grid(backward):
-        for level in LEVELS:
+    for i, level in enumerate(LEVELS):
+        for costs in list(grid(backward))[i::3]:
             shifts = Shifts(Hardware.from_dict(level), dict(zip(("outer", "inner"), sizes)))
             slow = replace(costs, shifts=shifts, slowest=shifts.slowest)
             for q, kv in (((), (outer, inner)), ((outer, inner), ()), ((outer,), (inner,))):
@@ -105,7 +105,7 @@ def test_nested_rings_compute_every_block_once(sizes, backward):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_program_is_quicker_by_more_than_five_percent(shape, backward):
-    for costs in grid(backward):
+    for costs in list(grid(backward))[SHAPES.index(shape) % 2 :: 2]:
         found = duration(made(*tile(*shape), costs, backward), costs)
         best = optimum(*shape, costs, backward, limit=found / 1.05)
         assert found <= 1.05 * best + 1e-9, f"{costs}: {found:.3f}, there is {best:.3f}"

@@ -9,7 +9,9 @@ from weft.comm import P2PBatch
 from weft.proof.seeded import Kill, Killed, run_seeded
 
 
-@pytest.mark.parametrize("first", range(0, 200, 50))
+@pytest.mark.parametrize(
+    "first", [0, 50, *(pytest.param(n, marks=pytest.mark.sample) for n in (100, 150))]
+)
 def test_two_hundred_random_layouts_are_exact_whatever_comes_late(first):
     for number in range(first, first + 50):
         drawn = draw(number)

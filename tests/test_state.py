@@ -15,6 +15,7 @@ import pytest
 import strides
 import torch
 import torch.utils.checkpoint
+from covering import covering
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -195,16 +196,12 @@ def check(layout: Layout, length: int, documents: Sequence[int] | None = None, *
 # -- exact ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", LAYERS)
-@pytest.mark.parametrize("line", LAYOUTS)
-@pytest.mark.parametrize("length", LENGTHS)
+@covering("length line way", LENGTHS, LAYOUTS, LAYERS)
 def test_outputs_and_gradients_are_those_of_one_device(line, length, way):
     check(carried(Layout.parse(line), way), length, layer=LAYERS[way])
 
 
-@pytest.mark.parametrize("way", LAYERS)
-@pytest.mark.parametrize("line", LAYOUTS)
-@pytest.mark.parametrize("documents", DOCUMENTS[1:])
+@covering("documents line way", DOCUMENTS[1:], LAYOUTS, LAYERS)
 def test_nothing_crosses_from_one_document_to_the_next(line, documents, way):
     check(carried(Layout.parse(line), way), sum(documents), documents, layer=LAYERS[way])
 
@@ -296,11 +293,15 @@ def decays(kind: str, length: int) -> tuple[Tensor, Tensor]:
     return decay, torch.randn(2, length, 2, 3, 4, dtype=torch.float64, generator=make)
 
 
-@pytest.mark.parametrize("way", ["gather", "tree"])
-@pytest.mark.parametrize("kind", DECAYS)
-@pytest.mark.parametrize("line", ["tokens: ring=3", "tokens(zigzag): ring=3", "tokens: tile=2x2"])
-@pytest.mark.parametrize(("length", "documents"), [(17, None), (3, None), (17, (4, 1, 12))])
-def test_scan(kind, line, length, documents, way):
+@covering(
+    "tokens line kind way",
+    [(17, None), (3, None), (17, (4, 1, 12))],
+    ["tokens: ring=3", "tokens(zigzag): ring=3", "tokens: tile=2x2"],
+    DECAYS,
+    ["gather", "tree"],
+)
+def test_scan(kind, line, tokens, way):
+    length, documents = tokens
     whole = [t.requires_grad_() for t in decays(kind, length)]
     parts = zip(*(t.split(list(documents or (length,)), 1) for t in whole))
     out = torch.cat([scanned(*part, kind == "matrix") for part in parts], 1)

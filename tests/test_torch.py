@@ -261,7 +261,9 @@ def _compiled(rank, line):
     return errors(layout, out, x, model)
 
 
-@pytest.mark.parametrize("line", [TILE, "tokens: ulysses=2 x ring=2"])
+@pytest.mark.parametrize(
+    "line", [TILE, pytest.param("tokens: ulysses=2 x ring=2", marks=pytest.mark.sample)]
+)
 def test_a_compiled_block_is_one_process(pool, line):
     assert_exact(pool, _compiled, line)
 
@@ -282,7 +284,9 @@ def _compiled_region(rank, line, styled):
     return errors(layout, out, x, model)
 
 
-@pytest.mark.parametrize("styled", [True, False], ids=["style", "sdpa"])
+@pytest.mark.parametrize(
+    "styled", [True, pytest.param(False, marks=pytest.mark.sample)], ids=["style", "sdpa"]
+)
 def test_compiled_blocks_are_caught(pool, styled):
     assert_exact(pool, _compiled_region, TILE, styled)
 

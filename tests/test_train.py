@@ -202,6 +202,7 @@ def test_tensorboard_gets_every_curve(tmp_path):
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(run.losses, rel=1e-6)
 
 
+@pytest.mark.sample
 def test_training_teaches_a_table_model_to_use_the_training_rows():
     pytest.importorskip("sklearn")
     spec = ModelSpec.load("tabular")

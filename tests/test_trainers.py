@@ -38,14 +38,16 @@ def two():
         yield pool
 
 
-def table(names, always, without=()):
-    """Every case on every layout, of which those of `always` are not slow."""
+def table(names, always, sample=(), without=()):
+    """Every case on every layout: slow but for those of `always`; a `sample` runs in `.ci/run`."""
+
+    def marks(case):
+        return [] if case in always else pytest.mark.sample if case in sample else slow
+
     return pytest.mark.parametrize(
         ("line", "case"),
         [
-            pytest.param(
-                line, name, id=f"{way}, {name}", marks=[] if (way, name) in always else slow
-            )
+            pytest.param(line, name, id=f"{way}, {name}", marks=marks((way, name)))
             for way, line in LAYOUTS.items()
             for name in names
             if (way, name) not in without
@@ -60,7 +62,7 @@ def assert_same(found, exact=1e-6):
     assert max(found.values()) < 1e-5
 
 
-@table(cases.TRAINER, {(DP, "accumulation"), (P4, "smoothing"), (DP, "not find_unused")})
+@table(cases.TRAINER, {(DP, "accumulation"), (P4, "smoothing")}, {(DP, "not find_unused")})
 def test_trainer(four, line, case):
     found = four.run(cases.compare, cases.trainer_run, line, 4, *cases.TRAINER[case])
     assert_same(found[0])
@@ -90,7 +92,7 @@ def test_sft(four, line, case):
     assert_same(found[0])
 
 
-@table(cases.DPO, {(DP, "sigmoid"), (P4, "precomputed")})
+@table(cases.DPO, {(DP, "sigmoid")}, {(P4, "precomputed")})
 def test_dpo(four, line, case):
     found = four.run(cases.compare, cases.dpo_run, line, 4, *cases.DPO[case])
     if case == "precomputed" and found[0]:  # rewards are 0 but for roundings at the first step
@@ -116,7 +118,8 @@ def test_kto(four):
 # Slices of one generation are shuffled on each rank, so other rows meet in a step of two groups.
 @table(
     cases.ONLINE,
-    {(DP, "grpo with a reference"), (P4, "steps per generation")},
+    {(DP, "grpo with a reference")},
+    {(P4, "steps per generation")},
     without={(DP, "steps per generation"), (DP, "four generations")},
 )
 def test_trainers_that_generate(four, line, case):

@@ -146,7 +146,7 @@ def _launch(nodes, folder: Path) -> str:
 
 
 @needs_nodes
-@pytest.mark.slow
+@pytest.mark.sample
 def test_two_nodes_are_exact_and_use_the_cable_after_they_refused_what_breaks_one(
     two_nodes, tmp_path
 ):
