@@ -1,4 +1,4 @@
-"""Run by `test_merge_kernel` with TRITON_INTERPRET=1, which must be set before Triton is imported.
+"""Run by `test_merge_triton` with TRITON_INTERPRET=1, which must be set before Triton is imported.
 
 Prints one word per part that held.
 """

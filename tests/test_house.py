@@ -233,3 +233,54 @@ def test_a_public_name_is_defined_once():
             if named and not node.name.startswith("_") and room_of(module) != "commands":
                 homes[node.name].add(module)
     assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
+
+
+#: Files of tests that have more than one module in view, and so are named after none.
+OTHER_TESTS = [
+    "calls_of_users",
+    "composition",
+    "data_parallel",
+    "inference",
+    "input",
+    "meeting",
+    "packed",
+    "language_model",
+    "not_finite",
+    "order_of_groups",
+    "launches",
+    "precision",
+    "properties",
+    "weather",
+    "reproducible_training",
+    "reproducible_transformers",
+    "torchtitan",
+    "fake_gpu",
+    "fake_ranks",
+    "gpu",
+    "two_nodes",
+    "private",
+    "accuracy",
+    "clusters",
+    "families",
+    "gpu_benchmark",
+    "kills",
+    "standins",
+    "volume",
+    "docs",
+    "docstrings",
+    "house",
+    "imports",
+    "readme",
+    "reference_pages",
+    "tutorials",
+    "wheel",
+]
+
+
+def test_files_of_tests_are_named_after_modules():
+    """CONTRIBUTING.md has the rule."""
+    rooms = {path.name for path in PACKAGE.rglob("*") if path.is_dir()}
+    homes = rooms | {path.stem.lstrip("_") for path in PACKAGE.rglob("*.py")}
+    names = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
+    other = {n for n in names - homes if not n.startswith(tuple(f"{room}_" for room in rooms))}
+    assert other == {*OTHER_TESTS}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from test_cli import run
-from test_report import DENSE, MASKS, problem
+from test_plan_predict import DENSE, MASKS, problem
 
 import weft
 from weft import Layout

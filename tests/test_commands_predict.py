@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_estimator import SPEC
+from test_classifier import SPEC
 from typer.testing import CliRunner
 
 import weft
