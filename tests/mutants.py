@@ -560,7 +560,7 @@ BUGS = (
         "runtime/merging.py",
         "self.total = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()",
         "self.total = empty_by_token(self.like, self.shape, self.like.dtype).zero_()",
-        "precision attention",
+        "merging precision attention",
     ),
     Bug(
         "partial sums widened to the input's dtype",

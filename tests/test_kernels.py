@@ -178,6 +178,19 @@ def test_a_bias_of_any_strides_is_read_as_it_is(kernel, name):
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("kernel", ["cpu-flash", "flex"])
+def test_a_scale_below_or_at_zero_is_exact(kernel, scale):
+    q, k, v, dout = _tensors()[:4]
+    found = []
+    for each in (named(kernel), named("math")):
+        view = TileView(scale)
+        out, lse = each.forward(q, k, v, view)
+        grads = each.backward(dout, q, k, v, out, lse, (dout * out).sum(-1), view)[:3]
+        found.append((out, lse, *grads))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
+
+
 EMPTY = {
     "no batch": (0, 4, 2, 5, 6, 8, 8),
     "no queries": (2, 4, 2, 0, 6, 8, 8),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from weft.declare.placements import merge_softmax
-from weft.runtime.merging import PartialOutput
+from weft.runtime.merging import PartialOutput, PartialSum
 
 
 def accumulated(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,3 +44,15 @@ def test_rows_that_no_part_sees_are_zero_and_others_those_of_the_part_that_sees(
     assert not out[..., 1, :].any()
     assert lse[..., 1].isneginf().all()
     assert lse[..., 3].isfinite().all()
+
+
+@pytest.mark.parametrize("first", [[(0, 4)], [(0, 2), (2, 4)]], ids=["all rows", "some rows"])
+def test_parts_of_a_gradient_are_added_in_the_accumulation_dtype(first):
+    """Each later part would vanish in bf16, where 1 + 2^-9 is 1."""
+    shape, bf16 = (1, 1, 4, 1), torch.bfloat16
+    total = PartialSum(shape, torch.zeros(shape, dtype=bf16), torch.float32)
+    for low, high in first:
+        total.add(low, high, torch.ones(1, 1, high - low, 1, dtype=bf16))
+    for _ in range(64):
+        total.add(0, 4, torch.full(shape, 2.0**-9, dtype=bf16))
+    assert total.result().flatten().tolist() == [1 + 64 * 2.0**-9] * 4
