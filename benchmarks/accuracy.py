@@ -63,7 +63,7 @@ from benchmarks import accuracy_report, real_tables
 from benchmarks.accuracy_plot import plot
 from benchmarks.real_tables import RealTable
 from benchmarks.timing import RESULTS
-from weft.tables.scores import auc, calibration_error
+from weft.tables.scores import auc
 
 FOLDS, TRAIN_ROWS, TEST_ROWS, SEED = 5, 1000, 500, 0
 FLOOR = 1e-4
@@ -131,6 +131,24 @@ def measure(side: Side, table: RealTable) -> dict[str, list[float]]:
     y, probabilities = (np.concatenate(parts) for parts in zip(*predicted))
     measured["calibration_error"] = [round(calibration_error(y, probabilities), 6)]
     return measured
+
+
+def calibration_error(y: np.ndarray, probabilities: np.ndarray, bins: int = 15) -> float:
+    """Expected calibration error of the most probable class (Guo et al., ICML 2017).
+
+    Rows are put in bins of equal width by the probability of their most probable class; the mean
+    over rows of |share of the bin that is right - its mean probability|: from 0, as sure as right,
+    to 1. Few rows have an error by chance. `y` (rows,) are classes from 0, `probabilities` (rows,
+    classes).
+
+    >>> y, sure = np.array([0, 0, 0, 1]), np.array([[0.75, 0.25]] * 4)
+    >>> calibration_error(y, sure), calibration_error(y, 1 - sure)
+    (0.0, 0.5)
+    """
+    confidence, right = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
+    number = np.minimum((confidence * bins).astype(int), bins - 1)
+    gaps = np.bincount(number, right.astype(float) - confidence, minlength=bins)
+    return float(np.abs(gaps).sum() / len(y))
 
 
 def _columns(x: pd.DataFrame, numbers: object, categories: object) -> ColumnTransformer:

@@ -12,7 +12,6 @@ from sklearn.naive_bayes import GaussianNB
 from benchmarks import accuracy, accuracy_report, real_tables
 from benchmarks.accuracy_plot import plot
 from benchmarks.real_tables import RealTable
-from weft.tables.scores import calibration_error
 
 
 def results_of(**auc: list[list[float]]) -> dict:
@@ -200,7 +199,7 @@ def test_calibration_error_is_that_found_by_hand():
     y = np.array([0, 0, 1, 1, 0])
     p = np.array([0.95, 0.95, 0.95, 0.62, 0.41])  # of class 0; the last says class 1 with 0.59
     gaps = abs(2 / 3 - 0.95) * 3 + abs(0 - 0.62) + abs(0 - 0.59)
-    found = calibration_error(y, np.stack([p, 1 - p], axis=1))
+    found = accuracy.calibration_error(y, np.stack([p, 1 - p], axis=1))
     assert found == pytest.approx(gaps / 5)
     sides = {"weft": (lambda x: Noting([]), "1")}
     results = accuracy.run(sides, ["iris"], {"tables": {}, "sides": {}})

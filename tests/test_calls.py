@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft import Causal, Documents, Layout, MaskMod
-from weft.models.bind_on_same_ranks import bound_beside
+from weft.models.bind_on_same_ranks import bind_on_same_ranks
 from weft.pair.triangle import TriangleMultiplication
 from weft.routing import RoutedAttention
 from weft.runtime import handles
@@ -562,7 +562,7 @@ MOVES = {
     "sum of heads": lambda layout, x: layout.sum(x, "heads"),
     "gather": lambda layout, x: layout.gather(x, {"tokens": 1}),
     "redistribute": lambda layout, x: layout.redistribute(
-        x, bound_beside(layout, Layout.parse("columns: ring=2")), {"tokens": 1, "columns": 2}
+        x, bind_on_same_ranks(layout, Layout.parse("columns: ring=2")), {"tokens": 1, "columns": 2}
     ),
     "attention": lambda layout, x: weft.attention(*[x[:, None]] * 3, layout, "tokens"),
     "routed": lambda layout, x: RoutedAttention(

@@ -17,7 +17,7 @@ from weft.comm import P2PBatch, Transport, control, run_threads
 from weft.comm.channel import Channel
 from weft.comm.processes import ProcessTransport
 from weft.launch import failures
-from weft.models.bind_on_same_ranks import bound_beside
+from weft.models.bind_on_same_ranks import bind_on_same_ranks
 from weft.runtime.redistribute import _moving, placement
 
 
@@ -157,10 +157,10 @@ def _beside(rank: int) -> tuple[float, str]:
     declared = Layout.parse("columns: ring=2")
     ring = Layout.parse("rows: ring=2").bind(mesh["cp"], {"ring": "cp"}, timeout=20)
     with pytest.raises(DeclarationError) as refused:
-        bound_beside(ring, declared)
-    assert bound_beside(ring, declared.bind(mesh["cp"], {"ring": "cp"})).is_bound
+        bind_on_same_ranks(ring, declared)
+    assert bind_on_same_ranks(ring, declared.bind(mesh["cp"], {"ring": "cp"})).is_bound
     whole = Layout.parse("rows: ring=4").build("cpu", timeout=20)
-    other = bound_beside(whole, Layout.parse("columns: ulysses=4"))
+    other = bind_on_same_ranks(whole, Layout.parse("columns: ulysses=4"))
     dist.barrier()
     return other.bound.timeout.total_seconds(), str(refused.value)
 

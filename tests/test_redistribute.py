@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from weft import Layout, traffic
 from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError
-from weft.models.bind_on_same_ranks import bound_beside
+from weft.models.bind_on_same_ranks import bind_on_same_ranks
 
 DIMS = {"batch": 0, "rows": 1, "columns": 3}
 LINES = [
@@ -51,7 +51,7 @@ def _move(first: Layout, second: Layout, rows: int = 5, columns: int = 7):
 def test_values_and_gradients_arrive_whatever_the_two_meshes(before, after):
     def rank(transport):
         first = _declared(before).on(transport)
-        _move(first, bound_beside(first, _declared(after)))
+        _move(first, bind_on_same_ranks(first, _declared(after)))
 
     run_threads(dict(_declared(before).mesh), rank)
 
@@ -66,7 +66,7 @@ def test_values_and_gradients_arrive_whatever_the_two_meshes(before, after):
 def test_any_lengths_even_fewer_than_ranks(before, after, rows, columns):
     def rank(transport):
         first = _declared(before).on(transport)
-        _move(first, bound_beside(first, _declared(after)), rows, columns)
+        _move(first, bind_on_same_ranks(first, _declared(after)), rows, columns)
 
     run_threads(dict(_declared(before).mesh), rank)
 
@@ -74,7 +74,7 @@ def test_any_lengths_even_fewer_than_ranks(before, after, rows, columns):
 def test_only_what_a_rank_lacks_travels_and_is_counted():
     def rank(transport):
         first = _declared("rows: ring=4").on(transport)
-        second = bound_beside(first, _declared("columns: ulysses=4"))
+        second = bind_on_same_ranks(first, _declared("columns: ulysses=4"))
         x = torch.zeros(2, 8, 3, 8)
         local = first.shard(x, DIMS).requires_grad_()
         with traffic(first) as moved:
@@ -97,7 +97,7 @@ def test_the_gradient_of_a_weight_is_complete_once_summed_over_ranks(before, aft
 
     def rank(transport):
         first = _declared(before).on(transport)
-        second = bound_beside(first, _declared(after))
+        second = bind_on_same_ranks(first, _declared(after))
         weight = first.shard(x, {"rows": 0}).clone().requires_grad_()
         moved = first.redistribute(weight, second, dims, {"rows": 5})
         assert torch.equal(moved, second.shard(x, {"rows": 0}))
@@ -116,7 +116,7 @@ def _processes(rank: int) -> None:
         first = _declared(before)
         bound = first.build("cpu", timeout=60)
         first = bound if isinstance(bound, Layout) else first
-        _move(first, bound_beside(first, _declared(after)))
+        _move(first, bind_on_same_ranks(first, _declared(after)))
 
 
 def test_real_ranks_do_the_same(pool):
@@ -126,7 +126,7 @@ def test_real_ranks_do_the_same(pool):
 def test_refuses_other_ranks_unnamed_axes_and_wrong_chunks():
     def rank(transport):
         first = _declared("rows: ring=4").on(transport)
-        second = bound_beside(first, _declared("columns: ulysses=4"))
+        second = bind_on_same_ranks(first, _declared("columns: ulysses=4"))
         with pytest.raises(DeclarationError, match=r"must be bound on the same ranks.* 4 and 1"):
             first.redistribute(torch.zeros(2, 2), Layout.single(), {"rows": 0})
         with pytest.raises(DeclarationError, match=r"'columns: ulysses=4' splits axis 'columns'"):

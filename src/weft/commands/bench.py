@@ -201,7 +201,7 @@ class _Model:
 
 def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str | None) -> _Model:
     from ..models import ModelSpec, check_fit
-    from ..train.streams import KINDS
+    from ..train.data import KINDS
     from ..train.work import lengths_of_model
 
     if name[:1].isdigit() and not Path(name).exists():

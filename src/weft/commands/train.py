@@ -180,7 +180,7 @@ def _refuse_early(
     spec: ModelSpec, evaluate: bool, resume: bool, checkpoint_dir: Path | None
 ) -> None:
     """Raise early for errors that would only show at the end, or on every rank."""
-    from ..train.streams import check_trains
+    from ..train.data import check_trains
 
     check_trains(spec)
     if resume and checkpoint_dir is None:

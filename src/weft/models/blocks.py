@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Given:
+class BlockInputs:
     """The inputs of a model's blocks other than x.
 
     `lengths` are global, of every attended axis; `contexts`, `masks` (or their parameters) and
@@ -95,7 +95,7 @@ class Attend(nn.Module):
         self.attention = kind(spec.sizes.embed, heads, **options)
         self.bias = build_bias(block.bias, heads, len(block.attend), generator)
 
-    def forward(self, x: Tensor, given: Given) -> Tensor:
+    def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x, local, as the block's layout shards it."""
         if given.cache is not None:
             return self._with_cache(x, given, given.cache)
@@ -121,7 +121,7 @@ class Attend(nn.Module):
         return x + out
 
     def _with_cache(
-        self, x: Tensor, given: Given, cache: KeyValueCache | CacheRecording | DecodeCache
+        self, x: Tensor, given: BlockInputs, cache: KeyValueCache | CacheRecording | DecodeCache
     ) -> Tensor:
         """x attends to the keys and values of the cache, after one in the making took its own.
 
@@ -160,7 +160,7 @@ class Carry(nn.Module):
             generator=generator,
         )
 
-    def forward(self, x: Tensor, given: Given) -> Tensor:
+    def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x, local, as the layout shards it."""
         documents = given.within
         if documents is not None and not isinstance(documents, Documents):
@@ -188,7 +188,7 @@ class Triangle(nn.Module):
             generator=generator,
         )
 
-    def forward(self, x: Tensor, given: Given) -> Tensor:
+    def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x, local, as the layout shards it."""
         return x + self.triangle(self.norm(x), given.lengths)
 
@@ -206,7 +206,7 @@ class Mlp(nn.Module):
         self.down = linear(block.mlp, spec.sizes.embed, generator)
         self.gate = linear(spec.sizes.embed, block.mlp, generator) if block.gated else None
 
-    def forward(self, x: Tensor, given: Given) -> Tensor:
+    def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x, local, on any placement."""
         y = self.norm(x)
         hidden = self.activation(self.up(y))

@@ -26,7 +26,7 @@ from ..layout import Layout
 from ..nn.sequences import gathered_lengths
 from ..plan.redistribute import Placed, plan_redistribution
 from ..runtime.fetch import fetch
-from .bind_on_same_ranks import bound_beside
+from .bind_on_same_ranks import bind_on_same_ranks
 from .cache_folder import read_cache, write_cache
 from .model import Model
 
@@ -186,7 +186,7 @@ class KeyValueCache:
             ShapeError: as for `save`.
         """
         if layout.transport is None:
-            layout = bound_beside(self.layout, layout)
+            layout = bind_on_same_ranks(self.layout, layout)
         if (layout.world_size, layout.rank) != (self.layout.world_size, self.layout.rank):
             raise DeclarationError(
                 f"the cache is sharded over {self.layout.world_size} ranks, and layout"

@@ -15,7 +15,7 @@ from ..layout import Layout
 from ..nn.attention import check_heads
 from ..nn.reproducible import make_reproducible
 from ..plan.state import by_heads, check_carried
-from .bind_on_same_ranks import bound_beside
+from .bind_on_same_ranks import bind_on_same_ranks
 from .blocks import routes
 from .model import Model
 from .trunk import Trunk
@@ -105,7 +105,7 @@ def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layo
                 f" model's own layout, so route these axes there (layout=...), or give {kind!r} a"
                 " layout without routing, such as a ring"
             )
-    return bound_beside(layout, found)
+    return bind_on_same_ranks(layout, found)
 
 
 def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from ..comm import collectives
 from ..declare.layout_file import HEADS
 from ..layout import Layout
 from ..nn.parameters import HeadWeight, local
-from .blocks import Given
+from .blocks import BlockInputs
 
 
 class Lent(nn.Module):
@@ -49,7 +49,7 @@ class Lent(nn.Module):
         }
         self.layout, self._home = away, home
 
-    def forward(self, x: Tensor, given: Given) -> Tensor:
+    def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x and the block's inputs are placed by the block's layout."""
         weights = {name: self._weight(name, p) for name, p in self.named_parameters()}
         return functional_call(self._runner[0], weights, (x, given))
@@ -72,9 +72,9 @@ def lend(t: Tensor, home: Layout, away: Layout, dims: Sequence[str]) -> Tensor:
     return collectives.invariant_to_replicate(shared, dims, away.bound)
 
 
-def lend_given(
-    given: Given, home: Layout, away: Layout, context_axes: Mapping[str, Sequence[str]]
-) -> Given:
+def lend_inputs(
+    given: BlockInputs, home: Layout, away: Layout, context_axes: Mapping[str, Sequence[str]]
+) -> BlockInputs:
     """Contexts and pair biases as `away` wants them."""
     contexts = {}
     for name, t in given.contexts.items():
@@ -85,6 +85,6 @@ def lend_given(
     return dataclasses.replace(given, contexts=contexts, biases=biases)
 
 
-def _lengths(given: Given, context: str, axes: Mapping[str, int]) -> dict[str, int]:
+def _lengths(given: BlockInputs, context: str, axes: Mapping[str, int]) -> dict[str, int]:
     found = {a: given.lengths.get(f"{context}.{a}", given.lengths.get(a)) for a in axes}
     return {a: n for a, n in found.items() if n is not None}

@@ -17,12 +17,12 @@ from ..layout import Layout
 from ..masks import Mask
 from ..nn.parameters import replicate
 from ..nn.sequences import gathered_lengths
-from .blocks import Attend, Carry, Given, Mlp, Triangle, norm
+from .blocks import Attend, BlockInputs, Carry, Mlp, Triangle, norm
 from .cache import CacheRecording, KeyValueCache
 from .decode_cache import DecodeCache
 from .encodable import encodable_blocks, is_mixed
 from .model import Model
-from .relayout import Lent, lend_given
+from .relayout import Lent, lend_inputs
 
 KINDS = {AttendBlock: Attend, CarryBlock: Carry, MlpBlock: Mlp, TriangleBlock: Triangle}
 
@@ -104,7 +104,7 @@ class Trunk(Model):
             ShapeError: tensors without these axes, or a context that is missing.
             DeclarationError: a mask's parameter that neither the file nor the call has.
         """
-        given = Given(lengths or {}, contexts or {}, masks or {}, biases or {}, within)
+        given = BlockInputs(lengths or {}, contexts or {}, masks or {}, biases or {}, within)
         self._check(x, given)
         cached = () if cache is None else self._cached(x, given, cache)
         here, lent = self.layout, {}
@@ -120,7 +120,7 @@ class Trunk(Model):
             x, here = self._move(x, here, there, given), there
             if here is not self.layout and here not in lent:
                 axes = {name: c.axes for name, c in self.spec.context.items()}
-                lent[here] = lend_given(given, self.layout, here, axes)
+                lent[here] = lend_inputs(given, self.layout, here, axes)
             one = lent.get(here, given)
             if number in cached:
                 one = dataclasses.replace(one, cache=cache, number=number)
@@ -194,7 +194,7 @@ class Trunk(Model):
         return CacheRecording(self.layout, self.spec.axes, axis, blocks, whole)
 
     def _cached(
-        self, x: Tensor, given: Given, cache: KeyValueCache | CacheRecording | DecodeCache
+        self, x: Tensor, given: BlockInputs, cache: KeyValueCache | CacheRecording | DecodeCache
     ) -> tuple[int, ...]:
         """The numbers of the blocks that attend to the cache, which fits this model and x."""
         if given.within is not None:
@@ -206,7 +206,7 @@ class Trunk(Model):
         cache.check_fit(self.spec, self.layout, x.shape, given.lengths)
         return encodable_blocks(self.spec, self.blocks, cache.axis)
 
-    def _move(self, x: Tensor, before: Layout, after: Layout, given: Given) -> Tensor:
+    def _move(self, x: Tensor, before: Layout, after: Layout, given: BlockInputs) -> Tensor:
         if before is after:
             return x
         dims = {name: i for i, name in enumerate(self.spec.axes[:-1])}
@@ -245,7 +245,7 @@ class Trunk(Model):
                     f"{did_you_mean(name, known)}"
                 )
 
-    def _check(self, x: Tensor, given: Given) -> None:
+    def _check(self, x: Tensor, given: BlockInputs) -> None:
         spec = self.spec
         if x.dim() != len(spec.axes) or x.shape[-1] != spec.sizes.embed:
             raise ShapeError(

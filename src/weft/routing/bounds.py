@@ -25,8 +25,8 @@ from ..plan.plan import Plan
 from ..plan.predict import forecast_of, plan_for
 from ..plan.problem import Problem
 from . import router as routes
-from .attention import all_blocks, blocks_per_rank, check_routed
 from .fetch import BlockPartition
+from .geometry import all_blocks, blocks_per_rank, check_routed
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ from ..layout import Layout
 from ..masks import Full, Mask
 from ..nn.attention import MultiAxisAttention
 from ..nn.geometry import Axis
-from .attention import Routes, blocks_per_rank, check_routed, routed_attention
+from .attention import Routes, routed_attention
+from .geometry import blocks_per_rank, check_routed
 from .router import Router
 
 

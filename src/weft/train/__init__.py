@@ -1,10 +1,9 @@
 """Training: data drawn on the fly, data parallelism, clipping, the loop and its records."""
 
 from .batches import PackedBatch, PackedReader, TokenDataset, TokenFile
-from .data import TrainingBatch
+from .data import TrainingBatch, stream
 from .gradients import clip_grad_norm_
 from .monitor import Record
-from .streams import stream
 from .trainer import Run, fit
 from .wrappers import data_parallel
 

@@ -67,7 +67,7 @@ def clip_grad_norm_(
     split = head_parameters(parameters) if isinstance(parameters, nn.Module) else ()
     given = [(p, p.grad) for p in _listed(parameters) if p.grad is not None]
     found = [shard_of(grad, layout, p in split) for p, grad in given]
-    beyond = [_lies_beyond(grad, layout) for _, grad in given]
+    beyond = [_is_beyond(grad, layout) for _, grad in given]
     counted = [x.local for x, far in zip(found, beyond) if x.first and not far]
     device = found[0].local.device if found else "cpu"
     squares = torch.zeros((), dtype=torch.float64, device=device)
@@ -89,7 +89,7 @@ def clip_grad_norm_(
                 " have no one norm; call layout.sync_gradients(model) before clip_grad_norm_"
                 f"{'' if of_model else ', and give it the model, which knows its split heads'}"
             )
-    far = [g for _, g in given if isinstance(g, DTensor) and _lies_beyond(g, layout)]
+    far = [g for _, g in given if isinstance(g, DTensor) and _is_beyond(g, layout)]
     squares = squares + _beyond(far, squares)
     if stages is not None:
         squares = _over(stages, squares)
@@ -112,12 +112,12 @@ def _square(local: Tensor) -> Tensor:
 
 def _is_over(grad: Tensor, dims: Sequence[str], layout: Layout) -> TypeGuard[DTensor]:
     """True if a gradient is a DTensor over these mesh dims only."""
-    if not isinstance(grad, DTensor) or _lies_beyond(grad, layout):
+    if not isinstance(grad, DTensor) or _is_beyond(grad, layout):
         return False
     return {*(grad.device_mesh.mesh_dim_names or ("",))} <= {*layout.device_dims(dims)}
 
 
-def _lies_beyond(grad: Tensor, layout: Layout) -> bool:
+def _is_beyond(grad: Tensor, layout: Layout) -> bool:
     """True if ranks outside the layout hold parts of a gradient."""
     if not isinstance(grad, DTensor):
         return False
@@ -165,8 +165,8 @@ def _refuse_stages(layout: Layout) -> None:
         return
     whole = root_of(mesh)
     names, own = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    beside = [name for name in names if name not in own and whole.size(names.index(name)) > 1]
-    for name in beside:
+    others = [name for name in names if name not in own and whole.size(names.index(name)) > 1]
+    for name in others:
         if name.lower() in _STAGES:
             raise UnsupportedError(
                 f"the layout is bound to mesh dims {own} of {names}, and ranks along {name!r} hold"

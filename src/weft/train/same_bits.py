@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..layout import Layout
 from ..models import ModelSpec, compose
 from ..threads import on_threads
+from .data import stream
 from .step import take_step
-from .streams import stream
 
 #: What a model's training steps give, in the order in which it is computed: name -> whole tensor.
 Trace = dict[str, Tensor]

@@ -24,9 +24,9 @@ from ..models.cache import spec_digest
 from ..routing import set_progress
 from ..routing.report import figures, observe
 from ..tables.evaluation import TABLES, Result, curves, evaluate, results_table
+from .data import stream
 from .monitor import Monitor, Record
 from .step import take_step
-from .streams import stream
 from .wrappers import data_parallel
 
 FILE = "model file"  # whose digest a checkpoint's notes have by this name

@@ -20,7 +20,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mea
 from ..layout import Layout
 from ..masks import Full
 from ..models import compose
-from .streams import stream
+from .data import stream
 
 #: Tokens of an axis of which neither the user nor the model file says a length.
 LENGTH = 16

@@ -31,7 +31,7 @@ from ..._digest import number_of
 from ...comm.channel import Channel
 from ...errors import DeclarationError, ShapeError, UnsupportedError
 from ...layout import Layout
-from ...models.bind_on_same_ranks import bound_beside
+from ...models.bind_on_same_ranks import bind_on_same_ranks
 from ...models.cache_folder import numbers_at
 from ...plan.held import BLOCK, Held, moves
 from ...plan.order import positions, shard_spans
@@ -229,7 +229,7 @@ class ShardedCache(DynamicCache):
             DeclarationError: other ranks, a layout that does not know the axis, or mesh dims that
                 do not split it. To go to another number of ranks, save it and load it there.
         """
-        there = bound_beside(self.layout, layout)
+        there = bind_on_same_ranks(self.layout, layout)
         check_axis(there, self.shards.axis)
         if (there.world_size, there.rank) != (self.layout.world_size, self.layout.rank):
             raise DeclarationError(
