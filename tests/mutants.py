@@ -1417,20 +1417,20 @@ BUGS = (
     Bug(
         "silu is torch's",
         "nn/reproducible.py",
-        "    F.silu: _silu,\n",
+        "    F.silu: _alone(activations.silu),\n",
         "",
         "reproducible_training reproducible_transformers",
     ),
     Bug(
         "gelu is torch's",
         "nn/reproducible.py",
-        "    F.gelu: _gelu,\n",
+        "    F.gelu: _alone(activations.gelu),\n",
         "",
         "reproducible_training",
     ),
     Bug(
         "sigmoid's gradient is that of a line",
-        "nn/reproducible.py",
+        "nn/activations.py",
         "return (1.0 - s).mul_(s)",
         "return 1.0 - s",
         "reproducible_training reproducible_transformers",

@@ -1,4 +1,4 @@
-"""What surrounds attention, computed so that no layout changes a bit of it.
+"""Functions around attention, computed so that no layout changes a bit of them.
 
 While a module on a reproducible layout runs forward, a mode of torch stands in for the functions
 whose bits, or whose weights' gradients, depend on which tokens a rank has:
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,13 +26,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ..comm.once_differentiable import once
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Documents
 from ..recurrence import halo
 from ..runtime.exact_sums import ExactSums, exact_linear, lookup, spread
+from . import activations
 
 #: On a tensor that was made of weights alone.
 _OF_WEIGHTS = "weft_of_weights"
@@ -410,98 +409,9 @@ def _addmm(
     return made if made is NotImplemented else _weighted(sums, made, None, input)
 
 
-#: Numbers that a function is computed of at once: they stay in a core's cache, and on one thread.
-_CHUNK = 2**15
-
-
-def _by_chunk(function: Callable[..., Tensor], *of: Tensor) -> Tensor:
-    """A function element by element, in fp32 at least, of tensors of one shape."""
-    made = torch.empty_like(of[0], memory_format=torch.contiguous_format)
-    dtype = torch.promote_types(made.dtype, torch.float32)
-    parts = zip(*(t.contiguous().view(-1).split(_CHUNK) for t in of))
-    for out, part in zip(made.view(-1).split(_CHUNK), parts):
-        out.copy_(function(*(t.to(dtype) for t in part)))
-    return made
-
-
-class _Pointwise(torch.autograd.Function):
-    """f(x), of which `slope` is the derivative."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, f: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.slope = slope
-        return _by_chunk(f, x)
-
-    @staticmethod
-    @once("a reproducible activation", linear=False)
-    def backward(ctx: Any, saved: tuple, above: Tensor) -> tuple:
-        slope = ctx.slope
-        return _by_chunk(lambda g, x: slope(x).mul_(g), above, *saved), None, None
-
-
-def _sigmoid_of(x: Tensor) -> Tensor:
-    return torch.neg(x).exp_().add_(1.0).reciprocal_()
-
-
-def _sigmoid_slope(x: Tensor) -> Tensor:
-    s = _sigmoid_of(x)
-    return (1.0 - s).mul_(s)
-
-
-def _silu_slope(x: Tensor) -> Tensor:
-    s = _sigmoid_of(x)
-    return (1.0 - s).mul_(x).add_(1.0).mul_(s)
-
-
-def _softplus_of(x: Tensor) -> Tensor:
-    return torch.relu(x).add_(x.abs().neg_().exp_().add_(1.0).log_())
-
-
-def _normal(x: Tensor) -> Tensor:
-    """The share of a normal distribution up to x."""
-    return (x * math.sqrt(0.5)).erf_().add_(1.0).mul_(0.5)
-
-
-def _gelu_slope(x: Tensor) -> Tensor:
-    density = (x * x).mul_(-0.5).exp_().mul_(1.0 / math.sqrt(2.0 * math.pi))
-    return density.mul_(x).add_(_normal(x))
-
-
-def _tanh_in_gelu(x: Tensor) -> Tensor:
-    inner = (x * x).mul_(x).mul_(0.044715).add_(x)
-    return inner.mul_(math.sqrt(2.0 / math.pi)).tanh_()
-
-
-def _tanh_gelu_slope(x: Tensor) -> Tensor:
-    t = _tanh_in_gelu(x)
-    slope = (x * x).mul_(3 * 0.044715).add_(1.0).mul_(x).mul_(math.sqrt(2.0 / math.pi))
-    return slope.mul_(1.0 - t * t).add_(t).add_(1.0).mul_(0.5)
-
-
-def _sigmoid(sums: ExactSums, func: Callable, input: Tensor) -> Tensor:
-    return _Pointwise.apply(input, _sigmoid_of, _sigmoid_slope)
-
-
-def _silu(sums: ExactSums, func: Callable, input: Tensor, inplace: bool = False) -> Tensor:
-    return _Pointwise.apply(input, lambda x: _sigmoid_of(x).mul_(x), _silu_slope)
-
-
-def _gelu(sums: ExactSums, func: Callable, input: Tensor, approximate: str = "none") -> Tensor:
-    if approximate == "none":
-        return _Pointwise.apply(input, lambda x: _normal(x).mul_(x), _gelu_slope)
-    f = lambda x: _tanh_in_gelu(x).add_(1.0).mul_(x).mul_(0.5)  # noqa: E731
-    return _Pointwise.apply(input, f, _tanh_gelu_slope)
-
-
-def _softplus(
-    sums: ExactSums, func: Callable, input: Tensor, beta: float = 1.0, threshold: float = 20.0
-) -> Tensor:
-    return _Pointwise.apply(
-        input, lambda x: _softplus_of(x * beta).div_(beta), lambda x: _sigmoid_of(x * beta)
-    )
+def _alone(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The rule of a function of single numbers, which needs no sums."""
+    return lambda sums, func, *args, **kwargs: function(*args, **kwargs)
 
 
 _RULES: dict[Callable, Callable] = {
@@ -513,8 +423,8 @@ _RULES: dict[Callable, Callable] = {
     **dict.fromkeys((F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout), _dropout),
     torch.dropout: _dropout,
     **dict.fromkeys((torch.matmul, torch.mm, Tensor.matmul, Tensor.mm, Tensor.__matmul__), _matmul),
-    F.silu: _silu,
-    F.gelu: _gelu,
-    F.softplus: _softplus,
-    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, F.sigmoid), _sigmoid),
+    F.silu: _alone(activations.silu),
+    F.gelu: _alone(activations.gelu),
+    F.softplus: _alone(activations.softplus),
+    **dict.fromkeys((torch.sigmoid, Tensor.sigmoid, F.sigmoid), _alone(activations.sigmoid)),
 }
