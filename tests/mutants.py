@@ -1540,8 +1540,8 @@ BUGS = (
     Bug(
         "weft check does not look at gradients",
         "commands/check.py",
-        "good = all(c.ok for compared in found for c in compared)",
-        "good = all(c.ok for compared in found for c in compared[:2])",
+        "good = all(c.ok for compared in comparisons for c in compared)",
+        "good = all(c.ok for compared in comparisons for c in compared[:2])",
         "cli",
     ),
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,29 +121,22 @@ def check(
     ranks = options.ranks_of(chosen, nproc)
     axes = options.attended(chosen, axis)
     batch = options.batch_of(batch, mask, _parts(chosen.resolve(ranks), axes))
-    kv_heads = heads if kv_heads is None else kv_heads
     if dtype is None:  # gradients in float64 are refused there
         dtype = "float32" if chosen.reproducible else options.CHECKED_DTYPE
-    known, cases = options.known_axes(chosen), []
-    for one in axes:
-        options.refuse_joint_keys(keys, one)
-        n = options.lengths_of(length, one, known)
-        case = Case(
-            name=mask,
-            n=n,
-            m=None if keys is None else (keys,),
-            batch=batch,
-            heads=heads,
-            kv_heads=kv_heads,
-            dim=head_dim,
-            mask=mask_named(mask, math.prod(n), math.prod(n) if keys is None else keys, batch),
-            seed=seed,
-            axis=one,
-            dtype=options.dtype_named(dtype),
-            spread=spread,
-            backward=backward,
-        )
-        cases.append(case)
+    sizes = Case(
+        name=mask,
+        n=0,
+        m=None if keys is None else (keys,),
+        batch=batch,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        dim=head_dim,
+        seed=seed,
+        dtype=options.dtype_named(dtype),
+        spread=spread,
+        backward=backward,
+    )
+    cases = [_along(sizes, one, length, options.known_axes(chosen)) for one in axes]
     if symbolic:
         _prove(chosen.resolve(ranks), cases)
         return
@@ -158,15 +152,31 @@ def check(
     if result is None:  # not the rank that answers
         return
     comparisons, run = result
-    if timeline and run and recorded:
-        run.draw(timeline, f"{chosen.name}, {recorded.axis}, {mask}, recorded")
-        console().print(f"timeline: {timeline}", markup=False, soft_wrap=True)
-    if trace and run:
-        run.chrome(trace)
-        console().print(f"trace: {trace}", markup=False, soft_wrap=True)
+    if run is not None:
+        _write(run, f"{chosen.name}, {cases[0].axis}, {mask}, recorded", timeline, trace)
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
     if not _show(chosen, cases, comparisons, where):
         raise typer.Exit(1)
+
+
+def _along(sizes: Case, axis: str, length: str, known: Collection[str]) -> Case:
+    """The case of one attended axis, with its lengths and its mask."""
+    keys = None if sizes.m is None else sizes.keys
+    options.refuse_joint_keys(keys, axis)
+    lengths = options.lengths_of(length, axis, known)
+    n = math.prod(lengths)
+    mask = mask_named(sizes.name, n, n if keys is None else keys, sizes.batch)
+    return replace(sizes, axis=axis, n=lengths, mask=mask)
+
+
+def _write(run: Timeline, title: str, timeline: Path | None, trace: Path | None) -> None:
+    """Write the recorded run as a picture and as a Chrome trace, where they were asked for."""
+    if timeline is not None:
+        run.draw(timeline, title)
+        console().print(f"timeline: {timeline}", markup=False, soft_wrap=True)
+    if trace is not None:
+        run.chrome(trace)
+        console().print(f"trace: {trace}", markup=False, soft_wrap=True)
 
 
 def _parts(layout: Layout, axes: Sequence[str]) -> int:
@@ -265,12 +275,15 @@ def _attend(layout: Layout, case: Case, device: str) -> None:
     return (attend_routed_once if routed else attend_once)(layout, case, device)
 
 
-def _show(layout: Layout, cases: list[Case], found: list[list[Comparison]], where: str) -> bool:
+def _show(
+    layout: Layout, cases: list[Case], comparisons: list[list[Comparison]], where: str
+) -> bool:
+    """Print a table per case and the verdict; True if every tensor is exact."""
     out = console()
     routed = any(is_routed(layout, case.axes) for case in cases)
     reference = "routing by its definition" if routed else "softmax attention"
     out.print(f"[bold]{escape(layout.name)}[/]: {where}, against {reference} in fp64 on one")
-    for case, compared in zip(cases, found):
+    for case, compared in zip(cases, comparisons):
         keys = f" x {case.keys} keys" if case.m is not None else ""
         title = (
             f"{case.axis}: {_sizes(case)}{keys}, batch {case.batch}, heads "
@@ -279,7 +292,7 @@ def _show(layout: Layout, cases: list[Case], found: list[list[Comparison]], wher
             f"{'' if case.spread == 1 else f', spread {case.spread:g}'}"
         )
         out.print(comparisons_table(title, compared))
-    good = all(c.ok for compared in found for c in compared)
+    good = all(c.ok for compared in comparisons for c in compared)
     out.print("[green]exact[/]" if good else "[bold red]not exact[/]")
     return good
 

@@ -11,7 +11,6 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from ..comm.world import check_inside_node
 from ..declare.hardware import Hardware
 from ..declare.model_file import ModelSpec
 from ..declare.one_line import is_line
@@ -77,7 +76,7 @@ def explain(
     mask: options.Mask = options.MASK,
     order: options.Order = None,
     dtype: options.DType = options.PLANNED_DTYPE,
-    device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
+    device: options.PlannedDevice = "cpu",
     nproc: options.Nproc = None,
     hardware: Annotated[
         str | None,
@@ -98,12 +97,7 @@ def explain(
             show_default="not checked",
         ),
     ] = None,
-    gradients: Annotated[
-        str | None,
-        options.of_run(
-            "What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"
-        ),
-    ] = None,
+    gradients: options.Gradients = None,
     every_rank: Annotated[
         bool,
         options.of_run("Read every rank's plan, however many there are."),
@@ -158,71 +152,57 @@ def explain(
             f"{names[0]!r} is no model, and one layout is explained at a time; `weft plan` compares"
             " layouts for an attention call, `weft explain MODEL LAYOUT...` for a model"
         )
-    options.refuse_given(context, ["gradients"], "an attention call has none to sum; name a model")
-    layout, length = names[0], length or options.LENGTH
-    declared = options.layout_named(layout, order, axis)
-    chosen = declared.resolve(options.ranks_of(declared, nproc))
-    if ranks_per_node:
-        nodes = {rank: f"node {rank // ranks_per_node}" for rank in range(chosen.world_size)}
-        check_inside_node(chosen.inside_node, nodes, chosen.mesh, chosen.source)
-    axis = options.attended(chosen, axis or options.first_axis(chosen))[0]
-    if is_line(layout):
+    options.refuse_given(context, ["gradients"], options.NO_GRADIENTS)
+    declared = options.layout_named(names[0], order, axis)
+    layout = declared.resolve(options.ranks_of(declared, nproc))
+    options.refuse_split_nodes(layout, ranks_per_node)
+    axis = options.attended(layout, axis or options.first_axis(layout))[0]
+    if is_line(names[0]):
         console().print("the line stands for this file:\n")
-        console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
+        console().print(layout.to_toml() + "\n", markup=False, soft_wrap=True)
     problem = options.problem_of(
         axis,
-        options.lengths_of(length, axis, options.known_axes(chosen)),
+        options.lengths_of(length or options.LENGTH, axis, options.known_axes(layout)),
         keys=keys,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         batch=batch,
-        parts=chosen.batch_parts(axis.split("+")),
+        parts=layout.batch_parts(axis.split("+")),
         mask=mask,
         dtype=dtype,
         device=device,
     )
-    if is_routed(chosen, problem.axes):
+    if is_routed(layout, problem.axes):
         if score_matrix or timeline:
-            options.refuse_routed_axis(chosen, axis)
+            options.refuse_routed_axis(layout, axis)
         why = "what a routed layout moves and computes depends on the router's weights"
         options.refuse_given(context, ["hardware", "state", "every_rank", "device"], why)
-        _print_routed(chosen, axis, problem)
+        _print_routed(layout, axis, problem)
         return
-    if chosen.world_size > MOST_PLANNED:
+    if layout.world_size > MOST_PLANNED:
         raise ShapeError(
-            f"{chosen.source}: {chosen.world_size:,} ranks are more than the {MOST_PLANNED:,} that "
+            f"{layout.source}: {layout.world_size:,} ranks are more than the {MOST_PLANNED:,} that "
             "are planned here"
         )
-    if hardware is not None:
-        Hardware.load(hardware)  # refused before anything is planned
-    what = f"planning {chosen.world_size:,} ranks"
-    with console().status(what), options.still_here(what):
-        read = reading(chosen, problem, every_rank)
-    _print(chosen, axis, problem, read)
-    if chosen.reproducible:
-        console().print(
-            "reproducible: computed in fixed blocks, merged and summed so that no layout changes a"
-            " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
-            highlight=False,
-        )
-    if state or axis in chosen.carry:
-        _print_states(chosen, axis, problem, hardware)
-    if hardware is not None:
-        _print_times(chosen, problem, Hardware.load(hardware), f"on {hardware}")
-    elif chosen.rates:
-        machine = rates_for(problem.device, chosen.rates)
-        try:
-            _print_times(chosen, problem, machine, f"at {_rated(chosen)}")
-        except UnsupportedError as error:  # too many ranks: nobody asked for times
-            console().print(f"no predicted times: {error}", markup=False)
+    machine = None if hardware is None else Hardware.load(hardware)
+    work = f"planning {layout.world_size:,} ranks"
+    with console().status(work), options.still_here(work):
+        read = reading(layout, problem, every_rank)
+    _print(layout, axis, problem, read)
+    if state or axis in layout.carry:
+        _print_states(layout, axis, problem, machine)
+    if machine is not None:
+        _print_times(layout, problem, machine, f"on {hardware}")
+    elif layout.rates:
+        _print_rated_times(layout, problem)
     if score_matrix or timeline:
-        plans = list(plans_for(chosen, problem, range(chosen.world_size)))
-        _draw(plans, f"{chosen.name}, {axis}, {mask}", score_matrix, timeline)
+        plans = list(plans_for(layout, problem, range(layout.world_size)))
+        _draw(plans, f"{layout.name}, {axis}, {mask}", score_matrix, timeline)
 
 
 def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
-    """What a routed call moves at least and at most: which blocks travel depends on weights."""
+    """Least and most bytes of a routed call: which blocks travel depends on weights."""
     out = console()
     _print_rules(layout, axis, {})
     routing = routing_options(layout, problem.axes)
@@ -239,9 +219,9 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
     bounds = [routed_bounds(layout, problem, routing, r) for r in _some_ranks(layout.world_size)]
     for backward in (False, True):
         out.print(_routed(bounds, backward))
-    whole = words.nbytes(ring_bytes(layout, problem, 0))
+    as_ring = words.nbytes(ring_bytes(layout, problem, 0))
     out.print(
-        f"Which blocks travel depends on the router's weights. All of them would be {whole} to "
+        f"Which blocks travel depends on the router's weights. All of them would be {as_ring} to "
         "rank 0, forward, as in a ring.",
         highlight=False,
     )
@@ -258,8 +238,8 @@ def _routed(bounds: Sequence[Sequence[RoutedBytes]], backward: bool) -> Table:
         right=("rank 0", "any rank"),
     )
     per_rank: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for rank, found in enumerate(bounds):
-        for b in found:
+    for rank, of_rank in enumerate(bounds):
+        for b in of_rank:
             if b.backward == backward:
                 rows = per_rank.setdefault((b.mesh_dim, b.what), [(0, 0)] * len(bounds))
                 rows[rank] = b.least, b.most
@@ -285,22 +265,25 @@ def _some_ranks(ranks: int) -> list[int]:
     return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
 
 
+def _print_rated_times(layout: Layout, problem: Problem) -> None:
+    """Times at the layout's own rates, with those named that are assumed."""
+    links = () if "level" in layout.rates else ("bandwidth", "latency")
+    assumed = [name for name in ("flops", *links) if name not in layout.rates]
+    title = "at the layout's rates" + (f"; {', '.join(assumed)} assumed" if assumed else "")
+    try:
+        _print_times(layout, problem, rates_for(problem.device, layout.rates), title)
+    except UnsupportedError as error:  # too many ranks: nobody asked for times
+        console().print(f"no predicted times: {error}", markup=False)
+
+
 def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str) -> None:
-    """What the call takes on a machine."""
     with console().status("replaying"), options.still_here("replaying the ranks' programs"):
         run = replayed(layout, problem, machine)
     console().print(_on_hardware(run.timing, machine, f"{title}{run.note}"))
 
 
-def _rated(layout: Layout) -> str:
-    """At which rates times are predicted: the layout's, and which of them are assumed."""
-    links = () if "level" in layout.rates else ("bandwidth", "latency")
-    assumed = [name for name in ("flops", *links) if name not in layout.rates]
-    return "the layout's rates" + (f"; {', '.join(assumed)} assumed" if assumed else "")
-
-
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
-    """The times of a call on some hardware, pass by pass, and the bytes of its levels."""
+    """Seconds of each pass on some hardware, and bytes sent at each of its levels."""
     made = tables.table(
         f"predicted times {title}",
         *("pass", "compute alone", "in all"),
@@ -359,7 +342,8 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         highlight=False,
     )
     forecasts = [forecast_of(plan) for plan in plans]
-    unit = p.batch * p.heads * p.n * p.head_dim * p.dtype.itemsize / _chunks(layout, problem.axes)
+    chunks = math.prod(layout.size(axis) for axis in problem.axes)
+    unit = p.batch * p.heads * p.n * p.head_dim * p.dtype.itemsize / chunks
     for backward in (False, True):
         name = "backward" if backward else "forward"
         if any(getattr(f, name).traffic.bytes for f in forecasts):
@@ -372,17 +356,17 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         bounds = [memory_bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
+    if layout.reproducible:
+        out.print(
+            "reproducible: computed in fixed blocks, merged and summed so that no layout changes a"
+            " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
+            highlight=False,
+        )
 
 
-def _print_states(layout: Layout, axis: str, problem: Problem, hardware: str | None) -> None:
-    """What a recurrent layer of these heads receives, where the axis is split."""
+def _print_states(layout: Layout, axis: str, problem: Problem, machine: Hardware | None) -> None:
+    """Bytes that a recurrent layer of these heads receives, where the axis is split."""
     local = next(plans_for(layout, problem, [0])).problem
-    machine = None if hardware is None else Hardware.load(hardware)
     made = tables.states(layout, axis, local, machine)
     console().print()
     console().print(f"nothing is carried along {axis}" if made is None else made)
-
-
-def _chunks(layout: Layout, axes: tuple[str, ...]) -> int:
-    """Into how many chunks the queries are split at rest."""
-    return math.prod(layout.size(axis) for axis in axes)

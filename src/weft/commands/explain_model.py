@@ -10,7 +10,6 @@ import torch
 from rich.markup import escape
 from rich.table import Table
 
-from ..comm.world import check_inside_node
 from ..declare import catalog
 from ..declare.hardware import Hardware
 from ..declare.model_file import ModelSpec
@@ -74,7 +73,7 @@ def explain_model(
     with out.status(what), options.still_here(what):
         for layout in layouts:
             try:
-                rows.append(row(spec, layout, batch, lengths, dtype, way, machine, ranks_per_node))
+                rows.append(_row(spec, layout, batch, lengths, dtype, way, machine, ranks_per_node))
             except WeftError as error:
                 if len(layouts) == 1:
                     raise
@@ -91,7 +90,7 @@ def explain_model(
         out.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def row(
+def _row(
     spec: ModelSpec,
     layout: Layout,
     batch: int,
@@ -102,9 +101,7 @@ def row(
     ranks_per_node: int | None,
 ) -> Row:
     """A layout's row; raises what it refuses."""
-    if ranks_per_node:
-        nodes = {r: f"node {r // ranks_per_node}" for r in range(layout.world_size)}
-        check_inside_node(layout.inside_node, nodes, layout.mesh, layout.source)
+    options.refuse_split_nodes(layout, ranks_per_node)
     check_fit(spec, layout)
     counts = count_steps(layout, spec, batch, lengths, dtype, way)
     most = busiest(counts)

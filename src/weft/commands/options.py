@@ -16,6 +16,7 @@ import typer
 from typer.models import OptionInfo
 
 from .._terminal import Terminal
+from ..comm.world import check_inside_node
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
 from ..inspect.call_plan import device_type
 from ..inspect.picture import writable, writable_file
@@ -99,6 +100,8 @@ Axis = Annotated[
 Length = Annotated[
     str, of_call("Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes.")
 ]
+#: Why an attention call takes no `--gradients`.
+NO_GRADIENTS = "an attention call has none to sum; name a model"
 OF_MODEL = "of a model its file's longest, or 16"
 Keys = Annotated[
     int | None,
@@ -145,6 +148,11 @@ Nproc = Annotated[
     of_run("Number of ranks.", show_default="the size of the layout's mesh", min=1, max=MOST),
 ]
 Device = Annotated[str, of_run("cpu, cuda, or auto: cuda where every rank here has a GPU.")]
+PlannedDevice = Annotated[str, of_run("Whose kernels to plan with: cpu or cuda.")]
+Gradients = Annotated[
+    str | None,
+    of_run("What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"),
+]
 
 Timeout = Annotated[
     float,
@@ -169,11 +177,7 @@ def problem_of(
 ) -> Problem:
     """The call that the options of a command describe, over all ranks.
 
-    Args:
-        axis: the attended one; `a+b` for two.
-        lengths: of each attended axis.
-        parts: how many parts the layout splits the batch into.
-        dtype: its name; also `keys`, `heads` and the others as on the command line.
+    `lengths` are queries of each attended axis; `parts`: into how many the layout splits the batch.
 
     >>> problem_of("tokens", [64], mask="padding:5:7").batch
     2
@@ -209,12 +213,7 @@ def batch_of(batch: int | None, mask: str, parts: int) -> int:
 
 
 def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:
-    """Raise for an option that was given on the command line and would not be read.
-
-    Args:
-        names: of parameters.
-        why: the reason, with the thing that does not read them.
-    """
+    """Raise for an option (parameter name) that was typed and would not be read, and say why."""
     for name in names:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
@@ -286,13 +285,18 @@ def refuse_routed_axis(layout: Layout, axis: str) -> None:
         )
 
 
-def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, ...]:
-    """Global length per attended axis; a number alone is about that of several axes together.
+def refuse_split_nodes(layout: Layout, ranks_per_node: int | None) -> None:
+    """Raise where an inside_node mesh dim would span nodes of this many ranks; None: unchecked."""
+    if ranks_per_node:
+        nodes = {rank: f"node {rank // ranks_per_node}" for rank in range(layout.world_size)}
+        check_inside_node(layout.inside_node, nodes, layout.mesh, layout.source)
 
-    Args:
-        text: a number, or `axis=number` of several axes, whether this call attends them or not.
-        axis: the attended axis; `a+b` for two.
-        known: all axes that `text` may name; any if there are none.
+
+def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, ...]:
+    """Global length per attended axis of `--length`: a number, or `axis=number` of several axes.
+
+    A number alone is about that of several axes together. `known`: all axes that may be named,
+    whether this call attends them or not; any if there are none.
 
     >>> lengths_of("37", "tokens"), lengths_of("rows=8,features=3", "rows+features")
     ((37,), (8, 3))
@@ -386,12 +390,9 @@ def device_for(device: str, ranks: int) -> str:
 
 @contextlib.contextmanager
 def still_here(what: str) -> Iterator[None]:
-    """Print a line every 10 seconds, on stderr, where that is no terminal: the work, its seconds.
+    """Print the work and its seconds every 10 s on stderr, where that is no terminal.
 
     Where a launcher started the ranks, only rank 0 prints.
-
-    Args:
-        what: the work.
     """
     started = already_launched()
     if sys.stderr.isatty() or (started is not None and started.rank != 0):

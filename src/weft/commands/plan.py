@@ -12,22 +12,19 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from ..declare.hardware import Hardware
-from ..declare.one_line import to_toml
 from ..errors import ShapeError, shown
 from ..inspect import tables, words
-from ..inspect.picture import writing
 from ..planner import reasons
 from ..planner.candidates import NAMES
-from ..planner.ledger import nearest
-from ..planner.search import Choice, Choices, Search, scaling
+from ..planner.search import Choices, Search, scaling
 from . import options
 from .options import console
-from .plan_model import plan_model
+from .plan_model import plan_model, print_refused, write_layout
 
-#: Seconds of a core, by themselves and since the command began, after which nobody looks any more
-#: for what would change the choice.
+#: Seconds of a core, by themselves and since the command began, after which the search for changes
+#: of the machine that would change the choice is left out.
 _CHANGES, _LATEST = 5.0, 12.0
-#: What a model's search does not read.
+#: Options that a model's search does not read.
 _OF_CALL = ("heads", "kv_heads", "head_dim", "mask", "device", "only", "forward_only", "png")
 
 
@@ -69,13 +66,8 @@ def plan(
     batch: options.Batch = None,
     mask: options.Mask = options.MASK,
     dtype: options.DType = options.PLANNED_DTYPE,
-    device: Annotated[str, options.of_run("Whose kernels to plan with: cpu or cuda.")] = "cpu",
-    gradients: Annotated[
-        str | None,
-        options.of_run(
-            "What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"
-        ),
-    ] = None,
+    device: options.PlannedDevice = "cpu",
+    gradients: options.Gradients = None,
     only: Annotated[
         str | None,
         options.of_run(
@@ -137,7 +129,7 @@ def plan(
         sizes = (batch, length, options.dtype_named(dtype), gradients, memory, top, write)
         plan_model(model, hardware, devices, *sizes)
         return
-    options.refuse_given(context, ["gradients"], "an attention call has none to sum; name a model")
+    options.refuse_given(context, ["gradients"], options.NO_GRADIENTS)
     problem = options.problem_of(
         "tokens",
         options.lengths_of(length or options.LENGTH, "tokens", ("tokens",)),
@@ -155,7 +147,10 @@ def plan(
     left = _LATEST - (time.thread_time() - began)
     _print(choices, search, machine, hardware, top, left)
     if write is not None:
-        _write(choices.best, hardware, devices, write)
+        seconds = words.show_time(choices.best.total)
+        about = f"Planned for {devices} devices of {hardware}: {seconds} predicted."
+        write_layout(choices.best.layout, about, write)
+        console().print(f"layout: {write}", markup=False)
     if png is not None:
         _draw(search, png)
 
@@ -190,12 +185,15 @@ def _print(
         highlight=False,
     )
     out.print(_table(choices, machine, top))
+    others = "no other is faster, by their lower bounds."
+    if choices.gap:
+        others = f"by their lower bounds no other is more than {100 * choices.gap:.1f} % faster."
     lines = [
         reasons.why_best(choices),
         reasons.why_second(choices, search.bounds),
         reasons.simplest(choices),
         f"{len(choices.choices)} of {choices.considered:,} candidates were put on the clock; "
-        + _left(choices.gap),
+        + others,
     ]
     for line in filter(None, lines):
         out.print(line, markup=False, highlight=False)
@@ -203,22 +201,10 @@ def _print(
     if 3 * tries * search.seconds_each < min(_CHANGES, left):
         out.print("\nWhat would change it:", highlight=False)
         with out.status("changing the machine"):
-            found = list(reasons.changes(search, choices, tries))
-        for line in found:
+            changes = list(reasons.changes(search, choices, tries))
+        for line in changes:
             out.print(f"  {line}", markup=False, highlight=False)
-    if choices.refused:
-        out.print("\nRefused:", highlight=False)
-        for why, number in sorted(choices.refused.items(), key=lambda item: -item[1]):
-            out.print(f"  {number:,}: {why}", markup=False, highlight=False)
-    checked = nearest(hardware, search.devices)
-    out.print(f"\n{checked or 'not checked against anything measured'}", highlight=False)
-
-
-def _left(gap: float) -> str:
-    """How much faster one that was not replayed may be."""
-    if not gap:
-        return "no other is faster, by their lower bounds."
-    return f"by their lower bounds no other is more than {100 * gap:.1f} % faster."
+    print_refused(choices.refused, hardware, search.devices)
 
 
 def _table(choices: Choices, machine: Hardware, top: int) -> Table:
@@ -242,15 +228,6 @@ def _table(choices: Choices, machine: Hardware, top: int) -> Table:
     )
     made.caption_justify = "left"
     return made
-
-
-def _write(choice: Choice, hardware: str, devices: int, path: Path) -> None:
-    about = (
-        f"Planned for {devices} devices of {hardware}: {words.show_time(choice.total)} predicted."
-    )
-    with writing(path):
-        path.write_text(to_toml({**choice.layout.declaration, "about": about}) + "\n")
-    console().print(f"layout: {path}", markup=False)
 
 
 def _draw(search: Search, path: Path) -> None:

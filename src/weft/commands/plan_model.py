@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from ..declare.model_file import ModelSpec
 from ..declare.one_line import to_toml
 from ..inspect import tables, words
 from ..inspect.picture import writing
+from ..layout import Layout
 from ..planner.ledger import nearest
 from ..train.model_search import ModelChoice, ModelSearch
 from ..train.step_count import by_part
@@ -64,14 +65,26 @@ def plan_model(
     out.print(_table(choices, top))
     for line in _why(choices):
         out.print(line, markup=False, highlight=False)
-    if search.refused:
+    print_refused(search.refused, hardware, devices)
+    if write is not None:
+        _write(choices[0], model, f"{devices} devices of {hardware}", write)
+
+
+def print_refused(refused: Mapping[str, int], hardware: str, devices: int) -> None:
+    """Print refused candidates by reason, and the measurements that check predicted times."""
+    out = console()
+    if refused:
         out.print("\nRefused:", highlight=False)
-        for why, number in sorted(search.refused.items(), key=lambda item: -item[1]):
+        for why, number in sorted(refused.items(), key=lambda item: -item[1]):
             out.print(f"  {number:,}: {why}", markup=False, highlight=False)
     checked = nearest(hardware, devices)
     out.print(f"\n{checked or 'not checked against anything measured'}", highlight=False)
-    if write is not None:
-        _write(choices[0], model, f"{devices} devices of {hardware}", write)
+
+
+def write_layout(layout: Layout, about: str, path: Path) -> None:
+    """Write a layout file that says what it was planned for."""
+    with writing(path):
+        path.write_text(to_toml({**layout.declaration, "about": about}) + "\n")
 
 
 def _table(choices: Sequence[ModelChoice], top: int) -> Table:
@@ -97,7 +110,7 @@ def _table(choices: Sequence[ModelChoice], top: int) -> Table:
 
 
 def _why(choices: Sequence[ModelChoice]) -> list[str]:
-    """What the best one's bytes are for, and what the second loses by."""
+    """The purposes of the best one's bytes, and the part in which the second is slower."""
     best = choices[0]
     parts = ", ".join(f"{what} {words.nbytes(n)}" for what, n in by_part(best.count).items() if n)
     lines = [f"{best.name} receives: {parts or 'nothing'}."]
@@ -126,8 +139,7 @@ def _write(choice: ModelChoice, model: str, where: str, path: Path) -> None:
     for kind, layout in choice.layouts.items():
         files[path.with_suffix(f".{kind}{path.suffix}")] = layout
     for file, layout in files.items():
-        with writing(file):
-            file.write_text(to_toml({**layout.declaration, "about": about}) + "\n")
+        write_layout(layout, about, file)
     out = console()
     out.print(f"layout: {path}", markup=False, soft_wrap=True)
     if choice.layouts:
