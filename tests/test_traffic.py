@@ -14,7 +14,7 @@ from rich.console import Console
 import weft
 from weft import Causal, Context, Full, Layout, Window
 from weft.comm import run_threads
-from weft.inspect.traffic import size
+from weft.inspect.words import nbytes
 
 HEADS, DIM, BATCH = 8, 16, 2
 
@@ -256,7 +256,7 @@ def test_a_report_is_a_table_and_tensorboard_scalars():
     text = console.file.getvalue()
     assert "row" in text
     assert "dkv" in text
-    assert text.count(size(report.bytes)) >= 2  # counted and predicted
+    assert text.count(nbytes(report.bytes)) >= 2  # counted and predicted
     logged = {}
 
     class Writer:

@@ -127,9 +127,7 @@ def write_file(
 ) -> dict:
     """Writes blocks of tensors to the disk; returns entries of the index, for `commit`, as JSON.
 
-    Args:
-        path: of the file, see `file_name`.
-        blocks: by tensor: the block, where it starts, and the shape of the whole tensor.
+    `blocks` has by tensor the block, where it starts, and the shape of the full tensor.
     """
     tensors = {name: _own_memory(block.detach()) for name, (block, _, _) in blocks.items()}
     starts = {name: {"saved_offsets": [*start]} for name, (_, start, _) in blocks.items()}
@@ -162,10 +160,7 @@ def file_name(rank: int, token: str) -> str:
 def commit(folder: Path, written: Iterable[Mapping[str, Any]], values: Mapping[str, Any]) -> Index:
     """Completes a folder, replacing an earlier content; its index appears in one instant.
 
-    Args:
-        folder: where all files are.
-        written: by rank, the result of `write_file`.
-        values: encoded.
+    `written` has each rank's result of `write_file`; `values` are encoded.
     """
     files: dict[str, Any] = {}
     tensors: dict[str, Any] = {}

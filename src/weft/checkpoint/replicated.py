@@ -30,13 +30,7 @@ def refuse_differing(
     data sum their gradients, so they must have the same bits. On GPUs ranks that do not (over split
     heads, replicas) compute the same and round differently: there optimizer states may differ, and
     matrices and buffers by `ROUNDED` of their norm; vectors are not compared, since of a bias whose
-    gradient is zero Adam makes noise.
-
-    Args:
-        layout: bound.
-        model: whose checkpoint it is.
-        parts: this rank's shards of model and optimizer.
-        values: encoded, of which extra states are compared.
+    gradient is zero Adam makes noise. Of `values`, encoded, the extra states are compared.
     """
     if layout.world_size == 1:
         return

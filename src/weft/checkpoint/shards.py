@@ -35,14 +35,10 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a tensor.
+    """One rank's part of a tensor of shape `shape`, which begins at `start` in it.
 
-    Attributes:
-        local: shares the tensor's memory.
-        shape: of the whole tensor.
-        start: where the part begins in it, per dim.
-        first: True on one of the ranks that hold this part.
-        replicated: the same on all ranks: each holds the whole tensor.
+    `local` shares the tensor's memory. `first` is True on one of the ranks that hold this part;
+    `replicated`, where each rank holds the full tensor.
     """
 
     local: Tensor
@@ -151,11 +147,8 @@ def in_words(extra: str) -> str:
 def everywhere(layout: Layout, do: Callable[[], Any], *, first: bool = False) -> list[Any]:
     """Does something on every rank, or on the `first`; all ranks call this.
 
-    Returns:
-        Every rank's result, which is JSON, on every rank.
-
-    Raises:
-        CheckpointError: on every rank, if it failed on one of them.
+    Returns every rank's result, which is JSON, on every rank; raises `CheckpointError` on every
+    rank if it failed on one of them.
     """
     try:
         outcome = {"done": do() if not first or layout.rank == 0 else None}

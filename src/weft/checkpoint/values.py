@@ -33,14 +33,7 @@ def encode(value: Any, where: str, tensors: bool = True) -> Any:
 
     Numbers, strings, None, bytes, lists, tuples, mappings, `Counter`s, NumPy's numbers and tensors
     may nest. Mappings come back as dicts, tensors on the CPU, a `BytesIO` at its beginning.
-
-    Args:
-        value: to be kept.
-        where: its name in messages.
-        tensors: whether there may be tensors.
-
-    Raises:
-        CheckpointError: anything else in it, by its place.
+    Raises `CheckpointError` for anything else, by its place in `where`.
 
     >>> encode({"milestones": {3: 1}, "betas": (0.9, 0.99)}, "notes")
     {'milestones': {'<dict>': [[3, 1]]}, 'betas': {'<tuple>': [0.9, 0.99]}}
@@ -92,10 +85,7 @@ def _mapping(value: Mapping, where: str, tensors: bool) -> dict[str, Any]:
 
 
 def decode(value: Any, where: str = "a value") -> Any:
-    """The value that `encode` made JSON of.
-
-    Raises:
-        CheckpointError: it did not make this.
+    """The value that `encode` made JSON of; raises `CheckpointError` if it did not make this.
 
     >>> decode(encode({3: (1, 2)}, "notes"))
     {3: (1, 2)}

@@ -117,8 +117,7 @@ def _rank(name: str, problem: Problem, timeout: float) -> Measured:
 def cores_of(ranks: int, device: str) -> dict[str, int] | None:
     """Cores of this machine and its ranks, where these are more; None on GPUs.
 
-    Args:
-        ranks: on all machines; a launcher that says how many are on one counts.
+    `ranks` are those of all machines; of a launcher, its number on one machine counts instead.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)

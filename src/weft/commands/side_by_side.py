@@ -32,14 +32,12 @@ from ..train.work import Work
 
 @dataclass(frozen=True)
 class TimedPasses:
-    """What the passes of one layout took, moved and held: on the slowest or busiest rank.
+    """Seconds and bytes of the passes of one layout, on the slowest or busiest rank.
 
-    Attributes:
-        forward, whole: seconds of every round, of the forward pass and of both.
-        received: bytes of a forward, and of a backward pass, as the transports counted them.
-        kept: bytes that a forward pass keeps for its backward pass, weights left out.
-        held: the most bytes of other ranks that one pass of attention held at one time.
-        allocated: the most bytes of a GPU in both passes; 0 on CPUs, which do not count them.
+    `forward` and `whole` are seconds of every round, of the forward pass and of both; `received`
+    bytes of each pass, as the transports counted them; `kept` bytes that a forward pass keeps for
+    its backward pass, weights left out; `held` the most bytes of other ranks at one time;
+    `allocated` the most bytes of a GPU in both passes, 0 on CPUs, which do not count them.
     """
 
     forward: tuple[float, ...]
@@ -69,14 +67,8 @@ def side_by_side(
 ) -> list[TimedPasses]:
     """Times works of layouts that are bound to the same ranks, which all call this.
 
-    Args:
-        works: each layout's. One pass of each is not timed: its bytes are counted.
-        rounds: how often each is timed.
-        device: of the tensors.
-        tell: called with the number of each round before it begins.
-
-    Returns:
-        Each layout's passes, the same on all ranks.
+    Each is timed `rounds` times, after one pass whose bytes are counted; `tell` is called with the
+    number of each round before it begins. Returns each layout's passes, the same on all ranks.
 
     >>> q = torch.randn(1, 2, 8, 4, requires_grad=True)
     >>> work = Work(lambda: attention(q, q, q, Layout.single(), "tokens"), [q])
@@ -142,7 +134,7 @@ def _counted(layout: Layout, work: Work, device: str) -> dict[str, int]:
 def _over_ranks(
     layout: Layout, counted: Mapping[str, int], took: Sequence[tuple[float, float]]
 ) -> TimedPasses:
-    """What every rank found as one: of the slowest in each round, and of the busiest."""
+    """All ranks' measurements as one: of the slowest in each round, and of the busiest."""
     mine = json.dumps([counted, took])
     every = [json.loads(text) for text in layout.bound.all_gather_text(mine).values()]
     most = {name: max(bytes_of[name] for bytes_of, _ in every) for name in counted}

@@ -42,13 +42,7 @@ _WANTED = {
 
 
 def explain_validation(error: ValidationError, source: str, model: type[BaseModel]) -> str:
-    """pydantic's findings in the file's own terms, each once.
-
-    Args:
-        error: what pydantic raised.
-        source: the file, first in every line.
-        model: the schema, whose keys are named where one is misspelt.
-    """
+    """pydantic's findings in the file's own terms, each once; every line begins with `source`."""
     items = error.errors()
     # A list without its invalid values is too short as well: the values are what to mend.
     inner = {i["loc"][:n] for i in items for n in range(len(i["loc"]))}

@@ -119,13 +119,7 @@ class Binding:
 
 
 def bind(where: str, entry: Entry, mesh: Mapping[str, int]) -> Binding:
-    """An entry of a layout file, whose rules are bound to mesh dims.
-
-    Args:
-        where: its key, such as `attend.tokens`, for messages.
-        entry: as written.
-        mesh: the layout's.
-    """
+    """An entry of a layout file, whose rules are bound to mesh dims; `where` is its key."""
     strategy = Strategy.load(entry.strategy)
     on = entry.on
     if isinstance(on, str):

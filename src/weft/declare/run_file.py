@@ -47,21 +47,12 @@ class RunSpec(Frozen):
 
     @classmethod
     def load(cls, path: str | Path) -> RunSpec:
-        """Read a run file.
-
-        Args:
-            path: of the file.
-        """
+        """Read a run file."""
         return cls.from_dict(catalog.parse(Path(path)), str(path))
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], source: str = "run") -> RunSpec:
-        """A run from the content of its file.
-
-        Args:
-            data: the content.
-            source: how to name it in messages.
-        """
+        """A run from the content of its file; messages name `source`."""
         try:
             run = cls.model_validate(dict(data))
         except ValidationError as error:
@@ -70,11 +61,7 @@ class RunSpec(Frozen):
         return run
 
     def spec(self, source: str = "run") -> ModelSpec:
-        """The model file, trained as this run says.
-
-        Args:
-            source: how to name the run in messages.
-        """
+        """The model file, trained as this run says."""
         return ModelSpec.load(self.model).training(self.train, f"{source}: [train]")
 
     def resolved(self) -> RunSpec:
@@ -95,14 +82,8 @@ class RunSpec(Frozen):
 def changed(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """The content of a run file with settings `KEY=VALUE` from a command line.
 
-    A key of `[train]` needs no `train.` before it. A value is what TOML reads, or else text.
-
-    Args:
-        data: the content.
-        settings: later ones win.
-
-    Raises:
-        DeclarationError: no such key, or a setting without `=`.
+    A key of `[train]` needs no `train.` before it; a value that is not TOML is text; later ones
+    win. Raises `DeclarationError` for an unknown key, or a setting without `=`.
 
     >>> changed({"model": "tabular"}, ["lr=1e-3", "seed=2"])
     {'model': 'tabular', 'train': {'lr': 0.001}, 'seed': 2}

@@ -1,4 +1,4 @@
-"""An event of a timeline: a computation of a rank, or a transfer."""
+"""An event of a timeline: below the timeline and its picture, which both import it."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ class Reading:
 def reading(layout: Layout, problem: Problem, every: bool = False) -> Reading:
     """The ranks to read of a call, where `problem` has the batch and heads of all ranks together.
 
-    Args:
-        every: all ranks that are not proven equivalent, however many they are.
+    `every`: all ranks that are not proven equivalent, however many they are.
     """
     total = layout.world_size
     first, last = (plan_for(layout, problem, rank) for rank in (0, total - 1))

@@ -17,12 +17,7 @@ SIZE = (3.5, 2.8)
 def draw_scaling(
     curves: Mapping[str, Sequence[tuple[int, float]]], path: str | Path, title: str = ""
 ) -> None:
-    """Draw seconds against devices on logarithmic axes, and the ideal line from the first point.
-
-    Args:
-        curves: (devices, seconds) of every strategy, in order of devices.
-        path: where it is written.
-        title: above it.
+    """Draw (devices, seconds) of every strategy on logarithmic axes, and the ideal line.
 
     >>> draw_scaling({"ring": [(2, 1.0), (4, 0.6)]}, "/tmp/scaling.png")
     """

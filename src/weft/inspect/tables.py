@@ -213,18 +213,10 @@ def states(
     """Bytes that a recurrent layer along the axis would receive, where it can run on the layout.
 
     It is a gated delta rule of the call's heads (Gated DeltaNet, KDA), whose states are fp32, after
-    a convolution over its queries, keys and values.
-
-    Args:
-        layout: as declared.
-        axis: one axis.
-        problem: of one rank, such as a plan has it.
-        machine: whose clock decides where the layout leaves the way of the states open; default
-            at the layout's rates, or assumed ones, as calls decide.
-        taps: of the convolution.
-
-    Raises:
-        UnsupportedError: an order of the tokens in which a rank has too many runs: striped.
+    a convolution of `taps` over its queries, keys and values. `problem` is one rank's, as a plan
+    has it. Where the layout leaves the way of the states open, the clock of `machine` decides, by
+    default at the layout's rates, or assumed ones, as calls decide. Raises `UnsupportedError` for
+    striped tokens, of which a rank has too many runs.
     """
     by_heads_dims = layout.carries_by_heads(axis)
     other = by_heads(layout, axis) if by_heads_dims else layout

@@ -91,9 +91,7 @@ def from_plans(plans: Sequence[Plan]) -> Timeline:
 
     A transfer is in flight from the step that begins it to the end of the step that needs it. It
     is gathered once, on the rank that computes with the chunk or has computed the partial result.
-
-    Args:
-        plans: one per rank, in rank order (`weft.plan.predict.plan_for`).
+    `plans` are in rank order.
     """
     forecasts = [forecast_of(plan) for plan in plans]
     events: list[Event] = []

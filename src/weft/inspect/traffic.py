@@ -16,6 +16,7 @@ from ..plan.predict import forecast_of
 from ..plan.redistribute import RedistributionPass
 from ..plan.state import ChainExchange, HaloExchange, StateExchange
 from ..plan.tree import TreeExchange
+from .words import nbytes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -74,15 +75,15 @@ class TrafficReport(Traffic):
         for key in sorted({*self.received, *self.calls, *predicted}):
             table.add_row(
                 *key,
-                size(self.received[key]),
-                size(predicted[key]) if key in predicted else "-",
+                nbytes(self.received[key]),
+                nbytes(predicted[key]) if key in predicted else "-",
                 f"{self.calls[key]:,}",
             )
         table.add_section()
-        whole = size(self.predicted.bytes) if self.predicted.received else "-"
-        table.add_row("", "all", size(self.bytes), whole, f"{sum(self.calls.values()):,}")
+        total = nbytes(self.predicted.bytes) if self.predicted.received else "-"
+        table.add_row("", "all", nbytes(self.bytes), total, f"{sum(self.calls.values()):,}")
         if self.peak_bound:
-            held, allowed = size(self.peak_bytes), size(self.peak_bound)
+            held, allowed = nbytes(self.peak_bytes), nbytes(self.peak_bound)
             table.caption = f"held for others at one time: {held}, at most {allowed} by plan"
         return table
 
@@ -157,22 +158,8 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
 
 
 def _add_peaks(report: TrafficReport, passes: Watch) -> None:
-    for (plan, backward), nbytes in passes.peaks.items():
+    for (plan, backward), peak in passes.peaks.items():
         assert isinstance(plan, Plan)  # no other pass retains chunks
         allowed = memory_bound(plan.backward if backward else plan.forward).nbytes
-        report.peak_bytes = max(report.peak_bytes, nbytes)
+        report.peak_bytes = max(report.peak_bytes, peak)
         report.peak_bound = max(report.peak_bound, allowed)
-
-
-def size(nbytes: int) -> str:
-    """Bytes for a reader.
-
-    >>> size(1536)
-    '1.5 KiB'
-    """
-    value, unit = float(nbytes), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"

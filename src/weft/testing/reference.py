@@ -54,13 +54,8 @@ def relative_error(actual: Tensor, expected: Tensor, full: Tensor, smallest: flo
     """Largest difference over the largest finite entry of the full tensor.
 
     inf where shapes differ, where an entry is NaN, and where only one of the two is -inf, as the
-    logsumexp of a fully masked row is.
-
-    Args:
-        actual: this rank's result.
-        expected: this rank's part of the reference.
-        full: the reference on one device, from which `expected` was taken.
-        smallest: scale at least; where all entries are 0 the difference is absolute.
+    logsumexp of a fully masked row is. `expected` is this rank's part of `full`. The scale is at
+    least `smallest`; where all entries are 0 the difference is absolute.
     """
     if actual.shape != expected.shape:
         return float("inf")

@@ -35,10 +35,9 @@ _NAMES = ("out", "dq", "dk", "dv", *ROUTER)
 def refuse_early(layout: Layout, case: Case) -> None:
     """Raise for a case that routing cannot compute, or that has no exact comparison.
 
-    Raises:
-        UnsupportedError: several axes attended jointly, another dtype than float64, in which a
-            rounding may choose another block, or a call that `routed_attention` refuses.
-        DeclarationError: blocks that the ranks cannot share.
+    `UnsupportedError` for several axes jointly, another dtype than float64, in which a rounding may
+    choose another block, or a call that `routed_attention` refuses; `DeclarationError` for blocks
+    that the ranks cannot share.
     """
     dims = check_routed(layout, case.axes, case.mask)
     blocks_per_rank(routing_options(layout, case.axes), layout, dims)

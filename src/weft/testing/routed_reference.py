@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..masks import Full, Mask
+from .reference import visible_pairs
 
 
 def routed_reference(
@@ -39,7 +40,7 @@ def routed_reference(
     """
     heads, groups = q.shape[1], k.shape[1]
     routes = groups if per_head else 1
-    seen = _visible(mask, q.shape[2], k.shape[2])
+    seen = visible_pairs(mask, 1, 1, q.shape[2], k.shape[2])[0, 0]
     of_queries = [_counted(mask, rows) if strict else rows for rows in query_blocks]
     qs = [_summary(q, rows, query_weight) for rows in of_queries]
     ks = [_summary(k, rows, key_weight) for rows in key_blocks]
@@ -96,17 +97,12 @@ def _bias(
     return torch.where(seen, bias, -math.inf)
 
 
-def _filled(whole: Tensor, rows: Tensor, columns: Tensor, value: Tensor) -> Tensor:
-    """A copy of `whole` (b r n m) with `value` (b r) in some rows and columns."""
-    b = torch.arange(whole.shape[0])[:, None, None, None]
-    r = torch.arange(whole.shape[1])[:, None, None]
+def _filled(bias: Tensor, rows: Tensor, columns: Tensor, value: Tensor) -> Tensor:
+    """A copy of `bias` (b r n m) with `value` (b r) in some rows and columns."""
+    b = torch.arange(bias.shape[0])[:, None, None, None]
+    r = torch.arange(bias.shape[1])[:, None, None]
     cell = value[..., None, None].expand(*value.shape, len(rows), len(columns))
-    return whole.index_put((b, r, rows[:, None], columns), cell)
-
-
-def _visible(mask: Mask, n: int, m: int) -> Tensor:
-    zero = torch.zeros((), dtype=torch.int64)
-    return mask.allowed(zero, zero, torch.arange(n)[:, None], torch.arange(m)).expand(n, m)
+    return bias.index_put((b, r, rows[:, None], columns), cell)
 
 
 def _counted(mask: Mask, rows: Tensor) -> Tensor:
