@@ -101,7 +101,7 @@ def table_model() -> Case:
         "sizes": {"embed": 48, "heads": 24, "classes": 10},
         "block": [
             {"attend": "features"},
-            {"attend": "rows", "init_k_from_q": True, "mask": "context"},
+            {"attend": "rows", "init_k_from_q": True, "mask": "first-keys"},
             {"mlp": 96},
         ],
     }

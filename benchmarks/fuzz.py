@@ -97,7 +97,7 @@ OPTIONS = {
         "window:2",
         "window:1:2:3",
         "window:",
-        "context:9999",
+        "first-keys:9999",
         "documents",
         "documents:1:2",
         "padding",
@@ -118,7 +118,7 @@ OPTIONS = {
 }
 VALUES = (
     "tokens", "rows", "rows+columns", "tokens+tokens", "tokens=8", "a=1,b=2", "full", "causal",
-    "window:2", "window:1:2:3", "window:", "context:9999", "documents:1:2", "prefix:-1",
+    "window:2", "window:1:2:3", "window:", "first-keys:9999", "documents:1:2", "prefix:-1",
     "zigzag", "striped", "fp64", "bfloat16", "fp8", "int8", "cpu", "cuda", "meta", "x.png", "x.gif",
     "/nowhere/x.png", ".", "/",
 )  # fmt: skip

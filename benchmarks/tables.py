@@ -75,7 +75,7 @@ def _step(layout: Layout, rows: int, dtype: torch.dtype, seen: dict[int, int]) -
     x = _cells(layout, rows, dtype).requires_grad_()
     start = time.perf_counter()
     with saving(trunk, seen):
-        out = trunk(x, lengths={"rows": rows, "features": FEATURES}, masks={"context": rows})
+        out = trunk(x, lengths={"rows": rows, "features": FEATURES}, masks={"first-keys": rows})
         loss = layout.mean((out * x.detach()).sum(), out.numel())
     middle = time.perf_counter()
     loss.backward()
@@ -152,7 +152,7 @@ def _predict_error(layout: Layout, encoding: Layout) -> float:
     """Largest relative gap to one pass over 50 rows on one process in fp64, 37 of them encoded."""
     spec, single, made = one_block(), Layout.single(), {"seed": 1, "dtype": torch.float64}
     whole = _cells(single, 50, torch.float64)
-    wanted = compose(spec, single, **made)(whole, masks={"context": 37})[:, 37:]
+    wanted = compose(spec, single, **made)(whole, masks={"first-keys": 37})[:, 37:]
     trunk = compose(spec, encoding, **made)
     cache = trunk.encode(encoding.shard(whole[:, :37], DIMS), "rows", lengths=_lengths(37))
     test = layout.shard(whole[:, 37:], DIMS)

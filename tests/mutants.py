@@ -457,14 +457,14 @@ BUGS = (
         "masks packed tiles",
     ),
     Bug(
-        "context: its last key is hidden",
+        "first keys: the last is hidden",
         "masks/kinds.py",
         "return (k < self.n) & (q >= 0)",
         "return (k < self.n - 1) & (q >= 0)",
         "masks attention",
     ),
     Bug(
-        "context: its last key is not sent",
+        "first keys: the last is not sent",
         "masks/kinds.py",
         "        return 0, self.n - 1",
         "        return 0, max(self.n - 2, 0)",

@@ -12,8 +12,8 @@ from exact import Case, assert_exact, attend, one_per_combination, problem, toke
 import weft
 from weft import (
     Causal,
-    Context,
     Documents,
+    FirstKeys,
     Full,
     KeyPadding,
     Layout,
@@ -38,13 +38,13 @@ MASKS = [
     Causal(window=3),
     Window(2, 1),
     Window(0, 4),
-    Context(7),
-    Context(0),
+    FirstKeys(7),
+    FirstKeys(0),
     Documents((3, 1, 7, 2)),
     Documents((3, 1, 7, 2)) & Causal(),
     Documents((6, 7)) & Causal(4),
     prefix_lm(4),
-    Window(1, 1) | Context(2),
+    Window(1, 1) | FirstKeys(2),
     KeyPadding((13, 5, 0)),
     KeyPadding((0, 9, 13)) & Causal(),
     MaskMod(_shape_mod),
@@ -141,7 +141,7 @@ SHAPES = {
     "a scale": {"n": 9, "scale": 0.3},
     "a soft cap": {"n": 13, "softcap": 2.0},
     "sinks": {"n": 13, "sinks": True},
-    "sinks and rows that see nothing": {"n": 13, "sinks": True, "mask": Context(0)},
+    "sinks and rows that see nothing": {"n": 13, "sinks": True, "mask": FirstKeys(0)},
     "a gradient through the logsumexp": {"n": 13, "lse_gradient": True},
     "the same with rows that see nothing": {
         "n": 13,
@@ -218,7 +218,7 @@ def _stack(mesh: dict, entries: list, order: str) -> Layout:
     )
 
 
-SOME = [Full(), Causal(), Causal(4), Documents((5, 12, 6)) & Causal(), Window(3, 1) | Context(2)]
+SOME = [Full(), Causal(), Causal(4), Documents((5, 12, 6)) & Causal(), Window(3, 1) | FirstKeys(2)]
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -260,7 +260,7 @@ def test_axes_attended_jointly_are_exact_whichever_of_them_is_split(split, axes,
     for seed, mask in enumerate([*SOME[:3], Documents((7, 13)), MaskMod(_shape_mod)]):
         assert_exact(layout, Case(axes, lengths, mask=mask, seed=seed))
     cross = tuple({"rows": (5, 3), "columns": (4, 6)}[axis] for axis in axes)
-    for mask in (Context(7), Causal(offset=3), Window(4, 1, offset=-2)):
+    for mask in (FirstKeys(7), Causal(offset=3), Window(4, 1, offset=-2)):
         assert_exact(layout, Case(axes, cross, mask=mask))
 
 

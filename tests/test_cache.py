@@ -159,7 +159,7 @@ def test_one_position_of_an_axis_comes_out_as_among_all(monkeypatch):
     trunk(x[:, 12:], cache=cache, only={"features": 4})
     assert ran == [5, 5, 5, 5, 1, 1]  # features, rows and a perceptron, twice
     with pytest.raises(DeclarationError, match="needs a cache of another axis"):
-        trunk(x, only={"features": 4}, masks={"context": 12})
+        trunk(x, only={"features": 4}, masks={"first-keys": 12})
 
 
 def test_one_position_of_an_axis_that_ranks_split_is_refused():
@@ -361,10 +361,10 @@ SPEC = {
     "sizes": {"embed": 16, "heads": 4, "kv_heads": 2},
     "context": {"notes": {"axes": ["batch", "notes", "width"], "embed": 6}},
     "block": [
-        {"attend": "time", "mask": "context", "qk_norm": True, "gate": True},
+        {"attend": "time", "mask": "first-keys", "qk_norm": True, "gate": True},
         {"attend": "lat+lon", "rope": True, "bias": {"relative": 2}},
         {"attend": "notes", "context": "notes", "heads": 2},
-        {"attend": "time", "mask": "context", "heads": 8, "kv_heads": 4, "scale": 0.3},
+        {"attend": "time", "mask": "first-keys", "heads": 8, "kv_heads": 4, "scale": 0.3},
         {"mlp": 24, "gated": True},
     ],
 }
@@ -379,7 +379,7 @@ def test_any_trunk_whose_positions_meet_through_the_encoded_ones_alone(line):
     x = torch.randn(2, 9, 3, 4, 16, generator=make, dtype=torch.float64)
     notes = {"notes": torch.randn(2, 7, 6, generator=make, dtype=torch.float64)}
     alone = compose(ModelSpec.from_dict(SPEC), seed=4, dtype=torch.float64)
-    wanted = alone(x, notes, masks={"context": 5})[:, 5:].detach()
+    wanted = alone(x, notes, masks={"first-keys": 5})[:, 5:].detach()
     dims = {name: dim for dim, name in enumerate(AXES[:-1])}
 
     def rank(layout):
@@ -401,13 +401,13 @@ def test_any_trunk_whose_positions_meet_through_the_encoded_ones_alone(line):
 @pytest.mark.parametrize(
     ("block", "axis", "text"),
     [
-        ({"attend": "time"}, "time", r"block 0 has mask = \[\], and not 'context'"),
-        ({"attend": "time", "mask": ["context", "causal"]}, "time", "and not 'context'"),
-        ({"attend": "time", "mask": "context", "rope": True}, "time", "rotary positions"),
-        ({"attend": "time", "mask": "context", "bias": "alibi"}, "time", "has a bias"),
-        ({"attend": "time+lat", "mask": "context"}, "time", r"attends time\+lat jointly"),
+        ({"attend": "time"}, "time", r"block 0 has mask = \[\], and not 'first-keys'"),
+        ({"attend": "time", "mask": ["first-keys", "causal"]}, "time", "and not 'first-keys'"),
+        ({"attend": "time", "mask": "first-keys", "rope": True}, "time", "rotary positions"),
+        ({"attend": "time", "mask": "first-keys", "bias": "alibi"}, "time", "has a bias"),
+        ({"attend": "time+lat", "mask": "first-keys"}, "time", r"attends time\+lat jointly"),
         ({"attend": "lat"}, "time", "no block attends 'time'"),
-        ({"attend": "time", "mask": "context"}, "tiem", "did you mean 'time'"),
+        ({"attend": "time", "mask": "first-keys"}, "tiem", "did you mean 'time'"),
     ],
 )
 def test_positions_that_meet_in_another_way_are_not_encoded(block, axis, text):
@@ -645,7 +645,7 @@ def test_a_batch_of_unknown_length_moves_and_predicts_before_and_after():
 
 def test_a_trunk_encodes_axes_that_no_block_attends_without_other_ranks(tmp_path):
     """Rank 0 encodes once more; what is saved is known to be of 3 samples over 5 places."""
-    blocks = [{"attend": "time", "mask": "context"}, {"attend": "lat"}, {"mlp": 24}]
+    blocks = [{"attend": "time", "mask": "first-keys"}, {"attend": "lat"}, {"mlp": 24}]
     spec = ModelSpec.from_dict({**SPEC, "context": {}, "block": blocks})
     whole = torch.randn(3, 6, 4, 5, 16, dtype=torch.float64)
     dims = {name: dim for dim, name in enumerate(AXES[:-1])}

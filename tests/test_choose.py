@@ -32,7 +32,7 @@ CALLS = {
     "full": {},
     "causal": {"mask": weft.Causal()},
     "packed": {"mask": weft.Documents((3, 1, 7, 2)) & weft.Causal()},
-    "a window, rows that see nothing": {"mask": weft.Window(2, 1) & weft.Context(5)},
+    "a window, rows that see nothing": {"mask": weft.Window(2, 1) & weft.FirstKeys(5)},
     "padded": {"mask": weft.KeyPadding((0, 9))},
     "bias": {"bias": True, "mask": weft.Causal()},
     "all at once": {

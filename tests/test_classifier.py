@@ -33,7 +33,7 @@ SPEC = ModelSpec.from_dict(
         "sizes": {"embed": 16, "heads": 4, "classes": 3},
         "block": [
             {"attend": "features"},
-            {"attend": "rows", "mask": "context"},
+            {"attend": "rows", "mask": "first-keys"},
             {"mlp": 16},
         ],
         "train": {"length": {"features": [1, 6]}},

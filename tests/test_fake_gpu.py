@@ -26,7 +26,7 @@ CASES = {
     "documents": ("tokens: tile=2x2", weft.Documents((20, 30, 27)) & weft.Causal(), None),
     "ulysses x ring": ("tokens(zigzag): ulysses=2 x ring=2", weft.Causal(), None),
     "heads": ("heads: head_parallel=2; tokens: ring=2", weft.Causal(), None),
-    "context": ("tokens: ring=4", weft.Context(30), None),
+    "context": ("tokens: ring=4", weft.FirstKeys(30), None),
     "key padding": ("tokens: ring=4", weft.KeyPadding((40, 77)), "math"),
     "window": ("tokens: ring=4", weft.Causal(window=9), "math"),
 }

@@ -23,7 +23,7 @@ CASES = {
         weft.MaskMod(lambda b, h, q, k: (q + k) % 3 != 0),
         70,
     ),
-    "64 ranks": ("tokens: ulysses=4 x tile=4x4", weft.Context(100), 128),
+    "64 ranks": ("tokens: ulysses=4 x tile=4x4", weft.FirstKeys(100), 128),
 }
 
 

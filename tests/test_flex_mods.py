@@ -37,7 +37,7 @@ SPANS = KeySpans(((0, 12), (3, 20)))
 MASKS = {
     "plain": weft.Causal(window=5)
     & weft.Window(9, 2)
-    & (weft.Context(9) | QueriesFrom(4))
+    & (weft.FirstKeys(9) | QueriesFrom(4))
     & (weft.Documents((6, 18)) | weft.KeyPadding((12, 20)))
     & weft.Full(),
     "spans": SPANS | weft.Causal(),

@@ -77,7 +77,7 @@ def masks(n: int) -> st.SearchStrategy:
         causal,
         documents(n),
         st.tuples(documents(n), causal).map(lambda pair: pair[0] & pair[1]),
-        st.integers(0, n).map(weft.Context),
+        st.integers(0, n).map(weft.FirstKeys),
         st.integers(0, n).map(weft.prefix_lm),
         st.tuples(st.integers(0, 5), st.integers(0, 5)).map(lambda pair: weft.Window(*pair)),
     )

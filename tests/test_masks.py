@@ -14,8 +14,8 @@ from weft import Layout
 from weft.errors import ShapeError
 from weft.masks import (
     Causal,
-    Context,
     Documents,
+    FirstKeys,
     Full,
     KeyPadding,
     Mask,
@@ -35,21 +35,21 @@ RULES = {
     Causal(): lambda b, h, q, k: k <= q,
     Causal(window=3): lambda b, h, q, k: q - 3 < k <= q,
     Window(2, 1): lambda b, h, q, k: q - 2 <= k <= q + 1,
-    Context(5): lambda b, h, q, k: k < 5,
-    Context(0): lambda b, h, q, k: False,
+    FirstKeys(5): lambda b, h, q, k: k < 5,
+    FirstKeys(0): lambda b, h, q, k: False,
     Documents((3, 1, 7, 1)): lambda b, h, q, k: DOCUMENT[q] == DOCUMENT[k],
     Causal() & Documents([3, 1, 7, 1]): lambda b, h, q, k: k <= q and DOCUMENT[q] == DOCUMENT[k],
     Causal(4) & Documents([3, 1, 7, 1]): lambda b, h, q, k: (
         q - 4 < k <= q and DOCUMENT[q] == DOCUMENT[k]
     ),
     prefix_lm(4): lambda b, h, q, k: k <= q or k < 4,
-    Window(1, 0) | Context(2): lambda b, h, q, k: q - 1 <= k <= q or k < 2,
+    Window(1, 0) | FirstKeys(2): lambda b, h, q, k: q - 1 <= k <= q or k < 2,
     KeyPadding([3, 12]): lambda b, h, q, k: k < (3, 12)[b],
     KeyPadding([0, 7]) & Causal(): lambda b, h, q, k: k < (0, 7)[b] and k <= q,
     MaskMod(lambda b, h, q, k: (q + k + b * h) % 3 == 0): lambda b, h, q, k: (
         (q + k + b * h) % 3 == 0
     ),
-    (Window(0, 3) & Context(9)) | Documents((6, 6)): lambda b, h, q, k: (
+    (Window(0, 3) & FirstKeys(9)) | Documents((6, 6)): lambda b, h, q, k: (
         (q <= k <= q + 3 and k < 9) or (q < 6) == (k < 6)
     ),
 }
@@ -179,7 +179,7 @@ def test_masks_of_two_offsets_are_two_masks():
     [
         (lambda: Causal(0), "at least 1 key"),
         (lambda: Window(-1, 2), "0 or more"),
-        (lambda: Context(-1), "0 or more"),
+        (lambda: FirstKeys(-1), "0 or more"),
         (lambda: Documents((3, 0)), "at least 1 token"),
         (lambda: Causal().check(3, 4, 1), "as many keys as queries"),
         (lambda: Causal().check(3, 4, 1), r"offset=1\) aligns the last query with the last key"),
@@ -190,12 +190,12 @@ def test_masks_of_two_offsets_are_two_masks():
         (lambda: Documents((2, 2), offset=1).check(2, 5, 1), "add up to 4, but there are 5 keys"),
         (lambda: Documents((2, 2)).check(2, 4, 1), "but there are 2 queries"),
         (lambda: Window(1, 1).check(3, 4, 1), "as many keys as queries"),
-        (lambda: Context(5).check(3, 4, 1), "more keys than the 4"),
+        (lambda: FirstKeys(5).check(3, 4, 1), "more keys than the 4"),
         (lambda: Documents((2, 2)).check(5, 5, 1), "add up to 4, but there are 5"),
         (lambda: KeyPadding((2, 2)).check(5, 5, 3), "2 lengths for a batch of 3"),
         (lambda: KeyPadding((2, 6)).check(5, 5, 2), "must be in 0..5"),
         (lambda: (Full() & Causal()).check(3, 4, 1), "as many keys as queries"),
-        (lambda: (Full() | Context(9)).check(3, 4, 1), "more keys than the 4"),
+        (lambda: (Full() | FirstKeys(9)).check(3, 4, 1), "more keys than the 4"),
         (lambda: visible(MaskMod(lambda b, h, q, k: q - k), 1, 1, 2, 2), "bool tensor"),
     ],
 )
@@ -220,7 +220,7 @@ def test_what_is_no_mask_is_refused_by_name(mask) -> None:
         (lambda: weft.Causal(2.7), "Causal: window"),
         (lambda: weft.Window(1.5, 2), "Window: left"),
         (lambda: weft.Window(True, 2), "Window: left"),
-        (lambda: weft.Context("3"), "Context: n"),
+        (lambda: weft.FirstKeys("3"), "FirstKeys: n"),
         (lambda: weft.Documents((3.9, 4.9)), "Documents: a length"),
         (lambda: weft.Documents(7), "Documents: lengths is a sequence"),
         (lambda: weft.KeyPadding([2, None]), "KeyPadding: a length"),

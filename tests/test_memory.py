@@ -314,7 +314,7 @@ def test_results_keep_no_more_memory_than_they_need():
     def rank(transport) -> None:
         here = layout.on(transport)
         leaves = [torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3)]
-        out = weft.attention(*leaves, here, "tokens", weft.Context(4))
+        out = weft.attention(*leaves, here, "tokens", weft.FirstKeys(4))
         out.backward(torch.randn_like(out))
         for t in (out, *(leaf.grad for leaf in leaves)):
             assert memory_of(t)[1] == t.nbytes

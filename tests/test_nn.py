@@ -318,7 +318,7 @@ def test_rejects_tensors_with_other_axes_and_missing_contexts():
 
 @pytest.mark.parametrize("given_to", ["module", "forward"])
 def test_a_mask_of_the_module_or_of_the_call_is_honoured(given_to):
-    mask = weft.Context(3)
+    mask = weft.FirstKeys(3)
     at_rest, in_call = (mask, None) if given_to == "module" else (None, mask)
     module = MultiAxisAttention(16, 2, axis=1, axes=GRID, mask=at_rest, dtype=torch.float64)
     x = torch.randn(2, 5, 3, 16, dtype=torch.float64)
@@ -431,7 +431,7 @@ def _model_file(**changes) -> dict:
         "head": "table",
         "axes": list(GRID),
         "sizes": {"embed": 8, "heads": 2, "classes": 3},
-        "block": [{"attend": "rows", "mask": "context"}, {"mlp": 16}],
+        "block": [{"attend": "rows", "mask": "first-keys"}, {"mlp": 16}],
         **changes,
     }
 

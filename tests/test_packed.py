@@ -16,7 +16,7 @@ from weft import Bias, Documents, attention
 from weft.comm import run_threads
 from weft.kernels import TileView, flash_attn, named
 from weft.layout import Layout
-from weft.masks import Causal, Context, Full
+from weft.masks import Causal, FirstKeys, Full
 from weft.plan.order import Span
 from weft.plan.tiles import (
     MAX_PACKED_SPANS,
@@ -215,7 +215,7 @@ def test_documents_are_exact(package, layout, mask, lse_gradient):
 
 
 def test_other_masks_are_exact_too(package):
-    for mask in (Causal(), Full(), Context(17), Documents(LENGTHS) & Causal(4), MASKS["full"]):
+    for mask in (Causal(), Full(), FirstKeys(17), Documents(LENGTHS) & Causal(4), MASKS["full"]):
         assert_exact(Layout.parse("tokens(striped): ring=2"), Case(lengths=tokens(40), mask=mask))
 
 

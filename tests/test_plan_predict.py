@@ -37,7 +37,7 @@ MASKS = {
     "full": weft.Full(),
     "causal": weft.Causal(),
     "window": weft.Causal(window=5),
-    "context": weft.Context(9),
+    "context": weft.FirstKeys(9),
     "documents": weft.Causal() & weft.Documents((4, 20, 13)),
     "padding": weft.KeyPadding((37, 20, 11)),
 }

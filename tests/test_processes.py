@@ -12,7 +12,7 @@ from pool import Pool, Raised
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
-from weft import Causal, Context, Documents, Full, KeyPadding, Layout, MaskMod
+from weft import Causal, Documents, FirstKeys, Full, KeyPadding, Layout, MaskMod
 from weft.comm import P2PBatch, processes
 
 FOUR = [
@@ -51,7 +51,7 @@ def _odd(b, h, q, k):
 
 CASES = [
     Case(lengths=tokens(13), batch=3, heads=8, kv_heads=4, mask=Causal(), sinks=True),
-    Case(lengths=tokens(16, 10), batch=2, heads=8, kv_heads=4, mask=Context(7), seed=1),
+    Case(lengths=tokens(16, 10), batch=2, heads=8, kv_heads=4, mask=FirstKeys(7), seed=1),
     Case(
         lengths=tokens(13),
         batch=3,

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 
 from weft.masks import (
     Causal,
-    Context,
     Documents,
+    FirstKeys,
     Full,
     KeyPadding,
     MaskMod,
@@ -70,7 +70,7 @@ def masks(draw, n: int, m: int, batch: int):
         p, r = draw(st.integers(2, 4)), draw(st.integers(0, 1))
         return MaskMod(lambda b, h, q, k: (q + 2 * k + b * h) % p != r)
 
-    anywhere = [Full, lambda: Context(draw(st.integers(0, m))), padding, mod]
+    anywhere = [Full, lambda: FirstKeys(draw(st.integers(0, m))), padding, mod]
     square = [
         Causal,
         lambda: Causal(draw(st.integers(1, n))),

@@ -140,6 +140,14 @@ def test_small_messages_are_not_priced_by_the_slope_of_large_ones():
         assert link.latency + n / link.bandwidth == pytest.approx(sample.median, rel=0.2)
 
 
+def test_sizes_quicker_than_the_small_one_do_not_make_a_rate_negative():
+    """Seen on a machine whose small messages another job held up."""
+    small, large, middle = (Sample(x, x, x) for x in (20e-3, 21e-3, 20.9e-3))
+    others = {1 << k: Sample(x, x, x) for k, x in ((18, 1e-3), (20, 4e-3))}
+    link = Link("ring", 2, 1 << 24, small, large, middle, others=others)
+    assert link.bandwidth == pytest.approx((1 << 24) / 1e-3, rel=0.1)
+
+
 def test_a_causal_call_that_skips_nothing_has_half_the_rate():
     sample = Sample(1.0, 1.0, 1.0)
     block = MeasuredBlock((1, 2, 64, 128, 4), "math", sample, causal=Sample(0.5, 0.5, 0.5))

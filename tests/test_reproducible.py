@@ -175,7 +175,7 @@ def test_gradients_of_other_sizes_than_their_parts_keep_their_bits(line, cancel)
 
     def rank(layout: Layout) -> list:
         own = [layout.shard(t, DIMS).detach().clone().requires_grad_() for t in (q, k, v)]
-        out = weft.attention(*own, layout, "tokens", weft.Context(1), length=n)
+        out = weft.attention(*own, layout, "tokens", weft.FirstKeys(1), length=n)
         out.backward(layout.shard(dout, DIMS))
         return [layout.gather(t.grad, DIMS) for t in own]
 

@@ -85,8 +85,8 @@ def test_every_mesh_computes_what_one_device_does(mesh, options):
         "capped per head": CAUSAL.with_(per_head=True, fan_out_cap=2, blocks=2),
         "causal, not strict": CAUSAL.with_(strict=False),
         "window": CASE.with_(mask=weft.Causal(6), blocks=2, top_k=2),
-        "training rows": CASE.with_(mask=weft.Context(9), blocks=2, top_k=2),
-        "no training rows": CASE.with_(mask=weft.Context(0)),
+        "training rows": CASE.with_(mask=weft.FirstKeys(9), blocks=2, top_k=2),
+        "no training rows": CASE.with_(mask=weft.FirstKeys(0)),
         "documents": CASE.with_(mask=weft.Documents((5, 11)), blocks=2, top_k=2),
         "packed documents": CASE.with_(mask=weft.Documents((5, 11)) & weft.Causal(), blocks=2),
         "prefix": CASE.with_(mask=weft.prefix_lm(5), top_k=2),
@@ -256,7 +256,7 @@ def test_a_causal_query_block_is_summarised_by_its_first_token():
     (block,) = split_blocks(shard_spans(12, (3,))[1], 1)
     assert counted(weft.Causal(), block).tolist() == [0]
     assert counted(weft.Full(), block).tolist() == [0, 1, 2, 3]
-    assert counted(weft.Context(6), block).tolist() == [0, 1]
+    assert counted(weft.FirstKeys(6), block).tolist() == [0, 1]
 
 
 def test_blocks_see_each_other_wholly_in_part_or_not_at_all():
@@ -265,7 +265,7 @@ def test_blocks_see_each_other_wholly_in_part_or_not_at_all():
     assert seen.eligible.int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
     assert seen.whole.int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
     assert seen.causal == (True, True, True)
-    partly = block_visibility(weft.Context(6), blocks, blocks)
+    partly = block_visibility(weft.FirstKeys(6), blocks, blocks)
     assert partly.eligible[0].tolist() == [False, True, False]
     assert partly.whole[0].tolist() == [True, False, False]
 

@@ -455,7 +455,7 @@ REFUSED = {
     "attn_mask": ({"attn_mask": torch.ones(6, 6, dtype=torch.bool)}, {}, "attn_mask of shape"),
     "dropout": ({"dropout_p": 0.1}, {}, "dropout_p=0.1"),
     "is_causal beside Full": ({"is_causal": True}, {"mask": weft.Full()}, "contradict"),
-    "is_causal beside Context": ({"is_causal": True}, {"mask": weft.Context(3)}, "contradict"),
+    "is_causal beside FirstKeys": ({"is_causal": True}, {"mask": weft.FirstKeys(3)}, "contradict"),
 }
 
 
@@ -663,4 +663,4 @@ def test_is_causal_agrees_with_a_causal_mask():
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
     assert hides_future(weft.Documents((6,)) & weft.Causal())
-    assert not hides_future(weft.Causal() | weft.Context(2))
+    assert not hides_future(weft.Causal() | weft.FirstKeys(2))

@@ -335,7 +335,7 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     assert checked.exit_code == 0, checked.output
 
 
-@pytest.mark.parametrize("mask", ["documents", "padding", "prefix:100", "context:64"])
+@pytest.mark.parametrize("mask", ["documents", "padding", "prefix:100", "first-keys:64"])
 def test_the_command_says_what_would_change_it_under_every_mask(mask: str):
     said = run(*CALL[2:], "--tokens", "1024", "--devices", "4", "--only", "ring", "--mask", mask)
     assert "With 32 heads" in said

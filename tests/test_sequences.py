@@ -217,7 +217,7 @@ def test_a_length_of_one_axis_that_is_wrong_is_refused_where_another_is_compared
     ("line", "batch", "rows", "given"),
     [
         ("rows: ring=2", 2, 5, {"mask": KeyPadding([4, 2])}),
-        ("rows: ring=2", 2, 5, {"mask": KeyPadding([4, 2]) & weft.Context(3)}),
+        ("rows: ring=2", 2, 5, {"mask": KeyPadding([4, 2]) & weft.FirstKeys(3)}),
         ("rows(zigzag): ring=2", 2, 5, {}),
         ("batch: dp=2; rows: local", 3, 5, {"bias": weft.alibi(2)}),
     ],

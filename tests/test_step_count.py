@@ -28,7 +28,7 @@ GIVEN = ModelSpec.from_dict(
         "block": [
             {"attend": "t", "mask": "padding", "bias": {"pair": "z", "width": 3}},
             {"attend": "t", "mask": ["causal", {"given": "mine"}]},
-            {"attend": "place", "mask": "context"},
+            {"attend": "place", "mask": "first-keys"},
             {"attend": "s", "context": "far", "bias": {"pair": "y", "width": 2}},
             {"mlp": 32},
         ],

@@ -44,7 +44,7 @@ CALLS = {
     "causal, queries at an offset": Call(weft.Causal(offset=7), keys=20),
     "documents": Call(weft.Documents((3, 6, 4))),
     "documents, causal": Call(weft.Documents((3, 6, 4)) & weft.Causal()),
-    "context": Call(weft.Context(5)),
+    "first keys": Call(weft.FirstKeys(5)),
     "prefix": Call(weft.prefix_lm(5)),
     "window": Call(weft.Causal(window=4)),
     "key padding": Call(weft.KeyPadding((9, 4))),

@@ -47,8 +47,8 @@ LINES = (
     "tokens: shared_context=2",
     "replicate: r=2; tokens: pass_q=2",
 )
-NAMED = ("full", "causal", "window:5", "window:3:4", "context:9", "documents", "causal-documents",
-         "prefix:9", "padding")  # fmt: skip
+NAMED = ("full", "causal", "window:5", "window:3:4", "first-keys:9", "documents",
+         "causal-documents", "prefix:9", "padding")  # fmt: skip
 
 
 #: of queries that are fewer than keys, or more

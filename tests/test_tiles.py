@@ -9,8 +9,8 @@ from reference import visible
 from weft.layout import Layout
 from weft.masks import (
     Causal,
-    Context,
     Documents,
+    FirstKeys,
     Full,
     MaskMod,
     Window,
@@ -82,12 +82,12 @@ def _masks(n: int, draw: random.Random) -> list:
         Causal(),
         Causal(w),
         Window(left, right - 1),
-        Context(min(c, n)),
+        FirstKeys(min(c, n)),
         Documents(documents),
         Documents(documents) & Causal(),
         Documents(documents) & Causal(w),
         prefix_lm(min(c, n)),
-        Window(left, right) | Context(min(c, n)),
+        Window(left, right) | FirstKeys(min(c, n)),
         MaskMod(lambda b, h, q, k: (q + k) % 3 != 0) & Causal(),
     ]
 
@@ -182,7 +182,7 @@ def test_positions_of_two_axes_are_tiled_as_truly():
     for orders in (("contiguous", "striped"), ("zigzag", "contiguous"), ("striped", "zigzag")):
         outer, inner = (shard_spans(n, (2,), order) for n, order in zip((5, 6), orders))
         tiles = [product(a, b, 6) for a in outer for b in inner]
-        for mask in (Causal(), Causal(4), Documents((7, 11, 12)) & Causal(), Context(13)):
+        for mask in (Causal(), Causal(4), Documents((7, 11, 12)) & Causal(), FirstKeys(13)):
             for q in tiles:
                 for k in tiles:
                     seen = visible(mask, 1, 1, 30, 30)[0, 0][positions(q)][:, positions(k)]
@@ -287,7 +287,7 @@ CALLS = [
     (Causal(), "zigzag", 0, 1, ["full"]),
     (Causal(), "striped", 2, 1, ["causal"]),
     (Causal(), "striped", 1, 2, ["causal"]),
-    (Context(100), "contiguous", 3, 1, ["full"]),
+    (FirstKeys(100), "contiguous", 3, 1, ["full"]),
     (Documents((64, 128, 64)), "contiguous", 1, 2, ["full"]),
     (Documents((64, 128, 64)) & Causal(), "contiguous", 2, 1, ["full"]),
     (Documents((100, 156)) & Causal(), "contiguous", 1, 1, ["causal", "causal"]),

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import weft
-from weft import Causal, Context, Full, Layout, Window
+from weft import Causal, FirstKeys, Full, Layout, Window
 from weft.comm import run_threads
 from weft.inspect.words import nbytes
 
@@ -181,14 +181,14 @@ def test_a_window_ships_only_the_queries_that_see_the_keys():
 def test_a_context_ships_only_context(transport):
     layout = _layout({"r": 4}, [f"{transport} r"])
     own = [16, 4, 0, 0]
-    for rank, (forward, backward) in enumerate(_measure(layout, 64, 2, mask=Context(20))):
+    for rank, (forward, backward) in enumerate(_measure(layout, 64, 2, mask=FirstKeys(20))):
         assert forward.bytes == (20 - own[rank]) * TOKEN
         assert backward.by_tensor().get("dkv", 0) == own[rank] * 3 * TOKEN
 
 
 def test_queries_travel_only_to_ranks_that_hold_context():
     layout = _layout({"r": 4}, ["pass_q r"])
-    for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=Context(20))):
+    for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=FirstKeys(20))):
         assert forward.by_tensor().get("q", 0) == (3 * 16 * QUERY if rank < 2 else 0)
 
 

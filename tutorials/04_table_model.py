@@ -109,7 +109,7 @@ attend = "features"
 
 [[block]]
 attend = "rows"
-mask = "context"                 # only training rows are keys: what is asked must not teach
+mask = "first-keys"              # only training rows are keys: what is asked must not teach
 init_k_from_q = true             # keys start as copies of the queries
 
 [[block]]

@@ -28,7 +28,7 @@ def kinds() -> dict[str, weft.Mask]:
     bare = {
         "window": weft.Causal(window=100),
         "two-sided window": weft.Window(90, 40),
-        "context": weft.Context(200),
+        "context": weft.FirstKeys(200),
         "documents": weft.Documents((100, 60, 353)),
         "key padding": weft.KeyPadding((200, 513)),
     }

@@ -1,6 +1,6 @@
 """weft: attention parallelism as DTensor placement rules on an N-D device mesh."""
 
-from importlib import import_module
+from importlib import import_module as _import_module
 
 from ._caching import clear_caches
 from ._version import __version__ as __version__
@@ -12,7 +12,7 @@ from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
 from .inspect.traffic import traffic
 from .layout import Layout
-from .masks import Causal, Context, Documents, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
+from .masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
 from .recurrence import halo, scan
 from .threads import on_threads
 
@@ -20,9 +20,9 @@ __all__ = [
     "AffinePartial",
     "Bias",
     "Causal",
-    "Context",
     "DeclarationError",
     "Documents",
+    "FirstKeys",
     "Full",
     "KeyPadding",
     "Layout",
@@ -77,9 +77,9 @@ _LATE = {
 
 def __getattr__(name: str) -> object:
     if name in _ROOMS:
-        return import_module(f".{name}", __name__)
+        return _import_module(f".{name}", __name__)
     if name in _LATE:
-        return getattr(import_module(f".{_LATE[name]}", __name__), name)
+        return getattr(_import_module(f".{_LATE[name]}", __name__), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 

@@ -59,7 +59,7 @@ def bench(
         str | None,
         options.of_call(
             "The attended axis of a shape; 'a+b' attends two axes jointly.",
-            show_default="the first that the layout attends",
+            show_default="the first that communicates",
         ),
     ] = None,
     mask: options.Mask = options.MASK,

@@ -31,7 +31,7 @@ def rates(
         str | None,
         options.of_call(
             "The attended axis; 'a+b' attends two axes jointly.",
-            show_default="the first that the layout attends",
+            show_default="the first that communicates",
         ),
     ] = None,
     length: Annotated[
@@ -135,7 +135,7 @@ def _problem(
     device: str,
 ) -> Problem:
     """The call whose blocks are timed, of one sequence per rank that has sequences of its own."""
-    named = next(iter(options.attended(layout, axis)), "tokens")
+    named = options.attended(layout, axis or options.first_axis(layout))[0]
     text = length or options.RATED_LENGTHS[device]
     return options.problem_of(
         named,

@@ -27,7 +27,7 @@ MASKS = {
     "full": ("", False),
     "causal": ("{ window = 4 }, or nothing", False),
     "window": ("[left, right], keys on either side of a query", False),
-    "context": ("how many leading positions are keys", True),
+    "first-keys": ("how many leading positions are keys", True),
     "prefix": ("how many leading positions see each other both ways; the rest is causal", True),
     "documents": ("lengths of the sequences packed one after another", True),
     "padding": ("how many keys each sequence has", True),
@@ -47,11 +47,11 @@ class AttendBlock(Frozen):
 
     attend: the attended axis, `"lat+lon"` or a list for several, the first one outermost.
     context: the name of a `[context]` that keys and values come from, default x itself.
-    mask: by name, with its parameters: `"causal"`, `{ window = [4, 0] }`, `{ context = 6 }`; a
-        list joins several. `context`, `prefix`, `documents` and `padding` without parameters, and
-        `{ given = "name" }`, take theirs from the call. `padding` counts keys of every sequence
-        over all ranks: one for each place on the axes that are not attended, the first axis
-        outermost; of a replicated context, on those it shares with x.
+    mask: by name, with its parameters: `"causal"`, `{ window = [4, 0] }`, `{ first-keys = 6 }`; a
+        list joins several. `first-keys`, `prefix`, `documents` and `padding` without parameters,
+        and `{ given = "name" }`, take theirs from the call. `padding` counts keys of every
+        sequence over all ranks: one for each place on the axes that are not attended, the first
+        axis outermost; of a replicated context, on those it shares with x.
     bias: of the scores: `"alibi"`; `{ relative = 8 }`, a learned number per head and distance up
         to 8, over a context that x lacks from each query axis to the key axis in its place;
         `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of positions,
@@ -190,7 +190,7 @@ def _fits(name: str, value: Any) -> bool:
             and _is_count(value["window"], 1)
         ),
         "window": several and len(value) == 2,
-        "context": value is None or number,
+        "first-keys": value is None or number,
         "prefix": value is None or number,
         "documents": value is None or several,
         "padding": value is None or several,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .._caching import cached
 from .._uploads import upload, uploaded
-from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window, prepared
+from ..masks import And, Causal, Documents, FirstKeys, Full, KeyPadding, Mask, Or, Window, prepared
 from ..masks.part import OfPart, Renumbered
 from .base import MaskContext, TileView
 
@@ -43,7 +43,7 @@ def mask_mod(mask: Mask | None, s: MaskContext) -> MaskMod | None:
     if type(mask) is Window:
         rows, left, right = _queries(mask, s), _number(mask.left, s), _number(mask.right, s)
         return lambda b, h, i, j: (s.k[j] >= rows[i] - left) & (s.k[j] <= rows[i] + right)
-    if type(mask) is Context:
+    if type(mask) is FirstKeys:
         end = _number(mask.n, s)
         return lambda b, h, i, j: s.k[j] < end
     if type(mask) is Documents:

@@ -72,7 +72,7 @@ FEATURES = (
     Feature("mask", "causal, queries at an offset", note=_PLAIN),
     Feature("mask", "documents", note=_PLAIN),
     Feature("mask", "documents, causal", note=_PLAIN),
-    Feature("mask", "context", note=_PLAIN),
+    Feature("mask", "first keys", note=_PLAIN),
     Feature("mask", "prefix", note=_PLAIN),
     Feature("mask", "window", _MASK),
     Feature("mask", "key padding", _MASK),

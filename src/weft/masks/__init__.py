@@ -3,7 +3,7 @@
 A mask answers two kinds of questions. `allowed` says which (query, key) pairs are visible, one by
 one, with FlexAttention's signature. `keys`, `queries`, `is_full` and `diagonal` say what is known
 of whole intervals: from these, tiles are classified, empty tiles are skipped, and rows that no
-query sees are not sent. Masks combine: `Causal() & Documents((5, 7))`, `Causal() | Context(3)`.
+query sees are not sent. Masks combine: `Causal() & Documents((5, 7))`, `Causal() | FirstKeys(3)`.
 """
 
 from .base import (
@@ -24,8 +24,8 @@ from .base import (
 from .kinds import (
     FULL,
     Causal,
-    Context,
     Documents,
+    FirstKeys,
     Full,
     KeyPadding,
     MaskMod,
@@ -41,8 +41,8 @@ __all__ = [
     "NOTHING",
     "And",
     "Causal",
-    "Context",
     "Documents",
+    "FirstKeys",
     "Full",
     "Indexed",
     "Interval",

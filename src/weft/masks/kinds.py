@@ -187,7 +187,7 @@ class Window(Mask):
 
 
 @dataclass(frozen=True)
-class Context(Mask):
+class FirstKeys(Mask):
     """Only the first `n` positions are keys, such as the training rows of a table.
 
     Args:
@@ -196,7 +196,7 @@ class Context(Mask):
     Raises:
         ShapeError: n is negative; in a call, there are fewer than n keys.
 
-    >>> Context(3).keys((5, 6))
+    >>> FirstKeys(3).keys((5, 6))
     (0, 2)
     """
 
@@ -206,9 +206,9 @@ class Context(Mask):
     per_sample = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "n", whole_number(self.n, "Context: n"))
+        object.__setattr__(self, "n", whole_number(self.n, "FirstKeys: n"))
         if self.n < 0:
-            raise ShapeError(f"Context({self.n}): the number of visible keys is 0 or more")
+            raise ShapeError(f"FirstKeys({self.n}): the number of visible keys is 0 or more")
 
     def allowed(self, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return (k < self.n) & (q >= 0)
@@ -227,7 +227,7 @@ class Context(Mask):
 
     def check(self, n: int, m: int, batch: int) -> None:
         if self.n > m:
-            raise ShapeError(f"Context({self.n}) asks for more keys than the {m} there are")
+            raise ShapeError(f"FirstKeys({self.n}) asks for more keys than the {m} there are")
 
 
 def _sequence(name: str, values: object) -> list:
@@ -500,6 +500,6 @@ def prefix_lm(n: int, *, offset: int | None = None) -> Mask:
         offset: the position of the first query among the keys, as for `Causal`.
 
     >>> prefix_lm(3, offset=5)
-    Or(left=Causal(window=None, offset=5), right=Context(n=3))
+    Or(left=Causal(window=None, offset=5), right=FirstKeys(n=3))
     """
-    return Causal(offset=offset) | Context(n)
+    return Causal(offset=offset) | FirstKeys(n)

@@ -6,14 +6,14 @@ from collections.abc import Callable
 
 from ..errors import ShapeError, did_you_mean
 from .base import Mask
-from .kinds import Causal, Context, Documents, Full, KeyPadding, Window, prefix_lm
+from .kinds import Causal, Documents, FirstKeys, Full, KeyPadding, Window, prefix_lm
 
 MASKS = {
     "full": "every query sees every key",
     "causal": "a query sees itself and the keys before it; causal:D: query 0 is at key D",
     "window:W": "causal, only the last W keys",
     "window:L:R": "keys from L before to R after; window:L:R:D: query 0 is at key D",
-    "context:N": "only the first N positions are keys (default half)",
+    "first-keys:N": "only the first N positions are keys (default half)",
     "documents": "packed sequences of uneven lengths; documents:A:B:... gives the lengths",
     "causal-documents": "the same, causal within each",
     "prefix:N": "the first N positions see each other both ways, the rest is causal; prefix:N:D",
@@ -38,7 +38,7 @@ def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
         "window": lambda w, right=None, offset=None: (
             Causal(window=w) if right is None else Window(w, right, offset=offset)
         ),
-        "context": lambda c=m // 2: Context(c),
+        "first-keys": lambda c=m // 2: FirstKeys(c),
         "documents": lambda *d: Documents(d or _uneven_documents(n)),
         "causal-documents": lambda *d: Causal() & Documents(d or _uneven_documents(n)),
         "prefix": lambda p=m // 4, offset=None: prefix_lm(p, offset=offset),

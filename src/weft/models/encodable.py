@@ -13,11 +13,11 @@ from ..masks import Mask
 from ..nn.attention import MultiAxisAttention
 from ..nn.named import build_mask
 
-OPEN = (("context", None),)
+OPEN = (("first-keys", None),)
 
 
 def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> tuple[int, ...]:
-    """The numbers of the blocks that attend an axis with `mask = "context"`, ascending.
+    """The numbers of the blocks that attend an axis with `mask = "first-keys"`, ascending.
 
     Raises `DeclarationError` if there are none, or positions of the axis meet in another way.
     """
@@ -91,7 +91,7 @@ def _mixes(spec: ModelSpec, block: Plain, axis: str) -> str:
         return f"attends {block.kind} jointly"
     wanted = OPEN if block.context is None else ()
     if block.mask != wanted:
-        return f"has mask = {list(block.mask)}, and not {'context' if wanted else 'full'!r}"
+        return f"has mask = {list(block.mask)}, and not {'first-keys' if wanted else 'full'!r}"
     if block.bias or block.rope:
         return "has a bias or rotary positions, which depend on where in the whole a position is"
     return ""

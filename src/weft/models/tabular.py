@@ -117,7 +117,7 @@ class TableModel(Model):
         labels = self._labels(cells, known, is_class)[:, :, None]  # b r 1 e
         tokens = self._embed(values, columns, is_class, lengths[self.features])
         tokens = tokens + labels * is_class.to(tokens.dtype)[:, None]
-        masks = {"context": train} if "context" in self.stack.mask_names else {}
+        masks = {"first-keys": train} if "first-keys" in self.stack.mask_names else {}
         given = {"lengths": lengths, "masks": masks, "cache": cache}
         if self._reads_one_column(cache):
             last = {self.features: lengths[self.features] - 1}
@@ -146,7 +146,7 @@ class TableModel(Model):
 
         Raises:
             IndexError: a class is not below `sizes.classes` of the model file.
-            DeclarationError: a block of the model file attends rows without `mask = "context"`.
+            DeclarationError: a block of the model file attends rows without `mask = "first-keys"`.
 
         >>> import weft
         >>> model, cells = weft.compose("tabular"), torch.ones(1, 20, 6)

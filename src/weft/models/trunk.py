@@ -86,8 +86,8 @@ class Trunk(Model):
             lengths: global lengths of axes, needed where the mesh does not divide them; those of a
                 context that differ as `"name.axis"`.
             masks: parameters that masks of the model file leave open, by the mask's name:
-                `{"context": 6}`, `{"documents": (5, 7)}`; a `weft.Mask` under any name the file has
-                as `given`.
+                `{"first-keys": 6}`, `{"documents": (5, 7)}`; a `weft.Mask` under any name the file
+                has as `given`.
             biases: the tensors of `bias = { pair = "name" }`, whole on every rank.
             within: a mask that every block's own is joined with, such as packed documents, with
                 each of which a recurrence starts anew.
@@ -143,11 +143,11 @@ class Trunk(Model):
         """Keys and values of the positions that all others attend to, such as training rows.
 
         With them in `forward`'s `cache`, further positions of the axis come out as they would in
-        one pass behind those of x, with the mask `weft.Context` of their number.
+        one pass behind those of x, with the mask `weft.FirstKeys` of their number.
 
         Args:
             x: local tensor with the model's axes.
-            axis: all of whose blocks have `mask = "context"`.
+            axis: all of whose blocks have `mask = "first-keys"`.
             contexts: as for `forward`.
             lengths: as for `forward`.
             masks: as for `forward`, of blocks that attend other axes.
@@ -158,10 +158,11 @@ class Trunk(Model):
 
         >>> spec = weft.models.ModelSpec.from_dict({
         ...     "axes": ["rows", "embed"], "sizes": {"embed": 8, "heads": 2},
-        ...     "block": [{"attend": "rows", "mask": "context"}, {"mlp": 16}]})
+        ...     "block": [{"attend": "rows", "mask": "first-keys"}, {"mlp": 16}]})
         >>> trunk, x = weft.compose(spec), torch.randn(5, 8)
         >>> cache = trunk.encode(x[:3], "rows")
-        >>> torch.allclose(trunk(x[3:], cache=cache), trunk(x, masks={"context": 3})[3:], atol=1e-6)
+        >>> whole = trunk(x, masks={"first-keys": 3})
+        >>> torch.allclose(trunk(x[3:], cache=cache), whole[3:], atol=1e-6)
         True
         """
         made = self.recording(x.shape, axis, lengths)

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ..bias import Bias, alibi
 from ..errors import DeclarationError, ShapeError
-from ..masks import Causal, Context, Documents, Full, KeyPadding, Mask, Window, prefix_lm
+from ..masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, Window, prefix_lm
 from .parameters import linear, local
 
 MADE: dict[str, Callable[..., Mask]] = {
-    "context": Context,
+    "first-keys": FirstKeys,
     "prefix": prefix_lm,
     "documents": Documents,
     "padding": KeyPadding,

@@ -128,7 +128,8 @@ class Link:
         """Bytes per second each way: the slope between the two larger sizes.
 
         What a link takes at once, before its rate shows, is in both. Where the middle one takes
-        longer than that slope makes it, no line fits all sizes: the least relative squares of all.
+        longer than that slope makes it, no line fits all sizes: the least relative squares of all
+        that take longer than the small one.
         """
         if self.middle is None or self.middle.median >= self.large.median:
             return (self.nbytes - SMALL) / (self.large.median - self.small.median)
@@ -137,7 +138,8 @@ class Link:
             return slope
         samples = {**self.others, self.nbytes // 4: self.middle, self.nbytes: self.large}
         pairs = [(n / x.median, 1 - self.small.median / x.median) for n, x in samples.items()]
-        return sum(n * n for n, _ in pairs) / sum(n * seconds for n, seconds in pairs)
+        longer = [(n, share) for n, share in pairs if share > 0]
+        return sum(n * n for n, _ in longer) / sum(n * share for n, share in longer)
 
     @property
     def latency(self) -> float:

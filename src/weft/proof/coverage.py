@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..masks import And, Causal, Context, Documents, Full, KeyPadding, Mask, Or, Window
+from ..masks import And, Causal, Documents, FirstKeys, Full, KeyPadding, Mask, Or, Window
 from ..plan.order import Span, Spans, cut_spans
 from ..plan.plan import MaskRun, Pass
 from ..plan.program import Block
@@ -44,7 +44,7 @@ def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
     if isinstance(mask, Window):
         rows = rows + (mask.offset or 0)
         return [(rows - mask.left, rows + mask.right)]
-    if isinstance(mask, Context):
+    if isinstance(mask, FirstKeys):
         return [(np.zeros_like(rows), np.full_like(rows, mask.n - 1))]
     if isinstance(mask, Documents) and not mask.per_sample:
         edges = np.cumsum([0, *mask.lengths])

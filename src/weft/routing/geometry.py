@@ -23,8 +23,8 @@ def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str
     """The routed mesh dims, outermost first; refuses rules that routing cannot be combined with."""
     if mask.per_sample:
         raise UnsupportedError(
-            f"routing takes masks of positions (Full, Causal, Window, Context, Documents and their "
-            f"combinations), not {type(mask).__name__}, which depends on the sample"
+            "routing takes masks of positions (Full, Causal, Window, FirstKeys, Documents and "
+            f"their combinations), not {type(mask).__name__}, which depends on the sample"
         )
     rules = {d: rule for d, rule in layout.rules(axes).items() if layout.mesh[d] > 1}
     for mesh_dim, rule in rules.items():

@@ -146,7 +146,7 @@ def masks_of_call(spec: ModelSpec, sizes: Mapping[str, int]) -> dict[str, Any]:
             elif value is None and name in block.masks_of_call:
                 parameter = _parameter(name, n, m, _sequences(spec, block, sizes))
                 if made.setdefault(name, parameter) != parameter:
-                    if name not in ("context", "prefix"):
+                    if name not in ("first-keys", "prefix"):
                         raise UnsupportedError(
                             f"model {spec.name!r}: its blocks take {name!r} of several lengths from"
                             " one call; give these masks in the file"
@@ -158,7 +158,7 @@ def masks_of_call(spec: ModelSpec, sizes: Mapping[str, int]) -> dict[str, Any]:
 def _parameter(name: str, n: int, m: int, sequences: int) -> Any:
     visible = max(1, round(VISIBLE * m))
     return {
-        "context": visible,
+        "first-keys": visible,
         "prefix": max(1, n // 4),
         "documents": (n - n // 2, n // 2),
         "padding": (visible,) * sequences,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...layout import Layout
-from ...masks import Context
+from ...masks import FirstKeys
 from .. import Foreign
 from ..common import check_not_placed, check_rows, check_splits_only, scale_gradient
 from ..torch.sdpa import sdpa
@@ -54,7 +54,7 @@ class _Rows:
             hook = scale.register_forward_pre_hook(lambda m, args: (args[0], self.train))
         length = (queries, self.rows)
         try:
-            with sdpa(self.layout, self.axis, Context(self.train), length=length):
+            with sdpa(self.layout, self.axis, FirstKeys(self.train), length=length):
                 return block(q) if k is None else block(q, k, k)
         finally:
             if hook is not None:

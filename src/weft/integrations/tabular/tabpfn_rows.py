@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...attention import attention
 from ...errors import UnsupportedError
 from ...layout import Layout
-from ...masks import EVERYTHING, FAR, NOTHING, Context, Documents, Interval, Mask
+from ...masks import EVERYTHING, FAR, NOTHING, Documents, FirstKeys, Interval, Mask
 from .. import Foreign
 from ..common import check_rows, joined
 
@@ -124,12 +124,12 @@ class ContextRows(Attends):
         q = q if scaling is None else scaling(q, n)
         length = (rows, rows)
         if self.test_heads is None or n == rows:
-            out = self.over_rows(q, k, v, Context(n), length)
+            out = self.over_rows(q, k, v, FirstKeys(n), length)
         else:
             parts = tuple(size for size in (n, rows - n) if size)
-            out = self.over_rows(q, k, v, Documents(parts) & Context(n), length)
+            out = self.over_rows(q, k, v, Documents(parts) & FirstKeys(n), length)
             k, v = (t[:, :, : self.test_heads].contiguous() for t in (k, v))
-            out = out + self.over_rows(q, k, v, QueriesFrom(n) & Context(n), length)
+            out = out + self.over_rows(q, k, v, QueriesFrom(n) & FirstKeys(n), length)
         return self.out_projection(out.flatten(2)), None
 
 

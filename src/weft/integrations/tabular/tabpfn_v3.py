@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...errors import UnsupportedError
 from ...layout import Layout
-from ...masks import Context
+from ...masks import FirstKeys
 from .. import Foreign
 from .tabpfn_rows import (
     Attends,
@@ -75,7 +75,7 @@ class InducedRows(Attends):
         if block.attn.softmax_scaling_layer is not None:
             q = block.attn.softmax_scaling_layer(q, n)
         k, v = (heads(block.attn, part, keys) for part in "kv")
-        out = self.over_rows(q, k, v, Context(n), (count, train.rows))
+        out = self.over_rows(q, k, v, FirstKeys(n), (count, train.rows))
         hidden = points + block.attn.out_projection(out.flatten(2))
         hidden = hidden + block.mlp(block.layernorm2(hidden))
         return gather_rows(hidden, self.layout, self.axis, count)
