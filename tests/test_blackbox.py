@@ -314,6 +314,7 @@ def _attend(rank: int, folder: str, sleeper: int | None, causal: int | None) -> 
     return ""
 
 
+@pytest.mark.sample
 def test_a_run_that_goes_on_shows_who_all_wait_for(pool, tmp_path):
     """The ranks wait in torch meanwhile, where Python runs no handler: nobody asks them."""
     command = [sys.executable, "-c", _ASK, str(tmp_path)]

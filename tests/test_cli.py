@@ -504,6 +504,7 @@ def test_ranks_are_started_and_rank_zero_answers(monkeypatch):
     assert launch.run(_place, ranks=2) == ("0", "2", launch.threads_per_rank(2))
 
 
+@pytest.mark.slow
 def test_a_failing_rank_ends_all_and_is_named_once():
     """Exit codes and deaths, and who is named of several: `CAUSES` of `test_launch`."""
     before, began = set(multiprocessing.active_children()), time.monotonic()
@@ -514,6 +515,7 @@ def test_a_failing_rank_ends_all_and_is_named_once():
     assert set(multiprocessing.active_children()) <= before
 
 
+@pytest.mark.sample
 def test_check_on_real_processes_from_a_shell():
     command = [sys.executable, "-m", "weft", "check", "ring-2", "--mask", "causal"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

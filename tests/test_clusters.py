@@ -86,6 +86,7 @@ def test_the_slurm_script_starts_every_rank_with_the_layout(slurm, tmp_path):
     assert [tomllib.loads(p.read_text())["mesh"] for p in carried] == [{"inter": -1, "intra": 2}]
 
 
+@pytest.mark.slow
 def test_the_slurm_script_hands_on_the_refusal_of_a_layout_that_breaks_a_node(slurm, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     one_each = slurm | {"SLURM_GPUS_PER_NODE": "h100:1"}

@@ -220,7 +220,9 @@ if rank != 0:
 """
 
 
-@pytest.mark.parametrize(("size", "together"), [(2, 16), (4, 2)])
+@pytest.mark.parametrize(
+    ("size", "together"), [(2, 16), pytest.param(4, 2, marks=pytest.mark.slow)]
+)
 def test_a_rank_ends_as_it_would_while_others_have_not_voted_yet(tmp_path, size, together):
     ranks = subprocess.Popen(
         [sys.executable, "-c", ENDING, *map(str, (size, together, tmp_path))],

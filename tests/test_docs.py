@@ -94,6 +94,7 @@ def test_the_doctest_run_finds_examples_and_notices_a_wrong_one():
     assert doctest.DocTestRunner().run(wrong, out=lambda _: None).failed == 1
 
 
+@pytest.mark.sample
 def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "docs/build.py", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

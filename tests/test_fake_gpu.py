@@ -53,7 +53,10 @@ def attention(name: str) -> list[list[str]]:
     return second
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("heads", "window") else n for n in CASES],
+)
 def test_a_second_call_copies_nothing_to_the_gpu(name: str, apart) -> None:
     assert apart(attention, name) == [[], []]
 

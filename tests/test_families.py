@@ -22,6 +22,8 @@ SAMPLE = [
     *[("masked", name) for name in ("modernbert", "xlm-roberta", "distilbert", "deberta-v2")],
     *[("vision", name) for name in ("vit", "siglip", "resnet")],
 ]
+#: Each takes as long as all others together.
+LONG = ("siglip", "qwen3_next")
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +31,10 @@ def _quiet():
     transformers.logging.set_verbosity_error()
 
 
-@pytest.mark.parametrize(("kind", "family"), SAMPLE, ids=[name for _, name in SAMPLE])
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [pytest.param(*x, id=x[1], marks=[pytest.mark.slow] if x[1] in LONG else []) for x in SAMPLE],
+)
 def test_the_table_says_what_is_found(kind, family):
     row = families.judge(kind, family)
     assert row.verdict in ("exact", "refused"), row.why

@@ -24,7 +24,7 @@ MASKS = {
     "causal": weft.Causal(),
     "window": weft.Causal(window=5),
     "two-sided window": weft.Window(3, 2),
-    "context": weft.FirstKeys(9),
+    "first-keys": weft.FirstKeys(9),
     "documents": weft.Documents((6, 7, 40)),
     "key padding": weft.KeyPadding((12, 30)),
     "mask function": weft.MaskMod(lambda b, h, q, k: (q * 3 + k * b + h) % 2 == 0),

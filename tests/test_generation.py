@@ -200,14 +200,14 @@ def states(cache):
     [
         ("qwen3_next", "tokens(zigzag): ring=2", [43]),
         ("qwen3_next", "tokens: ring=3", [43, 40]),  # padded on the left
-        ("lfm2", "tokens: ring=3", [43]),
+        pytest.param("lfm2", "tokens: ring=3", [43], marks=pytest.mark.slow),
         ("lfm2", "tokens: ring=4", [10]),  # the last columns are on several ranks
         ("nemotron_h", "tokens: tile=2x2", [43]),
         ("kimi_linear", "tokens(zigzag): ring=3", [43]),
         ("falcon_h1", "tokens: ring=3", [43]),  # layers that attend and carry a state
-        ("zamba2", "tokens(zigzag): ring=2", [43, 37]),
+        pytest.param("zamba2", "tokens(zigzag): ring=2", [43, 37], marks=pytest.mark.slow),
         ("jamba", "tokens: ring=2", [43]),
-        ("bamba", "tokens: tile=2x2", [43]),
+        pytest.param("bamba", "tokens: tile=2x2", [43], marks=pytest.mark.slow),
         ("qwen3_next", ("ulysses", "ulysses"), [43]),
         ("nemotron_h", ("ring", "state_chain"), [43]),
     ],

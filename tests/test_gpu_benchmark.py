@@ -47,6 +47,7 @@ def test_parts_are_run_or_say_why_not(tmp_path) -> None:
     assert "call the command again: exactness" in done.stdout
 
 
+@pytest.mark.slow
 def test_rows_are_there_when_the_command_is_killed(tmp_path) -> None:
     """Half-way through a part: it counts as begun, what it found stays, and others are kept."""
     path = tmp_path / "gpu-rehearsal.md"

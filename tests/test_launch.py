@@ -84,6 +84,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sample
 def test_a_rank_that_is_being_started_when_ctrl_c_comes_says_nothing(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_INTERRUPTED)
@@ -117,6 +118,7 @@ def test_ranks_start_again_after_a_death(tmp_path):
     assert notes == ["rank 1 was killed by SIGKILL; all ranks start again (1 of 1)"]
 
 
+@pytest.mark.sample
 def test_what_is_refused_is_not_tried_again(tmp_path):
     with pytest.raises(launch.LaunchError, match=r"ShapeError: never so$"):
         launch.run(_die, "refuses", str(tmp_path), ranks=2, restarts=3)
@@ -218,6 +220,7 @@ print(layout.rank, layout.gather(torch.tensor([float(layout.rank)]), {"tokens": 
 """
 
 
+@pytest.mark.sample
 def test_a_program_that_srun_starts_builds_its_layout():
     job = free_job(lambda job: int(place.slurm_variables(_of_step(0, job))["MASTER_PORT"]))
     tasks = [

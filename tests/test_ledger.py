@@ -18,6 +18,7 @@ def groups() -> dict[str, ledger.Group]:
     return {group.name: group for group in (*ledger.own(), *ledger.others())}
 
 
+@pytest.mark.sample
 def test_the_written_ledger_is_what_the_clock_says():
     made = list(groups().values())
     assert ledger.page(made) == (ledger.RESULTS / "ledger.md").read_text()

@@ -25,6 +25,7 @@ def triton():
     return importlib.import_module("triton")
 
 
+@pytest.mark.sample
 def test_fused_merge_under_the_interpreter(triton) -> None:
     done = subprocess.run(
         [sys.executable, str(SCRIPT)],

@@ -37,6 +37,7 @@ def planned(rows: int, columns: int, **options) -> list[tuple]:
     return found
 
 
+@pytest.mark.slow
 def test_resharding_wins_most_where_attention_is_too_short_to_hide_messages(apart):
     """Rings hide keys and values behind long rows; then only their merges are to be saved."""
 

@@ -31,7 +31,13 @@ def first(name: str) -> tuple[dict, papers.Point]:
     return declared, next(papers.points(declared))
 
 
-@pytest.mark.parametrize("name", papers.setups())
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n == "mesh-attention" else n
+        for n in papers.setups()
+    ],
+)
 def test_a_tile_is_quicker_than_a_ring_and_a_mix_than_both(name):
     _, point = first(name)
     assert point.speedup("ring") == 1

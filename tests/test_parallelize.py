@@ -137,6 +137,7 @@ def test_other_models_and_the_old_meaning_are_refused():
             weft.restore(model)
 
 
+@pytest.mark.sample
 def test_no_package_is_imported_to_tell_models_apart():
     code = """
 import sys, torch, weft

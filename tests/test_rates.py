@@ -145,7 +145,7 @@ def test_sizes_quicker_than_the_small_one_do_not_make_a_rate_negative():
     small, large, middle = (Sample(x, x, x) for x in (20e-3, 21e-3, 20.9e-3))
     others = {1 << k: Sample(x, x, x) for k, x in ((18, 1e-3), (20, 4e-3))}
     link = Link("ring", 2, 1 << 24, small, large, middle, others=others)
-    assert link.bandwidth == pytest.approx((1 << 24) / 1e-3, rel=0.1)
+    assert link.bandwidth == pytest.approx((1 << 24) / 1e-3, rel=0.2)
 
 
 def test_a_causal_call_that_skips_nothing_has_half_the_rate():

@@ -155,9 +155,13 @@ def test_console_lines_run_as_they_stand(words: list[str], folder):
     assert result.exit_code == 0, result.output
 
 
+#: Words of commands that take over five seconds.
+LONG = {"rates", "131072"}
+
+
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(w, marks=[pytest.mark.sample] if w[0] == "rates" else []) for w in commands()],
+    [pytest.param(w, marks=[pytest.mark.sample] if LONG & {*w} else []) for w in commands()],
     ids=" ".join,
 )
 def test_console_lines_run(words: list[str], folder):

@@ -83,6 +83,7 @@ def test_a_layout_changes_no_bit_of_a_language_model(line):
     assert first_other_bits(_alone("tokens"), _bits(TOKENS, line)) is None
 
 
+@pytest.mark.sample
 def test_nor_after_twenty_steps():
     spec = TOKENS.training(
         {"steps": 20, "accumulate": 1, "batch": 1, "length": {"tokens": [17, 23]}}

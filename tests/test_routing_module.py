@@ -54,10 +54,10 @@ def losses(layout: Layout, spec: ModelSpec, steps: int = 3) -> list[float]:
 @pytest.mark.parametrize(
     ("mesh", "routing"),
     [
-        ("routed", {"warm_up": 0.5}),
+        pytest.param("routed", {"warm_up": 0.5}, marks=pytest.mark.slow),
         ("head x routed", {"warm_up": 0.5}),
         ("two routed dims", {"warm_up": 0.0, "load": 0.1, "entropy": 0.1, "top_k": 2}),
-        ("tensor parallel", {"warm_up": 1.0, "load": 0.1}),
+        pytest.param("tensor parallel", {"warm_up": 1.0, "load": 0.1}, marks=pytest.mark.slow),
         ("head x routed", {"warm_up": 1.0, "warm_temperature": 4.0, "per_head": True}),
     ],
 )

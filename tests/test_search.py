@@ -187,11 +187,23 @@ def test_key_value_heads_repeat_as_plans_repeat_them():
     ("problem", "hardware", "devices", "only"),
     [
         (call(), cluster(rate=1e8), 8, ()),
-        (call(mask=Causal()), cluster(rate=1e8), 8, ["ring", "burst", "ulysses", "pass_q"]),
+        pytest.param(
+            call(mask=Causal()),
+            cluster(rate=1e8),
+            8,
+            ["ring", "burst", "ulysses", "pass_q"],
+            marks=pytest.mark.slow,
+        ),
         (call(batch=2, tokens=512, kv_heads=16), cluster(rate=1e7, uplink=1e7), 16, ["ring", "dp"]),
         (call(mask=MASKS["documents"]), cluster(rate=1e7), 8, ["ring", "ulysses", "gather"]),
-        (call(heads=3, kv_heads=3, tokens=600), FLAT, 12, ()),
-        (call(tokens=8192, heads=2, kv_heads=1), cluster(8, 1e8), 64, ["tile", "ulysses"]),
+        pytest.param(call(heads=3, kv_heads=3, tokens=600), FLAT, 12, (), marks=pytest.mark.slow),
+        pytest.param(
+            call(tokens=8192, heads=2, kv_heads=1),
+            cluster(8, 1e8),
+            64,
+            ["tile", "ulysses"],
+            marks=pytest.mark.sample,
+        ),
     ],
     ids=["8", "8 causal", "16 uplinks", "8 documents", "12 flat", "64"],
 )
@@ -319,6 +331,7 @@ def run(*words: str, code: int = 0) -> str:
 CALL = ("--tokens", "8192", "--heads", "16", "--kv-heads", "4", "--hardware", "h100-8")
 
 
+@pytest.mark.sample
 def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     path = tmp_path / "plan.toml"
     said = run(*CALL, "--devices", "16", "--write", str(path))

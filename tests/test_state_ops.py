@@ -46,7 +46,7 @@ def _compiled(rank: int, name: str, backend: str, packed: tuple[int, ...] | None
     [
         ("tile", "aot_eager", None),
         ("tile in a tree", "aot_eager", (20, 1, 29)),
-        ("no carry", "aot_eager", (20, 1, 29)),
+        pytest.param("no carry", "aot_eager", (20, 1, 29), marks=pytest.mark.slow),
         ("ulysses", "aot_eager", None),
     ],
 )

@@ -165,7 +165,7 @@ def test_a_router_decides_what_travels():
 def test_what_a_file_leaves_to_its_call_is_made_up():
     sizes = {"batch": 4, "t": 8, "place": 6, "s": 5}
     masks = masks_of_call(GIVEN, sizes)
-    assert masks == {"padding": (6,) * 24, "mine": weft.Full(), "context": 4}
+    assert masks == {"padding": (6,) * 24, "mine": weft.Full(), "first-keys": 4}
     assert biases_of_call(GIVEN, sizes) == {"z": (8, 8, 3), "y": (48, 5, 2)}
 
 

@@ -217,6 +217,7 @@ def test_training_teaches_a_table_model_to_use_the_training_rows():
     assert results["iris"]["this run"].auc > 0.8  # guessing: 1/2
 
 
+@pytest.mark.sample
 def test_a_trial_on_real_tables_is_progress_and_goes_to_tensorboard(tmp_path, capsys):
     pytest.importorskip("sklearn")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
