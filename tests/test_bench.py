@@ -100,7 +100,7 @@ def test_every_model_that_ships_is_timed(name):
     assert all(leaf.grad is not None for leaf in work.leaves if leaf.requires_grad)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_the_command_starts_ranks():
     shown = run("1x8/4x64x16", "ring-2", "tokens: ulysses=2", "--rounds", "1")
     assert "1x8/4x64x16, float32: 2 processes on cpu, medians of 1 rounds" in shown

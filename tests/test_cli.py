@@ -515,7 +515,7 @@ def test_a_failing_rank_ends_all_and_is_named_once():
     assert set(multiprocessing.active_children()) <= before
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_check_on_real_processes_from_a_shell():
     command = [sys.executable, "-m", "weft", "check", "ring-2", "--mask", "causal"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)

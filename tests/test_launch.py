@@ -220,7 +220,7 @@ print(layout.rank, layout.gather(torch.tensor([float(layout.rank)]), {"tokens": 
 """
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_a_program_that_srun_starts_builds_its_layout():
     job = free_job(lambda job: int(place.slurm_variables(_of_step(0, job))["MASTER_PORT"]))
     tasks = [

@@ -202,7 +202,7 @@ def test_plans_take_the_latency_of_the_level_that_a_transfer_crosses():
     assert ends[1e-2] - ends[1e-6] == pytest.approx(1e-2, rel=0.1)  # one message along it
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_on_a_real_clock_a_slow_link_is_not_measured_faster_than_it_is(monkeypatch):
     """Nor slower than the whole measurement; how well lines are fitted, the made-up clock shows."""
     monkeypatch.setattr(measure, "SMALL_REPEATS", 5)

@@ -468,7 +468,7 @@ def _compiled(rank: int, rows: str) -> float:
     return max(((g - found[1][n]).norm() / g.norm()).item() for n, g in found[0].items())
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_layers_and_models_that_are_compiled_are_the_same():
     with Pool(2, gloo_timeout=240.0) as pair:
         for rows in ("local", "whole"):

@@ -202,7 +202,7 @@ def test_key_value_heads_repeat_as_plans_repeat_them():
             cluster(8, 1e8),
             64,
             ["tile", "ulysses"],
-            marks=pytest.mark.sample,
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["8", "8 causal", "16 uplinks", "8 documents", "12 flat", "64"],
@@ -331,7 +331,7 @@ def run(*words: str, code: int = 0) -> str:
 CALL = ("--tokens", "8192", "--heads", "16", "--kv-heads", "4", "--hardware", "h100-8")
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     path = tmp_path / "plan.toml"
     said = run(*CALL, "--devices", "16", "--write", str(path))

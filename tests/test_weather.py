@@ -61,7 +61,7 @@ def _on_ranks(rank: int, folder: str) -> list[float]:
     return losses
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_real_ranks_train_as_one_does_and_go_on_upon_other_layouts(pool, tmp_path):
     alone = _train(weft.Layout.single(), str(tmp_path / "alone"), 20)
     for losses in pool.run(_on_ranks, str(tmp_path / "four")):
