@@ -76,7 +76,7 @@ def _flash_attn_backward(
     deterministic: bool = False,
     rng_state: Tensor | None = None,
 ):
-    """Writes the gradients into dq, dk and dv, from outputs and lse of the whole row."""
+    """Writes the gradients into dq, dk and dv, from outputs and lse of the full row."""
     _only_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     heads, groups = q.shape[2], k.shape[2]

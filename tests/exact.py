@@ -88,7 +88,7 @@ def one_per_combination() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Problem:
-    """Whole tensors of a case and what the reference makes of them."""
+    """Full tensors of a case and what the reference makes of them."""
 
     q: Tensor
     k: Tensor

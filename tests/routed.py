@@ -66,7 +66,7 @@ NAMES = ("out", "dq", "dk", "dv", "query weight", "key weight")
 
 @dataclass(frozen=True)
 class Whole:
-    """Whole tensors of a case."""
+    """Full tensors of a case."""
 
     q: Tensor
     k: Tensor

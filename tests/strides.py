@@ -62,7 +62,7 @@ NAMES = (*LAID, *EXPANDED)
 
 
 def alike(t: Tensor, name: str) -> Tensor:
-    """The numbers of a whole tensor as `lay` needs them: equal along dims that it expands."""
+    """The numbers of a full tensor as `lay` needs them: equal along dims that it expands."""
     return _expand(t, name).contiguous()
 
 

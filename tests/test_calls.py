@@ -35,7 +35,7 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def dense(q, k, v, visible, scores=0.0):
-    """Plain softmax attention of whole tensors, with gradients; rows that see nothing give 0."""
+    """Plain softmax attention of full tensors, with gradients; rows that see nothing give 0."""
     logits = (q @ k.mT) * q.shape[-1] ** -0.5 + scores
     logits = logits.masked_fill(~visible, float("-inf"))
     return torch.softmax(logits, -1).nan_to_num(0.0) @ v

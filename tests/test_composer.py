@@ -353,7 +353,7 @@ def test_what_the_call_must_give_is_asked_for_by_name():
         model(X, contexts, lengths={"lats": 3})
 
 
-# -- masks of whole tensors where a context is attended locally ---------------------------
+# -- masks of full tensors where a context is attended locally ---------------------------
 
 THIRDS = weft.MaskMod(lambda b, h, q, k: (q * 7 + k * 3 + b) % 5 != 0)
 
@@ -392,7 +392,7 @@ def test_masks_over_a_context_mean_whole_tensors_wherever_they_lie(line, axes, m
         torch.testing.assert_close(out, wanted, rtol=1e-11, atol=1e-11)
 
 
-# -- biases of whole tensors there ----------------------------------------------------------------
+# -- biases of full tensors there ----------------------------------------------------------------
 
 #: Which axes x has, and the context; y is shared, or both of x's axes are queries.
 OVER = {

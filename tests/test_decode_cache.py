@@ -63,7 +63,7 @@ def greedy(model: torch.nn.Module, ids: torch.Tensor, steps: int) -> torch.Tenso
 
 
 def on_ranks(layout: Layout, ids: torch.Tensor, model="causal_lm", **options) -> list:
-    """What `generate` makes of the rows of each rank, and these rows of whole tensors."""
+    """What `generate` makes of the rows of each rank, and these rows of full tensors."""
 
     def rank(bound: Layout):
         seed = options.get("seed")

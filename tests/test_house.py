@@ -164,7 +164,7 @@ OLD_WORDS = {
     r"hops?": "step",
     r"(go|goes|going) home": "return to their owners",
     r"pieces? (of|in) (a|the|its) chunk": "sub-chunk",
-    r"exchanges of whole tensors": "all-to-alls",
+    r"exchanges of full tensors": "all-to-alls",
     r"(what|all) there is": "a name for it",
     r"without a word": "silently",
     r"(unless|if not) told otherwise": "by default",

@@ -286,7 +286,7 @@ def test_mcore_bridge_173_a_document_s_last_token_does_not_predict_the_next_docu
 @pytest.mark.parametrize("line", SEAMS)
 @pytest.mark.parametrize("by", [2, 3])
 def test_miles_2215_a_further_head_predicts_within_its_document_on_any_shard(line, by):
-    """Labels of multi-token prediction are made of whole rows: no rank shifts its own chunk."""
+    """Labels of multi-token prediction are made of full rows: no rank shifts its own chunk."""
     documents = (5, 2, 4)
     begins = (0, 5, 7)
     pairs = [(a, a + by) for s, n in zip(begins, documents) for a in range(s, s + n - by)]

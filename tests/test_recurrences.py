@@ -354,7 +354,7 @@ def test_striped_order_is_refused_by_heads_too():
     run_threads(layout.mesh, rank)
 
 
-# -- whole rows -----------------------------------------------------------------------------------
+# -- full rows -----------------------------------------------------------------------------------
 
 
 def test_whole_rows_and_calls_that_are_not_split():

@@ -1,4 +1,4 @@
-"""Whole rows in and out of transformers models: averaging over ranks is the gradient of one device.
+"""Full rows in and out of transformers models: averaging over ranks is the gradient of one device.
 
 The reference is the model itself on one device, with its own loss. Ranks are threads, and real
 processes where torch's own DDP and FSDP2 average.
@@ -491,7 +491,7 @@ def test_gathering_large_rows_is_a_warning(monkeypatch):
         out = parallelize(build("gpt2"), layout, verify=False)(input_ids=IDS, labels=LABELS)
         return out.logits.sum().item()
 
-    with pytest.warns(UserWarning, match=r"whole rows \(2, 47, 97\) are gathered"):
+    with pytest.warns(UserWarning, match=r"full rows \(2, 47, 97\) are gathered"):
         weft.on_threads(Layout.parse("tokens: ring=2"), work)
 
 

@@ -1,7 +1,7 @@
 """Recurrences and short convolutions over ranks, beside the same over the whole sequence.
 
 A layer of both (a causal convolution of four taps, then a gated delta rule whose states decay
-slowly) is written twice: over whole tensors, a token at a time; and over this rank's pieces. States
+slowly) is written twice: over full tensors, a token at a time; and over this rank's pieces. States
 that decay quickly would hide what is wrong: a map of A = 0 would pass.
 """
 

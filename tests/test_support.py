@@ -71,7 +71,7 @@ def alibi(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 @dataclass
 class Problem:
-    """Whole tensors of a call and their gradients by the reference in fp64."""
+    """Full tensors of a call and their gradients by the reference in fp64."""
 
     leaves: dict[str, Tensor]
     dout: Tensor

@@ -230,7 +230,7 @@ def test_attention_sinks_are_kept():
     assert any("sinks" in name for name, _ in model.named_parameters())
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole rows", "padded rows"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full rows", "padded rows"])
 @pytest.mark.parametrize("line", [*LAYOUTS.values(), "batch: dp=2; tokens: ring=2"])
 def test_bert_encoder_is_eager_on_one_process(line, padded):
     torch.manual_seed(0)
@@ -785,7 +785,7 @@ def test_refuses_attention_to_another_sequence():
     assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["whole rows", "padded rows"])
+@pytest.mark.parametrize("padded", [False, True], ids=["full rows", "padded rows"])
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "batch: dp=2; tokens: ring=2"])
 @pytest.mark.parametrize(
     ("kind", "config"),

@@ -18,7 +18,7 @@ NAMES = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True)
 class Problem:
-    """Whole tensors (1 h n d) in fp32, and what attention makes of them in fp64."""
+    """Full tensors (1 h n d) in fp32, and what attention makes of them in fp64."""
 
     q: Tensor
     k: Tensor

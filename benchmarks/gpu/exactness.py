@@ -31,13 +31,13 @@ LAID: dict[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One rectangle: how it is cut from whole rows, and how its tensors lie."""
+    """One rectangle: how it is cut from full rows, and how its tensors lie."""
 
     dims: tuple[int, int]
     heads: tuple[int, int]
     causal: bool
     laid: str
-    how: str  # "alone", "part" (lse of whole rows, delta alone) or "lse" (with its gradient)
+    how: str  # "alone", "part" (lse of full rows, delta alone) or "lse" (with its gradient)
 
 
 def run(where: Where) -> Iterator[str]:

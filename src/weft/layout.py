@@ -509,7 +509,7 @@ class Layout(LayoutDeclaration, Traceable):
             backward  rank 0: [d0 | 0]          rank 1: [0 | d1]   <-   rank 0: d0, rank 1: d1
 
         Args:
-            x: the whole tensor.
+            x: the full tensor.
             dims: axis -> dim of x, for every axis that the layout splits.
             keys: attended axes of which x has keys or values, as for `spans`.
 
@@ -536,15 +536,15 @@ class Layout(LayoutDeclaration, Traceable):
         keys: Collection[str] = (),
         name: str | None = None,
     ) -> Tensor:
-        """The inverse of `shard`: the whole tensor on every rank, in global order (V -> I).
+        """The inverse of `shard`: the full tensor on every rank, in global order (V -> I).
 
             before    rank 0: x0         rank 1: x1
             after     both:   [x0 | x1]
             backward  both:   [d0 | d1]   ->   rank 0: d0, rank 1: d1
 
-        Differentiable for a loss of the whole tensor that all ranks compute, as
+        Differentiable for a loss of the full tensor that all ranks compute, as
         `DTensor.full_tensor()` is: each rank keeps its own chunk of the gradient, and nothing is
-        sent. Where each rank makes something else of the whole tensor, such as scores of its own
+        sent. Where each rank makes something else of the full tensor, such as scores of its own
         tokens against all, `layout.enter(layout.gather(x, ...), axis)` adds up their gradients. To
         gather without a gradient, pass `x.detach()`.
 
@@ -590,12 +590,12 @@ class Layout(LayoutDeclaration, Traceable):
     def distribute(
         self, x: Tensor, dims: Mapping[str, int], *, keys: Collection[str] = ()
     ) -> DTensor:
-        """A whole tensor as a DTensor, placed as this layout says, in its token order (R -> V).
+        """A full tensor as a DTensor, placed as this layout says, in its token order (R -> V).
 
         What each rank holds, and its gradient, are as for `shard`.
 
         Args:
-            x: the whole tensor, the same on every rank.
+            x: the full tensor, the same on every rank.
             dims: as for `shard`.
             keys: as for `shard`.
         """
@@ -817,7 +817,7 @@ class Layout(LayoutDeclaration, Traceable):
         Call it on every rank once per optimizer step, after the last backward pass. A gradient
         that only some ranks have counts as zero on the others; one that no rank has stays `None`.
         A sparse one (`Embedding(sparse=True)`) becomes dense: a sum has rows of all ranks.
-        Of a transformers model with whole rows (`rows="whole"`) the sum is divided by the ranks.
+        Of a transformers model with full rows (`rows="whole"`) the sum is divided by the ranks.
 
         Where a mesh dim splits keys and has queries whole (`keys_only_dims`, as `kv_parallel`
         does), all ranks along it compute the same loss. What made queries, or comes after

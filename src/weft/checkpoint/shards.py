@@ -83,7 +83,7 @@ def shards(
 
 
 def gathered(shard: Shard, layout: Layout) -> Tensor:
-    """The whole tensor on the CPU; all ranks call this. Nothing moves where it is replicated.
+    """The full tensor on the CPU; all ranks call this. Nothing moves where it is replicated.
 
     Raises `ShapeError` where the parts are on ranks that the layout does not have.
     """

@@ -245,7 +245,7 @@ def _refuse_wrapped(
 
 
 def is_averaged(module: nn.Module) -> bool:
-    """True if a module's gradients are averaged over ranks, as its outputs are whole rows.
+    """True if a module's gradients are averaged over ranks, as its outputs are full rows.
 
     Raises `UnsupportedError` if some of its parts are averaged and some are not.
     """

@@ -196,7 +196,7 @@ def _slots(events: Sequence[Event]) -> Iterator[tuple[Event, int]]:
 
 
 def _kind(e: Event) -> str:
-    """Chunks in flight by their payload; all-to-alls of whole tensors name no chunk."""
+    """Chunks in flight by their payload; all-to-alls of full tensors name no chunk."""
     if e.lane == COMPUTE:
         return COMPUTE
     payload, _, chunk = e.what.partition(" ")

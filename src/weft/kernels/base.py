@@ -4,7 +4,7 @@
     backward  p = exp(scale q k^T - lse),  ds = p (dout v^T - delta)
               dq = scale ds k,  dk = scale ds^T q,  dv = p^T dout,  dbias = ds
 
-In backward `lse` and `delta = rowsum(dout * out)` are those of whole rows, of which this rectangle
+In backward `lse` and `delta = rowsum(dout * out)` are those of full rows, of which this rectangle
 is a part; so partial gradients add up (FlashAttention-2, arXiv:2307.08691).
 """
 

@@ -1,7 +1,7 @@
 """FlexAttention (arXiv:2412.05496): any mask and any score function, without a mask tensor.
 
 The backward pass needs no more than autograd through the rectangle alone. Let the rectangle's own
-softmax be p_t = exp(s - lse_t) with output out_t, and let L be the logsumexp of whole rows, of
+softmax be p_t = exp(s - lse_t) with output out_t, and let L be the logsumexp of full rows, of
 which the rectangle is a part, and D = delta. The share asked for is
 
     p = exp(s - L) = w p_t  with  w = exp(lse_t - L)  per row

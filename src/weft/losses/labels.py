@@ -34,7 +34,7 @@ def shift_labels(
         by=2               a2 -- -- | b2 b3 -- --        a second head (multi-token prediction)
 
     Args:
-        labels: of whole rows, (..., n).
+        labels: of full rows, (..., n).
         documents: lengths of the documents that are packed in every row; default one.
         by: how many tokens ahead, at least 1.
         ignore_index: the label of tokens without one.

@@ -14,7 +14,7 @@ from .base import EVERYTHING, Indexed, Interval, Mask
 
 @dataclass(frozen=True)
 class OfPart(Mask):
-    """A mask of whole tensors, for a call on one rank's own sequences and queries and all keys.
+    """A mask of full tensors, for a call on one rank's own sequences and queries and all keys.
 
     Args:
         mask: of the whole.

@@ -2,7 +2,7 @@
 
 Every tensor is stored once, along each axis in the order of its shards: zigzag or striped chunks
 follow each other as the ranks held them. A rank of another layout reads its positions from each
-block, so no rank holds the whole tensor.
+block, so no rank holds the full tensor.
 """
 
 from __future__ import annotations

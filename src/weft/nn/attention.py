@@ -180,7 +180,7 @@ class MultiAxisAttention(nn.Module):
         x: Tensor,
         lengths: Mapping[str, int] | None,
     ) -> tuple[Mask, Bias | Tensor | None]:
-        """A mask and a bias of whole tensors as the call on this rank counts sequences."""
+        """A mask and a bias of full tensors as the call on this rank counts sequences."""
         if self.geometry.own:
             return self.geometry.of_part(mask, bias, x.shape, lengths)
         mask_here = self.geometry.renumbered(mask, x.shape, lengths)

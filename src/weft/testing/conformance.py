@@ -48,7 +48,7 @@ def conformance(
         on: a layout, whose ranks are threads of this process (`call.layout` is bound); or a
             number of processes that torch.distributed's gloo joins.
         dtype: of the tensors.
-        limit: the largest error allowed, relative to the largest entry of the whole tensor;
+        limit: the largest error allowed, relative to the largest entry of the full tensor;
             default 1e-11 in fp64, else 64 roundings of the dtype, 8 in 16 bits.
         cases: instead of the standard ones.
         order: in which tokens are dealt to processes: contiguous, zigzag or striped.

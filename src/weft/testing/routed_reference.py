@@ -33,7 +33,7 @@ def routed_reference(
     fan_out_cap: int | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (b h n e), routing weights and choices (b r i j) of whole tensors.
+    """Output (b h n e), routing weights and choices (b r i j) of full tensors.
 
     q (b h n d), k (b g m d), v (b g m e); query_weight (h, s, 4d), key_weight (g, s, 4d);
     blocks: the positions of the tokens of every block. `weft.routing.router` defines it all.

@@ -14,7 +14,7 @@ from ..threads import on_threads
 from .data import stream
 from .step import take_step
 
-#: What a model's training steps give, in the order in which it is computed: name -> whole tensor.
+#: What a model's training steps give, in the order in which it is computed: name -> full tensor.
 Trace = dict[str, Tensor]
 
 

@@ -40,7 +40,7 @@ def data_parallel(
         data_parallel(model, layout, "ddp")      DistributedDataParallel: during backward
         data_parallel(model, layout, "fsdp")     fully_shard: weights, gradients, states are sharded
 
-    A transformers model with whole rows (`rows="whole"`) is **averaged** by each of them. Its
+    A transformers model with full rows (`rows="whole"`) is **averaged** by each of them. Its
     layout is that of one context group; with data parallelism around it take torch's own DDP or
     `fully_shard` over all ranks instead.
 
@@ -74,7 +74,7 @@ def data_parallel(
         DeclarationError: ranks that are no processes, or a layout that splits no data; a model made
             for a layout that splits it over other ranks.
         UnsupportedError: a model that is wrapped already; DDP where heads are split; parts with
-            whole rows and parts with local ones; in calls: another DDP around the wrapper; on every
+            full rows and parts with local ones; in calls: another DDP around the wrapper; on every
             rank: DDP with `broadcast_buffers` and buffers that differ between ranks.
         ShapeError: on every rank: ranks have different weights, or some none (device meta).
 

@@ -68,7 +68,7 @@ class Streams:
         )
 
     def split(self, x: Tensor, split: TokenSplit, what: str) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """This rank's part of a full tensor."""
         if split.ndim is not None and x.dim() != split.ndim:
             if split.optional:
                 return x

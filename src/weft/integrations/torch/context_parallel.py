@@ -41,7 +41,7 @@ def context_parallel(
 
     Args:
         mesh: the ranks of one context group, of named dims.
-        buffers: whole tensors, the same on every rank: inputs, labels, rotary tables. None of them
+        buffers: full tensors, the same on every rank: inputs, labels, rotary tables. None of them
             may be a parameter, require a gradient, or be a view of another tensor.
         buffer_seq_dims: of each buffer, the dim of its tokens.
         no_restore_buffers: those of the buffers that stay shards afterwards.

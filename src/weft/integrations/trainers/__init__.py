@@ -1,7 +1,7 @@
 """Trainers of other libraries on a model whose sequences are split over ranks.
 
 transformers' `Trainer`, TRL's trainers, accelerate and Lightning Fabric average gradients over all
-ranks and give every rank other rows. A model that takes whole rows on every rank of a context
+ranks and give every rank other rows. A model that takes full rows on every rank of a context
 group, `parallelize(model, layout, rows="whole")`, has gradients whose mean over ranks is the true
 one. The loader must then give the ranks of a group the same rows:
 

@@ -185,7 +185,7 @@ def _prepare_model(
 
 
 def check_model(model: nn.Module, layout: Layout) -> None:
-    """Raise unless a model takes whole rows on ranks of a layout, by hooks that are called."""
+    """Raise unless a model takes full rows on ranks of a layout, by hooks that are called."""
     from ..transformers.refused import adalora
 
     adalora(model)

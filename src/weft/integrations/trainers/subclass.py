@@ -34,7 +34,7 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
     """A subclass, of the same name, that trains a model whose sequences are split over ranks.
 
     Use it in the place of the class. Loss, metrics, clipping, accumulation, logging and saving are
-    the class's own code, and see whole rows. A model that is not parallelized yet is parallelized,
+    the class's own code, and see full rows. A model that is not parallelized yet is parallelized,
     and so is the reference model of TRL's trainers. Under PEFT that is the base model.
 
     Args:

@@ -64,7 +64,7 @@ class ShardedCache(DynamicCache):
     position p with rank (p // block) % P. So a rank holds 1/P of them and a block at most.
 
     Args:
-        model: that `parallelize` returned, with whole rows.
+        model: that `parallelize` returned, with full rows.
         block: consecutive decoded tokens that one rank holds.
         offloading: keep layers on the CPU until they are needed.
 
@@ -74,7 +74,7 @@ class ShardedCache(DynamicCache):
     Raises:
         UnsupportedError: a layer whose cache has no parts: recurrent states, indexed or compressed
             attention.
-        DeclarationError: a model that is not parallelized with whole rows.
+        DeclarationError: a model that is not parallelized with full rows.
 
     >>> import weft
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -430,7 +430,7 @@ class ShardedCache(DynamicCache):
         """A forward pass that updates it, see `Step`.
 
         Args:
-            length: of the whole row of tokens, where a rank has its chunk of them.
+            length: of the full row of tokens, where a rank has its chunk of them.
             channel: what ranks send each other for it.
         """
         self.shards.step = Step(length, channel)

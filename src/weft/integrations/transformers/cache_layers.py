@@ -45,7 +45,7 @@ class Step:
     """A forward pass that updates a cache.
 
     Attributes:
-        length: tokens of the whole row, of which this rank has its chunk; None: it has all.
+        length: tokens of the full row, of which this rank has its chunk; None: it has all.
         channel: what ranks send each other for it.
     """
 

@@ -250,7 +250,7 @@ class Calls:
                 f"{type(module).__name__} was parallelized with rows='local', where a call carries "
                 "the weft=Batch that shard_batch makes: without it whole ids would count as one "
                 "text on every rank; call model(**shard_batch(batch, layout)), or parallelize with "
-                "rows='whole' and pass whole rows"
+                "rows='whole' and pass full rows"
             )
         refused.arguments(kwargs, self.axis, self.splits_inside)
         if torch.is_grad_enabled():
@@ -263,7 +263,7 @@ class Calls:
     def _check_labels(
         self, kwargs: dict, batch: Batch, module: Foreign, length: int | None = None
     ) -> None:
-        """Refuse labels that padding predicts, of whole rows or, with their length, of a rank's."""
+        """Refuse labels that padding predicts, of full rows or, with their length, of a rank's."""
         shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
         eager = module._weft.implementation == "eager"
         if not eager or self.pooled or self.labels != losses.NEXT:
@@ -285,7 +285,7 @@ class Calls:
         """The call, and the arguments that the model's forward gets."""
         if kwargs.get("weft") is not None:
             raise UnsupportedError(
-                f"{type(module).__name__} was parallelized with rows='whole' and takes whole rows, "
+                f"{type(module).__name__} was parallelized with rows='whole' and takes full rows, "
                 "and shard_batch has cut these: pass them whole, or parallelize with rows='local'"
             )
         cache_name = next((n for n in refused.CACHES if kwargs.get(n) is not None), "")

@@ -1,6 +1,6 @@
 """Full rows that are gathered on first use: logits and hidden states as outputs.
 
-    LazyRows (b, n, v)          has the shape, dtype and gradient of whole rows
+    LazyRows (b, n, v)          has the shape, dtype and gradient of full rows
     .local   (b, n/P, v)        this rank's tokens, all that is held
 
 Copies, casts, scaling, `log_softmax`, `argmax` and `gather` over the last dim, `cross_entropy` and
@@ -27,18 +27,18 @@ from ...layout import Layout
 from ..common import gathered_rows
 from .consistency import Entered, recorded
 
-#: Bytes of whole rows from which gathering them is worth a warning.
+#: Bytes of full rows from which gathering them is worth a warning.
 _LARGE = 1 << 30
 
 
 @dataclass(frozen=True)
 class LazyPlace:
-    """The whole rows that a rank's tokens are a part of.
+    """The full rows that a rank's tokens are a part of.
 
     Attributes:
         layout: a bound layout.
         axis: its name for the tokens.
-        length: tokens of a whole row.
+        length: tokens of a full row.
         start: the first token that is left.
         stop: the token after the last that is left.
         flat: rows and tokens are one dim.
@@ -75,7 +75,7 @@ class LazyPlace:
 
 
 class _Lift(torch.autograd.Function):
-    """A rank's tokens as whole rows; their gradient may be of whole rows or of the tokens."""
+    """A rank's tokens as full rows; their gradient may be of full rows or of the tokens."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, place: LazyPlace) -> Tensor:
@@ -103,7 +103,7 @@ class _Local(torch.autograd.Function):
 
 
 class LazyRows(Tensor):
-    """Whole rows (b, n, ...), of which this rank holds its tokens until all are needed.
+    """Full rows (b, n, ...), of which this rank holds its tokens until all are needed.
 
     Attributes:
         local: this rank's tokens (b, n/P, ...), without a gradient.
@@ -130,7 +130,7 @@ class LazyRows(Tensor):
             nbytes = self.numel() * self.element_size()
             if nbytes >= _LARGE:
                 warnings.warn(
-                    f"whole rows {tuple(self.shape)} are gathered on every rank,"
+                    f"full rows {tuple(self.shape)} are gathered on every rank,"
                     f" {nbytes / 2**30:.1f} GiB; log_softmax, gather and cross_entropy over the"
                     " last dim are not, and give the model labels where its loss will do",
                     stacklevel=3,
@@ -167,7 +167,7 @@ class LazyRows(Tensor):
 
 
 def lazy(local: Tensor, place: LazyPlace) -> Tensor:
-    """Whole rows (b, n, ...) of this rank's tokens, not gathered yet."""
+    """Full rows (b, n, ...) of this rank's tokens, not gathered yet."""
     return _Lift.apply(local, place)
 
 
@@ -185,7 +185,7 @@ def _part_of(value: Any, place: LazyPlace) -> Any:
 
 
 def _gathered(value: Any) -> Any:
-    """The same arguments, with whole rows in the place of lazy ones."""
+    """The same arguments, with full rows in the place of lazy ones."""
     if isinstance(value, LazyRows):
         return value.whole()
     if type(value) in (tuple, list):

@@ -81,7 +81,7 @@ def loss_of(
 ) -> Tensor:
     """The loss of a model whose call has labels of this kind, in place of its loss function.
 
-    Of whole rows it takes `num_items_in_batch` as transformers does: the sum over this group's
+    Of full rows it takes `num_items_in_batch` as transformers does: the sum over this group's
     labels, divided by that number.
     """
     if kind not in (NEXT, OWN):

@@ -103,5 +103,5 @@ class Sharded(Mark):
     refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
 
     def row(self, local: int) -> int:
-        """Tokens of a whole row, of which this rank has `local`."""
+        """Tokens of a full row, of which this rank has `local`."""
         return local * self.layout.size(self.axis) if self.length is None else int(self.length)

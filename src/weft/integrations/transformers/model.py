@@ -5,8 +5,8 @@ transformers lets anyone register an attention function and the function that ma
 Arguments that weft cannot honour are refused by name, on every rank, and `verification` compares
 the model on ranks with the model on one device.
 
-Activations are (batch, tokens, embed), and every rank holds its own tokens. `rows` cuts whole rows
-on the way in and makes whole rows on the way out. A `Batch` holds the facts that a shard lacks: the
+Activations are (batch, tokens, embed), and every rank holds its own tokens. `rows` cuts full rows
+on the way in and makes full rows on the way out. A `Batch` holds the facts that a shard lacks: the
 global length, packed documents, padding.
 """
 
@@ -41,11 +41,11 @@ def parallelize_transformers(
     difference beyond rounding is refused. Behaviour that needs more tokens or other values is not
     seen (see `verify`).
 
-    **Whole rows** (`rows="whole"`). Every rank of the context group, the ranks that split the
-    tokens, passes the same rows whole, as to a model on one device, and gets whole rows back:
+    **Full rows** (`rows="whole"`). Every rank of the context group, the ranks that split the
+    tokens, passes the same rows whole, as to a model on one device, and gets full rows back:
 
         out = model(input_ids=ids, labels=labels)     (b, n), the same on every rank of the group
-        out.loss, out.logits                          of the whole rows, the same on every rank
+        out.loss, out.logits                          of the full rows, the same on every rank
         loss.backward()                               gradients to be *averaged* over ranks
 
     A rank computes its n/P tokens. Losses may be made of the outputs as on one device; every rank
@@ -65,7 +65,7 @@ def parallelize_transformers(
     runs likewise.
 
     A call that has no parts runs *replicated*, with a warning: the model's attention as it was, on
-    whole rows, on every rank. So do calls with another cache (prefix tuning), with
+    full rows, on every rank. So do calls with another cache (prefix tuning), with
     `output_attentions`, with fewer tokens than ranks, and of a part by itself
     (`get_image_features`).
 
@@ -120,14 +120,14 @@ def parallelize_transformers(
             another model on ranks; AdaLoRA. In calls: dropout in attention or of layers, a loss
             that the model adds by itself, biases, another attention implementation set since,
             a transform of `torch.func`, gradients through a `ShardedCache`; in `generate` static,
-            quantised and paged caches, and layers whose cache has no parts; with whole rows a batch
+            quantised and paged caches, and layers whose cache has no parts; with full rows a batch
             of `shard_batch`, with local ones a call without it, caches, attention weights,
             cross-attention, losses that weft does not make, masks given as tensors,
             `logits_to_keep`, torch's own DDP or FSDP2.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
-            layout without the axis, or whose keys are split otherwise than its queries; whole rows
+            layout without the axis, or whose keys are split otherwise than its queries; full rows
             on a layout that splits something else than the tokens.
-        ShapeError: on every rank, in a call with whole rows: rows, weights or the gradients that
+        ShapeError: on every rank, in a call with full rows: rows, weights or the gradients that
             entered the previous call's outputs differ within the context group.
 
     Example::

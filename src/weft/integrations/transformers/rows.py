@@ -2,7 +2,7 @@
 
     every rank passes   input_ids (b, n), labels, ...    the same on all ranks of the context group
     a rank computes     its n/P tokens                   P ranks split the tokens
-    every rank gets     logits (b, n, v), loss, ...      of whole rows
+    every rank gets     logits (b, n, v), loss, ...      of full rows
 
 Backward, the gradient that enters at the outputs is the same on every rank, since all compute the
 same loss of the same outputs. Each keeps the part of its tokens, times P, so that the *average*
@@ -53,7 +53,7 @@ def check_context_group(layout: Layout, axis: str) -> None:
     ranks = layout.size(axis)
     if layout.reproducible and ranks & (ranks - 1):
         raise UnsupportedError(
-            f"{layout.source}: gradients of whole rows are averaged over ranks, and an average over"
+            f"{layout.source}: gradients of full rows are averaged over ranks, and an average over"
             f" {ranks} ranks is rounded; in a reproducible layout take 2, 4 or 8 ranks, or"
             " rows='local', whose gradients are summed"
         )
@@ -65,9 +65,9 @@ def check_context_group(layout: Layout, axis: str) -> None:
 def cut(
     kwargs: Mapping[str, Any], layout: Layout, axis: str, cached: bool = False
 ) -> dict[str, Any]:
-    """This rank's part of a call's whole rows, as keyword arguments with their `weft=Batch`.
+    """This rank's part of a call's full rows, as keyword arguments with their `weft=Batch`.
 
-    Labels are shifted before the cut, over the whole row, as transformers' own loss shifts them.
+    Labels are shifted before the cut, over the full row, as transformers' own loss shifts them.
     Documents are those of `cu_seq_lens_q`, or of position ids that start anew, unless keys are
     `cached`: with a cache transformers looks for none in position ids. Rows that have no parts,
     which a model runs replicated, are an `UnsupportedError`.
@@ -126,7 +126,7 @@ def factor(layout: Layout, axis: str) -> float:
 
 @dataclass(frozen=True)
 class Last:
-    """The last tokens of whole rows, of which alone logits are computed.
+    """The last tokens of full rows, of which alone logits are computed.
 
     Attributes:
         count: how many there are.
@@ -155,7 +155,7 @@ class Last:
 
 @dataclass
 class Outputs:
-    """Makes whole rows of one call's outputs."""
+    """Makes full rows of one call's outputs."""
 
     layout: Layout
     axis: str

@@ -58,7 +58,7 @@ class ModelCall:
     last_position: int = 0
     local: dict[str, Any] = field(default_factory=dict)
     constants: bool = False  # new zeros and ones are replicated from now on
-    outputs: Outputs | None = None  # makes whole rows of them; None: rows="local"
+    outputs: Outputs | None = None  # makes full rows of them; None: rows="local"
     fused: Fused | None = None
     replicated: str = ""  # why this call is not split
     cache: ShardedCache | None = None  # keys and values that it attends to, and that it adds to
