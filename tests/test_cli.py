@@ -305,6 +305,7 @@ def test_check_takes_other_keys_and_joint_axes(tmp_path):
 JOINT = "lat+lon: tile=2x2"
 
 
+@pytest.mark.slow
 def test_a_proof_takes_a_batch_that_its_layout_divides():
     """Ranks with other parts of a batch may run other programs, which too large a mesh refuses."""
     layout = "batch: dp=2; tokens: tile=32x32"

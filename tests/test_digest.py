@@ -269,6 +269,7 @@ def _numbers() -> list[str]:
     return [*map(describe_value, (named, capturing(held), method_of(3), class_of(4), inherited(2)))]
 
 
+@pytest.mark.sample
 def test_texts_are_the_same_in_every_process():
     code = "import test_digest; print(test_digest._numbers())"
     known = {**os.environ, "PYTHONHASHSEED": "7"}

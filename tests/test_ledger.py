@@ -11,6 +11,9 @@ from benchmarks import ledger, published
 from weft.declare import catalog
 from weft.planner.ledger import nearest
 
+#: What is predicted is made again: twenty seconds.
+pytestmark = pytest.mark.sample
+
 
 @functools.cache
 def groups() -> dict[str, ledger.Group]:
@@ -18,7 +21,6 @@ def groups() -> dict[str, ledger.Group]:
     return {group.name: group for group in (*ledger.own(), *ledger.others())}
 
 
-@pytest.mark.sample
 def test_the_written_ledger_is_what_the_clock_says():
     made = list(groups().values())
     assert ledger.page(made) == (ledger.RESULTS / "ledger.md").read_text()

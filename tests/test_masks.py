@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from covering import covering
 from reference import visible
 
 import weft
@@ -345,9 +346,12 @@ INDEXED = {
 }
 
 
-@pytest.mark.parametrize("kernel", [None, "math", "flex"])
-@pytest.mark.parametrize("line", ["ring=2", "pass_q=2", "ulysses=2", "tile=2x2"])
-@pytest.mark.parametrize("name", INDEXED)
+@covering(
+    "name line kernel",
+    INDEXED,
+    ["ring=2", "pass_q=2", "ulysses=2", "tile=2x2"],
+    [None, "math", "flex"],
+)
 def test_indices_in_each_others_results_mean_what_flex_attention_takes_them_for(name, line, kernel):
     """8 heads and 8 tokens: a wrong broadcast would have a right shape."""
     layout = weft.Layout.parse(f"tokens: {line}")

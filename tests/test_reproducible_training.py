@@ -114,6 +114,7 @@ def test_an_ordinary_layout_changes_some():
     assert first_other_bits({"x": one * 0}, {"x": one * -0.0}).count == 3
 
 
+@pytest.mark.sample
 def test_a_checkpoint_is_resumed_on_another_layout_with_the_same_bits(tmp_path):
     spec = TOKENS.training({"steps": 5, "checkpoint_every": 2})
 

@@ -45,7 +45,7 @@ def _compiled(rank: int, name: str, backend: str, packed: tuple[int, ...] | None
     ("name", "backend", "packed"),
     [
         ("tile", "aot_eager", None),
-        ("tile in a tree", "aot_eager", (20, 1, 29)),
+        pytest.param("tile in a tree", "aot_eager", (20, 1, 29), marks=pytest.mark.slow),
         pytest.param("no carry", "aot_eager", (20, 1, 29), marks=pytest.mark.slow),
         ("ulysses", "aot_eager", None),
     ],

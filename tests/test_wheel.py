@@ -37,6 +37,7 @@ def test_the_wheel_holds_the_package_and_its_declarations(wheel: Path) -> None:
     assert rest == {"weft/py.typed", "weft/planner/ledger.json"} | setups
 
 
+@pytest.mark.sample
 def test_commands_run_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path / "site")
     elsewhere = tmp_path / "elsewhere"
