@@ -1040,6 +1040,7 @@ def _second_failure(rank: int) -> list[str]:
     return text
 
 
+@pytest.mark.sample
 def test_a_second_failure_has_a_text_of_its_own(pool):
     first, second = pool.run(_second_failure, timeout=60.0)[0]
     pool.stop()

@@ -520,6 +520,7 @@ def _on_processes(rank: int, weights: str, line: str) -> list:
     return [gap, (again == found[0]).all(), found[0].tobytes()]
 
 
+@pytest.mark.sample
 def test_one_fit_and_many_predictions_on_real_ranks(pool, tmp_path):
     weights = str(save_pretrained(_model(), tmp_path / "tiny.safetensors"))
     found = pool.run(_on_processes, weights, "heads: tp=2; rows: ring=2")

@@ -204,7 +204,13 @@ WAITS = {"routed", "routed, heads within"}
 ASKS = {"gather", "cache"}
 
 
-@pytest.mark.parametrize("name", [*MODULES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if n == "routed, heads within" else n
+        for n in MODULES
+    ],
+)
 def test_a_second_pass_copies_nothing_and_asks_no_rank(name: str, apart) -> None:
     for crossings, asked in apart(modules, name):
         assert asked == (name in ASKS)

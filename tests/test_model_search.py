@@ -108,6 +108,7 @@ def run(*words: str) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
 
 
+@pytest.mark.slow
 def test_the_command_plans_a_table_model_and_writes_a_layout_that_runs(tmp_path, apart):
     path = str(tmp_path / "plan.toml")
     said = apart(

@@ -47,7 +47,7 @@ def _compiled(rank: int, name: str, backend: str, packed: tuple[int, ...] | None
         ("tile", "aot_eager", None),
         pytest.param("tile in a tree", "aot_eager", (20, 1, 29), marks=pytest.mark.slow),
         pytest.param("no carry", "aot_eager", (20, 1, 29), marks=pytest.mark.slow),
-        ("ulysses", "aot_eager", None),
+        pytest.param("ulysses", "aot_eager", None, marks=pytest.mark.slow),
     ],
 )
 def test_one_graph_is_what_eager_is(pool, name, backend, packed):
