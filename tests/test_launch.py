@@ -109,7 +109,7 @@ def _die(how: str, folder: str) -> str:
     return "not reached"
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_ranks_start_again_after_a_death(tmp_path):
     """The death of rank 1 is named, not the error of rank 0 that follows from it."""
     notes = []

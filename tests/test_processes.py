@@ -269,7 +269,7 @@ def test_compiled_functions_give_the_same_numbers():
             assert max(gaps) <= 1e-13, gaps
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_the_default_compiler_gives_the_same_numbers_too():
     layout = Layout.single()
 

@@ -202,7 +202,7 @@ def test_tensorboard_gets_every_curve(tmp_path):
     assert [e.value for e in events.Scalars("loss")] == pytest.approx(run.losses, rel=1e-6)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_training_teaches_a_table_model_to_use_the_training_rows():
     pytest.importorskip("sklearn")
     spec = ModelSpec.load("tabular")
@@ -217,7 +217,7 @@ def test_training_teaches_a_table_model_to_use_the_training_rows():
     assert results["iris"]["this run"].auc > 0.8  # guessing: 1/2
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_a_trial_on_real_tables_is_progress_and_goes_to_tensorboard(tmp_path, capsys):
     pytest.importorskip("sklearn")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
