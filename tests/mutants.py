@@ -677,10 +677,10 @@ BUGS = (
     ),
     Bug(
         "a length of True is 1",
-        "plan/call.py",
-        "if len(both) != 2 or any(isinstance(x, bool | str) for x in both):",
-        "if len(both) != 2 or any(isinstance(x, str) for x in both):",
-        "input",
+        "masks/base.py",
+        "if not isinstance(value, bool):",
+        "if value is not None:",
+        "masks",
     ),
     Bug(
         "a pass's number is not part of its tag",

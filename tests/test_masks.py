@@ -222,6 +222,7 @@ def test_what_is_no_mask_is_refused_by_name(mask) -> None:
         (lambda: weft.Window(1.5, 2), "Window: left"),
         (lambda: weft.Window(True, 2), "Window: left"),
         (lambda: weft.FirstKeys("3"), "FirstKeys: n"),
+        (lambda: weft.FirstKeys(True), "FirstKeys: n"),
         (lambda: weft.Documents((3.9, 4.9)), "Documents: a length"),
         (lambda: weft.Documents(7), "Documents: lengths is a sequence"),
         (lambda: weft.KeyPadding([2, None]), "KeyPadding: a length"),

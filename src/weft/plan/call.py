@@ -139,11 +139,9 @@ def _pair(length: object, what: str) -> tuple[int, int]:
         f"{what} is a whole number, or a pair (queries, keys) of them, found {length!r:.80}"
     )
     both = length if isinstance(length, tuple | list) else (length, length)
-    if len(both) != 2 or any(isinstance(x, bool | str) for x in both):
-        raise wrong
     try:
         n, m = (whole_number(x, what) for x in both)
-    except ShapeError:
+    except (ShapeError, ValueError):
         raise wrong from None
     if n < 0 or m < 0:
         raise ShapeError(f"{what} is 0 or more, found {length!r:.80}")
