@@ -351,7 +351,7 @@ def _refused_by_rank_3(rank, folder):
     loop.append(loop)
     bad = [
         (1, None, {"a": [0, {5: {1}}]}, r"notes['a'][1][5] is a set"),
-        (1, None, {"a": loop}, "notes cannot be kept: it nests too deep"),
+        (1, None, {"a": loop}, "notes cannot be saved: nested too deeply"),
         (1, None, {1: torch.ones(2, dtype=torch.cfloat)}, "notes[1] is a Tensor"),
         (1, lbfgs, {}, "the optimizer's state of '0.weight': old[0] is a Tensor"),
         (1, hook, {}, "option 'hook' of the optimizer's group 0 is a builtin_function"),

@@ -186,7 +186,7 @@ REFUSED = {
     "ControlNet": ({"controlnet_block_samples": [torch.zeros(2, 13, 32)]}, "controlnet_block"),
     "image prompt": ({"joint_attention_kwargs": {"ip_adapter_masks": torch.ones(1)}}, "ip_adapter"),
     "ids with a batch": ({"img_ids": torch.zeros(1, 13, 3)}, "2 dims"),
-    "ids of other tokens": ({"img_ids": torch.zeros(12, 3)}, "not about image"),
+    "ids of other tokens": ({"img_ids": torch.zeros(12, 3)}, "not have the tokens of image"),
 }
 
 

@@ -38,7 +38,7 @@ REFUSED = [
     ({"mesh": {"ring": 0}}, "mesh.ring = 0"),
     (_ring(mesh={"ring": True}), "mesh.ring = True: give a whole number"),
     ({"mesh": {"a": -1, "b": -1}, "replicate": ["a", "b"]}, "only one size may be -1"),
-    ({"mesh": {"ring": 2}}, "'ring' is named by nobody"),
+    ({"mesh": {"ring": 2}}, "'ring' is unused"),
     (_ring(shard={"tokens": ["rnig"]}), "no mesh dim 'rnig'; did you mean 'ring'"),
     (_ring(replicate=["ring"]), "already used by 'replicate'"),
     (_ring(shard={"tokens": ["ring"], "rows": ["ring"]}), "a mesh dim splits one axis"),

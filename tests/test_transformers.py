@@ -488,7 +488,7 @@ def test_refuses_a_loss_that_the_model_makes_of_its_shard():
     )
     with pytest.raises(UnsupportedError, match="computed a loss"):
         model(input_ids=IDS, labels=IDS, weft=Batch())
-    with pytest.raises(UnsupportedError, match="the token's own; pass labels"):
+    with pytest.raises(UnsupportedError, match="are not shifted; pass labels"):
         model(input_ids=IDS, shift_labels=IDS, weft=Batch())
 
 
@@ -568,7 +568,7 @@ BATCHES = {
         {"attention_mask": torch.tensor([[1] * 8, [0] * 8])},
         None,
         UnsupportedError,
-        r"rows \[1\] are padding alone",
+        r"rows \[1\] are all padding",
     ),
     "whole sequences' classes as numbers": (
         {"labels": IDS[:, :3]},

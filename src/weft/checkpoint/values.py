@@ -42,7 +42,7 @@ def encode(value: Any, where: str, tensors: bool = True) -> Any:
         return _encoded(value, where, tensors)
     except RecursionError:
         raise CheckpointError(
-            f"{where} cannot be kept: it nests too deep, or holds itself"
+            f"{where} cannot be saved: nested too deeply, or contains itself"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""A transport for one pass of one call: no message is mistaken, and results are agreed on.
+"""A transport for one pass of one call: messages are matched to it, and ranks agree on results.
 
 Every pass of a call has a number, and a digest of the values that ranks must have in common. Both
 make the tag of its messages, so a message of another call is never taken for one of this. Meanwhile

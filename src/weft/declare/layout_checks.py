@@ -75,7 +75,7 @@ def _check_sharding(layout: LayoutFile) -> None:
     for name in layout.mesh:
         if name not in used:
             raise DeclarationError(
-                f"mesh dim {name!r} is named by nobody: split an axis over it in [shard], or list "
+                f"mesh dim {name!r} is unused: split an axis over it in [shard], or list "
                 "it in replicate"
             )
     for axis, stored in layout.order.items():

@@ -1,4 +1,4 @@
-"""Models that let positions of an axis be encoded once, for all others or for later ones."""
+"""Models that encode some positions of an axis once, for reuse by all others or by later ones."""
 
 from __future__ import annotations
 

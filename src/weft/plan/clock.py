@@ -1,4 +1,4 @@
-"""A clock of work and messages on shared cards, uplinks and cores, as a fluid; ranks play scripts.
+"""Fluid simulation of work and messages on shared cards, uplinks and cores; ranks replay scripts.
 
 Work (a block, a message) flows through resources. A message uses the sender's and the receiver's
 card at the level that joins them, and the uplinks between their groups; a block uses its rank, and

@@ -1,4 +1,4 @@
-"""How states travel where a layout leaves it open: in the way that ends first.
+"""The fastest transport of states, where the layout does not specify one.
 
 Each way is a script per rank, of computing and of the messages of its plan, forward and backward;
 `plan/clock.py` plays it on the layout's hardware. Nothing but the layout, the length and

@@ -138,7 +138,7 @@ def routed_attention(
         kernel: one of the kernels by name.
 
     Returns:
-        The output, (b h n e), lying like q, and how the call was routed. Differentiable, also in
+        The output, (b h n e), sharded like q, and how the call was routed. Differentiable, also in
         the router's parameters.
 
     Raises:

@@ -1,4 +1,4 @@
-"""All tensors of a few training steps, whole, and which of two layouts' first differs in a bit."""
+"""Full tensors of a few training steps, and the first that differs between two layouts."""
 
 from __future__ import annotations
 

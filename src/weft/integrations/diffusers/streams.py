@@ -81,8 +81,8 @@ class Streams:
             lengths["image"] = self.image
         if length != sum(lengths[s] for s in split.streams):
             raise ShapeError(
-                f"{what} of shape {tuple(x.shape)} is not about {'+'.join(split.streams)} tokens:"
-                f" there are {lengths}"
+                f"{what} of shape {tuple(x.shape)} does not have the tokens of "
+                f"{'+'.join(split.streams)}: expected {lengths}"
             )
         parts = x.split([lengths[s] for s in split.streams], split.dim)
         unsplit = {"text"} if self.whole_text else set()

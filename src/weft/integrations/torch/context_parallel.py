@@ -105,7 +105,9 @@ def _dims(buffers: Sequence[Tensor], dims: Sequence[int]) -> list[int]:
         )
     for i, (t, dim) in enumerate(zip(buffers, dims)):
         if not isinstance(t, Tensor) or not -t.dim() <= dim < t.dim():
-            raise ShapeError(f"buffer {i} is a tensor with a dim {dim}, found {type(t).__name__}")
+            raise ShapeError(
+                f"buffer {i} must be a tensor with dim {dim}, found {type(t).__name__}"
+            )
         if t.requires_grad:
             raise ShapeError(
                 f"buffer {i} requires a gradient, and cannot be split in place; split the input "

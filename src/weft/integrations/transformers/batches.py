@@ -141,7 +141,7 @@ def _check_inputs(full: Mapping[str, Tensor]) -> None:
     for name in full:
         if name.startswith(OTHER_INPUTS):
             raise UnsupportedError(
-                f"{name}: shard_batch splits tokens, which are not made yet; hand the model full "
+                f"{name}: shard_batch splits tokens, and this is not tokenized yet; pass full "
                 f'{name}, layout.shard({name}, {{"batch": 0}}), and it splits the tokens itself'
             )
 
@@ -257,8 +257,8 @@ def _padding(padding: Tensor) -> Mask | None:
     if not seen.any(1).all():
         rows = (~seen.any(1)).nonzero().flatten().tolist()
         raise UnsupportedError(
-            f"attention_mask: rows {rows} are padding alone, of which a model's attention makes "
-            "whatever its kernel does; leave them out of the batch"
+            f"attention_mask: rows {rows} are all padding, for which attention depends on the "
+            "kernel; leave them out of the batch"
         )
     stops = seen.shape[1] - seen.flip(1).int().argmax(1)
     starts = seen.int().argmax(1)

@@ -233,8 +233,9 @@ class ShardedCache(DynamicCache):
         check_axis(there, self.shards.axis)
         if (there.world_size, there.rank) != (self.layout.world_size, self.layout.rank):
             raise DeclarationError(
-                f"the cache is on {self.layout.world_size} ranks and layout {layout.name!r} on "
-                f"{layout.world_size} or in another order; save it, and load it there"
+                f"the cache has {self.layout.world_size} ranks and layout {layout.name!r} "
+                f"{layout.world_size}, or the order of ranks differs; save the cache, and load it "
+                "there"
             )
         made = copy.copy(self)
         made.shards = Shards(there, self.shards.axis, self.shards.block)

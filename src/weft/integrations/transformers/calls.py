@@ -248,8 +248,8 @@ class Calls:
         if batch is None and not self.splits_inside:
             raise UnsupportedError(
                 f"{type(module).__name__} was parallelized with rows='local', where a call carries "
-                "the weft=Batch that shard_batch makes: without it whole ids would count as one "
-                "text on every rank; call model(**shard_batch(batch, layout)), or parallelize with "
+                "the weft=Batch that shard_batch makes: without it full rows would be taken for "
+                "this rank's chunk; call model(**shard_batch(batch, layout)), or parallelize with "
                 "rows='whole' and pass full rows"
             )
         refused.arguments(kwargs, self.axis, self.splits_inside)

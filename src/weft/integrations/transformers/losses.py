@@ -70,7 +70,7 @@ def choose_labels(kwargs: dict, labels: str, name: str) -> None:
         raise UnsupportedError(f"labels: {name} makes its loss by {labels}, not weft; {USE_LOGITS}")
     if own is None:
         raise UnsupportedError(
-            f"shift_labels: a label of {name} is the token's own; pass labels, as shard_batch cuts "
+            f"shift_labels: labels of {name} are not shifted; pass labels, as shard_batch splits "
             "them"
         )
     kwargs.pop("shift_labels", None)

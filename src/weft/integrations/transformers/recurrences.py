@@ -458,8 +458,8 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
     for name in names:
         if options.get(name) is not None and options.get(name) is not False:
             raise UnsupportedError(
-                f"{name}: a recurrent layer passes it to its kernel, and weft has it whole on no"
-                " rank; call the model without a cache, and give packed documents as `documents=`"
+                f"{name}: the kernel of a recurrent layer needs all of it, and no rank holds"
+                " that; call the model without a cache, and give packed documents as `documents=`"
             )
     return {name: value for name, value in options.items() if name not in names}
 

@@ -104,8 +104,8 @@ def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
     foreign = [n for n in kwargs if n.startswith(OTHER_INPUTS) and kwargs[n] is not None]
     if foreign and not splits_inside:
         raise UnsupportedError(
-            f"{foreign[0]}: weft splits text; which rank holds whose image or sound is not "
-            "known, so pass inputs_embeds that hold them already"
+            f"{foreign[0]}: weft splits tokens of text, and cannot tell which rank an image or "
+            "sound belongs to; pass inputs_embeds that contain them"
         )
 
 
