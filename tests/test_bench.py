@@ -106,6 +106,7 @@ def test_the_command_starts_ranks():
     assert "1x8/4x64x16, float32: 2 processes on cpu, medians of 1 rounds" in shown
 
 
+@pytest.mark.sample
 def test_the_command_shows_times_and_bytes_of_each_layout():
     shown = run("2x4/2x64x8", "tokens: local", "tokens: local", "--rounds", "3")
     assert "2x4/2x64x8, float32: 1 process on cpu, medians of 3 rounds" in shown

@@ -1066,6 +1066,7 @@ def _out_of_memory(rank: int) -> str:
     return "not refused"
 
 
+@pytest.mark.sample
 def test_a_rank_without_memory_says_so(pool):
     texts = pool.run(_out_of_memory, timeout=60.0)
     pool.stop()

@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused_and_buffers_stay_as_they_were(pool):
     wanted = [
         "one dim for each buffer",
         "[8, 9] tokens",
-        "a dim 2",
+        "with dim 2",
         "requires a gradient",
         "a view of another",
         "must be one of buffers",

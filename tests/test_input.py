@@ -91,6 +91,7 @@ def test_the_forward_pass_alone_is_checked_in_every_dtype(dtype):
     assert run_command(words) == ("taken", "")
 
 
+@pytest.mark.sample
 def test_modules_are_found_without_an_import_of_their_own():
     code = "import weft; weft.routing.RoutedAttention; weft.models.compose"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

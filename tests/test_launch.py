@@ -37,7 +37,10 @@ def alive(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("after", [pytest.param(0.5, marks=pytest.mark.sample), 5.0])
+@pytest.mark.parametrize(
+    "after",
+    [pytest.param(0.5, marks=pytest.mark.slow), pytest.param(5.0, marks=pytest.mark.sample)],
+)
 def test_ranks_end_with_a_launcher_that_is_killed(after, tmp_path):
     """Whatever they are at: starting, importing, at work."""
     words = ["train", "causal_lm", "ring-2", "--steps", "100000", "--log-dir", str(tmp_path)]

@@ -392,7 +392,7 @@ def _attend_until_it_fails(rank: int, victim: int, how: str, limit: float) -> tu
     return "not noticed", 0.0
 
 
-@pytest.mark.parametrize("how", ["killed", "silent"])
+@pytest.mark.parametrize("how", ["killed", pytest.param("silent", marks=pytest.mark.sample)])
 def test_a_rank_that_is_gone_is_named_by_the_others_within_the_limit(how):
     """And not after as long as the program's own groups wait, which is a minute here."""
     victim, limit = 2, 4.0
