@@ -313,6 +313,11 @@ def test_a_proof_takes_a_batch_that_its_layout_divides():
     assert result.exit_code == 0, result.output
 
 
+def test_explain_shows_the_file_that_a_line_stands_for_as_it_was_written():
+    said = run("explain", "tokens: ring=-1", "--nproc", "4")
+    assert "ring = -1" in said
+
+
 @pytest.mark.parametrize("way", ["--symbolic", "--threads"])
 def test_a_check_has_the_sequences_that_its_mask_names(way: str):
     words = ("batch: dp=2; tokens: ring=2", way, "--length", "37", "--mask", "padding:37:20")

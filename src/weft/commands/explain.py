@@ -159,7 +159,7 @@ def explain(
     axis = options.attended(layout, axis or options.first_axis(layout))[0]
     if is_line(names[0]):
         console().print("the line stands for this file:\n")
-        console().print(layout.to_toml() + "\n", markup=False, soft_wrap=True)
+        console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
     problem = options.problem_of(
         axis,
         options.lengths_of(length or options.LENGTH, axis, options.known_axes(layout)),
