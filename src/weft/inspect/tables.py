@@ -20,9 +20,10 @@ from ..masks.names import MASKS
 from ..plan.predict import Forecast
 from ..plan.problem import Problem
 from ..plan.redistribute import placement, plan_redistribution
-from ..plan.state import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
+from ..plan.state import ChainExchange, StateExchange, by_heads, fragments
 from ..plan.state_choice import Carried, Ways, time_ways, ways_of
 from ..plan.tree import TreeExchange
+from ..relayout.windows import TakePass, Window
 from ..proof.symbolic import Claim
 from . import words
 
@@ -245,7 +246,8 @@ def states(
             passing = TreeExchange(plan, chunk, state, state + matrix)
         else:
             passing = StateExchange(plan, chunk, state + matrix)
-        halo = HaloExchange(plan, chunk, taps - 1, problem.batch * column)
+        left = plan.around(Window(taps, 1, 1 - taps, problem.n, taps - 1))
+        halo = TakePass(left, chunk, problem.batch * column)
         for name, traffic in zip(moved, (passing.traffic, halo.traffic)):
             moved[name].append((traffic(False).bytes, traffic(True).bytes))
     if by_heads_dims:

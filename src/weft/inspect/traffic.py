@@ -14,8 +14,9 @@ from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import forecast_of
 from ..plan.redistribute import RedistributionPass
-from ..plan.state import ChainExchange, HaloExchange, StateExchange
+from ..plan.state import ChainExchange, StateExchange
 from ..plan.tree import TreeExchange
+from ..relayout.windows import TakePass
 from .words import nbytes
 
 if TYPE_CHECKING:
@@ -146,7 +147,7 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
         if isinstance(
             plan,
-            ChainExchange | HaloExchange | StateExchange | TreeExchange | RedistributionPass,
+            ChainExchange | TakePass | StateExchange | TreeExchange | RedistributionPass,
         ):
             per_call = plan.traffic(backward)
         else:

@@ -11,6 +11,7 @@ ranks' gradients of a map are summed on the rank that made it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -30,7 +31,6 @@ from ..masks import Documents
 from ..plan.state import (
     ChainExchange,
     Fragments,
-    HaloExchange,
     Piece,
     StateExchange,
     chunk_of,
@@ -38,10 +38,12 @@ from ..plan.state import (
 )
 from ..plan.state_choice import GROUPS, Carried, ways_of
 from ..plan.tree import TreeExchange
+from ..relayout.take import TakePassing
+from ..relayout.windows import TakePass, Window, cut
 from . import handles
 from .chain import Step, chained
 from .exchange import Exchange, Passing
-from .state_ops import HaloPassing, StatesPassing, TreePassing
+from .state_ops import StatesPassing, TreePassing
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -50,7 +52,7 @@ _STATES, _TREE, _HALO = "state", "tree", "halo"
 _OPS = {
     _STATES: torch.ops.weft.states,
     _TREE: torch.ops.weft.states_tree,
-    _HALO: torch.ops.weft.halo,
+    _HALO: torch.ops.weft.take,
 }
 
 Apply = Callable[[Tensor, Tensor], Tensor]
@@ -245,14 +247,15 @@ class LocalPieces:
 
         `nbytes` are those of a map or a column; where maps are composed in a tree, of a number.
         `more` is, of a tree, the shapes of A and b and whether A is a matrix; of a halo, the dim of
-        the tokens and how many columns.
+        the tokens and the fields of its windows.
         """
         exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
         if kind == _STATES:
             return StatesPassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
         if kind == _HALO:
-            dim, columns = more
-            return HaloPassing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
+            dim, *window = more
+            wanted = self.plan.around(Window(*window))
+            return TakePassing(TakePass(wanted, self.chunk, nbytes), exchange, dim)
         a, b, matrix = more
         state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
         plan = TreeExchange(self.plan, self.chunk, state, state + matrices)
@@ -384,20 +387,45 @@ class LocalPieces:
             ShapeError: on every rank, if ranks' calls differ.
         """
         dim %= x.dim()
+        window = Window(columns + 1, 1, -columns, self.length, columns)
+        none = (*x.shape[:dim], columns, *x.shape[dim + 1 :])
+        return [
+            before if windows else _zeros_after(before, none)
+            for before, _, windows in self.around(x, window, dim)
+        ]
+
+    def around(self, x: Tensor, window: Window, dim: int) -> list[tuple[Tensor, Tensor, int]]:
+        """What windows see before and after each of this rank's pieces, and which they are.
+
+            rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
+
+        Args:
+            x: this rank's tokens.
+            window: the windows.
+            dim: of the tokens.
+
+        Returns:
+            Per piece two tensors like x, of tokens before and after what `cut` leaves of the piece,
+            and the number of its windows. A piece without a window has nothing around it.
+
+        Raises:
+            ShapeError: on every rank, if ranks' calls differ.
+        """
+        dim %= x.dim()
         self._check(x, dim)
-        if self._moves and columns:
+        of_window = tuple(getattr(window, f.name) for f in dataclasses.fields(Window))
+        cuts = _plain_cuts(tuple(tuple(piece) for piece in self.pieces), of_window)
+        sizes = [n for before, _, _, after, _ in cuts for n in (before, after)]
+        if window.extent > 1 and (self._moves or window.border != "zeros"):
             tail = (*x.shape[:dim], *x.shape[dim + 1 :])
-            described = f"{columns} columns of dim {dim}, the others {tail}, {_tensor_kind(x)}"
-            halo = self._pass(_HALO, x, described, math.prod(tail) * x.itemsize, dim, columns)
+            described = f"{window.describe()}, dim {dim}, the others {tail}, {_tensor_kind(x)}"
+            nbytes = math.prod(tail) * x.itemsize
+            halo = self._pass(_HALO, x, described, nbytes, dim, *of_window)
         else:
             halo = x.narrow(dim, 0, 0)
-        # For the backward pass, as above.
-        nothing = _zeros_after(halo, (*x.shape[:dim], columns, *x.shape[dim + 1 :]))
-        left = [nothing] * len(self.pieces)
-        if columns:
-            for at, i in enumerate(self._reading):
-                left[i] = halo.narrow(dim, at * columns, columns)
-        return left
+            halo = _zeros_after(halo, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+        strips = iter(halo.split(sizes, dim))
+        return [(before, after, cut[-1]) for cut, before, after in zip(cuts, strips, strips)]
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -504,6 +532,12 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
         plan.reading(chunk),
         bool(plan.mesh_dims),
     )
+
+
+@constant_in_graphs
+def _plain_cuts(pieces: tuple, window: tuple) -> tuple:
+    """The cuts of pieces by windows, as plain numbers."""
+    return tuple(tuple(cut(start, count, Window(*window))) for start, count, _, _ in pieces)
 
 
 @constant_in_graphs
