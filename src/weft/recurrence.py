@@ -182,7 +182,7 @@ def halo(
     for piece, (before, after, outputs), (part,) in zip(
         pieces.pieces, strips, pieces.split(dim, x)
     ):
-        low, high = cut(piece.start, piece.count, window)[1:3]
+        (_, low, high, _), _ = cut(piece.start, piece.count, window)
         run = torch.cat([before, part.narrow(dim, low, high - low), after], dim)
         made.append(_results(fn, run, [(window, outputs, dim)]))
     return pieces.join(dim, made, [t for strip in strips for t in strip[:2]])
@@ -195,7 +195,7 @@ def _over_box(
     made, strips = [], []
     for pieces, window, dim in windows:
         ((before, after, outputs),) = pieces.around(x, window, dim)
-        low, high = cut(pieces.pieces[0].start, pieces.pieces[0].count, window)[1:3]
+        (_, low, high, _), _ = cut(pieces.pieces[0].start, pieces.pieces[0].count, window)
         x = torch.cat([before, x.narrow(dim, low, high - low), after], dim)
         made.append((window, outputs, dim))
         strips += [before, after]

@@ -448,7 +448,7 @@ def _around(plan: Fragments, window: Window) -> Wanted:
         spans: list[Span] = []
         for piece in pieces:
             low, high = piece.start, piece.start + piece.count
-            before, _, _, after, _ = cut(piece.start, piece.count, window)
+            (before, _, _, after), _ = cut(piece.start, piece.count, window)
             at = bisect.bisect_right(edges, low) - 1
             document, length = edges[at], edges[at + 1] - edges[at]
             for a, b in ((low - before, low), (high, high + after)):

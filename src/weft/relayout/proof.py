@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 from ..comm import coordinates, index_at
 from ..errors import ShapeError
 from ..layout import Layout
 from ..plan.order import Spans, count, shard_spans
 from ..proof.symbolic import Claim
-from .windows import BORDERS, Wanted, Window, plan_windows
+from .windows import BORDERS, Wanted, Window, plan_ranges
 
 #: Windows that models have, as (kernel, stride, (before, after), dilation), and one that is wider
 #: than some ranks' chunks.
@@ -50,8 +51,8 @@ def window_defects(layout: Layout, axis: str, length: int, window: Window) -> It
     mesh = tuple((d, layout.mesh[d]) for d in layout.shard_dims(axis))
     sizes = [count(spans) for spans in shard_spans(length, tuple(n for _, n in mesh))]
     starts = tuple(itertools.accumulate(sizes, initial=0))
-    plan = plan_windows(mesh, starts, window)
-    edges, steps = plan.edges, itertools.pairwise(plan.edges)
+    edges = window.edges(starts)
+    plan, steps = plan_ranges(mesh, starts, window.ranges(edges), window.border), pairwise(edges)
     if [*edges] != sorted(edges) or (edges[0], edges[-1]) != (0, window.outputs):
         yield f"{window}: chunks compute outputs {edges} of {window.outputs}"
     for chunk, ((first, last), part) in enumerate(zip(steps, plan.cuts)):

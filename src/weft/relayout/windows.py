@@ -295,6 +295,10 @@ class Window:
             return 0, 0
         return self.first + low * self.stride, self.first + (high - 1) * self.stride + self.extent
 
+    def ranges(self, edges: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """What the outputs of every chunk see, by their `edges`."""
+        return tuple(self.seen(low, high) for low, high in itertools.pairwise(edges))
+
 
 class Cut(NamedTuple):
     """The part of a chunk that its windows see, and how much they see on either side of it.
@@ -303,86 +307,90 @@ class Cut(NamedTuple):
         before: entries before the part.
         low, high: the part, as indices in the chunk.
         after: entries after it.
-        outputs: how many windows there are.
     """
 
     before: int
     low: int
     high: int
     after: int
-    outputs: int
 
 
-def cut(start: int, count: int, window: Window) -> Cut:
-    """The cut of a run of positions by the windows whose anchors it holds; nothing if none.
+def cut(start: int, count: int, window: Window) -> tuple[Cut, int]:
+    """The cut of a run of positions by the windows whose anchors it holds, and their number.
 
     >>> cut(4, 3, Window.over(9, 3, 2, (1, 1)))
-    Cut(before=1, low=0, high=3, after=1, outputs=2)
+    (Cut(before=1, low=0, high=3, after=1), 2)
     """
-    return _cut(start, count, *window.computed(start, start + count), window)
+    first, last = window.computed(start, start + count)
+    return _cut(start, start + count, *window.seen(first, last)), last - first
 
 
-def _cut(start: int, count: int, first: int, last: int, window: Window) -> Cut:
-    if first == last:
-        return Cut(0, 0, 0, 0, 0)
-    (low, high), end = window.seen(first, last), start + count
-    own = max(low, start) - start, max(min(high, end), max(low, start)) - start
-    return Cut(max(min(high, start) - low, 0), *own, max(high - max(low, end), 0), last - first)
+def _cut(start: int, end: int, low: int, high: int) -> Cut:
+    """The run [start, end) of positions beside [low, high), which windows see."""
+    if low >= high:
+        return Cut(0, 0, 0, 0)
+    if low >= end or high <= start:
+        return Cut(high - low, 0, 0, 0)
+    own = max(low, start) - start, min(high, end) - start
+    return Cut(max(start - low, 0), *own, max(high - end, 0))
 
 
-class WindowPlan(NamedTuple):
-    """Windows over contiguous chunks.
+class RangePlan(NamedTuple):
+    """Consecutive positions for every chunk, around its own.
 
     Attributes:
         wanted: what every chunk receives: the entries before its part and then those after it.
         cuts: the parts that chunks keep.
-        edges: the first output of every chunk, and the number of outputs.
     """
 
     wanted: Wanted
     cuts: tuple[Cut, ...]
-    edges: tuple[int, ...]
 
 
-@cached(256)
-def plan_windows(mesh: Sizes, starts: tuple[int, ...], window: Window) -> WindowPlan:
-    """The plan of windows over an axis in contiguous chunks.
+@cached(1024)
+def plan_ranges(
+    mesh: Sizes,
+    starts: tuple[int, ...],
+    ranges: tuple[tuple[int, int], ...],
+    border: str = "zeros",
+) -> RangePlan:
+    """The plan that gives contiguous chunks of an axis other positions than they hold.
 
     Args:
         mesh: the mesh dims that split the axis, outermost first, with their sizes.
         starts: the first position of every chunk, and the length of the axis.
-        window: the windows.
+        ranges: [first, last) of the positions that every chunk is to have, which may be beyond the
+            ends of the axis.
+        border: what is there.
 
     Raises:
         ShapeError: a border that needs a longer axis.
 
-    >>> plan = plan_windows((("ring", 2),), (0, 4, 7), Window.over(7, 3, 2, (1, 1)))
-    >>> plan.edges, plan.cuts[1], plan.wanted.wanted[1]
-    ((0, 2, 4), Cut(before=1, low=0, high=3, after=1, outputs=2), (Span(start=3, count=1, step=1), Span(start=-1, count=1, step=0)))
+    >>> plan = plan_ranges((("ring", 2),), (0, 4, 7), ((-1, 5), (3, 8)))
+    >>> plan.cuts[1], plan.wanted.wanted[1]
+    (Cut(before=1, low=0, high=3, after=1), (Span(start=3, count=1, step=1), Span(start=-1, count=1, step=0)))
     """
-    edges, length = window.edges(starts), starts[-1]
     cuts, wanted = [], []
-    for low, high, first, last in zip(starts, starts[1:], edges, edges[1:]):
-        part = _cut(low, high - low, first, last, window)
+    for start, end, (low, high) in zip(starts, starts[1:], ranges):
+        part = _cut(start, end, low, high)
         cuts.append(part)
-        a, b = window.seen(first, last)
-        before = bordered(a, a + part.before, length, window.border)
-        wanted.append((*before, *bordered(b - part.after, b, length, window.border)))
+        before = bordered(low, low + part.before, starts[-1], border)
+        wanted.append((*before, *bordered(high - part.after, high, starts[-1], border)))
     held = tuple(join((Span(a, b - a),)) for a, b in itertools.pairwise(starts))
-    return WindowPlan(Wanted(mesh, held, tuple(wanted)), tuple(cuts), edges)
+    return RangePlan(Wanted(mesh, held, tuple(wanted)), tuple(cuts))
 
 
 __all__ = [
     "BORDERS",
     "Cut",
+    "RangePlan",
     "TakePass",
     "Wanted",
     "Window",
-    "WindowPlan",
     "bordered",
     "check_border",
     "cut",
     "nothing",
-    "plan_windows",
+    "plan_ranges",
     "runs",
 ]

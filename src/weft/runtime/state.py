@@ -415,7 +415,7 @@ class LocalPieces:
         self._check(x, dim)
         of_window = tuple(getattr(window, f.name) for f in dataclasses.fields(Window))
         cuts = _plain_cuts(tuple(tuple(piece) for piece in self.pieces), of_window)
-        sizes = [n for before, _, _, after, _ in cuts for n in (before, after)]
+        sizes = [n for (before, _, _, after), _ in cuts for n in (before, after)]
         if window.extent > 1 and (self._moves or window.border != "zeros"):
             tail = (*x.shape[:dim], *x.shape[dim + 1 :])
             described = f"{window.describe()}, dim {dim}, the others {tail}, {_tensor_kind(x)}"
@@ -425,7 +425,7 @@ class LocalPieces:
             halo = x.narrow(dim, 0, 0)
             halo = _zeros_after(halo, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
         strips = iter(halo.split(sizes, dim))
-        return [(before, after, cut[-1]) for cut, before, after in zip(cuts, strips, strips)]
+        return [(before, after, n) for (_, n), before, after in zip(cuts, strips, strips)]
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -537,7 +537,8 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
 @constant_in_graphs
 def _plain_cuts(pieces: tuple, window: tuple) -> tuple:
     """The cuts of pieces by windows, as plain numbers."""
-    return tuple(tuple(cut(start, count, Window(*window))) for start, count, _, _ in pieces)
+    made = (cut(start, count, Window(*window)) for start, count, _, _ in pieces)
+    return tuple((tuple(part), windows) for part, windows in made)
 
 
 @constant_in_graphs
