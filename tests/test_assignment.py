@@ -12,8 +12,8 @@ from benchmarks.pack import received
 from weft import Causal, Documents, Layout
 from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError, ShapeError
-from weft.plan.assignment import scores_of
-from weft.plan.balance import assign
+from weft.packing.assignment import scores_of
+from weft.packing.balance import assign
 from weft.plan.order import chunk_sizes
 
 

@@ -21,8 +21,13 @@ from weft import Layout, TabularClassifier
 from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsReader, SafetensorsWriter
 from weft.checkpoint import folder as files
 from weft.checkpoint.values import decode
-from weft.models import KeyValueCache, compose, from_pretrained, save_pretrained
-from weft.models.pretrained import read_notes
+from weft_models.models import (
+    KeyValueCache,
+    compose,
+    from_pretrained,
+    save_pretrained,
+)
+from weft_models.models.pretrained import read_notes
 
 
 def _trained(layout: Layout, seed: int = 0):

@@ -227,7 +227,7 @@ def _layout(name: str, order: str) -> Layout:
 
 
 def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list[list[KernelCall]]:
-    from weft.comm import coordinates
+    from weft.declare.mesh import coordinates
     from weft.plan.plan import Plan, Problem
 
     problem = Problem(("tokens",), ((n, n),), 1, 2, 2, 8, 8, torch.float32, "cpu", mask=mask)

@@ -23,10 +23,10 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.errors import DeclarationError
-from weft.integrations.torch.checkpointing import keeping_attention
-from weft.integrations.torch.debug import CommDebug
-from weft.integrations.torch.module_styles import AttentionParallel
 from weft.layout import Layout
+from weft.torch_interop.checkpointing import keeping_attention
+from weft.torch_interop.debug import CommDebug
+from weft.torch_interop.module_styles import AttentionParallel
 
 # fp64; gradients of parameters are sums over 2 x 24 tokens of numbers of order one.
 TOLERANCE = 1e-11

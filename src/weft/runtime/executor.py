@@ -20,10 +20,10 @@ from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.tiles import Group, KernelCall, Kind
 from .autocast import without_autocast
+from .buffers import Shape
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
-from .packing import Shape
 from .reduce import merge_over, sum_over
 from .rows import Ranges, take
 from .tile_run import TileRun
