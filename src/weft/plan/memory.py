@@ -43,7 +43,7 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def shapes_of(
+def payload_shapes(
     plan: Plan, payload: Payload, backward: bool, rows: int, dtype: torch.dtype | None = None
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of every tensor of a payload, in the order in which they are packed.
@@ -63,7 +63,7 @@ def shapes_of(
 
 def payload_bytes(plan: Plan, payload: Payload, backward: bool, rows: int) -> int:
     """Bytes of the buffer in which this many rows of a payload travel, tensor after tensor."""
-    *packed, last = map(_nbytes, shapes_of(plan, payload, backward, rows))
+    *packed, last = map(_nbytes, payload_shapes(plan, payload, backward, rows))
     return sum(map(aligned, packed)) + last
 
 
@@ -211,4 +211,4 @@ class _Walk:
         arguments = self.plan, payload, self.tile.backward, rows[1] - rows[0]
         if dtype is None:
             return payload_bytes(*arguments)
-        return sum(map(_nbytes, shapes_of(*arguments, dtype)))
+        return sum(map(_nbytes, payload_shapes(*arguments, dtype)))

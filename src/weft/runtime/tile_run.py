@@ -16,7 +16,7 @@ from ..comm import P2PBatch, Transport
 from ..comm.channel import Channel
 from ..errors import RankError
 from ..plan.call import Call
-from ..plan.memory import held_bytes, shapes_of
+from ..plan.memory import held_bytes, payload_shapes
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload, Transfer
 from .marks import mark
@@ -202,7 +202,7 @@ class TileRun(abc.ABC):
         return high - low
 
     def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
-        return shapes_of(self.plan, payload, self.tile.backward, rows)
+        return payload_shapes(self.plan, payload, self.tile.backward, rows)
 
     def _chunk(
         self, payload: Payload, numbers: tuple[int, ...]
