@@ -218,10 +218,7 @@ def ours(checkpoint: str | None, n_estimators: int | None, threads: int) -> tupl
     import torch
 
     import weft
-    from weft_models.tables.source import (
-        SHIPPED,
-        Source,
-    )
+    from weft_models.tables.source import SHIPPED, Source
 
     torch.set_num_threads(threads)
     model = Source(checkpoint).model

@@ -29,11 +29,7 @@ from weft import Causal, Layout
 from weft.errors import WeftError
 from weft_integrations.transformers import shard_batch
 from weft_models.models import ModelSpec
-from weft_models.train.same_bits import (
-    Trace,
-    first_other_bits,
-    trace,
-)
+from weft_models.train.same_bits import Trace, first_other_bits, trace
 
 RESULTS = Path(__file__).parent / "results" / "bits.json"
 STEPS = 20

@@ -21,19 +21,9 @@ import weft
 from weft.comm import run_threads
 from weft.layout import Layout
 from weft_models.models import ModelSpec
-from weft_models.routing import (
-    routed_modules,
-    routing_penalty,
-    set_progress,
-)
-from weft_models.train import (
-    clip_grad_norm_,
-    stream,
-)
-from weft_models.train.step import (
-    lr_schedule,
-    score,
-)
+from weft_models.routing import routed_modules, routing_penalty, set_progress
+from weft_models.train import clip_grad_norm_, stream
+from weft_models.train.step import lr_schedule, score
 
 LAST = 40
 RESULTS = Path(__file__).parent / "results" / "routing.md"

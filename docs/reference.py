@@ -30,12 +30,7 @@ from weft_models.declare.model_blocks import (
     MlpBlock,
     TriangleBlock,
 )
-from weft_models.declare.model_file import (
-    ContextSpec,
-    ModelSpec,
-    Sizes,
-    TrainSpec,
-)
+from weft_models.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
 from weft_models.declare.run_file import RunSpec
 
 HERE = Path(__file__).parent / "reference"

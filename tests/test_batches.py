@@ -15,11 +15,7 @@ from torch.utils.data import DataLoader
 import weft
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError
-from weft_models.train import (
-    PackedReader,
-    TokenDataset,
-    TokenFile,
-)
+from weft_models.train import PackedReader, TokenDataset, TokenFile
 
 VOCABULARY, LENGTH, ROWS = 50, 32, 2
 LAYOUTS = {

@@ -11,16 +11,9 @@ from weft import Layout
 from weft.testing.cases import Case
 from weft_cli.cli import app
 from weft_cli.commands import side_by_side as timing
-from weft_cli.commands.side_by_side import (
-    call_work,
-    side_by_side,
-)
+from weft_cli.commands.side_by_side import call_work, side_by_side
 from weft_models.models import ModelSpec
-from weft_planner.work import (
-    Work,
-    lengths_of_model,
-    model_work,
-)
+from weft_planner.work import Work, lengths_of_model, model_work
 
 RUNNER = CliRunner()
 CASE = Case("", 37, batch=1, kv_heads=2, dim=8, mask=weft.Causal(), dtype=torch.float64)

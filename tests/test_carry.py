@@ -21,14 +21,8 @@ from torch.nn import functional as F
 
 import weft
 from weft.carry import fragments as plans
-from weft.carry.choose import (
-    Carried,
-    ways_of,
-)
-from weft.carry.fragments import (
-    by_heads,
-    fragments,
-)
+from weft.carry.choose import Carried, ways_of
+from weft.carry.fragments import by_heads, fragments
 from weft.carry.pieces import LocalPieces
 from weft.declare.layout_file import Binding
 from weft.declare.orders import TokenOrder

@@ -14,27 +14,12 @@ import torch
 import weft
 from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
-from weft_models.models import (
-    ModelSpec,
-    compose,
-)
+from weft_models.models import ModelSpec, compose
 from weft_models.models.pretrained import save_pretrained
 from weft_models.tables import ensemble as ensembles
-from weft_models.tables.calibration import (
-    Calibration,
-    calibrate,
-    fit_calibration,
-    held_out_rows,
-)
-from weft_models.tables.ensemble import (
-    Ensemble,
-    Settings,
-)
-from weft_models.tables.many_classes import (
-    Hierarchy,
-    classes_in_order,
-    groups_of,
-)
+from weft_models.tables.calibration import Calibration, calibrate, fit_calibration, held_out_rows
+from weft_models.tables.ensemble import Ensemble, Settings
+from weft_models.tables.many_classes import Hierarchy, classes_in_order, groups_of
 from weft_models.tables.source import Source
 
 pd = pytest.importorskip("pandas")

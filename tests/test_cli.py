@@ -27,13 +27,9 @@ from weft.launch.environment import slurm_variables
 from weft.masks.names import MASKS
 from weft.proof.symbolic import Claim
 from weft.testing.reference import relative_error
-from weft_cli.cli import app
+from weft_cli.cli import COMMANDS, app, parser_of
 from weft_cli.commands import options
-from weft_cli.commands.options import (
-    device_for,
-    lengths_of,
-    ranks_of,
-)
+from weft_cli.commands.options import device_for, lengths_of, ranks_of
 from weft_models.models import from_pretrained
 from weft_models.train import monitor
 
@@ -92,7 +88,7 @@ EXCEPTIONS = {
     ["heads", "kv_heads", "head_dim", "batch", "mask", "keys", "order", "length", "dtype"],
 )
 def test_a_size_has_one_default_in_all_commands(size: str):
-    commands = typer.main.get_command(app).commands
+    commands = {name: parser_of(name) for name in COMMANDS}
     defaults = {
         name: (parameter.default, parameter.show_default)
         for name, command in commands.items()

@@ -12,10 +12,7 @@ from typer.testing import CliRunner
 import weft
 from weft.errors import WeftError
 from weft_cli.cli import app
-from weft_cli.commands.predict import (
-    _destination,
-    scores_in_words,
-)
+from weft_cli.commands.predict import _destination, scores_in_words
 from weft_models.models import compose
 from weft_models.models.pretrained import save_pretrained
 from weft_models.tables import files as table_files

@@ -12,10 +12,7 @@ from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.nn import MultiAxisAttention
 from weft.nn.parameters import local
-from weft_models.models import (
-    ModelSpec,
-    compose,
-)
+from weft_models.models import ModelSpec, compose
 
 AXES = ("batch", "time", "lat", "lon", "embed")
 SIZES = {"batch": 2, "time": 5, "lat": 3, "lon": 4}

@@ -28,11 +28,7 @@ import hybrids
 import tokenizers
 import transformers as hf
 
-from weft_integrations.transformers import (
-    ShardedCache,
-    decoding,
-    parallelize,
-)
+from weft_integrations.transformers import ShardedCache, decoding, parallelize
 
 hf.logging.set_verbosity_error()
 

@@ -18,10 +18,7 @@ from weft.comm.channel import Channel
 from weft.comm.processes import ProcessTransport
 from weft.launch import failures
 from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
-from weft.relayout.redistribute import (
-    _moving,
-    placement,
-)
+from weft.relayout.redistribute import _moving, placement
 
 
 def _guessed_lengths(rank: int, after: str) -> list[str]:

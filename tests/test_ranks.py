@@ -12,10 +12,7 @@ from weft import Layout
 from weft.plan.memory import memory_bound
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
-from weft_cli.inspect.ranks import (
-    Reading,
-    reading,
-)
+from weft_cli.inspect.ranks import Reading, reading
 
 
 def numbers(layout: Layout, asked: Problem, ranks) -> dict[int, tuple]:

@@ -26,13 +26,7 @@ from weft.plan.problem import Problem
 from weft.plan.timing import duration
 from weft_cli.cli import app
 from weft_planner import measure
-from weft_planner.measure import (
-    Link,
-    Measured,
-    MeasuredBlock,
-    Sample,
-    Together,
-)
+from weft_planner.measure import Link, Measured, MeasuredBlock, Sample, Together
 
 RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")

@@ -21,10 +21,7 @@ import weft
 from weft.declare.hardware import Hardware
 from weft_cli.cli import app
 from weft_cli.commands import options
-from weft_models.declare.run_file import (
-    RunSpec,
-    changed,
-)
+from weft_models.declare.run_file import RunSpec, changed
 from weft_models.models import ModelSpec
 
 ROOT = Path(__file__).parent.parent

@@ -28,13 +28,7 @@ from weft import parallelize, restore
 from weft.carry import ops as state_ops
 from weft.carry.fragments import Fragments
 from weft.carry.pieces import LocalPieces
-from weft_integrations.transformers import (
-    Batch,
-    recurrences,
-    running,
-    shard_batch,
-    verify,
-)
+from weft_integrations.transformers import Batch, recurrences, running, shard_batch, verify
 
 hf.logging.set_verbosity_error()
 

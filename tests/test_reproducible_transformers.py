@@ -16,10 +16,7 @@ import weft
 from weft import Layout, UnsupportedError
 from weft.checkpoint import Checkpoints
 from weft_integrations.transformers import shard_batch
-from weft_models.train.same_bits import (
-    Trace,
-    first_other_bits,
-)
+from weft_models.train.same_bits import Trace, first_other_bits
 
 SIZES = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}
 LINES = (

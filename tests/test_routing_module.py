@@ -15,23 +15,11 @@ from weft.declare.routing import Routing
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft_models.models import ModelSpec
-from weft_models.routing import (
-    RoutedAttention,
-    routed_modules,
-    routing_penalty,
-)
+from weft_models.routing import RoutedAttention, routed_modules, routing_penalty
 from weft_models.routing.attention import routed_attention
-from weft_models.routing.report import (
-    figures,
-    hit_rate,
-    measure_routing,
-    observe,
-)
+from weft_models.routing.report import figures, hit_rate, measure_routing, observe
 from weft_models.routing.router import Router
-from weft_models.train import (
-    fit,
-    stream,
-)
+from weft_models.train import fit, stream
 
 ROUTED = Layout.load("routed-4")
 ONE = layout_of({"r": 1}, {"r": "routed"})

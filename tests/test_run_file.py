@@ -9,10 +9,7 @@ import pytest
 from weft.declare import catalog
 from weft.errors import DeclarationError
 from weft_models.declare.model_blocks import AttendBlock
-from weft_models.declare.run_file import (
-    RunSpec,
-    changed,
-)
+from weft_models.declare.run_file import RunSpec, changed
 from weft_models.models import ModelSpec
 
 

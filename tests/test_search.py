@@ -20,24 +20,10 @@ from weft.proof.symbolic import prove
 from weft.testing.cases import Case
 from weft_cli.cli import app
 from weft_planner import reasons
-from weft_planner.candidates import (
-    Refused,
-    candidates,
-    factorisations,
-    level_sizes,
-)
-from weft_planner.flow import (
-    one_node,
-    replayed,
-)
-from weft_planner.lower_bound import (
-    kv_repeat,
-    link_seconds,
-)
-from weft_planner.search import (
-    Choice,
-    Search,
-)
+from weft_planner.candidates import Refused, candidates, factorisations, level_sizes
+from weft_planner.flow import one_node, replayed
+from weft_planner.lower_bound import kv_repeat, link_seconds
+from weft_planner.search import Choice, Search
 
 
 def call(tokens=4096, heads=16, kv_heads=4, batch=1, mask=None, head_dim=64) -> Problem:

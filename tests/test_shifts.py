@@ -11,10 +11,7 @@ from hypothesis import strategies as st
 
 from weft import Layout
 from weft.declare.hardware import Hardware
-from weft.declare.mesh import (
-    coordinates,
-    rank_at,
-)
+from weft.declare.mesh import coordinates, rank_at
 from weft.plan import shifts as module
 from weft.plan.clock import Network
 from weft.plan.predict import forecast_of, plan_for, plans_for

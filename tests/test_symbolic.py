@@ -11,11 +11,7 @@ import torch
 import weft
 from benchmarks.fuzz import run_command
 from weft import Layout
-from weft.carry.fragments import (
-    Fragments,
-    by_heads,
-    fragments,
-)
+from weft.carry.fragments import Fragments, by_heads, fragments
 from weft.carry.proof import (
     chain_defects,
     composition_defects,
@@ -25,10 +21,7 @@ from weft.carry.proof import (
     prove_states,
     sweep_defects,
 )
-from weft.carry.tree import (
-    Tree,
-    state_tree,
-)
+from weft.carry.tree import Tree, state_tree
 from weft.masks.names import MASKS, mask_named
 from weft.plan.order import Span
 from weft.plan.predict import plans_for
@@ -39,10 +32,7 @@ from weft.proof.coverage import count_visible, tile_defects, visible_ranges
 from weft.proof.flow import program_defects
 from weft.proof.rendezvous import rendezvous
 from weft.proof.representatives import covering
-from weft.relayout.plan import (
-    placement,
-    plan_redistribution,
-)
+from weft.relayout.plan import placement, plan_redistribution
 
 LINES = (
     "tokens: ring=4",

@@ -11,11 +11,7 @@ from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.nn.parameters import HeadWeight
-from weft_models.models import (
-    ModelSpec,
-    compose,
-    from_pretrained,
-)
+from weft_models.models import ModelSpec, compose, from_pretrained
 from weft_models.tables.evaluation import (
     Result,
     Score,
@@ -25,12 +21,7 @@ from weft_models.tables.evaluation import (
     results_markdown,
     results_table,
 )
-from weft_models.train import (
-    clip_grad_norm_,
-    fit,
-    stream,
-    trainer,
-)
+from weft_models.train import clip_grad_norm_, fit, stream, trainer
 from weft_models.train.step import take_step
 
 QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}

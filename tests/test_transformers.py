@@ -23,13 +23,7 @@ import transformers as hf
 from transformers import masking_utils
 
 from weft.losses import shift_labels
-from weft_integrations.transformers import (
-    Batch,
-    parallelize,
-    restore,
-    shard_batch,
-    token_loss,
-)
+from weft_integrations.transformers import Batch, parallelize, restore, shard_batch, token_loss
 from weft_integrations.transformers.masks import translate
 from weft_integrations.transformers.model import parallelize_transformers
 

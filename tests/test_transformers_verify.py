@@ -21,10 +21,7 @@ import transformers as hf
 
 from benchmarks import families
 from weft import parallelize, restore
-from weft_integrations.transformers import (
-    shard_batch,
-    verify,
-)
+from weft_integrations.transformers import shard_batch, verify
 from weft_integrations.transformers.verification.inputs import trials
 
 hf.logging.set_verbosity_error()

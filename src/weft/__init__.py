@@ -7,10 +7,7 @@ from ._caching import clear_caches
 from ._version import __version__ as __version__
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
-from .carry.scan import (
-    halo,
-    scan,
-)
+from .carry.scan import halo, scan
 from .declare.placements import AffinePartial, SoftmaxPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError

@@ -17,12 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._compile import Traceable
 from ._torch import averaged_over, is_fake, outside_graphs
-from .comm import (
-    Alone,
-    ProcessTransport,
-    Transport,
-    collectives,
-)
+from .comm import Alone, ProcessTransport, Transport, collectives
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS

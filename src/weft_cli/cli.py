@@ -84,11 +84,8 @@ class _Group(TyperGroup):
     """Imports a command when it runs; shows an error of weft as one message, exit code 1."""
 
     def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
-        name = args[0] if args else ""
-        if name in COMMANDS:
-            single = typer.Typer(**_OPTIONS)
-            single.command(name)(_loaded(name))
-            self.commands[name] = typer.main.get_command(single)
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = parser_of(args[0])
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: typer.Context) -> Any:
@@ -100,6 +97,17 @@ class _Group(TyperGroup):
         except Exception as error:
             _show(error)
             raise typer.Exit(1) from None
+
+
+def parser_of(name: str) -> Any:
+    """A command with its options, imported.
+
+    >>> [option.name for option in parser_of("verify").params][:2]
+    ['model', 'layout']
+    """
+    single = typer.Typer(**_OPTIONS)
+    single.command(name)(_loaded(name))
+    return typer.main.get_command(single)
 
 
 def _loaded(name: str) -> Callable[..., Any]:

@@ -10,22 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm.collectives import (
-    partial_to_replicate,
-    scale_backward,
-)
+from weft.comm.collectives import partial_to_replicate, scale_backward
 from weft.comm.once_differentiable import once
 from weft.declare.layout_file import HEADS
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-)
+from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
-from weft.plan.order import (
-    Spans,
-    count,
-    shard_spans,
-)
+from weft.plan.order import Spans, count, shard_spans
 
 
 def check_not_placed(model: nn.Module) -> None:

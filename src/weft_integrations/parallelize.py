@@ -12,10 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
 from .common import take_out
@@ -100,10 +97,7 @@ def restore(model: nn.Module) -> nn.Module:
     weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
     """
     if "transformers" in _origins(model):
-        from .transformers.hooks import (
-            uninstall,
-            without_adapters,
-        )
+        from .transformers.hooks import uninstall, without_adapters
 
         uninstall(without_adapters(model))
     else:

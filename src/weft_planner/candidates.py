@@ -19,18 +19,12 @@ from typing import Any, NamedTuple
 
 from weft.declare.hardware import Hardware
 from weft.declare.layout_file import HEADS
-from weft.errors import (
-    DeclarationError,
-    did_you_mean,
-)
+from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
 from weft.masks import Full
 from weft.plan.problem import Problem
 
-from .flow import (
-    BALANCED,
-    is_causal,
-)
+from .flow import BALANCED, is_causal
 
 #: Within a level, outermost first.
 ROLES = ("batch", "query", "key", "head", "tensor")

@@ -10,43 +10,22 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.declare.hardware import (
-    Device,
-    Hardware,
-)
+from weft.declare.hardware import Device, Hardware
 from weft.declare.mesh import rank_at
 from weft.declare.strategy import Role
 from weft.declare.traffic import Traffic
 from weft.errors import UnsupportedError
 from weft.layout import Layout
-from weft.masks import (
-    Causal,
-    Full,
-    describe,
-)
-from weft.plan.clock import (
-    Gate,
-    Network,
-    Player,
-)
+from weft.masks import Causal, Full, describe
+from weft.plan.clock import Gate, Network, Player
 from weft.plan.memory import payload_bytes
 from weft.plan.order import count
-from weft.plan.plan import (
-    Pass,
-    Plan,
-)
-from weft.plan.predict import (
-    forecast_of,
-    plans_for,
-)
+from weft.plan.plan import Pass, Plan
+from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.program import Block
 from weft.plan.shifts import image_group
-from weft.plan.tiles import (
-    KernelCall,
-    Kind,
-    entries,
-)
+from weft.plan.tiles import KernelCall, Kind, entries
 
 #: Ranks whose programs are replayed one by one; of more, one node's.
 MOST_REPLAYED = 256

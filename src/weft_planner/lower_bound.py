@@ -14,23 +14,14 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from weft.declare.hardware import (
-    Device,
-    Hardware,
-)
+from weft.declare.hardware import Device, Hardware
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full
-from weft.plan.predict import (
-    forecast_of,
-    plan_for,
-)
+from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 
-from .candidates import (
-    Candidate,
-    Dim,
-)
+from .candidates import Candidate, Dim
 from .flow import is_causal
 
 #: Shares of the full traffic that a causal mask leaves for certain, by the order of tokens.

@@ -32,16 +32,10 @@ from typing import Any
 import torch
 
 from weft.attention import attention
-from weft.comm import (
-    P2PBatch,
-    Transport,
-)
+from weft.comm import P2PBatch, Transport
 from weft.declare.hardware import Hardware
 from weft.declare.one_line import to_toml
-from weft.errors import (
-    ShapeError,
-    WeftError,
-)
+from weft.errors import ShapeError, WeftError
 from weft.kernels import TileView
 from weft.layout import Layout
 from weft.plan.order import count

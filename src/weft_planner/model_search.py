@@ -20,38 +20,19 @@ import torch
 from weft.declare.hardware import Hardware
 from weft.declare.layout_file import HEADS
 from weft.declare.rates import rates_of
-from weft.errors import (
-    UnsupportedError,
-    WeftError,
-)
+from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
-from weft.masks import (
-    FULL,
-    Causal,
-)
+from weft.masks import FULL, Causal
 from weft.nn.named import build_mask
 from weft.plan.problem import Problem
 from weft_models.declare.model_blocks import AttendBlock
 from weft_models.declare.model_file import ModelSpec
 from weft_models.models import check_fit
 
-from .candidates import (
-    Candidate,
-    Dim,
-    Refused,
-    factorisations,
-    level_sizes,
-)
+from .candidates import Candidate, Dim, Refused, factorisations, level_sizes
 from .lower_bound import Bounds
-from .step_count import (
-    StepCount,
-    busiest,
-    count_steps,
-)
-from .step_time import (
-    StepTime,
-    step_time,
-)
+from .step_count import StepCount, busiest, count_steps
+from .step_time import StepTime, step_time
 from .work import masks_of_call
 
 #: Roles of an axis that is split: strategies of its own attention.

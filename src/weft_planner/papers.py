@@ -16,19 +16,10 @@ import torch
 from weft.declare import catalog
 from weft.declare.hardware import Hardware
 from weft.declare.rates import rates_of
-from weft.errors import (
-    DeclarationError,
-    did_you_mean,
-)
+from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
-from weft.masks import (
-    Causal,
-    Full,
-)
-from weft.plan.predict import (
-    forecast_of,
-    plan_for,
-)
+from weft.masks import Causal, Full
+from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 
 from .flow import replayed

@@ -7,21 +7,13 @@ from dataclasses import replace
 
 from weft.declare.hardware import Hardware
 from weft.errors import UnsupportedError
-from weft.inspect.words import (
-    digits,
-    show_time,
-)
+from weft.inspect.words import digits, show_time
 from weft.masks import Full
 from weft.plan.problem import Problem
 
 from .flow import is_causal
 from .lower_bound import Bounds
-from .search import (
-    Choice,
-    Choices,
-    Search,
-    slower,
-)
+from .search import Choice, Choices, Search, slower
 
 #: How much of a second choice's loss a part must explain to be named.
 _PART = 0.2

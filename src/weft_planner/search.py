@@ -18,33 +18,17 @@ import torch
 
 from weft.declare.hardware import Hardware
 from weft.declare.rates import rates_of
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-    WeftError,
-)
+from weft.errors import DeclarationError, UnsupportedError, WeftError
 from weft.layout import Layout
-from weft.masks import (
-    FULL,
-    Mask,
-)
+from weft.masks import FULL, Mask
 from weft.plan.memory import memory_bound
 from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of
 from weft.plan.problem import Problem
 
-from .candidates import (
-    Candidate,
-    Refused,
-    candidates,
-)
+from .candidates import Candidate, Refused, candidates
 from .flow import replayed
-from .lower_bound import (
-    Bounds,
-    LowerBound,
-    link_seconds,
-    longest,
-)
+from .lower_bound import Bounds, LowerBound, link_seconds, longest
 
 #: Ranks that are replayed one by one although one node would do.
 _FEW = 8

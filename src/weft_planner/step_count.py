@@ -18,20 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft._torch import (
-    ProductCounter,
-    fake_ranks,
-    memory_of,
-)
+from weft._torch import ProductCounter, fake_ranks, memory_of
 from weft.comm.consistency import local_tensor
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
-from weft.inspect.traffic import (
-    TrafficReport,
-    traffic,
-)
+from weft.errors import DeclarationError, UnsupportedError
+from weft.inspect.traffic import TrafficReport, traffic
 from weft.layout import Layout
 from weft.plan.plan import Plan
 from weft_models.declare.model_file import ModelSpec

@@ -10,27 +10,13 @@ from dataclasses import dataclass, replace
 
 from weft.declare.hardware import Hardware
 from weft.declare.mesh import coordinates
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.plan.plan import Plan
 
-from .flow import (
-    MOST_REPLAYED,
-    one_node,
-    time_call,
-)
-from .lower_bound import (
-    best_rate,
-    link_seconds,
-    longest,
-)
-from .step_count import (
-    Moved,
-    StepCount,
-)
+from .flow import MOST_REPLAYED, one_node, time_call
+from .lower_bound import best_rate, link_seconds, longest
+from .step_count import Moved, StepCount
 
 
 @dataclass(frozen=True)

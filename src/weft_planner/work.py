@@ -14,12 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-    did_you_mean,
-)
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from weft.layout import Layout
 from weft.masks import Full
 from weft_models.declare.model_blocks import AttendBlock

@@ -13,10 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._compile import (
-    flattened,
-    restored,
-)
+from .._compile import flattened, restored
 from .._torch import constant_in_graphs
 from ..declare.layout_file import HEADS
 from ..errors import ShapeError

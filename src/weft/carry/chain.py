@@ -22,10 +22,7 @@ from ..comm import P2PBatch
 from ..comm.channel import Channel
 from ..comm.once_differentiable import once
 from ..runtime.exchange import Exchange
-from .fragments import (
-    ChainExchange,
-    Stage,
-)
+from .fragments import ChainExchange, Stage
 
 #: (piece, group of heads, state that enters) -> (output, state that leaves)
 Step = Callable[[int, int, Tensor], tuple[Tensor, Tensor]]

@@ -17,17 +17,9 @@ from typing import NamedTuple
 from .._caching import cached
 from ..declare.hardware import Hardware
 from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import (
-    coordinates,
-    index_at,
-    rank_at,
-)
+from ..declare.mesh import coordinates, index_at, rank_at
 from ..declare.rates import rates_for
-from ..plan.clock import (
-    Gate,
-    Network,
-    Player,
-)
+from ..plan.clock import Gate, Network, Player
 from .fragments import (
     ChainExchange,
     Fragments,

@@ -27,31 +27,14 @@ from torch.distributed.tensor import Shard
 from .._caching import cached
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
-from ..declare.mesh import (
-    coordinates,
-    index_at,
-)
+from ..declare.mesh import coordinates, index_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import HEAD
 from ..declare.traffic import Traffic
-from ..errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-    slip_of,
-)
+from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from ..masks import Documents
-from ..plan.order import (
-    Spans,
-    shard_spans,
-)
-from ..relayout.plan import (
-    Overlap,
-    Placed,
-    Redistribution,
-    Sizes,
-    route,
-)
+from ..plan.order import Spans, shard_spans
+from ..relayout.plan import Overlap, Placed, Redistribution, Sizes, route
 
 #: Fragments per rank. Each is a call of a kernel and a map to send: orders with more want another
 #: way of computing.

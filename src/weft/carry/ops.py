@@ -13,25 +13,11 @@ from torch import Tensor
 from ..comm import P2PBatch
 from ..comm.channel import Channel
 from ..kernels import accumulate_dtype
-from ..relayout.fetch import (
-    collect,
-    fetch,
-)
-from ..runtime.exchange import (
-    Passing,
-    pass_op,
-)
+from ..relayout.fetch import collect, fetch
+from ..runtime.exchange import Passing, pass_op
 from ..runtime.handles import op
-from .fragments import (
-    HaloExchange,
-    StateExchange,
-)
-from .tree import (
-    Fold,
-    TreeExchange,
-    Value,
-    state_tree,
-)
+from .fragments import HaloExchange, StateExchange
+from .tree import Fold, TreeExchange, Value, state_tree
 
 # -- maps -----------------------------------------------------------------------------------------
 

@@ -21,39 +21,16 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._compile import (
-    flattened,
-    restored,
-)
-from .._torch import (
-    constant_in_graphs,
-    in_graph,
-    outside_graphs,
-)
-from ..comm.origin import (
-    UNKNOWN,
-    origin,
-)
+from .._compile import flattened, restored
+from .._torch import constant_in_graphs, in_graph, outside_graphs
+from ..comm.origin import UNKNOWN, origin
 from ..declare.blocks import block_edges
-from ..errors import (
-    ShapeError,
-    WeftError,
-)
+from ..errors import ShapeError, WeftError
 from ..masks import Documents
 from ..runtime import handles
-from ..runtime.exchange import (
-    Exchange,
-    Passing,
-)
-from .chain import (
-    Step,
-    chained,
-)
-from .choose import (
-    GROUPS,
-    Carried,
-    ways_of,
-)
+from ..runtime.exchange import Exchange, Passing
+from .chain import Step, chained
+from .choose import GROUPS, Carried, ways_of
 from .fragments import (
     ChainExchange,
     Fragments,
@@ -63,11 +40,7 @@ from .fragments import (
     chunk_of,
     fragments,
 )
-from .ops import (
-    HaloPassing,
-    StatesPassing,
-    TreePassing,
-)
+from .ops import HaloPassing, StatesPassing, TreePassing
 from .tree import TreeExchange
 
 if TYPE_CHECKING:

@@ -14,37 +14,15 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
 from ..declare.layout_file import HEADS
-from ..declare.mesh import (
-    coordinates,
-    index_at,
-)
+from ..declare.mesh import coordinates, index_at
 from ..layout import Layout
 from ..masks import Documents
-from ..plan.order import (
-    Span,
-    join,
-)
-from ..proof.rendezvous import (
-    Wait,
-    stuck_ranks,
-)
+from ..plan.order import Span, join
+from ..proof.rendezvous import Wait, stuck_ranks
 from ..proof.symbolic import Claim
-from ..relayout.plan import (
-    Placed,
-    Redistribution,
-    placement,
-    plan_redistribution,
-)
-from .fragments import (
-    Fragments,
-    by_heads,
-    fragments,
-)
-from .tree import (
-    Tree,
-    Value,
-    state_tree,
-)
+from ..relayout.plan import Placed, Redistribution, placement, plan_redistribution
+from .fragments import Fragments, by_heads, fragments
+from .tree import Tree, Value, state_tree
 
 #: Chunks of an axis that are looked at one by one; of more nothing is claimed.
 MOST_CHUNKS = 64

@@ -12,10 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..dtensors import on_local_tensors
-from ..errors import (
-    DeclarationError,
-    ShapeError,
-)
+from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Documents
 from .pieces import LocalPieces

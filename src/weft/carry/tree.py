@@ -24,15 +24,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._caching import cached
-from ..declare.mesh import (
-    coordinates,
-    index_at,
-)
-from .fragments import (
-    Fragments,
-    PlannedMessage,
-    StatesPass,
-)
+from ..declare.mesh import coordinates, index_at
+from .fragments import Fragments, PlannedMessage, StatesPass
 
 
 class Value(NamedTuple):

@@ -24,10 +24,7 @@ import torch
 from torch import Tensor
 
 from ..declare.mesh import index_at
-from . import (
-    P2PBatch,
-    Transport,
-)
+from . import P2PBatch, Transport
 from .channel import Channel, disagreed
 from .once_differentiable import once
 from .origin import UNKNOWN, Origin, origin, together

@@ -19,10 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..declare.mesh import (
-    coordinates,
-    rank_at,
-)
+from ..declare.mesh import coordinates, rank_at
 from ..errors import RankError, ShapeError
 from ..launch.failures import rank_list
 

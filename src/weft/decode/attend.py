@@ -15,19 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm import (
-    P2PBatch,
-    Shuffle,
-)
+from ..comm import P2PBatch, Shuffle
 from ..comm.channel import Channel
 from ..comm.collectives import gather_flat
 from ..declare.placements import merge_softmax
-from ..kernels import (
-    Request,
-    TileView,
-    accumulate_dtype,
-    choose,
-)
+from ..kernels import Request, TileView, accumulate_dtype, choose
 from .owners import Move
 
 #: Rows of a masked part that are computed at once, whose mask is a tensor.

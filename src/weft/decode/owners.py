@@ -16,14 +16,8 @@ import torch
 from torch import Tensor
 
 from .._caching import cached
-from ..declare.mesh import (
-    coordinates,
-    rank_at,
-)
-from ..plan.order import (
-    Spans,
-    positions,
-)
+from ..declare.mesh import coordinates, rank_at
+from ..plan.order import Spans, positions
 
 #: Consecutive decoded tokens that one rank holds.
 BLOCK = 32

@@ -12,14 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import (
-    outside_graphs,
-    root_of,
-)
-from ..checkpoint.shards import (
-    head_parameters,
-    shard_of,
-)
+from .._torch import outside_graphs, root_of
+from ..checkpoint.shards import head_parameters, shard_of
 from ..declare.layout_file import HEADS
 from ..errors import UnsupportedError
 from ..layout import Layout

@@ -12,29 +12,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import (
-    active_ddp,
-    ignored_by_ddp,
-    one_dim,
-)
-from ..comm.consistency import (
-    compare_names,
-    compare_weights,
-)
+from .._torch import active_ddp, ignored_by_ddp, one_dim
+from ..comm.consistency import compare_names, compare_weights
 from ..declare.layout_file import HEADS
-from ..errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-)
-from ..layout import (
-    Layout,
-    check_same_data_ranks,
-)
-from .sync import (
-    BY_DDP,
-    is_averaged,
-)
+from ..errors import DeclarationError, ShapeError, UnsupportedError
+from ..layout import Layout, check_same_data_ranks
+from .sync import BY_DDP, is_averaged
 
 Way = Literal["fsdp", "ddp"]
 

@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import (
-    active_ddp,
-    version,
-)
+from .._torch import active_ddp, version
 from ..comm import Transport
 from ..comm.consistency import (
     compare_names,
@@ -26,10 +23,7 @@ from ..comm.consistency import (
     local_tensor,
     same_along,
 )
-from ..errors import (
-    ShapeError,
-    UnsupportedError,
-)
+from ..errors import ShapeError, UnsupportedError
 
 #: On a gradient: the writes to its parameter when it was summed.
 #: On a module: its weights were compared.

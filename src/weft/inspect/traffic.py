@@ -8,17 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..carry.fragments import (
-    ChainExchange,
-    HaloExchange,
-    StateExchange,
-)
+from ..carry.fragments import ChainExchange, HaloExchange, StateExchange
 from ..carry.tree import TreeExchange
-from ..comm import (
-    Transport,
-    Watch,
-    alive,
-)
+from ..comm import Transport, Watch, alive
 from ..declare.traffic import Traffic
 from ..layout import Layout
 from ..plan.memory import memory_bound

@@ -22,11 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import (
-    P2PBatch,
-    Shuffle,
-    Transport,
-)
+from ..comm import P2PBatch, Shuffle, Transport
 from ..comm.once_differentiable import once
 from ..declare.mesh import index_at
 from ..runtime.autocast import without_autocast

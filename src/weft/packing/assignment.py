@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from ..declare.orders import TokenOrder
-from ..masks import (
-    Causal,
-    Documents,
-    Mask,
-)
+from ..masks import Causal, Documents, Mask
 
 
 class Fragment(NamedTuple):

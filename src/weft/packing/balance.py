@@ -22,10 +22,7 @@ import math
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 
-from .assignment import (
-    Fragment,
-    scores_of,
-)
+from .assignment import Fragment, scores_of
 
 #: Shares of a chunk's work: by how much it may miss its aim,
 SLACK = 0.003

@@ -20,10 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from .._caching import remembered
 from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import (
-    coordinates,
-    index_at,
-)
+from ..declare.mesh import coordinates, index_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
 from ..declare.rates import rates_for

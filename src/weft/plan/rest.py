@@ -9,11 +9,7 @@ from torch.distributed.tensor import Shard
 
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
-from ..declare.mesh import (
-    index_at,
-    places,
-    rank_at,
-)
+from ..declare.mesh import index_at, places, rank_at
 from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError

@@ -15,10 +15,7 @@ from typing import NamedTuple
 
 from .._caching import remembered
 from ..declare.hardware import Hardware
-from ..declare.mesh import (
-    coordinates,
-    rank_at,
-)
+from ..declare.mesh import coordinates, rank_at
 
 
 class Shift(NamedTuple):

@@ -8,10 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..comm.processes import ProcessTransport
-from ..comm.threads import (
-    Post,
-    ThreadTransport,
-)
+from ..comm.threads import Post, ThreadTransport
 from ..errors import DeclarationError
 from ..layout import Layout
 

@@ -14,15 +14,9 @@ import torch
 from torch import Tensor
 
 from .._uploads import uploaded
-from ..comm import (
-    Shuffle,
-    Transport,
-)
+from ..comm import Shuffle, Transport
 from ..comm.channel import Channel
-from .plan import (
-    Overlap,
-    Redistribution,
-)
+from .plan import Overlap, Redistribution
 
 #: The label of messages that take a tensor to another placement.
 REDISTRIBUTE = "redistribute"

@@ -22,18 +22,10 @@ from dataclasses import dataclass
 from .._caching import cached
 from ..declare.blocks import BlockOrder
 from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import (
-    coordinates,
-    index_at,
-    rank_at,
-)
+from ..declare.mesh import coordinates, index_at, rank_at
 from ..declare.orders import TokenOrder
 from ..declare.traffic import Traffic
-from ..plan.order import (
-    Spans,
-    count,
-    shard_spans,
-)
+from ..plan.order import Spans, count, shard_spans
 
 Sizes = tuple[tuple[str, int], ...]
 

@@ -10,41 +10,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._compile import (
-    flattened,
-    restored,
-)
-from .._torch import (
-    constant_in_graphs,
-    in_graph,
-)
+from .._compile import flattened, restored
+from .._torch import constant_in_graphs, in_graph
 from ..comm import Transport
 from ..comm.channel import Channel
-from ..comm.origin import (
-    UNKNOWN,
-    origin,
-)
+from ..comm.origin import UNKNOWN, origin
 from ..declare.layout import LayoutDeclaration
-from ..errors import (
-    DeclarationError,
-    ShapeError,
-)
+from ..errors import DeclarationError, ShapeError
 from ..runtime import handles
-from ..runtime.exchange import (
-    Exchange,
-    Passing,
-    pass_op,
-)
-from .fetch import (
-    REDISTRIBUTE,
-    fetch,
-)
-from .plan import (
-    Placed,
-    RedistributionPass,
-    placement,
-    plan_redistribution,
-)
+from ..runtime.exchange import Exchange, Passing, pass_op
+from .fetch import REDISTRIBUTE, fetch
+from .plan import Placed, RedistributionPass, placement, plan_redistribution
 
 
 def redistribute(

@@ -32,12 +32,7 @@ from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import Documents
 from . import activations
-from .sums import (
-    ExactSums,
-    exact_linear,
-    lookup,
-    spread,
-)
+from .sums import ExactSums, exact_linear, lookup, spread
 
 #: On a tensor that was made of weights alone.
 _OF_WEIGHTS = "weft_of_weights"

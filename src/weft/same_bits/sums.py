@@ -27,10 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..comm import (
-    Shuffle,
-    Transport,
-)
+from ..comm import Shuffle, Transport
 from ..comm.channel import Channel
 from ..comm.once_differentiable import once
 

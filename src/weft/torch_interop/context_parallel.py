@@ -13,10 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import (
-    DeclarationError,
-    ShapeError,
-)
+from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from .sdpa import sdpa
 

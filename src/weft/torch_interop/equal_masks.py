@@ -10,11 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from .._caching import cached
-from .._digest import (
-    beside_fields,
-    is_frozen,
-    is_plain,
-)
+from .._digest import beside_fields, is_frozen, is_plain
 from ..masks import Mask
 
 #: Parts of a mask that holds functions and tensors -> the first such mask, while it lives.

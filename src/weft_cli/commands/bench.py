@@ -16,19 +16,9 @@ import typer
 from rich.markup import escape
 
 from weft._terminal import Terminal
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-    WeftError,
-    shown,
-)
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftError, shown
 from weft.inspect import words
-from weft.inspect.words import (
-    digits,
-    show_time,
-    unit_of,
-)
+from weft.inspect.words import digits, show_time, unit_of
 from weft.launch import launcher as launch
 from weft.launch.environment import already_launched
 from weft.layout import Layout
@@ -212,10 +202,7 @@ class _Model:
 
 
 def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str | None) -> _Model:
-    from weft_models.models import (
-        ModelSpec,
-        check_fit,
-    )
+    from weft_models.models import ModelSpec, check_fit
     from weft_models.train.data import KINDS
     from weft_planner.work import lengths_of_model
 
@@ -251,15 +238,9 @@ def _rank(
 ) -> list[TimedPasses]:
     """One rank of `weft bench`."""
     from weft_models.models import ModelSpec
-    from weft_planner.work import (
-        Work,
-        model_work,
-    )
+    from weft_planner.work import Work, model_work
 
-    from .side_by_side import (
-        call_work,
-        side_by_side,
-    )
+    from .side_by_side import call_work, side_by_side
 
     def work(place: int, layout: Layout) -> Work:
         if not isinstance(what, _Model):

@@ -11,12 +11,7 @@ from rich.table import Table
 
 from weft.errors import ShapeError
 
-from ..inspect.blackbox import (
-    Box,
-    as_text,
-    describe_run,
-    load_records,
-)
+from ..inspect.blackbox import Box, as_text, describe_run, load_records
 from .options import console
 
 

@@ -25,15 +25,8 @@ from weft.masks.names import mask_named
 from weft.plan.predict import plan_for
 from weft.proof.symbolic import prove
 from weft.testing.cases import Case
-from weft.testing.check import (
-    Comparison,
-    attend_once,
-    check_rank,
-)
-from weft_models.routing.check import (
-    attend_routed_once,
-    check_routed_rank,
-)
+from weft.testing.check import Comparison, attend_once, check_rank
+from weft_models.routing.check import attend_routed_once, check_routed_rank
 from weft_models.routing.check import refuse_early as refuse_routed_early
 from weft_models.routing.geometry import is_routed
 

@@ -9,10 +9,7 @@ from rich.markup import escape
 
 from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
-from weft_models.train.same_bits import (
-    first_other_bits,
-    trace,
-)
+from weft_models.train.same_bits import first_other_bits, trace
 
 from . import options
 from .options import console

@@ -14,48 +14,25 @@ from rich.table import Table
 from weft.declare.hardware import Hardware
 from weft.declare.one_line import is_line
 from weft.declare.rates import rates_for
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.inspect import words
 from weft.layout import Layout
 from weft.plan.memory import memory_bound
 from weft.plan.plan import Plan
-from weft.plan.predict import (
-    forecast_of,
-    plans_for,
-)
+from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft_models.declare.model_file import ModelSpec
-from weft_models.routing.attention import (
-    blocks_per_rank,
-    check_routed,
-)
-from weft_models.routing.bounds import (
-    RoutedBytes,
-    ring_bytes,
-    routed_bounds,
-)
+from weft_models.routing.attention import blocks_per_rank, check_routed
+from weft_models.routing.bounds import RoutedBytes, ring_bytes, routed_bounds
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options
-from weft_planner.flow import (
-    Timing,
-    replayed,
-)
+from weft_planner.flow import Timing, replayed
 
 from ..inspect import tables
-from ..inspect.ranks import (
-    Reading,
-    reading,
-)
+from ..inspect.ranks import Reading, reading
 from ..inspect.ranks import plans as read_plans
 from . import options
-from .explain_model import (
-    explain_model,
-    is_model,
-)
+from .explain_model import explain_model, is_model
 from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.

@@ -17,17 +17,8 @@ from weft.inspect import words
 from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
 from weft_models.models import check_fit
-from weft_planner.step_count import (
-    StepCount,
-    busiest,
-    by_part,
-    count_steps,
-    part_of,
-)
-from weft_planner.step_time import (
-    StepTime,
-    step_time,
-)
+from weft_planner.step_count import StepCount, busiest, by_part, count_steps, part_of
+from weft_planner.step_time import StepTime, step_time
 from weft_planner.work import lengths_of_model
 
 from ..inspect import tables

@@ -17,29 +17,12 @@ from typer.models import OptionInfo
 
 from weft._terminal import Terminal
 from weft.comm.world import check_inside_node
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-    did_you_mean,
-    shown,
-)
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
 from weft.inspect.call_plan import device_type
-from weft.inspect.picture import (
-    writable,
-    writable_file,
-)
-from weft.launch.environment import (
-    already_launched,
-    ranks_here,
-    shown_one_gpu_each,
-)
+from weft.inspect.picture import writable, writable_file
+from weft.launch.environment import already_launched, ranks_here, shown_one_gpu_each
 from weft.layout import Layout
-from weft.masks.names import (
-    MASKS,
-    mask_named,
-    sequences_named,
-)
+from weft.masks.names import MASKS, mask_named, sequences_named
 from weft.plan.problem import Problem
 
 #: The largest seed that torch takes on every device.

@@ -12,27 +12,16 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from weft.declare.hardware import Hardware
-from weft.errors import (
-    ShapeError,
-    shown,
-)
+from weft.errors import ShapeError, shown
 from weft.inspect import words
 from weft_planner import reasons
 from weft_planner.candidates import NAMES
-from weft_planner.search import (
-    Choices,
-    Search,
-    scaling,
-)
+from weft_planner.search import Choices, Search, scaling
 
 from ..inspect import tables
 from . import options
 from .options import console
-from .plan_model import (
-    plan_model,
-    print_refused,
-    write_layout,
-)
+from .plan_model import plan_model, print_refused, write_layout
 
 #: Seconds of a core, by themselves and since the command began, after which the search for changes
 #: of the machine that would change the choice is left out.

@@ -16,10 +16,7 @@ from weft.inspect.picture import writing
 from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
 from weft_planner.ledger import nearest
-from weft_planner.model_search import (
-    ModelChoice,
-    ModelSearch,
-)
+from weft_planner.model_search import ModelChoice, ModelSearch
 from weft_planner.step_count import by_part
 from weft_planner.work import lengths_of_model
 

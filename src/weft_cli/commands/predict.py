@@ -19,24 +19,12 @@ from rich.markup import escape
 from typer.models import OptionInfo
 
 from weft._terminal import Terminal
-from weft.errors import (
-    WeftError,
-    shown,
-)
-from weft.inspect.picture import (
-    writable_file,
-    writing,
-)
+from weft.errors import WeftError, shown
+from weft.inspect.picture import writable_file, writing
 from weft.launch import launcher as launch
-from weft.launch.environment import (
-    Place,
-    already_launched,
-)
+from weft.launch.environment import Place, already_launched
 from weft.layout import Layout
-from weft_models.tables.files import (
-    Pair,
-    read_pair,
-)
+from weft_models.tables.files import Pair, read_pair
 from weft_models.tables.source import check_axes
 
 from . import options

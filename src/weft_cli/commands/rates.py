@@ -14,20 +14,13 @@ from rich.table import Table
 from weft.errors import WeftError
 from weft.inspect import words
 from weft.inspect.picture import writing
-from weft.inspect.words import (
-    digits,
-    show_time,
-    unit_of,
-)
+from weft.inspect.words import digits, show_time, unit_of
 from weft.launch import launcher as launch
 from weft.launch.environment import already_launched
 from weft.layout import Layout
 from weft.plan.problem import Problem
 from weft_planner import measure
-from weft_planner.measure import (
-    Measured,
-    Sample,
-)
+from weft_planner.measure import Measured, Sample
 
 from ..inspect import tables
 from . import options

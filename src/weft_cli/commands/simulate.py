@@ -10,10 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from weft.inspect import (
-    picture,
-    words,
-)
+from weft.inspect import picture, words
 from weft.inspect.picture import writing
 from weft_planner import papers
 from weft_planner.papers import Point

@@ -16,17 +16,10 @@ from weft.declare import catalog
 from weft.errors import WeftError
 from weft.launch import launcher as launch
 from weft.launch import trace
-from weft.launch.environment import (
-    already_launched,
-    ranks_here,
-)
+from weft.launch.environment import already_launched, ranks_here
 from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
-from weft_models.declare.run_file import (
-    WEIGHTS,
-    RunSpec,
-    changed,
-)
+from weft_models.declare.run_file import WEIGHTS, RunSpec, changed
 
 from . import options
 from .options import console

@@ -11,10 +11,7 @@ import torch
 import typer
 from rich.markup import escape
 
-from weft.errors import (
-    DeclarationError,
-    did_you_mean,
-)
+from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
 
 from . import options

@@ -19,14 +19,7 @@ from typing import Annotated, Literal, TypeVar
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from weft.errors import DeclarationError
-from weft.launch.trace import (
-    CALLS,
-    SIZE,
-    STEPS,
-    rank_ranges,
-    root,
-    state_of,
-)
+from weft.launch.trace import CALLS, SIZE, STEPS, rank_ranges, root, state_of
 
 #: Lines of ranks that wait, beyond which the rest is counted.
 _LINES = 24

@@ -18,10 +18,7 @@ from weft.declare.strategy import Role
 from weft.layout import Layout
 from weft.masks import Full
 from weft.plan.plan import Plan
-from weft.plan.predict import (
-    plan_for,
-    plans_for,
-)
+from weft.plan.predict import plan_for, plans_for
 from weft.plan.problem import Problem
 
 #: Meshes of up to SMALL ranks are read whole; of larger ones about WORK transfers and blocks, and

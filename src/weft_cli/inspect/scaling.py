@@ -8,11 +8,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from weft.inspect import picture
-from weft.inspect.picture import (
-    NORMAL,
-    SMALL,
-    WONG,
-)
+from weft.inspect.picture import NORMAL, SMALL, WONG
 
 #: Inches.
 SIZE = (3.5, 2.8)

@@ -11,19 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from weft.carry.choose import (
-    Carried,
-    Ways,
-    time_ways,
-    ways_of,
-)
-from weft.carry.fragments import (
-    ChainExchange,
-    HaloExchange,
-    StateExchange,
-    by_heads,
-    fragments,
-)
+from weft.carry.choose import Carried, Ways, time_ways, ways_of
+from weft.carry.fragments import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
 from weft.carry.tree import TreeExchange
 from weft.declare import catalog
 from weft.declare.hardware import Hardware
@@ -35,10 +24,7 @@ from weft.masks.names import MASKS
 from weft.plan.predict import Forecast
 from weft.plan.problem import Problem
 from weft.proof.symbolic import Claim
-from weft.relayout.plan import (
-    placement,
-    plan_redistribution,
-)
+from weft.relayout.plan import placement, plan_redistribution
 
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) -> Table:

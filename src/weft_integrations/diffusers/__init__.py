@@ -1,8 +1,5 @@
 """diffusers' transformers on a layout: `weft.parallelize(transformer, layout)`."""
 
-from ..parallelize import (
-    parallelize,
-    restore,
-)
+from ..parallelize import parallelize, restore
 
 __all__ = ["parallelize", "restore"]

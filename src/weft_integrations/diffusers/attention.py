@@ -12,11 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from weft.attention import attention
 from weft.errors import UnsupportedError
-from weft.masks import (
-    FULL,
-    Mask,
-    MaskMod,
-)
+from weft.masks import FULL, Mask, MaskMod
 
 from .streams import Streams
 

@@ -20,24 +20,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-    WeftError,
-)
+from weft.errors import DeclarationError, UnsupportedError, WeftError
 from weft.layout import Layout
 
-from ..common import (
-    check_not_placed,
-    check_splits_only,
-    named_arguments,
-    scale_gradient,
-)
+from ..common import check_not_placed, check_splits_only, named_arguments, scale_gradient
 from .attention import Region
-from .plans import (
-    TokenSplit,
-    read_plan,
-)
+from .plans import TokenSplit, read_plan
 from .streams import Streams
 
 

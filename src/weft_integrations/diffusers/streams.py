@@ -12,14 +12,8 @@ from torch import Tensor
 from weft.errors import ShapeError
 from weft.layout import Layout
 
-from ..common import (
-    joined,
-    tokens_per_chunk,
-)
-from .plans import (
-    SplitPlan,
-    TokenSplit,
-)
+from ..common import joined, tokens_per_chunk
+from .plans import SplitPlan, TokenSplit
 
 
 @dataclass

@@ -23,12 +23,7 @@ from weft.masks import FirstKeys
 from weft.torch_interop.sdpa import sdpa
 
 from .. import Foreign
-from ..common import (
-    check_not_placed,
-    check_rows,
-    check_splits_only,
-    scale_gradient,
-)
+from ..common import check_not_placed, check_rows, check_splits_only, scale_gradient
 from .tabpfn_rows import gather_rows
 
 

@@ -20,19 +20,9 @@ from weft.errors import UnsupportedError
 from weft.layout import Layout
 
 from .. import Foreign
-from ..common import (
-    check_not_placed,
-    check_splits_only,
-    scale_gradient,
-)
+from ..common import check_not_placed, check_splits_only, scale_gradient
 from . import tabpfn_v3
-from .tabpfn_rows import (
-    ContextRows,
-    TrainRows,
-    gather_rows,
-    own_rows,
-    take_rows,
-)
+from .tabpfn_rows import ContextRows, TrainRows, gather_rows, own_rows, take_rows
 
 __all__ = ["parallelize_tabpfn"]
 

@@ -14,21 +14,10 @@ from torch import Tensor, nn
 from weft.attention import attention
 from weft.errors import UnsupportedError
 from weft.layout import Layout
-from weft.masks import (
-    EVERYTHING,
-    FAR,
-    NOTHING,
-    Documents,
-    FirstKeys,
-    Interval,
-    Mask,
-)
+from weft.masks import EVERYTHING, FAR, NOTHING, Documents, FirstKeys, Interval, Mask
 
 from .. import Foreign
-from ..common import (
-    check_rows,
-    joined,
-)
+from ..common import check_rows, joined
 
 
 class TrainRows(int):

@@ -21,15 +21,7 @@ from weft.layout import Layout
 from weft.masks import FirstKeys
 
 from .. import Foreign
-from .tabpfn_rows import (
-    Attends,
-    ContextRows,
-    TrainRows,
-    gather_rows,
-    heads,
-    own_rows,
-    take_rows,
-)
+from .tabpfn_rows import Attends, ContextRows, TrainRows, gather_rows, heads, own_rows, take_rows
 
 
 class InducedRows(Attends):

@@ -13,10 +13,7 @@ one. The loader must then give the ranks of a group the same rows:
 """
 
 from .accelerators import attach
-from .groups import (
-    layout,
-    sampler,
-)
+from .groups import layout, sampler
 from .subclass import of
 
 __all__ = ["attach", "layout", "of", "sampler"]

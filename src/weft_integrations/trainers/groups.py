@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from weft.comm.world import (
-    init_process_group,
-    world_mesh,
-)
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
+from weft.comm.world import init_process_group, world_mesh
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
 if TYPE_CHECKING:

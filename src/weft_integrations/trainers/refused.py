@@ -6,10 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import nn
 
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, UnsupportedError
 
 from .groups import ContextGroup
 

@@ -12,14 +12,8 @@ from weft.layout import Layout
 
 from .. import Foreign
 from . import refused
-from .accelerators import (
-    attach,
-    check_model,
-)
-from .generation import (
-    generates,
-    with_generation,
-)
+from .accelerators import attach, check_model
+from .generation import generates, with_generation
 from .groups import ContextGroup
 
 if TYPE_CHECKING:

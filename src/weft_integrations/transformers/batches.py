@@ -15,24 +15,10 @@ from torch.nn import functional as F
 
 from weft._uploads import uploaded
 from weft.comm.collectives import partial_to_invariant
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.losses.labels import (
-    IGNORED,
-    shift_labels,
-)
-from weft.masks import (
-    And,
-    Documents,
-    Indexed,
-    Interval,
-    KeyPadding,
-    Mask,
-)
+from weft.losses.labels import IGNORED, shift_labels
+from weft.masks import And, Documents, Indexed, Interval, KeyPadding, Mask
 from weft.same_bits.modules import exact_sums
 from weft.same_bits.sums import total
 

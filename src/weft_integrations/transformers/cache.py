@@ -31,21 +31,10 @@ from weft._digest import number_of
 from weft.checkpoint.blocks import numbers_at
 from weft.comm.channel import Channel
 from weft.decode.attend import moved
-from weft.decode.owners import (
-    BLOCK,
-    Held,
-    moves,
-)
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-)
+from weft.decode.owners import BLOCK, Held, moves
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.plan.order import (
-    positions,
-    shard_spans,
-)
+from weft.plan.order import positions, shard_spans
 from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
 
 from .. import Foreign

@@ -13,15 +13,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from weft.checkpoint.blocks import (
-    Block,
-    write_blocks,
-)
-from weft.checkpoint.folder import (
-    CheckpointError,
-    Index,
-    read_index,
-)
+from weft.checkpoint.blocks import Block, write_blocks
+from weft.checkpoint.folder import CheckpointError, Index, read_index
 from weft.checkpoint.run import verify_share
 from weft.checkpoint.shards import everywhere
 from weft.layout import Layout

@@ -25,10 +25,7 @@ from transformers.cache_utils import (
 )
 
 from weft.comm.channel import Channel
-from weft.declare.mesh import (
-    coordinates,
-    index_at,
-)
+from weft.declare.mesh import coordinates, index_at
 from weft.decode.owners import Held
 from weft.errors import DeclarationError
 from weft.layout import Layout

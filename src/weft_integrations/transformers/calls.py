@@ -19,48 +19,23 @@ from weft._digest import number_of
 from weft._torch import outside_graphs
 from weft.carry.pieces import LocalPieces
 from weft.comm.channel import Channel
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-    WeftError,
-)
-from weft.layout import (
-    Layout,
-    check_not_averaged,
-)
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from weft.layout import Layout, check_not_averaged
 from weft.losses.labels import shift_labels
 from weft.masks import Documents
 from weft.plan.call import reach
 
 from .. import Foreign
 from ..common import tokens_per_chunk
-from . import (
-    consistency,
-    losses,
-    refused,
-    rows,
-)
-from .batches import (
-    Batch,
-    tokens_of,
-    unpadded,
-)
+from . import consistency, losses, refused, rows
+from .batches import Batch, tokens_of, unpadded
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
-from .noise import (
-    neftune_scaled,
-    own_random_numbers,
-)
+from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
 from .replicated import recomputed_within
-from .running import (
-    Fused,
-    ModelCall,
-    during,
-    running,
-)
+from .running import Fused, ModelCall, during, running
 from .whole import (
     accepts_positions,
     balances,

@@ -17,10 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.consistency import (
-    fingerprint,
-    probe,
-)
+from weft.comm.consistency import fingerprint, probe
 from weft.comm.once_differentiable import once
 from weft.errors import ShapeError
 

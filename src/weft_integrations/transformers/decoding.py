@@ -13,21 +13,13 @@ from torch import Tensor, nn
 from transformers import masking_utils as hf
 
 from weft.attention import with_sinks
-from weft.decode.attend import (
-    attend_part,
-    gathered_parts,
-    merge_parts,
-    merge_rows,
-)
+from weft.decode.attend import attend_part, gathered_parts, merge_parts, merge_rows
 from weft.plan.order import positions
 from weft.runtime.autocast import as_autocast
 
 from ..common import chunks
 from .cache import ShardedCache
-from .cache_layers import (
-    ShardedLayer,
-    WindowLayer,
-)
+from .cache_layers import ShardedLayer, WindowLayer
 from .mark import OfCache
 
 

@@ -15,10 +15,7 @@ from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from weft.comm.consistency import fingerprint
-from weft.errors import (
-    UnsupportedError,
-    WeftError,
-)
+from weft.errors import UnsupportedError, WeftError
 
 from .. import Foreign
 from .cache import ShardedCache

@@ -17,46 +17,20 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from weft.carry.fragments import fragments
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, UnsupportedError
 from weft.gradients.sync import AVERAGED
 from weft.layout import Layout
 from weft.same_bits import modules as reproducible
 
 from .. import Foreign
-from ..common import (
-    check_axis,
-    check_not_placed,
-)
-from . import (
-    calls,
-    generation,
-    interface,
-    refused,
-    whole,
-)
+from ..common import check_axis, check_not_placed
+from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
-from .rebinding import (
-    put,
-    put_back,
-    rebound,
-)
-from .recurrences import (
-    FUNCTIONS,
-    REPRODUCIBLE,
-    WITHOUT_STATE,
-    of_device,
-)
+from .rebinding import put, put_back, rebound
+from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
 from .recurrent_modules import MODULES
-from .replicated import (
-    Own,
-    configurations,
-    own_attention,
-    without,
-)
+from .replicated import Own, configurations, own_attention, without
 
 
 @dataclass

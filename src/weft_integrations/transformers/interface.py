@@ -13,38 +13,16 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from weft.attention import (
-    attention,
-    with_sinks,
-)
+from weft.attention import attention, with_sinks
 from weft.decode.attend import merged_parts
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
-from weft.masks import (
-    Causal,
-    Full,
-)
+from weft.errors import DeclarationError, UnsupportedError
+from weft.masks import Causal, Full
 
-from . import (
-    decoding,
-    losses,
-)
-from .mark import (
-    Mark,
-    OfCache,
-    Sharded,
-)
-from .masks import (
-    behind,
-    translate,
-)
+from . import decoding, losses
+from .mark import Mark, OfCache, Sharded
+from .masks import behind, translate
 from .refused import CACHES
-from .running import (
-    cache_of_call,
-    running,
-)
+from .running import cache_of_call, running
 
 NAME = "weft"
 

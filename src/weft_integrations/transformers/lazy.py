@@ -20,20 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft._torch import (
-    OF_GRADIENTS,
-    as_torch_does,
-    wrapper,
-)
+from weft._torch import OF_GRADIENTS, as_torch_does, wrapper
 from weft.comm.collectives import partial_to_invariant
 from weft.comm.once_differentiable import once
 from weft.layout import Layout
 
 from ..common import gathered_rows
-from .consistency import (
-    Entered,
-    recorded,
-)
+from .consistency import Entered, recorded
 
 #: Bytes of full rows from which gathering them is worth a warning.
 _LARGE = 1 << 30

@@ -17,17 +17,11 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.loss import loss_utils as hf
 
-from weft.errors import (
-    ShapeError,
-    UnsupportedError,
-)
+from weft.errors import ShapeError, UnsupportedError
 from weft.layout import Layout
 
 from .. import Foreign
-from .batches import (
-    IGNORED,
-    token_loss,
-)
+from .batches import IGNORED, token_loss
 
 #: Labels of tokens, for the losses of transformers that weft makes.
 NEXT, OWN = "the next token's", "the token's own"

@@ -14,16 +14,7 @@ from typing import Any
 from transformers import masking_utils as hf
 
 from weft.errors import UnsupportedError
-from weft.masks import (
-    FAR,
-    And,
-    Causal,
-    Documents,
-    Full,
-    Mask,
-    Window,
-    describe,
-)
+from weft.masks import FAR, And, Causal, Documents, Full, Mask, Window, describe
 
 
 def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:

@@ -19,12 +19,7 @@ from torch import nn
 from weft.errors import DeclarationError
 from weft.layout import Layout
 
-from .hooks import (
-    check_kind,
-    check_layout,
-    install,
-    without_adapters,
-)
+from .hooks import check_kind, check_layout, install, without_adapters
 from .rows import check_context_group
 from .verification import verify as verification
 

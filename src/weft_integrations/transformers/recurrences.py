@@ -34,20 +34,14 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
 from weft.carry.by_heads import traded
-from weft.carry.pieces import (
-    Apply,
-    LocalPieces,
-)
+from weft.carry.pieces import Apply, LocalPieces
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.nn.recurrent import gated_delta_rule
 from weft.same_bits import modules as reproducible
 
 from .batches import unpadded
-from .running import (
-    now,
-    running,
-)
+from .running import now, running
 
 #: Numbers of Mamba-1's states, one per token, that exist at once.
 _STATES = 1 << 22

@@ -17,12 +17,7 @@ from torch.nn import functional as F
 from weft.carry.pieces import LocalPieces
 
 from .. import Foreign
-from .recurrences import (
-    completed,
-    over_heads,
-    padding,
-    recurrence,
-)
+from .recurrences import completed, over_heads, padding, recurrence
 
 
 def lightning(

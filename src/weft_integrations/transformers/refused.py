@@ -14,18 +14,10 @@ from weft._torch import in_transform
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.losses.labels import IGNORED
-from weft.masks import (
-    And,
-    KeyPadding,
-    Mask,
-)
+from weft.masks import And, KeyPadding, Mask
 
 from .. import Foreign
-from .batches import (
-    OTHER_INPUTS,
-    KeySpans,
-    unpadded,
-)
+from .batches import OTHER_INPUTS, KeySpans, unpadded
 from .rebinding import is_ours
 
 

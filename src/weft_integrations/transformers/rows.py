@@ -23,31 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.collectives import (
-    partial_to_invariant,
-    scale_backward,
-)
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-)
+from weft.comm.collectives import partial_to_invariant, scale_backward
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.losses.labels import shift_labels
 
 from ..common import tokens_per_chunk
-from .batches import (
-    shard_batch,
-    tokens_of,
-)
-from .consistency import (
-    Entered,
-    recorded,
-)
-from .lazy import (
-    LazyPlace,
-    lazy,
-)
+from .batches import shard_batch, tokens_of
+from .consistency import Entered, recorded
+from .lazy import LazyPlace, lazy
 
 #: Outputs that are pooled, and replicated.
 POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")

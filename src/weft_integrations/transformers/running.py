@@ -17,19 +17,13 @@ from torch import Tensor, nn
 from weft.carry.pieces import LocalPieces
 from weft.errors import DeclarationError
 from weft.layout import Layout
-from weft.masks import (
-    Documents,
-    Mask,
-)
+from weft.masks import Documents, Mask
 from weft.torch_interop.equal_masks import kept
 
 from . import losses
 from .batches import Batch
 from .cache import ShardedCache
-from .mark import (
-    OfCache,
-    Sharded,
-)
+from .mark import OfCache, Sharded
 from .rows import Outputs
 
 

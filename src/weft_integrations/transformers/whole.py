@@ -21,21 +21,11 @@ from weft.errors import UnsupportedError
 from weft.layout import Layout
 
 from .. import Foreign
-from ..common import (
-    gathered_rows,
-    named_arguments,
-)
+from ..common import gathered_rows, named_arguments
 from .batches import unpadded
-from .losses import (
-    Constants,
-    Replicated,
-)
+from .losses import Constants, Replicated
 from .rebinding import calls
-from .running import (
-    now,
-    running,
-    while_split,
-)
+from .running import now, running, while_split
 
 _POSITIONS = "create_position_ids_from_input_ids"
 

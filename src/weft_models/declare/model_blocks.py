@@ -16,14 +16,8 @@ from pydantic import (
     field_validator,
 )
 
-from weft.declare.numbers import (
-    Positive,
-    Real,
-)
-from weft.errors import (
-    did_you_mean,
-    shown,
-)
+from weft.declare.numbers import Positive, Real
+from weft.errors import did_you_mean, shown
 
 #: Blocks of a model, repeats written out.
 MOST_BLOCKS = 10_000

@@ -10,16 +10,8 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from weft.declare import catalog
 from weft.declare.explain import explain_validation
-from weft.declare.numbers import (
-    Limit,
-    Positive,
-    Real,
-)
-from weft.errors import (
-    DeclarationError,
-    did_you_mean,
-    shown,
-)
+from weft.declare.numbers import Limit, Positive, Real
+from weft.errors import DeclarationError, did_you_mean, shown
 
 from .heads import HEADS
 from .model_blocks import (

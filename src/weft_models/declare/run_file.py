@@ -13,17 +13,10 @@ from pydantic import ConfigDict, Field, ValidationError
 from weft.declare import catalog
 from weft.declare.explain import explain_validation
 from weft.declare.numbers import Whole
-from weft.errors import (
-    DeclarationError,
-    did_you_mean,
-    shown,
-)
+from weft.errors import DeclarationError, did_you_mean, shown
 
 from .model_blocks import Frozen
-from .model_file import (
-    ModelSpec,
-    TrainSpec,
-)
+from .model_file import ModelSpec, TrainSpec
 
 #: In the folder of a run: what it was, and the weights that it ended with.
 RUN_FILE, WEIGHTS = "run.toml", "model.safetensors"

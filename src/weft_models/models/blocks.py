@@ -11,41 +11,17 @@ from torch import Tensor, nn
 
 from weft.errors import DeclarationError
 from weft.layout import Layout
-from weft.masks import (
-    Documents,
-    Mask,
-)
+from weft.masks import Documents, Mask
 from weft.nn.attention import MultiAxisAttention
-from weft.nn.named import (
-    build_bias,
-    build_mask,
-)
-from weft.nn.parameters import (
-    LayerNorm,
-    RMSNorm,
-    linear,
-)
+from weft.nn.named import build_bias, build_mask
+from weft.nn.parameters import LayerNorm, RMSNorm, linear
 from weft.nn.recurrent import GatedDeltaNet
 
-from ..declare.model_blocks import (
-    AttendBlock,
-    CarryBlock,
-    MlpBlock,
-    TriangleBlock,
-)
+from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, TriangleBlock
 from ..declare.model_file import ModelSpec
-from ..pair.triangle import (
-    TriangleAttention,
-    TriangleMultiplication,
-)
-from ..routing.module import (
-    RoutedAttention,
-    layout_routing,
-)
-from .cache import (
-    CacheRecording,
-    KeyValueCache,
-)
+from ..pair.triangle import TriangleAttention, TriangleMultiplication
+from ..routing.module import RoutedAttention, layout_routing
+from .cache import CacheRecording, KeyValueCache
 from .decode_cache import DecodeCache
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

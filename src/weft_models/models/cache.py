@@ -18,29 +18,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from weft.checkpoint.shards import (
-    gathered,
-    shards,
-)
+from weft.checkpoint.shards import gathered, shards
 from weft.declare.layout_file import HEADS
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-)
+from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.nn.sequences import gathered_lengths
 from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
 from weft.relayout.fetch import fetch
-from weft.relayout.plan import (
-    Placed,
-    plan_redistribution,
-)
+from weft.relayout.plan import Placed, plan_redistribution
 
 from ..declare.model_file import ModelSpec
-from .cache_folder import (
-    read_cache,
-    write_cache,
-)
+from .cache_folder import read_cache, write_cache
 from .model import Model
 
 

@@ -17,25 +17,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from weft.checkpoint.blocks import numbers_at, write_blocks
-from weft.checkpoint.folder import (
-    CheckpointError,
-    Index,
-    read_index,
-)
+from weft.checkpoint.folder import CheckpointError, Index, read_index
 from weft.checkpoint.run import verify_share
-from weft.checkpoint.shards import (
-    everywhere,
-)
+from weft.checkpoint.shards import everywhere
 from weft.declare.blocks import BlockOrder
 from weft.declare.layout_file import MOST_RANKS
 from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError
 from weft.layout import Layout
-from weft.plan.order import (
-    count,
-    positions,
-    shard_spans,
-)
+from weft.plan.order import count, positions, shard_spans
 from weft.relayout.plan import Placed
 
 #: A rank's part of a tensor: its axes, its placement, and the dims and lengths that this is of.

@@ -21,14 +21,8 @@ from weft._digest import number_of
 from weft.comm.channel import Channel
 from weft.comm.consistency import fingerprint
 from weft.declare.mesh import index_at
-from weft.decode.attend import (
-    attend_part,
-    merge_parts,
-)
-from weft.decode.owners import (
-    BLOCK,
-    Held,
-)
+from weft.decode.attend import attend_part, merge_parts
+from weft.decode.owners import BLOCK, Held
 from weft.layout import Layout
 from weft.nn.attention import MultiAxisAttention
 from weft.plan.order import shard_spans

@@ -6,21 +6,12 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from weft.errors import (
-    DeclarationError,
-    did_you_mean,
-)
+from weft.errors import DeclarationError, did_you_mean
 from weft.masks import Mask
 from weft.nn.attention import MultiAxisAttention
 from weft.nn.named import build_mask
 
-from ..declare.model_blocks import (
-    AttendBlock,
-    CarryBlock,
-    MlpBlock,
-    Plain,
-    TriangleBlock,
-)
+from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, Plain, TriangleBlock
 from ..declare.model_file import ModelSpec
 
 OPEN = (("first-keys", None),)

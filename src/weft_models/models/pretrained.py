@@ -18,10 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from weft.checkpoint.folder import (
-    CheckpointError,
-    failing,
-)
+from weft.checkpoint.folder import CheckpointError, failing
 from weft.checkpoint.shards import (
     MODEL,
     Shard,
@@ -32,15 +29,9 @@ from weft.checkpoint.shards import (
     on_first,
     shards,
 )
-from weft.checkpoint.values import (
-    decode,
-    encode,
-)
+from weft.checkpoint.values import decode, encode
 from weft.declare import catalog
-from weft.errors import (
-    DeclarationError,
-    did_you_mean,
-)
+from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
 
 from ..declare.model_file import ModelSpec

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.layout import Layout
-from weft.nn.parameters import (
-    embedding,
-    linear,
-    replicate,
-)
+from weft.nn.parameters import embedding, linear, replicate
 
 from ..declare.model_file import ModelSpec
 from .model import Model

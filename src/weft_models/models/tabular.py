@@ -14,27 +14,15 @@ from weft._torch import version
 from weft._uploads import upload
 from weft.comm.consistency import fingerprint as fingerprint_of
 from weft.comm.consistency import local_tensor as held_here
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-)
+from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks.base import whole_number
-from weft.nn.parameters import (
-    embedding,
-    linear,
-    local,
-    replicate,
-)
+from weft.nn.parameters import embedding, linear, local, replicate
 from weft.same_bits.modules import exact_sums
 from weft.same_bits.sums import spread
 
 from ..declare.model_file import ModelSpec
-from .cache import (
-    CacheRecording,
-    KeyValueCache,
-    model_fingerprint,
-)
+from .cache import CacheRecording, KeyValueCache, model_fingerprint
 from .model import Model
 from .trunk import Trunk
 

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from weft.errors import ShapeError
 from weft.layout import Layout
 from weft.masks import Documents
-from weft.nn.parameters import (
-    embedding,
-    linear,
-    replicate,
-)
+from weft.nn.parameters import embedding, linear, replicate
 from weft.nn.sequences import places_of
 
 from ..declare.model_file import ModelSpec

@@ -10,45 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    did_you_mean,
-)
+from weft.errors import DeclarationError, ShapeError, did_you_mean
 from weft.layout import Layout
 from weft.masks import Mask
 from weft.nn.parameters import replicate
 from weft.nn.sequences import gathered_lengths
 
-from ..declare.model_blocks import (
-    AttendBlock,
-    CarryBlock,
-    MlpBlock,
-    TriangleBlock,
-)
+from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, TriangleBlock
 from ..declare.model_file import ModelSpec
-from .blocks import (
-    Attend,
-    BlockInputs,
-    Carry,
-    Mlp,
-    Triangle,
-    norm,
-)
-from .cache import (
-    CacheRecording,
-    KeyValueCache,
-)
+from .blocks import Attend, BlockInputs, Carry, Mlp, Triangle, norm
+from .cache import CacheRecording, KeyValueCache
 from .decode_cache import DecodeCache
-from .encodable import (
-    encodable_blocks,
-    is_mixed,
-)
+from .encodable import encodable_blocks, is_mixed
 from .model import Model
-from .relayout import (
-    Lent,
-    lend_inputs,
-)
+from .relayout import Lent, lend_inputs
 
 KINDS = {AttendBlock: Attend, CarryBlock: Carry, MlpBlock: Mlp, TriangleBlock: Triangle}
 

@@ -1,13 +1,7 @@
 """Pair tensors sharded over both axes: triangle products and attention, Pairformer blocks."""
 
-from .pairformer import (
-    PairBiasedAttention,
-    PairformerBlock,
-)
-from .triangle import (
-    TriangleAttention,
-    TriangleMultiplication,
-)
+from .pairformer import PairBiasedAttention, PairformerBlock
+from .triangle import TriangleAttention, TriangleMultiplication
 
 __all__ = [
     "PairBiasedAttention",

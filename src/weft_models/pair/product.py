@@ -10,16 +10,10 @@ from torch import Tensor
 from weft.comm import Transport
 from weft.comm.once_differentiable import once
 from weft.kernels import accumulate_dtype
-from weft.relayout.fetch import (
-    collect,
-    fetch,
-)
+from weft.relayout.fetch import collect, fetch
 from weft.relayout.plan import Redistribution
 
-from .plan import (
-    ProductPlan,
-    factors,
-)
+from .plan import ProductPlan, factors
 
 _PAIR = (1, 2)  # the dims of a pair tensor (b x y c) that are placed
 

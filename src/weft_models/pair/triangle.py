@@ -20,44 +20,20 @@ from weft.bias import Bias
 from weft.comm.channel import Channel
 from weft.declare.layout import LayoutDeclaration
 from weft.declare.layout_file import HEADS
-from weft.declare.mesh import (
-    index_at,
-    places,
-)
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-    UnsupportedError,
-)
+from weft.declare.mesh import index_at, places
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Mask
 from weft.masks.part import Renumbered
 from weft.nn.attention import MultiAxisAttention
-from weft.nn.parameters import (
-    HeadWeight,
-    LayerNorm,
-    linear,
-    replicate,
-)
+from weft.nn.parameters import HeadWeight, LayerNorm, linear, replicate
 from weft.nn.sequences import sequence_order
-from weft.plan.order import (
-    Spans,
-    count,
-    positions,
-)
+from weft.plan.order import Spans, count, positions
 from weft.plan.plan import Plan
 from weft.plan.problem import Problem
 
-from .plan import (
-    ProductRule,
-    pair_mesh,
-    plan_boxes,
-    plan_product,
-)
-from .product import (
-    boxed,
-    sharded_product,
-)
+from .plan import ProductRule, pair_mesh, plan_boxes, plan_product
+from .product import boxed, sharded_product
 
 #: kind -> which axes of the factors and of the product are which objects
 EQUATIONS = {"outgoing": "ik,jk->ij", "incoming": "ki,kj->ij"}

@@ -23,63 +23,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft._digest import (
-    describe_value,
-    number_of,
-)
+from weft._digest import describe_value, number_of
 from weft._torch import traced
-from weft._uploads import (
-    upload,
-    uploaded,
-)
+from weft._uploads import upload, uploaded
 from weft.comm import collectives
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
-from weft.errors import (
-    ShapeError,
-    UnsupportedError,
-)
+from weft.errors import ShapeError, UnsupportedError
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
-from weft.masks import (
-    Full,
-    Mask,
-)
-from weft.plan.call import (
-    Call,
-    read_length,
-)
-from weft.plan.order import (
-    count,
-    positions,
-)
+from weft.masks import Full, Mask
+from weft.plan.call import Call, read_length
+from weft.plan.order import count, positions
 from weft.plan.plan import Plan
 from weft.runtime import calls
-from weft.runtime.autocast import (
-    as_autocast,
-    without_autocast,
-)
+from weft.runtime.autocast import as_autocast, without_autocast
 
 from . import router as routes
-from .blocks import (
-    BlockAttention,
-    Rectangle,
-)
-from .fetch import (
-    BlockPartition,
-    Fetch,
-    GatherBlocks,
-    fetch_plan,
-    predicted_bytes,
-    slot_rows,
-)
-from .geometry import (
-    all_blocks,
-    blocks_per_rank,
-    check_routed,
-    lowest,
-    unusable_scale,
-)
+from .blocks import BlockAttention, Rectangle
+from .fetch import BlockPartition, Fetch, GatherBlocks, fetch_plan, predicted_bytes, slot_rows
+from .geometry import all_blocks, blocks_per_rank, check_routed, lowest, unusable_scale
 from .resharding import RoutedResharding
 from .router import Router
 

@@ -12,18 +12,9 @@ import torch
 from torch import Tensor
 
 from weft.comm.once_differentiable import once
-from weft.kernels import (
-    Kernel,
-    Request,
-    TileView,
-    accumulate_dtype,
-    choose,
-)
+from weft.kernels import Kernel, Request, TileView, accumulate_dtype, choose
 from weft.runtime.autocast import without_autocast
-from weft.runtime.merging import (
-    PartialOutput,
-    PartialSum,
-)
+from weft.runtime.merging import PartialOutput, PartialSum
 
 
 @dataclass(frozen=True)

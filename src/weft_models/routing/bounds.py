@@ -15,29 +15,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.declare.mesh import (
-    coordinates,
-    index_at,
-)
+from weft.declare.mesh import coordinates, index_at
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.plan.order import count
 from weft.plan.plan import Plan
-from weft.plan.predict import (
-    forecast_of,
-    plan_for,
-)
+from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 
 from . import router as routes
 from .fetch import BlockPartition
-from .geometry import (
-    all_blocks,
-    blocks_per_rank,
-    check_routed,
-)
+from .geometry import all_blocks, blocks_per_rank, check_routed
 
 
 @dataclass(frozen=True)

@@ -12,43 +12,20 @@ import torch
 from torch import Tensor
 
 from weft.declare.layout_file import HEADS
-from weft.declare.mesh import (
-    coordinates,
-    index_at,
-)
+from weft.declare.mesh import coordinates, index_at
 from weft.declare.routing import Routing
 from weft.errors import UnsupportedError
 from weft.layout import Layout
-from weft.plan.order import (
-    Spans,
-    chunk_sizes,
-    join,
-    positions,
-    shard_spans,
-)
+from weft.plan.order import Spans, chunk_sizes, join, positions, shard_spans
 from weft.testing.cases import Case
-from weft.testing.check import (
-    EXACT,
-    Comparison,
-    largest_over_ranks,
-    local_part,
-)
+from weft.testing.check import EXACT, Comparison, largest_over_ranks, local_part
 from weft.testing.reference import relative_error
 
-from .attention import (
-    Routes,
-    routed_attention,
-)
-from .geometry import (
-    blocks_per_rank,
-    check_routed,
-)
+from .attention import Routes, routed_attention
+from .geometry import blocks_per_rank, check_routed
 from .module import routing_options
 from .reference import routed_reference
-from .router import (
-    Router,
-    split_blocks,
-)
+from .router import Router, split_blocks
 
 #: Standard deviation of the router's weights: far from a fresh router's, whose keys are zero.
 SPREAD = 0.5

@@ -27,10 +27,7 @@ import torch
 from torch import Tensor
 
 from weft._uploads import upload
-from weft.comm import (
-    P2PBatch,
-    Transport,
-)
+from weft.comm import P2PBatch, Transport
 from weft.comm.once_differentiable import once
 from weft.kernels import accumulate_dtype
 

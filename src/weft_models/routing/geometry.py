@@ -11,10 +11,7 @@ from torch.distributed.tensor import Shard
 from weft.declare.placements import SEQ
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Mask
 from weft.plan.order import Spans

@@ -14,26 +14,14 @@ from weft.bias import Bias
 from weft.comm import collectives
 from weft.declare.explain import explain_validation
 from weft.declare.routing import Routing
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.masks import (
-    Full,
-    Mask,
-)
+from weft.masks import Full, Mask
 from weft.nn.attention import MultiAxisAttention
 from weft.nn.geometry import Axis
 
-from .attention import (
-    Routes,
-    routed_attention,
-)
-from .geometry import (
-    blocks_per_rank,
-    check_routed,
-)
+from .attention import Routes, routed_attention
+from .geometry import blocks_per_rank, check_routed
 from .router import Router
 
 

@@ -12,10 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from weft.masks import (
-    Full,
-    Mask,
-)
+from weft.masks import Full, Mask
 from weft.testing.reference import visible_pairs
 
 

@@ -27,19 +27,9 @@ from torch import Tensor, nn
 from weft._caching import cached
 from weft._uploads import upload
 from weft.layout import Layout
-from weft.masks import (
-    Interval,
-    Mask,
-    is_empty,
-)
+from weft.masks import Interval, Mask, is_empty
 from weft.nn.parameters import HeadWeight
-from weft.plan.order import (
-    Span,
-    Spans,
-    chunk_sizes,
-    count,
-    cut_spans,
-)
+from weft.plan.order import Span, Spans, chunk_sizes, count, cut_spans
 
 STATISTICS = 4
 CPU = torch.device("cpu")

@@ -16,10 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .ensemble import (
-    Settings,
-    _silent,
-)
+from .ensemble import Settings, _silent
 from .many_classes import Hierarchy
 from .source import Source
 

@@ -23,16 +23,8 @@ except ImportError as error:
 
 from weft.layout import Layout
 
-from .calibration import (
-    Calibration,
-    calibrate,
-    held_out_rows,
-)
-from .ensemble import (
-    DEFAULTS,
-    Ensemble,
-    Settings,
-)
+from .calibration import Calibration, calibrate, held_out_rows
+from .ensemble import DEFAULTS, Ensemble, Settings
 from .frames import Numbers
 from .many_classes import Hierarchy
 from .progress import progress

@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from weft.errors import (
-    WeftError,
-    did_you_mean,
-    printable,
-    shown,
-)
+from weft.errors import WeftError, did_you_mean, printable, shown
 
-from .columns import (
-    listed,
-    tidy_column,
-)
+from .columns import listed, tidy_column
 from .progress import progress
 
 if TYPE_CHECKING:

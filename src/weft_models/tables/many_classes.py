@@ -17,13 +17,7 @@ from typing import cast
 
 import numpy as np
 
-from .ensemble import (
-    DEFAULTS,
-    Budget,
-    Ensemble,
-    Settings,
-    _silent,
-)
+from .ensemble import DEFAULTS, Budget, Ensemble, Settings, _silent
 from .source import Source
 
 

@@ -17,12 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.random import Generator
 
-from .mechanisms import (
-    EDGES,
-    Nodes,
-    nearest_prototype,
-    standardise,
-)
+from .mechanisms import EDGES, Nodes, nearest_prototype, standardise
 
 #: [I] draws MLPs and trees 7 to 3; [P] has categories on edges, too.
 EDGE_WEIGHTS = {"neural": 0.7, "tree": 0.3, "category": 0.2}

@@ -3,21 +3,10 @@
 from weft.gradients.clip import clip_grad_norm_
 from weft.gradients.data_parallel import data_parallel
 
-from .batches import (
-    PackedBatch,
-    PackedReader,
-    TokenDataset,
-    TokenFile,
-)
-from .data import (
-    TrainingBatch,
-    stream,
-)
+from .batches import PackedBatch, PackedReader, TokenDataset, TokenFile
+from .data import TrainingBatch, stream
 from .monitor import Record
-from .trainer import (
-    Run,
-    fit,
-)
+from .trainer import Run, fit
 
 __all__ = [
     "PackedBatch",

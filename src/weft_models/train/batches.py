@@ -20,17 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from weft.errors import (
-    DeclarationError,
-    ShapeError,
-)
+from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Mask
 from weft.masks.base import whole_number
-from weft.packing.assignment import (
-    Assignment,
-    Fragment,
-)
+from weft.packing.assignment import Assignment, Fragment
 
 #: Labels that count for nothing, as everywhere in torch.
 IGNORED = -100

@@ -24,12 +24,7 @@ from weft._terminal import Terminal
 from weft.errors import WeftError
 from weft.layout import Layout
 
-from ..tables.evaluation import (
-    Result,
-    curves,
-    results_figure,
-    results_markdown,
-)
+from ..tables.evaluation import Result, curves, results_figure, results_markdown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -11,10 +11,7 @@ from torch import Tensor, nn
 from weft.layout import Layout
 from weft.threads import on_threads
 
-from ..models import (
-    ModelSpec,
-    compose,
-)
+from ..models import ModelSpec, compose
 from .data import stream
 from .step import take_step
 

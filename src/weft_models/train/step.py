@@ -21,16 +21,10 @@ from weft.layout import Layout
 from weft.same_bits.modules import exact_sums
 from weft.same_bits.sums import total
 
-from ..declare.model_file import (
-    ModelSpec,
-    TrainSpec,
-)
+from ..declare.model_file import ModelSpec, TrainSpec
 from ..routing import routing_penalty
 from ..routing.report import measure_routing
-from .data import (
-    Stream,
-    TrainingBatch,
-)
+from .data import Stream, TrainingBatch
 from .monitor import Record
 
 HIT = 0.25  # a predicted number within this distance counts as right

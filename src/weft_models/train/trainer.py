@@ -13,46 +13,21 @@ import torch
 from torch import nn
 
 from weft.checkpoint.folder import CheckpointError
-from weft.checkpoint.run import (
-    Checkpoints,
-    missing,
-)
-from weft.errors import (
-    UnsupportedError,
-    WeftError,
-)
+from weft.checkpoint.run import Checkpoints, missing
+from weft.errors import UnsupportedError, WeftError
 from weft.gradients.data_parallel import data_parallel
 from weft.launch.environment import restarted
 from weft.layout import Layout
 
 from ..declare.model_file import TrainSpec
-from ..declare.run_file import (
-    RUN_FILE,
-    WEIGHTS,
-)
-from ..models import (
-    ModelSpec,
-    compose,
-    save_pretrained,
-)
+from ..declare.run_file import RUN_FILE, WEIGHTS
+from ..models import ModelSpec, compose, save_pretrained
 from ..models.cache import spec_digest
 from ..routing import set_progress
-from ..routing.report import (
-    figures,
-    observe,
-)
-from ..tables.evaluation import (
-    TABLES,
-    Result,
-    curves,
-    evaluate,
-    results_table,
-)
+from ..routing.report import figures, observe
+from ..tables.evaluation import TABLES, Result, curves, evaluate, results_table
 from .data import stream
-from .monitor import (
-    Monitor,
-    Record,
-)
+from .monitor import Monitor, Record
 from .step import take_step
 
 FILE = "model file"  # whose digest a checkpoint's notes have by this name

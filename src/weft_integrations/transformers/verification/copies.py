@@ -19,17 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-)
+from weft.errors import DeclarationError, UnsupportedError
 
 from ... import Foreign
 from ..replicated import configurations
-from .inputs import (
-    Trial,
-    shorten,
-)
+from .inputs import Trial, shorten
 
 #: Models of fewer bytes in fp32 are checked in fp32, whatever their own dtype; likewise in fp64.
 _UPCAST_LIMIT = 16 << 30

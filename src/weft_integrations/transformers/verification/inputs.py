@@ -15,28 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.errors import (
-    UnsupportedError,
-    WeftError,
-)
+from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
 from weft.plan.problem import Problem
 from weft.plan.rest import kv_copies
 
 from ... import Foreign
-from ..losses import (
-    NEXT,
-    OWN,
-    labels_of,
-)
+from ..losses import NEXT, OWN, labels_of
 from ..replicated import configurations
-from ..whole import (
-    accepts_positions,
-    balances,
-    leaves_padding_out,
-    may_skip_padding,
-    pools,
-)
+from ..whole import accepts_positions, balances, leaves_padding_out, may_skip_padding, pools
 from .recording import TrialRecording
 
 #: Options that give a number of tokens, or a position, after which something changes.

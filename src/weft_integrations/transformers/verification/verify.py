@@ -22,54 +22,19 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
-from weft.errors import (
-    DeclarationError,
-    UnsupportedError,
-    WeftError,
-)
+from weft.errors import DeclarationError, UnsupportedError, WeftError
 from weft.layout import Layout
 from weft.threads import on_threads
 
 from ... import Foreign
 from ..batches import shard_batch
-from ..hooks import (
-    check_kind,
-    check_layout,
-    find_embeddings,
-    install,
-    recurrent,
-    run_on_cpu,
-)
-from ..interface import (
-    attend,
-    make_mask,
-)
+from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
+from ..interface import attend, make_mask
 from ..refused import CACHES
-from ..whole import (
-    accepts_positions,
-    base,
-)
-from .copies import (
-    Copies,
-    InFP64,
-    random_states_kept,
-)
-from .inputs import (
-    Trial,
-    check_split_heads,
-    options,
-    random_batch,
-    reduced,
-    trials,
-)
-from .recording import (
-    Cut,
-    Difference,
-    TrialRecording,
-    first_difference,
-    gap,
-    tensors,
-)
+from ..whole import accepts_positions, base
+from .copies import Copies, InFP64, random_states_kept
+from .inputs import Trial, check_split_heads, options, random_batch, reduced, trials
+from .recording import Cut, Difference, TrialRecording, first_difference, gap, tensors
 
 #: Relative, in fp32: rounding was 4e-6 over 18 layers of a model of 1.2 billion weights.
 TOLERANCE = 2e-4
