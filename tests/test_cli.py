@@ -13,7 +13,6 @@ import time
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 import weft.testing.check
@@ -698,11 +697,10 @@ def test_a_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch
 
 def _helped() -> list[tuple[str, str]]:
     """Each command with the help of each of its options and arguments."""
-    group = typer.main.get_command(app)
     return [
         (name, param.help)
-        for name, command in group.commands.items()
-        for param in command.params
+        for name in COMMANDS
+        for param in parser_of(name).params
         if getattr(param, "help", None)
     ]
 
