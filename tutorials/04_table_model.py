@@ -21,7 +21,7 @@ import torch
 from matplotlib import pyplot as plt
 
 import weft
-from weft_models.train import fit
+from weft.train import fit
 
 torch.manual_seed(0)
 torch.set_num_threads(1)

@@ -14,10 +14,10 @@ from matplotlib import pyplot as plt
 
 import weft
 from weft.comm import run_threads
-from weft_models.models import ModelSpec
-from weft_models.routing import routed_modules, routing_penalty, set_progress
-from weft_models.routing.report import hit_rate, observe, scores_figure, weights_figure
-from weft_models.train import stream
+from weft.models import ModelSpec
+from weft.routing import routed_modules, routing_penalty, set_progress
+from weft.routing.report import hit_rate, observe, scores_figure, weights_figure
+from weft.train import stream
 
 torch.set_num_threads(1)
 shipped = weft.declare.catalog.folder("strategies")
