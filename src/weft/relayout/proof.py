@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from ..comm import coordinates, index_at
+from ..declare.mesh import coordinates, index_at
 from ..errors import ShapeError
 from ..layout import Layout
 from ..plan.order import Spans, count, shard_spans

@@ -10,9 +10,9 @@ from torch import Tensor
 from ..comm.channel import Channel
 from ..kernels import accumulate_dtype
 from ..plan.order import count
-from ..plan.redistribute import Redistribution
 from ..runtime.exchange import Passing, pass_op
-from ..runtime.fetch import collect, fetch
+from .fetch import collect, fetch
+from .plan import Redistribution
 from .windows import TakePass
 
 

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._caching import cached
-from ..comm import Traffic
+from ..declare.traffic import Traffic
 from ..errors import ShapeError, did_you_mean
 from ..plan.order import Span, Spans, count, join
-from ..plan.redistribute import Overlap, Redistribution, Routes, Sizes
+from .plan import Overlap, Redistribution, Routes, Sizes
 
 #: What lies beyond the ends of an axis.
 BORDERS = ("zeros", "reflect", "replicate", "circular")
