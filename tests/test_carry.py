@@ -30,7 +30,7 @@ from weft.declare.strategy import Strategy
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.proof.seeded import run_seeded
-from weft.relayout.windows import TakePass, Window
+from weft.relayout.windows import TakePass, Windows
 
 HEADS, KEY, VALUE, TAPS = 2, 3, 4, 4
 WIDTH = HEADS * (2 * KEY + VALUE)
@@ -652,7 +652,7 @@ def test_bytes_do_not_grow_with_the_sequence(line, per_rank):
         states, halos = [], []
         for chunk in range(4):
             state = plans.StateExchange(plan, chunk, map_bytes)
-            left = plan.around(Window(TAPS, 1, 1 - TAPS, length, TAPS - 1))
+            left = plan.around(Windows(TAPS, 1, 1 - TAPS, length, TAPS - 1))
             halo = TakePass(left, chunk, column_bytes)
             states += [state.traffic(backward).bytes for backward in (False, True)]
             halos.append(halo.traffic(False).bytes)

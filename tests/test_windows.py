@@ -1,4 +1,4 @@
-"""Windows over axes that are split: halos, borders, strides and boxes of several axes, with bytes."""
+"""Windows over split axes: halos, borders, strides, boxes of several axes, and their bytes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch import Tensor
 
 import weft
 from weft import Layout, ShapeError, UnsupportedError
-from weft.relayout.proof import prove_windows, take_defects, window_defects
 from weft.plan.order import Span
-from weft.relayout.windows import Wanted, Window, bordered, plan_ranges
+from weft.relayout.proof import prove_windows, take_defects, window_defects
+from weft.relayout.windows import Wanted, Windows, bordered, plan_ranges
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 PAD_MODES = {"zeros": "constant", "circular": "circular", "reflect": "reflect"}
@@ -131,7 +131,9 @@ def test_windows_equal_one_device_in_values_gradients_and_bytes(seed):
         dx[tuple(index)] = grad
     found = [y, dx, sum(r[3] for r in ranks)]
     for a, b in zip(found, wanted):
-        torch.testing.assert_close(a, b.detach(), rtol=0, atol=1e-12 * max(1, float(b.detach().abs().max())))
+        torch.testing.assert_close(
+            a, b.detach(), rtol=0, atol=1e-12 * max(1, float(b.detach().abs().max()))
+        )
 
 
 def _coords(layout, number: int) -> list[int]:
@@ -208,7 +210,7 @@ def test_windows_are_proven_on_a_few_and_on_many_ranks():
         assert [claim.ok for claim in claims] == [True]
 
 
-class LocalPhase(Window):
+class LocalPhase(Windows):
     """Strides are counted from the beginning of each chunk."""
 
     def ranges(self, edges):
@@ -216,7 +218,7 @@ class LocalPhase(Window):
         return (first, *((low - 1, high - 1) for low, high in others))
 
 
-class Doubled(Window):
+class Doubled(Windows):
     """Two chunks compute the outputs between them."""
 
     def edges(self, starts):
@@ -226,7 +228,7 @@ class Doubled(Window):
 
 @pytest.mark.parametrize("wrong", [LocalPhase, Doubled])
 def test_wrong_windows_are_found(wrong):
-    layout, window = Layout.parse("height: gather=3"), Window.over(13, 3, 2, (1, 1))
+    layout, window = Layout.parse("height: gather=3"), Windows.over(13, 3, 2, (1, 1))
     assert not [*window_defects(layout, "height", 13, window)]
     assert [*window_defects(layout, "height", 13, wrong(**vars(window)))]
 

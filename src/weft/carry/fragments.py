@@ -35,7 +35,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from ..masks import Documents
 from ..plan.order import Span, Spans, join, shard_spans
 from ..relayout.plan import Sizes
-from ..relayout.windows import Wanted, Window, bordered, cut, runs
+from ..relayout.windows import Wanted, Windows, bordered, cut_run, runs
 
 #: Fragments per rank. Each is a call of a kernel and a map to send: orders with more want another
 #: way of computing.
@@ -160,8 +160,8 @@ class Fragments:
 
     # -- windows -------------------------------------------------------------------------------
 
-    def around(self, window: Window) -> Wanted:
-        """The positions that windows see beyond the pieces of every chunk, see `cut`.
+    def around(self, window: Windows) -> Wanted:
+        """The positions that windows see beyond the pieces of every chunk, see `cut_run`.
 
         They arrive one piece after another, those before a piece and then those after it. What is
         beyond a piece's document is the border.
@@ -394,7 +394,7 @@ def _fragments(mesh: Sizes, chunks: tuple[Spans, ...], starts: tuple[int, ...]) 
 
 
 def _pieces(spans: Spans, starts: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The pieces of one chunk: its fragments, cut where documents start."""
+    """The pieces of one chunk: its fragments, cut_run where documents start."""
     pieces: list[Piece] = []
     for start, end in runs(spans):
         inside = starts[bisect.bisect_right(starts, start) : bisect.bisect_left(starts, end)]
@@ -440,7 +440,7 @@ def _relay(plan: Fragments) -> tuple[tuple[Stage, ...], ...]:
 
 
 @cached(256)
-def _around(plan: Fragments, window: Window) -> Wanted:
+def _around(plan: Fragments, window: Windows) -> Wanted:
     starts = sorted(p.start for pieces in plan.chunks for p in pieces if p.begins and p.count)
     edges = (*starts, sum(p.count for pieces in plan.chunks for p in pieces))
     held = tuple(join(Span(p.start, p.count) for p in pieces) for pieces in plan.chunks)
@@ -449,7 +449,7 @@ def _around(plan: Fragments, window: Window) -> Wanted:
         spans: list[Span] = []
         for piece in pieces:
             low, high = piece.start, piece.start + piece.count
-            (before, _, _, after), _ = cut(piece.start, piece.count, window)
+            (before, _, _, after), _ = cut_run(piece.start, piece.count, window)
             at = bisect.bisect_right(edges, low) - 1
             document, length = edges[at], edges[at + 1] - edges[at]
             for a, b in ((low - before, low), (high, high + after)):

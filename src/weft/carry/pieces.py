@@ -29,7 +29,7 @@ from ..declare.blocks import block_edges
 from ..errors import ShapeError, WeftError
 from ..masks import Documents
 from ..relayout.take import TakePassing
-from ..relayout.windows import TakePass, Window, cut
+from ..relayout.windows import TakePass, Windows, cut_run
 from ..runtime import handles
 from ..runtime.exchange import Exchange, Passing
 from .chain import Step, chained
@@ -254,7 +254,7 @@ class LocalPieces:
             return StatesPassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
         if kind == _HALO:
             dim, *window = more
-            wanted = self.plan.around(Window(*window))
+            wanted = self.plan.around(Windows(*window))
             return TakePassing(TakePass(wanted, self.chunk, nbytes), exchange, dim)
         a, b, matrix = more
         state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
@@ -387,14 +387,14 @@ class LocalPieces:
             ShapeError: on every rank, if ranks' calls differ.
         """
         dim %= x.dim()
-        window = Window(columns + 1, 1, -columns, self.length, columns)
+        window = Windows(columns + 1, 1, -columns, self.length, columns)
         none = (*x.shape[:dim], columns, *x.shape[dim + 1 :])
         return [
             before if windows else _zeros_after(before, none)
             for before, _, windows in self.around(x, window, dim)
         ]
 
-    def around(self, x: Tensor, window: Window, dim: int) -> list[tuple[Tensor, Tensor, int]]:
+    def around(self, x: Tensor, window: Windows, dim: int) -> list[tuple[Tensor, Tensor, int]]:
         """What windows see before and after each of this rank's pieces, and which they are.
 
             rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
@@ -405,7 +405,7 @@ class LocalPieces:
             dim: of the tokens.
 
         Returns:
-            Per piece two tensors like x, of tokens before and after what `cut` leaves of the piece,
+            Per piece two tensors like x, of tokens before and after the part of the piece that they see,
             and the number of its windows. A piece without a window has nothing around it.
 
         Raises:
@@ -413,7 +413,7 @@ class LocalPieces:
         """
         dim %= x.dim()
         self._check(x, dim)
-        of_window = tuple(getattr(window, f.name) for f in dataclasses.fields(Window))
+        of_window = tuple(getattr(window, f.name) for f in dataclasses.fields(Windows))
         cuts = _plain_cuts(tuple(tuple(piece) for piece in self.pieces), of_window)
         sizes = [n for (before, _, _, after), _ in cuts for n in (before, after)]
         if window.extent > 1 and (self._moves or window.border != "zeros"):
@@ -537,7 +537,7 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
 @constant_in_graphs
 def _plain_cuts(pieces: tuple, window: tuple) -> tuple:
     """The cuts of pieces by windows, as plain numbers."""
-    made = (cut(start, count, Window(*window)) for start, count, _, _ in pieces)
+    made = (cut_run(start, count, Windows(*window)) for start, count, _, _ in pieces)
     return tuple((tuple(part), windows) for part, windows in made)
 
 

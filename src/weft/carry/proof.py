@@ -22,7 +22,7 @@ from ..proof.rendezvous import Wait, stuck_ranks
 from ..proof.symbolic import Claim
 from ..relayout.plan import Placed, Redistribution, placement, plan_redistribution
 from ..relayout.proof import take_defects
-from ..relayout.windows import Window
+from ..relayout.windows import Windows
 from .fragments import Fragments, by_heads, fragments
 from .tree import Tree, Value, state_tree
 
@@ -288,7 +288,7 @@ def halo_defects(plan: Fragments) -> Iterator[str]:
     starts = _documents(plan)
     length = sum(piece.count for pieces in plan.chunks for piece in pieces)
     for columns in _COLUMNS:
-        left = plan.around(Window(columns + 1, 1, -columns, length, columns))
+        left = plan.around(Windows(columns + 1, 1, -columns, length, columns))
         for chunk, pieces in enumerate(plan.chunks):
             expected: list[int] = []
             for piece in pieces:

@@ -15,7 +15,7 @@ from ..dtensors import on_local_tensors
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from ..layout import Layout
 from ..masks import Documents
-from ..relayout.windows import BORDERS, Window, cut
+from ..relayout.windows import BORDERS, Windows, cut_run
 from .pieces import LocalPieces
 
 
@@ -105,7 +105,7 @@ def halo(
     documents: Documents | None = None,
     name: str | None = None,
     around: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
-    border: str | None | Sequence[str | None] = "zeros",
+    border: str | Sequence[str | None] | None = "zeros",
     stride: int | Sequence[int] = 1,
 ) -> Tensor:
     """A window function over whole axes, wherever their positions are: convolutions, stencils.
@@ -164,38 +164,35 @@ def halo(
     if isinstance(x, DTensor):
         return _halo_of_dtensor(fn, x, columns, layout, axes, per_axis, around, documents, name)
     pairs = _around(columns, around, axes)
-    windows: list[tuple[LocalPieces, Window, int]] = []
-    for axis, pair, dim, length, border, stride in zip(axes, pairs, *per_axis.values()):
-        dim %= x.dim()
-        pieces = _pieces(x, layout, axis, dim, length, documents, name)
-        windows.append((pieces, _window(pieces, columns, pair, border, stride), dim))
+    windows: list[tuple[LocalPieces, Windows, int]] = []
+    for named, pair, at, total, beyond, step in zip(axes, pairs, *per_axis.values()):
+        pieces = _pieces(x, layout, named, at % x.dim(), total, documents, name)
+        windows.append((pieces, _window(pieces, columns, pair, beyond, step), at % x.dim()))
     if len(windows) > 1:
-        for axis in axes:
-            if windows[0][0].layout.order.get(axis, "contiguous") != "contiguous":
+        for named in axes:
+            if windows[0][0].layout.order.get(named, "contiguous") != "contiguous":
                 raise UnsupportedError(
-                    f"halo over axes {axes}: axis {axis!r} is not in contiguous order, in which a"
+                    f"halo over axes {axes}: axis {named!r} is not in contiguous order, in which a"
                     " rank has one box"
                 )
         return _over_box(fn, x, windows)
-    ((pieces, window, dim),) = windows
-    made, strips = [], pieces.around(x, window, dim)
-    for piece, (before, after, outputs), (part,) in zip(
-        pieces.pieces, strips, pieces.split(dim, x)
-    ):
-        (_, low, high, _), _ = cut(piece.start, piece.count, window)
-        run = torch.cat([before, part.narrow(dim, low, high - low), after], dim)
-        made.append(_results(fn, run, [(window, outputs, dim)]))
-    return pieces.join(dim, made, [t for strip in strips for t in strip[:2]])
+    ((pieces, window, at),) = windows
+    made, strips = [], pieces.around(x, window, at)
+    for piece, (before, after, outputs), (part,) in zip(pieces.pieces, strips, pieces.split(at, x)):
+        (_, low, high, _), _ = cut_run(piece.start, piece.count, window)
+        run = torch.cat([before, part.narrow(at, low, high - low), after], at)
+        made.append(_results(fn, run, [(window, outputs, at)]))
+    return pieces.join(at, made, [t for strip in strips for t in strip[:2]])
 
 
 def _over_box(
-    fn: Callable[[Tensor], Tensor], x: Tensor, windows: Sequence[tuple[LocalPieces, Window, int]]
+    fn: Callable[[Tensor], Tensor], x: Tensor, windows: Sequence[tuple[LocalPieces, Windows, int]]
 ) -> Tensor:
     """What `fn` gives for a box: axis by axis, each with what is around those before it."""
     made, strips = [], []
     for pieces, window, dim in windows:
         ((before, after, outputs),) = pieces.around(x, window, dim)
-        (_, low, high, _), _ = cut(pieces.pieces[0].start, pieces.pieces[0].count, window)
+        (_, low, high, _), _ = cut_run(pieces.pieces[0].start, pieces.pieces[0].count, window)
         x = torch.cat([before, x.narrow(dim, low, high - low), after], dim)
         made.append((window, outputs, dim))
         strips += [before, after]
@@ -203,7 +200,7 @@ def _over_box(
 
 
 def _results(
-    fn: Callable[[Tensor], Tensor], run: Tensor, windows: Sequence[tuple[Window, int, int]]
+    fn: Callable[[Tensor], Tensor], run: Tensor, windows: Sequence[tuple[Windows, int, int]]
 ) -> Tensor:
     """What `fn` gives for a run; where a dim has no window, of one, of which nothing is taken."""
     for window, outputs, dim in windows:
@@ -223,7 +220,7 @@ def _results(
     return out
 
 
-def _window(pieces: LocalPieces, columns: Any, pair: Any, border: Any, stride: Any) -> Window:
+def _window(pieces: LocalPieces, columns: Any, pair: Any, border: Any, stride: Any) -> Windows:
     """The windows of a call; refused on every rank if they are none."""
     whole = isinstance(pair, tuple | list) and len(pair) == 2 and all(_is_index(n) for n in pair)
     if not whole or min(pair) < 0:
@@ -239,9 +236,9 @@ def _window(pieces: LocalPieces, columns: Any, pair: Any, border: Any, stride: A
         pieces.refuse("halo", "documents: with a stride of 1 and a border, as each has its own")
     extent, length = before + 1 + after, pieces.length
     if border is None:
-        return Window.over(length, extent, stride, anchor=before)
+        return Windows.over(length, extent, stride, anchor=before)
     outputs = -(-length // stride)
-    return Window(extent, stride, -before, outputs, before, border)
+    return Windows(extent, stride, -before, outputs, before, border)
 
 
 def _around(columns: object, around: Any, axes: tuple[str, ...]) -> list[Any]:
@@ -286,6 +283,8 @@ def _halo_of_dtensor(
         )
     options: dict[str, Any] = {"columns": columns, "layout": layout, "axis": axes, "around": around}
     options |= {"dim": per_axis["dim"], "border": per_axis["border"]}
+    if layout is None:
+        raise DeclarationError("halo: pass layout=, on which the DTensor is")
     local = functools.partial(halo, fn, **options, documents=documents, name=name)
     (axis,), (dim,), (length,) = axes, per_axis["dim"], per_axis["length"]
     return on_local_tensors(local, {"x": x}, layout, axis, dim, length)

@@ -200,10 +200,10 @@ def plan_redistribution(
 
 def route(overlaps: tuple[Overlap, ...], road: Placed, rank: int) -> tuple[RedistributeStep, ...]:
     """`rank`'s part of every all-to-all that takes overlaps from their sources to their targets."""
-    return Routes(overlaps, road.mesh).of(rank)
+    return Paths(overlaps, road.mesh).of(rank)
 
 
-class Routes:
+class Paths:
     """The all-to-alls that take overlaps from their sources to their targets, of all ranks.
 
     Args:

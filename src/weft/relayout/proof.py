@@ -11,11 +11,17 @@ from ..errors import ShapeError
 from ..layout import Layout
 from ..plan.order import Spans, count, shard_spans
 from ..proof.symbolic import Claim
-from .windows import BORDERS, Wanted, Window, plan_ranges
+from .windows import BORDERS, Wanted, Windows, plan_ranges
 
 #: Windows that models have, as (kernel, stride, (before, after), dilation), and one that is wider
 #: than some ranks' chunks.
-WINDOWS = ((3, 1, (1, 1), 1), (3, 2, (0, 1), 1), (7, 4, (3, 3), 1), (2, 2, (0, 0), 1), (3, 1, (9, 9), 9))
+WINDOWS = (
+    (3, 1, (1, 1), 1),
+    (3, 2, (0, 1), 1),
+    (7, 4, (3, 3), 1),
+    (2, 2, (0, 0), 1),
+    (3, 1, (9, 9), 9),
+)
 #: Up to so many chunks all are looked at; of more, some that stand for the others.
 ALL_CHUNKS = 64
 
@@ -28,7 +34,7 @@ def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
         axis: the axis, in contiguous order.
         length: of it, over all ranks.
 
-    >>> all(claim.ok for claim in prove_windows(Layout.parse("height: halo=3"), "height", 37))
+    >>> all(claim.ok for claim in prove_windows(Layout.parse("height: gather=3"), "height", 37))
     True
     """
     if layout.size(axis) == 1 or layout.order.get(axis, "contiguous") != "contiguous":
@@ -37,7 +43,7 @@ def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
     for kernel, stride, padding, dilation in WINDOWS:
         for border in BORDERS:
             try:
-                window = Window.over(length, kernel, stride, padding, dilation, border)
+                window = Windows.over(length, kernel, stride, padding, dilation, border)
                 defects += window_defects(layout, axis, length, window)
             except ShapeError:  # a border that needs a longer axis is refused before it is planned
                 continue
@@ -46,7 +52,7 @@ def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
     return [Claim(what, how, tuple(defects[:3]))]
 
 
-def window_defects(layout: Layout, axis: str, length: int, window: Window) -> Iterator[str]:
+def window_defects(layout: Layout, axis: str, length: int, window: Windows) -> Iterator[str]:
     """Defects of windows over an axis."""
     mesh = tuple((d, layout.mesh[d]) for d in layout.shard_dims(axis))
     sizes = [count(spans) for spans in shard_spans(length, tuple(n for _, n in mesh))]

@@ -23,7 +23,7 @@ from .._caching import cached
 from ..declare.traffic import Traffic
 from ..errors import ShapeError, did_you_mean
 from ..plan.order import Span, Spans, count, join
-from .plan import Overlap, Redistribution, Routes, Sizes
+from .plan import Overlap, Paths, Redistribution, Sizes
 
 #: What lies beyond the ends of an axis.
 BORDERS = ("zeros", "reflect", "replicate", "circular")
@@ -89,13 +89,13 @@ def _take(plan: Wanted, chunk: int) -> Redistribution:
 
 
 @cached(256)
-def _routes(plan: Wanted) -> tuple[Routes, dict[int, list[Overlap]]]:
+def _routes(plan: Wanted) -> tuple[Paths, dict[int, list[Overlap]]]:
     """The messages of all ranks, and the overlaps that arrive at each."""
     arrived: dict[int, list[Overlap]] = {}
     overlaps = _overlaps(plan)
     for overlap in overlaps:
         arrived.setdefault(overlap.target, []).append(overlap)
-    return Routes(overlaps, plan.mesh), arrived
+    return Paths(overlaps, plan.mesh), arrived
 
 
 def _overlaps(plan: Wanted) -> tuple[Overlap, ...]:
@@ -163,8 +163,8 @@ def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
 
     Raises `ShapeError` where a border needs more of the axis than there is.
 
-    >>> bordered(-2, 3, 5, "reflect"), bordered(3, 7, 5, "circular")
-    ((Span(start=2, count=2, step=-1), Span(start=0, count=3, step=1)), (Span(start=3, count=2, step=1), Span(start=0, count=2, step=1)))
+    >>> [(s.start, s.count, s.step) for s in bordered(-2, 7, 5, "reflect")]
+    [(2, 2, -1), (0, 5, 1), (3, 2, -1)]
     """
     if high <= low:
         return ()
@@ -173,7 +173,7 @@ def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
     if border != "zeros" and (below or above):
         beyond = max(-low if below else 0, high - length if above else 0)
         room = length - 1 if border == "reflect" else length
-        if beyond > room and border != "replicate" or not length:
+        if (beyond > room and border != "replicate") or not length:
             raise ShapeError(
                 f"a {border} border of {beyond} positions needs an axis of"
                 f" {beyond + (border == 'reflect')} or more, found {length}"
@@ -205,7 +205,7 @@ def check_border(border: object) -> str:
 
 
 @dataclass(frozen=True)
-class Window:
+class Windows:
     """The windows of a convolution, a pool or the like over an axis, one per output.
 
     Output o sees the `extent` positions from `first + o stride` on. The chunk that holds position
@@ -239,7 +239,7 @@ class Window:
         *,
         ceil: bool = False,
         anchor: int | None = None,
-    ) -> Window:
+    ) -> Windows:
         """The windows of torch's convolutions and pools.
 
         Args:
@@ -252,7 +252,7 @@ class Window:
             ceil: whether a last window may reach beyond the padding, as torch's `ceil_mode`.
             anchor: within a window, default its middle.
 
-        >>> Window.over(13, 3, 2, (1, 1)).outputs
+        >>> Windows.over(13, 3, 2, (1, 1)).outputs
         7
         """
         extent = dilation * (kernel - 1) + 1
@@ -283,7 +283,7 @@ class Window:
         Args:
             starts: the first position of every chunk of contiguous positions, and the length.
 
-        >>> Window.over(7, 3, 2, (1, 1)).edges((0, 4, 7))
+        >>> Windows.over(7, 3, 2, (1, 1)).edges((0, 4, 7))
         (0, 2, 4)
         """
         inner = [self.computed(p, p)[0] for p in starts[1:-1]]
@@ -300,7 +300,7 @@ class Window:
         return tuple(self.seen(low, high) for low, high in itertools.pairwise(edges))
 
 
-class Cut(NamedTuple):
+class SeenPart(NamedTuple):
     """The part of a chunk that its windows see, and how much they see on either side of it.
 
     Attributes:
@@ -315,24 +315,24 @@ class Cut(NamedTuple):
     after: int
 
 
-def cut(start: int, count: int, window: Window) -> tuple[Cut, int]:
+def cut_run(start: int, count: int, window: Windows) -> tuple[SeenPart, int]:
     """The cut of a run of positions by the windows whose anchors it holds, and their number.
 
-    >>> cut(4, 3, Window.over(9, 3, 2, (1, 1)))
-    (Cut(before=1, low=0, high=3, after=1), 2)
+    >>> cut_run(4, 3, Windows.over(9, 3, 2, (1, 1)))
+    (SeenPart(before=1, low=0, high=3, after=1), 2)
     """
     first, last = window.computed(start, start + count)
     return _cut(start, start + count, *window.seen(first, last)), last - first
 
 
-def _cut(start: int, end: int, low: int, high: int) -> Cut:
+def _cut(start: int, end: int, low: int, high: int) -> SeenPart:
     """The run [start, end) of positions beside [low, high), which windows see."""
     if low >= high:
-        return Cut(0, 0, 0, 0)
+        return SeenPart(0, 0, 0, 0)
     if low >= end or high <= start:
-        return Cut(high - low, 0, 0, 0)
+        return SeenPart(high - low, 0, 0, 0)
     own = max(low, start) - start, min(high, end) - start
-    return Cut(max(start - low, 0), *own, max(high - end, 0))
+    return SeenPart(max(start - low, 0), *own, max(high - end, 0))
 
 
 class RangePlan(NamedTuple):
@@ -344,7 +344,7 @@ class RangePlan(NamedTuple):
     """
 
     wanted: Wanted
-    cuts: tuple[Cut, ...]
+    cuts: tuple[SeenPart, ...]
 
 
 @cached(1024)
@@ -367,8 +367,8 @@ def plan_ranges(
         ShapeError: a border that needs a longer axis.
 
     >>> plan = plan_ranges((("ring", 2),), (0, 4, 7), ((-1, 5), (3, 8)))
-    >>> plan.cuts[1], plan.wanted.wanted[1]
-    (Cut(before=1, low=0, high=3, after=1), (Span(start=3, count=1, step=1), Span(start=-1, count=1, step=0)))
+    >>> plan.cuts[1], [(s.start, s.count) for s in plan.wanted.wanted[1]]
+    (SeenPart(before=1, low=0, high=3, after=1), [(3, 1), (-1, 1)])
     """
     cuts, wanted = [], []
     for start, end, (low, high) in zip(starts, starts[1:], ranges):
@@ -382,14 +382,14 @@ def plan_ranges(
 
 __all__ = [
     "BORDERS",
-    "Cut",
     "RangePlan",
+    "SeenPart",
     "TakePass",
     "Wanted",
-    "Window",
+    "Windows",
     "bordered",
     "check_border",
-    "cut",
+    "cut_run",
     "nothing",
     "plan_ranges",
     "runs",

@@ -25,7 +25,7 @@ from weft.plan.predict import Forecast
 from weft.plan.problem import Problem
 from weft.proof.symbolic import Claim
 from weft.relayout.plan import placement, plan_redistribution
-from weft.relayout.windows import TakePass, Window
+from weft.relayout.windows import TakePass, Windows
 
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) -> Table:
@@ -246,7 +246,7 @@ def states(
             passing = TreeExchange(plan, chunk, state, state + matrix)
         else:
             passing = StateExchange(plan, chunk, state + matrix)
-        left = plan.around(Window(taps, 1, 1 - taps, problem.n, taps - 1))
+        left = plan.around(Windows(taps, 1, 1 - taps, problem.n, taps - 1))
         halo = TakePass(left, chunk, problem.batch * column)
         for name, traffic in zip(moved, (passing.traffic, halo.traffic)):
             moved[name].append((traffic(False).bytes, traffic(True).bytes))
