@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "weft"
 
 #: Rooms from low to high; those of one line know nothing of each other.
 ROOMS = (
-    ("errors", "_version", "_caching", "_pointwise"),
+    ("errors", "_opening", "_version", "_caching", "_pointwise"),
     ("_terminal",),
     ("_torch", "_uploads"),
     ("_compile",),

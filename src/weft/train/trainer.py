@@ -17,6 +17,7 @@ from ..checkpoint.run import Checkpoints, missing
 from ..declare.model_file import TrainSpec
 from ..declare.run_file import RUN_FILE, WEIGHTS
 from ..errors import UnsupportedError, WeftError
+from ..inspect.picture import writing
 from ..launch.environment import restarted
 from ..layout import Layout
 from ..models import ModelSpec, compose, save_pretrained
@@ -130,7 +131,8 @@ def fit(
             group.update(options)
         monitor = entered.enter_context(Monitor(layout, plan.steps, start, log_dir, quiet))
         if log_dir is not None and run_file is not None and layout.rank == 0:
-            (Path(log_dir) / RUN_FILE).write_text(run_file)
+            with writing(Path(log_dir) / RUN_FILE) as partial:
+                partial.write_text(run_file)
         for step in range(start, plan.steps):
             set_progress(inner, step / plan.steps)
             observe(inner, monitor.due(step))
