@@ -536,15 +536,15 @@ BUGS = (
     Bug(
         "the dearer side travels forward",
         "plan/plan.py",
-        "return Role.KEY if q < kv else Role.QUERY",
-        "return Role.QUERY if q < kv else Role.KEY",
+        "return Role.KEY if queries < keys else Role.QUERY",
+        "return Role.QUERY if queries < keys else Role.KEY",
         "plan_predict",
     ),
     Bug(
         "the logsumexp of queries that travel is free",
         "plan/plan.py",
-        "q = p.heads * p.n * (d * forth + (v + row) * back)",
-        "q = p.heads * p.n * (d * forth + v * back)",
+        "queries = p.heads * p.n * (q * forth + out * back)",
+        "queries = p.heads * p.n * (q * forth + (out - 4) * back)",
         "plan_predict",
     ),
     # -- the pass
@@ -1006,15 +1006,15 @@ BUGS = (
     Bug(
         "explain counts keys by query heads",
         "plan/memory.py",
-        "entry = plan.compute_q if payload in _QUERIES else plan.compute_kv",
+        "entry = plan.compute_q if payload.q_side else plan.compute_kv",
         "entry = plan.compute_q",
         "traffic call_plan",
     ),
     Bug(
         "explain forgets the logsumexp of queries in the backward pass",
-        "plan/memory.py",
-        "Payload.Q: [accum, accum, d, e] if backward else [d],",
-        "Payload.Q: [accum, d, e] if backward else [d],",
+        "plan/program.py",
+        "return row, row, (d, dtype), (e, dtype)",
+        "return row, (d, dtype), (e, dtype)",
         "traffic call_plan",
     ),
     Bug(
