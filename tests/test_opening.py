@@ -55,7 +55,7 @@ def test_only_regular_files_are_opened(kind, tmp_path):
     for opens in (open_to_read, open_to_lock):
         with pytest.raises(OSError, match=r"a link|no regular file|Is a directory"):
             opens(path)
-    with pytest.raises(OSError, match="a link|no regular file"), replacing(path) as partial:
+    with pytest.raises(OSError, match=r"a link|no regular file"), replacing(path) as partial:
         partial.write_text("other")
     assert (tmp_path / "precious").read_text() == "precious"
     assert not (tmp_path / "nowhere").exists()
@@ -83,9 +83,14 @@ def test_a_lock_keeps_the_content_of_its_file(tmp_path):
 def test_a_file_is_replaced_when_it_is_complete(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
-    with pytest.raises(ValueError, match="stop"), replacing(path) as partial:
-        partial.write_text("half")
-        raise ValueError("stop")
+
+    def stop() -> None:
+        with replacing(path) as partial:
+            partial.write_text("half")
+            raise ValueError("stop")
+
+    with pytest.raises(ValueError, match="stop"):
+        stop()
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
     assert path.read_text() == "old"
     with replacing(path, synced=True) as partial:
@@ -98,9 +103,14 @@ def test_a_file_is_replaced_when_it_is_complete(tmp_path):
 
 def test_a_new_file_takes_no_name_that_appeared_meanwhile(tmp_path):
     path = tmp_path / "a.toml"
-    with pytest.raises(OSError, match="exists"), replacing(path, new=True) as partial:
-        partial.write_text("mine")
-        path.write_text("theirs")
+
+    def write() -> None:
+        with replacing(path, new=True) as partial:
+            partial.write_text("mine")
+            path.write_text("theirs")
+
+    with pytest.raises(OSError, match="exists"):
+        write()
     assert path.read_text() == "theirs"
 
 
@@ -111,7 +121,8 @@ def test_pictures_and_traces_are_not_written_through_links(tmp_path):
     kind, text = run_command(
         ["check", "ring-2", "--threads", "--length", "8", "--trace", str(path)]
     )
-    assert kind == "refused" and "a link" in text
+    assert kind == "refused"
+    assert "a link" in text
     assert (tmp_path / "precious").read_text() == "precious"
 
 
@@ -131,7 +142,8 @@ def test_written_declarations_replace_nothing(kind, command, tmp_path):
         "rates": ["rates", "ring-2"],
     }[command]
     outcome, text = run_command([*words, "--write", str(path)])
-    assert outcome == "refused" and "exists, and is not overwritten" in text
+    assert outcome == "refused"
+    assert "exists, and is not overwritten" in text
     assert kind == "dangling" or (path.read_text() == "precious")
     assert kept.exists() == (kind == "link")
 
@@ -172,7 +184,7 @@ def test_odd_names_in_a_run_reach_no_file_elsewhere(kind, name, run):
     if name.endswith(".tmp"):  # a name that no writer uses
         assert checkpoints.save(2, model).name == "step-000002"
     else:
-        with pytest.raises(CheckpointError, match="a link|no regular file"):
+        with pytest.raises(CheckpointError, match=r"a link|no regular file"):
             checkpoints.save(2, model)
     assert untouched(elsewhere)
 
@@ -215,7 +227,7 @@ def test_what_a_killed_save_left_is_removed(run):
     (step / "rank-00001-0a.safetensors").mkdir()  # no file, and none of ours
     checkpoints.save(1, model)
     names = sorted(p.name for p in step.iterdir() if p.is_file())
-    assert len(names) == 2 and names[0] == INDEX
+    assert (len(names), names[0]) == (2, INDEX)
 
 
 def test_a_writer_of_dcp_follows_no_link_of_the_index(tmp_path):
@@ -223,8 +235,8 @@ def test_a_writer_of_dcp_follows_no_link_of_the_index(tmp_path):
     folder = tmp_path / "step-000001"
     folder.mkdir()
     (folder / INDEX).symlink_to(tmp_path / "precious")
+    writer = SafetensorsWriter(folder)
     with pytest.raises(CheckpointException, match="it is a link"):
-        writer = SafetensorsWriter(folder)
         dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
     assert (tmp_path / "precious").read_text() == "precious"
 

@@ -18,8 +18,8 @@ import os
 import secrets
 import stat
 from collections.abc import Iterator
+from io import BufferedRandom, BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 #: What files are called while they are written.
 PARTIAL = ".weft-"
@@ -28,12 +28,12 @@ _ODD = "it is no regular file"
 _NO_HARD_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-def open_to_read(path: str | os.PathLike, *, links: bool = False) -> BinaryIO:
+def open_to_read(path: str | os.PathLike, *, links: bool = False) -> BufferedReader:
     """A regular file, open for reading; `OSError` for a link, a pipe, a device or a folder.
 
     `links` lets the path itself be a link: a user's own, and not one that a folder's content names.
     """
-    return _regular(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW))
+    return os.fdopen(_regular(path, os.O_RDONLY | (0 if links else os.O_NOFOLLOW)), "rb")
 
 
 def read_bytes(path: str | os.PathLike, most: int, *, links: bool = False) -> bytes:
@@ -53,9 +53,9 @@ def read_bytes(path: str | os.PathLike, most: int, *, links: bool = False) -> by
     return content
 
 
-def open_to_lock(path: str | os.PathLike) -> BinaryIO:
+def open_to_lock(path: str | os.PathLike) -> BufferedRandom:
     """A regular file for locks, made if there is none; `OSError` for a link, pipe or device."""
-    return _regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    return os.fdopen(_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+b")
 
 
 @contextlib.contextmanager
@@ -102,7 +102,8 @@ def sync(path: str | os.PathLike) -> None:
         os.close(handle)
 
 
-def _regular(path: str | os.PathLike, flags: int) -> BinaryIO:
+def _regular(path: str | os.PathLike, flags: int) -> int:
+    """The handle of a regular file."""
     try:
         handle = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY, 0o666)
     except OSError as error:
@@ -114,7 +115,7 @@ def _regular(path: str | os.PathLike, flags: int) -> BinaryIO:
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
         raise OSError(errno.EINVAL, _ODD, str(path))
-    return os.fdopen(handle, "r+b" if flags & os.O_RDWR else "rb")
+    return handle
 
 
 def _check_replaceable(path: Path, new: bool) -> None:

@@ -24,8 +24,9 @@ import os
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -315,7 +316,7 @@ def _file(path: Path) -> File:
         return File(bytes=os.fstat(file.fileno()).st_size, sha256=_hash(file))
 
 
-def _hash(file: BinaryIO) -> str:
+def _hash(file: BufferedReader) -> str:
     """The SHA-256 of an open file, in hexadecimal digits."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 
