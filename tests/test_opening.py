@@ -17,7 +17,7 @@ from weft._opening import PARTIAL, open_to_lock, open_to_read, read_bytes, repla
 from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsWriter
 from weft.checkpoint.folder import INDEX
 from weft.inspect.picture import writing
-from weft.models import KeyValueCache, compose, from_pretrained, save_pretrained
+from weft_models.models import KeyValueCache, compose, from_pretrained, save_pretrained
 
 LIMIT = 60
 

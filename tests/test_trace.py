@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from weft.inspect.blackbox import load_records, read_records
 from weft.launch import trace
 from weft.launch.trace import SIZE, Trace, _sweep
+from weft_cli.inspect.blackbox import load_records, read_records
 
 ZERO = ((0, 0),)
 ATTACKER, VICTIM = 64_001, 64_002
@@ -53,7 +53,7 @@ def shared(monkeypatch):
         Path(folder).chmod(0o755)
         path.chmod(0o1777)
         monkeypatch.setattr("weft.launch.trace.root", lambda: path)
-        monkeypatch.setattr("weft.inspect.blackbox.root", lambda: path)
+        monkeypatch.setattr("weft_cli.inspect.blackbox.root", lambda: path)
         monkeypatch.setattr(tempfile, "tempdir", str(path))
         monkeypatch.delenv("WEFT_BLACKBOX", raising=False)
         monkeypatch.setattr(trace, "_folder", None)

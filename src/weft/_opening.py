@@ -74,13 +74,13 @@ def replacing(
     try:
         yield partial
         if synced:
-            sync(partial)
+            sync_to_disk(partial)
         if new:
             _rename_new(partial, path)
         else:
             os.replace(partial, path)
         if synced:
-            sync(path.parent)
+            sync_to_disk(path.parent)
     finally:
         with contextlib.suppress(OSError):
             partial.unlink()
@@ -93,7 +93,7 @@ def check_folder(path: str | os.PathLike) -> None:
         raise OSError(errno.ENOTDIR, _LINK if stat.S_ISLNK(mode) else "it is no folder", str(path))
 
 
-def sync(path: str | os.PathLike) -> None:
+def sync_to_disk(path: str | os.PathLike) -> None:
     """Wait until the disk has a file, or the names in a folder."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:

@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .._opening import PARTIAL, open_to_read, read_bytes, replacing, sync
+from .._opening import PARTIAL, open_to_read, read_bytes, replacing, sync_to_disk
 from ..errors import DeclarationError
 
 INDEX = "index.json"
@@ -189,7 +189,7 @@ def commit(folder: Path, written: Iterable[Mapping[str, Any]], values: Mapping[s
             raise ValueError(f"its index has {len(content):,} bytes, of at most {MOST_BYTES:,}")
         with replacing(folder / INDEX, synced=True) as partial:
             partial.write_bytes(content)
-        sync(folder.parent)
+        sync_to_disk(folder.parent)
         for old in (*folder.glob("rank-*.safetensors*"), *folder.glob(f"{PARTIAL}*")):
             if old.name not in index.files:
                 with contextlib.suppress(IsADirectoryError, PermissionError):

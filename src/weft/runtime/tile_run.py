@@ -19,8 +19,8 @@ from ..plan.call import Call
 from ..plan.memory import held_bytes, payload_shapes
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload, Transfer
+from .buffers import Buffers, Shape, pack, unpack
 from .marks import mark
-from .packing import Buffers, Shape, pack, unpack
 from .rows import Rows
 from .views import Views
 
