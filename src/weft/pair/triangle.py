@@ -32,6 +32,7 @@ from ..plan.order import Spans, count, positions
 from ..plan.plan import Plan
 from ..plan.problem import Problem
 from ..plan.product import ProductRule, pair_mesh, plan_boxes, plan_product
+from ..plan.sides import Side
 from ..runtime.product import boxed, sharded_product
 
 #: kind -> which axes of the factors and of the product are which objects
@@ -279,8 +280,8 @@ def _box(
         bias_tensor=True,
     )
     plan = Plan(layout, problem, dict(place))
-    rows, columns = (plan.forward.tile_spans(side) for side in (True, False))
-    return rows, columns, plan.compute_q.head_spans
+    rows, columns = (plan.forward.tile_spans(side) for side in Side)
+    return rows, columns, plan.compute.query.head_spans
 
 
 @cached(64)
