@@ -32,6 +32,8 @@ class Assignment:
         lengths: of the documents.
         fragments: per chunk of the axis (per rank that splits it), in the order of its memory.
         window: keys that a query sees at most, its own included; None: its whole document.
+        groups: the chunks that are computed together, as by Ulysses; by default each alone.
+        by_keys: whether a rank computes its own keys with all queries, as by pass-Q.
 
     >>> packed = weft.Layout.parse("tokens: ring=2").pack([3, 1, 8])
     >>> packed.fragments[0]
@@ -43,6 +45,8 @@ class Assignment:
     lengths: tuple[int, ...]
     fragments: tuple[tuple[Fragment, ...], ...]
     window: int | None = None
+    groups: tuple[tuple[int, ...], ...] | None = None
+    by_keys: bool = False
 
     @functools.cached_property
     def order(self) -> TokenOrder:
@@ -62,11 +66,23 @@ class Assignment:
 
     @functools.cached_property
     def work(self) -> tuple[int, ...]:
-        """Scores that each chunk's queries see, per head."""
+        """Scores per head that each group's ranks compute together, in either pass.
+
+        Where no ranks compute together (ring, gather, pass-Q) one number per chunk.
+        """
+        groups = self.groups or tuple((i,) for i in range(len(self.fragments)))
         return tuple(
-            sum(scores_of(f.stop, self.window) - scores_of(f.start, self.window) for f in chunk)
-            for chunk in self.fragments
+            sum(self._scores(fragment) for i in group for fragment in self.fragments[i])
+            for group in groups
         )
+
+    def _scores(self, fragment: Fragment) -> int:
+        """Scores of a fragment's queries; `by_keys` of its keys."""
+        document, start, stop = fragment
+        if self.by_keys:  # what sees a key is after it
+            end = self.lengths[document]
+            start, stop = end - stop, end - start
+        return scores_of(stop, self.window) - scores_of(start, self.window)
 
     @property
     def targets(self) -> int:

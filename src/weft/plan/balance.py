@@ -20,22 +20,25 @@ from __future__ import annotations
 import functools
 import math
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from .assignment import Fragment, scores_of
 
 #: Shares of a chunk's work: by how much it may miss its aim,
-SLACK = 0.003
+MISS = 0.003
 #: by how much it may exceed the mean so that a document stays whole, or is cut less often,
-OVER = 0.04
-#: where work is moved to another chunk,
-LEVEL = 0.045
+SLACK = 0.04
+#: where work is moved to another chunk, of the slack,
+LEVEL = 1.125
 #: and how much may be missing before another document is cut for it.
 UNDER = 0.1
 
 
 def assign(
-    lengths: Sequence[int], sizes: Sequence[int], window: int | None = None
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    window: int | None = None,
+    slack: float = SLACK,
 ) -> tuple[tuple[Fragment, ...], ...]:
     """Fragments of documents for chunks of given sizes, with as equal work as can be.
 
@@ -43,11 +46,12 @@ def assign(
         lengths: of the documents, 1 or more each.
         sizes: tokens of each chunk, which add up to the documents'.
         window: keys that a query sees at most.
+        slack: share of the mean by which a chunk's work may exceed it.
 
     >>> assign([8], [4, 4])[0]
     (Fragment(document=0, start=2, stop=6),)
     """
-    pool = _Pool(lengths, window, sum(size > 0 for size in sizes))
+    pool = _Pool(lengths, window, sum(size > 0 for size in sizes), slack)
     taken: list[list[Fragment]] = [[] for _ in sizes]
     work = [0] * len(sizes)
     left = pool.chunks
@@ -57,17 +61,76 @@ def assign(
             taken[chunk] = pool.take(sizes[chunk], left)
             work[chunk] -= pool.scores_left
             left -= 1
-    _level(taken, work, pool.scores_of)
+    _level(taken, work, pool.scores_of, LEVEL * slack)
     return tuple(_in_memory(fragments, lengths) for fragments in taken)
 
 
-def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int], int]) -> None:
+def assign_together(
+    lengths: Sequence[int],
+    sizes: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    window: int | None = None,
+    by_keys: bool = False,
+    slack: float = SLACK,
+) -> tuple[tuple[Fragment, ...], ...]:
+    """Fragments of documents for chunks of which some are computed together.
+
+    The work of groups is balanced, and each group's fragments are cut into its chunks as they
+    follow each other: within a group nothing depends on who holds which.
+
+    Args:
+        lengths: of the documents.
+        sizes: tokens of each chunk.
+        groups: the chunks of each group, in the order in which their tokens meet.
+        window: keys that a query sees at most.
+        by_keys: whether a rank computes its own keys with all queries. A key at p tokens from its
+            document's end is seen by as many queries as a query at p sees keys: documents are
+            assigned in reverse.
+        slack: as for `assign`.
+
+    >>> assign_together([6, 2], [2, 2, 2, 2], [(0, 1), (2, 3)])[:2]
+    ((Fragment(document=0, start=0, stop=2),), (Fragment(document=0, start=2, stop=4),))
+    """
+    shares = assign(lengths, [sum(sizes[i] for i in group) for group in groups], window, slack)
+    chunks: dict[int, tuple[Fragment, ...]] = {}
+    for group, fragments in zip(groups, shares, strict=True):
+        if by_keys:
+            fragments = _in_memory([_mirrored(f, lengths) for f in fragments], lengths)
+        parts = _cut(fragments, [sizes[i] for i in group]) if len(group) > 1 else (fragments,)
+        chunks.update(zip(group, parts, strict=True))
+    return tuple(chunks[i] for i in range(len(sizes)))
+
+
+def _mirrored(fragment: Fragment, lengths: Sequence[int]) -> Fragment:
+    """The fragment as far from its document's end as this one is from the start."""
+    document, start, stop = fragment
+    return Fragment(document, lengths[document] - stop, lengths[document] - start)
+
+
+def _cut(fragments: Sequence[Fragment], sizes: Sequence[int]) -> Iterator[tuple[Fragment, ...]]:
+    """The fragments one after another, in parts of given numbers of tokens."""
+    rest = list(reversed(fragments))
+    for room in sizes:
+        part: list[Fragment] = []
+        while room:
+            document, start, stop = rest.pop()
+            end = min(stop, start + room)
+            part.append(Fragment(document, start, end))
+            if end < stop:
+                rest.append(Fragment(document, end, stop))
+            room -= end - start
+        yield tuple(part)
+
+
+def _level(
+    taken: list[list[Fragment]], work: list[int], scores: Callable[[int], int], over: float
+) -> None:
     """Swap ends of heavy fragments for starts of light ones where chunks are out of balance."""
     share = sum(work) / max(1, sum(map(bool, taken)))
     ranked = sorted((i for i, fragments in enumerate(taken) if fragments), key=work.__getitem__)
     low = 0
     for high in reversed(ranked):
-        while work[high] > (1 + LEVEL) * share and low < len(ranked) and ranked[low] != high:
+        while work[high] > (1 + over) * share and low < len(ranked) and ranked[low] != high:
             heavy = max(taken[high], key=lambda f: f.stop)
             light = min(taken[ranked[low]], key=lambda f: (f.start, f.stop))
             most = min(heavy.stop - heavy.start, light.stop - light.start)
@@ -77,7 +140,7 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
                 gain = scores(end) - scores(end - tokens)
                 return gain - scores(start + tokens) + scores(start)
 
-            excess = min(work[high] - share, max(share - work[ranked[low]], SLACK * share))
+            excess = min(work[high] - share, max(share - work[ranked[low]], MISS * share))
             tokens = bisect_left(range(most), excess, key=moved)
             if moved(tokens) <= 0:  # it has no lighter tokens: the next one may
                 low += 1
@@ -94,7 +157,7 @@ def _level(taken: list[list[Fragment]], work: list[int], scores: Callable[[int],
                 taken[ranked[low]].append(light._replace(start=light.start + tokens))
             work[high] -= moved(tokens)
             work[ranked[low]] += moved(tokens)
-            if work[ranked[low]] >= (1 - SLACK) * share:
+            if work[ranked[low]] >= (1 - MISS) * share:
                 low += 1
 
 
@@ -121,7 +184,9 @@ class _Pool:
     `tokens` and `scores` are the sums before each document; they are made as far as is asked.
     """
 
-    def __init__(self, lengths: Sequence[int], window: int | None, chunks: int) -> None:
+    def __init__(
+        self, lengths: Sequence[int], window: int | None, chunks: int, slack: float
+    ) -> None:
         self.window = None if window is None or window >= max(lengths, default=0) else window
         self.scores_of = (
             _triangle if self.window is None else functools.partial(scores_of, window=self.window)
@@ -132,12 +197,13 @@ class _Pool:
         self.tokens, self.scores = [0], [0]
         self.tokens_left = sum(lengths)
         self.scores_left = sum(map(self.scores_of, lengths))
-        self.limit = (1 + OVER) * self.scores_left / max(1, chunks)
+        self.limit = (1 + slack) * self.scores_left / max(1, chunks)
+        self.under = UNDER if slack < UNDER else 1.0  # who may exceed the mean by more may miss all
 
     def take(self, need: int, chunks: int) -> list[Fragment]:
         """Fragments of `need` tokens and one of `chunks` equal shares of the work that is left."""
         share = self.scores_left / chunks
-        most, over, tries = SLACK * share, max(self.limit - share, SLACK * share), 0
+        most, over, tries = MISS * share, max(self.limit - share, MISS * share), 0
         taken: list[Fragment] = []
         work = share
         stop, _, start = self.line[self.first]
@@ -154,7 +220,7 @@ class _Pool:
                     at = self._closing(until, gap) if tries < 8 else at
                     tries += 1
                 if not taken or not self._fits(at, need, work + over):
-                    if not taken or gap > UNDER * share:
+                    if not taken or gap > self.under * share:
                         aim = work if taken or at == self.first else work + over
                         need -= self._cut(at, need, aim, (light, last), share, taken)
                     break
@@ -330,11 +396,11 @@ class _Pool:
             if abs(error) >= best[0]:
                 break
             best = abs(error), tokens
-            if best[0] <= SLACK * share:
+            if best[0] <= MISS * share:
                 break
         tokens = best[1]
         if need - tokens <= others:
-            tokens = self._to_border(need, tokens, most, SLACK * share / max(slope, 1))
+            tokens = self._to_border(need, tokens, most, MISS * share / max(slope, 1))
         if tokens:
             self._forget(at)
             self.line.pop(at)
