@@ -18,9 +18,9 @@ from typing import NamedTuple, Self
 from torch.distributed.tensor import Replicate, Shard
 
 from .._caching import remembered
-from ..comm import coordinates, index_at
 from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
+from ..declare.mesh import coordinates, index_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
 from ..declare.rates import rates_for

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..comm import Traffic, coordinates
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
+from ..declare.mesh import coordinates
+from ..declare.traffic import Traffic
 from .call import reach
 from .memory import payload_bytes
 from .order import chunk_sizes, count

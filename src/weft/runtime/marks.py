@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from .._torch import profiling
-from ..comm import rank_at
+from ..declare.mesh import rank_at
 from ..plan.plan import Pass, Plan
 from ..plan.program import Block, Transfer
 from ..plan.sides import Side

@@ -12,8 +12,8 @@ from ..comm.channel import Channel
 from ..plan.plan import Plan
 from ..plan.resharding import Permutation
 from ..plan.sides import Side
+from .buffers import all_to_all
 from .marks import mark_move
-from .packing import all_to_all
 
 _QKV = Side.QUERY, Side.KEY, Side.KEY
 

@@ -20,8 +20,8 @@ from ..plan.memory import held_bytes, payload_shapes
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload, Transfer
 from ..plan.sides import Side
+from .buffers import Buffers, Shape, pack, unpack
 from .marks import mark
-from .packing import Buffers, Shape, pack, unpack
 from .rows import Rows
 from .views import Views
 
