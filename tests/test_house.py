@@ -19,7 +19,7 @@ SRC = ROOT / "src"
 #: Rooms from low to high, by the beginning of their modules' names; those of one line know nothing
 #: of each other. Of a room with plans and what carries them out, each part has its place.
 ROOMS = (
-    ("errors", "_version", "_doors", "_caching", "_pointwise"),
+    ("errors", "_opening", "_version", "_doors", "_caching", "_pointwise"),
     ("_terminal",),
     ("_torch", "_uploads"),
     ("_compile",),

@@ -132,7 +132,7 @@ def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> 
     4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward. Calls along the
     diagonal take as long as if they had more visible scores, where a kernel does not skip them all.
     """
-    p, entry = tile.plan.problem, tile.plan.compute_q
+    p, entry = tile.plan.problem, tile.plan.compute.query
     visible = entries(calls, entry.batch)  # per head, of all sequences
     costly = sum(
         entries((c,), entry.batch) / device.causal_share(c.q1 - c.q0)
@@ -157,13 +157,13 @@ def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
     plan, p, made = tile.plan, tile.plan.problem, tile.block(block)
     rows, columns = count(made.q_spans), count(made.kv_spans)
     width = p.dtype.itemsize + 2 * plan.accum_dtype.itemsize
-    numbers = plan.compute_q.heads * rows * (p.head_dim if tile.backward else p.value_dim)
+    numbers = plan.compute.query.heads * rows * (p.head_dim if tile.backward else p.value_dim)
     if not tile.backward and not merged.intersection(block.q):
         numbers = 0
     merged.update(block.q)
     if tile.backward:
-        numbers += plan.compute_kv.heads * columns * (p.head_dim + p.value_dim)
-    return plan.compute_q.batch * numbers * width
+        numbers += plan.compute.key.heads * columns * (p.head_dim + p.value_dim)
+    return plan.compute.query.batch * numbers * width
 
 
 def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:

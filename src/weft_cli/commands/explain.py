@@ -336,7 +336,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     out = console()
     plans = list(read_plans(layout, problem, read))
     first, p = plans[0].forward, plans[0].problem
-    _print_rules(layout, axis, {d.name: d.transport for d in (*first.q_dims, *first.kv_dims)})
+    _print_rules(layout, axis, {d.name: d.transport for along in first.dims for d in along})
     out.print(
         f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of {p.head_dim}, "
         f"{problem.kv_heads} key/value heads, batch {problem.batch}, {str(p.dtype)[6:]}; kernel "
