@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -18,7 +19,14 @@ from typer.models import OptionInfo
 from weft._terminal import Terminal
 from weft.comm.world import check_inside_node
 from weft.declare.hardware import Hardware
-from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
+from weft.errors import (
+    DeclarationError,
+    ShapeError,
+    UnsupportedError,
+    WeftError,
+    did_you_mean,
+    shown,
+)
 from weft.inspect.call_plan import device_type
 from weft.inspect.picture import writable, writable_file
 from weft.launch.environment import already_launched, ranks_here, shown_one_gpu_each
@@ -89,6 +97,16 @@ def of_file(what: str) -> OptionInfo:
         callback=lambda path: None if path is None else writable_file(path),
         rich_help_panel=FILES,
     )
+
+
+def check_new_file(path: Path) -> None:
+    """Raise `WeftError` unless `--write` can make a new declaration at `path`."""
+    if path.suffix != ".toml":
+        raise WeftError(f"--write {path}: the name of such a file ends in .toml")
+    if not path.parent.is_dir():
+        raise WeftError(f"--write {path}: there is no folder {str(path.parent)!r}")
+    if os.path.lexists(path):
+        raise WeftError(f"--write {path}: the file exists, and is not overwritten; name a new one")
 
 
 Axis = Annotated[

@@ -122,6 +122,8 @@ def plan(
     """
     machine = Hardware.load(hardware)
     kernels = options.planned_device(device, machine)
+    if write is not None:
+        options.check_new_file(write)
     if model is not None:
         why = "it is for an attention call; the search for a model does not read it"
         options.refuse_given(context, _OF_CALL, why)
