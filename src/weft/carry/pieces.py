@@ -405,7 +405,7 @@ class LocalPieces:
             dim: of the tokens.
 
         Returns:
-            Per piece two tensors like x, of tokens before and after the part of the piece that they see,
+            Per piece two tensors like x, of tokens before and after the part of it that they see,
             and the number of its windows. A piece without a window has nothing around it.
 
         Raises:
