@@ -137,7 +137,7 @@ def write_file(
     with failing(path, "written"):
         save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(starts)})
         _sync(path)
-        file = File(bytes=path.stat().st_size, sha256=_hash(path))
+        file = File(bytes=path.stat().st_size, sha256=digest(path))
     return {
         "name": path.name,
         "file": file.model_dump(),
@@ -206,6 +206,11 @@ def read_index(folder: Path) -> Index:
         return Index.model_validate(document["index"])
 
 
+def index_digest(index: Index) -> str:
+    """The SHA-256 of an index: by the digests of the files it stands for all of a folder."""
+    return _text_hash(index.model_dump_json())
+
+
 def verify_folder(folder: Path, index: Index, names: Iterable[str]) -> None:
     """Raises `CheckpointError` unless these files are those that were written."""
     for name in names:
@@ -214,7 +219,7 @@ def verify_folder(folder: Path, index: Index, names: Iterable[str]) -> None:
             _check_regular(path)
             if (size := path.stat().st_size) != written.bytes:
                 raise ValueError(f"it has {size} bytes, but {written.bytes} were written")
-            if _hash(path) != written.sha256:
+            if digest(path) != written.sha256:
                 raise ValueError("it does not have the hash that it was written with")
 
 
@@ -301,8 +306,9 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _hash(path: Path) -> str:
+def digest(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal digits."""
+    _check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fcntl
-import functools
 import json
 import operator
 import secrets
@@ -35,8 +34,9 @@ from torch import nn
 
 from ..layout import Layout
 from . import folder as files
-from .folder import INDEX, PICKLED, CheckpointError, failing, read_index
+from .folder import INDEX, PICKLED, CheckpointError, Index, failing, read_index
 from .replicated import refuse_differing
+from .same_files import DifferentFilesError, agreed_index
 from .shards import Shard, everywhere, extra_modules, on_first, shards
 from .state import check_state_fits, make_states, plain_values, stored_value
 from .values import decode, encode
@@ -205,28 +205,30 @@ class Checkpoints:
             wrote with `dcp.save`, the step in its folder's name if it has none, and no notes.
 
         Raises:
-            CheckpointError: on every rank, if all are damaged, or if the latest undamaged one is of
-                another model or optimizer; nothing has changed then.
+            CheckpointError: on every rank, if all are damaged, if ranks see folders of other
+                contents, or if the latest undamaged one is of another model or optimizer; nothing
+                has changed then.
         """
         damaged: list[str] = []
         for step in reversed(self.steps()):
             path = step_folder(self.folder, step)
             try:
-                everywhere(self.layout, functools.partial(verify_share, path, self.layout))
+                index = agreed_index(path, self.layout)
+            except DifferentFilesError:
+                raise  # an earlier step may differ as well
             except CheckpointError as error:
                 damaged.append(str(error))
                 continue
             if damaged and self.layout.rank == 0:
                 warnings.warn(f"{'; '.join(damaged)}; going on from {path}", stacklevel=2)
-            return self._restore(path, model, optimizer)
+            return self._restore(path, index, model, optimizer)
         if damaged:
             raise CheckpointError(f"{self.folder} has no whole checkpoint: {'; '.join(damaged)}")
         return Loaded()
 
     def _restore(
-        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self, path: Path, index: Index, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Loaded:
-        index = read_index(path)
         step, notes = index.values.get("step"), decode(index.values.get("notes", {}), f"{path}")
         everywhere(
             self.layout, lambda: check_state_fits(path, index, model, optimizer, self.layout)
@@ -249,12 +251,6 @@ class Checkpoints:
         everywhere(self.layout, fill)
         number = step if isinstance(step, int) else int(path.name.removeprefix("step-"))
         return Loaded(number, notes if isinstance(notes, Mapping) else {}, path)
-
-
-def verify_share(path: Path, layout: Layout) -> None:
-    """Reads the index, and verifies this rank's share of the files; ranks' shares are all files."""
-    index = read_index(path)
-    files.verify_folder(path, index, sorted(index.files)[layout.rank :: layout.world_size])
 
 
 def complete_steps(folder: Path) -> list[int]:

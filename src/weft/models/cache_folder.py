@@ -26,10 +26,9 @@ from ..checkpoint.folder import (
     commit,
     file_name,
     read_block,
-    read_index,
     write_file,
 )
-from ..checkpoint.run import verify_share
+from ..checkpoint.same_files import agreed_index
 from ..checkpoint.shards import everywhere, on_first
 from ..declare.blocks import BlockOrder
 from ..declare.layout_file import MOST_RANKS
@@ -133,15 +132,13 @@ def read_cache(
     `CheckpointError` on every rank if the cache is damaged, or of another model.
     """
 
-    def check() -> None:
-        metadata = _metadata(folder, read_index(folder))
+    def check(index: Index) -> None:
+        metadata = _metadata(folder, index)
         if metadata.model != model:
             other = "other weights" if metadata.model[:16] == model[:16] else "another model file"
             raise CheckpointError(f"{folder} does not belong to model {name!r}: {other} made it")
-        verify_share(folder, layout)
 
-    everywhere(layout, check)
-    index = read_index(folder)
+    index = agreed_index(folder, layout, check)
     metadata, parts = _metadata(folder, index), {}
 
     def fill() -> None:
