@@ -17,7 +17,7 @@ from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.shifts import image_group
 from weft.plan.timing import duration
-from weft.planner.flow import block_seconds, time_call
+from weft_planner.flow import block_seconds, time_call
 
 LINES = (
     "tokens: ring=4",

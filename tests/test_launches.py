@@ -13,8 +13,8 @@ import weft
 from weft.comm import Transport, run_threads
 from weft.plan.call import Call
 from weft.runtime import executor
+from weft.runtime.buffers import all_to_all
 from weft.runtime.calls import BoundCall
-from weft.runtime.packing import all_to_all
 
 #: layout, mask, kernel, options of the case, and whether a rank makes delta
 DELTA = {

@@ -18,7 +18,6 @@ from rich.console import Console
 import weft
 from weft import Layout
 from weft.comm import run_threads
-from weft.commands.check import comparisons_table
 from weft.declare import catalog
 from weft.declare.strategy import Strategy
 from weft.errors import UnsupportedError
@@ -32,6 +31,7 @@ from weft.plan.predict import forecast_of, plan_for
 from weft.proof.symbolic import prove
 from weft.runtime import tile_run
 from weft.testing.check import Comparison
+from weft_cli.commands.check import comparisons_table
 
 MASKS = {
     "full": weft.Full(),

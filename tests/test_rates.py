@@ -15,7 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 from weft import Layout
-from weft.cli import app
 from weft.comm import P2PBatch, Transport, run_threads
 from weft.declare.hardware import Hardware
 from weft.declare.rates import rates_for
@@ -25,8 +24,9 @@ from weft.kernels.cpu_flash import CpuFlash
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.timing import duration
-from weft.planner import measure
-from weft.planner.measure import Link, Measured, MeasuredBlock, Sample, Together
+from weft_cli.cli import app
+from weft_planner import measure
+from weft_planner.measure import Link, Measured, MeasuredBlock, Sample, Together
 
 RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..comm import Traffic
+from ..declare.traffic import Traffic
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
 from ..plan.predict import forecast_of

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from ..comm import places
+from ..declare.mesh import places
 from ..masks import Full, Interval, Mask
 from .intervals import MAX_SPANS, Intervals, SpanTable, few, hull, merge_intervals, visible
 from .order import Spans, chunk_sizes, count, cut_spans

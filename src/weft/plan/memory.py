@@ -7,6 +7,7 @@ and results are not counted, nor are the temporaries of one kernel call.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -18,13 +19,11 @@ from .._caching import remembered
 from .._torch import memory_of
 from .plan import Pass, Plan
 from .program import Block, Payload, Transfer
-from .replay import CHUNKS, Action, replay
+from .replay import Action, replay
 from .scheduler.choose import live_bound
 
 #: Tensors of a packed buffer begin at multiples of this many bytes: GPU kernels load them at once.
 ALIGNMENT = 16
-
-_QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
 
 
 def held_bytes(tensors: Iterable[Tensor], own: Iterable[Tensor]) -> int:
@@ -44,37 +43,33 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def row_bytes(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> int:
-    """Bytes of one token of a payload, over the rank's batch and heads.
+def payload_shapes(
+    plan: Plan, payload: Payload, backward: bool, rows: int, dtype: torch.dtype | None = None
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of a payload, in the order in which they are packed.
 
     Args:
-        item: bytes of a number, where it is not the dtype in which payload travels.
+        dtype: of its numbers, where it is not the one in which the payload travels.
     """
-    return sum(_tensors(plan, payload, backward, item))
+    p = plan.problem
+    dtype = dtype or p.dtype
+    if plan.edges is not None and not payload.is_chunk:  # results travel as they accumulate
+        dtype = plan.accum_dtype if payload is Payload.OUT else torch.float64
+    entry = plan.compute_q if payload.q_side else plan.compute_kv
+    shape = entry.batch, entry.heads, rows
+    tensors = payload.tensors(backward, p.head_dim, p.value_dim, dtype)
+    return [((*shape, dim) if dim else shape, dtype) for dim, dtype in tensors]
 
 
 def payload_bytes(plan: Plan, payload: Payload, backward: bool, rows: int) -> int:
-    """Bytes of the buffer in which this many tokens of a payload travel, tensor after tensor."""
-    *packed, last = (rows * nbytes for nbytes in _tensors(plan, payload, backward))
+    """Bytes of the buffer in which this many rows of a payload travel, tensor after tensor."""
+    *packed, last = map(_nbytes, payload_shapes(plan, payload, backward, rows))
     return sum(map(aligned, packed)) + last
 
 
-def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> list[int]:
-    """Bytes of one token in every tensor of a payload, in the order in which they are packed."""
-    p, accum = plan.problem, plan.accum_dtype.itemsize
-    item = item or p.dtype.itemsize
-    if plan.edges is not None and payload not in CHUNKS:  # results travel as they accumulate
-        item = accum if payload is Payload.OUT else torch.float64.itemsize
-    d, e = p.head_dim * item, p.value_dim * item
-    entry = plan.compute_q if payload in _QUERIES else plan.compute_kv
-    per_head = {
-        Payload.Q: [accum, accum, d, e] if backward else [d],
-        Payload.OUT: [accum, e],
-        Payload.DQ: [d],
-        Payload.KV: [d, e],
-        Payload.DKV: [d, e],
-    }
-    return [entry.batch * entry.heads * nbytes for nbytes in per_head[payload]]
+def _nbytes(tensor: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = tensor
+    return math.prod(shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ def memory_bound(tile: Pass) -> MemoryBound:
         each = (a - p, b - r)
     nbytes = sum(
         number * payload_bytes(tile.plan, payload, tile.backward, _largest(tile, payload))
-        for number, payload in zip(each, CHUNKS)
+        for number, payload in zip(each, (Payload.Q, Payload.KV))
     )
     moments = list(_Walk(tile).moments())
     results = max((results for results, _ in moments), default=0)
@@ -156,8 +151,8 @@ class _Walk:
 
     def _begin(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
-        if t.payload not in CHUNKS:
-            self._mark_outstanding((t.payload in _QUERIES, t.source), outstanding=False)
+        if not t.payload.is_chunk:
+            self._mark_outstanding((t.payload.q_side, t.source), outstanding=False)
             self.results += (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes += self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
@@ -167,12 +162,12 @@ class _Walk:
 
     def _arrive(self, t: Transfer) -> None:
         receive = self.tile.transfer_rows(t)[1]
-        if t.payload not in CHUNKS and receive[0] < receive[1]:
-            self._mark_outstanding((t.payload in _QUERIES, t.target))
+        if not t.payload.is_chunk and receive[0] < receive[1]:
+            self._mark_outstanding((t.payload.q_side, t.target))
 
     def _end(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
-        if t.payload not in CHUNKS:
+        if not t.payload.is_chunk:
             self.results -= (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes -= self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
@@ -204,14 +199,16 @@ class _Walk:
         payload = (Payload.DQ if self.tile.backward else Payload.OUT) if q_side else Payload.DKV
         rows, sign = self._rows(payload, number), 1 if outstanding else -1
         self.results += sign
-        self.nbytes += sign * self._bytes(payload, rows, self.plan.accum_dtype.itemsize)
+        self.nbytes += sign * self._bytes(payload, rows, self.plan.accum_dtype)
 
     def _rows(self, payload: Payload, number: int) -> tuple[int, int]:
-        return self.tile.held(payload in _QUERIES, self.plan.coords, number)
+        return self.tile.held(payload.q_side, self.plan.coords, number)
 
     @remembered
-    def _bytes(self, payload: Payload, rows: tuple[int, int], item: int | None = None) -> int:
-        number = rows[1] - rows[0]
-        if item is None:
-            return payload_bytes(self.plan, payload, self.tile.backward, number)
-        return number * row_bytes(self.plan, payload, self.tile.backward, item)
+    def _bytes(
+        self, payload: Payload, rows: tuple[int, int], dtype: torch.dtype | None = None
+    ) -> int:
+        arguments = self.plan, payload, self.tile.backward, rows[1] - rows[0]
+        if dtype is None:
+            return payload_bytes(*arguments)
+        return sum(map(_nbytes, payload_shapes(*arguments, dtype)))

@@ -18,9 +18,9 @@ from typing import NamedTuple, Self
 from torch.distributed.tensor import Replicate, Shard
 
 from .._caching import remembered
-from ..comm import coordinates, index_at
 from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
+from ..declare.mesh import coordinates, index_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
 from ..declare.rates import rates_for
@@ -290,18 +290,16 @@ class Plan:
 
         Chunks come from neighbours where they go around a ring; results go to their owners.
         """
-        p, e = self.problem, self.problem.dtype.itemsize
-        d, v = p.head_dim * e, p.value_dim * e
+        p = self.problem
         back = self.shifts.farthest(name).per_byte
         forth = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
-        row = self.accum_dtype.itemsize  # of the logsumexp, and of delta
-        if backward:
-            q = p.heads * p.n * ((d + v + 2 * row) * forth + d * back)
-            kv = p.kv_heads * p.m * (d + v) * (forth + back)
-        else:
-            q = p.heads * p.n * (d * forth + (v + row) * back)
-            kv = p.kv_heads * p.m * (d + v) * forth
-        return Role.KEY if q < kv else Role.QUERY
+        q, kv, out = (
+            p.row_bytes(payload, backward)
+            for payload in (Payload.Q, Payload.KV, Payload.DQ if backward else Payload.OUT)
+        )
+        queries = p.heads * p.n * (q * forth + out * back)
+        keys = p.kv_heads * p.m * kv * (forth + back * backward)
+        return Role.KEY if queries < keys else Role.QUERY
 
     def _transport(self, name: str, rule: Rule) -> str:
         if rule.transport != "auto":
@@ -412,9 +410,9 @@ class Pass:
     def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
         """Rows this rank sends and receives in a transfer, counted within the whole chunk."""
         coords = self.plan.coords
-        q_side = t.payload in (Payload.Q, Payload.OUT, Payload.DQ)
+        q_side = t.payload.q_side
         source, destination = self.source(t, coords), self.destination(t, coords)
-        if t.payload in (Payload.Q, Payload.KV):
+        if t.payload.is_chunk:
             return self.held(q_side, destination, t.target), self.held(q_side, coords, t.target)
         sent, received = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
         if t.payload is not Payload.OUT or self.plan.edges is None:

@@ -12,16 +12,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..comm import Traffic, coordinates
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
+from ..declare.mesh import coordinates
+from ..declare.traffic import Traffic
 from .call import reach
 from .memory import payload_bytes
 from .order import chunk_sizes, count
 from .plan import Pass, Plan, shard_batches
 from .problem import Problem
 from .program import Block, Transfer
-from .replay import CHUNKS, Action, Chunk, replay
+from .replay import Action, Chunk, replay
 from .resharding import Resharding
 from .tiles import entries
 
@@ -260,10 +261,10 @@ def _live(plan: Plan, tile: Pass) -> int:
         elif action is Action.BEGIN:
             low, high = tile.transfer_rows(item)[1]
             coming = payload_bytes(plan, item.payload, tile.backward, high - low)
-            nbytes[item.payload, item.target if item.payload in CHUNKS else item.source] = coming
+            nbytes[item.payload, item.target if item.payload.is_chunk else item.source] = coming
             live += coming
             peak = max(peak, live)
-        elif action is Action.END and item.payload not in CHUNKS:
+        elif action is Action.END and not item.payload.is_chunk:
             live -= nbytes.pop((item.payload, item.source))
     return peak
 

@@ -17,6 +17,10 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
+from ..kernels import accumulate_dtype
+
 
 class Payload(enum.StrEnum):
     """The kind of tensor that a transfer moves."""
@@ -26,6 +30,41 @@ class Payload(enum.StrEnum):
     OUT = "out"  # partial outputs with their logsumexp
     DQ = "dq"
     DKV = "dkv"
+
+    @property
+    def q_side(self) -> bool:
+        """True if its rows are those of queries."""
+        return self in (Payload.Q, Payload.OUT, Payload.DQ)
+
+    @property
+    def is_chunk(self) -> bool:
+        """True if it goes to where it is needed; a result goes back to its owner."""
+        return self in (Payload.Q, Payload.KV)
+
+    def tensors(
+        self, backward: bool, d: int, e: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, torch.dtype], ...]:
+        """Its tensors in the order in which they are packed: head dim (0: none) and dtype.
+
+        Args:
+            backward: of which pass it is.
+            d, e: head dims of queries and keys, and of values.
+            dtype: in which its chunks or results travel; row statistics accumulate.
+        """
+        row = (0, accumulate_dtype(dtype))
+        match self:
+            case Payload.Q if backward:
+                return row, row, (d, dtype), (e, dtype)
+            case Payload.Q | Payload.DQ:
+                return ((d, dtype),)
+            case Payload.OUT:
+                return row, (e, dtype)
+            case _:
+                return (d, dtype), (e, dtype)
+
+    def row_bytes(self, backward: bool, d: int, e: int, dtype: torch.dtype) -> int:
+        """Bytes per row and head."""
+        return sum((dim or 1) * t.itemsize for dim, t in self.tensors(backward, d, e, dtype))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 
 from torch.distributed.tensor import Shard
 
-from ..comm import index_at, places, rank_at
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
+from ..declare.mesh import index_at, places, rank_at
 from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError

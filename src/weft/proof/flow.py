@@ -11,10 +11,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 
-from ..plan.program import MovingDim, Payload, Program, Transfer
+from ..plan.program import MovingDim, Program, Transfer
 
-_CHUNKS = (Payload.Q, Payload.KV)
-_QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
 Offset = tuple[int, ...]  # of a rank from the one at hand, per mesh dim along which chunks travel
 
 
@@ -67,13 +65,13 @@ class Flow:
         return (*offset[:i], (offset[i] + t.ring_offset) % self.sizes[i], *offset[i + 1 :])
 
     def _begin(self, at: int, t: Transfer) -> None:
-        q_side = t.payload in _QUERIES
+        q_side = t.payload.q_side
         if t.mesh_dim not in {d.name for d in self.sides[q_side]}:
             self._wrong(at, f"{t} travels along a mesh dim that is not for its side")
             return
         content: object = None
         whose, part = self.owner(q_side, t.source)
-        if t.payload in _CHUNKS:
+        if t.payload.is_chunk:
             if (q_side, t.source) not in self.held:
                 self._wrong(at, f"{t} sends a chunk that is not here yet")
             if (q_side, t.target) in self.held or any(
@@ -104,8 +102,8 @@ class Flow:
             self._wrong(at, f"{t} ends and has not begun: the wait has no end")
             return
         content = self.flying[t].pop(0)
-        q_side = t.payload in _QUERIES
-        if t.payload in _CHUNKS:
+        q_side = t.payload.q_side
+        if t.payload.is_chunk:
             self.held.add((q_side, t.target))
             return
         for (offset, i, j), times in (content or {}).items():

@@ -16,7 +16,7 @@ from typing import cast
 
 import numpy as np
 
-from ..comm import coordinates
+from ..declare.mesh import coordinates
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Documents, Full, Mask, Window

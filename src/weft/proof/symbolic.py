@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ..comm import coordinates, rank_at
+from ..declare.mesh import coordinates, rank_at
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..plan.memory import MemoryBound, memory_bound

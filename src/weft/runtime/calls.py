@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .. import _caching as caching
 from .._digest import is_plain, number_of
-from ..comm import coordinates
 from ..comm.channel import Channel, refuse
 from ..comm.origin import UNKNOWN, Origin, origin
+from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed

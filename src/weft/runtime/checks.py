@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..comm import coordinates
+from ..declare.mesh import coordinates
 from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.call import Call

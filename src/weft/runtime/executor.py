@@ -6,7 +6,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from .autocast import without_autocast
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
-from .packing import Shape
 from .reduce import merge_over, sum_over
 from .rows import Ranges, take
 from .tile_run import TileRun
@@ -147,17 +146,6 @@ class _Forward(TileRun):
                 else OutputTree(*arguments, len(self.plan.edges[1]) - 1)
             )
         return self.partial[number]
-
-    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
-        b, h, _, d = self.like.shape
-        g, e = self.k.shape[1], self.v.shape[-1]
-        dtype, accum_dtype = self.like.dtype, self.plan.accum_dtype
-        if payload is Payload.Q:
-            return [((b, h, rows, d), dtype)]
-        if payload is Payload.KV:
-            return [((b, g, rows, d), dtype), ((b, g, rows, e), dtype)]
-        sent = dtype if self.plan.edges is None else accum_dtype
-        return [((b, h, rows), accum_dtype), ((b, h, rows, e), sent)]
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.payload is Payload.OUT:
@@ -287,19 +275,6 @@ class _Backward(TileRun):
                 else GridSum(shape, like, self.bounds[name])
             )
         return self.sums[name, number]
-
-    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
-        b, h, _, d = self.like.shape
-        g, e = self.k.shape[1], self.v.shape[-1]
-        dtype, accum_dtype = self.like.dtype, self.plan.accum_dtype
-        if self.bounds is not None and payload in (Payload.DQ, Payload.DKV):
-            dtype = torch.float64
-        if payload is Payload.Q:
-            row = ((b, h, rows), accum_dtype)
-            return [row, row, ((b, h, rows, d), dtype), ((b, h, rows, e), dtype)]
-        if payload is Payload.DQ:
-            return [((b, h, rows, d), dtype)]
-        return [((b, g, rows, d), dtype), ((b, g, rows, e), dtype)]
 
     def _names(self, payload: Payload) -> tuple[str, ...]:
         return ("dq",) if payload is Payload.DQ else ("dk", "dv")

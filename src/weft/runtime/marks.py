@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 
 from .._torch import profiling
-from ..comm import rank_at
+from ..declare.mesh import rank_at
 from ..plan.plan import Pass, Plan
-from ..plan.program import Block, Payload, Transfer
+from ..plan.program import Block, Transfer
 
 _NOTHING = contextlib.nullcontext()
 _NAME = re.compile(r"weft/(forward|backward)/rank (\d+)/([^/]+)/(compute|begin|wait|move)/(.+)")
@@ -83,8 +83,8 @@ def name_of(tile: Pass, item: Block | Transfer) -> str:
     if isinstance(item, Block):
         q, kv = (_owners(tile, side, ns) for side, ns in ((True, item.q), (False, item.kv)))
         return f"q {q} x kv {kv}"
-    q_side = item.payload in (Payload.Q, Payload.OUT, Payload.DQ)
-    arrives = item.payload in (Payload.Q, Payload.KV)
+    q_side = item.payload.q_side
+    arrives = item.payload.is_chunk
     number = item.target if arrives else item.source
     chunk = f"{item.payload.value} {_owners(tile, q_side, (number,))}"
     sends, receives = tile.transfer_rows(item)

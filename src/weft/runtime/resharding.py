@@ -11,8 +11,8 @@ from ..comm import Transport
 from ..comm.channel import Channel
 from ..plan.plan import Plan
 from ..plan.resharding import Permutation
+from .buffers import all_to_all
 from .marks import mark_move
-from .packing import all_to_all
 
 
 def to_compute(

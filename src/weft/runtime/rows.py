@@ -14,8 +14,6 @@ Ranges = tuple[tuple[int, int], ...]  # of rows or columns, [low, high)
 #: Rows that belong to one chunk: (number, first and last row in its results, the same in the call).
 Part = tuple[int, int, int, int, int]
 
-_QUERY_SIDE = (Payload.Q, Payload.OUT, Payload.DQ)
-
 
 def take(t: Tensor, ranges: Ranges, samples: tuple[int, int] | None = None) -> Tensor:
     """Ranges of rows (b h n d), one after another; of some sequences [low, high), or of all."""
@@ -32,7 +30,7 @@ class Rows:
 
     def low(self, payload: Payload, number: int) -> int:
         """The first row of a chunk that this rank holds."""
-        return self.tile.held(payload in _QUERY_SIDE, self.coords, number)[0]
+        return self.tile.held(payload.q_side, self.coords, number)[0]
 
     def slot(self, q_side: bool, number: int) -> tuple[int, int]:
         """Under which number results of a chunk are kept, and the offset of its first row in them.
