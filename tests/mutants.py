@@ -332,14 +332,14 @@ BUGS = (
     Bug(
         "partial results leave for the wrong neighbour",
         "weft/plan/plan.py",
-        "sent, received = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)",
-        "sent, received = (self.held(q_side, coords, t.source),) * 2",
+        "sent, received = self.held(side, coords, t.source), self.held(side, source, t.source)",
+        "sent, received = (self.held(side, coords, t.source),) * 2",
         "attention properties",
     ),
     Bug(
         "bias rows counted without those that are held",
         "weft/plan/plan.py",
-        "return rows + self.held(q_side, self.plan.coords, number)[0]",
+        "return rows + self.held(side, self.plan.coords, number)[0]",
         "return rows",
         "bias attention",
     ),
@@ -621,8 +621,8 @@ BUGS = (
     Bug(
         "dk of a replicated key is not summed",
         "weft/runtime/executor.py",
-        'dk, dv = sum_over(transport, plan.replicated_kv, [dk, dv], plan.accum_dtype, "dkv")',
-        'dv = sum_over(transport, plan.replicated_kv, [dv], plan.accum_dtype, "dkv")[0]',
+        'dk, dv = sum_over(transport, keys, [dk, dv], plan.accum_dtype, "dkv")',
+        'dv = sum_over(transport, keys, [dv], plan.accum_dtype, "dkv")[0]',
         "attention",
     ),
     Bug(
@@ -642,22 +642,22 @@ BUGS = (
     Bug(
         "the logsumexp's gradient is not resharded",
         "weft/runtime/resharding.py",
-        'items.append((dlse.unsqueeze(-1), "q"))',
-        'items.append((torch.zeros_like(dlse).unsqueeze(-1), "q"))',
+        "items.append((dlse.unsqueeze(-1), Side.QUERY))",
+        "items.append((torch.zeros_like(dlse).unsqueeze(-1), Side.QUERY))",
         "attention",
     ),
     Bug(
         "a mask sees this rank's batch numbers",
         "weft/runtime/views.py",
-        "b = positions(self.plan.compute_q.batch_spans, self.like.device)",
-        "b = positions(self.plan.compute_q.batch_spans, self.like.device) * 0",
+        "b = positions(self.plan.compute.query.batch_spans, self.like.device)",
+        "b = positions(self.plan.compute.query.batch_spans, self.like.device) * 0",
         "attention bias",
     ),
     Bug(
         "a mask sees this rank's head numbers",
         "weft/runtime/views.py",
-        "h = positions(self.plan.compute_q.head_spans, self.like.device)",
-        "h = torch.arange(self.plan.compute_q.heads, device=self.like.device)",
+        "h = positions(self.plan.compute.query.head_spans, self.like.device)",
+        "h = torch.arange(self.plan.compute.query.heads, device=self.like.device)",
         "attention bias",
     ),
     # -- agreement, messages, failures
@@ -1006,8 +1006,8 @@ BUGS = (
     Bug(
         "explain counts keys by query heads",
         "weft/plan/memory.py",
-        "entry = plan.compute_q if payload.q_side else plan.compute_kv",
-        "entry = plan.compute_q",
+        "entry = plan.compute[payload.side]",
+        "entry = plan.compute.query",
         "traffic call_plan",
     ),
     Bug(
@@ -1035,8 +1035,8 @@ BUGS = (
     Bug(
         "a file's digest is not compared",
         "weft/checkpoint/folder.py",
-        "if _hash(path) != written.sha256:",
-        "if len(_hash(path)) != len(written.sha256):",
+        "if _hash(file) != written.sha256:",
+        "if len(_hash(file)) != len(written.sha256):",
         "cache storage checkpoint",
     ),
     Bug(
@@ -1049,8 +1049,8 @@ BUGS = (
     Bug(
         "blocks may overlap",
         "weft/checkpoint/folder.py",
-        "or not self.blocks or _overlap(self.blocks)",
-        "or not self.blocks",
+        "if not self.blocks or not _make_up(self.blocks, self.shape):",
+        "if not self.blocks or numbers != math.prod(self.shape):",
         "storage",
     ),
     Bug(

@@ -195,7 +195,7 @@ def test_plans_take_the_latency_of_the_level_that_a_transfer_crosses():
         node = {"name": "node", "ranks": 2, "rate": 1e9, "latency": 1e-6}
         rates = {"level": [node, {"name": "cluster", "rate": 1e9, "latency": latency}]}
         plan = plan_for(Layout.from_dict({**declared, "rates": rates}), CALL_OF_4, rank=0)
-        costs = plan.costs(plan.forward.q_dims, plan.forward.kv_dims, False)
+        costs = plan.costs(plan.forward.dims, False)
         ends[latency] = duration(plan.forward.program, costs)
         took = {t.mesh_dim: costs.transfer(t) for t in plan.forward.program.transfers}
         assert (took["inter"] - took["intra"] > 9e-3) == (latency == 1e-2)

@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from weft.models import KeyValueCache, compose, from_pretrained, save_pretrained
-from weft.train import PackedReader, TokenFile
 
 import weft
 from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsReader, SafetensorsWriter
 from weft.errors import ShapeError, WeftError
 from weft.layout import Layout
+from weft.models import KeyValueCache, compose, from_pretrained, save_pretrained
 from weft.threads import on_threads
+from weft.train import PackedReader, TokenFile
 from weft_integrations.transformers import cache_files
 
 LAYOUT = Layout.parse("rows: ring=2")

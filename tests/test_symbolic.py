@@ -152,12 +152,12 @@ def matters(program, mutant):
 def test_a_program_with_one_step_changed_is_found(line, backward):
     _, plans = tiles(line, "full")
     tile = plans[0].backward if backward else plans[0].forward
-    assert not program_defects(tile.program, tile.q_dims, tile.kv_dims, backward)
+    assert not program_defects(tile.program, tile.dims, backward)
     tried = 0
     for what, mutant in mutants(tile.program, random.Random(3)):
         if matters(tile.program, mutant):
             tried += 1
-            assert program_defects(mutant, tile.q_dims, tile.kv_dims, backward), what
+            assert program_defects(mutant, tile.dims, backward), what
     assert tried > 8
 
 

@@ -83,7 +83,8 @@ class _Rank(Player):
             for t in step.begin:
                 (a, b), (c, d) = tile.transfer_rows(t)
                 gate = waits[t] = Gate()
-                kind = (t.mesh_dim, tile.backward, t.payload, t.source, t.target, t.ring_offset)
+                lane = t.mesh_dim, t.ring_offset % self.plan.sizes[t.mesh_dim]
+                kind = (lane, tile.backward, t.payload, t.source, t.target, t.ring_offset)
                 sent, came = (
                     payload_bytes(tile.plan, t.payload, tile.backward, n) if n else 0
                     for n in (b - a, d - c)
@@ -114,7 +115,7 @@ class _Rank(Player):
             for number in range(max(1, round(calls / (size - 1)))):
                 gate = Gate()
                 for offset in range(1, size):
-                    kind = (mesh_dim, *tag, label, number, offset)
+                    kind = ((mesh_dim, offset), *tag, label, number)
                     share = round(nbytes / calls)
                     self.send(gate, self._peer(mesh_dim, offset), kind, 0)
                     self.receive(gate, self._peer(mesh_dim, -offset), kind, share)
@@ -132,7 +133,7 @@ def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> 
     4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward. Calls along the
     diagonal take as long as if they had more visible scores, where a kernel does not skip them all.
     """
-    p, entry = tile.plan.problem, tile.plan.compute_q
+    p, entry = tile.plan.problem, tile.plan.compute.query
     visible = entries(calls, entry.batch)  # per head, of all sequences
     costly = sum(
         entries((c,), entry.batch) / device.causal_share(c.q1 - c.q0)
@@ -157,13 +158,13 @@ def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
     plan, p, made = tile.plan, tile.plan.problem, tile.block(block)
     rows, columns = count(made.q_spans), count(made.kv_spans)
     width = p.dtype.itemsize + 2 * plan.accum_dtype.itemsize
-    numbers = plan.compute_q.heads * rows * (p.head_dim if tile.backward else p.value_dim)
+    numbers = plan.compute.query.heads * rows * (p.head_dim if tile.backward else p.value_dim)
     if not tile.backward and not merged.intersection(block.q):
         numbers = 0
     merged.update(block.q)
     if tile.backward:
-        numbers += plan.compute_kv.heads * columns * (p.head_dim + p.value_dim)
-    return plan.compute_q.batch * numbers * width
+        numbers += plan.compute.key.heads * columns * (p.head_dim + p.value_dim)
+    return plan.compute.query.batch * numbers * width
 
 
 def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:

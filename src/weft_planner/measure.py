@@ -42,6 +42,7 @@ from weft.plan.order import count
 from weft.plan.plan import Pass
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
+from weft.plan.sides import Side
 from weft.runtime.merging import PartialOutput
 
 from .flow import replayed
@@ -411,7 +412,7 @@ def _block(layout: Layout, problem: Problem, scale: float) -> _Compute:
     plan = plan_for(layout, problem, rank=0)
     b, h, n, m, d = _shape(plan.forward)
     n, m = (max(1, round(scale * rows)) for rows in (n, m))
-    g = plan.kv_resharding.entry(plan.coords).heads
+    g = plan.resharding.key.entry(plan.coords).heads
     kernel, view = plan.kernel(False), TileView(plan.scale)
     dtype, device = problem.dtype, problem.device
     sizes = ((h, n), (g, m), (g, m))
@@ -497,8 +498,8 @@ def _per_step(layout: Layout, problem: Problem, measured: Measured) -> float:
 
 def _shape(tile: Pass) -> tuple[int, int, int, int, int]:
     plan = tile.plan
-    state = plan.q_resharding.entry(plan.coords)
-    n, m = (count(tile.spans(side, plan.coords, 0)) for side in (True, False))
+    state = plan.resharding.query.entry(plan.coords)
+    n, m = (count(tile.spans(side, plan.coords, 0)) for side in Side)
     shape = (state.batch, state.heads, n, m, plan.problem.head_dim)
     if 0 in shape:
         sizes = "{} sequences, {} heads, {} queries and {} keys".format(*shape)

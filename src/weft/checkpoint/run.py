@@ -26,12 +26,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._opening import check_folder, open_to_lock
 from ..layout import Layout
 from . import folder as files
 from .folder import INDEX, PICKLED, CheckpointError, Index, failing, read_index
@@ -117,7 +118,7 @@ class Checkpoints:
         if self._alone:
             yield
             return
-        locks: list[IO[str]] = []
+        locks: list[BinaryIO] = []
         on_first(self.layout, lambda: locks.append(_lock(self.folder)))
         self._alone = True
         try:
@@ -213,7 +214,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = step_folder(self.folder, step)
             try:
-                index = agreed_index(path, self.layout)
+                index = agreed_index(path, self.layout, lambda _, path=path: _check_step(path))
             except DifferentFilesError:
                 raise  # an earlier step may differ as well
             except CheckpointError as error:
@@ -253,6 +254,11 @@ class Checkpoints:
         return Loaded(number, notes if isinstance(notes, Mapping) else {}, path)
 
 
+def _check_step(path: Path) -> None:
+    with failing(path, "read"):
+        check_folder(path)
+
+
 def complete_steps(folder: Path) -> list[int]:
     """The numbers of the `step-N` folders that have an index, ascending by number.
 
@@ -290,7 +296,7 @@ def missing(folder: Path) -> str:
     return f"{folder} has no complete checkpoint to resume from"
 
 
-def _lock(folder: Path) -> IO[str]:
+def _lock(folder: Path) -> BinaryIO:
     """Takes a run's folder: until the file is closed, or its process ends, no other run gets it.
 
     Raises `CheckpointError` where another one has it, also after `LIMIT` seconds: a killed run's
@@ -298,7 +304,8 @@ def _lock(folder: Path) -> IO[str]:
     """
     with failing(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("w")
+    with failing(folder / LOCK, "written"):
+        file = open_to_lock(folder / LOCK)
     until = time.monotonic() + LIMIT
     while not _taken(file):
         if time.monotonic() > until:
@@ -311,7 +318,7 @@ def _lock(folder: Path) -> IO[str]:
     return file
 
 
-def _taken(file: IO[str]) -> bool:
+def _taken(file: BinaryIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -364,7 +371,9 @@ def _prepared(path: Path, world: Sequence[int]) -> str:
             " another folder"
         )
     with failing(path, "made"):
-        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+        check_folder(path)
     return secrets.token_hex(4)
 
 

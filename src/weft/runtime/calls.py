@@ -161,7 +161,8 @@ class BoundCall:
                 )
             checks.probe_functions(self.call, q.device)
             if bias is not None:
-                checks.check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
+                batch = None if self.asks_batches else plan.compute.query.batch
+                checks.check_bias(plan, bias, batch)
             content = self.call.content
         except WeftError as error:
             self.refuse(error)

@@ -101,7 +101,7 @@ def _same_shares(first: Plan, last: Plan) -> bool:
 def _shapes(plan: Plan) -> list[tuple[int, ...]]:
     return [
         tuple(resharding.state(level, plan.coords).size(dim) for dim in range(3))
-        for resharding in (plan.q_resharding, plan.kv_resharding)
+        for resharding in plan.resharding
         for level in range(len(resharding.steps) + 1)
     ]
 

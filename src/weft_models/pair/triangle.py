@@ -31,6 +31,7 @@ from weft.nn.sequences import sequence_order
 from weft.plan.order import Spans, count, positions
 from weft.plan.plan import Plan
 from weft.plan.problem import Problem
+from weft.plan.sides import Side
 
 from .plan import ProductRule, pair_mesh, plan_boxes, plan_product
 from .product import boxed, sharded_product
@@ -280,8 +281,8 @@ def _box(
         bias_tensor=True,
     )
     plan = Plan(layout, problem, dict(place))
-    rows, columns = (plan.forward.tile_spans(side) for side in (True, False))
-    return rows, columns, plan.compute_q.head_spans
+    rows, columns = (plan.forward.tile_spans(side) for side in Side)
+    return rows, columns, plan.compute.query.head_spans
 
 
 @cached(64)

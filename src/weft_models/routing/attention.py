@@ -276,8 +276,8 @@ class _Run:
         """The router's heads of this rank: its weights are split like the tensors at rest."""
         found = []
         for resharding, entry, repeat in (
-            (self.plan.q_resharding, self.plan.compute_q, 1),
-            (self.plan.kv_resharding, self.plan.compute_kv, self.plan.kv_repeat),
+            (self.plan.resharding.query, self.plan.compute.query, 1),
+            (self.plan.resharding.key, self.plan.compute.key, self.plan.kv_repeat),
         ):
             rest = positions(resharding.state(0, self.plan.coords).head_spans, device)
             found.append((positions(entry.head_spans, device) - rest[0]) // repeat)

@@ -73,7 +73,7 @@ def _fetched(
     plan: Plan, partition: BlockPartition, eligible: Tensor, routing: Routing
 ) -> Iterator[RoutedBytes]:
     """Keys and values of chosen blocks, and their gradients on the way back."""
-    p, entry = plan.problem, plan.compute_kv
+    p, entry = plan.problem, plan.compute.key
     row = entry.batch * entry.heads * (p.head_dim + p.value_dim) * p.dtype.itemsize
     lengths = torch.tensor(partition.lengths)
     for level, mesh_dim in enumerate(partition.dims):
@@ -138,7 +138,7 @@ def _others(
     """What does not depend on weights: summaries, routing weights, exchanges of heads."""
     p = plan.problem
     number = accumulate_dtype(p.dtype).itemsize
-    entry = plan.compute_kv
+    entry = plan.compute.key
     per_block = routing.summary_dim
     held = partition.blocks
     ways = p.kv_heads if routing.per_head else 1
@@ -176,7 +176,7 @@ def ring_bytes(layout: Layout, problem: Problem, rank: int) -> int:
     _, keys = all_blocks(plan, dims, 1)
     index = index_at(layout.mesh, dims, coordinates(layout.mesh, rank))
     tokens = sum(count(spans) for i, spans in enumerate(keys) if i != index)
-    p, entry = plan.problem, plan.compute_kv
+    p, entry = plan.problem, plan.compute.key
     return (
         tokens
         * math.prod((entry.batch, entry.heads, p.head_dim + p.value_dim))

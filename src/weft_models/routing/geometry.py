@@ -88,6 +88,6 @@ def all_blocks(
         coords = [{**c, d: i} for c in coords for i in range(plan.sizes[d])]
     queries, keys = (
         tuple(s for c in coords for s in split_blocks(side.entry(c).spans, blocks))
-        for side in (plan.q_resharding, plan.kv_resharding)
+        for side in plan.resharding
     )
     return queries, keys
