@@ -20,6 +20,7 @@ from ..launch import failures
 from ..launch.environment import tell_torch
 from .control import control_group
 from .grid import coordinates
+from .start import name_of_start
 from .transport import disagreement
 
 
@@ -48,8 +49,7 @@ def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
 def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """The store in which ranks meet, this one's number, and how many a launcher announced."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _store_of_attempt(timeout)
-        return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        return _store_of_start(timeout)
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
     store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
@@ -105,16 +105,17 @@ def gpu_of(environ: Mapping[str, str], count: int) -> int:
     return local
 
 
-def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
-    """The store that torch's elastic launcher keeps, under names of this attempt.
+def _store_of_start(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
+    """The store that torch's elastic launcher keeps, under the name of this start of all ranks.
 
     It outlives its ranks: those that are started again would find entries of the dead ones there,
     such as addresses where nobody listens any more.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"weft/attempt-{attempt}", store)
+    name = name_of_start(store, rank, size, timeout)
+    return dist.PrefixStore(f"weft/start-{name}", store), rank, size
 
 
 def _close_process_group() -> None:
