@@ -40,8 +40,8 @@ def rank(folder: str, arguments: list[str]) -> None:
     """`weft train`, with a note of the examples of every step."""
     import torch
 
-    from weft.cli import app
-    from weft.train import trainer
+    from weft_cli.cli import app
+    from weft_models.train import trainer
 
     torch.set_num_threads(1)
     take_step = trainer.take_step

@@ -15,8 +15,8 @@ from weft import Causal, Documents, Layout
 from weft.comm import coordinates, index_at
 from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError, ShapeError
-from weft.plan.assignment import scores_of
-from weft.plan.balance import assign
+from weft.packing.assignment import scores_of
+from weft.packing.balance import assign
 from weft.plan.order import chunk_sizes
 
 

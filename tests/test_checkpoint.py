@@ -24,10 +24,10 @@ from weft.checkpoint import CheckpointError, Checkpoints
 from weft.checkpoint import folder as files
 from weft.checkpoint.folder import read_index
 from weft.checkpoint.values import decode
-from weft.models import ModelSpec, compose, save_pretrained
-from weft.models.pretrained import read_notes
-from weft.train import fit
-from weft.train.step import lr_schedule
+from weft_models.models import ModelSpec, compose, save_pretrained
+from weft_models.models.pretrained import read_notes
+from weft_models.train import fit
+from weft_models.train.step import lr_schedule
 
 SPEC = ModelSpec.load("tabular")
 SPEC = SPEC.model_copy(
@@ -756,7 +756,7 @@ def test_one_restarted_rank_is_a_restart_of_all(whole, folder, monkeypatch):
     """An agent that joined late has counted no restart, nor has one of a run that grows."""
     shutil.rmtree(folder / "step-000004")
     counts = itertools.cycle([False, True])
-    monkeypatch.setattr("weft.train.trainer.restarted", lambda: next(counts))
+    monkeypatch.setattr("weft_models.train.trainer.restarted", lambda: next(counts))
     losses, _ = run(Layout.parse("rows: ring=2"), folder)
     assert losses == pytest.approx(whole[1][2:], rel=1e-12)
 

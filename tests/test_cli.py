@@ -13,14 +13,10 @@ import time
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 import weft.testing.check
 from weft import Layout
-from weft.cli import app
-from weft.commands import options
-from weft.commands.options import device_for, lengths_of, ranks_of
 from weft.declare import catalog
 from weft.declare.one_line import to_toml
 from weft.errors import ShapeError, WeftError
@@ -28,10 +24,14 @@ from weft.launch import environment as place
 from weft.launch import launcher as launch
 from weft.launch.environment import slurm_variables
 from weft.masks.names import MASKS
-from weft.models import from_pretrained
 from weft.proof.symbolic import Claim
 from weft.testing.reference import relative_error
-from weft.train import monitor
+from weft_cli.cli import COMMANDS, app, parser_of
+from weft_cli.commands import options
+from weft_cli.commands.options import device_for, lengths_of, ranks_of
+from weft_models.declare.run_file import layout_for
+from weft_models.models import from_pretrained
+from weft_models.train import monitor
 
 RUNNER = CliRunner()
 ROUTED = [
@@ -88,7 +88,7 @@ EXCEPTIONS = {
     ["heads", "kv_heads", "head_dim", "batch", "mask", "keys", "order", "length", "dtype"],
 )
 def test_a_size_has_one_default_in_all_commands(size: str):
-    commands = typer.main.get_command(app).commands
+    commands = {name: parser_of(name) for name in COMMANDS}
     defaults = {
         name: (parameter.default, parameter.show_default)
         for name, command in commands.items()
@@ -331,7 +331,7 @@ def test_a_proof_that_fails_is_an_exit_code_whichever_axis_it_is_of(wrong: int, 
     """rows and features are two cases of one command."""
     defects = [("a score is missing",) if i == wrong else () for i in range(2)]
     claims = iter([[Claim("every visible score once", "each rank", d)] for d in defects])
-    monkeypatch.setattr("weft.commands.check.prove", lambda layout, problem: next(claims))
+    monkeypatch.setattr("weft_cli.commands.check.prove", lambda layout, problem: next(claims))
     shown = run("check", "tabular-2x2", "--symbolic", code=1)
     assert "a score is missing" in shown
     assert "not proven" in shown
@@ -482,6 +482,55 @@ def test_train_says_what_a_table_model_s_run_is_for(tmp_path):
     shown = " ".join(run(*words, "--log-dir", str(tmp_path)).split())
     assert "weft predict train.csv test.csv --target COLUMN" in shown
     assert "that of one process" not in shown  # it is one
+
+
+ELASTIC = ("--checkpoint-dir", "a", "--checkpoint-every", "2", "--restarts", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tokens: ring=-1", "--elastic", "4:2", *ELASTIC), "write MIN:MAX"),
+        (("tokens: ring=-1", "--elastic", "2:4"), "needs --checkpoint-dir and --checkpoint-every"),
+        (("tokens: ring=-1", "--elastic", "2:4", *ELASTIC[:4]), "--elastic needs --restarts"),
+        (("--elastic", "2:4", *ELASTIC), "--elastic needs a LAYOUT"),
+        (("tokens: ring=-1", "--elastic", "2:4", *ELASTIC, "--nproc", "4"), "--nproc beside"),
+        (("ring-4", "--elastic", "3:4", *ELASTIC), "3 ranks: no layout fits 3 ranks"),
+        (("heads: tp=-1", "--elastic", "1:3", *ELASTIC), "3 ranks: .*does not divide over the 3"),
+        (("batch: dp=-1", "--elastic", "8:9", *ELASTIC), "9 ranks: .*without an example"),
+    ],
+)
+def test_train_refuses_numbers_of_ranks_that_no_layout_fits(words, said):
+    shown = run("train", "causal_lm", *words, code=2 if "ranks: " not in said else 1)
+    assert re.search(said, re.sub("[│ ]+", " ", shown)), shown
+
+
+@pytest.mark.parametrize(("started", "layout"), [(4, "tile"), (3, "ring=3"), (2, None)])
+def test_train_takes_the_layout_of_the_ranks_that_started(started, layout, monkeypatch, tmp_path):
+    from weft_cli.commands import train
+
+    monkeypatch.setattr(
+        train.launch,
+        "run",
+        lambda rank, spec, layouts, *_, **given: chosen.append(
+            (layout_for(layouts, given["ranks"]), given["fewest"])
+        ),
+    )
+    chosen: list = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        'model = "causal_lm"\nelastic = { layouts = ["tile-2x2", "tokens: ring=3"] }\n'
+        "train = { checkpoint_every = 2 }\n"
+    )
+    words = ("train", "--config", str(config), "--elastic", "3:4", "--checkpoint-dir", "a")
+    shown = run(*words, "--log-dir", str(tmp_path), code=0 if layout else 1)
+    if layout is None:
+        assert "--elastic 3:4, but torchrun started 2 ranks" in shown
+    else:
+        ((text, fewest),) = chosen
+        assert (layout in text, fewest) == (True, 3)
 
 
 def test_train_refuses_what_it_cannot_do(monkeypatch):
@@ -698,11 +747,10 @@ def test_a_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch
 
 def _helped() -> list[tuple[str, str]]:
     """Each command with the help of each of its options and arguments."""
-    group = typer.main.get_command(app)
     return [
         (name, param.help)
-        for name, command in group.commands.items()
-        for param in command.params
+        for name in COMMANDS
+        for param in parser_of(name).params
         if getattr(param, "help", None)
     ]
 

@@ -15,7 +15,7 @@ from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Payload
 from weft.runtime import packing, tile_run
-from weft.runtime.packing import buffer_for, pack, unpack
+from weft.runtime.buffers import buffer_for, pack, unpack
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SHAPES = st.lists(

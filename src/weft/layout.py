@@ -17,18 +17,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._compile import Traceable
 from ._torch import averaged_over, is_fake, outside_graphs
-from .comm import Alone, ProcessTransport, Transport, collectives, gradients, index_at
+from .comm import Alone, ProcessTransport, Transport, collectives
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
+from .declare.mesh import index_at
 from .declare.orders import TokenOrder
 from .errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, slip_of
+from .gradients import sync as gradients
 from .masks import Causal, Documents
+from .packing.assignment import Assignment
+from .packing.balance import SLACK, assign_together
+from .packing.groups import packing_groups
 from .plan import order as sequence
-from .plan.assignment import Assignment
-from .plan.balance import SLACK, assign_together
-from .plan.groups import packing_groups
-from .runtime.redistribute import redistribute
+from .relayout.redistribute import redistribute
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..comm import Traffic
 from ..declare.layout import LayoutDeclaration
+from ..declare.traffic import Traffic
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
 from ..plan.call import read_length

@@ -18,9 +18,10 @@ from torch import Tensor
 from .._caching import remembered
 from .._torch import memory_of
 from .plan import Pass, Plan
-from .program import Block, Payload, Transfer
+from .program import CHUNKS, Block, Payload, Transfer
 from .replay import Action, replay
 from .scheduler.choose import live_bound
+from .sides import Side
 
 #: Tensors of a packed buffer begin at multiples of this many bytes: GPU kernels load them at once.
 ALIGNMENT = 16
@@ -55,7 +56,7 @@ def payload_shapes(
     dtype = dtype or p.dtype
     if plan.edges is not None and not payload.is_chunk:  # results travel as they accumulate
         dtype = plan.accum_dtype if payload is Payload.OUT else torch.float64
-    entry = plan.compute_q if payload.q_side else plan.compute_kv
+    entry = plan.compute[payload.side]
     shape = entry.batch, entry.heads, rows
     tensors = payload.tensors(backward, p.head_dim, p.value_dim, dtype)
     return [((*shape, dim) if dim else shape, dtype) for dim, dtype in tensors]
@@ -109,14 +110,14 @@ def memory_bound(tile: Pass) -> MemoryBound:
     MemoryBound(chunks=2, results=0, nbytes=384)
     """
     a, b = tile.program.a, tile.program.b
-    chunks = live_bound(tile.q_dims, tile.kv_dims, tile.program.sub_chunks)
+    chunks = live_bound(tile.dims, tile.program.sub_chunks)
     each = (chunks if a > 1 else 0, chunks if b > 1 else 0)
     if min(a, b) > 1:
         p, r = tile.program.sub_chunks
         each = (a - p, b - r)
     nbytes = sum(
         number * payload_bytes(tile.plan, payload, tile.backward, _largest(tile, payload))
-        for number, payload in zip(each, (Payload.Q, Payload.KV))
+        for number, payload in zip(each, CHUNKS)
     )
     moments = list(_Walk(tile).moments())
     results = max((results for results, _ in moments), default=0)
@@ -134,7 +135,7 @@ class _Walk:
 
     def __init__(self, tile: Pass) -> None:
         self.tile, self.plan = tile, tile.plan
-        self.outstanding: set[tuple[bool, int]] = set()  # results here, (of queries, number)
+        self.outstanding: set[tuple[Side, int]] = set()  # results here, (side, number)
         self.sending: Counter[tuple] = Counter()  # what flies as (payload, number, rows), how often
         self.results = self.nbytes = 0
 
@@ -152,7 +153,7 @@ class _Walk:
     def _begin(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
         if not t.payload.is_chunk:
-            self._mark_outstanding((t.payload.q_side, t.source), outstanding=False)
+            self._mark_outstanding((t.payload.side, t.source), outstanding=False)
             self.results += (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes += self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
@@ -163,7 +164,7 @@ class _Walk:
     def _arrive(self, t: Transfer) -> None:
         receive = self.tile.transfer_rows(t)[1]
         if not t.payload.is_chunk and receive[0] < receive[1]:
-            self._mark_outstanding((t.payload.q_side, t.target))
+            self._mark_outstanding((t.payload.side, t.target))
 
     def _end(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
@@ -181,28 +182,29 @@ class _Walk:
         if not made.calls:
             return 0
         joined = 0
-        for payload, numbers in ((Payload.Q, made.q), (Payload.KV, made.kv)):
-            copied = len(numbers) > 1 and self.tile.own(payload is Payload.Q, numbers) is None
+        for side, numbers in zip(Side, (made.q, made.kv)):
+            copied = len(numbers) > 1 and self.tile.own(side, numbers) is None
             for number in numbers:
-                self._mark_outstanding((payload is Payload.Q, number))
-                joined += copied * self._bytes(payload, self._rows(payload, number))
+                self._mark_outstanding((side, number))
+                joined += copied * self._bytes(CHUNKS[side], self._rows(side, number))
         return joined
 
-    def _mark_outstanding(self, result: tuple[bool, int], outstanding: bool = True) -> None:
+    def _mark_outstanding(self, result: tuple[Side, int], outstanding: bool = True) -> None:
         """A result of another rank's chunk begins to be here, or has been packed."""
-        q_side, number = result
-        if number in self.tile.program.own(q_side) or not (q_side or self.tile.backward):
+        side, number = result
+        none = side is Side.KEY and not self.tile.backward
+        if none or number in self.tile.program.own(side):
             return
         if (result in self.outstanding) is outstanding:
             return
         self.outstanding ^= {result}
-        payload = (Payload.DQ if self.tile.backward else Payload.OUT) if q_side else Payload.DKV
-        rows, sign = self._rows(payload, number), 1 if outstanding else -1
+        payload = Payload.result(side, self.tile.backward)
+        rows, sign = self._rows(side, number), 1 if outstanding else -1
         self.results += sign
         self.nbytes += sign * self._bytes(payload, rows, self.plan.accum_dtype)
 
-    def _rows(self, payload: Payload, number: int) -> tuple[int, int]:
-        return self.tile.held(payload.q_side, self.plan.coords, number)
+    def _rows(self, side: Side, number: int) -> tuple[int, int]:
+        return self.tile.held(side, self.plan.coords, number)
 
     @remembered
     def _bytes(

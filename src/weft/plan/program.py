@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..kernels import accumulate_dtype
+from .sides import Side, Sides
 
 
 class Payload(enum.StrEnum):
@@ -31,10 +32,17 @@ class Payload(enum.StrEnum):
     DQ = "dq"
     DKV = "dkv"
 
+    @classmethod
+    def result(cls, side: Side, backward: bool) -> Payload:
+        """The payload of a partial result of a side."""
+        if side is Side.KEY:
+            return cls.DKV
+        return cls.DQ if backward else cls.OUT
+
     @property
-    def q_side(self) -> bool:
-        """True if its rows are those of queries."""
-        return self in (Payload.Q, Payload.OUT, Payload.DQ)
+    def side(self) -> Side:
+        """The side whose rows it has."""
+        return Side.KEY if self in (Payload.KV, Payload.DKV) else Side.QUERY
 
     @property
     def is_chunk(self) -> bool:
@@ -99,6 +107,11 @@ class Block:
     q: tuple[int, ...]
     kv: tuple[int, ...]
 
+    @property
+    def sides(self) -> Sides[tuple[int, ...]]:
+        """The numbers of its chunks, by side."""
+        return Sides(self.q, self.kv)
+
 
 @dataclass(frozen=True)
 class ProgramStep:
@@ -109,6 +122,10 @@ class ProgramStep:
     end: tuple[Transfer, ...] = ()
 
 
+#: Chunks that travel whole.
+UNCUT = Sides(1, 1)
+
+
 @dataclass(frozen=True)
 class Program:
     """The steps of one pass over an a x b tile; `sub_chunks` per query and per key chunk."""
@@ -116,7 +133,7 @@ class Program:
     a: int
     b: int
     steps: tuple[ProgramStep, ...]
-    sub_chunks: tuple[int, int] = (1, 1)
+    sub_chunks: Sides[int] = UNCUT
 
     @functools.cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -142,9 +159,19 @@ class Program:
             senders[key] = (*senders.get(key, ()), t)
         return senders
 
-    def own(self, q_side: bool) -> range:
+    def chunks(self, side: Side) -> range:
+        """The numbers of all chunks, or sub-chunks, of a side."""
+        return range((self.a, self.b)[side])
+
+    def own(self, side: Side) -> range:
         """The numbers of a rank's own chunk, or of its sub-chunks."""
-        return own_numbers(self.a if q_side else self.b, self.sub_chunks[not q_side])
+        return own_numbers(len(self.chunks(side)), self.sub_chunks[side])
+
+
+#: By side, the mesh dims along which its chunks travel.
+MovingDims = Sides[tuple[MovingDim, ...]]
+#: By side, the payload in which its chunks travel.
+CHUNKS = Sides(Payload.Q, Payload.KV)
 
 
 def own_numbers(numbers: int, sub_chunks: int) -> range:

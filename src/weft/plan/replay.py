@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .program import Block, Payload, Program, Transfer
+from .program import CHUNKS, Block, Payload, Program, Transfer
 
 #: A chunk by what it carries and its relative number.
 Chunk = tuple[Payload, int]
@@ -60,11 +60,11 @@ def drops(program: Program) -> tuple[tuple[Chunk, ...], ...]:
             if t.payload.is_chunk:
                 last[t.payload, t.source] = i
         for block in step.blocks:
-            for payload, numbers in ((Payload.Q, block.q), (Payload.KV, block.kv)):
+            for payload, numbers in zip(CHUNKS, block.sides):
                 last.update(dict.fromkeys(zip(itertools.repeat(payload), numbers), i))
     dropped: list[list[Chunk]] = [[] for _ in program.steps]
     for (payload, number), i in last.items():
-        if number not in program.own(payload is Payload.Q):
+        if number not in program.own(payload.side):
             dropped[i].append((payload, number))
     return tuple(map(tuple, dropped))
 

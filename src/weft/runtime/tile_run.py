@@ -19,8 +19,9 @@ from ..plan.call import Call
 from ..plan.memory import held_bytes, payload_shapes
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload, Transfer
+from ..plan.sides import Side
+from .buffers import Buffers, Shape, pack, unpack
 from .marks import mark
-from .packing import Buffers, Shape, pack, unpack
 from .rows import Rows
 from .views import Views
 
@@ -187,18 +188,17 @@ class TileRun(abc.ABC):
                 buffer
             )
         else:
-            q_side = t.payload is not Payload.DKV
-            number, first = self.rows.slot(q_side, t.target)
+            number, first = self.rows.slot(t.payload.side, t.target)
             self._merge(t, number, first + low, first + high, tensors)
             if len(tensors) > 1:  # copied by the merge; one alone may be kept as the result
                 self.buffers.retire(buffer)
         self._count(buffer)
 
-    def _height(self, q_side: bool, number: int) -> int:
+    def _height(self, side: Side, number: int) -> int:
         """The number of rows of the results kept under a number."""
         if not number:
-            return (self.like if q_side else self.k).shape[2]
-        low, high = self.tile.held(q_side, self.plan.coords, number)
+            return (self.like, self.k)[side].shape[2]
+        low, high = self.tile.held(side, self.plan.coords, number)
         return high - low
 
     def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
@@ -208,7 +208,7 @@ class TileRun(abc.ABC):
         self, payload: Payload, numbers: tuple[int, ...]
     ) -> tuple[Tensor | None, ...] | None:
         """A received chunk, or rows of the rank's own; None if the numbers are not one tensor."""
-        own = self.tile.own(payload is Payload.Q, numbers)
+        own = self.tile.own(payload.side, numbers)
         if own is not None:
             rows = slice(*own)
             return tuple(None if t is None else t[:, :, rows] for t in self.own[payload])
