@@ -32,7 +32,7 @@ import torch
 
 from ..errors import RankError, WeftError
 from . import trace
-from .environment import already_launched, tell_torch
+from .environment import already_launched, number, tell_torch
 from .monitor import Ending, LauncherMonitor, MonitoredRank
 
 #: How long stopped ranks may take to end before they are killed, in seconds; 30 in torch 2.11,
@@ -293,7 +293,7 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
     gc.freeze()  # else Python looks through all modules for garbage when the rank ends: a second
     # Blocked while it was starting; from here on torch takes it quietly.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    attempt = number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
     monitored = MonitoredRank(address, int(os.environ["RANK"]), attempt)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:

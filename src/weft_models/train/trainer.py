@@ -17,6 +17,7 @@ from weft.checkpoint.run import Checkpoints, missing, notes_of, step_folder
 from weft.checkpoint.shards import everywhere, on_first
 from weft.errors import UnsupportedError, WeftError
 from weft.gradients.data_parallel import data_parallel
+from weft.inspect.picture import writing
 from weft.launch.environment import launch_id, restarted
 from weft.layout import Layout
 
@@ -135,7 +136,8 @@ def fit(
             group.update(options)
         monitor = entered.enter_context(Monitor(layout, plan.steps, start, log_dir, quiet))
         if log_dir is not None and run_file is not None and layout.rank == 0:
-            (Path(log_dir) / RUN_FILE).write_text(run_file)
+            with writing(Path(log_dir) / RUN_FILE) as partial:
+                partial.write_text(run_file)
         for step in range(start, plan.steps):
             set_progress(inner, step / plan.steps)
             observe(inner, monitor.due(step))
