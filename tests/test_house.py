@@ -330,6 +330,7 @@ OTHER_TESTS = [
     "clusters",
     "families",
     "gpu_benchmark",
+    "elastic",
     "kills",
     "standins",
     "volume",

@@ -272,6 +272,12 @@ def complete_steps(folder: Path) -> list[int]:
         return sorted(n for n in set(numbers) if (step_folder(folder, n) / INDEX).exists())
 
 
+def notes_of(path: Path) -> Mapping[str, Any]:
+    """The notes of the checkpoint in a folder; raises `CheckpointError` for a damaged one."""
+    notes = decode(read_index(path).values.get("notes", {}), f"{path}")
+    return notes if isinstance(notes, Mapping) else {}
+
+
 def step_folder(folder: Path, step: int) -> Path:
     """The folder of a step's checkpoint.
 
