@@ -332,6 +332,7 @@ OTHER_TESTS = [
     "clusters",
     "families",
     "gpu_benchmark",
+    "elastic",
     "kills",
     "standins",
     "volume",
