@@ -43,6 +43,7 @@ ROOMS = (
     ("layout",),
     ("dtensors", "relayout.bind_on_same_ranks"),
     ("attention", "losses", "carry.scan", "threads"),
+    ("fields",),
     ("proof",),
     ("relayout.proof",),
     ("carry.proof",),
