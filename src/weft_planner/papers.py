@@ -56,7 +56,7 @@ class Point:
     reported: Mapping[str, float]
 
     def speedup(self, way: str) -> float:
-        """How many times as quick as the ring."""
+        """Speed relative to the ring."""
         return self.ways["ring"].seconds / self.ways[way].seconds
 
     def saved(self, way: str) -> float:

@@ -64,7 +64,7 @@ class _Grid:
 
     @property
     def height(self) -> float:
-        """Of a rank's row, in lanes of one event."""
+        """Height of a rank's row, in lanes of one event."""
         return sum(self.lanes.values()) + 0.5
 
     def y(self, rank: int, lane: str, slot: float = 0.0) -> float:

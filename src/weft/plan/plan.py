@@ -413,7 +413,7 @@ class Pass:
     def _key_blocks(
         self, coords: Mapping[str, int], number: int, edges: tuple[int, ...]
     ) -> set[int]:
-        """Of which key blocks a rank has partial outputs of a chunk, its own and received ones."""
+        """Key blocks for which a rank holds partial outputs of a chunk."""
         made = {
             block
             for n in self.program.chunks(Side.KEY)

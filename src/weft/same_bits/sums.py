@@ -66,7 +66,7 @@ class ExactSums:
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """Those of the mesh dims that have several ranks."""
+        """Mesh dims that have several ranks."""
         return tuple(d for d in self.dims if self.transport.sizes[d] > 1)
 
     def of_rows(self, rows: Tensor, into: tuple[Tensor, int] | None = None) -> Tensor:
@@ -145,7 +145,7 @@ def _sizes(rows: Tensor) -> Tensor:
 
 
 def _counts(rows: Tensor) -> Tensor:
-    """Which rows are no zeros, (n,)."""
+    """Mask of the rows that are not zero, (n,)."""
     if rows.dim() == 1:
         return rows != 0
     if not rows.numel():

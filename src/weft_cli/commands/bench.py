@@ -132,7 +132,7 @@ def bench(
 
 
 def _ranks(layouts: Sequence[Layout], nproc: int | None) -> int:
-    """How many ranks all the layouts take: the same number."""
+    """Number of ranks that every one of the layouts takes."""
     sized = {each.name: each.world_size for each in layouts if -1 not in each.mesh.values()}
     if len({*sized.values()}) > 1:
         sizes = ", ".join(f"{ranks} ({name})" for name, ranks in sized.items())

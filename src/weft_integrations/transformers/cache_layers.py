@@ -424,7 +424,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer):
-    """Of a layer that carries a state and attends: the state on every rank, its own keys."""
+    """Cache of a layer that carries a state and attends: the state on every rank, keys split."""
 
     # transformers' two bases have them with different types.
     device: Any
@@ -438,7 +438,7 @@ class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentio
         return made
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values, by position, or of a state, by name, as transformers' own."""
+        """Initialise keys and values, by position, or a state, by name, as transformers does."""
         kind = ShardedLayer if args else StateLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
