@@ -299,7 +299,7 @@ def _refuse(
     bias: Bias | Tensor | None,
     error: WeftError,
 ) -> None:
-    """Tell the ranks that a call of this mask and bias over these axes asks, or over any known."""
+    """Abort the call on all participating ranks; if these axes are unknown, on those of any axis."""
     if not layout.is_bound:
         return
     asked: dict[str, Any] = {"bias": bias if isinstance(bias, Bias) else None}

@@ -69,7 +69,7 @@ class Candidate:
 
     @cached_property
     def strategies(self) -> set[str]:
-        """Names of what it uses; a ring with pass-Q is a tile."""
+        """Strategy names used by this candidate; a ring with pass-Q counts as a tile."""
         names = {d.strategy for d in self.dims}
         return names | {"tile"} if {"ring", "pass_q"} <= names else names
 

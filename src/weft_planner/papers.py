@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Point:
-    """Ranks and tokens: the ways by name, and what the paper reports.
+    """One point of a figure: our times by strategy, and the reported one.
 
     Attributes:
         reported: `speedup` of the tile over the ring; `saved`, the share of the ring's bytes that

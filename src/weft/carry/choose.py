@@ -72,12 +72,12 @@ class Ways:
 
     @property
     def way(self) -> str:
-        """The way that ends first; of equal ones that whose graph is whole."""
+        """The fastest transport; of equal ones that whose graph is whole."""
         return min(self.seconds, key=lambda way: self.seconds[way])
 
     @property
     def of_maps(self) -> str:
-        """The way that ends first of those that compose maps."""
+        """The fastest of the transports that compose maps."""
         return min((w for w in self.seconds if w != "chain"), key=lambda way: self.seconds[way])
 
 

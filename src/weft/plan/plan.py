@@ -127,7 +127,7 @@ class Plan:
         self._check_bias()
 
     def at(self, coords: Mapping[str, int]) -> Self:
-        """The plan of another rank that has the same problem; both share what is equal on them.
+        """This plan for another rank of the same problem; rank-independent parts are shared.
 
         Where the batch is split, the problem must have the `batches` of all ranks.
         """

@@ -117,7 +117,9 @@ def bench(
     shape = _SHAPE.fullmatch(what)
     job: list[Case] | _Model
     if shape:
-        options.refuse_given(context, ("batch", "length"), "not for a shape, which says it itself")
+        options.refuse_given(
+            context, ("batch", "length"), "not allowed with a shape, which already gives it"
+        )
         job = _cases(shape, chosen, axis, mask, kind)
     else:
         options.refuse_given(context, ("axis", "mask"), "not for a model, whose file says it")

@@ -222,7 +222,7 @@ class ShardedLayer(DynamicLayer):
         return self.held.positions(self.shards.part).to(device)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last positions: of each rank what it has of them."""
+        """Drop the last positions; each rank drops those it holds."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): give a negative number, how many to remove"

@@ -412,7 +412,7 @@ def fused(stock: Callable) -> Callable:
 
 
 def one_token(stock: Callable) -> Callable:
-    """A step behind a cache, of which every rank has the state."""
+    """One decoding step; every rank holds the full recurrent state."""
     return stock
 
 

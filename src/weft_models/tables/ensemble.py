@@ -223,7 +223,7 @@ class Ensemble:
             yield group, cache
 
     def _check_weights(self, cache: KeyValueCache) -> None:
-        """Refuses weights other than those of `encode`, such as of a later version of a file."""
+        """Raise if the weights changed since `encode`."""
         self._weights = self._weights or cache.model
         if cache.model != self._weights:
             raise DeclarationError(
