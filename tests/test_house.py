@@ -325,6 +325,7 @@ OTHER_TESTS = [
     "gpu",
     "two_nodes",
     "private",
+    "seeded",
     "accuracy",
     "clusters",
     "families",
