@@ -291,7 +291,7 @@ def _refuse(
     bias: Bias | Tensor | None,
     error: WeftError,
 ) -> None:
-    """Abort the call on all participating ranks; if these axes are unknown, on those of any axis."""
+    """Abort the call on all participating ranks; of unknown axes, on those of any axis."""
     if not layout.is_bound:
         return
     asked: dict[str, Any] = {"bias": bias if isinstance(bias, Bias) else None}

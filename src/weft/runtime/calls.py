@@ -360,7 +360,7 @@ def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
 
 
 def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
-    """Handle of a call, valid while the call lives; for a graph, of a copy that fixes `gradients`."""
+    """Handle of a call, valid while it lives; for a graph, of a copy that fixes `gradients`."""
     if gradients is not None:
         bound = BoundCall(bound.layout, bound.call)  # a separate one: layouts share theirs
         bound.gradients, bound.origin = gradients, origin()

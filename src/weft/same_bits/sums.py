@@ -91,7 +91,7 @@ class ExactSums:
         return self._sum(table)
 
     def of_products(self, above: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Weight and bias gradients of a linear layer over the rows of all ranks: above^T x, above.sum(0).
+        """Weight and bias gradients of a linear layer over all rows: above^T x and above.sum(0).
 
         In fp64, (i, j) and (i,), the same on every rank. Rows of gradients that several ranks have
         are zeros on all but one of these.
