@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.carry.choose import Carried, Ways, time_ways, ways_of
-from weft.carry.fragments import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
+from weft.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
 from weft.carry.tree import TreeExchange
 from weft.declare import catalog
 from weft.declare.hardware import Hardware
@@ -25,6 +25,7 @@ from weft.plan.predict import Forecast
 from weft.plan.problem import LocalProblem
 from weft.proof.symbolic import Claim
 from weft.relayout.plan import placement, plan_redistribution
+from weft.relayout.windows import TakePass, Windows
 
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) -> Table:
@@ -245,7 +246,8 @@ def states(
             passing = TreeExchange(plan, chunk, state, state + matrix)
         else:
             passing = StateExchange(plan, chunk, state + matrix)
-        halo = HaloExchange(plan, chunk, taps - 1, problem.batch * column)
+        left = plan.around(Windows(taps, 1, 1 - taps, problem.n, taps - 1))
+        halo = TakePass(left, chunk, problem.batch * column)
         for name, traffic in zip(moved, (passing.traffic, halo.traffic)):
             moved[name].append((traffic(False).bytes, traffic(True).bytes))
     if by_heads_dims:
