@@ -304,6 +304,7 @@ def test_a_public_name_is_defined_once():
 #: Files of tests that have more than one module in view, and so are named after none.
 OTHER_TESTS = [
     "calls_of_users",
+    "idea",
     "composition",
     "inference",
     "input",
@@ -324,6 +325,7 @@ OTHER_TESTS = [
     "gpu",
     "two_nodes",
     "private",
+    "seeded",
     "accuracy",
     "clusters",
     "families",

@@ -18,6 +18,7 @@ from typer.models import OptionInfo
 
 from weft._terminal import Terminal
 from weft.comm.world import check_inside_node
+from weft.declare.hardware import Hardware
 from weft.errors import (
     DeclarationError,
     ShapeError,
@@ -166,7 +167,10 @@ Nproc = Annotated[
     of_run("Number of ranks.", show_default="the size of the layout's mesh", min=1, max=MOST),
 ]
 Device = Annotated[str, of_run("cpu, cuda, or auto: cuda where every rank here has a GPU.")]
-PlannedDevice = Annotated[str, of_run("Whose kernels to plan with: cpu or cuda.")]
+PlannedDevice = Annotated[
+    str | None,
+    of_run("Whose kernels to plan with: cpu or cuda.", show_default="the hardware's, else cpu"),
+]
 Gradients = Annotated[
     str | None,
     of_run("What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"),
@@ -404,6 +408,13 @@ def device_for(device: str, ranks: int) -> str:
     here, seen = ranks_here(ranks), torch.cuda.device_count()
     each = seen == 1 and shown_one_gpu_each(here)
     return "cuda" if seen >= here or each else "cpu"
+
+
+def planned_device(device: str | None, machine: Hardware | None) -> str:
+    """The device whose kernels a command plans with: as given, else the hardware's, else cpu."""
+    if device not in (None, "cpu", "cuda"):
+        raise ShapeError(f"--device {shown(device)}: known are cpu and cuda")
+    return device or ("cpu" if machine is None else machine.device.kernels)
 
 
 @contextlib.contextmanager
