@@ -1,7 +1,7 @@
 """Files of tables, plain or compressed, as a stream of bytes that has an end.
 
-What a file holds says how it is compressed, and not its name. A few kilobytes may hold gigabytes, so
-how much is unpacked is limited, and how long a line is.
+What a file holds says how it is compressed, and not its name. A few kilobytes may hold gigabytes,
+so how much is unpacked is limited, and how long a line is.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _zip(opened: _Opened, file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 def _tar(opened: _Opened, file: IO[bytes], path: Path) -> IO[bytes]:
-    archive = opened.enter_context(tarfile.open(fileobj=file, mode="r:"))
+    archive = opened.enter_context(tarfile.TarFile(fileobj=file))
     members = [member for member in itertools.islice(archive, 100) if member.isreg()]
     _only([member.name for member in members], path)
     inner = archive.extractfile(members[0])
