@@ -63,12 +63,7 @@ def compose(
     torch.Size([1, 8, 10])
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
-    if layout is None:
-        layout = Layout.single()
-    elif not isinstance(layout, Layout):
-        layout = Layout.load(layout)
-    if layout.transport is None:
-        layout = layout.build()
+    layout = bound_layout(layout)
     own = {block.kind for block in spec.attends}.difference(layouts or {})
     check_fit(spec, layout, own)
     _check_carries(spec, layout)
@@ -102,6 +97,15 @@ def _check_room(spec: ModelSpec, layout: Layout) -> None:
             f" and this machine {memory / 2**30:,.0f} GiB of memory, where they are drawn; make"
             " sizes.embed or the width of a block smaller, or split heads over more ranks"
         )
+
+
+def bound_layout(layout: str | Path | Layout | None) -> Layout:
+    """A layout by name or path, bound to all ranks if it was not yet; None is one device."""
+    if layout is None:
+        layout = Layout.single()
+    elif not isinstance(layout, Layout):
+        layout = Layout.load(layout)
+    return layout.build() if layout.transport is None else layout
 
 
 def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layout) -> Layout:
