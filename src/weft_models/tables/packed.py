@@ -39,7 +39,7 @@ _BROKEN = (
 )
 
 
-class TableStream(io.RawIOBase):
+class UnpackedTable(io.RawIOBase):
     """The bytes of a table; `refused` is why reading ended, if it did before the end."""
 
     def __init__(self, inner: IO[bytes], path: Path) -> None:
@@ -77,7 +77,7 @@ class TableStream(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def open_table(path: Path) -> Iterator[tuple[io.BufferedReader, TableStream]]:
+def open_table(path: Path) -> Iterator[tuple[io.BufferedReader, UnpackedTable]]:
     """The bytes of a table in a file: plain, or packed by gzip, bzip2, xz, zip, tar or zstandard.
 
     Raises `WeftError` for a file that cannot be read, or an archive of other than one file.
@@ -91,7 +91,7 @@ def open_table(path: Path) -> Iterator[tuple[io.BufferedReader, TableStream]]:
         except _BROKEN as error:
             why = getattr(error, "strerror", None) or " ".join(str(error).split())
             raise WeftError(f"{path} cannot be read: {why}") from None
-        stream = TableStream(inner, path)
+        stream = UnpackedTable(inner, path)
         yield io.BufferedReader(stream, 1 << 18), stream
 
 
@@ -112,7 +112,8 @@ def _plain(opened: _Opened, file: IO[bytes], path: Path) -> IO[bytes]:
 
 
 def _gzip(opened: _Opened, file: IO[bytes], path: Path) -> IO[bytes]:
-    return opened.enter_context(gzip.GzipFile(fileobj=file))
+    inner: Any = gzip.GzipFile(fileobj=file)
+    return opened.enter_context(inner)
 
 
 def _bzip2(opened: _Opened, file: IO[bytes], path: Path) -> IO[bytes]:
