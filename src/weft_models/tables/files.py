@@ -16,8 +16,8 @@ import numpy as np
 from weft.errors import WeftError, did_you_mean, printable, shown
 
 from .columns import listed, tidy_column
-from .packed import open_table
 from .progress import progress
+from .unpack import open_table
 
 if TYPE_CHECKING:
     import pandas as pd

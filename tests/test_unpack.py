@@ -19,7 +19,7 @@ from weft.errors import WeftError
 from weft_models.tables.columns import tidy_column
 from weft_models.tables.files import _read
 from weft_models.tables.frames import Numbers
-from weft_models.tables.packed import MOST_LINE
+from weft_models.tables.unpack import MOST_LINE
 
 TABLE = b"a,b,kind\n1,2,x\n3,4,y\n"
 
@@ -120,7 +120,7 @@ def test_huge_tables_are_refused_before_they_are_parsed(name, tmp_path):
 
 
 def test_a_table_of_too_many_bytes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("weft_models.tables.packed.MOST_BYTES", 10_000)
+    monkeypatch.setattr("weft_models.tables.unpack.MOST_BYTES", 10_000)
     path = tmp_path / "t.csv"
     path.write_bytes(LONG)
     with pytest.raises(WeftError, match="holds more than 10,000 bytes, the most"):
