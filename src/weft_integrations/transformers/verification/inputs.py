@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
 from weft.plan.problem import Problem
-from weft.plan.rest import kv_copies
+from weft.plan.rest import head_shares
 
 from ... import Foreign
 from ..losses import NEXT, OWN, labels_of
@@ -268,7 +268,7 @@ def check_split_heads(
     for (h, g, d), path in heads.items():
         problem = Problem((axis,), ((n, n),), 1, h, g, d, d, torch.float32, "cpu")
         try:
-            kv_copies(full.rules(axis), mesh, problem)
+            head_shares(full.rules(axis), mesh, problem)
         except WeftError as error:
             raise type(error)(
                 f"{type(model).__name__} cannot run on {layout.name}: {path!r}: {error}"
