@@ -149,15 +149,15 @@ BUGS = (
     Bug(
         "a convolution reaches into the document before",
         "weft/carry/fragments.py",
-        "max(document, start - columns) - 1, -1)",
-        "max(0, start - columns) - 1, -1)",
+        "bordered(a - document, b - document, length, window.border)",
+        "bordered(a - document, b - document, edges[-1], window.border)",
         "carry",
     ),
     Bug(
         "columns to the left are zeros",
         "weft/carry/pieces.py",
-        "left[i] = halo.narrow(dim, at * columns, columns)",
-        "left[i] = 0 * halo.narrow(dim, at * columns, columns)",
+        "strips = iter(halo.split(sizes, dim))",
+        "strips = iter((0 * halo).split(sizes, dim))",
         "carry",
     ),
     Bug(
@@ -635,8 +635,8 @@ BUGS = (
     Bug(
         "repeated key heads: gradients of one copy only",
         "weft/runtime/resharding.py",
-        "t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.accum_dtype).to(t.dtype)",
-        "t.unflatten(1, (-1, plan.kv_repeat))[:, :, 0]",
+        "t.unflatten(1, (-1, repeat)).sum(2, dtype=accum_dtype).to(t.dtype)",
+        "t.unflatten(1, (-1, repeat))[:, :, 0]",
         "attention packing",
     ),
     Bug(

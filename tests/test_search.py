@@ -175,7 +175,7 @@ def test_links_are_shared():
 
 
 def test_key_value_heads_repeat_as_plans_repeat_them():
-    for heads, devices in ((16, 16), (14, 6)):
+    for heads, devices in ((16, 16), (14, 12)):
         p = call(heads=heads, kv_heads=2)
         for c in candidates(p, cluster(), devices, only=["ulysses", "tp", "ring"]):
             plan = next(plans_for(c.layout(), p, [0]))

@@ -199,7 +199,7 @@ def candidates(
         refused: is told why others were left out.
 
     >>> import torch
-    >>> p = Problem(("tokens",), ((64, 64),), 1, 4, 4, 8, 8, torch.bfloat16, "cpu")
+    >>> p = Problem.of("tokens", 64, heads=4, head_dim=8, dtype=torch.bfloat16)
     >>> for c in candidates(p, Hardware.load("h100-8"), 2, only=["ring", "ulysses"]):
     ...     c.layout().name
     'tokens: ulysses=2'

@@ -351,14 +351,13 @@ def choose_layout(
     ('tokens: ring=2 x pass_q=2', 'compute')
     """
     machine = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
-    problem = Problem(
-        axes=(axis,),
-        lengths=((length, length),),
-        batch=batch,
+    problem = Problem.of(
+        (axis,),
+        length,
         heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
+        batch=batch,
         dtype=dtype,
         device=device,
         mask=mask,

@@ -24,7 +24,7 @@ from ..errors import UnsupportedError
 from ..masks import Mask
 from .heads import HeadShares
 from .order import Span, Spans
-from .problem import Problem
+from .problem import LocalProblem
 from .tiles import KernelCall, Kind, in_row_blocks, tile_calls
 
 #: A node of the tree: its level, from the leaves up, and its place there.
@@ -32,7 +32,7 @@ Node = tuple[int, int]
 
 
 def fixed_edges(
-    layout: LayoutDeclaration, problem: Problem, shares: HeadShares, whole: Sequence[str]
+    layout: LayoutDeclaration, problem: LocalProblem, shares: HeadShares, whole: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Where the blocks of queries and of keys begin, in a reproducible layout; else None.
 

@@ -15,21 +15,21 @@ from ..declare.strategy import Rule
 from ..errors import ShapeError
 from .heads import HeadShares, head_dims, share_heads
 from .order import Span, Spans, product, shard_spans
-from .problem import Problem
+from .problem import LocalProblem
 from .resharding import Resharding, State, reshard_step
 from .sides import Side, Sides
 
 
 def head_shares(
-    rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Problem
+    rules: Mapping[str, Rule], sizes: Mapping[str, int], heads: int, kv_heads: int
 ) -> HeadShares:
     """The heads of every rank while computing; raises `ShapeError` for fewer heads than ranks."""
     cuts = head_dims(rules, sizes)
+    ways = math.prod(cuts.values())
     try:
-        return share_heads(problem.heads, problem.kv_heads, math.prod(cuts.values()))
+        return share_heads(heads, kv_heads, ways)
     except ShapeError as error:
-        ways = math.prod(cuts.values())
-        if problem.heads >= ways:
+        if heads >= ways:
             raise
         raise ShapeError(
             f"{error} over mesh dims {cuts}: some ranks would have none; use smaller mesh dims for"
@@ -39,7 +39,7 @@ def head_shares(
 
 def reshardings(
     layout: LayoutDeclaration,
-    problem: Problem,
+    problem: LocalProblem,
     rules: Mapping[str, Rule],
     coords: Mapping[str, int],
     shares: HeadShares,

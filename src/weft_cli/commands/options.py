@@ -211,14 +211,14 @@ def problem_of(
     kv_heads = heads if kv_heads is None else kv_heads
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
-    return Problem(
-        axes=tuple(axis.split("+")),
-        lengths=tuple((size, size) for size in lengths) if keys is None else ((n, m),),
-        batch=batch,
+    length = dict(zip(axis.split("+"), lengths)) if keys is None else (n, m)
+    return Problem.of(
+        axis,
+        length,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
+        batch=batch,
         dtype=dtype_named(dtype),
         device=device_type(device),
         mask=mask_named(mask, n, m, batch),
