@@ -338,10 +338,9 @@ BUGS = (
     ),
     Bug(
         "sorted tokens get the inverse order",
-        "weft/plan/resharding.py",
-        "Resharding.sort_index",
-        'torch.argsort(positions(spans, "cpu"))[rank]',
-        'torch.argsort(torch.argsort(positions(spans, "cpu"))[rank])',
+        "weft/runtime/resharding.py",
+        'index = torch.argsort(positions(arrival, "cpu"))[rank]',
+        'index = torch.argsort(torch.argsort(positions(arrival, "cpu"))[rank])',
         "packing attention",
     ),
     Bug(
@@ -725,9 +724,8 @@ BUGS = (
     Bug(
         "repeated key heads: gradients of one copy only",
         "weft/runtime/resharding.py",
-        "to_compute_adjoint",
-        "t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.accum_dtype).to(t.dtype)",
-        "t.unflatten(1, (-1, plan.kv_repeat))[:, :, 0]",
+        "t.unflatten(1, (-1, repeat)).sum(2, dtype=accum_dtype).to(t.dtype)",
+        "t.unflatten(1, (-1, repeat))[:, :, 0]",
         "attention packing",
     ),
     Bug(
@@ -1285,10 +1283,9 @@ BUGS = (
     ),
     Bug(
         "an index is brought to the GPU in every call",
-        "weft/plan/resharding.py",
-        "Permutation.on",
-        "key not in self._kept",
-        "True",
+        "weft/runtime/resharding.py",
+        "@cached(128)",
+        "",
         "packing fake_gpu",
     ),
     Bug(

@@ -36,7 +36,7 @@ from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions
 from .problem import LocalProblem, pass_costs
 from .program import CHUNKS, UNCUT, Block, MovingDim, MovingDims, Payload, Program, Transfer
 from .replay import Chunk, drops
-from .rest import kv_copies, reshardings
+from .rest import head_shares, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
 from .shifts import Shifts
 from .sides import Side, Sides
@@ -83,10 +83,10 @@ class Plan:
         coords: of the rank.
         sizes: mesh dim -> ranks along it.
         rules: mesh dim -> how its ranks share attention.
-        kv_repeat: how often each key/value head is repeated so that every rank gets whole ones.
+        head_shares: heads of every rank while computing, with copies of key/value heads.
         resharding: by side, its way from rest to the tile program.
         compute: by side, batch entries, heads and positions as the tile program begins.
-        sort_index: by side, the index that sorts tokens after the all-to-alls, or None.
+        arrival: by side, positions in the order of the all-to-alls; None if they are sorted.
         replicated: by side, mesh dims on which it rests whole although its role has it travel.
         edges: of a reproducible layout, where the blocks of queries and of keys begin; else None.
         forward: the tile program of the forward pass.
@@ -106,8 +106,8 @@ class Plan:
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
-        self.kv_repeat = kv_copies(self.rules, self.sizes, problem.heads, problem.kv_heads)
-        self.resharding = reshardings(layout, problem, self.rules, coords, self.kv_repeat)
+        self.head_shares = head_shares(self.rules, self.sizes, problem.heads, problem.kv_heads)
+        self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
         self.replicated = Sides(*map(self._replicated, Side))
         self.biased = problem.bias or problem.bias_tensor
         orders = (layout.order.get(axis) for axis in problem.axes)
@@ -117,7 +117,7 @@ class Plan:
             MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
         )
         replicated = (*self.replicated.query, *self.replicated.key)
-        self.edges = fixed_edges(layout, problem, self.kv_repeat, replicated)
+        self.edges = fixed_edges(layout, problem, self.head_shares, replicated)
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
 
@@ -126,7 +126,7 @@ class Plan:
         self.coords = dict(coords)
         self.all_to_alls = Sides(*(way.all_to_alls(coords) for way in self.resharding))
         self.compute = Sides(*(way.entry(coords) for way in self.resharding))
-        self.sort_index = Sides(*(way.sort_index(coords) for way in self.resharding))
+        self.arrival = Sides(*(way.arrival(coords) for way in self.resharding))
         self.runs = self._mask_runs()
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
@@ -303,7 +303,7 @@ class Plan:
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Pass:
     """The forward or the backward pass of one rank: its program, and who holds which rows.
 
@@ -318,8 +318,6 @@ class Pass:
     relayed: Sides[bool]
     _held: dict[tuple, Rows] = field(default_factory=dict)
     _roots: dict[tuple, tuple[Node, ...]] = field(default_factory=dict)
-    #: the mask contexts of masked calls: their positions, and what kernels derive from their masks
-    mask_contexts: dict = field(default_factory=dict)
 
     @property
     def dims(self) -> MovingDims:

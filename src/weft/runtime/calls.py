@@ -8,7 +8,6 @@ lives for the process, because its graph holds only its name.
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from .. import _caching as caching
 from .._digest import is_plain, number_of
-from ..comm.channel import Channel, refuse
+from ..comm.channel import Channel, refuse, refused_everywhere
 from ..comm.origin import UNKNOWN, Origin, origin
 from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
@@ -55,6 +54,7 @@ class BoundCall:
         self.gradients: str | None = None
         #: Which call of the program a graph makes; without a graph it is read as the call is made.
         self.origin: Origin | None = None
+        self.generation = caching.generation
         #: Its name, by which ops get it.
         self.handle = handles.new_name()
         self._plans: dict[tuple, Plan] = {}
@@ -64,25 +64,18 @@ class BoundCall:
     @classmethod
     def kept(cls, layout: Layout, key: tuple) -> BoundCall | None:
         """The call that a layout keeps for these options, by value."""
-        cache = vars(layout).get("_calls")
-        if cache is None or cache[0] != caching.generation:
+        bound = layout.calls.pop(key, None)  # threads may share a layout: one of them gets it
+        if bound is None or bound.generation != caching.generation:
             return None
-        bound = cache[1].pop(key, None)  # threads may share a layout: one of them gets it
-        if bound is not None:
-            cache[1][key] = bound
+        layout.calls[key] = bound
         return bound
 
     @classmethod
     def keep(cls, layout: Layout, key: tuple, call: Call) -> BoundCall:
         """The call on this layout, which keeps a few calls of plain data."""
-        bound = cls(layout, call)
-        cache = vars(layout).get("_calls")
-        if cache is None or cache[0] != caching.generation:
-            cache = caching.generation, OrderedDict[tuple, BoundCall]()
-            object.__setattr__(layout, "_calls", cache)
-        cache[1][key] = bound
-        if len(cache[1]) > _KEPT_CALLS:
-            cache[1].popitem(last=False)
+        bound = layout.calls[key] = cls(layout, call)
+        if len(layout.calls) > _KEPT_CALLS:
+            layout.calls.popitem(last=False)
         return bound
 
     def with_floats(self, scale: float | None, softcap: float | None) -> BoundCall:
@@ -150,7 +143,7 @@ class BoundCall:
         rank that takes part and before anything else is sent, another's.
         """
         gradients = self.gradients or gradients_wanted(q, k, v, bias)
-        try:
+        with refused_everywhere(self.refuse):
             checks.check_tensors(q, k, v)
             rest = rest_shape(q, k, v)
             plan = self._checked_plan(rest, q)
@@ -164,9 +157,6 @@ class BoundCall:
                 batch = None if self.asks_batches else plan.compute.query.batch
                 checks.check_bias(plan, bias, batch)
             content = self.call.content
-        except WeftError as error:
-            self.refuse(error)
-            raise
         described = content, rest, q, f", gradients {gradients}"
         where = self._origin()
         batches: tuple[int, ...] = ()
@@ -233,21 +223,19 @@ class BoundCall:
 
         Raises `UnsupportedError` where functions see other values than in that pass.
         """
-        try:
+        with refused_everywhere(self.refuse):
             content = self.call.content
-        except UnsupportedError as error:
-            self.refuse(error)
-            raise
-        if self.has_functions and number_of(content) != agreed.tolist()[-1]:
-            functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
-            named = " and the ".join(name for name, is_used in functions.items() if is_used)
-            changed = UnsupportedError(
-                f"the backward pass calls the {named} again, and values it refers to have changed"
-                " since the forward pass; give every call separate functions, over values that"
-                " stay until its backward pass has run"
-            )
-            self.refuse(changed)
-            raise changed
+            if self.has_functions and number_of(content) != agreed.tolist()[-1]:
+                functions = {
+                    "mask": not is_plain(self.call.mask),
+                    "bias": self.call.bias is not None,
+                }
+                named = " and the ".join(name for name, is_used in functions.items() if is_used)
+                raise UnsupportedError(
+                    f"the backward pass calls the {named} again, and values it refers to have"
+                    " changed since the forward pass; give every call separate functions, over"
+                    " values that stay until its backward pass has run"
+                )
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
         return self._channel(_BACKWARD, content, rest, like, number)
 
