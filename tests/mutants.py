@@ -339,8 +339,9 @@ BUGS = (
     Bug(
         "sorted tokens get the inverse order",
         "weft/runtime/resharding.py",
-        'index = torch.argsort(positions(arrival, "cpu"))[rank]',
-        'index = torch.argsort(torch.argsort(positions(arrival, "cpu"))[rank])',
+        "sort_index",
+        'torch.argsort(positions(arrival, "cpu"))[rank]',
+        'torch.argsort(torch.argsort(positions(arrival, "cpu"))[rank])',
         "packing attention",
     ),
     Bug(
@@ -724,6 +725,7 @@ BUGS = (
     Bug(
         "repeated key heads: gradients of one copy only",
         "weft/runtime/resharding.py",
+        "_copies_summed",
         "t.unflatten(1, (-1, repeat)).sum(2, dtype=accum_dtype).to(t.dtype)",
         "t.unflatten(1, (-1, repeat))[:, :, 0]",
         "attention packing",
@@ -1284,8 +1286,9 @@ BUGS = (
     Bug(
         "an index is brought to the GPU in every call",
         "weft/runtime/resharding.py",
-        "@cached(128)",
-        "",
+        "sort_index",
+        "cached(128)",
+        "lambda function: function",
         "packing fake_gpu",
     ),
     Bug(
