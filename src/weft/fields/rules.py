@@ -25,8 +25,8 @@ _POSITIONWISE = """
     hardsigmoid hardswish hardtanh hypot isfinite isinf isnan isneginf le leaky_relu lerp log log10
     log1p log2 logical_and logical_not logical_or logical_xor logit logsigmoid lt masked_fill
     maximum minimum mish mul multiply nan_to_num ne neg negative pow reciprocal relu relu6 remainder
-    round rsqrt rsub selu sgn sigmoid sign silu sin sinh softplus softshrink softsign sqrt square sub
-    subtract tan tanh tanhshrink threshold true_divide trunc where xlogy zeros_like ones_like
+    round rsqrt rsub selu sgn sigmoid sign silu sin sinh softplus softshrink softsign sqrt square
+    sub subtract tan tanh tanhshrink threshold true_divide trunc where xlogy zeros_like ones_like
     full_like empty_like
 """
 _OF_TENSORS = """
