@@ -254,7 +254,8 @@ def wrapper(
     kind: type[Tensor], shape: Sequence[int], like: Tensor, requires_grad: bool = False
 ) -> Tensor:
     """A tensor of a class with `__torch_dispatch__` that has a shape, and no numbers."""
-    options = {"dtype": like.dtype, "device": like.device, "requires_grad": requires_grad}
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    options["requires_grad"] = requires_grad
     return Tensor._make_wrapper_subclass(kind, shape, **options)
 
 

@@ -48,7 +48,8 @@ def bring(
     handles.keep(passing.handle, passing)
     out = torch.ops.weft.take(x, passing.handle)[0]
     if fill:
-        places, at = [], 0
+        places: list[int] = []
+        at = 0
         for span in plan.wanted[chunk]:
             places += range(at, at + span.count) if span.start < 0 else ()
             at += span.count
@@ -176,7 +177,7 @@ class _Entered(torch.autograd.Function):
         for d, dim in enumerate(dims):
             if is_split(dim):
                 y = part_of(y, d, dim, region)
-        return y
+        return y.clone()  # a view would keep the whole tensor
 
     @staticmethod
     @once("weft.Field.distribute")

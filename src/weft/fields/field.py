@@ -170,12 +170,14 @@ class Field(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        from .rules import apply
+        from .rules import OF_AUTOGRAD, apply
 
+        if func in OF_AUTOGRAD:
+            return OF_AUTOGRAD[func](*args, **(kwargs or {}))
         return as_torch_does(apply, func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> NoReturn:
         raise UnsupportedError(
@@ -184,7 +186,7 @@ class Field(Tensor):
             " field.to_local(), where it treats every position by itself, or field.full_tensor()"
         )
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         layout = self._region.layout.name
         return f"Field({text_of(self._dims)}, dtype={self._local.dtype}, of {layout!r})"
 

@@ -12,7 +12,7 @@ sums the two means of the gradient likewise, and keeps the input and its moments
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from ..kernels import accumulate_dtype
 from .dims import Dim, Factor, is_split, size_of, whole
 from .exchange import gathered, summed
 from .field import Field, Region
-from .registry import aligned, as_autocast, dims_of, local, refused, rule
+from .registry import aligned, dims_of, local, refused, rule
 
 
 def merged_moments(
-    t: Tensor, over: Sequence[int], dims: Sequence[Dim], region: Region
+    t: Tensor, over: tuple[int, ...], dims: Sequence[Dim], region: Region
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance over some dims of all ranks, in the dtype of accumulation."""
     t = t.to(accumulate_dtype(t.dtype))
@@ -123,10 +123,14 @@ def normalized(
     return Field(y, dims, region)
 
 
-def _wide(x: Field, *others: Tensor | None) -> tuple[Field, list[Tensor | None]]:
-    """As autocast has norms: in fp32."""
-    t, *cast = as_autocast(x._local, *others, wide=True)
-    return (x if t is x._local else Field(t, x._dims, x._region)), cast
+def _wide(norm: Callable, x: Field, *others: Tensor | None) -> tuple[Field, list[Tensor | None]]:
+    """Tensors in the dtype that autocast has for a norm on their device."""
+    t = x._local
+    if not torch.is_autocast_enabled(t.device.type):
+        return x, list(others)
+    dtype = norm(t.new_zeros(1, 1, 2)).dtype
+    cast = [None if other is None else other.to(dtype) for other in others]
+    return Field(t.to(dtype), x._dims, x._region), cast
 
 
 def _per_channel(t: Tensor | None, shape: Sequence[int]) -> Tensor | None:
@@ -147,7 +151,7 @@ def group_norm(
     if not any(map(is_split, x._dims[2:])):
         y = F.group_norm(x._local, num_groups, weight, bias, eps)
         return Field(y, x._dims, x._region)
-    x, (weight, bias) = _wide(x, weight, bias)
+    x, (weight, bias) = _wide(lambda t: F.group_norm(t, 1), x, weight, bias)
     n = size_of(x._dims[1]) // num_groups
     dims: list[Sequence[Factor]] = [x._dims[0], whole(num_groups), whole(n), *x._dims[2:]]
     groups = Field(x._local.unflatten(1, (num_groups, n)), dims, x._region)
@@ -217,7 +221,7 @@ def layer_norm(
     if not any(is_split(x._dims[d]) for d in over):
         y = F.layer_norm(local(x), x._local.shape[over[0] :], weight, bias, eps)
         return Field(y, x._dims, x._region)
-    x, (weight, bias) = _wide(x, weight, bias)
+    x, (weight, bias) = _wide(lambda t: F.layer_norm(t, (2,)), x, weight, bias)
     weight, bias = (t if t is None else aligned(t, x._dims, x._region) for t in (weight, bias))
     return normalized(x, over, weight, bias, eps)
 
@@ -233,7 +237,7 @@ def rms_norm(
     if not any(is_split(x._dims[d]) for d in over):
         y = F.rms_norm(x._local, x._local.shape[over[0] :], weight, eps)
         return Field(y, x._dims, x._region)
-    x, (weight,) = _wide(x, weight)
+    x, (weight,) = _wide(lambda t: F.rms_norm(t, (2,)), x, weight)
     part = None if weight is None else aligned(weight, x._dims, x._region)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     return normalized(x, over, part, None, eps, centred=False)

@@ -27,6 +27,11 @@ def rule(*functions: Any) -> Callable[[Callable], Callable]:
     return register
 
 
+def attribute(name: str) -> Any:
+    """An attribute of tensors, as a function that classes with `__torch_function__` are handed."""
+    return getattr(getattr(Tensor, name, None), "__get__", None)
+
+
 def both(*names: str) -> list[Any]:
     """Functions of `torch` and methods of its tensors, by the names that they share."""
     places = (torch, Tensor, torch.nn.functional)
@@ -98,15 +103,15 @@ def aligned(x: Tensor, like: Sequence[Dim], region: Region) -> Tensor:
 
 
 def _kind(factor: Factor) -> tuple[int, str | None]:
-    return factor.size, factor.chunks and factor.chunks.axis
+    return factor.size, None if factor.chunks is None else factor.chunks.axis
 
 
-def as_autocast(*tensors: Tensor | None, wide: bool = False) -> list[Any]:
-    """Tensors in the dtype of autocast, where it is on; `wide`: those that it keeps in fp32."""
+def as_autocast(*tensors: Tensor | None) -> list[Any]:
+    """Tensors in the dtype of autocast, where it is on."""
     kind = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
-    dtype = torch.float32 if wide else torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype(kind)
 
     def cast(t: Tensor | None) -> Tensor | None:
         floating = t is not None and t.is_floating_point() and t.dtype != torch.float64

@@ -15,7 +15,7 @@ from . import attention, norms, reduce, views, windows  # noqa: F401 (they regis
 from .dims import Dim, is_split, size_of, text_of, whole
 from .exchange import full
 from .field import Field
-from .registry import RULES, aligned, both, dims_of, local, refused, rule
+from .registry import RULES, aligned, attribute, both, dims_of, local, refused, rule
 
 #: Functions of single positions: their results are local, and dims broadcast.
 _POSITIONWISE = """
@@ -42,11 +42,6 @@ _SHAPE_ATTRIBUTES = """
     shape ndim dtype device layout is_cuda is_sparse is_mps is_quantized is_meta is_xpu is_nested
     is_cpu is_mkldnn itemsize nbytes names is_leaf
 """
-
-
-def attribute(name: str) -> Any:
-    """An attribute of tensors, as a function that classes with `__torch_function__` are handed."""
-    return getattr(getattr(Tensor, name, None), "__get__", None)
 
 
 #: Answered by the shape that a field has.
@@ -192,9 +187,25 @@ for _made in (
     RULES[_made] = lambda x, *args, _of=_made, **kwargs: _of(local(x), *args, **kwargs)
 
 
-@rule(Tensor.backward)
 def backward(x: Field, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
-    full(x).backward(local(gradient), *args, **kwargs)
+    """The backward pass of a loss that all ranks compute."""
+    full(x).backward(gradient, *args, **kwargs)
+
+
+def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple:
+    """`torch.autograd.grad` of losses that all ranks compute; of fields it gives fields."""
+    groups = [(x,) if isinstance(x, Tensor) else tuple(x) for x in (outputs, inputs)]
+    losses = [full(x) if isinstance(x, Field) else x for x in groups[0]]
+    found = torch.autograd.grad(losses, [local(x) for x in groups[1]], grad_outputs, **kwargs)
+    pairs = zip(found, groups[1])
+    return tuple(
+        Field(g, x._dims, x._region) if g is not None and isinstance(x, Field) else g
+        for g, x in pairs
+    )
+
+
+#: Functions that run backward passes, in which checkpoints call models on fields again.
+OF_AUTOGRAD = {Tensor.backward: backward, torch.autograd.grad: gradients}
 
 
 for _read in (Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.tolist):
@@ -219,12 +230,13 @@ def set_gradient(x: Field, grad: Any) -> None:
 @rule(Tensor.requires_grad_)
 def require_gradient(x: Field, requires_grad: bool = True) -> Field:
     x._local.requires_grad_(requires_grad)
+    x.requires_grad = requires_grad  # as a torch.autograd.Function sees it
     return x
 
 
 @rule(_setter("requires_grad"))
 def set_requires_grad(x: Field, requires_grad: bool) -> None:
-    x._local.requires_grad = requires_grad
+    require_gradient(x, requires_grad)
 
 
 @rule(Tensor.retain_grad)
@@ -258,7 +270,7 @@ for _name in ("softmax", "log_softmax", "cumsum", "cumprod", "logsumexp", "glu",
         RULES[_func] = _along_dim(_func, -1 if _name == "glu" else None)
 
 
-_DROPOUTS = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
+_DROPOUTS: tuple[str, ...] = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
 _DROPOUTS += ("feature_alpha_dropout",)
 
 

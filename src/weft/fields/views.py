@@ -14,7 +14,7 @@ from ..plan.order import Span
 from .dims import Chunks, Dim, Factor, is_split, size_of, split, whole
 from .exchange import rechunked, take
 from .field import Field
-from .registry import aligned, both, dims_of, one_factor, refused, region_of, rule
+from .registry import aligned, attribute, both, dims_of, one_factor, refused, region_of, rule
 
 
 def sizes_of(given: tuple) -> list[int]:
@@ -141,12 +141,12 @@ def transpose(x: Field, dim0: int, dim1: int) -> Field:
     return permute(x, order)
 
 
-@rule(Tensor.mT.__get__)
+@rule(attribute("mT"))
 def matrix_transpose(x: Field) -> Field:
     return transpose(x, -2, -1)
 
 
-@rule(*both("t"), Tensor.T.__get__)
+@rule(*both("t"), attribute("T"))
 def plain_transpose(x: Field) -> Field:
     return permute(x, list(range(x.dim()))[::-1])
 
