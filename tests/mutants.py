@@ -627,7 +627,7 @@ BUGS = (
     ),
     Bug(
         "parts over ranks are summed in the input's dtype",
-        "weft/runtime/reduce.py",
+        "weft/runtime/resharding.py",
         "return parts.to(accum_dtype).sum(0).to(parts.dtype)",
         "return sum(parts[1:], parts[0])",
         "precision",
