@@ -15,17 +15,17 @@ pass, and Python only looks on. Graphs, and modes that look at ops, get the ops.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from .._torch import dispatched, profiling
-from ..comm.once_differentiable import final, once, second_derivative
+from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
 from ..plan.plan import Plan
 from . import calls, executor, handles, resharding
-from .handles import op, shapes_of
+from .handles import differentiable, op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
@@ -179,14 +179,7 @@ def _attention_gradient(
     return (*grads, None if bias is None else dbias, None, None, None)
 
 
-_attention_op.register_autograd(_attention_gradient, setup_context=_setup_attention)
-
-
-def _refuse(ctx: Any, *_: Tensor) -> NoReturn:
-    raise second_derivative("weft.attention")
-
-
-_backward_op.register_autograd(_refuse, setup_context=lambda ctx, inputs, output: None)
+differentiable(_attention_op, _backward_op, _setup_attention, _attention_gradient, "weft.attention")
 
 
 def _none(like: Tensor, count: int) -> Iterator[Tensor]:
