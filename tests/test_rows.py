@@ -418,6 +418,147 @@ def test_uses_of_logits_are_those_of_one_device(loss, gathers):
     assert all((nbytes >= of_logits) == gathers for nbytes in moved)
 
 
+def without_gradient(change):
+    """The change within `torch.no_grad`, then a loss of the logits."""
+
+    def loss(x):
+        with torch.no_grad():
+            change(x)
+        return crossed("mean")(x) + x.sin().mean()
+
+    return loss
+
+
+def flat_is_changed(x):
+    flat = x.view(-1, VOCABULARY)
+    flat.div_(3)
+    return smoothed(x) + flat.sin().mean()
+
+
+def slice_is_changed(x):
+    y = x[:, 1:]
+    y *= 0.5
+    return smoothed(x)
+
+
+def siblings_of_a_slice(x):
+    """A view that was made before another one is changed; a copy that was, too."""
+    flat, copied, cut = x.flatten(0, 1), x[..., 2:, :].reshape(-1, VOCABULARY), x[:, 3:]
+    cut.mul_(0.5)
+    return F.cross_entropy(flat, IDS.flatten()) + copied.log_softmax(-1).sin().mean()
+
+
+def same_dtype(x):
+    y = x.double().contiguous().to(torch.float64)
+    y[..., :5] *= 0.5
+    return smoothed(x)
+
+
+def contiguous_slice(x):
+    y = x[:, :-1].contiguous()
+    y.mul_(0.5)
+    return smoothed(x) + y.sin().mean()
+
+
+def read_by_numpy(x):
+    x.detach().numpy()[..., 3] = 0.5
+    return smoothed(x)
+
+
+def change_of_detached(x):
+    x.detach().mul_(0.5)
+    return smoothed(x)
+
+
+def change_of_a_view_of_data(x):
+    x.data.view(-1, VOCABULARY)[5::7] = 0.25
+    return smoothed(x)
+
+
+def change_of_rows(x):
+    for row in x:
+        row.data.clamp_(-0.1, 0.1)
+    return smoothed(x)
+
+
+def two_views_in_turn(x):
+    y, z = x[:, 1:], x[:, :-1]
+    y.mul_(0.5)
+    z.exp_()
+    return y.sin().mean() + smoothed(x)
+
+
+CHANGES = {
+    "items": without_gradient(lambda x: x.__setitem__((..., torch.arange(9)), -1.0)),
+    "clamp": without_gradient(lambda x: x.clamp_(-0.1, 0.1)),
+    "masked fill": without_gradient(lambda x: x.masked_fill_(x < 0, -2.0)),
+    "a slice": without_gradient(lambda x: x[..., :-1, :].mul_(0.5)),
+    "zero": without_gradient(lambda x: x[:, 4:9, 3].zero_()),
+    "out": without_gradient(lambda x: torch.mul(x, 0.5, out=x)),
+    "foreach": without_gradient(lambda x: torch._foreach_mul_([x], 0.5)),
+    "data": without_gradient(lambda x: x.data.__setitem__((..., 3), 0.7)),
+    "new data": without_gradient(lambda x: setattr(x, "data", x.data * 0.5)),
+    "data with a gradient": change_of_a_view_of_data,
+    "detached": change_of_detached,
+    "a flattened view": flat_is_changed,
+    "a slice with a gradient": slice_is_changed,
+    "views and copies made before": siblings_of_a_slice,
+    "casts that do nothing": same_dtype,
+    "a contiguous copy of a slice": contiguous_slice,
+    "numpy": read_by_numpy,
+    "rows": change_of_rows,
+    "two views": two_views_in_turn,
+}
+
+
+@split
+def test_changes_of_logits_in_place_are_those_of_one_device():
+    """Views, slices and data of logits share memory: no form of writing is lost."""
+    model = build("gpt2")
+
+    def step(model, change):
+        model.zero_grad()
+        loss = change(model(input_ids=IDS).logits)
+        loss.backward()
+        return loss.item(), {n: g.clone() for n, g in gradients(model).items()}
+
+    def evaluated(model, change):
+        with torch.no_grad():
+            return change(model(input_ids=IDS).logits).item()
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        return [(*step(own, c), evaluated(own, c)) for c in CHANGES.values()]
+
+    want = [(*step(model, c), evaluated(model, c)) for c in CHANGES.values()]
+    plain = [step(model, lambda x: smoothed(x))[0], step(model, without_gradient(id))[0]]
+    assert all(abs(loss - p) > 1e-5 for loss, *_ in want for p in plain), "nothing was changed"
+    for case, wanted, *got in zip(CHANGES, want, *weft.on_threads(Layout.parse(LAYOUTS[1]), work)):
+        losses, grads, evaluations = zip(*got)
+        assert max(abs(loss - wanted[0]) for loss in losses) < FP64, case
+        assert gap(average(grads), wanted[1]) < FP64, case
+        assert max(abs(e - wanted[2]) for e in evaluations) < FP64, case
+
+
+@split
+def test_logits_that_are_given_a_gradient_after_they_were_read_have_it():
+    model = build("gpt2")
+
+    def step(model):
+        with torch.no_grad():
+            logits = model(input_ids=IDS).logits
+        logits[..., 0] = 0.5  # gathered, and changed
+        logits.requires_grad_()
+        smoothed(logits).backward()
+        return logits.grad.detach().clone()
+
+    want = step(copy.deepcopy(model))
+    ranks = weft.on_threads(
+        Layout.parse("tokens: ring=2"), lambda la: step(parallelize(build("gpt2"), la, verify=False))
+    )
+    assert max((got - want).abs().max() for got in ranks) < FP64
+
+
 @split
 @pytest.mark.parametrize("keep", [1, 30, 99])
 def test_last_logits_alone_are_computed_and_sent(keep):
