@@ -266,6 +266,86 @@ def test_documents_of_varlen_kernels_are_those_of_positions():
 
 
 @split
+@pytest.mark.filterwarnings("ignore:.*position_ids start anew, and the call asks for a cache")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_position_ids_that_start_anew_are_documents_only_without_cache(name):
+    """By default, or by an argument, with gradients and without, as on one device."""
+    model = build(name)
+    batch = {"input_ids": IDS[:1], "position_ids": POSITIONS}
+
+    def step(model):
+        with torch.no_grad():
+            made = [model(**batch).logits.detach().clone()]
+        for options in ({}, {"use_cache": False}):
+            made.append(model(**batch, **options).logits.detach().clone())
+        model.config.use_cache = False
+        made.append(model(**batch).logits.detach().clone())
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.config.use_cache = True
+        return [*made, model.train()(**batch).logits.detach().clone()]
+
+    want = step(copy.deepcopy(model).eval())
+    assert (want[0] - want[2]).abs().max() > 0.01
+    ranks = weft.on_threads(
+        Layout.parse("tokens(zigzag): ring=2"),
+        lambda layout: step(parallelize(copy.deepcopy(model).eval(), layout, verify=False)),
+    )
+    for got in ranks:
+        for g, w in zip(got, want, strict=True):
+            assert (g - w).abs().max() < FP32 * w.abs().max()
+
+
+BERT = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"} | {"type_vocab_size": 2}
+ENCODERS = {
+    "bert": (hf.BertModel, hf.BertConfig(**BERT)),
+    "roberta": (hf.RobertaModel, hf.RobertaConfig(**BERT)),
+    "electra": (hf.ElectraModel, hf.ElectraConfig(**BERT, embedding_size=16)),
+    "albert": (hf.AlbertModel, hf.AlbertConfig(**BERT, embedding_size=16)),
+    "distilbert": (
+        hf.DistilBertModel,
+        hf.DistilBertConfig(vocab_size=VOCABULARY, dim=32, hidden_dim=48, n_layers=2, n_heads=4),
+    ),
+    "modernbert": (
+        hf.ModernBertModel,
+        hf.ModernBertConfig(**BERT, local_attention=8, pad_token_id=0, cls_token_id=1),
+    ),
+}
+
+
+@split
+@pytest.mark.parametrize("name", ENCODERS)
+def test_position_ids_of_encoders_are_positions_and_no_documents(name):
+    """A question and a passage, each counted from the start, see each other; rows may differ."""
+    kind, config = ENCODERS[name]
+    torch.manual_seed(0)
+    model = kind(copy.deepcopy(config)).double().eval()
+    first = 2 if name == "roberta" else 0
+    pair = [torch.cat([torch.arange(k), torch.arange(LENGTH - k)]) + first for k in (14, 14, 5)]
+    batches = [
+        {"input_ids": IDS[:1], "position_ids": pair[0][None]},
+        {"input_ids": IDS, "position_ids": torch.stack(pair[:2])},
+        {"input_ids": IDS, "position_ids": torch.stack(pair[1:])},
+        {"input_ids": IDS, "position_ids": torch.stack(pair[1:]), "attention_mask": RIGHT.long()},
+    ]
+    if "position_ids" not in inspect.signature(kind.forward).parameters:
+        pytest.skip(f"{name} takes no position ids in this transformers")
+
+    def step(model):
+        with torch.no_grad():
+            return [model(**batch).last_hidden_state.detach().clone() for batch in batches]
+
+    want = step(model)
+    ranks = weft.on_threads(
+        Layout.parse("tokens(zigzag): ring=2"),
+        lambda layout: step(parallelize(copy.deepcopy(model), layout, verify=False)),
+    )
+    for got in ranks:
+        for batch, g, w in zip(batches, got, want, strict=True):
+            seen = RIGHT if "attention_mask" in batch else torch.ones(len(w), LENGTH).bool()
+            assert (g - w)[seen].abs().max() < FP32 * w.abs().max()
+
+
+@split
 def test_pooled_rows_and_their_labels_are_whole():
     config = hf.BertConfig(
         **{n: v for n, v in SMALL.items() if n != "num_key_value_heads"},
@@ -634,6 +714,90 @@ def test_gathering_large_rows_is_a_warning(monkeypatch):
 
     with pytest.warns(UserWarning, match=r"full rows \(2, 47, 97\) are gathered"):
         weft.on_threads(Layout.parse("tokens: ring=2"), work)
+
+
+# -- what the configuration asks for --------------------------------------------------------------
+
+
+def decoded(model):
+    """Six tokens by a loop of hand, as people write it; and a prompt that is read in two parts."""
+    model.eval()
+    with torch.no_grad():
+        cache, ids, tokens = None, IDS[:1, :21], []
+        for _ in range(6):
+            out = model(input_ids=ids, past_key_values=cache)
+            cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            tokens.append(ids.item())
+        first = model(input_ids=IDS[:, :13]).past_key_values
+        second = model(input_ids=IDS[:, 13:], past_key_values=first)
+        return tokens, second.logits[:, -1].clone(), second.past_key_values.get_seq_length()
+
+
+@split
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("line", ["tokens: ring=1", "tokens(zigzag): ring=2"])
+def test_loops_of_hand_have_the_cache_of_the_configuration(name, line):
+    model = build(name)
+    tokens, last, length = decoded(copy.deepcopy(model))
+    ranks = weft.on_threads(
+        Layout.parse(line), lambda la: decoded(parallelize(copy.deepcopy(model), la, verify=False))
+    )
+    for got in ranks:
+        assert (got[0], got[2]) == (tokens, length)
+        assert (got[1] - last).abs().max() < FP32 * last.abs().max()
+
+
+@split
+def test_a_cache_that_is_not_there_raises_where_it_is_used():
+    """With gradients a call keeps no cache: its place in the outputs is as on one device."""
+
+    def work(layout, use):
+        own = parallelize(build("llama"), layout, verify=False)
+        out = own(input_ids=IDS, output_hidden_states=True)
+        assert list(out) == ["logits", "cache", "hidden_states"]
+        names = own(input_ids=IDS, output_hidden_states=True, return_dict=False)
+        assert [type(v).__name__ for v in names] == ["LazyRows", "Absent", "tuple"]
+        assert bool(out.cache) and not hasattr(out.cache, "dtype")
+        assert own(input_ids=IDS, use_cache=False).cache is None
+        use(own, out.cache)
+
+    uses = [
+        lambda own, cache: own(input_ids=IDS[:, :1], past_key_values=cache),
+        lambda own, cache: build("llama")(input_ids=IDS[:, :1], past_key_values=cache),
+        lambda own, cache: cache.get_seq_length(),
+        lambda own, cache: len(cache),
+        lambda own, cache: cache[0],
+        lambda own, cache: cache.layers,
+    ]
+    for use in uses:
+        message = "may be differentiated is split without one.*no_grad"
+        fails_on_every_rank(functools.partial(work, use=use), UnsupportedError, message)
+
+
+def test_the_configuration_asks_for_attention_weights():
+    def step(model):
+        loss = own_loss(model)
+        out = model(input_ids=IDS, output_hidden_states=True)
+        return loss, len(out.attentions), tuple(out.attentions[1].shape), len(out.hidden_states)
+
+    model = build("llama")
+    model.config.output_attentions = True  # which only eager attention may have
+    want, expected = one_device(model, step)
+    assert want[1] == 2
+    with pytest.warns(UserWarning, match="output_attentions in the configuration"):
+        got, grads = on_ranks(model, "tokens: ring=2", step)
+    assert got == (want,) * 2
+    assert gap(grads, expected) < FP64
+
+
+@split
+def test_the_configuration_says_how_outputs_are_given():
+    def work(layout):
+        own = parallelize(build("llama"), layout, verify=False)
+        own.config.return_dict = False
+        return type(own(input_ids=IDS, use_cache=False)).__name__
+
+    assert weft.on_threads(Layout.parse("tokens: ring=2"), work) == ["tuple"] * 2
 
 
 # -- calls that have no parts ---------------------------------------------------------------------

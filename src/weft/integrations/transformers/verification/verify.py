@@ -29,7 +29,7 @@ from ... import Foreign
 from ..batches import shard_batch
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
-from ..refused import CACHES
+from ..defaults import CACHES
 from ..whole import accepts_positions, base
 from .copies import Copies, InFP64, random_states_kept
 from .inputs import Trial, check_split_heads, options, random_batch, reduced, trials
