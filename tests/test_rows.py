@@ -275,14 +275,14 @@ def test_position_ids_that_start_anew_are_documents_only_without_cache(name):
 
     def step(model):
         with torch.no_grad():
-            made = [model(**batch).logits.detach().clone()]
+            made = [model(**batch).logits.detach() + 0]
         for options in ({}, {"use_cache": False}):
-            made.append(model(**batch, **options).logits.detach().clone())
+            made.append(model(**batch, **options).logits.detach() + 0)
         model.config.use_cache = False
-        made.append(model(**batch).logits.detach().clone())
+        made.append(model(**batch).logits.detach() + 0)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.config.use_cache = True
-        return [*made, model.train()(**batch).logits.detach().clone()]
+        return [*made, model.train()(**batch).logits.detach() + 0]
 
     want = step(copy.deepcopy(model).eval())
     assert (want[0] - want[2]).abs().max() > 0.01
@@ -332,7 +332,7 @@ def test_position_ids_of_encoders_are_positions_and_no_documents(name):
 
     def step(model):
         with torch.no_grad():
-            return [model(**batch).last_hidden_state.detach().clone() for batch in batches]
+            return [model(**batch).last_hidden_state.detach() + 0 for batch in batches]
 
     want = step(model)
     ranks = weft.on_threads(
@@ -630,7 +630,7 @@ def test_logits_that_are_given_a_gradient_after_they_were_read_have_it():
         logits[..., 0] = 0.5  # gathered, and changed
         logits.requires_grad_()
         smoothed(logits).backward()
-        return logits.grad.detach().clone()
+        return logits.grad.detach() + 0
 
     want = step(copy.deepcopy(model))
     ranks = weft.on_threads(
@@ -664,7 +664,7 @@ def test_logits_that_nobody_looks_at_are_never_gathered():
         own = parallelize(build("gpt2"), layout, verify=False)
         with weft.traffic(layout) as moved:
             out = own(input_ids=IDS, labels=LABELS)
-            lazy = out.logits.detach().clone().float()
+            lazy = out.logits.detach() + 0.float()
             assert (lazy.shape, lazy.dtype) == ((ROWS, LENGTH, VOCABULARY), torch.float32)
             assert (out.logits.requires_grad, lazy.requires_grad) == (True, False)
             assert len(out.logits) == ROWS
@@ -730,7 +730,7 @@ def decoded(model):
             tokens.append(ids.item())
         first = model(input_ids=IDS[:, :13]).past_key_values
         second = model(input_ids=IDS[:, 13:], past_key_values=first)
-        return tokens, second.logits[:, -1].clone(), second.past_key_values.get_seq_length()
+        return tokens, second.logits[:, -1] + 0, second.past_key_values.get_seq_length()
 
 
 @split
