@@ -342,7 +342,7 @@ def test_position_ids_of_encoders_are_positions_and_no_documents(name):
     for got in ranks:
         for batch, g, w in zip(batches, got, want, strict=True):
             seen = RIGHT if "attention_mask" in batch else torch.ones(len(w), LENGTH).bool()
-            assert (g - w)[seen].abs().max() < FP32 * w.abs().max()
+            assert (g - w)[seen].abs().max() < FP32 * w[seen].abs().max()
 
 
 @split
@@ -664,7 +664,7 @@ def test_logits_that_nobody_looks_at_are_never_gathered():
         own = parallelize(build("gpt2"), layout, verify=False)
         with weft.traffic(layout) as moved:
             out = own(input_ids=IDS, labels=LABELS)
-            lazy = out.logits.detach() + 0.float()
+            lazy = out.logits.detach().clone().float()
             assert (lazy.shape, lazy.dtype) == ((ROWS, LENGTH, VOCABULARY), torch.float32)
             assert (out.logits.requires_grad, lazy.requires_grad) == (True, False)
             assert len(out.logits) == ROWS
@@ -788,16 +788,6 @@ def test_the_configuration_asks_for_attention_weights():
         got, grads = on_ranks(model, "tokens: ring=2", step)
     assert got == (want,) * 2
     assert gap(grads, expected) < FP64
-
-
-@split
-def test_the_configuration_says_how_outputs_are_given():
-    def work(layout):
-        own = parallelize(build("llama"), layout, verify=False)
-        own.config.return_dict = False
-        return type(own(input_ids=IDS, use_cache=False)).__name__
-
-    assert weft.on_threads(Layout.parse("tokens: ring=2"), work) == ["tuple"] * 2
 
 
 # -- calls that have no parts ---------------------------------------------------------------------
