@@ -427,6 +427,59 @@ def test_hidden_states_and_routers_logits_are_whole():
     assert gap(grads, expected) < FP32
 
 
+EMBEDDINGS = torch.randn(ROWS, LENGTH, 32, generator=torch.Generator().manual_seed(1)).double()
+
+
+@split
+@pytest.mark.parametrize("line", [*LAYOUTS, "tokens: ring=3"])
+def test_gradients_of_full_inputs_are_full_on_every_rank(line):
+    """Of leaves and of tensors made on the way; weights' gradients are averaged as ever."""
+
+    def step(model):
+        leaf = EMBEDDINGS.clone().requires_grad_()
+        made = leaf * 1.5
+        made.retain_grad()
+        logits = model(inputs_embeds=made).logits
+        loss = logits[:, 5].sin().sum() + smoothed(logits)
+        (saliency,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        loss.backward()
+        return saliency, made.grad
+
+    model = build("gpt2")
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, line, step)
+    for every in got:
+        for g, w in zip(every, want, strict=True):
+            assert (g - w).abs().max() < FP64
+    assert gap(grads, expected) < FP64
+
+
+@split
+@pytest.mark.parametrize("rows", ["whole", "local"])
+def test_gradients_of_images_are_full_on_every_rank(rows):
+    config = hf.ViTConfig(**BERT | {"image_size": 32, "patch_size": 8})
+    torch.manual_seed(0)
+    model = hf.ViTModel(config, add_pooling_layer=False).double().eval()
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
+
+    def step(model):
+        x = pixels.clone().requires_grad_()
+        states = model(pixel_values=x).last_hidden_state
+        if rows == "local" and hasattr(model, "_weft"):
+            states = weft_states(model, states)
+        return torch.autograd.grad(states.sin().sum(), x)[0]
+
+    def weft_states(model, states):
+        return model._weft.layout.gather(states, {"tokens": 1})
+
+    want = step(copy.deepcopy(model))
+    for got in weft.on_threads(
+        Layout.parse("tokens: ring=2"),
+        lambda la: step(parallelize(copy.deepcopy(model), la, verify=False, rows=rows)),
+    ):
+        assert (got - want).abs().max() < FP32 * want.abs().max()
+
+
 # -- logits that nobody gathers -------------------------------------------------------------------
 
 
@@ -1077,6 +1130,133 @@ def test_restore_gives_the_model_back():
         assert (loss, gap(grads, want[1])) == (want[0], 0)
 
 
+class Halved(torch.nn.Module):
+    def forward(self, weight):
+        return 0.5 * weight
+
+
+def parametrized(model):
+    for layer in model.model.layers:
+        torch.nn.utils.parametrize.register_parametrization(
+            layer.self_attn.q_proj, "weight", Halved()
+        )
+    return model
+
+
+def with_fewer_layers(model):
+    model.model.layers = model.model.layers[:1]
+    return model
+
+
+def with_a_new_head(model):
+    head = torch.nn.Linear(32, VOCABULARY, bias=False).double()
+    head.weight.data.copy_(0.7 * model.model.embed_tokens.weight.data)
+    model.lm_head = head
+    return model
+
+
+@pytest.mark.parametrize("change", [parametrized, with_fewer_layers, with_a_new_head])
+def test_weights_with_other_names_since_generate_as_on_one_device(change):
+    model = build("llama").eval()
+    options = {"max_new_tokens": 5, "do_sample": False}
+    want = change(copy.deepcopy(model)).generate(IDS[:, :9], **options)
+
+    def work(layout):
+        own = change(parallelize(copy.deepcopy(model), layout, verify=False))
+        return torch.equal(own.generate(IDS[:, :9], **options), want)
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
+def test_a_configuration_that_models_share_is_left_alone():
+    """One made from the same object before, and one made since, run as ever; so does restore."""
+    kind, config = MODELS["llama"]
+    config = copy.deepcopy(config)
+    before = kind(config).double()
+    want = before(input_ids=IDS).logits
+
+    def work(layout):
+        shared = copy.deepcopy(config)
+        first, own = kind(shared).double(), kind(shared).double()
+        for model in (first, own):
+            model.load_state_dict(before.state_dict())
+        parallelize(own, layout, verify=False)
+        second = kind(shared).double()
+        second.load_state_dict(before.state_dict())
+        assert shared._attn_implementation == config._attn_implementation
+        assert own.config is own.model.config is own.model.layers[0].self_attn.config
+        own.config.use_cache = False
+        assert shared.use_cache
+        return [(m(input_ids=IDS).logits.detach() + 0) for m in (own, first, second, restore(own))]
+
+    for every in weft.on_threads(Layout.parse("tokens: ring=2"), work):
+        assert all((got - want).abs().max() < FP32 for got in every)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (hf.BertForMaskedLM, hf.BertConfig(**BERT)),
+        (hf.DistilBertForMaskedLM, ENCODERS["distilbert"][1]),
+        (hf.BertForTokenClassification, hf.BertConfig(**BERT, num_labels=VOCABULARY)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@split
+def test_cross_entropies_that_models_make_themselves_are_of_all_ranks(kind, config):
+    """With full rows and with local ones; other labels on each rank, and none on one of them."""
+    torch.manual_seed(0)
+    model = kind(copy.deepcopy(config)).double().eval()
+
+    def step(model):
+        loss = model(input_ids=IDS, labels=LABELS, num_items_in_batch=31).loss
+        model(input_ids=IDS[1:], labels=LABELS[1:], return_dict=False)[0].backward()
+        loss.backward()
+        return loss.item()
+
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens: tile=2x2", step)
+    assert max(abs(loss - want) for loss in got) < FP64
+    assert gap(grads, expected) < FP64
+
+    def local(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="local")
+        loss = own(**shard_batch({"input_ids": IDS, "labels": LABELS}, layout)).loss
+        own(**shard_batch({"input_ids": IDS[1:], "labels": LABELS[1:]}, layout)).loss.backward()
+        loss.backward()
+        layout.sync_gradients(own)
+        return loss.item(), gradients(own)
+
+    for loss, grads in weft.on_threads(Layout.parse("tokens: ring=2"), local):
+        assert abs(loss - want) < FP64
+        assert gap(grads, expected) < FP64
+
+
+def test_a_loss_of_a_ranks_own_tokens_is_refused_with_the_cure_of_full_rows():
+    class Weighted(hf.BertForMaskedLM):
+        def forward(self, labels=None, **kwargs):
+            out = super().forward(**kwargs)
+            out.loss = F.nll_loss(out.logits.log_softmax(-1).flatten(0, 1), labels.flatten())
+            return out
+
+    model = Weighted(hf.BertConfig(**BERT)).eval()
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own(input_ids=IDS, labels=IDS)
+
+    fails_on_every_rank(work, UnsupportedError, "loss of its full logits as on one device")
+
+
+def test_refuses_models_that_are_exported_or_traced():
+    own = parallelize(build("llama").eval(), Layout.single(), verify=False)
+    ids = {"input_ids": IDS, "use_cache": False}
+    with pytest.raises(UnsupportedError, match="exported or traced.*weft.restore"):
+        torch.export.export(own, (), ids, strict=False)
+    with pytest.raises(UnsupportedError, match="exported or traced"):
+        torch.jit.trace(own, example_kwarg_inputs={"input_ids": IDS})
+
+
 # -- packages around the model --------------------------------------------------------------------
 
 peft = pytest.importorskip("peft") if importlib.util.find_spec("peft") else None
@@ -1143,6 +1323,21 @@ def test_refuses_adalora_by_name():
 
     for work in (first, after):
         fails_on_every_rank(work, UnsupportedError, r"AdaLoRA: peft calls .*\.forward itself")
+
+
+@with_peft
+@pytest.mark.parametrize("end", ["merge_and_unload", "unload"])
+def test_adapters_that_are_gone_since_leave_a_model_that_generates(end):
+    model, options = build("llama").eval(), {"max_new_tokens": 5, "do_sample": False}
+    alone = getattr(adapted(copy.deepcopy(model), "LoraConfig", r=4), end)()
+    want = alone.generate(IDS[:, :9], **options)
+
+    def work(layout):
+        own = parallelize(adapted(copy.deepcopy(model), "LoraConfig", r=4), layout, verify=False)
+        assert own.config is own.get_base_model().config
+        return torch.equal(getattr(own, end)().generate(IDS[:, :9], **options), want)
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
 
 
 @with_peft

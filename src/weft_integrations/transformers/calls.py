@@ -88,7 +88,9 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         items, aux = call.fused.items, call.fused.aux
         output["loss"] = rows.fused_loss(output, items, call.layout, call.axis, aux)
     elif not call.pooled:
-        losses.check_loss(output, type(module).__name__, call.labelled)
+        losses.check_loss(
+            output, type(module).__name__, call.labelled, call.outputs is not None
+        )
     output = losses.plain(output)
     if call.absent:
         put_cache(output, call.absent)
@@ -151,6 +153,7 @@ class Calls:
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
+        refused.recorded(type(module).__name__, kwargs)
         call: ModelCall | WeftError
         state = consistency.NOTHING
         try:
@@ -279,6 +282,8 @@ class Calls:
         refused.arguments(kwargs, module, self.axis, self.splits_inside)
         if torch.is_grad_enabled():
             check_not_averaged(module, self.layout)  # its gradients are to be summed
+        if self.splits_inside:
+            kwargs |= rows.with_full_gradients(kwargs, self.layout, self.axis, averaged=False)
         keeps = keeps_cache(module, kwargs)
         call = self._complete(kwargs, batch or Batch(), type(module).__name__)
         call.absent = _OF_LOCAL_ROWS if keeps else ""
@@ -393,6 +398,7 @@ class Calls:
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
         refused.arguments(local, module, self.axis, self.splits_inside)
+        local = rows.with_full_gradients(local, self.layout, self.axis)
         if not self.splits_inside:
             local = rows.cut(local, self.layout, self.axis, cached, self.encoder)
             self._check_labels(kwargs, local["weft"], module)
@@ -447,7 +453,7 @@ class Calls:
         if self.pooled:
             refused.pooled_labels(kwargs, self.layout, name)
         else:
-            losses.choose_labels(kwargs, self.labels, name)
+            losses.choose_labels(kwargs, self.labels, name, self.layout)
         if "use_cache" in self.names or (self.recurrent and self.open):
             kwargs["use_cache"] = False  # a recurrent layer would be asked for its last state
         length, positions, last = batch.length or 0, None, 0

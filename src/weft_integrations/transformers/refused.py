@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from weft._torch import in_transform
+from weft._torch import in_transform, traced
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.losses.labels import IGNORED
@@ -48,6 +48,17 @@ def transform(name: str) -> None:
         raise UnsupportedError(
             f"{name} is called within a transform of torch.func (grad, vjp, vmap, jvp), which does "
             "not go through other ranks; use loss.backward() or torch.autograd.grad"
+        )
+
+
+def recorded(name: str, kwargs: dict) -> None:
+    """Raise where a call is recorded, as one rank's operations without the messages of the others."""
+    tensors = (v for v in kwargs.values() if isinstance(v, Tensor))
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or any(map(traced, tensors)):
+        raise UnsupportedError(
+            f"{name} is exported or traced (torch.export, torch.jit.trace, fake tensors), which"
+            " records the operations of one rank and no messages; export the model after"
+            " weft.restore(model)"
         )
 
 

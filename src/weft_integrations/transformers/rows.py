@@ -23,7 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.comm.collectives import partial_to_invariant, scale_backward
+from weft.comm.collectives import (
+    invariant_to_replicate,
+    partial_to_invariant,
+    scale_backward,
+)
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.losses.labels import shift_labels
@@ -102,6 +106,23 @@ def cut(
         full["shift_labels"] = shift_labels(full["labels"])
     local = sharded(full, layout, axis, documents, jumps=True)
     return local | {"weft": replace(local["weft"], by_positions=by_positions)}
+
+
+def with_full_gradients(
+    kwargs: Mapping[str, Any], layout: Layout, axis: str, averaged: bool = True
+) -> dict[str, Any]:
+    """The same arguments; a gradient of one is that of all ranks' tokens, on every rank.
+
+    A rank's own backward pass knows its tokens' part, times P where gradients are averaged.
+    """
+    dims, share = layout.shard_dims(axis), 1 / factor(layout, axis) if averaged else 1.0
+
+    def full(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()):
+            return x
+        return invariant_to_replicate(scale_backward(x, share), dims, layout.bound)
+
+    return {name: full(value) for name, value in kwargs.items()}
 
 
 def start_anew(kwargs: Mapping[str, Any]) -> bool:
