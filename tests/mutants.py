@@ -1035,8 +1035,8 @@ BUGS = (
     Bug(
         "a file's digest is not compared",
         "weft/checkpoint/folder.py",
-        "if _hash(path) != written.sha256:",
-        "if len(_hash(path)) != len(written.sha256):",
+        "if _hash(file) != written.sha256:",
+        "if len(_hash(file)) != len(written.sha256):",
         "cache storage checkpoint",
     ),
     Bug(
@@ -1049,8 +1049,8 @@ BUGS = (
     Bug(
         "blocks may overlap",
         "weft/checkpoint/folder.py",
-        "or not self.blocks or _overlap(self.blocks)",
-        "or not self.blocks",
+        "if not self.blocks or not _make_up(self.blocks, self.shape):",
+        "if not self.blocks or numbers != math.prod(self.shape):",
         "storage",
     ),
     Bug(

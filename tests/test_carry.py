@@ -16,6 +16,7 @@ import strides
 import torch
 import torch.utils.checkpoint
 from covering import covering
+from seeded import run_seeded
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,7 +30,6 @@ from weft.declare.orders import TokenOrder
 from weft.declare.strategy import Strategy
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.proof.seeded import run_seeded
 
 HEADS, KEY, VALUE, TAPS = 2, 3, 4, 4
 WIDTH = HEADS * (2 * KEY + VALUE)

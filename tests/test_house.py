@@ -19,7 +19,7 @@ SRC = ROOT / "src"
 #: Rooms from low to high, by the beginning of their modules' names; those of one line know nothing
 #: of each other. Of a room with plans and what carries them out, each part has its place.
 ROOMS = (
-    ("errors", "_version", "_doors", "_caching", "_pointwise"),
+    ("errors", "_opening", "_version", "_doors", "_caching", "_pointwise"),
     ("_terminal",),
     ("_torch", "_uploads"),
     ("_compile",),
@@ -304,6 +304,7 @@ def test_a_public_name_is_defined_once():
 #: Files of tests that have more than one module in view, and so are named after none.
 OTHER_TESTS = [
     "calls_of_users",
+    "idea",
     "composition",
     "inference",
     "input",
@@ -324,10 +325,12 @@ OTHER_TESTS = [
     "gpu",
     "two_nodes",
     "private",
+    "seeded",
     "accuracy",
     "clusters",
     "families",
     "gpu_benchmark",
+    "elastic",
     "kills",
     "standins",
     "volume",

@@ -11,7 +11,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ._compile import flattened, restored
 from ._digest import is_plain
 from ._torch import constant_in_graphs, in_graph, in_transform, with_tangent
 from .bias import Bias
+from .comm.once_differentiable import transformed
 from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .layout import Layout
@@ -32,7 +33,6 @@ from .plan.problem import Problem
 from .plan.sides import Side
 from .runtime import (
     calls,
-    functional,
     ops,  # noqa: F401 (registers torch.ops.weft)
 )
 from .runtime.alone import attend_alone
@@ -157,15 +157,14 @@ def attention(
     torch.Size([1, 2, 5, 4])
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if isinstance(q, DTensor) or in_transform():
+    if isinstance(q, DTensor):
         options: dict[str, Any] = {"layout": layout, "axis": axes, "mask": mask, "scale": scale}
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
         options |= {"kernel": kernel, "name": name}
-        if isinstance(q, DTensor):
-            _check_placed(q, k, v, options)
-            return attend_dtensors(attention, q, k, v, return_lse, options)
-        out, lse = _attend_in_transform(q, k, v, options)
-        return (out, lse) if return_lse else out
+        _check_placed(q, k, v, options)
+        return attend_dtensors(attention, q, k, v, return_lse, options)
+    if in_transform():
+        _refuse_transform(layout, axes, mask, bias)
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
@@ -200,21 +199,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _attend_in_transform(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, ...]:
-    """Output and logsumexp under a transform of `torch.func`, which must see all tensors."""
-    tensors = {name: options[name] for name in ("bias", "sinks")}
-    tensors = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """The call on tensors that carry no transform."""
-        arguments = {**options, **dict(zip(tensors, others))}
-        return attention(q, k, v, return_lse=True, **arguments)
-
-    if all(isinstance(t, Tensor) for t in (q, k, v)):
-        q, k, v = as_autocast(q, k, v)  # here, as the backward pass runs it again elsewhere
-    return functional.apply(run, q, k, v, *tensors.values())
+def _refuse_transform(
+    layout: Layout, axes: tuple[str, ...], mask: Mask | None, bias: Bias | Tensor | None
+) -> NoReturn:
+    """Refuse a call within a transform of `torch.func`, whose levels do not reach other ranks."""
+    _check_layout(layout)
+    error = transformed("weft.attention")
+    _refuse(layout, axes, mask, bias, error)
+    raise error
 
 
 def _bound(

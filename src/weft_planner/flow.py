@@ -83,7 +83,8 @@ class _Rank(Player):
             for t in step.begin:
                 (a, b), (c, d) = tile.transfer_rows(t)
                 gate = waits[t] = Gate()
-                kind = (t.mesh_dim, tile.backward, t.payload, t.source, t.target, t.ring_offset)
+                lane = t.mesh_dim, t.ring_offset % self.plan.sizes[t.mesh_dim]
+                kind = (lane, tile.backward, t.payload, t.source, t.target, t.ring_offset)
                 sent, came = (
                     payload_bytes(tile.plan, t.payload, tile.backward, n) if n else 0
                     for n in (b - a, d - c)
@@ -114,7 +115,7 @@ class _Rank(Player):
             for number in range(max(1, round(calls / (size - 1)))):
                 gate = Gate()
                 for offset in range(1, size):
-                    kind = (mesh_dim, *tag, label, number, offset)
+                    kind = ((mesh_dim, offset), *tag, label, number)
                     share = round(nbytes / calls)
                     self.send(gate, self._peer(mesh_dim, offset), kind, 0)
                     self.receive(gate, self._peer(mesh_dim, -offset), kind, share)

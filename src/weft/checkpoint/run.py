@@ -27,12 +27,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from .._opening import check_folder, open_to_lock
 from ..layout import Layout
 from . import folder as files
 from .folder import INDEX, PICKLED, CheckpointError, failing, read_index
@@ -117,7 +118,7 @@ class Checkpoints:
         if self._alone:
             yield
             return
-        locks: list[IO[str]] = []
+        locks: list[BinaryIO] = []
         on_first(self.layout, lambda: locks.append(_lock(self.folder)))
         self._alone = True
         try:
@@ -212,7 +213,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = step_folder(self.folder, step)
             try:
-                everywhere(self.layout, functools.partial(verify_share, path, self.layout))
+                everywhere(self.layout, functools.partial(_verify_step, path, self.layout))
             except CheckpointError as error:
                 damaged.append(str(error))
                 continue
@@ -251,6 +252,12 @@ class Checkpoints:
         return Loaded(number, notes if isinstance(notes, Mapping) else {}, path)
 
 
+def _verify_step(path: Path, layout: Layout) -> None:
+    with failing(path, "read"):
+        check_folder(path)
+    verify_share(path, layout)
+
+
 def verify_share(path: Path, layout: Layout) -> None:
     """Reads the index, and verifies this rank's share of the files; ranks' shares are all files."""
     index = read_index(path)
@@ -268,6 +275,12 @@ def complete_steps(folder: Path) -> list[int]:
         names = [p.name.removeprefix("step-") for p in folder.iterdir() if p.name[:5] == "step-"]
         numbers = (int(n) for n in names if n.isdecimal() and n.isascii() and len(n) < 19)
         return sorted(n for n in set(numbers) if (step_folder(folder, n) / INDEX).exists())
+
+
+def notes_of(path: Path) -> Mapping[str, Any]:
+    """The notes of the checkpoint in a folder; raises `CheckpointError` for a damaged one."""
+    notes = decode(read_index(path).values.get("notes", {}), f"{path}")
+    return notes if isinstance(notes, Mapping) else {}
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -294,7 +307,7 @@ def missing(folder: Path) -> str:
     return f"{folder} has no complete checkpoint to resume from"
 
 
-def _lock(folder: Path) -> IO[str]:
+def _lock(folder: Path) -> BinaryIO:
     """Takes a run's folder: until the file is closed, or its process ends, no other run gets it.
 
     Raises `CheckpointError` where another one has it, also after `LIMIT` seconds: a killed run's
@@ -302,7 +315,8 @@ def _lock(folder: Path) -> IO[str]:
     """
     with failing(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("w")
+    with failing(folder / LOCK, "written"):
+        file = open_to_lock(folder / LOCK)
     until = time.monotonic() + LIMIT
     while not _taken(file):
         if time.monotonic() > until:
@@ -315,7 +329,7 @@ def _lock(folder: Path) -> IO[str]:
     return file
 
 
-def _taken(file: IO[str]) -> bool:
+def _taken(file: BinaryIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -368,7 +382,9 @@ def _prepared(path: Path, world: Sequence[int]) -> str:
             " another folder"
         )
     with failing(path, "made"):
-        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(parents=True)
+        check_folder(path)
     return secrets.token_hex(4)
 
 

@@ -201,11 +201,13 @@ def _destination(out: Path | None, train: Path, test: Path, force: bool) -> Path
     out = writable_file(out or test.with_name(f"{plain.stem}-predicted.csv"))
     if out.exists() and any(path.exists() and out.samefile(path) for path in (train, test)):
         raise WeftError(f"--out {shown(str(out))} would replace an input; give another name")
-    if os.path.lexists(out) and not force:
-        link = f", a link to {shown(os.readlink(out))}" if out.is_symlink() else ""
+    if out.is_symlink():
         raise WeftError(
-            f"{shown(str(out))} exists{link}; --force replaces it, --out gives another name"
+            f"{shown(str(out))} is a link to {shown(os.readlink(out))}, which is not written"
+            " through; --out gives another name"
         )
+    if out.exists() and not force:
+        raise WeftError(f"{shown(str(out))} exists; --force replaces it, --out gives another name")
     return out
 
 
@@ -266,9 +268,10 @@ def _write(
     if out == STDOUT:
         table.to_csv(sys.stdout, index=False)
         return
-    with writing(out):
-        mode = "w" if force else "x"  # another program's file of this moment is no leftover of ours
-        table.to_csv(out, index=False, mode=mode)
+    # Without --force, another program's file of this moment is no leftover of ours.
+    with writing(out, new=not force) as partial:
+        inside = {"archive_name": out.stem} if out.suffix in (".zip", ".tar") else {}
+        table.to_csv(partial, index=False, compression={"method": "infer", **inside})
 
 
 def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.ndarray) -> str:

@@ -88,9 +88,7 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         items, aux = call.fused.items, call.fused.aux
         output["loss"] = rows.fused_loss(output, items, call.layout, call.axis, aux)
     elif not call.pooled:
-        losses.check_loss(
-            output, type(module).__name__, call.labelled, call.outputs is not None
-        )
+        losses.check_loss(output, type(module).__name__, call.labelled, call.outputs is not None)
     output = losses.plain(output)
     if call.absent:
         put_cache(output, call.absent)
@@ -351,9 +349,10 @@ class Calls:
             return None, f"{_NOT_MADE} on a reproducible layout"
         if any(m.__dict__.get("_compiled_call_impl") is not None for m in module.modules()):
             return None, f"{_NOT_MADE} by compiled layers; {_MAKE_ONE}"
-        if not cache_name(module) or not getattr(
-            module, "_supports_default_dynamic_cache", lambda: True
-        )():
+        if (
+            not cache_name(module)
+            or not getattr(module, "_supports_default_dynamic_cache", lambda: True)()
+        ):
             return None, f"{_NOT_MADE} of this model; weft.restore(model) gives one device's"
         try:
             cache = ShardedCache(module)

@@ -52,7 +52,7 @@ def keeps_cache(model: Foreign, kwargs: Mapping[str, Any]) -> bool:
     if recomputed and torch.is_grad_enabled():
         return False
     if "is_decoder" in inspect.unwrap(type(below).forward).__code__.co_names:
-        # An encoder, until its configuration says otherwise; as a decoder with a loss it keeps none.
+        # An encoder, unless its configuration says otherwise; with a loss a decoder keeps none.
         labelled = kwargs.get("labels") is not None and below is not model
         return bool(getattr(below.config, "is_decoder", False)) and not labelled
     return True
@@ -96,7 +96,7 @@ class Absent:
         return f"Absent({self.reason!r})"
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") or not hasattr(DynamicCache, name) and name != "layers":
+        if name.startswith("__") or (not hasattr(DynamicCache, name) and name != "layers"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.raise_()
 

@@ -37,6 +37,7 @@ USE_LOGITS = (
     "call it without labels, and make the loss of its logits: layout.mean(sum, count), or "
     "weft_integrations.transformers.token_loss"
 )
+USE_FULL_LOGITS = "call it without labels, and make the loss of its full logits as on one device"
 
 
 def labels_of(model: Foreign) -> str:
@@ -139,8 +140,8 @@ class Replicated(Tensor):
 class TokenLabels(Tensor):
     """Labels of this rank's tokens, of which a model makes a cross-entropy by itself.
 
-    `cross_entropy` of them is that of all ranks' tokens, and replicated; flattened they stay labels.
-    Of anything else they are an ordinary tensor, so that a loss made so is a rank's own.
+    `cross_entropy` of them is that of all ranks' tokens, and replicated; flattened they stay
+    labels. Of anything else they are an ordinary tensor, so that a loss made so is a rank's own.
     """
 
     on: Layout

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft._torch import in_transform, traced
+from weft.comm.once_differentiable import transformed
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.losses.labels import IGNORED
@@ -45,14 +46,11 @@ def another_attention(modules: Sequence[Foreign], implementation: str) -> None:
 def transform(name: str) -> None:
     """Raise within a transform of `torch.func`, whose levels do not reach other ranks."""
     if in_transform():
-        raise UnsupportedError(
-            f"{name} is called within a transform of torch.func (grad, vjp, vmap, jvp), which does "
-            "not go through other ranks; use loss.backward() or torch.autograd.grad"
-        )
+        raise transformed(name)
 
 
 def recorded(name: str, kwargs: dict) -> None:
-    """Raise where a call is recorded, as one rank's operations without the messages of the others."""
+    """Raise where a call is recorded: one rank's operations, without messages."""
     tensors = (v for v in kwargs.values() if isinstance(v, Tensor))
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or any(map(traced, tensors)):
         raise UnsupportedError(
@@ -92,7 +90,7 @@ def attentions(kwargs: dict, model: Foreign) -> None:
     """Raise where attention weights are asked for, by an argument or by the configuration."""
     if asked(model, kwargs, "output_attentions"):
         where = "" if kwargs.get("output_attentions") else " in the configuration"
-        raise UnsupportedError(f"output_attentions{where}: no rank ever holds the attention weights")
+        raise UnsupportedError(f"output_attentions{where}: no rank ever holds the weights")
 
 
 def arguments(kwargs: dict, model: Foreign, axis: str, splits_inside: bool) -> None:

@@ -68,7 +68,11 @@ def check_context_group(layout: Layout, axis: str) -> None:
 
 
 def cut(
-    kwargs: Mapping[str, Any], layout: Layout, axis: str, cached: bool = False, encoder: bool = False
+    kwargs: Mapping[str, Any],
+    layout: Layout,
+    axis: str,
+    cached: bool = False,
+    encoder: bool = False,
 ) -> dict[str, Any]:
     """This rank's part of a call's full rows, as keyword arguments with their `weft=Batch`.
 

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from weft.checkpoint.folder import CheckpointError, failing
+from weft._opening import replacing
+from weft.checkpoint.folder import CheckpointError, failing, open_tensors
 from weft.checkpoint.shards import (
     MODEL,
     Shard,
@@ -77,9 +77,8 @@ def save_pretrained(model: Model, path: str | Path, notes: Mapping[str, Any] | N
         }
         with failing(path, "written"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            made = path.with_name(f"{path.name}.tmp")
-            save_file(tensors, made, metadata={"weft": json.dumps(facts)})
-            made.replace(path)
+            with replacing(path) as partial:
+                save_file(tensors, partial, metadata={"weft": json.dumps(facts)})
 
     on_first(layout, write)
     return path
@@ -111,7 +110,7 @@ def from_pretrained(
     'pair'
     """
     path, spec = _path(name_or_path), pretrained_spec(name_or_path)
-    with failing(path, "read"), safe_open(path, "pt") as file:
+    with failing(path, "read"), open_tensors(path, links=True) as file:
         if dtype is None:
             dtype = next((file.get_tensor(name).dtype for name in file.keys()), None)  # noqa: SIM118
     model = compose(spec, layout, device=device, dtype=dtype)
@@ -138,7 +137,7 @@ def read_notes(path: str | Path) -> dict[str, Any]:
     Raises `CheckpointError` if the file is missing, damaged or not of weft.
     """
     with failing(Path(path), "read"):
-        with safe_open(path, "pt") as file:
+        with open_tensors(Path(path), links=True) as file:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             raise CheckpointError(
@@ -174,7 +173,7 @@ def _path(name_or_path: str | Path) -> Path:
 @torch.no_grad()
 def _fill(path: Path, parts: Mapping[str, Shard]) -> None:
     """Copies this rank's parts of the stored tensors into the model's; all must be finite."""
-    with failing(path, "read"), safe_open(path, "pt") as file:
+    with failing(path, "read"), open_tensors(path, links=True) as file:
         names = {*file.keys()}
         if names != parts.keys():
             odd = sorted(names ^ parts.keys())[0]
