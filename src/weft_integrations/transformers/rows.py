@@ -203,15 +203,24 @@ class Outputs:
                 "rows cannot be made of them; parallelize with rows='local'"
             )
         if self.layout.size(self.axis) > 1:
+            made: list[tuple[Tensor, Tensor]] = []
             for name in list(output):
-                output[name] = self._entry(name, output[name], length)
+                output[name] = self._entry(name, output[name], length, made)
         return output
 
-    def _entry(self, name: str, value: Any, length: int) -> Any:
+    def _entry(self, name: str, value: Any, length: int, made: list[tuple[Tensor, Tensor]]) -> Any:
         if isinstance(value, tuple | list):
-            return type(value)(self._entry(name, v, length) for v in value)
+            return type(value)(self._entry(name, v, length, made) for v in value)
         if not isinstance(value, Tensor):
             return value
+        # The last hidden state is in `hidden_states`, too: one tensor stays one.
+        rows = next((full for local, full in made if local is value), None)
+        if rows is None:
+            rows = self._tensor(name, value, length)
+            made.append((value, rows))
+        return rows
+
+    def _tensor(self, name: str, value: Tensor, length: int) -> Tensor:
         if name in POOLED_OUTPUTS or (self.pooled and name in ("logits", "loss")):
             return recorded(value, self.entered)  # every rank computes them of gathered states
         if value.dim() == 0 or name == "router_logits":
