@@ -149,15 +149,15 @@ BUGS = (
     Bug(
         "a convolution reaches into the document before",
         "weft/carry/fragments.py",
-        "max(document, start - columns) - 1, -1)",
-        "max(0, start - columns) - 1, -1)",
+        "bordered(a - document, b - document, length, window.border)",
+        "bordered(a - document, b - document, edges[-1], window.border)",
         "carry",
     ),
     Bug(
         "columns to the left are zeros",
         "weft/carry/pieces.py",
-        "left[i] = halo.narrow(dim, at * columns, columns)",
-        "left[i] = 0 * halo.narrow(dim, at * columns, columns)",
+        "strips = iter(halo.split(sizes, dim))",
+        "strips = iter((0 * halo).split(sizes, dim))",
         "carry",
     ),
     Bug(

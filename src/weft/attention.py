@@ -28,9 +28,8 @@ from .layout import Layout
 from .masks import FULL, Mask, check_mask
 from .plan.call import Call, Length, read_length
 from .plan.order import positions
-from .plan.plan import Plan, shard_batches
-from .plan.problem import Problem
-from .plan.sides import Side
+from .plan.plan import score_tile
+from .plan.problem import shard_batches
 from .runtime import (
     calls,
     ops,  # noqa: F401 (registers torch.ops.weft)
@@ -291,7 +290,7 @@ def _refuse(
     bias: Bias | Tensor | None,
     error: WeftError,
 ) -> None:
-    """Tell the ranks that a call of this mask and bias over these axes asks, or over any known."""
+    """Abort the call on all participating ranks; of unknown axes, on those of any axis."""
     if not layout.is_bound:
         return
     asked: dict[str, Any] = {"bias": bias if isinstance(bias, Bias) else None}
@@ -422,30 +421,14 @@ def tile_of_bias(
     batches: tuple[int, ...],
 ) -> Tensor:
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
-    lengths = tuple(bias.shape[2:]) if length is None else length
-    heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
-    local = heads // layout.size("heads")
-    problem = Problem(
-        axes=axes,
-        lengths=read_length(axes, lengths) or (),
-        batch=batches[layout.rank] if batches else 1,
-        heads=local,
-        kv_heads=local,
-        head_dim=1,
-        value_dim=1,
-        dtype=bias.dtype,
-        device=bias.device.type,
-        batches=batches,
-        bias_tensor=True,
-    )
-    plan = Plan(layout.unbound, problem, layout.coords)
-    rows, columns = (positions(plan.forward.tile_spans(side), bias.device) for side in Side)
-    tile = bias.index_select(2, rows).index_select(3, columns)
-    if bias.shape[1] > 1:
-        tile = tile.index_select(1, positions(plan.compute.query.head_spans, bias.device))
-    if bias.shape[0] > 1:
-        tile = tile.index_select(0, positions(plan.compute.query.batch_spans, bias.device))
-    return tile
+    lengths = read_length(axes, tuple(bias.shape[2:]) if length is None else length) or ()
+    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
+    where = layout.unbound, axes, lengths, layout.coords
+    tile = score_tile(*where, heads, batches, bias.dtype, bias.device.type)
+    for dim, spans in ((2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)):
+        if dim > 1 or bias.shape[dim] > 1:
+            bias = bias.index_select(dim, positions(spans, bias.device))
+    return bias
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,8 @@
 """Calls on bound layouts: planned, agreed on by the ranks that communicate, found by handle.
 
 A custom op takes tensors and plain values, so a call is given to it by name, as torch gives
-process groups by name. Calls are kept by those who use them: an eager call while it runs and until
-its backward pass, a traced one for as long as the process, since its graph knows the name alone.
+process groups by name. Lifetime: an eager call lives until its backward pass; a traced call
+lives for the process, because its graph holds only its name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.plan import Plan
-from ..plan.problem import Problem
+from ..plan.problem import LocalProblem
 from . import checks, handles
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class BoundCall:
         """The plan for tensors of a rest shape, (b, h, n, g, m, d, e); `batches` of all ranks."""
         b, h, n, g, m, d, e = (int(x) for x in rest)
         c = self.call
-        problem = Problem(
+        problem = LocalProblem(
             axes=c.axes,
             lengths=c.lengths(self.layout.unbound, n, m),
             batch=b,
@@ -312,8 +312,8 @@ class BoundCall:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The local batch of every rank, and how many samples its bias is of.
 
-        `along` has those of the ranks that take part; a rank that does not has those of one like
-        it.
+        `along` maps participating ranks to (batch, bias samples); other ranks copy a peer with the
+        same coordinates.
         """
         sizes, by_place = self.transport.sizes, {}
         for rank, numbers in along.items():
@@ -360,7 +360,7 @@ def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
 
 
 def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
-    """A call's name, which it has while it lives; for a graph with the `gradients` it wants."""
+    """Handle of a call, valid while it lives; for a graph, of a copy that fixes `gradients`."""
     if gradients is not None:
         bound = BoundCall(bound.layout, bound.call)  # a separate one: layouts share theirs
         bound.gradients, bound.origin = gradients, origin()

@@ -91,10 +91,10 @@ class Views:
 
     @functools.cached_property
     def _contexts(self) -> dict:
-        """Mask contexts by what they cover: kept by the plan, which the mask's data are a part of.
+        """Cache of mask contexts by block.
 
-        Those of functions are kept by the mask or the bias, for what the functions see now. So no
-        cache of weft's keeps a function, or its captured values, longer than its user does.
+        Masks of plain data are cached on the plan, masks with functions on the mask or the bias: so
+        no cache of weft keeps a function, or its captured values, longer than its user does.
         """
         if not self.call.has_functions:
             return self.tile.mask_contexts

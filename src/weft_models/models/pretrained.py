@@ -19,6 +19,7 @@ from torch import nn
 
 from weft._opening import replacing
 from weft.checkpoint.folder import CheckpointError, failing, open_tensors
+from weft.checkpoint.same_files import agree_on_file
 from weft.checkpoint.shards import (
     MODEL,
     Shard,
@@ -35,7 +36,7 @@ from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
 
 from ..declare.model_file import ModelSpec
-from .composer import compose
+from .composer import bound_layout, compose
 from .model import Model
 
 FORMAT = "weft weights 1"
@@ -100,16 +101,20 @@ def from_pretrained(
         dtype: of the weights, default the file's.
 
     Raises:
-        DeclarationError: no such file.
-        CheckpointError: on every rank, if it is damaged, not of weft, or has weights that are not
-            finite.
+        DeclarationError: on every rank, if one of them has no such file.
+        CheckpointError: on every rank, if ranks have files of other contents, or the file is
+            damaged, not of weft, or has weights that are not finite.
 
     >>> import tempfile
     >>> path = save_pretrained(compose("pair"), tempfile.mkdtemp() + "/pair.safetensors")
     >>> from_pretrained(path, dtype=torch.float64).spec.head
     'pair'
     """
-    path, spec = _path(name_or_path), pretrained_spec(name_or_path)
+    layout = bound_layout(layout)
+    everywhere(layout, lambda: _path(name_or_path) and None)
+    path = _path(name_or_path)
+    agree_on_file(layout, path)
+    spec = pretrained_spec(name_or_path)
     with failing(path, "read"), open_tensors(path, links=True) as file:
         if dtype is None:
             dtype = next((file.get_tensor(name).dtype for name in file.keys()), None)  # noqa: SIM118

@@ -101,7 +101,7 @@ def _plain(column: pd.Series) -> pd.Series:
 
 
 def _kind(column: pd.Series) -> str:
-    """What a column holds: numbers, dates, durations or text."""
+    """Kind of a column: numbers, dates, durations or text."""
     import pandas as pd
     from pandas.api import types
 
@@ -172,7 +172,7 @@ def _codes(column: pd.Series, known: list[str]) -> np.ndarray:
 
 
 def _meaning(text: str) -> Decimal | str:
-    """What spellings of one number, to the last digit, or of one truth value have in common.
+    """Common form of all spellings of one number, to the last digit, or of one truth value.
 
     >>> _meaning("01") == _meaning("1.0"), _meaning("TRUE"), _meaning("Red")
     (True, 'true', 'Red')

@@ -121,6 +121,7 @@ def fit(
     _check_reproducible(plan, layout)
     inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     layout = inner.layout
+    layout.bound.agree("the run", _described(spec, seed, dtype, resume, evaluate_tables))
     model = inner if plan.gradients == "sync" else data_parallel(inner, layout, plan.gradients)
     options = plan.model_dump(include={"lr", "betas", "weight_decay"})
     optimizer = torch.optim.AdamW(model.parameters(), **options)
@@ -159,6 +160,13 @@ def fit(
             monitor.results(run.results, plan.steps)
             monitor.print(results_table(run.results))
     return run
+
+
+def _described(spec: ModelSpec, seed: int, dtype: Any, resume: bool, tables: bool) -> str:
+    """A run's arguments in words, for a comparison between ranks."""
+    train = ", ".join(f"{key} {value}" for key, value in spec.train.model_dump(mode="json").items())
+    settings = f"seed {seed}, dtype {dtype}, resume {resume}, evaluate {tables}"
+    return f"model {spec.name} [{spec_digest(spec)[:8]}], {settings}, {train}"
 
 
 def _check_reproducible(plan: TrainSpec, layout: Layout) -> None:
@@ -215,7 +223,7 @@ def _start(
     optimizer: torch.optim.Optimizer,
     facts: Mapping[str, object],
 ) -> int:
-    """How many steps are done: 0 in a new run, else those of the checkpoint it goes on from."""
+    """Number of steps done: 0 in a new run, else those of the checkpoint it goes on from."""
     if checkpoints is None:
         if resume:
             raise WeftError("resume=True needs checkpoint_dir, the folder to resume from")
