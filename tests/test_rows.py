@@ -509,6 +509,7 @@ USES = {
     # name: a loss of logits, and whether they are gathered
     "label smoothing": (smoothed, False),
     "log-probabilities": (selected, False),
+    "probabilities": (lambda x: x.softmax(-1).gather(-1, IDS[..., None]).mean(), False),
     "cross-entropy": (crossed("mean"), False),
     "smoothed cross-entropy": (crossed("sum", label_smoothing=0.1), False),
     "cross-entropy of tokens": (crossed("none"), False),
@@ -1232,22 +1233,6 @@ def test_cross_entropies_that_models_make_themselves_are_of_all_ranks(kind, conf
     for loss, grads in weft.on_threads(Layout.parse("tokens: ring=2"), local):
         assert abs(loss - want) < FP64
         assert gap(grads, expected) < FP64
-
-
-def test_a_loss_of_a_ranks_own_tokens_is_refused_with_the_cure_of_full_rows():
-    class Weighted(hf.BertForMaskedLM):
-        def forward(self, labels=None, **kwargs):
-            out = super().forward(**kwargs)
-            out.loss = F.nll_loss(out.logits.log_softmax(-1).flatten(0, 1), labels.flatten())
-            return out
-
-    model = Weighted(hf.BertConfig(**BERT)).eval()
-
-    def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
-        own(input_ids=IDS, labels=IDS)
-
-    fails_on_every_rank(work, UnsupportedError, "loss of its full logits as on one device")
 
 
 def test_refuses_models_that_are_exported_or_traced():
