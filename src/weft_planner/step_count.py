@@ -160,7 +160,7 @@ def _count(
             return saved
 
         bound = {id(each.bound): each for each in work.layouts}  # once where they share it
-        watches = [each.bound.watch() for each in bound.values()]
+        watches = [each.bound.watches.begin() for each in bound.values()]
         with (
             _each(bound.values()) as forward,
             saved_tensors_hooks(keep, lambda saved: saved),
@@ -175,7 +175,7 @@ def _count(
                 work.finish()
             reports["gradients"] = sums
         for each, watch in zip(bound.values(), watches):
-            each.bound.unwatch(watch)
+            each.bound.watches.end(watch)
     nbytes = sum(local_tensor(weight).nbytes for weight in weights)
     moved = [each for when, per in reports.items() for each in _moved(when, per)]
     if gradients != "sync":

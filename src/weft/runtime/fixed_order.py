@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import Transport
-from ..comm.channel import Channel
+from ..comm.transport import Messages
 from ..plan.leaves import Node, depth
 from ..same_bits.sums import largest
 from .merging import empty_by_token, empty_like_query
@@ -197,7 +196,7 @@ class GridSum:
 
 
 def gradient_bounds(
-    transport: Transport | Channel,
+    transport: Messages,
     mesh_dims: Iterable[str],
     scale: float,
     tokens: tuple[int, int],

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..comm import Shuffle, Transport
-from ..comm.channel import Channel
 from ..comm.once_differentiable import once
+from ..comm.transport import Messages
 
 #: Bits of a factor: the norm of a column has so many.
 FACTOR_BITS = 26
@@ -42,7 +42,7 @@ SQUARE_BITS = 24 - CHUNK.bit_length() + 1
 ROWS, COLUMNS = 32, 16
 
 
-def largest(transport: Transport | Channel, mesh_dim: str, values: Tensor) -> Tensor:
+def largest(transport: Messages, mesh_dim: str, values: Tensor) -> Tensor:
     """The largest of each number among the ranks along a mesh dim."""
     ranks, each = transport.sizes[mesh_dim], values.numel()
     sent = values.flatten().repeat(ranks)
