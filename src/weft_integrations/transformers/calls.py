@@ -151,7 +151,7 @@ class Calls:
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
-        refused.recorded(type(module).__name__, kwargs)
+        refused.exported(type(module).__name__, kwargs)
         call: ModelCall | WeftError
         state = consistency.NOTHING
         try:

@@ -7,10 +7,8 @@ an `Absent` one, which raises where it is used.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import inspect
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -45,7 +43,7 @@ def asked(model: Foreign, kwargs: Mapping[str, Any], name: str) -> bool:
 
 def keeps_cache(model: Foreign, kwargs: Mapping[str, Any]) -> bool:
     """True if on one device a call makes a cache: no argument has one, and it is asked for."""
-    if not asked(model, kwargs, "use_cache") or not _may_cache(type(model), type(base(model))):
+    if not asked(model, kwargs, "use_cache") or not _may_cache(model, base(model)):
         return False
     below = base(model)
     recomputed = getattr(below, "gradient_checkpointing", False) and below.training
@@ -64,10 +62,10 @@ def cache_name(model: Foreign) -> str:
     return next((name for name in reversed(CACHES) if name in names), "")
 
 
-@functools.cache
-def _may_cache(*kinds: type) -> bool:
+def _may_cache(*models: Foreign) -> bool:
     """True if a model, or that below its head, has an argument that asks for a cache."""
-    return any("use_cache" in inspect.signature(kind.forward).parameters for kind in kinds)
+    forwards = (type(model).forward for model in models)
+    return any("use_cache" in inspect.signature(forward).parameters for forward in forwards)
 
 
 def differentiated(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -113,15 +111,13 @@ class Absent:
         self.raise_()
 
 
-def put_cache(output: MutableMapping[str, Any], reason: str) -> None:
+def put_cache(output: Any, reason: str) -> None:
     """Give an output by name an `Absent` cache, where it has a place for one."""
-    if not dataclasses.is_dataclass(output):
-        return
-    names = [field.name for field in dataclasses.fields(output)]
+    names = [*getattr(output, "__dataclass_fields__", ())]
     name = next((n for n in reversed(CACHES) if n in names), None)
     if name is None or output.get(name) is not None:
         return
     behind = [n for n in output if names.index(n) > names.index(name)]
     output[name] = Absent(reason)
     for other in behind:  # by position as on one device
-        output.move_to_end(other)  # type: ignore[attr-defined]  # of ordered outputs
+        output.move_to_end(other)

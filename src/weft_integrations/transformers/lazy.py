@@ -144,11 +144,11 @@ class LazyRows(Tensor):
 
     def whole(self) -> Tensor:
         """All rows as an ordinary tensor, gathered once; every rank of the group calls it."""
-        if self._whole is None and self._of_rows is None:
+        if self._whole is None and self._of_rows is not None:
+            self._whole = self._viewing(self._of_rows)
+        elif self._whole is None:
             with torch.set_grad_enabled(self.requires_grad):
                 self._whole = self._gather()
-        elif self._whole is None:
-            self._whole = self._viewing(self._of_rows)
         elif self.requires_grad and not self._whole.requires_grad:  # since `requires_grad_`
             with torch.enable_grad():
                 self._whole = _Required.apply(self, self._whole)

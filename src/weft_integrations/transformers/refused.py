@@ -49,7 +49,7 @@ def transform(name: str) -> None:
         raise transformed(name)
 
 
-def recorded(name: str, kwargs: dict) -> None:
+def exported(name: str, kwargs: dict) -> None:
     """Raise where a call is recorded: one rank's operations, without messages."""
     tensors = (v for v in kwargs.values() if isinstance(v, Tensor))
     if torch.compiler.is_exporting() or torch.jit.is_tracing() or any(map(traced, tensors)):
