@@ -79,6 +79,7 @@ class TileView:
     mask_context: MaskContext | None = None
     varlen_segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
     overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
+    fixed_blocks: bool = False  # the same bits whatever else is in the call, and wherever it lies
 
 
 class Kernel(abc.ABC):
