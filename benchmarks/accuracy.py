@@ -63,7 +63,7 @@ from benchmarks import accuracy_report, real_tables
 from benchmarks.accuracy_plot import plot
 from benchmarks.real_tables import RealTable
 from benchmarks.timing import RESULTS
-from weft.tables.scores import auc
+from weft_models.tables.scores import auc
 
 FOLDS, TRAIN_ROWS, TEST_ROWS, SEED = 5, 1000, 500, 0
 FLOOR = 1e-4
@@ -218,7 +218,7 @@ def ours(checkpoint: str | None, n_estimators: int | None, threads: int) -> tupl
     import torch
 
     import weft
-    from weft.tables.source import SHIPPED, Source
+    from weft_models.tables.source import SHIPPED, Source
 
     torch.set_num_threads(threads)
     model = Source(checkpoint).model

@@ -27,9 +27,9 @@ from torch import nn
 import weft
 from weft import Causal, Layout
 from weft.errors import WeftError
-from weft.integrations.transformers import shard_batch
-from weft.models import ModelSpec
-from weft.train.same_bits import Trace, first_other_bits, trace
+from weft_integrations.transformers import shard_batch
+from weft_models.models import ModelSpec
+from weft_models.train.same_bits import Trace, first_other_bits, trace
 
 RESULTS = Path(__file__).parent / "results" / "bits.json"
 STEPS = 20

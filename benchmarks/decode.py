@@ -25,7 +25,7 @@ import torch
 import transformers
 
 import weft
-from weft.integrations.transformers import ShardedCache
+from weft_integrations.transformers import ShardedCache
 
 RESULTS = Path(__file__).parent / "results" / "decode.md"
 TOKENS, HEADS, HEAD_DIM, LAYERS = 24, 8, 64, 4

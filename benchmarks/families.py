@@ -1,7 +1,7 @@
 """Which model families of the installed transformers are exact under weft: a table.
 
 Every causal, masked and vision family is built with random weights and a tiny configuration, and
-`weft.integrations.transformers.verify` compares it with itself on two layouts.
+`weft_integrations.transformers.verify` compares it with itself on two layouts.
 
     python -m benchmarks.families --write          # all, and writes docs/families.md
     python -m benchmarks.families llama bert       # some, printed
@@ -27,7 +27,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from weft import Layout
 from weft.errors import RankError, WeftError
-from weft.integrations.transformers import verify
+from weft_integrations.transformers import verify
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 VERDICTS = ("exact", "refused", "not tried", "FAILED")
@@ -269,7 +269,7 @@ def page(rows: list[Row]) -> str:
         "# Model families",
         f"Every causal, masked and vision family of transformers {transformers.__version__}, with\n"
         "random weights and a tiny configuration, compared with itself by "
-        "`weft.integrations.transformers.verify` on "
+        "`weft_integrations.transformers.verify` on "
         + " and ".join(f"`{x}`" for x in LAYOUTS)
         + '. Made by `python -m benchmarks.families --write`. "exact": outputs, loss and '
         'gradients agree to rounding. "refused": `parallelize` raises, and says why. "not '

@@ -30,10 +30,10 @@ from pathlib import Path
 import typer
 
 import weft
-from weft.cli import app
 from weft.declare import catalog
 from weft.declare.hardware import Hardware
-from weft.declare.model_file import ModelSpec
+from weft_cli.cli import app
+from weft_models.declare.model_file import ModelSpec
 
 from .fuzz_folders import Folders
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import weft
 from weft.checkpoint import Checkpoints, SafetensorsReader
-from weft.inspect.blackbox import describe_run, load_records
 from weft.launch.trace import Trace
-from weft.models import KeyValueCache, ModelSpec, compose, from_pretrained, save_pretrained
+from weft_cli.inspect.blackbox import describe_run, load_records
+from weft_models.models import KeyValueCache, ModelSpec, compose, from_pretrained, save_pretrained
 
 #: Values that take the place of any in a JSON document.
 ODD: tuple[Any, ...] = (

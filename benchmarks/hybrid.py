@@ -97,7 +97,7 @@ def part(title: str, lines: list[str], write: bool) -> None:
 def on_rank(rank: int, line: str, tokens: int, port: int, pipe: Connection) -> None:
     """One of two ranks: a step per message."""
     import weft
-    from weft.integrations.transformers import shard_batch
+    from weft_integrations.transformers import shard_batch
 
     torch.set_num_threads(1)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -148,7 +148,7 @@ def measure(line: str, tokens: int, repeats: int) -> str:
 def state_bytes(line: str, lengths: tuple[int, ...]) -> list[str]:
     """Rows of the bytes that rank 0 sends per recurrent layer and sequence."""
     import weft
-    from weft.integrations.transformers import shard_batch
+    from weft_integrations.transformers import shard_batch
 
     layout = weft.Layout.parse(line)
     model = build().model
@@ -175,7 +175,7 @@ def peak(rank: int, ranks: int, tokens: int, port: int, pipe: Connection) -> Non
     import resource
 
     import weft
-    from weft.integrations.transformers import shard_batch
+    from weft_integrations.transformers import shard_batch
 
     torch.set_num_threads(1)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

@@ -103,8 +103,8 @@ def train(folder: str, begins, with_tables: bool) -> None:
 
     from weft import Layout
     from weft.checkpoint import folder as files
-    from weft.models import ModelSpec
-    from weft.train import trainer
+    from weft_models.models import ModelSpec
+    from weft_models.train import trainer
 
     torch.set_num_threads(1)
     spec = ModelSpec.load("tabular")

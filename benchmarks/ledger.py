@@ -8,7 +8,7 @@ hosts in network namespaces of one Linux machine of 2 cores. Three constants of 
 measured by themselves but fitted, on the rows of 4 hosts alone (`use` calibrate). Published rows
 are those of `benchmarks/published.csv`. Rows to calibrate and rows that are predicted are never
 averaged together. Needs nothing but these files. Writes benchmarks/results/ledger.md and .json, and
-src/weft/planner/ledger.json, from which `weft.planner.ledger` answers.
+src/weft_planner/ledger.json, from which `weft_planner.ledger` answers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from weft import Layout
 from weft.declare.hardware import Hardware
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
-from weft.planner.flow import time_call
+from weft_planner.flow import time_call
 
 RESULTS = Path(__file__).parent / "results"
 #: Fitted on the rows of 4 hosts: flop/s of a core, the share of a link's rate that payload gets,
@@ -47,7 +47,7 @@ PUBLISHED_APART = 0.02
 #: Sets in which some row is further off than this say why.
 OFF = 0.15
 #: What `weft plan` prints of sets.
-SUMMARY = Path(published.HERE).parent / "src" / "weft" / "planner" / "ledger.json"
+SUMMARY = Path(published.HERE).parent / "src" / "weft_planner" / "ledger.json"
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _line(group: Group) -> str:
 
 
 def summary(groups: list[Group]) -> list[dict]:
-    """What `weft.planner.ledger` knows of sets on named hardware."""
+    """What `weft_planner.ledger` knows of sets on named hardware."""
     found = []
     for group in groups:
         errors = group.of("predict")

@@ -40,7 +40,7 @@ def rank_process(rank: int, line: str, tokens: int, port: int, pipe: Connection)
     """One rank of the parallelized model."""
     import weft
     from weft import parallelize
-    from weft.integrations.transformers import shard_batch
+    from weft_integrations.transformers import shard_batch
 
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}

@@ -15,7 +15,7 @@ import torch
 import weft
 from weft.launch.launcher import run
 from weft.layout import Layout
-from weft.pair.pairformer import PairformerBlock
+from weft_models.pair.pairformer import PairformerBlock
 
 from .memory import saving
 

@@ -23,7 +23,7 @@ from weft.declare.hardware import Hardware
 from weft.plan.clock import Network
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
-from weft.planner.flow import replayed
+from weft_planner.flow import replayed
 
 HERE = Path(__file__).parent
 FREE = ("fixed", "outside", "attention")

@@ -24,12 +24,12 @@ import weft
 from benchmarks.cluster import reference
 from benchmarks.cluster.hosts import Hosts
 from benchmarks.cluster.network import Rates, network
-from weft.commands.rates import cores_of
 from weft.declare.hardware import Hardware
 from weft.launch import launcher
 from weft.plan.problem import Problem
-from weft.planner import measure
-from weft.planner.flow import replayed
+from weft_cli.commands.rates import cores_of
+from weft_planner import measure
+from weft_planner.flow import replayed
 
 LINES = ("ring=4", "burst=4", "tile=2x2", "ulysses=4", "ring=2 x ulysses=2", "hierarchical=2x2")
 RANKS, ROUNDS = 4, 5

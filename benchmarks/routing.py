@@ -20,10 +20,10 @@ import torch
 import weft
 from weft.comm import run_threads
 from weft.layout import Layout
-from weft.models import ModelSpec
-from weft.routing import routed_modules, routing_penalty, set_progress
-from weft.train import clip_grad_norm_, stream
-from weft.train.step import lr_schedule, score
+from weft_models.models import ModelSpec
+from weft_models.routing import routed_modules, routing_penalty, set_progress
+from weft_models.train import clip_grad_norm_, stream
+from weft_models.train.step import lr_schedule, score
 
 LAST = 40
 RESULTS = Path(__file__).parent / "results" / "routing.md"
@@ -65,7 +65,7 @@ def run(name: str, layout: Layout, steps: int, router: str = "learned") -> Outco
 
 def train(name: str, spec: ModelSpec, model: torch.nn.Module, steps: int, redraw: bool) -> Outcome:
     """The trainer's loop without its reports."""
-    from weft.routing.report import hit_rate
+    from weft_models.routing.report import hit_rate
 
     layout, plan = model.layout, spec.train
     data = stream(spec, layout, seed=0)

@@ -32,7 +32,7 @@ import torch
 import weft
 from weft.launch.launcher import run
 from weft.layout import Layout
-from weft.models import ModelSpec, compose
+from weft_models.models import ModelSpec, compose
 
 from .memory import saving
 from .timing import RESULTS, save

@@ -1,6 +1,6 @@
 """The cost of checking a model before it is used: `python -m benchmarks.verify [--layers N]`.
 
-`weft.integrations.transformers.verify` on a random Llama of 1.2 billion weights ("tokens: ring=2"),
+`weft_integrations.transformers.verify` on a random Llama of 1.2 billion weights ("tokens: ring=2"),
 in fp32 and in bf16: seconds of wall time and of all cores' time, median of 3, and the growth
 of the process. The aim is below 5 s on two cores.
 """
@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft import Layout
-from weft.integrations.transformers import verify
+from weft_integrations.transformers import verify
 
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 128256}
 HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "tie_word_embeddings": True}

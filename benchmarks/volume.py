@@ -77,7 +77,6 @@ def plan(line: str, group: int, ranks: int, tokens: int = 1) -> Plan:
 
 def received(run: Plan, tile: Pass, row_numbers: bool) -> float:
     """Units that one pass of a tile program receives."""
-    heads = {True: run.compute_q.heads, False: run.compute_kv.heads}
     item, accum = run.problem.dtype.itemsize, run.accum_dtype.itemsize if row_numbers else 0
     d, e = run.problem.head_dim * item, run.problem.value_dim * item
     row = {
@@ -90,14 +89,14 @@ def received(run: Plan, tile: Pass, row_numbers: bool) -> float:
     total = 0
     for t in tile.program.transfers:
         low, high = tile.transfer_rows(t)[1]
-        total += (high - low) * heads[t.payload not in (Payload.KV, Payload.DKV)] * row[t.payload]
+        total += (high - low) * run.compute[t.payload.side].heads * row[t.payload]
     return total / unit(run)
 
 
 def resharded(run: Plan) -> float:
     """Units received in all-to-alls before and after the tile program; equal in both passes."""
     total = 0.0
-    for side, resharding in (("q", run.q_resharding), ("kv", run.kv_resharding)):
+    for side, resharding in enumerate(run.resharding):
         for level, _ in enumerate(run.all_to_alls[side]):
             after = resharding.state(level + 1, run.coords)
             share = after.batch * after.heads * after.size(2) * run.problem.head_dim

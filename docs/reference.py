@@ -19,7 +19,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from weft.declare.layout_file import Entry, LayoutFile, MeasuredRates
-from weft.declare.model_blocks import (
+from weft.declare.routing import Routing
+from weft.declare.strategy import _RuleFile, _StateRuleFile, _StrategyFile
+from weft_models.declare.model_blocks import (
     BIASES,
     MASKS,
     AttendBlock,
@@ -28,10 +30,8 @@ from weft.declare.model_blocks import (
     MlpBlock,
     TriangleBlock,
 )
-from weft.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
-from weft.declare.routing import Routing
-from weft.declare.run_file import RunSpec
-from weft.declare.strategy import _RuleFile, _StateRuleFile, _StrategyFile
+from weft_models.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
+from weft_models.declare.run_file import RunSpec
 
 HERE = Path(__file__).parent / "reference"
 

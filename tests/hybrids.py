@@ -17,10 +17,10 @@ from torch.nn import functional as F
 from benchmarks import families
 from weft import parallelize
 from weft.comm import run_threads
-from weft.integrations.transformers import shard_batch
-from weft.integrations.transformers.verification.copies import InFP64
 from weft.layout import Layout
 from weft.losses import shift_labels
+from weft_integrations.transformers import shard_batch
+from weft_integrations.transformers.verification.copies import InFP64
 
 VOCABULARY = families.TINY["vocab_size"]
 

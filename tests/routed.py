@@ -12,10 +12,10 @@ import weft
 from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.layout import Layout
-from weft.routing.attention import routed_attention
-from weft.routing.router import Router
-from weft.testing.routed import block_positions
-from weft.testing.routed_reference import routed_reference
+from weft_models.routing.attention import routed_attention
+from weft_models.routing.check import block_positions
+from weft_models.routing.reference import routed_reference
+from weft_models.routing.router import Router
 
 #: A trained router: its weights are far from uniform.
 STD = 0.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +12,11 @@ from exact import Case, assert_exact, tokens
 import weft
 from benchmarks.pack import received
 from weft import Causal, Documents, Layout
+from weft.comm import coordinates, index_at
 from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError, ShapeError
-from weft.plan.assignment import scores_of
-from weft.plan.balance import assign
+from weft.packing.assignment import scores_of
+from weft.packing.balance import assign
 from weft.plan.order import chunk_sizes
 
 
@@ -24,9 +27,16 @@ def skewed(name: str, count: int = 4096, seed: int = 0) -> list[int]:
         made = draw.lognormal(6.5, 1.2, count)
     elif name == "pareto":
         made = np.minimum(draw.pareto(1.1, count) * 200 + 16, 1 << 20)
+    elif name == "uniform":
+        made = draw.integers(1, 4096, count)
     else:  # 2 % are books
         made = np.where(draw.random(count) < 0.02, draw.integers(30_000, 131_072, count), 900)
     return np.maximum(made, 1).astype(int).tolist()
+
+
+def in_equal_chunks(lengths: list[int], ranks: int) -> list[int]:
+    """The lengths, the last one longer, so that all ways to split the tokens make equal chunks."""
+    return [*lengths[:-1], lengths[-1] + -sum(lengths) % ranks]
 
 
 def work_of(chunk, window=None) -> int:
@@ -78,6 +88,130 @@ def test_one_document_is_cut_as_by_zigzag():
     assert max(map(len, chunks)) == 2
 
 
+# -- as plans compute it --------------------------------------------------------------------------
+
+#: Layouts that pack, with ranks and mesh dims in either order.
+PACKING = [
+    "tokens: ring=8",
+    "tokens: pass_q=8",
+    "tokens: ulysses=8",
+    "tokens: ring=2 x ulysses=4",
+    "tokens: ulysses=4 x gather=2",
+    "tokens: ulysses=2 x ring=2 x ulysses=2",
+    "tokens: pass_q=4 x ulysses=2",
+    "tokens: hierarchical=2x4",
+    "heads: tp=2; tokens: ring=4",
+    "batch: dp=2; tokens: gather=4",
+]
+
+
+def computed(layout: Layout, lengths: list[int], window: int | None = None, ranks=None):
+    """Of some ranks: their scores in both passes by the plans, and by the assignment."""
+    assignment = layout.pack(lengths, window=window)
+    on = layout.reorder("tokens", assignment.order)
+    groups = assignment.groups or [(i,) for i in range(layout.size("tokens"))]
+    group_of = {chunk: group for group, chunks in enumerate(groups) for chunk in chunks}
+    heads, batch = 8, layout.size("batch")
+    for rank in range(layout.world_size) if ranks is None else ranks:
+        plan = on.plan(
+            "tokens",
+            length=sum(lengths),
+            heads=heads,
+            batch=batch,
+            mask=assignment.mask,
+            rank=rank,
+        )
+        chunk = index_at(layout.mesh, layout.shard_dims("tokens"), coordinates(layout.mesh, rank))
+        group = group_of[chunk]
+        share = heads // layout.size("heads") // len(groups[group])
+        yield *plan.scores, share * assignment.work[group], group
+
+
+@pytest.mark.parametrize("line", PACKING)
+def test_work_is_what_plans_compute_and_balanced(line):
+    lengths = [max(1, n // 4) for n in skewed("lognormal", 240)]
+    rows = list(computed(Layout.parse(line), lengths))
+    assert all(forward == backward == told for forward, backward, told, _ in rows)
+    scores = [told for _, _, told, _ in rows]
+    assert max(scores) <= 1.05 * sum(scores) / len(scores)
+
+
+@pytest.mark.parametrize("line", ["tokens: gather=4 x ulysses=2", "tokens: pass_q=4"])
+def test_work_in_a_window_is_balanced(line):
+    """Blocks at the edge of a window are computed with a mask, so plans compute a little more."""
+    lengths, window = [n // 8 for n in skewed("books", 240)], 4096
+    rows = list(computed(Layout.parse(line), lengths, window))
+    assert all(told <= forward == backward <= 1.15 * told for forward, backward, told, _ in rows)
+    scores = [told for _, _, told, _ in rows]
+    assert max(scores) <= 1.05 * sum(scores) / len(scores)
+
+
+@pytest.mark.parametrize("line", ["tokens: gather={}", "tokens: gather={} x ulysses=8"])
+@pytest.mark.parametrize("ranks", [64, pytest.param(1024, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["lognormal", "pareto", "books", "uniform"])
+def test_plans_of_many_ranks_are_balanced(name, ranks, line):
+    """The heaviest groups by the assignment, and some others, by the plans of their ranks."""
+    layout = Layout.parse(line.format(ranks // (8 if "ulysses" in line else 1)))
+    lengths = skewed(name, 4096 if ranks > 64 else 1024)
+    work = layout.pack(lengths).work
+    groups = sorted(range(len(work)), key=work.__getitem__)
+    members = layout.world_size // len(work)
+    chosen = [members * group for group in (*groups[-2:], groups[0], groups[len(groups) // 2])]
+    for forward, backward, told, group in computed(layout, lengths, ranks=chosen):
+        assert forward == backward == told == 8 // members * work[group]
+    assert max(work) <= 1.05 * sum(work) / len(work)
+
+
+def test_groups_of_the_outer_mesh_dim_keep_documents_inside():
+    """64 chunks, balanced one by one, would send more than ten times the bytes between nodes."""
+    drawn = np.random.default_rng(0).lognormal(7.3, 1.3, 170).clip(512, 65536)
+    lengths = in_equal_chunks(drawn.astype(int).tolist(), 64)
+    between = {}
+    for name, packs in (("groups", "gather=8 x ulysses=8"), ("chunks", "gather=64")):
+        order = Layout.parse(f"tokens: {packs}").pack(lengths).order
+        on = Layout.parse("tokens: gather=8 x ulysses=8").reorder("tokens", order)
+        mask = Documents(lengths) & Causal()
+        sizes = {"length": sum(lengths), "heads": 8, "head_dim": 8, "mask": mask}
+        plans = [on.plan("tokens", rank=rank, **sizes) for rank in range(0, 64, 8)]
+        between[name] = sum(p.traffic.forward.by_mesh_dim().get("gather", 0) for p in plans)
+    assert between["groups"] < 0.1 * between["chunks"]
+
+
+def test_more_slack_cuts_fewer_documents():
+    lengths = in_equal_chunks(skewed("books", 512), 64)
+    layout = Layout.parse("tokens: gather=8 x ulysses=8")
+    rows, balance = [], []
+    for slack in (0.04, 0.5, 4.0):
+        packed = layout.pack(lengths, slack=slack)
+        rows.append(
+            received(Layout.parse("tokens: ring=64").reorder("tokens", packed.order), lengths)
+        )
+        balance.append(max(packed.work) * 8 / sum(packed.work))
+    assert balance[0] <= 1.045 < balance[1] <= 1.5 * 1.125
+    assert rows[0] > rows[1] >= rows[2]
+
+
+@pytest.mark.parametrize(
+    ("line", "dims"),
+    [
+        ("tokens: tile=2x2", "row, col"),
+        ("tokens: pass_q=2 x ring=2", "pass_q, ring"),
+        ("tokens: burst=4", "burst"),
+        ("tokens: adaptive=4 x ulysses=2", "adaptive"),
+    ],
+)
+def test_work_of_queries_and_keys_is_refused(line, dims):
+    with pytest.raises(DeclarationError, match=rf"mesh dims {dims}\)(.|\n)*tokens\(striped\)"):
+        Layout.parse(line).pack([8, 8])
+
+
+def test_keys_split_where_queries_are_whole_are_refused():
+    with pytest.raises(
+        DeclarationError, match="splits the keys of axis 'tokens' over mesh dims kv"
+    ):
+        Layout.load("kv-parallel-4").pack([8, 8])
+
+
 # -- as an order of the axis ---------------------------------------------------------------------
 
 LENGTHS = (5, 1, 30, 2, 2, 9, 1, 14, 7)
@@ -87,6 +221,8 @@ LAYOUTS = {
     "pass-Q": "tokens: pass_q=3",
     "gather": "tokens: gather=3",
     "ulysses x ring": "tokens: ulysses=2 x ring=2",
+    "gather x ulysses": "tokens: gather=2 x ulysses=2",
+    "pass-Q x ulysses": "tokens: pass_q=2 x ulysses=2",
     "dp x ring": "batch: dp=2; tokens: ring=2",
     "heads x burst": "heads: tp=2; tokens: burst=2",
 }
@@ -100,8 +236,10 @@ MASKS = {
 
 
 def packed(line: str) -> Layout:
+    """A layout in the order that it packs; where it packs none, in that of as many ranks."""
     layout = Layout.parse(line)
-    return layout.reorder("tokens", layout.pack(LENGTHS).order)
+    packs = line if not re.search("tile|burst", line) else f"tokens: ring={layout.size('tokens')}"
+    return layout.reorder("tokens", Layout.parse(packs).pack(LENGTHS).order)
 
 
 #: The pairs that are tried: every layout and every mask at least once.
@@ -210,6 +348,8 @@ def test_what_does_not_fit_is_refused():
         layout.reorder("tokens", order).to_toml()
     with pytest.raises(ShapeError, match="at least 1 token"):
         layout.pack((3, 0))
+    with pytest.raises(ShapeError, match=r"slack is a share of the mean work, .* found -1"):
+        layout.pack((3, 5), slack=-1)
     with pytest.raises(ShapeError, match="differ by row"):
         layout.pack(Documents(((3, 5), (8,))))
     for lengths in (7, Documents((3, 5)) & Causal()):

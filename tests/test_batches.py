@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import weft
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError
-from weft.train import PackedReader, TokenDataset, TokenFile
+from weft_models.train import PackedReader, TokenDataset, TokenFile
 
 VOCABULARY, LENGTH, ROWS = 50, 32, 2
 LAYOUTS = {
@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused(file):
 
 def test_whole_batches_take_cumulative_lengths():
     """`shard_batch`, for transformers' models: one packing for all rows."""
-    from weft.integrations.transformers.batches import shard_batch
+    from weft_integrations.transformers.batches import shard_batch
 
     whole = {"input_ids": [[3, 1, 4, 1, 5]] * 2, "labels": [[3, 1, 4, 1, 5]] * 2}
     packed = weft.Documents.from_cu_seqlens(torch.tensor([0, 2, 5]))

@@ -8,12 +8,12 @@ from typer.testing import CliRunner
 
 import weft
 from weft import Layout
-from weft.cli import app
-from weft.commands import side_by_side as timing
-from weft.commands.side_by_side import call_work, side_by_side
-from weft.models import ModelSpec
 from weft.testing.cases import Case
-from weft.train.work import Work, lengths_of_model, model_work
+from weft_cli.cli import app
+from weft_cli.commands import side_by_side as timing
+from weft_cli.commands.side_by_side import call_work, side_by_side
+from weft_models.models import ModelSpec
+from weft_planner.work import Work, lengths_of_model, model_work
 
 RUNNER = CliRunner()
 CASE = Case("", 37, batch=1, kv_heads=2, dim=8, mask=weft.Causal(), dtype=torch.float64)

@@ -15,7 +15,8 @@ from pool import Pool
 from test_cli import run
 
 import weft
-from weft.inspect.blackbox import (
+from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, rank_ranges
+from weft_cli.inspect.blackbox import (
     Box,
     RecordCopy,
     RecordedCall,
@@ -25,7 +26,6 @@ from weft.inspect.blackbox import (
     load_records,
     read_records,
 )
-from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, rank_ranges
 
 ZERO, ONE = ((0, 0),), ((1, 1),)
 
@@ -92,7 +92,7 @@ def test_an_unwritable_folder_hides_nothing(tmp_path, monkeypatch):
 
 
 def test_the_newest_run_of_the_machine_is_read_while_it_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("weft.inspect.blackbox.root", lambda: tmp_path)
+    monkeypatch.setattr("weft_cli.inspect.blackbox.root", lambda: tmp_path)
     assert "no run on this machine" in run("blackbox", code=1)
     for number, name in enumerate(("older", "newer")):
         trace = Trace(0, 1, name, tmp_path)
@@ -332,7 +332,7 @@ _ASK = """
 import contextlib, sys, time
 from pathlib import Path
 from weft.errors import DeclarationError
-from weft.inspect.blackbox import describe_run, load_records
+from weft_cli.inspect.blackbox import describe_run, load_records
 folder = Path(sys.argv[1])
 until, text = time.monotonic() + 30, ""
 while "ranks 0-1, 3 wait" not in text and time.monotonic() < until:  # not all of them do yet

@@ -18,7 +18,7 @@ from weft import Layout, on_threads
 from weft.checkpoint import CheckpointError
 from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError, ShapeError
-from weft.models import KeyValueCache, ModelSpec, compose
+from weft_models.models import KeyValueCache, ModelSpec, compose
 
 TABLES_APART = "batch: dp=2; rows: local; features: local"
 FEATURES = 5  # the class among them

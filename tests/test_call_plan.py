@@ -79,6 +79,18 @@ def test_an_unknown_device_is_refused(device):
     assert repr(device) in str(refused.value)
 
 
+@pytest.mark.parametrize("length", [-4, 10.7, True, "12", (8, 8, 8), None, {"rows": 8}])
+def test_a_length_that_attention_refuses_has_no_plan(length):
+    ring = Layout.load("ring-4")
+    with pytest.raises(ShapeError, match="length") as planned:
+        ring.plan("tokens", length=length, heads=1)
+    if length is not None:  # which attention reads from the shards
+        q = torch.zeros(1, 1, 3, 8)
+        with pytest.raises(ShapeError) as called:
+            weft.attention(q, q, q, Layout.single(), "tokens", length=length)
+        assert str(planned.value) == str(called.value)
+
+
 def test_what_no_rank_could_run_is_refused():
     ring = Layout.load("ring-4")
     with pytest.raises(ShapeError, match="rank 4 is none of the 4 ranks"):

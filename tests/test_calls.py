@@ -22,10 +22,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import weft
 from weft import Causal, Documents, Layout, MaskMod
-from weft.models.bind_on_same_ranks import bind_on_same_ranks
-from weft.pair.triangle import TriangleMultiplication
-from weft.routing import RoutedAttention
+from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
 from weft.runtime import handles
+from weft_models.pair.triangle import TriangleMultiplication
+from weft_models.routing import RoutedAttention
 
 F64 = torch.float64
 

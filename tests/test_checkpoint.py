@@ -23,10 +23,10 @@ from weft.checkpoint import CheckpointError, Checkpoints
 from weft.checkpoint import folder as files
 from weft.checkpoint.folder import read_index
 from weft.checkpoint.values import decode
-from weft.models import ModelSpec, compose, save_pretrained
-from weft.models.pretrained import read_notes
-from weft.train import fit
-from weft.train.step import lr_schedule
+from weft_models.models import ModelSpec, compose, save_pretrained
+from weft_models.models.pretrained import read_notes
+from weft_models.train import fit
+from weft_models.train.step import lr_schedule
 
 SPEC = ModelSpec.load("tabular")
 SPEC = SPEC.model_copy(

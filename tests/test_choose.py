@@ -127,7 +127,7 @@ def test_balanced_traffic_is_hidden(line, heads):
 def clock(tile: Pass) -> tuple[float, float, float]:
     """Of a pass on one link: its blocks, and its transfers, one after another; and the program."""
     program = tile.program
-    costs = tile.plan.costs(tile.q_dims, tile.kv_dims, tile.backward).cut(program.sub_chunks)
+    costs = tile.plan.costs(tile.dims, tile.backward).cut(program.sub_chunks)
     blocks = program.a * program.b * costs.block
     return blocks, sum(map(costs.transfer, program.transfers)), duration(program, costs)
 
@@ -136,7 +136,7 @@ def test_few_chunks_that_take_as_long_as_their_blocks_are_cut():
     for shape in ((1, 2), (2, 1), (2, 2)):
         costs = Costs(block=1.0, kv=2.0)
         q, kv = rings(*shape)
-        assert choose_sub_chunks(q, kv, costs, False) == (2 if q else 1, 2 if kv else 1)
+        assert choose_sub_chunks((q, kv), costs, False) == (2 if q else 1, 2 if kv else 1)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_few_chunks_that_take_as_long_as_their_blocks_are_cut():
     ids=["nothing travels", "hidden", "many", "short"],
 )
 def test_other_chunks_travel_whole(shape, costs):
-    assert choose_sub_chunks(*rings(*shape), costs, False) == (1, 1)
+    assert choose_sub_chunks(rings(*shape), costs, False) == (1, 1)
 
 
 def test_a_collective_is_not_cut():
     dims = (MovingDim("kv", 2, "gather"),)
-    assert choose_sub_chunks((), dims, Costs(block=1.0, kv=2.0), False) == (1, 1)
+    assert choose_sub_chunks(((), dims), Costs(block=1.0, kv=2.0), False) == (1, 1)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -163,9 +163,9 @@ def test_cut_chunks_are_never_slower(backward):
     for shape in ((1, 2), (2, 1), (1, 5), (2, 2), (2, 4), (4, 4)):
         for traffic in (0.1, 0.5, 1.0, 2.0, 8.0):
             costs = Costs(1.0, traffic, traffic, traffic / 2, traffic)
-            cut = choose_sub_chunks(*rings(*shape), costs, backward)
-            whole = schedule(*rings(*shape), costs, backward)
-            made = schedule(*rings(*shape), costs, backward, sub_chunks=cut)
+            cut = choose_sub_chunks(rings(*shape), costs, backward)
+            whole = schedule(rings(*shape), costs, backward)
+            made = schedule(rings(*shape), costs, backward, sub_chunks=cut)
             assert duration(made, costs.cut(cut)) <= duration(whole, costs)
 
 

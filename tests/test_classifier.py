@@ -14,13 +14,13 @@ import torch
 import weft
 from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
-from weft.models import ModelSpec, compose
-from weft.models.pretrained import save_pretrained
-from weft.tables import ensemble as ensembles
-from weft.tables.calibration import Calibration, calibrate, fit_calibration, held_out_rows
-from weft.tables.ensemble import Ensemble, Settings
-from weft.tables.many_classes import Hierarchy, classes_in_order, groups_of
-from weft.tables.source import Source
+from weft_models.models import ModelSpec, compose
+from weft_models.models.pretrained import save_pretrained
+from weft_models.tables import ensemble as ensembles
+from weft_models.tables.calibration import Calibration, calibrate, fit_calibration, held_out_rows
+from weft_models.tables.ensemble import Ensemble, Settings
+from weft_models.tables.many_classes import Hierarchy, classes_in_order, groups_of
+from weft_models.tables.source import Source
 
 pd = pytest.importorskip("pandas")
 sklearn = pytest.importorskip("sklearn")
@@ -248,7 +248,7 @@ def test_labels_of_held_out_rows_are_in_no_context_that_predicts_them(monkeypatc
             seen[-1][1] = x
             return super().predict(x, *rest)
 
-    monkeypatch.setattr("weft.tables.calibration.Hierarchy", Spy)
+    monkeypatch.setattr("weft_models.tables.calibration.Hierarchy", Spy)
     calibrate(Source(_model()), x, y, 3, Settings(n_estimators=2))
     assert len(seen) == 5
     for context, held in seen:
@@ -382,7 +382,7 @@ def test_labels_that_are_no_classes_are_refused(labels, text):
 
 
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.delitem(sys.modules, "weft.tables.classifier", raising=False)
+    monkeypatch.delitem(sys.modules, "weft_models.tables.classifier", raising=False)
     monkeypatch.setitem(sys.modules, "sklearn.base", None)
     with pytest.raises(ImportError, match=r"pip install 'weft-attention\[tables\]'"):
         weft.TabularClassifier  # noqa: B018

@@ -13,14 +13,10 @@ import time
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner
 
 import weft.testing.check
 from weft import Layout
-from weft.cli import app
-from weft.commands import options
-from weft.commands.options import device_for, lengths_of, ranks_of
 from weft.declare import catalog
 from weft.declare.one_line import to_toml
 from weft.errors import ShapeError, WeftError
@@ -28,10 +24,13 @@ from weft.launch import environment as place
 from weft.launch import launcher as launch
 from weft.launch.environment import slurm_variables
 from weft.masks.names import MASKS
-from weft.models import from_pretrained
 from weft.proof.symbolic import Claim
 from weft.testing.reference import relative_error
-from weft.train import monitor
+from weft_cli.cli import COMMANDS, app, parser_of
+from weft_cli.commands import options
+from weft_cli.commands.options import device_for, lengths_of, ranks_of
+from weft_models.models import from_pretrained
+from weft_models.train import monitor
 
 RUNNER = CliRunner()
 ROUTED = [
@@ -88,7 +87,7 @@ EXCEPTIONS = {
     ["heads", "kv_heads", "head_dim", "batch", "mask", "keys", "order", "length", "dtype"],
 )
 def test_a_size_has_one_default_in_all_commands(size: str):
-    commands = typer.main.get_command(app).commands
+    commands = {name: parser_of(name) for name in COMMANDS}
     defaults = {
         name: (parameter.default, parameter.show_default)
         for name, command in commands.items()
@@ -331,7 +330,7 @@ def test_a_proof_that_fails_is_an_exit_code_whichever_axis_it_is_of(wrong: int, 
     """rows and features are two cases of one command."""
     defects = [("a score is missing",) if i == wrong else () for i in range(2)]
     claims = iter([[Claim("every visible score once", "each rank", d)] for d in defects])
-    monkeypatch.setattr("weft.commands.check.prove", lambda layout, problem: next(claims))
+    monkeypatch.setattr("weft_cli.commands.check.prove", lambda layout, problem: next(claims))
     shown = run("check", "tabular-2x2", "--symbolic", code=1)
     assert "a score is missing" in shown
     assert "not proven" in shown
@@ -698,11 +697,10 @@ def test_a_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch
 
 def _helped() -> list[tuple[str, str]]:
     """Each command with the help of each of its options and arguments."""
-    group = typer.main.get_command(app)
     return [
         (name, param.help)
-        for name, command in group.commands.items()
-        for param in command.params
+        for name in COMMANDS
+        for param in parser_of(name).params
         if getattr(param, "help", None)
     ]
 

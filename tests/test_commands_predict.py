@@ -10,13 +10,13 @@ from test_classifier import SPEC
 from typer.testing import CliRunner
 
 import weft
-from weft.cli import app
-from weft.commands.predict import _destination, scores_in_words
 from weft.errors import WeftError
-from weft.models import compose
-from weft.models.pretrained import save_pretrained
-from weft.tables import files as table_files
-from weft.tables.files import read_pair
+from weft_cli.cli import app
+from weft_cli.commands.predict import _destination, scores_in_words
+from weft_models.models import compose
+from weft_models.models.pretrained import save_pretrained
+from weft_models.tables import files as table_files
+from weft_models.tables.files import read_pair
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("sklearn")

@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 import weft
 from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
-from weft.models import ModelSpec, compose
 from weft.nn import MultiAxisAttention
 from weft.nn.parameters import local
+from weft_models.models import ModelSpec, compose
 
 AXES = ("batch", "time", "lat", "lon", "embed")
 SIZES = {"batch": 2, "time": 5, "lat": 3, "lon": 4}

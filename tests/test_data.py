@@ -6,9 +6,9 @@ import torch
 
 from weft.comm import run_threads
 from weft.layout import Layout
-from weft.models import ModelSpec
-from weft.tables.evaluation import real_splits
-from weft.train import stream
+from weft_models.models import ModelSpec
+from weft_models.tables.evaluation import real_splits
+from weft_models.train import stream
 
 LAYOUTS = {
     "data parallel": {"mesh": {"dp": 3}, "shard": {"batch": ["dp"]}},

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft import Layout, ShapeError, UnsupportedError
 from weft.layout import check_not_averaged
-from weft.train import clip_grad_norm_, data_parallel
+from weft_models.train import clip_grad_norm_, data_parallel
 
 RING = "tokens: ring=4"
 WIDTH = 8

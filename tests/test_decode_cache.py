@@ -14,9 +14,9 @@ import torch
 import weft
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
-from weft.models import ModelSpec
-from weft.models.decode_cache import DecodeCache
-from weft.models.sampling import Sampling
+from weft_models.models import ModelSpec
+from weft_models.models.decode_cache import DecodeCache
+from weft_models.models.sampling import Sampling
 
 LAYOUTS = {
     "ring, zigzag": "tokens(zigzag): ring=4",

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import weft.models
+import weft.pair
+import weft.routing
+import weft.train
 
 import weft
 import weft.checkpoint
 import weft.losses
-import weft.models
 import weft.nn
-import weft.pair
-import weft.routing
 import weft.testing
-import weft.train
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = (
@@ -37,33 +37,33 @@ PUBLIC = (
 
 #: module -> the package of an optional extra that it needs, or its examples
 OPTIONAL = {
-    "weft.integrations.transformers": "transformers",
-    "weft.integrations.transformers.calls": "transformers",
-    "weft.integrations.transformers.hooks": "transformers",
-    "weft.integrations.transformers.verification.inputs": "transformers",
-    "weft.integrations.transformers.losses": "transformers",
-    "weft.integrations.transformers.masks": "transformers",
+    "weft_integrations.transformers": "transformers",
+    "weft_integrations.transformers.calls": "transformers",
+    "weft_integrations.transformers.hooks": "transformers",
+    "weft_integrations.transformers.verification.inputs": "transformers",
+    "weft_integrations.transformers.losses": "transformers",
+    "weft_integrations.transformers.masks": "transformers",
     **{
-        f"weft.integrations.transformers.{name}": "transformers"
+        f"weft_integrations.transformers.{name}": "transformers"
         for name in ("consistency", "interface", "lazy", "noise", "replicated", "rows")
     },
     **{
-        f"weft.integrations.transformers.{name}": "transformers"
+        f"weft_integrations.transformers.{name}": "transformers"
         for name in ("cache", "cache_files", "cache_layers", "decoding", "generation")
     },
-    "weft.integrations.transformers.verification.verify": "transformers",
-    "weft.integrations.transformers.whole": "transformers",
-    "weft.integrations.trainers.accelerators": "accelerate",
-    "weft.integrations.trainers.subclass": "transformers",
-    "weft.integrations.diffusers": "diffusers",
-    "weft.integrations.tabular.tabicl": "tabicl",
-    "weft.integrations.tabular.tabpfn": "tabpfn",
+    "weft_integrations.transformers.verification.verify": "transformers",
+    "weft_integrations.transformers.whole": "transformers",
+    "weft_integrations.trainers.accelerators": "accelerate",
+    "weft_integrations.trainers.subclass": "transformers",
+    "weft_integrations.diffusers": "diffusers",
+    "weft_integrations.tabular.tabicl": "tabicl",
+    "weft_integrations.tabular.tabpfn": "tabpfn",
 }
 
 
 def modules() -> list[str]:
     found = pkgutil.walk_packages(weft.__path__, "weft.")
-    return ["weft", *(m.name for m in found if m.name != "weft.__main__")]
+    return ["weft", *(m.name for m in found if m.name != "weft_cli.__main__")]
 
 
 @pytest.mark.parametrize("name", modules())

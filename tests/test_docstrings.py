@@ -9,17 +9,17 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import weft.models
 from test_docs import PUBLIC as MODULES
 
 import weft
-import weft.models
 
 #: What a parameter is documented under: arguments of a call, or attributes that a user reads.
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)
 ENTRY = re.compile(r"^    ((?:\*{0,2}\w+(?:, )?)+):", re.MULTILINE)
 PAGES = Path(__file__).parent.parent / "docs" / "api"
 #: Modules that cannot be imported without a package of an optional extra.
-NEED_PACKAGES = ("weft.integrations.transformers", "weft.integrations.tabular.tabpfn")
+NEED_PACKAGES = ("weft_integrations.transformers", "weft_integrations.tabular.tabpfn")
 
 
 def public() -> dict[str, object]:
@@ -44,8 +44,8 @@ PUBLIC = public()
 #: Names whose example is a training step on real ranks, which a tutorial runs.
 ON_RANKS = {
     "weft.data_parallel",
-    "weft.train.data_parallel",
-    "weft.integrations.torch.module_styles.AttentionParallel",
+    "weft_models.train.data_parallel",
+    "weft.torch_interop.module_styles.AttentionParallel",
 }
 
 

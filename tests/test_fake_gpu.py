@@ -11,14 +11,14 @@ from unittest import mock
 
 import pytest
 import torch
+import weft.pair
 from fake_gpu import OneOf, backward, both_passes, fake_gpu
 
 import weft
-import weft.pair
 from weft.errors import UnsupportedError
-from weft.models import cache
 from weft.plan.call import Call
 from weft.runtime.calls import BoundCall
+from weft_models.models import cache
 
 N = 77
 CASES = {

@@ -20,14 +20,14 @@ from torch._inductor.graph import GraphLowering
 
 import weft
 from weft.bias import alibi
-from weft.integrations.diffusers.attention import _Keys
-from weft.integrations.tabular.tabpfn_rows import QueriesFrom
-from weft.integrations.transformers.batches import KeySpans
 from weft.kernels import TileView, flex
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import score_mod
 from weft.masks.part import OfPart, Renumbered
 from weft.nn.sequences import FunctionOfPart
+from weft_integrations.diffusers.attention import _Keys
+from weft_integrations.tabular.tabpfn_rows import QueriesFrom
+from weft_integrations.transformers.batches import KeySpans
 
 PACKAGE = Path(weft.__file__).parent
 N, BATCH, HEADS = 24, 2, 4

@@ -17,7 +17,7 @@ from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.shifts import image_group
 from weft.plan.timing import duration
-from weft.planner.flow import block_seconds, time_call
+from weft_planner.flow import block_seconds, time_call
 
 LINES = (
     "tokens: ring=4",
@@ -71,7 +71,7 @@ def test_one_link_is_the_clock_of_the_scheduler(line: str, rate: float):
     every = plans(line, bandwidth=rate)
     timing = time_call(every, flat(rate))
     for tile, seconds in ((every[0].forward, timing.forward), (every[0].backward, timing.backward)):
-        costs = tile.plan.costs(tile.q_dims, tile.kv_dims, tile.backward)
+        costs = tile.plan.costs(tile.dims, tile.backward)
         clock = duration(tile.program, costs.cut(tile.program.sub_chunks))
         assert seconds == pytest.approx(clock, rel=1e-2)
 

@@ -6,8 +6,8 @@ from decimal import Decimal
 import numpy as np
 import pytest
 
-from weft.tables.features import Features
-from weft.tables.frames import Numbers
+from weft_models.tables.features import Features
+from weft_models.tables.frames import Numbers
 
 pd = pytest.importorskip("pandas")
 pytest.importorskip("sklearn")

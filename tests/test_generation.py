@@ -11,11 +11,11 @@ import torch
 
 import weft
 from weft.checkpoint.folder import CheckpointError
+from weft.decode import attend as held
+from weft.decode.owners import Held
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.plan.held import Held
 from weft.plan.order import shard_spans
-from weft.runtime import held
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(
@@ -28,7 +28,7 @@ import hybrids
 import tokenizers
 import transformers as hf
 
-from weft.integrations.transformers import ShardedCache, decoding, parallelize
+from weft_integrations.transformers import ShardedCache, decoding, parallelize
 
 hf.logging.set_verbosity_error()
 

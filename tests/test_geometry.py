@@ -18,7 +18,7 @@ from weft.plan.order import ORDERS, Span, count, positions
 from weft.plan.plan import Pass, Plan
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
-from weft.plan.program import Payload
+from weft.plan.sides import Side
 from weft.plan.tiles import visible_keys
 
 # -- spans and intervals --------------------------------------------------------------------------
@@ -112,18 +112,20 @@ def plans(draw) -> list[Plan]:
     return [plan_for(layout, problem, rank) for rank in range(layout.world_size)]
 
 
-def needed(mask: Mask, tile: Pass, plan: Plan, q_side: bool, number: int) -> tuple[int, int]:
+def needed(mask: Mask, tile: Pass, plan: Plan, side: Side, number: int) -> tuple[int, int]:
     """Rows that a rank needs of a chunk, from each of its other side's chunks in turn."""
-    spans = tile.spans(q_side, plan.coords, number)
+    spans = tile.spans(side, plan.coords, number)
     if isinstance(mask, weft.Full):
         return 0, count(spans)
-    own = tile.program.own(not q_side)
+    own = tile.program.own(side.other)
     others = {
-        tile.geometry.chunk(not q_side, tile.chunk(not q_side, plan.coords, i))
+        tile.geometry.chunk(side.other, tile.chunk(side.other, plan.coords, i))
         for i in range(own.step)
     }
     rows = [
-        visible_queries(mask, spans, other) if q_side else visible_keys(mask, other, spans)
+        visible_queries(mask, spans, other)
+        if side is Side.QUERY
+        else visible_keys(mask, other, spans)
         for other in others
         if other
     ]
@@ -133,7 +135,7 @@ def needed(mask: Mask, tile: Pass, plan: Plan, q_side: bool, number: int) -> tup
 
 def groups(made: list[Plan], tile: Pass) -> list[list[Plan]]:
     """Ranks that differ along the dims on which chunks travel only."""
-    moving = {d.name for d in (*tile.q_dims, *tile.kv_dims)}
+    moving = {d.name for dims in tile.dims for d in dims}
     found: dict[tuple, list[Plan]] = {}
     for plan in made:
         key = tuple(c for d, c in plan.coords.items() if d not in moving)
@@ -141,18 +143,18 @@ def groups(made: list[Plan], tile: Pass) -> list[list[Plan]]:
     return list(found.values())
 
 
-def all_need_the_same(group: list[Plan], which: str, q_side: bool) -> bool:
+def all_need_the_same(group: list[Plan], which: str, side: Side) -> bool:
     """The same question as the geometry's, asked of every rank about every chunk."""
     rows: dict[tuple, set] = {}
     for plan in group:
         tile = getattr(plan, which)
-        own = tile.program.own(q_side)
-        for number in range(tile.program.a if q_side else tile.program.b):
+        own = tile.program.own(side)
+        for number in tile.program.chunks(side):
             if number not in own:
-                owner = tile.chunk(q_side, plan.coords, number)
-                found = needed(plan.problem.mask, tile, plan, q_side, number)
-                spans = tile.spans(q_side, plan.coords, number)
-                assert found == tile.geometry.needed(q_side, plan.coords, spans)
+                owner = tile.chunk(side, plan.coords, number)
+                found = needed(plan.problem.mask, tile, plan, side, number)
+                spans = tile.spans(side, plan.coords, number)
+                assert found == tile.geometry.needed(side, plan.coords, spans)
                 rows.setdefault((number // own.step, *owner.values()), set()).add(found)
     return all(len(found) == 1 for found in rows.values())
 
@@ -163,7 +165,7 @@ def test_a_group_decides_as_if_every_rank_were_asked_about_every_chunk(made):
     for which in ("forward", "backward"):
         for group in groups(made, getattr(made[0], which)):
             found = {getattr(plan, which).relayed for plan in group}
-            assert found == {tuple(all_need_the_same(group, which, side) for side in (True, False))}
+            assert found == {tuple(all_need_the_same(group, which, side) for side in Side)}
             assert len({getattr(plan, which).program for plan in group}) == 1
 
 
@@ -184,15 +186,15 @@ def test_what_is_sent_is_what_is_received_and_holds_all_that_is_seen(made):
             its = getattr(by_coords[tuple(source.values())], which)
             assert its.transfer_rows(t)[0] == tile.transfer_rows(t)[1]
         for t in tile.program.transfers:
-            if t.payload not in (Payload.Q, Payload.KV):
+            if not t.payload.is_chunk:
                 continue
-            q_side = t.payload is Payload.Q
+            side = t.payload.side
             low, high = tile.transfer_rows(t)[1]
-            chunk = positions(tile.spans(q_side, plan.coords, t.target))
+            chunk = positions(tile.spans(side, plan.coords, t.target))
             rest = torch.cat([chunk[:low], chunk[high:]])
-            for other in range(tile.program.b if q_side else tile.program.a):
-                mine = positions(tile.spans(not q_side, plan.coords, other))
-                scores = seen[rest][:, mine] if q_side else seen[mine][:, rest]
+            for other in tile.program.chunks(side.other):
+                mine = positions(tile.spans(side.other, plan.coords, other))
+                scores = seen[rest][:, mine] if side is Side.QUERY else seen[mine][:, rest]
                 assert not scores.any()
 
 

@@ -19,8 +19,8 @@ import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
 from weft.checkpoint import Checkpoints
 from weft.layout import check_not_averaged, check_same_data_ranks
-from weft.models import ModelSpec, compose
-from weft.train import clip_grad_norm_, data_parallel, stream
+from weft_models.models import ModelSpec, compose
+from weft_models.train import clip_grad_norm_, data_parallel, stream
 
 RING = "tokens: ring=2"
 SPEC = ModelSpec.load("causal_lm")

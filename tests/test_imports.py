@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
+import weft
+from weft import _doors
+from weft._doors import PACKAGES
+from weft_cli.cli import COMMANDS, Command, app
+
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted((ROOT / "src" / "weft").rglob("*.py"))
-#: modules of optional packages, loaded only by those who have them
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+#: Packages of the extra `cli`, which every command has.
+DRAWN = {"typer", "rich", "matplotlib"}
+#: Modules of optional packages, loaded only by those who have them.
 OPTIONAL = {
-    "integrations/transformers/": {"transformers"},
-    "integrations/tabular/tabpfn": {"tabpfn"},
-    "kernels/merge_triton": {"triton"},
+    "weft/_terminal": {"rich"},
+    "weft/inspect/score_matrix": {"matplotlib"},
+    "weft/inspect/timeline_picture": {"matplotlib"},
+    "weft_cli/": DRAWN,
+    "weft_models/tables/": {"rich"},
+    "weft_models/train/monitor": DRAWN,
+    "weft/kernels/merge_triton": {"triton"},
+    "weft_integrations/transformers/": {"transformers"},
+    "weft_integrations/tabular/tabpfn": {"tabpfn"},
 }
 
 
@@ -37,35 +55,82 @@ def loaded(source: Path) -> set[str]:
 
 
 def test_modules_load_declared_packages_only() -> None:
-    allowed, undeclared = {*sys.stdlib_module_names, *declared(), "weft"}, {}
+    allowed, undeclared = {*sys.stdlib_module_names, *declared(), *PACKAGES}, {}
     for source in SOURCES:
-        name = str(source.relative_to(ROOT / "src" / "weft"))
+        name = str(source.relative_to(ROOT / "src"))
         extra = set().union(*(OPTIONAL[prefix] for prefix in OPTIONAL if name.startswith(prefix)))
         undeclared[name] = loaded(source) - allowed - extra
     assert not {name: packages for name, packages in undeclared.items() if packages}
 
 
+#: Packages of commands and pictures, which no call of attention needs.
+DRAWING = ("matplotlib", "pandas", "rich", "tensorboard", "typer")
 #: What takes long to load and is needed by some calls and commands only.
 HEAVY = (
-    "matplotlib",
-    "rich",
+    *DRAWING,
     "safetensors",
-    "tensorboard",
     "torch._dynamo",
     "torch._inductor",
     "torch.distributed.fsdp",
     "torch.onnx",
     "transformers",
     "triton",
-    "typer",
 )
 
 
 def test_importing_weft_loads_no_compiler_and_nothing_that_draws() -> None:
-    """Nor does training, until there is something to draw."""
+    """Nor does a call or a plan, nor training until there is something to draw."""
     code = (
-        f"import sys, weft; print(*({{*sys.modules}} & {{*{HEAVY}}})); "
-        "import weft.train; print('matplotlib' in sys.modules)"
+        "import sys, torch, weft\n"
+        "def found(names): return {n for n in sys.modules if n in names or n[:5] == 'weft_'}\n"
+        f"print('imported', *found({HEAVY}))\n"
+        "layout = weft.Layout.parse('tokens: ring=2')\n"
+        "rank = lambda on: weft.attention(*torch.ones(3, 1, 1, 2, 4), on, 'tokens')\n"
+        "weft.on_threads(layout, rank)\n"
+        "layout.plan('tokens', length=8, heads=1, head_dim=4)\n"
+        f"print('called', *found({DRAWING}))\n"
+        "import weft.train\n"
+        "print('matplotlib' in sys.modules)\n"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (made.returncode, made.stdout.split()) == (0, ["False"]), made.stderr
+    assert (made.returncode, made.stdout.split()) == (0, ["imported", "called", "False"]), (
+        made.stdout + made.stderr
+    )
+
+
+def test_doors_lead_to_the_modules_behind_them() -> None:
+    """By attribute, by import, and to modules within: one object, imported once."""
+    for name, behind in _doors.MODULES.items():
+        module = importlib.import_module(behind)
+        assert getattr(weft, name) is importlib.import_module(f"weft.{name}") is module
+        assert module.__spec__.name == behind
+    within = importlib.import_module("weft.tables.classifier")
+    assert within is importlib.import_module("weft_models.tables.classifier")
+    for name, behind in _doors.NAMES.items():
+        assert getattr(weft, name) is getattr(importlib.import_module(behind), name)
+    with pytest.raises(ModuleNotFoundError, match=r"weft_models\.train\.nothing"):
+        importlib.import_module("weft.train.nothing")
+
+
+def test_help_is_shown_without_torch() -> None:
+    """And lists what the functions behind the commands say of themselves."""
+    code = (
+        "import sys\nfrom weft_cli.cli import app\n"
+        "try: app(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert made.stdout.split()[-1] == "False", made.stderr
+    for name, command in COMMANDS.items():
+        assert name in made.stdout
+        text = inspect.getdoc(command.load(name))
+        assert " ".join(text.split("\n\n")[0].split()) == command.help
+
+
+def test_a_command_names_the_extra_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(self: Command, name: str) -> None:
+        raise ModuleNotFoundError(name="pandas.core")
+
+    monkeypatch.setattr(Command, "load", load)
+    made = CliRunner().invoke(app, ["predict", "a.csv"])
+    assert made.exit_code == 1
+    assert "weft predict needs pandas: pip install 'weft-attention[tables]'" in made.output

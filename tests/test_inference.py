@@ -10,8 +10,8 @@ from torch import Tensor
 import weft
 from weft import Layout
 from weft.declare.routing import Routing
-from weft.routing.attention import routed_attention
-from weft.routing.router import Router
+from weft_models.routing.attention import routed_attention
+from weft_models.routing.router import Router
 
 LAYOUTS = [
     "tokens(zigzag): ring=2",

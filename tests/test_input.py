@@ -10,7 +10,7 @@ import torch
 
 import weft
 from benchmarks.fuzz import Fuzz, run_command
-from weft.declare.model_file import ModelSpec
+from weft_models.declare.model_file import ModelSpec
 
 
 @pytest.mark.parametrize("start", range(0, 1000, 250))

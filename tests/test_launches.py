@@ -13,8 +13,8 @@ import weft
 from weft.comm import Transport, run_threads
 from weft.plan.call import Call
 from weft.runtime import executor
+from weft.runtime.buffers import all_to_all
 from weft.runtime.calls import BoundCall
-from weft.runtime.packing import all_to_all
 
 #: layout, mask, kernel, options of the case, and whether a rank makes delta
 DELTA = {
@@ -73,7 +73,7 @@ def test_what_goes_to_all_ranks_is_one_copy_however_many_there_are(monkeypatch, 
     def rank(transport) -> tuple[int, int]:
         on = layout.on(transport)
         x = torch.randn(2, 8, 16 // ranks, 4)
-        (step,) = BoundCall(on, call).shapes(x, x, x).all_to_alls["q"]
+        (step,) = BoundCall(on, call).shapes(x, x, x).all_to_alls.query
         monkeypatch.setattr(transport, "all_to_all", lambda shuffle: shuffle.incoming)
         with Copies() as there:
             (moved,) = all_to_all(transport, "q", [(x, step)])
@@ -126,7 +126,7 @@ def test_tensors_of_two_dtypes_in_one_exchange_arrive_bit_by_bit(lengths) -> Non
         steps = BoundCall(on, call).shapes(q, k, k).all_to_alls
         lse = torch.randn(2, 4, rows[0], generator=g)
         lse[0, 1] = float("nan")
-        items = [(q, steps["q"][0]), (lse.unsqueeze(-1), steps["q"][0]), (k, steps["kv"][0])]
+        items = [(q, steps.query[0]), (lse.unsqueeze(-1), steps.query[0]), (k, steps.key[0])]
         together = all_to_all(transport, "x", items)
         apart = [all_to_all(transport, "x", [item])[0] for item in items]
         moved = [(t, e) for t, (_, e) in zip(together, items)]

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import ledger, published
 from weft.declare import catalog
-from weft.planner.ledger import nearest
+from weft_planner.ledger import nearest
 
 #: What is predicted is made again: twenty seconds.
 pytestmark = pytest.mark.sample

@@ -17,8 +17,8 @@ from weft.comm import P2PBatch, Transport, control, run_threads
 from weft.comm.channel import Channel
 from weft.comm.processes import ProcessTransport
 from weft.launch import failures
-from weft.models.bind_on_same_ranks import bind_on_same_ranks
-from weft.runtime.redistribute import _moving, placement
+from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
+from weft.relayout.redistribute import _moving, placement
 
 
 def _guessed_lengths(rank: int, after: str) -> list[str]:

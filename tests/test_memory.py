@@ -22,7 +22,7 @@ from weft.plan.memory import memory_bound
 from weft.plan.plan import Pass
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
-from weft.plan.replay import CHUNKS, live_chunks
+from weft.plan.replay import live_chunks
 from weft.runtime import executor, tile_run
 
 LAYOUTS = [
@@ -161,7 +161,7 @@ def test_the_executor_holds_as_many_chunks_as_the_program_replayed_says(name, mo
 
     def watched_count(run, *more) -> None:
         count(run, *more)
-        coming = sum(t.payload in CHUNKS for t in run.in_flight)
+        coming = sum(t.payload.is_chunk for t in run.in_flight)
         key = (run.transport.rank, run.tile.backward)
         held, _ = most.get(key, (0, 0))
         most[key] = max(held, len(run.chunks) + coming), live_chunks(run.tile.program)

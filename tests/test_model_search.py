@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import weft
 from weft import Layout, UnsupportedError
-from weft.cli import app
 from weft.declare.hardware import Hardware
-from weft.declare.model_file import ModelSpec
-from weft.train.model_search import ModelSearch
+from weft_cli.cli import app
+from weft_models.declare.model_file import ModelSpec
+from weft_planner.model_search import ModelSearch
 
 GRID = {
     "axes": ["batch", "rows", "columns", "embed"],

@@ -8,11 +8,11 @@ import weft
 from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
-from weft.models import ModelSpec, compose
-from weft.models.tabular import column_statistics, standardise_columns
 from weft.nn import MultiAxisAttention
 from weft.nn.geometry import resolve_axes
 from weft.nn.parameters import HeadWeight
+from weft_models.models import ModelSpec, compose
+from weft_models.models.tabular import column_statistics, standardise_columns
 
 GRID = ("batch", "rows", "features", "embed")
 

@@ -9,9 +9,9 @@ import weft
 from benchmarks.memory import saving
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError
-from weft.pair.pairformer import PairBiasedAttention, PairformerBlock
-from weft.pair.triangle import EQUATIONS, TriangleAttention, TriangleMultiplication
-from weft.plan.product import ProductRule, factors
+from weft_models.pair.pairformer import PairBiasedAttention, PairformerBlock
+from weft_models.pair.plan import ProductRule, factors
+from weft_models.pair.triangle import EQUATIONS, TriangleAttention, TriangleMultiplication
 
 PAIR, SINGLE = {"batch": 0, "rows": 1, "columns": 2}, {"batch": 0, "rows": 1}
 LIMIT = 1e-11

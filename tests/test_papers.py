@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from weft import DeclarationError, Layout
-from weft.cli import app
-from weft.planner import papers
+from weft_cli.cli import app
+from weft_planner import papers
 
 
 @pytest.mark.parametrize("name", papers.setups())

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import weft
 from weft import Layout, on_threads
-from weft.models import compose
+from weft_models.models import compose
 
 IDS = torch.randint(32, (2, 24), generator=torch.Generator().manual_seed(4))
 WHOLE = StateDictOptions(full_state_dict=True)

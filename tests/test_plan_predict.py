@@ -18,7 +18,6 @@ from rich.console import Console
 import weft
 from weft import Layout
 from weft.comm import run_threads
-from weft.commands.check import comparisons_table
 from weft.declare import catalog
 from weft.declare.strategy import Strategy
 from weft.errors import UnsupportedError
@@ -32,6 +31,7 @@ from weft.plan.predict import forecast_of, plan_for
 from weft.proof.symbolic import prove
 from weft.runtime import tile_run
 from weft.testing.check import Comparison
+from weft_cli.commands.check import comparisons_table
 
 MASKS = {
     "full": weft.Full(),
@@ -60,10 +60,7 @@ def plans(name: str, asked: Problem) -> list:
 def attend(layout: Layout, asked: Problem, backward: bool = True):
     """One call with random tensors of the shapes that the rank's plan expects; (out, leaves)."""
     plan = plan_for(layout, asked, layout.rank)
-    rest, p = (
-        (plan.q_resharding.state(0, plan.coords), plan.kv_resharding.state(0, plan.coords)),
-        plan.problem,
-    )
+    rest, p = [way.state(0, plan.coords) for way in plan.resharding], plan.problem
     shapes = [(p.heads, rest[0], p.head_dim), (p.kv_heads, rest[1], p.head_dim)]
     shapes.append((p.kv_heads, rest[1], p.value_dim))
     q, k, v = (
@@ -267,7 +264,7 @@ def test_rows_of_a_ring_belong_to_the_rank_that_holds_them():
     asked = problem("tokens", MASKS["causal"])
     drawn, _ = score_matrix.owners(plans("ring-zigzag-4", asked))
     for rank, plan in enumerate(plans("ring-zigzag-4", asked)):
-        for span in plan.q_resharding.state(0, plan.coords).spans:
+        for span in plan.resharding.query.state(0, plan.coords).spans:
             for row in range(span.start, span.last + 1):
                 assert set(drawn[row]) <= {rank, -1}
 

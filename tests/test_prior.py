@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weft.tables.mechanisms import EDGES, nearest_prototype
-from weft.tables.prior import draw_graph, draw_training_table
+from weft_models.tables.mechanisms import EDGES, nearest_prototype
+from weft_models.tables.prior import draw_graph, draw_training_table
 
 TABLES = [draw_training_table(np.random.default_rng([3, i]), 120, 8, 10) for i in range(200)]
 

@@ -11,6 +11,7 @@ from weft.plan.program import MovingDim, Payload, Program
 from weft.plan.replay import live_chunks
 from weft.plan.scheduler.choose import live_bound, schedule
 from weft.plan.shifts import Shifts
+from weft.plan.sides import Sides
 from weft.plan.timing import Costs
 
 SIZES = [(), (2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (2, 2, 2)]
@@ -31,10 +32,12 @@ def _programs(q_sizes, kv_sizes) -> list:
     for transports, costs, backward, relay in itertools.product(
         sorted(set(mixes)), COSTS, (False, True), (False, True)
     ):
-        q_dims = _dims("q", q_sizes, transports[: len(q_sizes)])
-        kv_dims = _dims("k", kv_sizes, transports[len(q_sizes) :])
-        made = schedule(q_dims, kv_dims, costs, backward, relay, relay)
-        programs.append((made, q_dims, kv_dims, backward))
+        dims = Sides(
+            _dims("q", q_sizes, transports[: len(q_sizes)]),
+            _dims("k", kv_sizes, transports[len(q_sizes) :]),
+        )
+        program = schedule(dims, costs, backward, Sides(relay, relay))
+        programs.append((program, dims, backward))
     return programs
 
 
@@ -99,8 +102,8 @@ def test_what_is_computed_while_chunks_travel_is_a_prefix_rectangle(q_sizes, kv_
 
 @pytest.mark.parametrize(("q_sizes", "kv_sizes"), PAIRS, ids=str)
 def test_no_more_chunks_are_held_at_once_than_promised(q_sizes, kv_sizes):
-    for program, q_dims, kv_dims, _ in _programs(q_sizes, kv_sizes):
-        assert live_chunks(program) <= live_bound(q_dims, kv_dims)
+    for program, dims, _ in _programs(q_sizes, kv_sizes):
+        assert live_chunks(program) <= live_bound(dims)
 
 
 def _coords(dims: tuple[MovingDim, ...], number: int) -> list[int]:
@@ -113,13 +116,11 @@ def _coords(dims: tuple[MovingDim, ...], number: int) -> list[int]:
 
 @pytest.mark.parametrize(("q_sizes", "kv_sizes"), PAIRS, ids=str)
 def test_chunks_come_from_where_they_are_and_results_go_home_once(q_sizes, kv_sizes):
-    for program, q_dims, kv_dims, backward in _programs(q_sizes, kv_sizes):
+    for program, both, backward in _programs(q_sizes, kv_sizes):
         begin, end = _times(program)
-        back = {Payload.DQ: (q_dims, 0), Payload.DKV: (kv_dims, 1)} if backward else {}
-        back |= {} if backward else {Payload.OUT: (q_dims, 0)}
-        for payload, (dims, side) in (
-            {Payload.Q: (q_dims, 0), Payload.KV: (kv_dims, 1)} | back
-        ).items():
+        back = (Payload.DQ, Payload.DKV) if backward else (Payload.OUT,)
+        for payload in (Payload.Q, Payload.KV, *back):
+            dims = both[payload.side]
             moves = [t for t in begin if t.payload is payload]
             numbers = [t.source if payload in back else t.target for t in moves]
             assert sorted(numbers) == list(range(1, math.prod(d.size for d in dims)))
@@ -127,7 +128,7 @@ def test_chunks_come_from_where_they_are_and_results_go_home_once(q_sizes, kv_si
                 _same_owner(dims, t)
             if payload in back:
                 for t in moves:
-                    _complete_before(program, begin, end, t, side)
+                    _complete_before(program, begin, end, t)
 
 
 def _same_owner(dims, t) -> None:
@@ -138,11 +139,11 @@ def _same_owner(dims, t) -> None:
     assert source == target
 
 
-def _complete_before(program, begin, end, t, side) -> None:
+def _complete_before(program, begin, end, t) -> None:
     """A partial result leaves after its last block and after all that is merged into it."""
     for i, step in enumerate(program.steps):
         for block in step.blocks:
-            if t.source in (block.q, block.kv)[side]:
+            if t.source in block.sides[t.payload.side]:
                 assert i < begin[t]
     for other in begin:
         if other.payload is t.payload and other.target == t.source:
@@ -150,10 +151,10 @@ def _complete_before(program, begin, end, t, side) -> None:
 
 
 def test_a_ring_computes_while_the_next_chunk_travels_and_a_gather_computes_at_once():
-    ring = schedule((), (MovingDim("r", 4, "ring"),), Costs(), False)
+    ring = schedule(((), (MovingDim("r", 4, "ring"),)), Costs(), False)
     assert [len(step.blocks) for step in ring.steps] == [1] * 4
     assert all(t.ring_offset == 1 for t in ring.transfers)
-    gather = schedule((), (MovingDim("r", 4, "gather"),), Costs(), False)
+    gather = schedule(((), (MovingDim("r", 4, "gather"),)), Costs(), False)
     assert [block.kv for step in gather.steps for block in step.blocks] == [(0, 1, 2, 3)]
     assert [t.ring_offset for t in gather.transfers] == [1, 2, 3]
 
@@ -167,7 +168,7 @@ def test_an_outer_ring_prefetches_during_the_whole_turn_of_the_inner_one():
     machine = Hardware.from_dict({"device": {"flops": 1.0}, "level": level})
     shifts = Shifts(machine, {"inter": 2, "intra": 4})
     costs = Costs(kv=shifts.slowest, shifts=shifts, slowest=shifts.slowest)
-    program = schedule((), dims, costs, False)
+    program = schedule(((), dims), costs, False)
     begin, end = _times(program)
     (outer,) = (t for t in begin if t.mesh_dim == "inter")
     assert (begin[outer], end[outer]) == (0, 3)
@@ -176,7 +177,7 @@ def test_an_outer_ring_prefetches_during_the_whole_turn_of_the_inner_one():
 
 def test_a_square_tile_begins_to_return_rows_before_the_last_chunk_is_computed():
     sides = ((MovingDim("c", 3, "ring"),), (MovingDim("r", 3, "ring"),))
-    program = schedule(*sides, Costs(), False)
+    program = schedule(sides, Costs(), False)
     begin, _ = _times(program)
     first = min(step for t, step in begin.items() if t.payload is Payload.OUT)
     last = max(i for i, step in enumerate(program.steps) if step.blocks)

@@ -9,10 +9,10 @@ from test_plan_predict import DENSE, MASKS, problem
 
 import weft
 from weft import Layout
-from weft.inspect.ranks import Reading, reading
 from weft.plan.memory import memory_bound
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
+from weft_cli.inspect.ranks import Reading, reading
 
 
 def numbers(layout: Layout, asked: Problem, ranks) -> dict[int, tuple]:

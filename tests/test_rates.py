@@ -15,7 +15,6 @@ import torch
 from typer.testing import CliRunner
 
 from weft import Layout
-from weft.cli import app
 from weft.comm import P2PBatch, Transport, run_threads
 from weft.declare.hardware import Hardware
 from weft.declare.rates import rates_for
@@ -25,8 +24,9 @@ from weft.kernels.cpu_flash import CpuFlash
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.timing import duration
-from weft.planner import measure
-from weft.planner.measure import Link, Measured, MeasuredBlock, Sample, Together
+from weft_cli.cli import app
+from weft_planner import measure
+from weft_planner.measure import Link, Measured, MeasuredBlock, Sample, Together
 
 RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")
@@ -195,7 +195,7 @@ def test_plans_take_the_latency_of_the_level_that_a_transfer_crosses():
         node = {"name": "node", "ranks": 2, "rate": 1e9, "latency": 1e-6}
         rates = {"level": [node, {"name": "cluster", "rate": 1e9, "latency": latency}]}
         plan = plan_for(Layout.from_dict({**declared, "rates": rates}), CALL_OF_4, rank=0)
-        costs = plan.costs(plan.forward.q_dims, plan.forward.kv_dims, False)
+        costs = plan.costs(plan.forward.dims, False)
         ends[latency] = duration(plan.forward.program, costs)
         took = {t.mesh_dim: costs.transfer(t) for t in plan.forward.program.transfers}
         assert (took["inter"] - took["intra"] > 9e-3) == (latency == 1e-2)

@@ -25,10 +25,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from weft import parallelize, restore
-from weft.integrations.transformers import Batch, recurrences, running, shard_batch, verify
-from weft.plan.state import Fragments
-from weft.runtime import state_ops
-from weft.runtime.state import LocalPieces
+from weft.carry import ops as state_ops
+from weft.carry.fragments import Fragments
+from weft.carry.pieces import LocalPieces
+from weft_integrations.transformers import Batch, recurrences, running, shard_batch, verify
 
 hf.logging.set_verbosity_error()
 

@@ -13,12 +13,12 @@ from torch.nn import functional as F
 
 import weft
 from weft import Layout, UnsupportedError
-from weft.models import ModelSpec, compose
-from weft.nn.reproducible import exact_sums, make_reproducible
-from weft.runtime.exact_sums import ExactSums
-from weft.train import fit, stream
-from weft.train.same_bits import OtherBits, Trace, first_other_bits, trace
-from weft.train.step import mean, score
+from weft.same_bits.modules import exact_sums, make_reproducible
+from weft.same_bits.sums import ExactSums
+from weft_models.models import ModelSpec, compose
+from weft_models.train import fit, stream
+from weft_models.train.same_bits import OtherBits, Trace, first_other_bits, trace
+from weft_models.train.step import mean, score
 
 TOKENS = ModelSpec.from_dict(
     {

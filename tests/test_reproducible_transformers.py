@@ -15,8 +15,8 @@ from trained import SMALL, llama, model_of
 import weft
 from weft import Layout, UnsupportedError
 from weft.checkpoint import Checkpoints
-from weft.integrations.transformers import shard_batch
-from weft.train.same_bits import Trace, first_other_bits
+from weft_integrations.transformers import shard_batch
+from weft_models.train.same_bits import Trace, first_other_bits
 
 SIZES = {"num_attention_heads": 12, "num_key_value_heads": 6, "hidden_size": 48}
 LINES = (
@@ -196,7 +196,7 @@ class _Fused(nn.Module):
 
 
 def test_weights_in_functions_that_no_mode_sees_are_refused():
-    layer = weft.nn.reproducible.make_reproducible(_Fused(), Layout.single(reproducible=True))
+    layer = weft.same_bits.modules.make_reproducible(_Fused(), Layout.single(reproducible=True))
     with pytest.raises(UnsupportedError, match="a weight meets tokens in _Own"):
         layer(torch.ones(3, 4))
 
@@ -224,7 +224,7 @@ def test_calls_that_would_have_other_bits_are_refused(model, use, words):
 
 def test_dropout_is_refused_where_it_draws():
     layout, model = Layout.single(reproducible=True), nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    weft.nn.reproducible.make_reproducible(model, layout)
+    weft.same_bits.modules.make_reproducible(model, layout)
     with pytest.raises(UnsupportedError, match="dropout draws other numbers"):
         model(torch.ones(3, 4))
     assert model.eval()(torch.ones(3, 4)).shape == (3, 4)

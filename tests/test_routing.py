@@ -15,8 +15,8 @@ from weft.declare.routing import Routing
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.plan.order import shard_spans
-from weft.routing.attention import routed_attention
-from weft.routing.router import (
+from weft_models.routing.attention import routed_attention
+from weft_models.routing.router import (
     Router,
     block_visibility,
     choose_keys,
@@ -357,7 +357,7 @@ def local(layout: Layout, n: int = 16):
 
 def call(layout: Layout, routing: Routing = Routing(top_k=1), **options):  # noqa: B008
     same = torch.Generator().manual_seed(0)
-    router = weft.routing.router.Router(4, 2, 2, routing.summary_dim, layout, same)
+    router = Router(4, 2, 2, routing.summary_dim, layout, same)
     return routed_attention(*local(layout), router, layout, "tokens", routing, **options)
 
 

@@ -14,12 +14,12 @@ from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.models import ModelSpec
-from weft.routing import RoutedAttention, routed_modules, routing_penalty
-from weft.routing.attention import routed_attention
-from weft.routing.report import figures, hit_rate, measure_routing, observe
-from weft.routing.router import Router
-from weft.train import fit, stream
+from weft_models.models import ModelSpec
+from weft_models.routing import RoutedAttention, routed_modules, routing_penalty
+from weft_models.routing.attention import routed_attention
+from weft_models.routing.report import figures, hit_rate, measure_routing, observe
+from weft_models.routing.router import Router
+from weft_models.train import fit, stream
 
 ROUTED = Layout.load("routed-4")
 ONE = layout_of({"r": 1}, {"r": "routed"})
@@ -128,7 +128,7 @@ def test_a_router_learns_by_imitation_which_block_a_query_needs():
     torch.manual_seed(0)
     means = 3.0 * torch.eye(4, 8)
     options = Routing(top_k=1, chunks=4, imitate=1.0)
-    router = weft.routing.router.Router(8, 1, 1, 8, Layout.single())
+    router = Router(8, 1, 1, 8, Layout.single())
     optimizer = torch.optim.Adam(router.parameters(), lr=0.02)
 
     def step(top_k: int):

@@ -30,10 +30,10 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 
 from weft import parallelize, restore
-from weft.integrations.transformers import lazy as transformers_lazy
-from weft.integrations.transformers import rows as transformers_rows
-from weft.integrations.transformers import shard_batch
-from weft.integrations.transformers.model import parallelize_transformers
+from weft_integrations.transformers import lazy as transformers_lazy
+from weft_integrations.transformers import rows as transformers_rows
+from weft_integrations.transformers import shard_batch
+from weft_integrations.transformers.model import parallelize_transformers
 
 hf.logging.set_verbosity_error()
 

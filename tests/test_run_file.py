@@ -7,10 +7,10 @@ import re
 import pytest
 
 from weft.declare import catalog
-from weft.declare.model_blocks import AttendBlock
-from weft.declare.run_file import RunSpec, changed
 from weft.errors import DeclarationError
-from weft.models import ModelSpec
+from weft_models.declare.model_blocks import AttendBlock
+from weft_models.declare.run_file import RunSpec, changed
+from weft_models.models import ModelSpec
 
 
 def test_a_resolved_run_says_all_and_reads_back_as_itself(tmp_path):

@@ -85,7 +85,7 @@ def check_complete(program: Program, backward: bool) -> None:
 def test_programs_compute_every_block_once_and_send_every_result(backward, transport):
     for i, shape in enumerate(SHAPES):
         for costs in list(grid(backward))[i % 4 :: 4]:
-            check_complete(made(*tile(*shape, transport), costs, backward), backward)
+            check_complete(made(tile(*shape, transport), costs, backward), backward)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -97,23 +97,23 @@ def test_nested_rings_compute_every_block_once(sizes, backward):
             shifts = Shifts(Hardware.from_dict(level), dict(zip(("outer", "inner"), sizes)))
             slow = replace(costs, shifts=shifts, slowest=shifts.slowest)
             for q, kv in (((), (outer, inner)), ((outer, inner), ()), ((outer,), (inner,))):
-                program = schedule(q, kv, slow, backward)
+                program = schedule((q, kv), slow, backward)
                 check_complete(program, backward)
-                assert live_chunks(program) <= live_bound(q, kv)
+                assert live_chunks(program) <= live_bound((q, kv))
 
 
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_program_is_quicker_by_more_than_five_percent(shape, backward):
     for costs in list(grid(backward))[SHAPES.index(shape) % 2 :: 2]:
-        found = duration(made(*tile(*shape), costs, backward), costs)
+        found = duration(made(tile(*shape), costs, backward), costs)
         best = optimum(*shape, costs, backward, limit=found / 1.05)
         assert found <= 1.05 * best + 1e-9, f"{costs}: {found:.3f}, there is {best:.3f}"
 
 
 def test_the_search_finds_what_is_quicker():
     costs = Costs(1.0, 1.5, 1.0, 1.0, 1.0)
-    plain = duration(made(*tile(3, 3, "gather"), costs, True), costs)
+    plain = duration(made(tile(3, 3, "gather"), costs, True), costs)
     assert optimum(3, 3, costs, True, limit=plain / 1.05) < plain / 1.05
 
 
@@ -121,8 +121,8 @@ def test_the_search_finds_what_is_quicker():
 def test_never_slower_than_gather_all_compute_reduce(backward):
     for shape in [*SHAPES, (4, 4), (8, 4), (3, 16)]:
         for costs in list(grid(backward))[:: 1 if shape in SHAPES else 5]:
-            plain = made(*tile(*shape, "gather"), costs, backward)
-            found = made(*tile(*shape), costs, backward)
+            plain = made(tile(*shape, "gather"), costs, backward)
+            found = made(tile(*shape), costs, backward)
             assert duration(found, costs) <= duration(plain, costs) + 1e-9
 
 
@@ -130,8 +130,8 @@ def test_never_slower_than_gather_all_compute_reduce(backward):
 def test_live_chunks_stay_within_the_declared_bound(backward):
     for shape in [*SHAPES, (1, 64), (64, 1), (8, 8)]:
         for costs in list(grid(backward))[:: 1 if shape in SHAPES else 5]:
-            program = made(*tile(*shape), costs, backward)
-            assert live_chunks(program) <= live_bound(*tile(*shape))
+            program = made(tile(*shape), costs, backward)
+            assert live_chunks(program) <= live_bound(tile(*shape))
 
 
 def test_look_aheads_that_are_not_tried_would_change_nothing(monkeypatch):
@@ -146,7 +146,7 @@ def test_look_aheads_that_are_not_tried_would_change_nothing(monkeypatch):
         shapes = [(1, 3), (1, 8), (2, 2), (2, 3), (3, 4)]
         every = itertools.product(shapes, (False, True))
         return [
-            schedule.__wrapped__(*tile(*shape), costs, backward)
+            schedule.__wrapped__(tile(*shape), costs, backward)
             for shape, backward in every
             for costs in itertools.islice(grid(backward), 0, None, 3)
         ]
@@ -159,13 +159,13 @@ def test_look_aheads_that_are_not_tried_would_change_nothing(monkeypatch):
 
 
 def test_a_ring_is_double_buffered():
-    assert live_bound(*tile(1, 16)) == live_bound(*tile(16, 1)) == 2
-    assert live_bound(*tile(4, 4)) == 6
+    assert live_bound(tile(1, 16)) == live_bound(tile(16, 1)) == 2
+    assert live_bound(tile(4, 4)) == 6
 
 
 def test_a_balanced_ring_hides_its_traffic():
     costs = Costs(block=1.0, kv=1.0)
-    program = schedule(*tile(1, 8), costs, False)
+    program = schedule(tile(1, 8), costs, False)
     assert duration(program, costs) == pytest.approx(8.0)
 
 
@@ -183,5 +183,5 @@ def test_transfers_on_one_link_queue_and_on_two_links_do_not():
 
 def test_programs_for_thousands_of_ranks_are_quick():
     for q, kv in (tile(1, 4096), tile(64, 64)):
-        program = schedule(q, kv, Costs(block=0.125), True)
+        program = schedule((q, kv), Costs(block=0.125), True)
         assert len(program.transfers) == 2 * (len(q) and 63) + 2 * (63 if q else 4095)

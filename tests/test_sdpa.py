@@ -16,8 +16,8 @@ from torch.utils.checkpoint import CheckpointError, checkpoint
 import weft
 from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.integrations.torch.sdpa import hides_future
 from weft.layout import Layout
+from weft.torch_interop.sdpa import hides_future
 
 # One online-softmax merge per chunk and sums of at most 24 products of order one, in fp64.
 TOLERANCE = 1e-12

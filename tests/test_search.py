@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 import weft
 from weft import Causal, DeclarationError, Documents, Full, Layout, UnsupportedError
-from weft.cli import app
 from weft.declare.hardware import Hardware
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
-from weft.planner import reasons
-from weft.planner.bound import kv_repeat, link_seconds
-from weft.planner.candidates import Refused, candidates, factorisations, level_sizes
-from weft.planner.flow import one_node, replayed
-from weft.planner.search import Choice, Search
 from weft.proof.symbolic import prove
 from weft.testing.cases import Case
+from weft_cli.cli import app
+from weft_planner import reasons
+from weft_planner.candidates import Refused, candidates, factorisations, level_sizes
+from weft_planner.flow import one_node, replayed
+from weft_planner.lower_bound import kv_repeat, link_seconds
+from weft_planner.search import Choice, Search
 
 
 def call(tokens=4096, heads=16, kv_heads=4, batch=1, mask=None, head_dim=64) -> Problem:
@@ -410,7 +410,7 @@ def test_the_simpler_of_two_equals_is_pointed_out():
 
 
 def test_more_devices_are_never_slower_in_the_picture():
-    from weft.planner.search import scaling
+    from weft_planner.search import scaling
 
     curves = scaling(Search(call(tokens=65536), cluster(rate=1e10), 16))
     best = dict(curves["best mix"])

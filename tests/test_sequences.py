@@ -8,9 +8,9 @@ from torch import nn
 
 import weft
 from weft import Bias, KeyPadding, Layout, MaskMod, compose
-from weft.models import ModelSpec
 from weft.nn import MultiAxisAttention
-from weft.pair.triangle import TriangleAttention
+from weft_models.models import ModelSpec
+from weft_models.pair.triangle import TriangleAttention
 
 F64 = torch.float64
 AXES = ("batch", "rows", "features", "embed")

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft import Layout
-from weft.comm import coordinates, rank_at
 from weft.declare.hardware import Hardware
+from weft.declare.mesh import coordinates, rank_at
 from weft.plan import shifts as module
 from weft.plan.clock import Network
 from weft.plan.predict import forecast_of, plan_for, plans_for
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
 from weft.plan.timing import duration
-from weft.planner.flow import time_call
+from weft_planner.flow import time_call
 
 NODE = {"name": "node", "ranks": 4, "rate": 1.25e7, "latency": 1e-3}
 UPLINKS = [NODE, {"name": "cluster", "through": True, "uplink": 7.5e6, "latency": 1e-3}]
@@ -87,7 +87,7 @@ def test_transfers_are_priced_by_the_predicted_bytes_and_blocks_by_their_work(li
     rated = layout(f"tokens: {line}", flops=1e11, bandwidth=1e6, latency=0.0)
     plan = plan_for(rated, problem(4096, kv_heads=4), rank=0)
     tile = getattr(plan, name)
-    costs = plan.costs(tile.q_dims, tile.kv_dims, tile.backward).cut(tile.program.sub_chunks)
+    costs = plan.costs(tile.dims, tile.backward).cut(tile.program.sub_chunks)
     moved = sum(costs.transfer(t) for t in tile.program.transfers)
     assert moved == pytest.approx(getattr(forecast_of(plan), name).program.bytes / 1e6)
     work = 4 * 8 * 4096 * 4096 * 64 / rated.world_size * (2.5 if tile.backward else 1)
@@ -100,7 +100,7 @@ def test_slow_links_leave_traffic_and_fast_ones_compute(line):
         rated = layout(f"tokens: {line}", flops=1e11, bandwidth=bandwidth, latency=0.0)
         plan = plan_for(rated, problem(4096), rank=0)
         tile = plan.forward
-        costs = plan.costs(tile.q_dims, tile.kv_dims, False).cut(tile.program.sub_chunks)
+        costs = plan.costs(tile.dims, False).cut(tile.program.sub_chunks)
         traffic = sum(costs.transfer(t) for t in tile.program.transfers)
         compute = costs.block * tile.program.a * tile.program.b
         assert duration(tile.program, costs) == pytest.approx(max(traffic, compute), rel=0.05)
@@ -110,7 +110,7 @@ def test_messages_that_share_an_uplink_are_not_all_sent_at_once():
     """A short message of every rank to every other: over a flat network yes, over uplinks no."""
     for level, transport in ((FLAT, "gather"), (UPLINKS, "ring")):
         plan = plan_for(layout("tokens: burst=16", level), problem(), rank=0)
-        dims = (*plan.forward.kv_dims, *plan.backward.q_dims)
+        dims = (*plan.forward.dims.key, *plan.backward.dims.query)
         assert {dim.transport for dim in dims} == {transport}
 
 

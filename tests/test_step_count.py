@@ -10,15 +10,15 @@ from typer.testing import CliRunner
 
 import weft
 from weft import DeclarationError, Layout, UnsupportedError
-from weft.cli import app
-from weft.commands.side_by_side import _counted
 from weft.declare.hardware import Hardware
-from weft.declare.model_file import ModelSpec
 from weft.inspect.traffic import traffic
-from weft.train import step_count
-from weft.train.step_count import Moved, busiest, by_part, count_steps
-from weft.train.step_time import levels_of, moved_seconds, step_time
-from weft.train.work import VISIBLE, Work, biases_of_call, masks_of_call, model_work
+from weft_cli.cli import app
+from weft_cli.commands.side_by_side import _counted
+from weft_models.declare.model_file import ModelSpec
+from weft_planner import step_count
+from weft_planner.step_count import Moved, busiest, by_part, count_steps
+from weft_planner.step_time import levels_of, moved_seconds, step_time
+from weft_planner.work import VISIBLE, Work, biases_of_call, masks_of_call, model_work
 
 GIVEN = ModelSpec.from_dict(
     {

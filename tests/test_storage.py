@@ -11,18 +11,15 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import (
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import weft
 from weft import Layout, TabularClassifier
 from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsReader, SafetensorsWriter
 from weft.checkpoint import folder as files
 from weft.checkpoint.values import decode
-from weft.models import KeyValueCache, compose, from_pretrained, save_pretrained
-from weft.models.pretrained import read_notes
+from weft_models.models import KeyValueCache, compose, from_pretrained, save_pretrained
+from weft_models.models.pretrained import read_notes
 
 
 def _trained(layout: Layout, seed: int = 0):

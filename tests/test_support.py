@@ -311,6 +311,6 @@ def test_the_page_has_the_matrix_of_today() -> None:
 def test_list_support_prints_the_matrix() -> None:
     from typer.testing import CliRunner
 
-    from weft.cli import app
+    from weft_cli.cli import app
 
     assert CliRunner().invoke(app, ["list", "--support"]).output == support.markdown()

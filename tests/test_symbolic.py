@@ -11,20 +11,8 @@ import torch
 import weft
 from benchmarks.fuzz import run_command
 from weft import Layout
-from weft.masks.names import MASKS, mask_named
-from weft.plan.order import Span
-from weft.plan.predict import plans_for
-from weft.plan.problem import Problem
-from weft.plan.redistribute import placement, plan_redistribution
-from weft.plan.state import Fragments, by_heads, fragments
-from weft.plan.tiles import KernelCall, Kind
-from weft.plan.tree import Tree, state_tree
-from weft.proof import representatives, symbolic
-from weft.proof.coverage import count_visible, tile_defects, visible_ranges
-from weft.proof.flow import program_defects
-from weft.proof.rendezvous import rendezvous
-from weft.proof.representatives import covering
-from weft.proof.state import (
+from weft.carry.fragments import Fragments, by_heads, fragments
+from weft.carry.proof import (
     chain_defects,
     composition_defects,
     halo_defects,
@@ -33,6 +21,18 @@ from weft.proof.state import (
     prove_states,
     sweep_defects,
 )
+from weft.carry.tree import Tree, state_tree
+from weft.masks.names import MASKS, mask_named
+from weft.plan.order import Span
+from weft.plan.predict import plans_for
+from weft.plan.problem import Problem
+from weft.plan.tiles import KernelCall, Kind
+from weft.proof import representatives, symbolic
+from weft.proof.coverage import count_visible, tile_defects, visible_ranges
+from weft.proof.flow import program_defects
+from weft.proof.rendezvous import rendezvous
+from weft.proof.representatives import covering
+from weft.relayout.plan import placement, plan_redistribution
 
 LINES = (
     "tokens: ring=4",
@@ -152,12 +152,12 @@ def matters(program, mutant):
 def test_a_program_with_one_step_changed_is_found(line, backward):
     _, plans = tiles(line, "full")
     tile = plans[0].backward if backward else plans[0].forward
-    assert not program_defects(tile.program, tile.q_dims, tile.kv_dims, backward)
+    assert not program_defects(tile.program, tile.dims, backward)
     tried = 0
     for what, mutant in mutants(tile.program, random.Random(3)):
         if matters(tile.program, mutant):
             tried += 1
-            assert program_defects(mutant, tile.q_dims, tile.kv_dims, backward), what
+            assert program_defects(mutant, tile.dims, backward), what
     assert tried > 8
 
 

@@ -20,7 +20,7 @@ if importlib.util.find_spec("tabicl") is None:
 from tabicl._model.tabicl import TabICL
 
 from weft import parallelize
-from weft.integrations.tabular.tabicl import parallelize_tabicl
+from weft_integrations.tabular.tabicl import parallelize_tabicl
 
 SMALL = {
     "embed_dim": 16,

@@ -26,8 +26,8 @@ if importlib.util.find_spec("tabpfn") is None:
 from tabpfn.architectures import tabpfn_v2, tabpfn_v2_5, tabpfn_v2_6, tabpfn_v3, tabpfn_v3_5
 
 from weft import parallelize
-from weft.integrations.tabular.tabpfn import parallelize_tabpfn
-from weft.integrations.tabular.tabpfn_rows import QueriesFrom
+from weft_integrations.tabular.tabpfn import parallelize_tabpfn
+from weft_integrations.tabular.tabpfn_rows import QueriesFrom
 
 # fp64 throughout: two blocks of two attentions and an MLP, sums of at most 30 rows.
 TOLERANCE = 1e-11

@@ -7,25 +7,10 @@ import torch
 from reference import visible
 
 from weft.layout import Layout
-from weft.masks import (
-    Causal,
-    Documents,
-    FirstKeys,
-    Full,
-    MaskMod,
-    Window,
-    describe,
-    prefix_lm,
-)
+from weft.masks import Causal, Documents, FirstKeys, Full, MaskMod, Window, describe, prefix_lm
 from weft.plan import intervals
 from weft.plan.order import ORDERS, Span, count, join, positions, product, shard_spans
-from weft.plan.tiles import (
-    KernelCall,
-    Kind,
-    in_row_blocks,
-    tile_calls,
-    visible_keys,
-)
+from weft.plan.tiles import KernelCall, Kind, in_row_blocks, tile_calls, visible_keys
 
 
 def visible_queries(mask, q, k) -> tuple[int, int]:
@@ -227,7 +212,7 @@ def _layout(name: str, order: str) -> Layout:
 
 
 def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list[list[KernelCall]]:
-    from weft.comm import coordinates
+    from weft.declare.mesh import coordinates
     from weft.plan.plan import Plan, Problem
 
     problem = Problem(("tokens",), ((n, n),), 1, 2, 2, 8, 8, torch.float32, "cpu", mask=mask)

@@ -12,21 +12,17 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft.errors import DeclarationError
-from weft.integrations.torch.checkpointing import keeping_attention
-from weft.integrations.torch.debug import CommDebug
-from weft.integrations.torch.module_styles import AttentionParallel
 from weft.layout import Layout
+from weft.torch_interop.checkpointing import keeping_attention
+from weft.torch_interop.debug import CommDebug
+from weft.torch_interop.module_styles import AttentionParallel
 
 # fp64; gradients of parameters are sums over 2 x 24 tokens of numbers of order one.
 TOLERANCE = 1e-11

@@ -10,9 +10,9 @@ from weft import on_threads
 from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.models import ModelSpec, compose, from_pretrained
 from weft.nn.parameters import HeadWeight
-from weft.tables.evaluation import (
+from weft_models.models import ModelSpec, compose, from_pretrained
+from weft_models.tables.evaluation import (
     Result,
     Score,
     curves,
@@ -21,8 +21,8 @@ from weft.tables.evaluation import (
     results_markdown,
     results_table,
 )
-from weft.train import clip_grad_norm_, fit, stream, trainer
-from weft.train.step import take_step
+from weft_models.train import clip_grad_norm_, fit, stream, trainer
+from weft_models.train.step import take_step
 
 QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}
 

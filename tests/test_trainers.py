@@ -17,8 +17,8 @@ from trainer_cases import FOUR, LAYOUTS, RING
 
 import weft
 from weft.errors import UnsupportedError
-from weft.integrations import trainers
-from weft.integrations.trainers import refused
+from weft_integrations import trainers
+from weft_integrations.trainers import refused
 
 slow = pytest.mark.slow
 DP, P4 = LAYOUTS
@@ -384,7 +384,7 @@ def test_private_methods_of_trl_are_as_they_were():
 
     from trl import GRPOTrainer, RLOOTrainer
 
-    from weft.integrations.trainers.generation import SEAMS
+    from weft_integrations.trainers.generation import SEAMS
 
     for cls in (GRPOTrainer, RLOOTrainer):
         for name, parameters in SEAMS.items():

@@ -22,16 +22,10 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from transformers import masking_utils
 
-from weft.integrations.transformers import (
-    Batch,
-    parallelize,
-    restore,
-    shard_batch,
-    token_loss,
-)
-from weft.integrations.transformers.masks import translate
-from weft.integrations.transformers.model import parallelize_transformers
 from weft.losses import shift_labels
+from weft_integrations.transformers import Batch, parallelize, restore, shard_batch, token_loss
+from weft_integrations.transformers.masks import translate
+from weft_integrations.transformers.model import parallelize_transformers
 
 hf.logging.set_verbosity_error()
 

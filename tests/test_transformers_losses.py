@@ -18,8 +18,8 @@ import transformers as hf
 from test_transformers_verify import SMALL as TINY
 
 from weft import parallelize, restore
-from weft.integrations.transformers import shard_batch
 from weft.losses import cross_entropy
+from weft_integrations.transformers import shard_batch
 
 hf.logging.set_verbosity_error()
 

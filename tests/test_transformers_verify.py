@@ -21,8 +21,8 @@ import transformers as hf
 
 from benchmarks import families
 from weft import parallelize, restore
-from weft.integrations.transformers import shard_batch, verify
-from weft.integrations.transformers.verification.inputs import trials
+from weft_integrations.transformers import shard_batch, verify
+from weft_integrations.transformers.verification.inputs import trials
 
 hf.logging.set_verbosity_error()
 
@@ -214,7 +214,7 @@ def test_routers_are_tried_with_padding(monkeypatch):
     model = build(EXACT["statistics of routers"])
     padded = [t for t in verify(model, RING).trials if t.padding]
     assert [str(t) for t in padded] == ["1 x 20 tokens, 5 of them padding"]
-    monkeypatch.setattr("weft.integrations.transformers.calls.unpadded", lambda mask, length: None)
+    monkeypatch.setattr("weft_integrations.transformers.calls.unpadded", lambda mask, length: None)
     with pytest.raises(UnsupportedError, match=r"aux_loss depends on.*5 of them padding"):
         verify(model, RING)
 
@@ -228,7 +228,7 @@ def test_pools_are_tried_with_padding(monkeypatch):
     )
     padded = [t for t in verify(model, RING).trials if t.padding]
     assert [str(t) for t in padded] == ["1 x 20 tokens, 5 of them padding"]
-    monkeypatch.setattr("weft.integrations.transformers.calls.unpadded", lambda mask, length: None)
+    monkeypatch.setattr("weft_integrations.transformers.calls.unpadded", lambda mask, length: None)
     with pytest.raises(UnsupportedError, match=r"5 of them padding"):
         verify(model, RING)
 
@@ -236,7 +236,7 @@ def test_pools_are_tried_with_padding(monkeypatch):
 def test_embeddings_are_tried_with_masked_tokens(monkeypatch):
     model = build(EXACT["embeddings scaled by how many tokens are masked"])
     monkeypatch.setattr(
-        "weft.integrations.transformers.whole.scales_by_masked", lambda module: False
+        "weft_integrations.transformers.whole.scales_by_masked", lambda module: False
     )
     with pytest.raises(UnsupportedError, match=r"is not the model.*'esm'"):
         verify(model, RING)
@@ -510,7 +510,7 @@ def test_a_window_of_nothing_is_refused_where_a_layer_uses_it():
 def test_the_command_says_exact_or_why_not(tmp_path):
     from typer.testing import CliRunner
 
-    from weft.cli import app
+    from weft_cli.cli import app
 
     run = CliRunner().invoke
     config = tmp_path / "config.json"
@@ -542,7 +542,7 @@ def test_the_command_says_exact_or_why_not(tmp_path):
 def test_the_command_says_in_one_line_what_cannot_be_verified(arguments, message, tmp_path):
     from typer.testing import CliRunner
 
-    from weft.cli import app
+    from weft_cli.cli import app
 
     name, config, *rest = arguments
     path = tmp_path / "config.json"
@@ -556,7 +556,7 @@ def test_the_command_says_in_one_line_what_cannot_be_verified(arguments, message
 def test_the_command_takes_the_only_axis_that_the_layout_attends(tmp_path):
     from typer.testing import CliRunner
 
-    from weft.cli import app
+    from weft_cli.cli import app
 
     (tmp_path / "config.json").write_text(json.dumps(GROUPED))
     ran = CliRunner().invoke(app, ["verify", "LlamaForCausalLM", str(tmp_path), "rows: ring=2"])

@@ -5,7 +5,7 @@ import torch
 
 import weft
 from weft.checkpoint import Checkpoints
-from weft.train import clip_grad_norm_
+from weft_models.train import clip_grad_norm_
 
 #: The step until which each layout trains.
 LEGS = {"weather-dp-x-ring": 7, "weather-head-x-tile": 14, "weather-axial-2x2": 20}

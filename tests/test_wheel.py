@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from weft._doors import PACKAGES
+
 ROOT = Path(__file__).parent.parent
 KINDS = ("strategies", "layouts", "models", "hardware")
 
@@ -26,15 +28,16 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_the_package_and_its_declarations(wheel: Path) -> None:
     assert wheel.name.startswith("weft_attention-")
     kept = set(zipfile.ZipFile(wheel).namelist())
-    package = {f"weft/{p.relative_to(ROOT / 'src/weft')}" for p in (ROOT / "src").rglob("*.py")}
+    package = {str(p.relative_to(ROOT / "src")) for p in (ROOT / "src").rglob("*.py")}
     declared = {f"weft/declarations/{k}/{p.name}" for k in KINDS for p in (ROOT / k).glob("*.toml")}
     weights = "weft/declarations/models/table_classifier.safetensors"
     declared.add(weights)
-    assert package | declared | {"weft/py.typed"} <= kept
+    typed = {f"{package}/py.typed" for package in PACKAGES}
+    assert package | declared | typed <= kept
     assert (ROOT / "models" / Path(weights).name).stat().st_size < 10_000_000
     rest = {name for name in kept - package - declared if ".dist-info/" not in name}
-    setups = {f"weft/planner/setups/{name}.toml" for name in ("attention2d", "mesh-attention")}
-    assert rest == {"weft/py.typed", "weft/planner/ledger.json"} | setups
+    setups = {f"weft_planner/setups/{name}.toml" for name in ("attention2d", "mesh-attention")}
+    assert rest == typed | {"weft_planner/ledger.json"} | setups
 
 
 @pytest.mark.sample

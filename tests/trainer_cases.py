@@ -25,7 +25,7 @@ from trained import (
 
 import weft
 from weft import Layout
-from weft.integrations import trainers
+from weft_integrations import trainers
 
 RING, FOUR = "tokens(zigzag): ring=2", "tokens: ring=2 x ulysses=2"
 
@@ -547,7 +547,7 @@ def other_rows(rank):
 
 def chunks_as_rows(rank):
     from weft import parallelize
-    from weft.integrations.transformers import shard_batch
+    from weft_integrations.transformers import shard_batch
 
     layout = trainers.layout(RING, "cpu", timeout=30)
     model = parallelize(llama(), layout)
@@ -577,7 +577,7 @@ def other_advantages(rank):
 
 def without_the_factor(rank, *args):
     """Gradients as a sum over ranks would need them, and averaged nevertheless."""
-    from weft.integrations.transformers import rows as transformers_rows
+    from weft_integrations.transformers import rows as transformers_rows
 
     factor, transformers_rows.factor = transformers_rows.factor, lambda layout, axis: 1.0
     try:

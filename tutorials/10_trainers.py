@@ -117,7 +117,7 @@ import json
 import sys
 
 from finetune import SFTTrainer, finetune
-from weft.integrations import trainers
+from weft_integrations import trainers
 
 layout = trainers.layout("tokens(zigzag): ring=4", "cpu")         # added
 log = finetune(trainers.of(SFTTrainer, layout))                   # was: finetune(SFTTrainer)

@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 import weft
 from weft import parallelize
-from weft.integrations.transformers import shard_batch
+from weft_integrations.transformers import shard_batch
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()

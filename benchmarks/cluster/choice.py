@@ -27,16 +27,16 @@ import torch
 import torch.distributed as dist
 
 import weft
-from weft.commands.rates import cores_of
 from weft.declare.hardware import Hardware
 from weft.declare.rates import rates_of
 from weft.errors import WeftError
 from weft.masks import FULL, Causal, Documents, Mask
 from weft.plan.problem import Problem
-from weft.planner import measure
-from weft.planner.candidates import NAMES
-from weft.planner.flow import replayed
-from weft.planner.search import Search
+from weft_cli.commands.rates import cores_of
+from weft_planner import measure
+from weft_planner.candidates import NAMES
+from weft_planner.flow import replayed
+from weft_planner.search import Search
 
 from . import reference
 from .hosts import Hosts

@@ -43,7 +43,7 @@ class Facts:
     @classmethod
     def of(cls, nbytes: int, tile: Pass) -> Facts:
         program = tile.program
-        costs = tile.plan.costs(tile.q_dims, tile.kv_dims, tile.backward).cut(program.sub_chunks)
+        costs = tile.plan.costs(tile.dims, tile.backward).cut(program.sub_chunks)
         compute = program.a * program.b * costs.block
         traffic = sum(map(costs.transfer, program.transfers))  # on one link
         return cls(nbytes, program.sub_chunks, compute, traffic, duration(program, costs))

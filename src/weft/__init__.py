@@ -2,18 +2,18 @@
 
 from importlib import import_module as _import_module
 
+from . import _doors
 from ._caching import clear_caches
 from ._version import __version__ as __version__
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
-from .declare.heads import register_head
+from .carry.scan import halo, scan
 from .declare.placements import AffinePartial, SoftmaxPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
 from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
-from .recurrence import halo, scan
 from .threads import on_threads
 
 __all__ = [
@@ -59,29 +59,18 @@ __all__ = [
 ]
 
 
-#: Rooms and names that are imported when first used, so that attention alone stays light.
-_ROOMS = ("checkpoint", "losses", "models", "nn", "pair", "routing", "tables", "testing", "train")
-_LATE = {
-    "MultiAxisAttention": "nn",
-    "TabularClassifier": "tables.classifier",
-    "choose_layout": "planner.search",
-    "clip_grad_norm_": "train",
-    "compose": "models",
-    "context_parallel": "integrations.torch.context_parallel",
-    "data_parallel": "train",
-    "parallelize": "integrations.parallelize",
-    "restore": "integrations.parallelize",
-    "sdpa": "integrations.torch.sdpa",
-}
+#: Modules of the engine that are imported when first used, so that attention alone stays light.
+_LATE = ("checkpoint", "losses", "nn", "testing")
+_doors.hang()
 
 
 def __getattr__(name: str) -> object:
-    if name in _ROOMS:
-        return _import_module(f".{name}", __name__)
-    if name in _LATE:
-        return getattr(_import_module(f".{_LATE[name]}", __name__), name)
+    if name in _LATE or name in _doors.MODULES:
+        return _import_module(f"{__name__}.{name}")
+    if name in _doors.NAMES:
+        return getattr(_import_module(_doors.NAMES[name]), name)
     raise AttributeError(f"module 'weft' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    return sorted({*globals(), *__all__, *_LATE, *_doors.MODULES})

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._compile import OF_THIS_ONE
+from ._doors import PACKAGES
 from ._torch import OPERATORS
 from .errors import UnsupportedError
 
@@ -249,7 +250,7 @@ def _unwrapped(member: Any) -> Any:
     return type(member).__name__ if descriptor else member
 
 
-_LIBRARIES = {"weft", "torch", "numpy", "einops", *sys.stdlib_module_names} - {"__main__"}
+_LIBRARIES = {*PACKAGES, "torch", "numpy", "einops", *sys.stdlib_module_names} - {"__main__"}
 _FOLDERS = tuple({sysconfig.get_path(name) for name in ("purelib", "platlib")})
 
 
@@ -330,7 +331,7 @@ def _attribute_names(kind: type) -> tuple[dict[str, frozenset[str]], bool]:
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     derived |= {*OF_THIS_ONE}
     fixed = ({field.name for field in fields} | slots) - derived
-    own = kind.__module__.partition(".")[0] == "weft"
+    own = kind.__module__.partition(".")[0] in PACKAGES
     return {"derived": frozenset(derived), "fixed": frozenset(fixed)}, own
 
 

@@ -29,6 +29,7 @@ from .plan.call import Call, Length, read_length
 from .plan.order import positions
 from .plan.plan import Plan, shard_batches
 from .plan.problem import Problem
+from .plan.sides import Side
 from .runtime import (
     calls,
     functional,
@@ -446,14 +447,12 @@ def tile_of_bias(
         bias_tensor=True,
     )
     plan = Plan(layout.unbound, problem, layout.coords)
-    rows, columns = (
-        positions(plan.forward.tile_spans(side), bias.device) for side in (True, False)
-    )
+    rows, columns = (positions(plan.forward.tile_spans(side), bias.device) for side in Side)
     tile = bias.index_select(2, rows).index_select(3, columns)
     if bias.shape[1] > 1:
-        tile = tile.index_select(1, positions(plan.compute_q.head_spans, bias.device))
+        tile = tile.index_select(1, positions(plan.compute.query.head_spans, bias.device))
     if bias.shape[0] > 1:
-        tile = tile.index_select(0, positions(plan.compute_q.batch_spans, bias.device))
+        tile = tile.index_select(0, positions(plan.compute.query.batch_spans, bias.device))
     return tile
 
 

@@ -17,17 +17,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._compile import Traceable
 from ._torch import averaged_over, is_fake, outside_graphs
-from .comm import Alone, ProcessTransport, Transport, collectives, gradients, index_at
+from .comm import Alone, ProcessTransport, Transport, collectives
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
+from .declare.mesh import index_at
 from .declare.orders import TokenOrder
 from .errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, slip_of
+from .gradients import sync as gradients
 from .masks import Causal, Documents
+from .packing.assignment import Assignment
+from .packing.balance import SLACK, assign_together
+from .packing.groups import packing_groups
 from .plan import order as sequence
-from .plan.assignment import Assignment
-from .plan.balance import assign
-from .runtime.redistribute import redistribute
+from .relayout.redistribute import redistribute
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
@@ -205,28 +208,41 @@ class Layout(LayoutDeclaration, Traceable):
     # -- the order of tokens -------------------------------------------------------------------
 
     def pack(
-        self, lengths: Documents | Iterable[int], axis: str = "tokens", window: int | None = None
+        self,
+        lengths: Documents | Iterable[int],
+        axis: str = "tokens",
+        window: int | None = None,
+        slack: float = SLACK,
     ) -> Assignment:
         """Packed documents on the ranks that split an axis, their attention balanced.
 
-        Every rank has as many tokens as DTensor would give it, and as many causal scores as any
-        other. Short documents stay on one rank where that leaves both so. Pure data, computed
-        identically on every rank without a message; `reorder` makes a layout of it.
+        Every rank has as many tokens as DTensor would give it, and computes as many causal scores
+        as any other, in both passes. Ranks that compute together (along a mesh dim of Ulysses) are
+        one group: groups are balanced, and the tokens of each are cut evenly. Short documents stay
+        in one group where that leaves both so. Pure data, computed identically on every rank
+        without a message; `reorder` makes a layout of it.
+
+            documents a of 6 tokens and b of 2 on gather=2 x ulysses=2
+            ranks 0 and 1: a[0:2] | a[2:4]    10 scores together, and nothing to receive
+            ranks 2 and 3: b      | a[4:6]    14 scores together, with a's first 4 tokens
 
         Args:
             lengths: of the documents, in the order in which their tokens are numbered; or
                 `Documents`, such as `Documents.from_cu_seqlens`.
             axis: the axis of their tokens.
             window: keys that a query of sliding-window attention sees; None: its whole document.
+            slack: share of the mean work by which a group may exceed it, so that fewer documents
+                are cut and fewer tokens travel.
 
         Returns:
             The fragments of each rank, their order, their mask, and what a loss divides by.
 
         Raises:
             ShapeError: no lengths, one below 1, or rows that are packed differently: an order is
-                that of an axis, so pack documents of a batch into one row.
+                that of an axis, so pack documents of a batch into one row; or a negative slack.
             DeclarationError: an axis that the layout neither splits nor attends, though it attends
-                others; a mesh size of -1.
+                others; a mesh size of -1; a layout whose ranks compute tiles of some queries by
+                some keys, or other tiles in the backward pass: use the order `striped` there.
 
         >>> layout = Layout.parse("tokens: ring=2")
         >>> packed = layout.pack([3, 1, 8])
@@ -251,9 +267,14 @@ class Layout(LayoutDeclaration, Traceable):
         if -1 in self.mesh.values():
             raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
         counts: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
+        if not slack >= 0:
+            raise ShapeError(f"pack: slack is a share of the mean work, 0 or more, found {slack!r}")
         limit = Causal(window).window
         sizes = sequence.shard_sizes(sum(counts), self._parts(axis, keys=False))
-        return Assignment(counts, assign(counts, sizes, limit), limit)
+        groups, by_keys = packing_groups(self, axis)
+        fragments = assign_together(counts, sizes, groups, limit, by_keys, slack)
+        together = groups if any(len(group) > 1 for group in groups) else None
+        return Assignment(counts, fragments, limit, together, by_keys)
 
     def reorder(self, axis: str, order: TokenOrder) -> Layout:
         """This layout with the tokens of an axis in an order that is data; bound as this one is.

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..comm import coordinates
 from ..comm.consistency import fingerprint, probe
+from ..declare.mesh import coordinates
 from ..layout import Layout
 from .folder import CheckpointError
 from .shards import EXTRA, GROUPS, MODEL, STATE, Shard, everywhere, in_words, named_tensors

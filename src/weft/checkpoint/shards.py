@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from .._torch import dtensor_chunk
-from ..comm import index_at
+from ..declare.mesh import index_at
 from ..errors import ShapeError, WeftError
 from ..layout import Layout
 from ..nn.parameters import HeadWeight

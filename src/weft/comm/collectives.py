@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import P2PBatch, Transport, index_at
+from ..declare.mesh import index_at
+from . import P2PBatch, Transport
 from .channel import Channel, disagreed
 from .once_differentiable import once
 from .origin import UNKNOWN, Origin, origin, together

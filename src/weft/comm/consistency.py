@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from .._digest import number_of
+from ..declare.mesh import coordinates
 from ..errors import ShapeError
-from . import Transport, coordinates
+from . import Transport
 
 #: What a rank is doing, for ranks that do something else.
 _CALL = "a comparison of a model's parameters (sync_gradients or weft.data_parallel)"

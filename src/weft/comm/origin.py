@@ -25,14 +25,18 @@ import torch
 from torch import nn
 
 from .._digest import number_of
+from .._doors import PACKAGES
 from .._torch import frames_traced, is_module_call
 
 #: What modules around others call them: with and without one, a module is the same.
 _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-_WEFT = f"{Path(__file__).parents[1]}{os.sep}"
+_WEFT = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in PACKAGES)
 _TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
-#: Rooms of weft in which `forward` is no module's.
-_ENGINE = tuple(f"{_WEFT}{room}{os.sep}" for room in ("comm", "runtime"))
+#: Rooms of the engine in which `forward` is no module's.
+_ENGINE = tuple(
+    f"{_WEFT[0]}{room}{os.sep}"
+    for room in ("carry", "comm", "decode", "relayout", "runtime", "same_bits")
+)
 #: Above this the stack is that of a backward pass: where it was asked for says nothing of a call.
 _AUTOGRAD = os.path.join(_TORCH, "autograd", "graph.py")
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+$")

@@ -13,15 +13,15 @@ import threading
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..declare.mesh import coordinates, rank_at
 from ..errors import RankError, ShapeError
 from ..launch.failures import rank_list
-from .grid import coordinates, rank_at
 
 #: How many kinds of passes a rank remembers that all agreed on.
 _KINDS = 1024
@@ -319,37 +319,6 @@ class Alone(Transport):
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
         return {0: text}
-
-
-@dataclass
-class Traffic:
-    """Bytes and messages of this rank, counted while `weft.traffic()` was open.
-
-    `received`, `sent` and `calls` map (mesh dim, tensor) to a number.
-    """
-
-    received: Counter = field(default_factory=Counter)
-    sent: Counter = field(default_factory=Counter)
-    calls: Counter = field(default_factory=Counter)
-
-    @property
-    def bytes(self) -> int:
-        """Bytes received, over all mesh dims and tensors."""
-        return sum(self.received.values())
-
-    def by_mesh_dim(self) -> dict[str, int]:
-        """Bytes received per mesh dim."""
-        totals: Counter = Counter()
-        for (mesh_dim, _), nbytes in self.received.items():
-            totals[mesh_dim] += nbytes
-        return dict(totals)
-
-    def by_tensor(self) -> dict[str, int]:
-        """Bytes received per tensor: q, kv, out, dq, dkv, ..."""
-        totals: Counter = Counter()
-        for (_, tensor), nbytes in self.received.items():
-            totals[tensor] += nbytes
-        return dict(totals)
 
 
 _ALIVE: weakref.WeakSet[Transport] = weakref.WeakSet()

@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from .._torch import is_fake, nccl_options
+from ..declare.mesh import coordinates
 from ..errors import DeclarationError, RankError, ShapeError
 from ..launch import failures
 from ..launch.environment import tell_torch
 from .control import control_group
-from .grid import coordinates
 from .transport import disagreement
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..comm import Traffic
 from ..declare.layout import LayoutDeclaration
+from ..declare.traffic import Traffic
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
+from ..plan.call import read_length
 from ..plan.memory import MemoryBound, memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, forecast_of, plans_for
@@ -224,9 +225,12 @@ def _problem(
             )
     if batch is None:
         batch = layout.batch_parts(axes)
+    lengths = read_length(axes, length)
+    if lengths is None:
+        raise ShapeError("a plan without tensors needs length=...")
     made = Problem(
         axes=axes,
-        lengths=_lengths(axes, length),
+        lengths=lengths,
         batch=batch,
         heads=heads,
         kv_heads=heads if kv_heads is None else kv_heads,
@@ -254,20 +258,3 @@ def device_type(device: str | torch.device) -> str:
     if kind not in ("cpu", "cuda", "meta"):
         raise ShapeError(f"device {shown(device)}: known are cpu, cuda and meta")
     return kind
-
-
-def _lengths(axes: tuple[str, ...], length: Any) -> tuple[tuple[int, int], ...]:
-    """(queries, keys) per attended axis."""
-    if isinstance(length, Mapping):
-        missing = [axis for axis in axes if axis not in length]
-        if missing:
-            raise ShapeError(f"length has no entry for axis {missing[0]!r}: {dict(length)}")
-        return tuple(_pair(length[axis]) for axis in axes)
-    if len(axes) > 1:
-        raise ShapeError(f"axes {axes} attended jointly need length={{axis: length, ...}}")
-    return (_pair(length),)
-
-
-def _pair(length: int | Sequence[int]) -> tuple[int, int]:
-    queries, keys = length if isinstance(length, Sequence) else (length, length)
-    return int(queries), int(keys)

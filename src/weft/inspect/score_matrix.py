@@ -19,6 +19,7 @@ from matplotlib.patheffects import withStroke
 from ..declare.strategy import Role
 from ..plan.order import Spans, count, positions
 from ..plan.plan import Plan
+from ..plan.sides import Side
 from . import picture
 
 #: Positions drawn per side; a longer axis is sampled evenly.
@@ -169,12 +170,11 @@ def _visible(plan: Plan, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
     return torch.broadcast_to(seen, (len(rows), len(columns))).numpy()
 
 
-def _chunk_borders(plans: Sequence[Plan], q_side: bool) -> list[int]:
+def _chunk_borders(plans: Sequence[Plan], side: Side) -> list[int]:
     """Positions where another rank's chunk begins at rest."""
     first: set[int] = set()
     for plan in plans:
-        resharding = plan.q_resharding if q_side else plan.kv_resharding
-        spans = resharding.state(0, plan.coords).spans
+        spans = plan.resharding[side].state(0, plan.coords).spans
         if any(span.step > 1 for span in spans):  # striped: every position is a border
             return []
         first |= {span.start for span in spans if count(spans)}
@@ -184,14 +184,14 @@ def _chunk_borders(plans: Sequence[Plan], q_side: bool) -> list[int]:
 def _borders(axes: Axes, plans: Sequence[Plan]) -> None:
     """Dashed lines between chunks at rest; where they are few, the ticks are theirs."""
     p = plans[0].problem
-    sides = ((True, axes.axhline, axes.yaxis, p.n), (False, axes.axvline, axes.xaxis, p.m))
-    for q_side, line, side, length in sides:
-        borders = _chunk_borders(plans, q_side)
+    drawn = (axes.axhline, axes.yaxis, p.n), (axes.axvline, axes.xaxis, p.m)
+    for side, (line, ruler, length) in zip(Side, drawn):
+        borders = _chunk_borders(plans, side)
         for at in borders if len(borders) <= MAX_BORDERS else ():
             line(at, color="0.25", linewidth=0.6, linestyle=(0, (4, 3)))
         ticks = [0, *borders, length]
         if borders and min(b - a for a, b in itertools.pairwise(ticks)) >= length / MAX_TICKS:
-            side.set_ticks(ticks)
+            ruler.set_ticks(ticks)
 
 
 def _numbers(axes: Axes, drawn: np.ndarray, groups: list[list[int]], palette: np.ndarray) -> None:

@@ -11,11 +11,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..comm import Traffic
+from ..declare.traffic import Traffic
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
 from ..plan.predict import forecast_of
 from ..plan.program import Block, Transfer
+from ..plan.sides import Side
 from ..plan.tiles import entries
 from ..runtime import marks as ranges
 from .events import COMPUTE, Event, is_empty_event
@@ -136,8 +137,9 @@ def _steps(rank: int, tile: Pass, first: int) -> Iterator[Event]:
 def _work(tile: Pass, block: Block) -> float:
     """The share of a block's scores that is computed."""
     planned = tile.block(block)
-    sizes = (tile.spans(True, tile.plan.coords, n) for n in block.q)
-    others = [tile.spans(False, tile.plan.coords, n) for n in block.kv]
-    total = sum(count(spans) for spans in sizes) * sum(count(spans) for spans in others)
-    batch = tile.plan.compute_q.batch
+    rows, columns = (
+        sum(count(tile.spans(side, tile.plan.coords, n)) for n in block.sides[side])
+        for side in Side
+    )
+    total, batch = rows * columns, tile.plan.compute.query.batch
     return entries(planned.calls, batch) / (batch * total) if batch * total else 0.0

@@ -8,14 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..comm import Traffic, Transport, Watch, alive
+from ..carry.fragments import ChainExchange, HaloExchange, StateExchange
+from ..carry.tree import TreeExchange
+from ..comm import Transport, Watch, alive
+from ..declare.traffic import Traffic
 from ..layout import Layout
 from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import forecast_of
-from ..plan.redistribute import RedistributionPass
-from ..plan.state import ChainExchange, HaloExchange, StateExchange
-from ..plan.tree import TreeExchange
+from ..relayout.plan import RedistributionPass
 from .words import nbytes
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ NCCL alone, is a pickle, and dies with its process: it does not serve here.
     rank 1  steps --> /dev/shm/weft-steps-RUN/rank-1 --+--> the first of them that fails copies all
     rank 2  killed    /dev/shm/weft-steps-RUN/rank-2 --+    of its machine to DIR/weft-rank-N.jsonl
 
-`weft blackbox` reads either folder, also while ranks run, see `weft.inspect.blackbox`. A rank that
-ends without a failure removes its file.
+`weft blackbox` reads either folder, also while ranks run. A rank that ends without a failure
+removes its file.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .._digest import number_of
-from ..comm import coordinates
+from ..declare.mesh import coordinates
 from ..errors import ShapeError
 from ..layout import Layout
 

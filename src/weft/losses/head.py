@@ -22,8 +22,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch, Shuffle, Transport, index_at
+from ..comm import P2PBatch, Shuffle, Transport
 from ..comm.once_differentiable import once
+from ..declare.mesh import index_at
 from ..runtime.autocast import without_autocast
 
 

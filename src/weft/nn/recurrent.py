@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..carry.by_heads import traded
+from ..carry.fragments import by_heads
+from ..carry.pieces import LocalPieces
+from ..carry.scan import halo
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Documents
-from ..plan.state import by_heads
-from ..recurrence import halo
-from ..runtime.by_heads import traded
-from ..runtime.state import LocalPieces
+from ..same_bits.modules import causal_convolution
 from .geometry import resolve_axes
 from .parameters import HeadWeight, local, replicate
-from .reproducible import causal_convolution
 
 #: Tokens that are computed together, as one system of equations.
 CHUNK = 64

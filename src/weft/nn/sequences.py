@@ -18,8 +18,8 @@ from .._compile import restored
 from .._torch import constant_in_graphs
 from .._uploads import uploaded
 from ..bias import Bias
-from ..comm.grid import coordinates, index_at, places
 from ..declare.layout import LayoutDeclaration
+from ..declare.mesh import coordinates, index_at, places
 from ..errors import ShapeError
 from ..layout import Layout
 from ..masks import Indexed, Mask, prepared

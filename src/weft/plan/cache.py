@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from .._caching import cached
 from .._digest import is_plain
-from ..comm import coordinates
 from ..declare.layout import LayoutDeclaration
+from ..declare.mesh import coordinates
 from .plan import Plan
 from .problem import Problem
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 
-from ..comm import places
+from ..declare.mesh import places
 from ..masks import Full, Interval, Mask
 from .intervals import MAX_SPANS, Intervals, SpanTable, few, hull, merge_intervals, visible
 from .order import Spans, chunk_sizes, count, cut_spans
 from .program import MovingDim
 from .resharding import Resharding
+from .sides import Side, Sides
 
 Coords = Mapping[str, int]
 Rows = tuple[int, int]  # [low, high), counted within a chunk
@@ -27,38 +28,37 @@ class ChunkGeometry:
 
     Args:
         reshardings: of queries, and of keys; they know every rank's chunk.
-        q_dims, kv_dims: the mesh dims along which chunks of queries, and of keys, travel.
+        dims: the mesh dims along which chunks of queries, and of keys, travel.
         most: the mask is asked about so many spans of a chunk one by one.
     """
 
     def __init__(
         self,
         mask: Mask,
-        reshardings: tuple[Resharding, Resharding],
-        q_dims: tuple[MovingDim, ...],
-        kv_dims: tuple[MovingDim, ...],
+        reshardings: Sides[Resharding],
+        dims: Sides[tuple[MovingDim, ...]],
         most: int = MAX_SPANS,
     ) -> None:
         self._most = most
-        self.mask, self.q_dims, self.kv_dims = mask, q_dims, kv_dims
+        self.mask, self.dims = mask, dims
         self._reshardings = reshardings
         self._asked: dict[tuple, list[Interval]] = {}
         self._interesting: dict[tuple, Intervals] = {}
         self._same: dict[tuple, bool] = {}
 
-    def owner(self, q_side: bool, coords: Coords, number: int) -> dict[str, int]:
+    def owner(self, side: Side, coords: Coords, number: int) -> dict[str, int]:
         """Coordinates of the owner of a rank's chunk, or sub-chunk, by its relative number."""
         owner = dict(coords)
-        for dim in reversed(self.q_dims if q_side else self.kv_dims):
+        for dim in reversed(self.dims[side]):
             number, digit = divmod(number, dim.size)
             owner[dim.name] = (coords[dim.name] + digit) % dim.size
         return owner
 
-    def chunk(self, q_side: bool, owner: Coords) -> Spans:
+    def chunk(self, side: Side, owner: Coords) -> Spans:
         """Positions of the chunk of the rank at `owner`."""
-        return self._reshardings[not q_side].entry(owner).spans
+        return self._reshardings[side].entry(owner).spans
 
-    def needed(self, q_side: bool, coords: Coords, spans: Spans) -> Rows:
+    def needed(self, side: Side, coords: Coords, spans: Spans) -> Rows:
         """Rows of another rank's chunk, or of part of one, that the rank at `coords` needs.
 
         They are those that the mask may let one of its chunks of the other side see, and rows
@@ -66,57 +66,57 @@ class ChunkGeometry:
         """
         if isinstance(self.mask, Full):
             return 0, count(spans)
-        return visible(spans, self.interesting(q_side, coords))
+        return visible(spans, self.interesting(side, coords))
 
-    def interesting(self, q_side: bool, coords: Coords) -> Intervals:
+    def interesting(self, side: Side, coords: Coords) -> Intervals:
         """Positions of this side that may matter to the other side's chunks of a rank's tile."""
-        others = {d.name for d in (self.kv_dims if q_side else self.q_dims)}
-        key = (q_side, *(c for d, c in coords.items() if d not in others))
+        across = {d.name for d in self.dims[side.other]}
+        key = (side, *(c for d, c in coords.items() if d not in across))
         if key not in self._interesting:
-            owners = self._places(not q_side, coords)
-            asked = (self._asked_by(q_side, place) for place in owners)
+            owners = self._places(side.other, coords)
+            asked = (self._asked_by(side, place) for place in owners)
             self._interesting[key] = merge_intervals(itertools.chain.from_iterable(asked))
         return self._interesting[key]
 
-    def _asked_by(self, q_side: bool, place: Coords) -> list[Interval]:
+    def _asked_by(self, side: Side, place: Coords) -> list[Interval]:
         """The rows of this side that the other side's chunk at a place may see, span by span."""
-        key = (q_side, *place.values())
+        key = (side, *place.values())
         if key not in self._asked:
-            ask = self.mask.queries if q_side else self.mask.keys
+            ask = (self.mask.queries, self.mask.keys)[side]
             self._asked[key] = [
-                ask(hull(span)) for span in few(self.chunk(not q_side, place), self._most)
+                ask(hull(span)) for span in few(self.chunk(side.other, place), self._most)
             ]
         return self._asked[key]
 
-    def _places(self, q_side: bool, coords: Coords) -> list[dict[str, int]]:
+    def _places(self, side: Side, coords: Coords) -> list[dict[str, int]]:
         """Coordinates of the owners of all chunks of a rank's tile, this rank's among them."""
-        dims = self.q_dims if q_side else self.kv_dims
+        dims = self.dims[side]
         return places({d.name: d.size for d in dims}, (d.name for d in dims), coords)
 
-    def all_need_the_same(self, q_side: bool, coords: Coords, sub_chunks: int = 1) -> bool:
+    def all_need_the_same(self, side: Side, coords: Coords, sub_chunks: int = 1) -> bool:
         """True if every rank of a tile group that receives a chunk needs the same rows of it.
 
         Depends on the tile group of `coords` only, and so is the same on all its ranks.
         """
         if isinstance(self.mask, Full):
             return True
-        moving = {d.name for d in (*self.q_dims, *self.kv_dims)}
-        key = (q_side, sub_chunks, *(c for d, c in coords.items() if d not in moving))
+        moving = {d.name for dims in self.dims for d in dims}
+        key = (side, sub_chunks, *(c for d, c in coords.items() if d not in moving))
         if key not in self._same:
             group = {d: 0 if d in moving else c for d, c in coords.items()}
-            self._same[key] = self._ask_all(q_side, group, sub_chunks)
+            self._same[key] = self._ask_all(side, group, sub_chunks)
         return self._same[key]
 
-    def _ask_all(self, q_side: bool, group: Coords, sub_chunks: int) -> bool:
-        receivers = self._places(q_side, group)
-        interesting = [self.interesting(q_side, place) for place in receivers]
+    def _ask_all(self, side: Side, group: Coords, sub_chunks: int) -> bool:
+        receivers = self._places(side, group)
+        interesting = [self.interesting(side, place) for place in receivers]
         if len(receivers) <= 2 or all(one == interesting[0] for one in interesting):
             return True  # of two ranks each chunk has one receiver
         chunks = SpanTable(
             (number, part)
             for number, place in enumerate(receivers)
-            for owner in self._places(not q_side, place)
-            for part in _parts(self.chunk(q_side, owner), sub_chunks)
+            for owner in self._places(side.other, place)
+            for part in _parts(self.chunk(side, owner), sub_chunks)
         )
         same = chunks.visible(interesting[0])
         for number, intervals in enumerate(interesting[1:], start=1):

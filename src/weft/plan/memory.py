@@ -7,6 +7,7 @@ and results are not counted, nor are the temporaries of one kernel call.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,14 +18,13 @@ from torch import Tensor
 from .._caching import remembered
 from .._torch import memory_of
 from .plan import Pass, Plan
-from .program import Block, Payload, Transfer
-from .replay import CHUNKS, Action, replay
+from .program import CHUNKS, Block, Payload, Transfer
+from .replay import Action, replay
 from .scheduler.choose import live_bound
+from .sides import Side
 
 #: Tensors of a packed buffer begin at multiples of this many bytes: GPU kernels load them at once.
 ALIGNMENT = 16
-
-_QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
 
 
 def held_bytes(tensors: Iterable[Tensor], own: Iterable[Tensor]) -> int:
@@ -44,37 +44,33 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def row_bytes(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> int:
-    """Bytes of one token of a payload, over the rank's batch and heads.
+def payload_shapes(
+    plan: Plan, payload: Payload, backward: bool, rows: int, dtype: torch.dtype | None = None
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor of a payload, in the order in which they are packed.
 
     Args:
-        item: bytes of a number, where it is not the dtype in which payload travels.
+        dtype: of its numbers, where it is not the one in which the payload travels.
     """
-    return sum(_tensors(plan, payload, backward, item))
+    p = plan.problem
+    dtype = dtype or p.dtype
+    if plan.edges is not None and not payload.is_chunk:  # results travel as they accumulate
+        dtype = plan.accum_dtype if payload is Payload.OUT else torch.float64
+    entry = plan.compute[payload.side]
+    shape = entry.batch, entry.heads, rows
+    tensors = payload.tensors(backward, p.head_dim, p.value_dim, dtype)
+    return [((*shape, dim) if dim else shape, dtype) for dim, dtype in tensors]
 
 
 def payload_bytes(plan: Plan, payload: Payload, backward: bool, rows: int) -> int:
-    """Bytes of the buffer in which this many tokens of a payload travel, tensor after tensor."""
-    *packed, last = (rows * nbytes for nbytes in _tensors(plan, payload, backward))
+    """Bytes of the buffer in which this many rows of a payload travel, tensor after tensor."""
+    *packed, last = map(_nbytes, payload_shapes(plan, payload, backward, rows))
     return sum(map(aligned, packed)) + last
 
 
-def _tensors(plan: Plan, payload: Payload, backward: bool, item: int | None = None) -> list[int]:
-    """Bytes of one token in every tensor of a payload, in the order in which they are packed."""
-    p, accum = plan.problem, plan.accum_dtype.itemsize
-    item = item or p.dtype.itemsize
-    if plan.edges is not None and payload not in CHUNKS:  # results travel as they accumulate
-        item = accum if payload is Payload.OUT else torch.float64.itemsize
-    d, e = p.head_dim * item, p.value_dim * item
-    entry = plan.compute_q if payload in _QUERIES else plan.compute_kv
-    per_head = {
-        Payload.Q: [accum, accum, d, e] if backward else [d],
-        Payload.OUT: [accum, e],
-        Payload.DQ: [d],
-        Payload.KV: [d, e],
-        Payload.DKV: [d, e],
-    }
-    return [entry.batch * entry.heads * nbytes for nbytes in per_head[payload]]
+def _nbytes(tensor: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = tensor
+    return math.prod(shape) * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -114,7 +110,7 @@ def memory_bound(tile: Pass) -> MemoryBound:
     MemoryBound(chunks=2, results=0, nbytes=384)
     """
     a, b = tile.program.a, tile.program.b
-    chunks = live_bound(tile.q_dims, tile.kv_dims, tile.program.sub_chunks)
+    chunks = live_bound(tile.dims, tile.program.sub_chunks)
     each = (chunks if a > 1 else 0, chunks if b > 1 else 0)
     if min(a, b) > 1:
         p, r = tile.program.sub_chunks
@@ -139,7 +135,7 @@ class _Walk:
 
     def __init__(self, tile: Pass) -> None:
         self.tile, self.plan = tile, tile.plan
-        self.outstanding: set[tuple[bool, int]] = set()  # results here, (of queries, number)
+        self.outstanding: set[tuple[Side, int]] = set()  # results here, (side, number)
         self.sending: Counter[tuple] = Counter()  # what flies as (payload, number, rows), how often
         self.results = self.nbytes = 0
 
@@ -156,8 +152,8 @@ class _Walk:
 
     def _begin(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
-        if t.payload not in CHUNKS:
-            self._mark_outstanding((t.payload in _QUERIES, t.source), outstanding=False)
+        if not t.payload.is_chunk:
+            self._mark_outstanding((t.payload.side, t.source), outstanding=False)
             self.results += (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes += self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
@@ -167,12 +163,12 @@ class _Walk:
 
     def _arrive(self, t: Transfer) -> None:
         receive = self.tile.transfer_rows(t)[1]
-        if t.payload not in CHUNKS and receive[0] < receive[1]:
-            self._mark_outstanding((t.payload in _QUERIES, t.target))
+        if not t.payload.is_chunk and receive[0] < receive[1]:
+            self._mark_outstanding((t.payload.side, t.target))
 
     def _end(self, t: Transfer) -> None:
         send, receive = self.tile.transfer_rows(t)
-        if t.payload not in CHUNKS:
+        if not t.payload.is_chunk:
             self.results -= (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes -= self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
@@ -186,32 +182,35 @@ class _Walk:
         if not made.calls:
             return 0
         joined = 0
-        for payload, numbers in ((Payload.Q, made.q), (Payload.KV, made.kv)):
-            copied = len(numbers) > 1 and self.tile.own(payload is Payload.Q, numbers) is None
+        for side, numbers in zip(Side, (made.q, made.kv)):
+            copied = len(numbers) > 1 and self.tile.own(side, numbers) is None
             for number in numbers:
-                self._mark_outstanding((payload is Payload.Q, number))
-                joined += copied * self._bytes(payload, self._rows(payload, number))
+                self._mark_outstanding((side, number))
+                joined += copied * self._bytes(CHUNKS[side], self._rows(side, number))
         return joined
 
-    def _mark_outstanding(self, result: tuple[bool, int], outstanding: bool = True) -> None:
+    def _mark_outstanding(self, result: tuple[Side, int], outstanding: bool = True) -> None:
         """A result of another rank's chunk begins to be here, or has been packed."""
-        q_side, number = result
-        if number in self.tile.program.own(q_side) or not (q_side or self.tile.backward):
+        side, number = result
+        none = side is Side.KEY and not self.tile.backward
+        if none or number in self.tile.program.own(side):
             return
         if (result in self.outstanding) is outstanding:
             return
         self.outstanding ^= {result}
-        payload = (Payload.DQ if self.tile.backward else Payload.OUT) if q_side else Payload.DKV
-        rows, sign = self._rows(payload, number), 1 if outstanding else -1
+        payload = Payload.result(side, self.tile.backward)
+        rows, sign = self._rows(side, number), 1 if outstanding else -1
         self.results += sign
-        self.nbytes += sign * self._bytes(payload, rows, self.plan.accum_dtype.itemsize)
+        self.nbytes += sign * self._bytes(payload, rows, self.plan.accum_dtype)
 
-    def _rows(self, payload: Payload, number: int) -> tuple[int, int]:
-        return self.tile.held(payload in _QUERIES, self.plan.coords, number)
+    def _rows(self, side: Side, number: int) -> tuple[int, int]:
+        return self.tile.held(side, self.plan.coords, number)
 
     @remembered
-    def _bytes(self, payload: Payload, rows: tuple[int, int], item: int | None = None) -> int:
-        number = rows[1] - rows[0]
-        if item is None:
-            return payload_bytes(self.plan, payload, self.tile.backward, number)
-        return number * row_bytes(self.plan, payload, self.tile.backward, item)
+    def _bytes(
+        self, payload: Payload, rows: tuple[int, int], dtype: torch.dtype | None = None
+    ) -> int:
+        arguments = self.plan, payload, self.tile.backward, rows[1] - rows[0]
+        if dtype is None:
+            return payload_bytes(*arguments)
+        return sum(map(_nbytes, payload_shapes(*arguments, dtype)))

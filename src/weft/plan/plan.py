@@ -18,9 +18,9 @@ from typing import NamedTuple, Self
 from torch.distributed.tensor import Replicate, Shard
 
 from .._caching import remembered
-from ..comm import coordinates, index_at
 from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
+from ..declare.mesh import coordinates, index_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
 from ..declare.rates import rates_for
@@ -33,11 +33,12 @@ from .intervals import MAX_SPANS
 from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
 from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions, shard_sizes
 from .problem import Problem, pass_costs
-from .program import Block, MovingDim, Payload, Program, Transfer
+from .program import CHUNKS, UNCUT, Block, MovingDim, MovingDims, Payload, Program, Transfer
 from .replay import Chunk, drops
 from .rest import kv_copies, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
 from .shifts import Shifts
+from .sides import Side, Sides
 from .tiles import (
     MAX_PACKED_SPANS,
     ROW_BLOCK,
@@ -52,8 +53,8 @@ from .timing import Costs
 
 #: Sequences in a row that see otherwise than the one before; more are computed with a mask tensor.
 MOST_RUNS = 64
-#: Roles in which chunks of one side travel.
-MOVING = (Role.QUERY, Role.KEY)
+#: The role of a mesh dim along which chunks of each side travel: ranks own the other side's.
+TRAVELS = Sides(Role.KEY, Role.QUERY)
 #: Score entries of a rank below which one gathered call beats a pipeline of small ones.
 SMALL_BLOCK = 1 << 22
 #: Latencies that a message may last for a collective of all to be better than a pipeline of them:
@@ -82,10 +83,10 @@ class Plan:
         sizes: mesh dim -> ranks along it.
         rules: mesh dim -> how its ranks share attention.
         kv_repeat: how often each key/value head is repeated so that every rank gets whole ones.
-        q_resharding: queries' way from rest to the tile program.
-        kv_resharding: that of keys and values.
-        compute_q: the batch entries, heads and positions of queries as the tile program begins.
-        compute_kv: those of keys and values.
+        resharding: by side, its way from rest to the tile program.
+        compute: by side, batch entries, heads and positions as the tile program begins.
+        sort_index: by side, the index that sorts tokens after the all-to-alls, or None.
+        replicated: by side, mesh dims on which it rests whole although its role has it travel.
         edges: of a reproducible layout, where the blocks of queries and of keys begin; else None.
         forward: the tile program of the forward pass.
         backward: that of the backward pass.
@@ -100,11 +101,8 @@ class Plan:
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
         self.kv_repeat = kv_copies(self.rules, self.sizes, problem)
-        self.q_resharding, self.kv_resharding = reshardings(
-            layout, problem, self.rules, coords, self.kv_repeat
-        )
-        self.replicated_q = self._replicated(Role.KEY, "query")
-        self.replicated_kv = self._replicated(Role.QUERY, "key")
+        self.resharding = reshardings(layout, problem, self.rules, coords, self.kv_repeat)
+        self.replicated = Sides(*map(self._replicated, Side))
         self.biased = problem.bias or problem.bias_tensor
         orders = (layout.order.get(axis) for axis in problem.axes)
         #: How many spans of a chunk a mask is asked about one by one. A chunk in an order that is
@@ -112,7 +110,7 @@ class Plan:
         self.most_spans = (
             MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
         )
-        replicated = (*self.replicated_q, *self.replicated_kv)
+        replicated = (*self.replicated.query, *self.replicated.key)
         self.edges = fixed_edges(layout, problem, self.kv_repeat, replicated)
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
@@ -120,10 +118,9 @@ class Plan:
     def _set_rank(self, coords: Mapping[str, int]) -> None:
         """Work out what differs between ranks."""
         self.coords = dict(coords)
-        q, kv = self.q_resharding, self.kv_resharding
-        self.all_to_alls = {"q": q.all_to_alls(coords), "kv": kv.all_to_alls(coords)}
-        self.compute_q, self.compute_kv = q.entry(coords), kv.entry(coords)
-        self.sort_q, self.sort_kv = q.sort_index(coords), kv.sort_index(coords)
+        self.all_to_alls = Sides(*(way.all_to_alls(coords) for way in self.resharding))
+        self.compute = Sides(*(way.entry(coords) for way in self.resharding))
+        self.sort_index = Sides(*(way.sort_index(coords) for way in self.resharding))
         self.runs = self._mask_runs()
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
@@ -139,11 +136,7 @@ class Plan:
         return other
 
     def _check_bias(self) -> None:
-        same = (self.forward.q_dims, self.forward.kv_dims) == (
-            self.backward.q_dims,
-            self.backward.kv_dims,
-        )
-        if self.problem.bias_tensor and not same:
+        if self.problem.bias_tensor and self.forward.dims != self.backward.dims:
             raise UnsupportedError(
                 "a bias tensor is the tile of scores that a rank computes, and this layout "
                 "computes another tile in the backward pass; use a strategy with one role for both"
@@ -151,7 +144,7 @@ class Plan:
 
     def tile_shape(self) -> tuple[int, int]:
         """Rows and columns of scores that this rank computes in the forward pass."""
-        return count(self.forward.tile_spans(True)), count(self.forward.tile_spans(False))
+        return count(self.forward.tile_spans(Side.QUERY)), count(self.forward.tile_spans(Side.KEY))
 
     def check_kernels(self) -> None:
         """Raise `UnsupportedError` unless all that this rank will compute has a kernel.
@@ -166,12 +159,13 @@ class Plan:
             for masked in kinds:
                 self.kernel(masked, *(grads if run.backward else ()))
 
-    def _replicated(self, role: Role, side: str) -> tuple[str, ...]:
+    def _replicated(self, side: Side) -> tuple[str, ...]:
         """Mesh dims on which a side rests whole although its role would have it travel."""
         return tuple(
             d
             for d, rule in self.rules.items()
-            if rule.role is role and isinstance(getattr(rule, side).rest, Replicate)
+            if rule.role is TRAVELS[side]
+            and isinstance((rule.query, rule.key)[side].rest, Replicate)
         )
 
     # -- sequences whose masks differ ----------------------------------------------------------
@@ -179,7 +173,8 @@ class Plan:
     def _mask_runs(self) -> tuple[MaskRun, ...]:
         """The local sequences by their masks: one run, unless these differ by sequence."""
         mask = self.problem.mask
-        numbers = positions(self.compute_q.batch_spans, "cpu").tolist() if mask.per_sample else []
+        sequences = self.compute.query.batch_spans if mask.per_sample else ()
+        numbers = positions(sequences, "cpu").tolist()
         if not numbers or mask.of_sequences((numbers[0],)) is mask:
             return (MaskRun(None, None, mask),)
         runs: list[MaskRun] = []
@@ -225,83 +220,70 @@ class Plan:
         )
         return choose(request, p.kernel)
 
-    def costs(
-        self,
-        q_dims: tuple[MovingDim, ...],
-        kv_dims: tuple[MovingDim, ...],
-        backward: bool,
-    ) -> Costs:
+    def costs(self, dims: MovingDims, backward: bool) -> Costs:
         """Times of a block and of each chunk of a pass, at the layout's rates."""
-        cuts = [d for d, r in self.rules.items() if r.role in MOVING or r.query.rest == Shard(SEQ)]
-        blocks = math.prod(d.size for d in (*q_dims, *kv_dims))
+        cuts = [d for d, r in self.rules.items() if r.role in TRAVELS or r.query.rest == Shard(SEQ)]
+        blocks = math.prod(d.size for side in dims for d in side)
         ways = math.prod(self.sizes[d] for d in cuts)
         return pass_costs(self.problem, ways, blocks, backward, self.shifts)
 
     # -- passes --------------------------------------------------------------------------------
 
     def _pass(self, backward: bool) -> Pass:
-        q_dims, kv_dims = self._moving(backward)
-        costs = self.costs(q_dims, kv_dims, backward)
-        sub_chunks = (
-            choose_sub_chunks(q_dims, kv_dims, costs, backward) if self.edges is None else (1, 1)
+        dims = self._moving(backward)
+        costs = self.costs(dims, backward)
+        sub_chunks = UNCUT
+        if self.edges is None:
+            sub_chunks = choose_sub_chunks(dims, costs, backward)
+        geometry = self._geometry(dims)
+        relayed = Sides(
+            *(geometry.all_need_the_same(side, self.coords, sub_chunks[side]) for side in Side)
         )
-        geometry = self._geometry(q_dims, kv_dims)
-        relay_q, relay_kv = (
-            geometry.all_need_the_same(q_side, self.coords, sub_chunks[not q_side])
-            for q_side in (True, False)
-        )
-        program = schedule(q_dims, kv_dims, costs, backward, relay_q, relay_kv, sub_chunks)
-        return Pass(self, program, geometry, backward, (relay_q, relay_kv))
+        program = schedule(dims, costs, backward, relayed, sub_chunks)
+        return Pass(self, program, geometry, backward, relayed)
 
-    def _geometry(
-        self, q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...]
-    ) -> ChunkGeometry:
+    def _geometry(self, dims: MovingDims) -> ChunkGeometry:
         """Both passes have the same, unless a mesh dim changes its role.
 
         Ranks that exchange chunks compute with the same sequences: the mask is that of these.
         """
-        mask, sequences = self.problem.mask, self.compute_q.batch_spans
+        mask, sequences = self.problem.mask, self.compute.query.batch_spans
         # Not the mask, which may hold what cannot be hashed: it follows from the sequences.
-        key = (q_dims, kv_dims, sequences if mask.per_sample else ())
+        key = (dims, sequences if mask.per_sample else ())
         if key not in self._geometries:
             if mask.per_sample:
                 mask = mask.of_sequences(tuple(positions(sequences, "cpu").tolist()))
-            sides = (self.q_resharding, self.kv_resharding)
-            self._geometries[key] = ChunkGeometry(mask, sides, q_dims, kv_dims, self.most_spans)
+            self._geometries[key] = ChunkGeometry(mask, self.resharding, dims, self.most_spans)
         return self._geometries[key]
 
-    def _moving(self, backward: bool) -> tuple[tuple[MovingDim, ...], tuple[MovingDim, ...]]:
+    def _moving(self, backward: bool) -> MovingDims:
         """The mesh dims along which queries travel, and along which keys and values do."""
-        q_dims, kv_dims = [], []
+        dims: Sides[list[MovingDim]] = Sides([], [])
         for name, rule in self.rules.items():
-            if rule.role not in MOVING or self.sizes[name] == 1:
+            if rule.role not in TRAVELS or self.sizes[name] == 1:
                 continue
             transport = self._transport(name, rule)
             role = rule.backward_role if backward else rule.forward_role
-            role = role or self._cheaper_role(name, transport, backward)
-            if role is Role.KEY and name not in self.replicated_q:
-                q_dims.append(MovingDim(name, self.sizes[name], transport))
-            if role is Role.QUERY and name not in self.replicated_kv:
-                kv_dims.append(MovingDim(name, self.sizes[name], transport))
-        return tuple(q_dims), tuple(kv_dims)
+            side = Side(TRAVELS.index(role or self._cheaper_role(name, transport, backward)))
+            if name not in self.replicated[side]:
+                dims[side].append(MovingDim(name, self.sizes[name], transport))
+        return Sides(*map(tuple, dims))
 
     def _cheaper_role(self, name: str, transport: str, backward: bool) -> Role:
         """Whichever moves sooner: (Q, O) or (K, V), backward (Q, dO, dQ) or (K, V, dK, dV).
 
         Chunks come from neighbours where they go around a ring; results go to their owners.
         """
-        p, e = self.problem, self.problem.dtype.itemsize
-        d, v = p.head_dim * e, p.value_dim * e
+        p = self.problem
         back = self.shifts.farthest(name).per_byte
         forth = self.shifts.shift(name, 1).per_byte if transport == "ring" else back
-        row = self.accum_dtype.itemsize  # of the logsumexp, and of delta
-        if backward:
-            q = p.heads * p.n * ((d + v + 2 * row) * forth + d * back)
-            kv = p.kv_heads * p.m * (d + v) * (forth + back)
-        else:
-            q = p.heads * p.n * (d * forth + (v + row) * back)
-            kv = p.kv_heads * p.m * (d + v) * forth
-        return Role.KEY if q < kv else Role.QUERY
+        q, kv, out = (
+            p.row_bytes(payload, backward)
+            for payload in (Payload.Q, Payload.KV, Payload.DQ if backward else Payload.OUT)
+        )
+        queries = p.heads * p.n * (q * forth + out * back)
+        keys = p.kv_heads * p.m * kv * (forth + back * backward)
+        return Role.KEY if queries < keys else Role.QUERY
 
     def _transport(self, name: str, rule: Rule) -> str:
         if rule.transport != "auto":
@@ -327,73 +309,67 @@ class Pass:
     program: Program
     geometry: ChunkGeometry
     backward: bool
-    relayed: tuple[bool, bool] = (False, False)
+    relayed: Sides[bool]
     _held: dict[tuple, Rows] = field(default_factory=dict)
     _roots: dict[tuple, tuple[Node, ...]] = field(default_factory=dict)
     #: the mask contexts of masked calls: their positions, and what kernels derive from their masks
     mask_contexts: dict = field(default_factory=dict)
 
     @property
-    def q_dims(self) -> tuple[MovingDim, ...]:
-        """The mesh dims along which chunks of queries travel."""
-        return self.geometry.q_dims
+    def dims(self) -> MovingDims:
+        """By side, the mesh dims along which its chunks travel."""
+        return self.geometry.dims
 
-    @property
-    def kv_dims(self) -> tuple[MovingDim, ...]:
-        """The mesh dims along which chunks of keys and values travel."""
-        return self.geometry.kv_dims
-
-    def chunk(self, q_side: bool, coords: Mapping[str, int], number: int) -> dict[str, int]:
+    def chunk(self, side: Side, coords: Mapping[str, int], number: int) -> dict[str, int]:
         """Coordinates of the owner of a rank's chunk, or sub-chunk, by its relative number."""
-        return self.geometry.owner(q_side, coords, number)
+        return self.geometry.owner(side, coords, number)
 
-    def spans(self, q_side: bool, coords: Mapping[str, int], number: int) -> Spans:
+    def spans(self, side: Side, coords: Mapping[str, int], number: int) -> Spans:
         """Positions of a whole chunk, or of a whole sub-chunk where chunks travel in sub-chunks."""
-        spans = self.geometry.chunk(q_side, self.chunk(q_side, coords, number))
-        if self.program.sub_chunks[not q_side] == 1:
+        spans = self.geometry.chunk(side, self.chunk(side, coords, number))
+        if self.program.sub_chunks[side] == 1:
             return spans
-        return cut_spans(spans, *self._sub_chunk(q_side, number, count(spans)))
+        return cut_spans(spans, *self._sub_chunk(side, number, count(spans)))
 
-    def _sub_chunk(self, q_side: bool, number: int, rows: int) -> Rows:
+    def _sub_chunk(self, side: Side, number: int, rows: int) -> Rows:
         """The rows of a sub-chunk within its owner's chunk."""
-        sizes = chunk_sizes(rows, self.program.sub_chunks[not q_side])
-        index = number // self.program.own(q_side).step
+        sizes = chunk_sizes(rows, self.program.sub_chunks[side])
+        index = number // self.program.own(side).step
         return sum(sizes[:index]), sum(sizes[: index + 1])
 
     @remembered
-    def own(self, q_side: bool, numbers: tuple[int, ...]) -> Rows | None:
+    def own(self, side: Side, numbers: tuple[int, ...]) -> Rows | None:
         """The rows of this rank's own chunk that some numbers stand for, None if not one range."""
-        if any(n not in self.program.own(q_side) for n in numbers):
+        if any(n not in self.program.own(side) for n in numbers):
             return None
-        entry = self.plan.compute_q if q_side else self.plan.compute_kv
-        rows = [self._sub_chunk(q_side, n, count(entry.spans)) for n in numbers]
+        held = count(self.plan.compute[side].spans)
+        rows = [self._sub_chunk(side, n, held) for n in numbers]
         adjacent = all(a[1] == b[0] for a, b in itertools.pairwise(rows))
         return (rows[0][0], rows[-1][1]) if rows and adjacent else None
 
-    def held(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
+    def held(self, side: Side, coords: Mapping[str, int], number: int) -> Rows:
         """The rows [low, high) of a chunk (or sub-chunk) that the rank at `coords` receives.
 
         Its own chunk is whole. Of another chunk it receives the rows that its own tiles can see,
         and those that it passes on.
         """
-        key = (q_side, number, *coords.values())
+        key = (side, number, *coords.values())
         if key not in self._held:
-            rows = self._used_or_passed_on(q_side, coords, number)
+            rows = self._used_or_passed_on(side, coords, number)
             if self.plan.edges is not None:
-                spans = self.spans(q_side, coords, number)
-                rows = whole_blocks(spans, self.plan.edges[not q_side], rows)
+                spans = self.spans(side, coords, number)
+                rows = whole_blocks(spans, self.plan.edges[side], rows)
             self._held[key] = rows
         return self._held[key]
 
-    def _used_or_passed_on(self, q_side: bool, coords: Mapping[str, int], number: int) -> Rows:
-        if number in self.program.own(q_side) or isinstance(self.plan.problem.mask, Full):
-            return 0, count(self.spans(q_side, coords, number))
-        low, high = self.geometry.needed(q_side, coords, self.spans(q_side, coords, number))
-        if self.relayed[not q_side]:
+    def _used_or_passed_on(self, side: Side, coords: Mapping[str, int], number: int) -> Rows:
+        if number in self.program.own(side) or isinstance(self.plan.problem.mask, Full):
+            return 0, count(self.spans(side, coords, number))
+        low, high = self.geometry.needed(side, coords, self.spans(side, coords, number))
+        if self.relayed[side]:
             return low, high  # the ranks that receive it from here need the same rows
-        payload = Payload.Q if q_side else Payload.KV
-        for t in self.program.passed_on.get((payload, number), ()):
-            a, b = self.held(q_side, self.destination(t, coords), t.target)
+        for t in self.program.passed_on.get((CHUNKS[side], number), ()):
+            a, b = self.held(side, self.destination(t, coords), t.target)
             if a < b:
                 low, high = (min(low, a), max(high, b)) if low < high else (a, b)
         return low, high
@@ -412,11 +388,11 @@ class Pass:
     def transfer_rows(self, t: Transfer) -> tuple[Rows, Rows]:
         """Rows this rank sends and receives in a transfer, counted within the whole chunk."""
         coords = self.plan.coords
-        q_side = t.payload in (Payload.Q, Payload.OUT, Payload.DQ)
+        side = t.payload.side
         source, destination = self.source(t, coords), self.destination(t, coords)
-        if t.payload in (Payload.Q, Payload.KV):
-            return self.held(q_side, destination, t.target), self.held(q_side, coords, t.target)
-        sent, received = self.held(q_side, coords, t.source), self.held(q_side, source, t.source)
+        if t.payload.is_chunk:
+            return self.held(side, destination, t.target), self.held(side, coords, t.target)
+        sent, received = self.held(side, coords, t.source), self.held(side, source, t.source)
         if t.payload is not Payload.OUT or self.plan.edges is None:
             return sent, received
         nodes = len(self.roots(coords, t.source)), len(self.roots(source, t.source))
@@ -440,49 +416,48 @@ class Pass:
         """Of which key blocks a rank has partial outputs of a chunk, its own and received ones."""
         made = {
             block
-            for n in range(self.program.b)
-            for block, _, _ in blocks_of(self.spans(False, coords, n), edges)
+            for n in self.program.chunks(Side.KEY)
+            for block, _, _ in blocks_of(self.spans(Side.KEY, coords, n), edges)
         }
         for t in self.program.transfers:
             if t.payload is Payload.OUT and t.target == number:
                 made |= self._key_blocks(self.source(t, coords), t.source, edges)
         return made
 
-    def _by_owner(self, q_side: bool) -> list[int]:
+    def _by_owner(self, side: Side) -> list[int]:
         """The numbers of the tile's chunks in the order of their owners' ranks."""
-        dims = self.q_dims if q_side else self.kv_dims
 
         def owner(number: int) -> tuple[int, ...]:
-            coords = self.chunk(q_side, self.plan.coords, number)
-            return (*(coords[d.name] for d in dims), number)
+            coords = self.chunk(side, self.plan.coords, number)
+            return (*(coords[d.name] for d in self.dims[side]), number)
 
-        return sorted(range(self.program.a if q_side else self.program.b), key=owner)
+        return sorted(self.program.chunks(side), key=owner)
 
-    def offset(self, q_side: bool, number: int) -> int:
+    def offset(self, side: Side, number: int) -> int:
         """The offset of a chunk's rows in the tile, whose chunks are in order of their owners."""
-        before = itertools.takewhile(lambda i: i != number, self._by_owner(q_side))
-        rows = sum(count(self.spans(q_side, self.plan.coords, i)) for i in before)
-        return rows + self.held(q_side, self.plan.coords, number)[0]
+        before = itertools.takewhile(lambda i: i != number, self._by_owner(side))
+        rows = sum(count(self.spans(side, self.plan.coords, i)) for i in before)
+        return rows + self.held(side, self.plan.coords, number)[0]
 
-    def tile_spans(self, q_side: bool) -> Spans:
+    def tile_spans(self, side: Side) -> Spans:
         """Positions of the tile's rows or columns, its chunks by their owners' ranks."""
-        order = self._by_owner(q_side)
-        return join(s for i in order for s in self.spans(q_side, self.plan.coords, i))
+        order = self._by_owner(side)
+        return join(s for i in order for s in self.spans(side, self.plan.coords, i))
 
     @functools.cached_property
     def drops(self) -> tuple[tuple[Chunk, ...], ...]:
         """Per step, the received chunks that no later step computes with or passes on."""
         return drops(self.program)
 
-    def order(self, q_side: bool, numbers: tuple[int, ...]) -> tuple[int, ...]:
+    def order(self, side: Side, numbers: tuple[int, ...]) -> tuple[int, ...]:
         """Chunk numbers by first position, so that neighbours meet in one kernel call."""
-        held = [n for n in numbers if self._held_spans(q_side, n)]
-        return tuple(sorted(held, key=lambda n: bounds(self._held_spans(q_side, n))[0]))
+        held = [n for n in numbers if self._held_spans(side, n)]
+        return tuple(sorted(held, key=lambda n: bounds(self._held_spans(side, n))[0]))
 
     @remembered
-    def _held_spans(self, q_side: bool, number: int) -> Spans:
-        spans = self.spans(q_side, self.plan.coords, number)
-        return cut_spans(spans, *self.held(q_side, self.plan.coords, number))
+    def _held_spans(self, side: Side, number: int) -> Spans:
+        spans = self.spans(side, self.plan.coords, number)
+        return cut_spans(spans, *self.held(side, self.plan.coords, number))
 
     @functools.cached_property
     def whole(self) -> KernelCall | None:
@@ -500,9 +475,9 @@ class Pass:
     @remembered
     def block(self, block: Block) -> BlockPlan:
         """The kernel calls of a block, over its chunks in `order`."""
-        q, kv = self.order(True, block.q), self.order(False, block.kv)
-        q_spans = join(s for n in q for s in self._held_spans(True, n))
-        kv_spans = join(s for n in kv for s in self._held_spans(False, n))
+        q, kv = (self.order(side, block.sides[side]) for side in Side)
+        q_spans = join(s for n in q for s in self._held_spans(Side.QUERY, n))
+        kv_spans = join(s for n in kv for s in self._held_spans(Side.KEY, n))
         if self.plan.edges is None:
             return BlockPlan(q, kv, q_spans, kv_spans, self._groups(q_spans, kv_spans))
         leaves = self._leaves(block.kv, q_spans, kv_spans, self.plan.edges)
@@ -529,7 +504,7 @@ class Pass:
         calls: dict[int, list[Group]] = {
             block: []
             for n in numbers
-            for block, *_ in blocks_of(self.spans(False, self.plan.coords, n), edges[1])
+            for block, *_ in blocks_of(self.spans(Side.KEY, self.plan.coords, n), edges[1])
         }
         rows_together = 0 if self.backward else UNIT
         for samples, _, mask in self.plan.runs:
@@ -568,10 +543,10 @@ class Pass:
         That is so where queries stay, so that every rank has the output of all its rows, and no
         gradient comes through the logsumexp.
         """
-        blocks = self.program.blocks
-        if self.q_dims or any(self.own(True, self.block(block).q) is None for block in blocks):
+        blocks = [self.block(block) for block in self.program.blocks]
+        if self.dims.query or any(self.own(Side.QUERY, block.q) is None for block in blocks):
             return False
-        kinds = {group.kind is Kind.MASKED for b in blocks for group in self.block(b).groups}
+        kinds = {group.kind is Kind.MASKED for block in blocks for group in block.groups}
         kernels = (self.plan.kernel(masked, False, bias_grad) for masked in kinds)
         return all(kernel.takes_out for kernel in kernels)
 

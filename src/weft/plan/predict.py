@@ -12,17 +12,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..comm import Traffic, coordinates
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
+from ..declare.mesh import coordinates
+from ..declare.traffic import Traffic
 from .call import reach
 from .memory import payload_bytes
 from .order import chunk_sizes, count
 from .plan import Pass, Plan, shard_batches
 from .problem import Problem
 from .program import Block, Transfer
-from .replay import CHUNKS, Action, Chunk, replay
+from .replay import Action, Chunk, replay
 from .resharding import Resharding
+from .sides import Side
 from .tiles import entries
 
 Shape = tuple[int, ...]
@@ -128,8 +130,8 @@ BOUNDS = 5
 def _forward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     before, after = Traffic(), Traffic()
     _all_to_alls(before, plan, "qkv", _input_sides(plan))
-    rows = math.prod(_entry_shape(plan, plan.q_resharding))
-    for mesh_dim in plan.replicated_q:
+    rows = math.prod(_entry_shape(plan, Side.QUERY))
+    for mesh_dim in plan.replicated.query:
         width = (plan.problem.value_dim + 1) * plan.accum_dtype.itemsize
         _all_reduce(after, plan, mesh_dim, "out", rows, width)
     _all_to_alls(after, plan, "out", _output_sides(plan), reverse=True)
@@ -140,34 +142,33 @@ def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     before, after = Traffic(), Traffic()
     _all_to_alls(before, plan, "dout", _output_sides(plan))
     if plan.edges is not None:
-        nbytes = BOUNDS * plan.compute_kv.batch * plan.compute_kv.heads * torch.float32.itemsize
-        for dim in (*plan.backward.q_dims, *plan.backward.kv_dims):
+        nbytes = BOUNDS * plan.compute.key.batch * plan.compute.key.heads * torch.float32.itemsize
+        for dim in (*plan.backward.dims.query, *plan.backward.dims.key):
             through = (dim.size - 1) * nbytes
             _add(before, dim.name, "bounds", through, through, dim.size - 1)
-    queries = math.prod(_entry_shape(plan, plan.q_resharding))
-    keys = math.prod(_entry_shape(plan, plan.kv_resharding))
+    queries, keys = (math.prod(_entry_shape(plan, side)) for side in Side)
     (_, q_width), (_, k_width), (_, v_width) = _input_sides(plan)
-    for mesh_dim in plan.replicated_q:
+    for mesh_dim in plan.replicated.query:
         _all_reduce(after, plan, mesh_dim, "dq", queries, q_width)
-    for mesh_dim in plan.replicated_kv:
+    for mesh_dim in plan.replicated.key:
         _all_reduce(after, plan, mesh_dim, "dkv", keys, k_width)
         _all_reduce(after, plan, mesh_dim, "dkv", keys, v_width)
     _all_to_alls(after, plan, "dqkv", _input_sides(plan), reverse=True)
     return before, _program(plan, plan.backward), after
 
 
-def _input_sides(plan: Plan) -> list[tuple[str, int]]:
+def _input_sides(plan: Plan) -> list[tuple[Side, int]]:
     """Bytes per row and head of query, key and value."""
     item = plan.problem.dtype.itemsize
     d, e = plan.problem.head_dim * item, plan.problem.value_dim * item
-    return [("q", d), ("kv", d), ("kv", e)]
+    return [(Side.QUERY, d), (Side.KEY, d), (Side.KEY, e)]
 
 
-def _output_sides(plan: Plan) -> list[tuple[str, int]]:
+def _output_sides(plan: Plan) -> list[tuple[Side, int]]:
     """Bytes per row and head of the output, and of the logsumexp where it was asked for."""
-    sides = [("q", plan.problem.value_dim * plan.problem.dtype.itemsize)]
+    sides = [(Side.QUERY, plan.problem.value_dim * plan.problem.dtype.itemsize)]
     if plan.problem.return_lse:
-        sides.append(("q", plan.accum_dtype.itemsize))
+        sides.append((Side.QUERY, plan.accum_dtype.itemsize))
     return sides
 
 
@@ -178,10 +179,9 @@ def _add(moved: Traffic, mesh_dim: str, label: str, sent: int, received: int, ca
 
 
 def _all_to_alls(
-    moved: Traffic, plan: Plan, label: str, items: list[tuple[str, int]], reverse: bool = False
+    moved: Traffic, plan: Plan, label: str, items: list[tuple[Side, int]], reverse: bool = False
 ) -> None:
     """All-to-alls of tensors given as (side, bytes per row and head): one exchange per mesh dim."""
-    reshardings = {"q": plan.q_resharding, "kv": plan.kv_resharding}
     for mesh_dim, size in plan.sizes.items():
         sent = received = 0
         moves = False
@@ -191,7 +191,7 @@ def _all_to_alls(
                 if move.mesh_dim != mesh_dim or (slices and not reverse):
                     continue
                 moves = True
-                ahead, back = _sizes(plan, reshardings[side], level, mesh_dim)
+                ahead, back = _sizes(plan, plan.resharding[side], level, mesh_dim)
                 sent += (back if reverse else ahead) * nbytes
                 received += (ahead if reverse else back) * nbytes
         if moves:
@@ -215,7 +215,8 @@ def _shape(resharding: Resharding, level: int, coords: Mapping[str, int]) -> Sha
     return tuple(state.size(dim) for dim in range(3))
 
 
-def _entry_shape(plan: Plan, resharding: Resharding) -> Shape:
+def _entry_shape(plan: Plan, side: Side) -> Shape:
+    resharding = plan.resharding[side]
     return _shape(resharding, len(resharding.steps), plan.coords)
 
 
@@ -244,7 +245,7 @@ def _all_reduce(
 
 
 def _work(plan: Plan, tile: Pass) -> int:
-    batch, heads, _ = _entry_shape(plan, plan.q_resharding)
+    batch, heads, _ = _entry_shape(plan, Side.QUERY)
     return heads * sum(entries(tile.block(b).calls, batch) for b in tile.program.blocks)
 
 
@@ -260,17 +261,17 @@ def _live(plan: Plan, tile: Pass) -> int:
         elif action is Action.BEGIN:
             low, high = tile.transfer_rows(item)[1]
             coming = payload_bytes(plan, item.payload, tile.backward, high - low)
-            nbytes[item.payload, item.target if item.payload in CHUNKS else item.source] = coming
+            nbytes[item.payload, item.target if item.payload.is_chunk else item.source] = coming
             live += coming
             peak = max(peak, live)
-        elif action is Action.END and item.payload not in CHUNKS:
+        elif action is Action.END and not item.payload.is_chunk:
             live -= nbytes.pop((item.payload, item.source))
     return peak
 
 
 def _rest_bytes(plan: Plan) -> int:
     p, item = plan.problem, plan.problem.dtype.itemsize
-    rows = math.prod(_shape(plan.q_resharding, 0, plan.coords))
-    keys = p.batch * p.kv_heads * count(plan.kv_resharding.state(0, plan.coords).spans)
+    rows = math.prod(_shape(plan.resharding.query, 0, plan.coords))
+    keys = p.batch * p.kv_heads * count(plan.resharding.key.state(0, plan.coords).spans)
     widths = p.head_dim + p.value_dim
     return rows * (widths * item + plan.accum_dtype.itemsize) + keys * widths * item

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..kernels import accumulate_dtype
 from ..masks import FULL, Mask
+from .program import Payload
 from .shifts import Shifts
 from .timing import Costs
 
@@ -52,6 +52,10 @@ class Problem:
         """Global number of keys."""
         return math.prod(m for _, m in self.lengths)
 
+    def row_bytes(self, payload: Payload, backward: bool) -> int:
+        """Bytes of a payload per row and head."""
+        return payload.row_bytes(backward, self.head_dim, self.value_dim, self.dtype)
+
     @property
     def program_batch(self) -> int:
         """The local batch by which a program is chosen: the largest of those that ranks know."""
@@ -72,26 +76,23 @@ def pass_costs(
     `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs.
     """
     p = problem
-    item, accum_dtype = p.dtype.itemsize, accumulate_dtype(p.dtype).itemsize
     batch = p.program_batch
     work = 2 * batch * p.heads * p.n * p.m * (p.head_dim + p.value_dim) / ways
     n = batch * p.heads * p.n / ways  # queries x heads of a chunk
     m = batch * p.kv_heads * p.m / ways
-    d, e = p.head_dim * item, p.value_dim * item
-
     uniform, slowest = shifts.uniform, shifts.slowest
 
-    def seconds(nbytes: float) -> float:
-        return nbytes * slowest
+    def seconds(payload: Payload, rows: float) -> float:
+        return rows * p.row_bytes(payload, backward) * slowest
 
     # Of a block's share of the queries and of the keys.
     flops = shifts.hardware.device.rate(p.n * p.m / ways / blocks, backward)
     return Costs(
         block=(2.5 if backward else 1.0) * work / blocks / flops,
-        q=seconds(n * (d + e + 2 * accum_dtype if backward else d)),
-        kv=seconds(m * (d + e)),
-        back_q=seconds(n * (d if backward else e + accum_dtype)),
-        back_kv=seconds(m * (d + e)),
+        q=seconds(Payload.Q, n),
+        kv=seconds(Payload.KV, m),
+        back_q=seconds(Payload.DQ if backward else Payload.OUT, n),
+        back_kv=seconds(Payload.DKV, m),
         latency=uniform.latency if uniform else 0.0,
         shifts=None if uniform else shifts,
         slowest=slowest,

@@ -17,6 +17,11 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
+from ..kernels import accumulate_dtype
+from .sides import Side, Sides
+
 
 class Payload(enum.StrEnum):
     """The kind of tensor that a transfer moves."""
@@ -26,6 +31,48 @@ class Payload(enum.StrEnum):
     OUT = "out"  # partial outputs with their logsumexp
     DQ = "dq"
     DKV = "dkv"
+
+    @classmethod
+    def result(cls, side: Side, backward: bool) -> Payload:
+        """The payload of a partial result of a side."""
+        if side is Side.KEY:
+            return cls.DKV
+        return cls.DQ if backward else cls.OUT
+
+    @property
+    def side(self) -> Side:
+        """The side whose rows it has."""
+        return Side.KEY if self in (Payload.KV, Payload.DKV) else Side.QUERY
+
+    @property
+    def is_chunk(self) -> bool:
+        """True if it goes to where it is needed; a result goes back to its owner."""
+        return self in (Payload.Q, Payload.KV)
+
+    def tensors(
+        self, backward: bool, d: int, e: int, dtype: torch.dtype
+    ) -> tuple[tuple[int, torch.dtype], ...]:
+        """Its tensors in the order in which they are packed: head dim (0: none) and dtype.
+
+        Args:
+            backward: of which pass it is.
+            d, e: head dims of queries and keys, and of values.
+            dtype: in which its chunks or results travel; row statistics accumulate.
+        """
+        row = (0, accumulate_dtype(dtype))
+        match self:
+            case Payload.Q if backward:
+                return row, row, (d, dtype), (e, dtype)
+            case Payload.Q | Payload.DQ:
+                return ((d, dtype),)
+            case Payload.OUT:
+                return row, (e, dtype)
+            case _:
+                return (d, dtype), (e, dtype)
+
+    def row_bytes(self, backward: bool, d: int, e: int, dtype: torch.dtype) -> int:
+        """Bytes per row and head."""
+        return sum((dim or 1) * t.itemsize for dim, t in self.tensors(backward, d, e, dtype))
 
 
 @dataclass(frozen=True)
@@ -60,6 +107,11 @@ class Block:
     q: tuple[int, ...]
     kv: tuple[int, ...]
 
+    @property
+    def sides(self) -> Sides[tuple[int, ...]]:
+        """The numbers of its chunks, by side."""
+        return Sides(self.q, self.kv)
+
 
 @dataclass(frozen=True)
 class ProgramStep:
@@ -70,6 +122,10 @@ class ProgramStep:
     end: tuple[Transfer, ...] = ()
 
 
+#: Chunks that travel whole.
+UNCUT = Sides(1, 1)
+
+
 @dataclass(frozen=True)
 class Program:
     """The steps of one pass over an a x b tile; `sub_chunks` per query and per key chunk."""
@@ -77,7 +133,7 @@ class Program:
     a: int
     b: int
     steps: tuple[ProgramStep, ...]
-    sub_chunks: tuple[int, int] = (1, 1)
+    sub_chunks: Sides[int] = UNCUT
 
     @functools.cached_property
     def transfers(self) -> tuple[Transfer, ...]:
@@ -103,9 +159,19 @@ class Program:
             senders[key] = (*senders.get(key, ()), t)
         return senders
 
-    def own(self, q_side: bool) -> range:
+    def chunks(self, side: Side) -> range:
+        """The numbers of all chunks, or sub-chunks, of a side."""
+        return range((self.a, self.b)[side])
+
+    def own(self, side: Side) -> range:
         """The numbers of a rank's own chunk, or of its sub-chunks."""
-        return own_numbers(self.a if q_side else self.b, self.sub_chunks[not q_side])
+        return own_numbers(len(self.chunks(side)), self.sub_chunks[side])
+
+
+#: By side, the mesh dims along which its chunks travel.
+MovingDims = Sides[tuple[MovingDim, ...]]
+#: By side, the payload in which its chunks travel.
+CHUNKS = Sides(Payload.Q, Payload.KV)
 
 
 def own_numbers(numbers: int, sub_chunks: int) -> range:

@@ -11,10 +11,8 @@ import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .program import Block, Payload, Program, Transfer
+from .program import CHUNKS, Block, Payload, Program, Transfer
 
-#: What travels to be computed with; all else are partial results.
-CHUNKS = (Payload.Q, Payload.KV)
 #: A chunk by what it carries and its relative number.
 Chunk = tuple[Payload, int]
 
@@ -56,17 +54,17 @@ def drops(program: Program) -> tuple[tuple[Chunk, ...], ...]:
     last: dict[Chunk, int] = {}
     for i, step in enumerate(program.steps):
         for t in step.end:
-            if t.payload in CHUNKS:
+            if t.payload.is_chunk:
                 last[t.payload, t.target] = i
         for t in step.begin:
-            if t.payload in CHUNKS:
+            if t.payload.is_chunk:
                 last[t.payload, t.source] = i
         for block in step.blocks:
-            for payload, numbers in ((Payload.Q, block.q), (Payload.KV, block.kv)):
+            for payload, numbers in zip(CHUNKS, block.sides):
                 last.update(dict.fromkeys(zip(itertools.repeat(payload), numbers), i))
     dropped: list[list[Chunk]] = [[] for _ in program.steps]
     for (payload, number), i in last.items():
-        if number not in program.own(payload is Payload.Q):
+        if number not in program.own(payload.side):
             dropped[i].append((payload, number))
     return tuple(map(tuple, dropped))
 
@@ -77,7 +75,7 @@ def live_chunks(program: Program) -> int:
     for _, action, item in replay(program):
         if action is Action.DROP:
             live -= 1
-        elif action is Action.BEGIN and isinstance(item, Transfer) and item.payload in CHUNKS:
+        elif action is Action.BEGIN and isinstance(item, Transfer) and item.payload.is_chunk:
             live += 1
             most = max(most, live)
     return most

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 
 from torch.distributed.tensor import Shard
 
-from ..comm import index_at, places, rank_at
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
+from ..declare.mesh import index_at, places, rank_at
 from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError
 from .order import Span, Spans, product, shard_spans
 from .problem import Problem
 from .resharding import Resharding, State, reshard_step
+from .sides import Side, Sides
 
 
 def kv_copies(rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Problem) -> int:
@@ -47,7 +48,7 @@ def reshardings(
     rules: Mapping[str, Rule],
     coords: Mapping[str, int],
     repeat: int,
-) -> tuple[Resharding, Resharding]:
+) -> Sides[Resharding]:
     """The way of queries, and of keys and values, from rest to the tile program, on any rank.
 
     Args:
@@ -61,11 +62,13 @@ def reshardings(
     batch_dims = layout.batch_dims(problem.axes)
     batches: dict[int, Spans] = {}
     orders = [layout.order.get(axis, "contiguous") for axis in problem.axes]
-    q_dims = [
-        tuple(d for d in layout.shard_dims(axis) if rules[d].query.rest == Shard(SEQ))
-        for axis in problem.axes
-    ]
-    kv_dims = [layout.key_dims(axis, problem.axes) for axis in problem.axes]
+    seq_dims = Sides(
+        [
+            tuple(d for d in layout.shard_dims(axis) if rules[d].query.rest == Shard(SEQ))
+            for axis in problem.axes
+        ],
+        [layout.key_dims(axis, problem.axes) for axis in problem.axes],
+    )
 
     def batch_span(index: int) -> Span:
         """Batch entries at rest: one range after another along the batch dims."""
@@ -82,7 +85,7 @@ def reshardings(
             batches[index] = (batch_span(index),)
         return batches[index]
 
-    def resharding(side: int, heads: int, seq_dims: list[tuple[str, ...]]) -> Resharding:
+    def resharding(side: Side, heads: int) -> Resharding:
         steps = []
         for name, rule in rules.items():
             arrow = (rule.query, rule.key)[side]
@@ -93,7 +96,7 @@ def reshardings(
         def positions(at: Mapping[str, int]) -> Spans:
             """Of this side's tokens at rest; several axes flatten, the first one major."""
             spans: Spans | None = None
-            for pair, order, dims in zip(problem.lengths, orders, seq_dims, strict=True):
+            for pair, order, dims in zip(problem.lengths, orders, seq_dims[side], strict=True):
                 parts = tuple(sizes[d] for d in dims)
                 own = shard_spans(pair[side], parts, order)[index_at(sizes, dims, at)]
                 spans = own if spans is None else product(spans, own, pair[side])
@@ -105,7 +108,6 @@ def reshardings(
 
         return Resharding(sizes, tuple(steps), rest)
 
-    return (
-        resharding(0, problem.heads, q_dims),
-        resharding(1, problem.kv_heads * repeat, kv_dims),
+    return Sides(
+        resharding(Side.QUERY, problem.heads), resharding(Side.KEY, problem.kv_heads * repeat)
     )

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from .._caching import remembered
-from ..comm import coordinates, rank_at
 from ..declare.hardware import Hardware
+from ..declare.mesh import coordinates, rank_at
 
 
 class Shift(NamedTuple):

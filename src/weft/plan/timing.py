@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from .program import Payload, Program, ProgramStep, Transfer
 from .shifts import Shifts
+from .sides import Sides
 
 SHARED = ()
 
@@ -62,7 +63,7 @@ class Costs:
         """The link that a transfer uses."""
         return SHARED if self.shifts is None else self.shifts.shift(t.mesh_dim, t.ring_offset).link
 
-    def cut(self, sub_chunks: tuple[int, int]) -> Costs:
+    def cut(self, sub_chunks: Sides[int]) -> Costs:
         """The costs where each chunk of queries, and of keys, is cut into this many sub-chunks."""
         of_q, of_kv = sub_chunks
         return replace(

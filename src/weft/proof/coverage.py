@@ -17,6 +17,7 @@ from ..masks import And, Causal, Documents, FirstKeys, Full, KeyPadding, Mask, O
 from ..plan.order import Span, Spans, cut_spans
 from ..plan.plan import MaskRun, Pass
 from ..plan.program import Block
+from ..plan.sides import Side
 from ..plan.tiles import KernelCall, Kind
 
 #: Further than any position.
@@ -102,15 +103,12 @@ def _run_defects(tile: Pass, block: Block, run: MaskRun) -> list[str]:
     """What is wrong with the calls of one run of sequences."""
     made, mask, coords = tile.block(block), run.mask, tile.plan.coords
     its_calls = [call for call in made.calls if call.samples == run.samples]
-    whole = {
-        side: [tile.spans(side, coords, n) for n in numbers]
-        for side, numbers in ((True, block.q), (False, block.kv))
-    }
+    whole = {side: [tile.spans(side, coords, n) for n in block.sides[side]] for side in Side}
     rows = positions_of(made.q_spans)
-    keys = [s for spans in whole[False] for s in spans]
+    keys = [s for spans in whole[Side.KEY] for s in spans]
     wanted = count_visible(visible_ranges(mask, rows), keys) if len(rows) else rows
     defects = _calls_defects(its_calls, made.kv_spans, mask, rows, wanted)
-    everything = [s for spans in whole[True] for s in spans]
+    everything = [s for spans in whole[Side.QUERY] for s in spans]
     if len(rows) != sum(s.count for s in everything):  # rows that were not fetched see nothing here
         others = positions_of(everything)
         others = others[~np.isin(others, rows)]

@@ -11,10 +11,9 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 
-from ..plan.program import MovingDim, Payload, Program, Transfer
+from ..plan.program import CHUNKS, MovingDims, Program, Transfer
+from ..plan.sides import Side
 
-_CHUNKS = (Payload.Q, Payload.KV)
-_QUERIES = (Payload.Q, Payload.OUT, Payload.DQ)
 Offset = tuple[int, ...]  # of a rank from the one at hand, per mesh dim along which chunks travel
 
 
@@ -24,20 +23,18 @@ class Flow:
     def __init__(
         self,
         program: Program,
-        q_dims: tuple[MovingDim, ...],
-        kv_dims: tuple[MovingDim, ...],
+        dims: MovingDims,
         backward: bool,
     ) -> None:
         self.program, self.backward = program, backward
-        self.sides = {True: q_dims, False: kv_dims}
-        self.dims = {d.name: i for i, d in enumerate((*q_dims, *kv_dims))}
-        self.sizes = [d.size for d in (*q_dims, *kv_dims)]
+        self.sides, every = dims, [d for along in dims for d in along]
+        self.dims = {d.name: i for i, d in enumerate(every)}
+        self.sizes = [d.size for d in every]
         self.defects: list[str] = []
-        self.held = {(True, n) for n in program.own(True)}
-        self.held |= {(False, n) for n in program.own(False)}
+        self.held = {(side, n) for side in Side for n in program.own(side)}
         self.flying: dict[Transfer, list] = defaultdict(list)
         self.computed: Counter = Counter()
-        self.results: dict[tuple[bool, int], Counter] = defaultdict(Counter)
+        self.results: dict[tuple[Side, int], Counter] = defaultdict(Counter)
         self._walk()
 
     def _walk(self) -> None:
@@ -54,10 +51,10 @@ class Flow:
     def _wrong(self, at: int | str, what: str) -> None:
         self.defects.append(f"step {at}: {what}")
 
-    def owner(self, q_side: bool, number: int) -> tuple[Offset, int]:
+    def owner(self, side: Side, number: int) -> tuple[Offset, int]:
         """Whose chunk a number stands for, counted from this rank, and which sub-chunk of it."""
         offset = [0] * len(self.sizes)
-        for dim in reversed(self.sides[q_side]):
+        for dim in reversed(self.sides[side]):
             number, offset[self.dims[dim.name]] = divmod(number, dim.size)
         return tuple(offset), number
 
@@ -67,77 +64,77 @@ class Flow:
         return (*offset[:i], (offset[i] + t.ring_offset) % self.sizes[i], *offset[i + 1 :])
 
     def _begin(self, at: int, t: Transfer) -> None:
-        q_side = t.payload in _QUERIES
-        if t.mesh_dim not in {d.name for d in self.sides[q_side]}:
+        side = t.payload.side
+        if t.mesh_dim not in {d.name for d in self.sides[side]}:
             self._wrong(at, f"{t} travels along a mesh dim that is not for its side")
             return
         content: object = None
-        whose, part = self.owner(q_side, t.source)
-        if t.payload in _CHUNKS:
-            if (q_side, t.source) not in self.held:
+        whose, part = self.owner(side, t.source)
+        if t.payload.is_chunk:
+            if (side, t.source) not in self.held:
                 self._wrong(at, f"{t} sends a chunk that is not here yet")
-            if (q_side, t.target) in self.held or any(
+            if (side, t.target) in self.held or any(
                 other.payload is t.payload and other.target == t.target and self.flying[other]
                 for other in self.flying
             ):
                 self._wrong(at, f"{t} receives a chunk a second time")
         else:
-            content = self.results.pop((q_side, t.source), None)
+            content = self.results.pop((side, t.source), None)
             if not content:
                 self._wrong(at, f"{t} sends a result that is not here")
-        if (self._moved(whose, t), part) != self.owner(q_side, t.target):
+        if (self._moved(whose, t), part) != self.owner(side, t.target):
             self._wrong(at, f"{t} takes one chunk for another")
         self.flying[t].append(content)
 
     def _compute(self, at: int, i: int, j: int) -> None:
-        for q_side, n in ((True, i), (False, j)):
-            if (q_side, n) not in self.held:
+        for side, n in zip(Side, (i, j)):
+            if (side, n) not in self.held:
                 self._wrong(at, f"block ({i}, {j}) needs a chunk that is not here yet")
         self.computed[i, j] += 1
         here = (0,) * len(self.sizes)
-        self.results[True, i][here, i, j] += 1
+        self.results[Side.QUERY, i][here, i, j] += 1
         if self.backward:
-            self.results[False, j][here, i, j] += 1
+            self.results[Side.KEY, j][here, i, j] += 1
 
     def _end(self, at: int, t: Transfer) -> None:
         if not self.flying[t]:
             self._wrong(at, f"{t} ends and has not begun: the wait has no end")
             return
         content = self.flying[t].pop(0)
-        q_side = t.payload in _QUERIES
-        if t.payload in _CHUNKS:
-            self.held.add((q_side, t.target))
+        side = t.payload.side
+        if t.payload.is_chunk:
+            self.held.add((side, t.target))
             return
         for (offset, i, j), times in (content or {}).items():
-            self.results[q_side, t.target][self._moved(offset, t), i, j] += times
+            self.results[side, t.target][self._moved(offset, t), i, j] += times
 
     def _finish(self) -> None:
         for t, left in self.flying.items():
             if left:
                 self._wrong("end", f"{t} is never waited for")
-        pairs = itertools.product(range(self.program.a), range(self.program.b))
+        pairs = itertools.product(*map(self.program.chunks, Side))
         often = [(pair, self.computed[pair]) for pair in pairs if self.computed[pair] != 1]
         for pair, times in often[:3]:
             self._wrong("end", f"block {pair} is computed {times} times")
-        for q_side in (True, False) if self.backward else (True,):
-            self._check_results(q_side)
+        for side in Side if self.backward else (Side.QUERY,):
+            self._check_results(side)
 
-    def _check_results(self, q_side: bool) -> None:
+    def _check_results(self, side: Side) -> None:
         """Every block's result is with the owner of its chunk, once."""
-        own = self.program.own(q_side)
-        for (side, n), found in self.results.items():
-            if side is q_side and n not in own and found:
-                self._wrong("end", f"the result of {'q' if q_side else 'kv'} {n} never leaves")
-        a, b = range(self.program.a), range(self.program.b)
+        own = self.program.own(side)
+        for (of, n), found in self.results.items():
+            if of is side and n not in own and found:
+                self._wrong("end", f"the result of {CHUNKS[side].value} {n} never leaves")
+        a, b = map(self.program.chunks, Side)
         expected: Counter = Counter()
         for i, j in itertools.product(a, b):
-            offset, _ = self.owner(q_side, i if q_side else j)
+            offset, _ = self.owner(side, (i, j)[side])
             back = tuple((-o) % size for o, size in zip(offset, self.sizes))
             expected[back, i, j] += 1
-        found = sum((self.results[q_side, n] for n in own), Counter())
+        found = sum((self.results[side, n] for n in own), Counter())
         wrong = [(key, found[key]) for key in {*expected, *found} if expected[key] != found[key]]
         for (offset, i, j), times in sorted(wrong)[:3]:
-            rows = "queries" if q_side else "keys"
+            rows = ("queries", "keys")[side]
             self._wrong(
                 "end",
                 f"of block ({i}, {j}) of the rank {offset} away, {times} results reach the owner "
@@ -147,8 +144,7 @@ class Flow:
 
 def program_defects(
     program: Program,
-    q_dims: tuple[MovingDim, ...],
-    kv_dims: tuple[MovingDim, ...],
+    dims: MovingDims,
     backward: bool,
 ) -> list[str]:
     """Defects of a program that all ranks run; empty if there are none.
@@ -157,4 +153,4 @@ def program_defects(
     chunk comes once and from a rank that has it; every result reaches the owner of its chunk
     exactly once; every wait is for a transfer that all ranks have begun before.
     """
-    return Flow(program, q_dims, kv_dims, backward).defects
+    return Flow(program, dims, backward).defects

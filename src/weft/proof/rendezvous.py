@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence, Sized
 
 from ..layout import Layout
-from ..plan.memory import row_bytes
+from ..plan.memory import payload_bytes
 from ..plan.plan import Pass
 from ..plan.program import Transfer
 
@@ -30,7 +30,7 @@ def message_defects(layout: Layout, tiles: Sequence[Pass]) -> list[str]:
 
 def _bytes(tile: Pass, t: Transfer, which: int) -> int:
     low, high = tile.transfer_rows(t)[which]
-    return (high - low) * row_bytes(tile.plan, t.payload, tile.backward)
+    return payload_bytes(tile.plan, t.payload, tile.backward, high - low)
 
 
 #: A rank's wait: until a box has more messages than this.

@@ -16,7 +16,7 @@ from typing import cast
 
 import numpy as np
 
-from ..comm import coordinates
+from ..declare.mesh import coordinates
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Documents, Full, Mask, Window
@@ -58,13 +58,12 @@ def covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, se
     """Ranks, and numbers of blocks of theirs, that are of all kinds."""
     world = layout.world_size
     coords = [coordinates(layout.mesh, r) for r in range(world)]
-    sides = {}
-    for q_side in (True, False):
-        resharding = plan.q_resharding if q_side else plan.kv_resharding
+    sides = []
+    for resharding in plan.resharding:
         spans = [resharding.entry(c).spans for c in coords]
         known: dict[Spans, int] = {s: i for i, s in enumerate(dict.fromkeys(spans))}
-        sides[q_side] = _Side(list(known)), np.array([known[s] for s in spans])
-    (queries, q_of), (keys, k_of) = sides[True], sides[False]
+        sides.append((_Chunks(list(known)), np.array([known[s] for s in spans])))
+    (queries, q_of), (keys, k_of) = sides
     kinds = block_kinds(mask, queries.chunks, keys.chunks)
     index = np.arange(world).reshape([layout.mesh[d] for d in layout.mesh] or [1])
     blocks = tile.program.blocks
@@ -76,7 +75,7 @@ def covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, se
     for rank in (0, world - 1, *range(1, world - 1)):
         q, k = (
             of[index[_along(layout, dims, coords[rank])].ravel()]
-            for of, dims in ((q_of, tile.q_dims), (k_of, tile.kv_dims))
+            for of, dims in zip((q_of, k_of), tile.dims)
         )
         here = kinds[np.ix_(q, k)]
         if numbers is not None:
@@ -98,7 +97,7 @@ def covering(layout: Layout, plan: Plan, tile: Pass, mask: Mask) -> dict[int, se
     return chosen
 
 
-class _Side:
+class _Chunks:
     """The chunks of queries or of keys, and the shapes of joined ones."""
 
     def __init__(self, chunks: list[Spans]) -> None:

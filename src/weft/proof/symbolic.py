@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ..comm import coordinates, rank_at
+from ..declare.mesh import coordinates, rank_at
 from ..errors import UnsupportedError
 from ..layout import Layout
 from ..plan.memory import MemoryBound, memory_bound
@@ -123,7 +123,7 @@ def claims(
         flow = [
             defect
             for t in by_batch.values()
-            for defect in program_defects(t.program, t.q_dims, t.kv_dims, t.backward)
+            for defect in program_defects(t.program, t.dims, t.backward)
         ]
         steps = f"{len(tile.program.steps)} steps, {len(tile.program.transfers)} transfers"
         found.append(
@@ -189,8 +189,8 @@ def _deals(layout: Layout, plan: Plan) -> list[str]:
     """
     found = []
     for name, resharding, heads, tokens in (
-        ("queries", plan.q_resharding, plan.problem.heads, plan.problem.n),
-        ("keys", plan.kv_resharding, plan.problem.kv_heads * plan.kv_repeat, plan.problem.m),
+        ("queries", plan.resharding.query, plan.problem.heads, plan.problem.n),
+        ("keys", plan.resharding.key, plan.problem.kv_heads * plan.kv_repeat, plan.problem.m),
     ):
         heads *= layout.size("heads")
         states = [resharding.entry(coordinates(layout.mesh, r)) for r in range(layout.world_size)]
@@ -215,7 +215,7 @@ def _cuts_and_joins(layout: Layout, plan: Plan) -> list[str]:
     """Check that every part that a rank sends has the size that its receiver expects."""
     found: list[str] = []
     mesh = layout.mesh
-    for resharding in (plan.q_resharding, plan.kv_resharding):
+    for resharding in plan.resharding:
         if not resharding.steps:
             continue
         coords = [coordinates(mesh, rank) for rank in range(layout.world_size)]

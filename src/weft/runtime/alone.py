@@ -32,7 +32,7 @@ def attend_alone(
     if bound.mesh_dims or not bound.plain or dispatched(q, k, v):
         return None
     plan = bound.plan_alone(q, k, v)
-    if not (plan.forward.whole and plan.backward.whole) or plan.replicated_q or plan.replicated_kv:
+    if not (plan.forward.whole and plan.backward.whole) or any(plan.replicated):
         return None
     if not (bound.call.return_lse or profiling()):
         view = executor.view_of(plan, plan.forward.whole)

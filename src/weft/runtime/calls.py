@@ -18,9 +18,9 @@ from torch import Tensor
 
 from .. import _caching as caching
 from .._digest import is_plain, number_of
-from ..comm import coordinates
 from ..comm.channel import Channel, refuse
 from ..comm.origin import UNKNOWN, Origin, origin
+from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
@@ -161,7 +161,8 @@ class BoundCall:
                 )
             checks.probe_functions(self.call, q.device)
             if bias is not None:
-                checks.check_bias(plan, bias, None if self.asks_batches else plan.compute_q.batch)
+                batch = None if self.asks_batches else plan.compute.query.batch
+                checks.check_bias(plan, bias, batch)
             content = self.call.content
         except WeftError as error:
             self.refuse(error)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..comm import coordinates
+from ..declare.mesh import coordinates
 from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.call import Call
@@ -52,15 +52,12 @@ def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_lengths(plan: Plan, n: int, m: int) -> None:
-    sides = {
-        "queries": (n, plan.q_resharding, plan.problem.n),
-        "keys": (m, plan.kv_resharding, plan.problem.m),
-    }
-    for what, (local, resharding, total) in sides.items():
+    totals = plan.problem.n, plan.problem.m
+    for name, local, resharding, total in zip(("queries", "keys"), (n, m), plan.resharding, totals):
         expected = resharding.state(0, plan.coords).size(SEQ)
         if local != expected:
             raise ShapeError(
-                f"the rank at {plan.coords} has {local} local {what} of axis "
+                f"the rank at {plan.coords} has {local} local {name} of axis "
                 f"{'+'.join(plan.problem.axes)}, but its chunk of a length of {total} holds "
                 f"{expected}; shard with layout.shard, and pass length= where chunks are uneven"
             )
@@ -74,7 +71,7 @@ def check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
             " hide keys use a mask: weft.MaskMod(lambda b, h, q, k: visible[q, k])"
         )
     rows, columns = plan.tile_shape()
-    heads = plan.compute_q.heads
+    heads = plan.compute.query.heads
     fits = bias.dim() == 4 and tuple(bias.shape[2:]) == (rows, columns)
     samples = "samples" if batch is None else batch
     if not (
@@ -92,7 +89,7 @@ def check_samples(plan: Plan, samples: tuple[int, ...]) -> None:
     if set(samples) == {1}:  # or no bias at all
         return
     places = (coordinates(plan.sizes, rank) for rank in range(len(samples)))
-    expected = [plan.q_resharding.entry(place).batch for place in places]
+    expected = [plan.resharding.query.entry(place).batch for place in places]
     if any(n not in (1, batch) for n, batch in zip(samples, expected)):
         raise ShapeError(
             f"the bias must be of {expected} samples by rank, those that each computes with, or of"

@@ -6,7 +6,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -18,12 +18,12 @@ from ..kernels.base import surrogate_out
 from ..plan.call import Call
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
+from ..plan.sides import Side
 from ..plan.tiles import Group, KernelCall, Kind
 from .autocast import without_autocast
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
-from .packing import Shape
 from .reduce import merge_over, sum_over
 from .rows import Ranges, take
 from .tile_run import TileRun
@@ -53,10 +53,10 @@ def forward(
             out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
     else:
         out, lse = _Forward(plan, plan.forward, transport, call, bias, q, k, v).run()
-    if not plan.replicated_q:
+    if not plan.replicated.query:
         return out, lse
-    with mark_move(plan, "out", plan.replicated_q):
-        return merge_over(transport, plan.replicated_q, out, lse, plan.accum_dtype)
+    with mark_move(plan, "out", plan.replicated.query):
+        return merge_over(transport, plan.replicated.query, out, lse, plan.accum_dtype)
 
 
 @without_autocast
@@ -89,12 +89,13 @@ def backward(
         run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows)
         dq, dk, dv = run.run()
         dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)
-    if not (plan.replicated_q or plan.replicated_kv):
+    if not any(plan.replicated):
         return dq, dk, dv, dbias
-    with mark_move(plan, "dq", plan.replicated_q):
-        dq = sum_over(transport, plan.replicated_q, [dq], plan.accum_dtype, "dq")[0]
-    with mark_move(plan, "dkv", plan.replicated_kv):
-        dk, dv = sum_over(transport, plan.replicated_kv, [dk, dv], plan.accum_dtype, "dkv")
+    queries, keys = plan.replicated
+    with mark_move(plan, "dq", queries):
+        dq = sum_over(transport, queries, [dq], plan.accum_dtype, "dq")[0]
+    with mark_move(plan, "dkv", keys):
+        dk, dv = sum_over(transport, keys, [dk, dv], plan.accum_dtype, "dkv")
     return dq, dk, dv, dbias
 
 
@@ -138,7 +139,7 @@ class _Forward(TileRun):
 
     def _partial(self, number: int) -> PartialOutput | OutputTree:
         if number not in self.partial:
-            rows = self._height(True, number)
+            rows = self._height(Side.QUERY, number)
             shape = (*self.like.shape[:2], rows, self.v.shape[-1])
             arguments = shape, self.like, self.plan.accum_dtype
             self.partial[number] = (
@@ -147,17 +148,6 @@ class _Forward(TileRun):
                 else OutputTree(*arguments, len(self.plan.edges[1]) - 1)
             )
         return self.partial[number]
-
-    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
-        b, h, _, d = self.like.shape
-        g, e = self.k.shape[1], self.v.shape[-1]
-        dtype, accum_dtype = self.like.dtype, self.plan.accum_dtype
-        if payload is Payload.Q:
-            return [((b, h, rows, d), dtype)]
-        if payload is Payload.KV:
-            return [((b, g, rows, d), dtype), ((b, g, rows, e), dtype)]
-        sent = dtype if self.plan.edges is None else accum_dtype
-        return [((b, h, rows), accum_dtype), ((b, h, rows, e), sent)]
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.payload is Payload.OUT:
@@ -187,7 +177,7 @@ class _Forward(TileRun):
             **self.plan.coords,
             t.mesh_dim: (self.plan.coords[t.mesh_dim] + t.ring_offset) % size,
         }
-        first = self.tile.held(True, source, t.source)[0]
+        first = self.tile.held(Side.QUERY, source, t.source)[0]
         partial.come(self.tile.roots(source, t.source), low + first, lse, out)
 
     def _block(self, block: BlockPlan) -> None:
@@ -204,7 +194,7 @@ class _Forward(TileRun):
 
     def _leaves(self, block: BlockPlan) -> None:
         """The leaves of a block: all rows of a key block's before the next."""
-        numbers = {self.rows.slot(True, n)[0] for n in block.q}
+        numbers = {self.rows.slot(Side.QUERY, n)[0] for n in block.q}
         qkv: tuple[Tensor | None, ...] = ()
         if block.calls:
             qkv = *self._joined(Payload.Q, block.q), *self._joined(Payload.KV, block.kv)
@@ -229,7 +219,7 @@ class _Forward(TileRun):
         out, lse = kernel.forward(
             q, k, v, self.views.of(block, group, kernel, bool(self.in_flight))
         )
-        for n, low, high, a, b in self.rows.parts(block.q, group.rows, True):
+        for n, low, high, a, b in self.rows.parts(block.q, group.rows, Side.QUERY):
             yield n, low, high, out[:, :, a:b], lse[:, :, a:b]
 
 
@@ -261,7 +251,7 @@ class _Backward(TileRun):
         lse_grad = dlse is not None if plan.edges is None else call.return_lse
         self.bounds: dict[str, Tensor] | None = None
         if plan.edges is not None:
-            moving = [d.name for d in (*tile.q_dims, *tile.kv_dims)]
+            moving = [d.name for dims in tile.dims for d in dims]
             tokens = plan.problem.n, plan.problem.m
             self.bounds = gradient_bounds(
                 transport, moving, plan.scale, tokens, q, k, v, dout, dlse
@@ -280,7 +270,8 @@ class _Backward(TileRun):
     def _sum(self, name: str, number: int) -> PartialSum | GridSum:
         if (name, number) not in self.sums:
             like = {"dq": self.like, "dk": self.k, "dv": self.v}[name]
-            shape = (*like.shape[:2], self._height(name == "dq", number), like.shape[-1])
+            height = self._height(Side.QUERY if name == "dq" else Side.KEY, number)
+            shape = (*like.shape[:2], height, like.shape[-1])
             self.sums[name, number] = (
                 PartialSum(shape, like, self.plan.accum_dtype)
                 if self.bounds is None
@@ -288,24 +279,11 @@ class _Backward(TileRun):
             )
         return self.sums[name, number]
 
-    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
-        b, h, _, d = self.like.shape
-        g, e = self.k.shape[1], self.v.shape[-1]
-        dtype, accum_dtype = self.like.dtype, self.plan.accum_dtype
-        if self.bounds is not None and payload in (Payload.DQ, Payload.DKV):
-            dtype = torch.float64
-        if payload is Payload.Q:
-            row = ((b, h, rows), accum_dtype)
-            return [row, row, ((b, h, rows, d), dtype), ((b, h, rows, e), dtype)]
-        if payload is Payload.DQ:
-            return [((b, h, rows, d), dtype)]
-        return [((b, g, rows, d), dtype), ((b, g, rows, e), dtype)]
-
     def _names(self, payload: Payload) -> tuple[str, ...]:
         return ("dq",) if payload is Payload.DQ else ("dk", "dv")
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
-        if t.payload in (Payload.Q, Payload.KV):
+        if t.payload.is_chunk:
             return self._whole_chunk(t.payload, t.source)
         sums = [self._sum(name, t.source) for name in self._names(t.payload)]
         results = tuple(s.sum() if isinstance(s, GridSum) else s.result() for s in sums)
@@ -341,7 +319,7 @@ class _Backward(TileRun):
         k, v = self._joined(Payload.KV, block.kv)
         assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
         # Only this rank's own rows have their true output here; for others delta stands in.
-        own = self.tile.own(True, block.q)
+        own = self.tile.own(Side.QUERY, block.q)
         lse_grad = self.others_lse_grad if own is None else self.lse_grad
         stands_in = lse_grad or self.bounds is not None
         out = None if own is None or stands_in else self.out[:, :, own[0] : own[1]]
@@ -380,8 +358,8 @@ class _Backward(TileRun):
             )
             if ds is not None:
                 self._add_bias_gradient(block, group.calls[0], ds)
-            for n, low, high, a, b in self.rows.parts(block.q, rows, True):
+            for n, low, high, a, b in self.rows.parts(block.q, rows, Side.QUERY):
                 self._sum("dq", n).add(low, high, dq[:, :, a:b], samples)
-            for n, low, high, a, b in self.rows.parts(block.kv, columns, False):
+            for n, low, high, a, b in self.rows.parts(block.kv, columns, Side.KEY):
                 self._sum("dk", n).add(low, high, dk[:, :, a:b], samples)
                 self._sum("dv", n).add(low, high, dv[:, :, a:b], samples)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm import Transport
 from ..comm.channel import Channel
 from ..plan.leaves import Node, depth
-from .exact_sums import largest
+from ..same_bits.sums import largest
 from .merging import empty_by_token, empty_like_query
 
 

@@ -20,9 +20,10 @@ from typing import NamedTuple
 import torch
 
 from .._torch import profiling
-from ..comm import rank_at
+from ..declare.mesh import rank_at
 from ..plan.plan import Pass, Plan
-from ..plan.program import Block, Payload, Transfer
+from ..plan.program import Block, Transfer
+from ..plan.sides import Side
 
 _NOTHING = contextlib.nullcontext()
 _NAME = re.compile(r"weft/(forward|backward)/rank (\d+)/([^/]+)/(compute|begin|wait|move)/(.+)")
@@ -81,23 +82,22 @@ def name_of(tile: Pass, item: Block | Transfer) -> str:
     In parentheses where the masks leave none of its rows: then the rank at most serves others.
     """
     if isinstance(item, Block):
-        q, kv = (_owners(tile, side, ns) for side, ns in ((True, item.q), (False, item.kv)))
+        q, kv = (_owners(tile, side, item.sides[side]) for side in Side)
         return f"q {q} x kv {kv}"
-    q_side = item.payload in (Payload.Q, Payload.OUT, Payload.DQ)
-    arrives = item.payload in (Payload.Q, Payload.KV)
+    arrives = item.payload.is_chunk
     number = item.target if arrives else item.source
-    chunk = f"{item.payload.value} {_owners(tile, q_side, (number,))}"
+    chunk = f"{item.payload.value} {_owners(tile, item.payload.side, (number,))}"
     sends, receives = tile.transfer_rows(item)
     first, end = receives if arrives else sends
     shown = chunk if first < end else f"({chunk})"
     return f"{shown} on {item.mesh_dim}"
 
 
-def _owners(tile: Pass, q_side: bool, numbers: tuple[int, ...]) -> str:
-    plan, own = tile.plan, tile.program.own(q_side)
+def _owners(tile: Pass, side: Side, numbers: tuple[int, ...]) -> str:
+    plan, own = tile.plan, tile.program.own(side)
     sub_chunks: dict[int, list[str]] = {}
     for n in sorted(numbers):
-        owner = rank_at(plan.sizes, tile.chunk(q_side, plan.coords, n))
+        owner = rank_at(plan.sizes, tile.chunk(side, plan.coords, n))
         sub_chunks.setdefault(owner, []).append(string.ascii_lowercase[n // own.step])
     named = (
         "" if len(sub_chunks[rank]) == len(own) else "".join(sub_chunks[rank])

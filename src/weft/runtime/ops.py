@@ -51,7 +51,7 @@ def _attention_op(
     if not bound.reach.reshards:
         out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias)
         channel.finish()
-        if not plan.forward.whole or plan.replicated_q:
+        if not plan.forward.whole or plan.replicated.query:
             out, lse = _unaliased((out, lse), (q, k, v))
         return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5)
     entry_q, entry_k, entry_v = (
@@ -76,7 +76,7 @@ def _(
         out, lse = empty_like_query(q, (b, h, n, e)), q.new_empty((b, h, n), dtype=dtype)
         return out, lse, _agreed(bound), *_none(q, 5)
     plan = bound.shapes(q, k, v)
-    sides = (plan.compute_q, plan.compute_kv, plan.compute_kv)
+    sides = (plan.compute.query, plan.compute.key, plan.compute.key)
     shapes = ([s.size(i) for i in range(3)] for s in sides)
     inside = [t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes)]
     out = empty_like_query(inside[0], (*inside[0].shape[:3], e))
@@ -117,7 +117,7 @@ def _backward_op(
         moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
         dq, dk, dv = (t.contiguous() for t in moved)
     channel.finish()
-    if not plan.backward.whole or plan.replicated_q or plan.replicated_kv or bound.reach.reshards:
+    if not plan.backward.whole or any(plan.replicated) or bound.reach.reshards:
         dq, dk, dv, dbias = _unaliased((dq, dk, dv, dbias), (dout, *entry))
     if not bound.reach.reshards:
         dq, dk, dv = map(by_token, (dq, dk, dv))

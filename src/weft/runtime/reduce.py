@@ -16,7 +16,7 @@ from ..comm import P2PBatch, Shuffle, Transport
 from ..comm.channel import Channel
 from ..declare.placements import merge_softmax
 from ..plan.order import chunk_sizes
-from .packing import flat
+from .buffers import flat
 
 
 def merge_over(

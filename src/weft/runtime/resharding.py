@@ -11,8 +11,11 @@ from ..comm import Transport
 from ..comm.channel import Channel
 from ..plan.plan import Plan
 from ..plan.resharding import Permutation
+from ..plan.sides import Side
+from .buffers import all_to_all
 from .marks import mark_move
-from .packing import all_to_all
+
+_QKV = Side.QUERY, Side.KEY, Side.KEY
 
 
 def to_compute(
@@ -21,19 +24,16 @@ def to_compute(
     """Query, key and value from rest into the compute placement."""
     if plan.kv_repeat > 1:
         k, v = (t.repeat_interleave(plan.kv_repeat, dim=1) for t in (k, v))
-    q, k, v = _through(plan, transport, "qkv", [(q, "q"), (k, "kv"), (v, "kv")])
-    return _sorted(q, plan.sort_q), _sorted(k, plan.sort_kv), _sorted(v, plan.sort_kv)
+    q, k, v = _through(plan, transport, "qkv", list(zip((q, k, v), _QKV)))
+    q, k, v = (_sorted(t, plan.sort_index[side]) for t, side in zip((q, k, v), _QKV))
+    return q, k, v
 
 
 def to_compute_adjoint(
     plan: Plan, transport: Transport | Channel, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The adjoint of `to_compute`: gradients from the compute placement back to rest."""
-    items = [
-        (_unsorted(dq, plan.sort_q), "q"),
-        (_unsorted(dk, plan.sort_kv), "kv"),
-        (_unsorted(dv, plan.sort_kv), "kv"),
-    ]
+    items = [(_unsorted(t, plan.sort_index[side]), side) for t, side in zip((dq, dk, dv), _QKV)]
     dq, dk, dv = _through(plan, transport, "dqkv", items, reverse=True)
     if plan.kv_repeat > 1:
         dk, dv = (
@@ -47,9 +47,9 @@ def to_rest(
     plan: Plan, transport: Transport | Channel, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Output (and logsumexp, if it was asked for) from the compute placement back to rest."""
-    items = [(_unsorted(out, plan.sort_q), "q")]
+    items = [(_unsorted(out, plan.sort_index.query), Side.QUERY)]
     if plan.problem.return_lse:
-        items.append((_unsorted(lse, plan.sort_q).unsqueeze(-1), "q"))
+        items.append((_unsorted(lse, plan.sort_index.query).unsqueeze(-1), Side.QUERY))
     rest = _through(plan, transport, "out", items, reverse=True)
     return rest[0], rest[1].squeeze(-1) if plan.problem.return_lse else lse.new_empty(0)
 
@@ -58,11 +58,11 @@ def to_rest_adjoint(
     plan: Plan, transport: Transport | Channel, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The adjoint of `to_rest`: gradients of output and logsumexp into the compute placement."""
-    items = [(dout, "q")]
+    items = [(dout, Side.QUERY)]
     if plan.problem.return_lse:
         assert dlse is not None
-        items.append((dlse.unsqueeze(-1), "q"))
-    moved = [_sorted(t, plan.sort_q) for t in _through(plan, transport, "dout", items)]
+        items.append((dlse.unsqueeze(-1), Side.QUERY))
+    moved = [_sorted(t, plan.sort_index.query) for t in _through(plan, transport, "dout", items)]
     return moved[0], moved[1].squeeze(-1) if plan.problem.return_lse else None
 
 
@@ -70,7 +70,7 @@ def _through(
     plan: Plan,
     transport: Transport | Channel,
     label: str,
-    items: list[tuple[Tensor, str]],
+    items: list[tuple[Tensor, Side]],
     reverse: bool = False,
 ) -> list[Tensor]:
     """Tensors through the all-to-alls of their side, mesh dim by mesh dim: one exchange each."""

@@ -16,11 +16,12 @@ from ..comm import P2PBatch, Transport
 from ..comm.channel import Channel
 from ..errors import RankError
 from ..plan.call import Call
-from ..plan.memory import held_bytes
+from ..plan.memory import held_bytes, payload_shapes
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload, Transfer
+from ..plan.sides import Side
+from .buffers import Buffers, Shape, pack, unpack
 from .marks import mark
-from .packing import Buffers, Shape, pack, unpack
 from .rows import Rows
 from .views import Views
 
@@ -166,7 +167,7 @@ class TileRun(abc.ABC):
         buffer = self.packed.get(content)
         if buffer is None:
             parts: Sequence[Tensor] = self._outgoing(t)
-            if t.payload in (Payload.Q, Payload.KV):  # a result leaves as a whole
+            if t.payload.is_chunk:  # a result leaves as a whole
                 low = self.rows.low(t.payload, t.source)
                 parts = [x[:, :, rows[0] - low : rows[1] - low] for x in parts]
             buffer = self.packed[content] = pack(parts)
@@ -181,31 +182,33 @@ class TileRun(abc.ABC):
         if buffer is None:
             return
         tensors = tuple(unpack(buffer, self._shapes(t.payload, high - low)))
-        if t.payload in (Payload.Q, Payload.KV):
+        if t.payload.is_chunk:
             self.chunks[t.payload, t.target] = tensors
             self.received[t.payload, t.target] = self.packed[t.payload, t.target, (low, high)] = (
                 buffer
             )
         else:
-            q_side = t.payload is not Payload.DKV
-            number, first = self.rows.slot(q_side, t.target)
+            number, first = self.rows.slot(t.payload.side, t.target)
             self._merge(t, number, first + low, first + high, tensors)
             if len(tensors) > 1:  # copied by the merge; one alone may be kept as the result
                 self.buffers.retire(buffer)
         self._count(buffer)
 
-    def _height(self, q_side: bool, number: int) -> int:
+    def _height(self, side: Side, number: int) -> int:
         """The number of rows of the results kept under a number."""
         if not number:
-            return (self.like if q_side else self.k).shape[2]
-        low, high = self.tile.held(q_side, self.plan.coords, number)
+            return (self.like, self.k)[side].shape[2]
+        low, high = self.tile.held(side, self.plan.coords, number)
         return high - low
+
+    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
+        return payload_shapes(self.plan, payload, self.tile.backward, rows)
 
     def _chunk(
         self, payload: Payload, numbers: tuple[int, ...]
     ) -> tuple[Tensor | None, ...] | None:
         """A received chunk, or rows of the rank's own; None if the numbers are not one tensor."""
-        own = self.tile.own(payload is Payload.Q, numbers)
+        own = self.tile.own(payload.side, numbers)
         if own is not None:
             rows = slice(*own)
             return tuple(None if t is None else t[:, :, rows] for t in self.own[payload])
@@ -233,10 +236,6 @@ class TileRun(abc.ABC):
     @abc.abstractmethod
     def _block(self, block: BlockPlan) -> None:
         """Compute a block, and merge its results into those of its rows."""
-
-    @abc.abstractmethod
-    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
-        """Shapes and dtypes of the tensors of a payload."""
 
     @abc.abstractmethod
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from ..masks import Full, Mask
 from ..plan.call import Call
 from ..plan.order import positions
 from ..plan.plan import BlockPlan, Pass, Plan
+from ..plan.sides import Side
 from ..plan.tiles import Group, KernelCall, Kind
 from .rows import Rows
 
@@ -101,7 +102,7 @@ class Views:
             return self.tile.mask_contexts
         keeper = self.call.bias if is_plain(self.call.mask) else self.call.mask
         kept = vars(keeper).setdefault("_contexts", {})
-        place = (self.plan.compute_q.batch_spans, self.plan.compute_q.head_spans)
+        place = (self.plan.compute.query.batch_spans, self.plan.compute.query.head_spans)
         problem = replace(self.plan.problem, mask=Full())  # the mask is in the call's content
         key = (self.tile.backward, problem, place, number_of(self.call.content))
         if key not in kept:
@@ -143,9 +144,9 @@ class Views:
 
     def _samples(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         """Global batch and head indices of a call, (b, 1, 1, 1) and (h, 1, 1)."""
-        b = positions(self.plan.compute_q.batch_spans, self.like.device)
+        b = positions(self.plan.compute.query.batch_spans, self.like.device)
         b = b if call.samples is None else b[slice(*call.samples)]
-        h = positions(self.plan.compute_q.head_spans, self.like.device)
+        h = positions(self.plan.compute.query.head_spans, self.like.device)
         return b[:, None, None, None], h[:, None, None]
 
     def _bias(self, block: BlockPlan, call: KernelCall, q: Tensor, k: Tensor) -> Tensor | None:
@@ -168,5 +169,5 @@ class Views:
     def bias_index(self, block: BlockPlan, call: KernelCall) -> tuple[Tensor, Tensor]:
         """The rows and the columns of the bias tile that a call covers."""
         device = self.like.device
-        rows = self.rows.in_bias(block.q, call.q0, call.q1, True, device)
-        return rows, self.rows.in_bias(block.kv, call.k0, call.k1, False, device)
+        rows = self.rows.in_bias(block.q, call.q0, call.q1, Side.QUERY, device)
+        return rows, self.rows.in_bias(block.kv, call.k0, call.k1, Side.KEY, device)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..comm import index_at
+from ..declare.mesh import index_at
 from ..declare.placements import SEQ
 from ..layout import Layout
 from ..masks import Causal, Full, KeyPadding, Mask

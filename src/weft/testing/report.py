@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from rich.table import Table
-
-from .._terminal import Terminal
+if TYPE_CHECKING:
+    from rich.table import Table
 
 #: What a case may end as, from good to bad.
 EXACT, REFUSED, WRONG, FAILED = "exact", "refused", "WRONG", "FAILED"
@@ -93,6 +93,8 @@ class Report:
 
     def table(self) -> Table:
         """The findings as a table for `rich`."""
+        from rich.table import Table
+
         table = Table(title=f"{self.name}, {self.ranks} ranks, allowed {self.limit:.0e}")
         for column in ("case", "", "out", "dq", "dk", "dv", "bytes sent", "detail"):
             table.add_column(column, overflow="fold")
@@ -113,6 +115,8 @@ class Report:
 
     def __str__(self) -> str:
         text = io.StringIO()
+        from .._terminal import Terminal
+
         Terminal(file=text, width=140).print(self.table(), markup=False)
         return text.getvalue()
 

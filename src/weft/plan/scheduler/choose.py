@@ -1,6 +1,6 @@
 """The scheduler: chooses the tile program of a pass, from the mesh dims that chunks travel along.
 
-Programs are built by `greedy.Scheduler` and `board.Gather`; the quickest one is taken.
+Programs are built by `greedy.Scheduler` and `state.Gather`; the quickest one is taken.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import math
 from collections.abc import Iterator
 
 from ..._caching import cached
-from ..program import MovingDim, Payload, Program, arrivals, returns
+from ..program import CHUNKS, UNCUT, MovingDims, Payload, Program, arrivals, returns
+from ..sides import Side, Sides
 from ..timing import Costs, duration
 from .greedy import Scheduler
 from .state import Gather, ProgramParts
 
+_RELAYED = Sides(True, True)
 #: How many results may be outstanding where one side travels.
 _OUTSTANDING = 4
 #: How much longer a program may take that never has more than one result outstanding.
@@ -30,13 +32,11 @@ _LOOK_AHEAD = ((0.0, 0.0), (0.5, 0.5), (1.0, 1.0), (1.0, 0.0), (1.0, 0.25), (0.0
 
 @cached(64)
 def schedule(
-    q_dims: tuple[MovingDim, ...],
-    kv_dims: tuple[MovingDim, ...],
+    dims: MovingDims,
     costs: Costs,
     backward: bool,
-    relay_q: bool = True,
-    relay_kv: bool = True,
-    sub_chunks: tuple[int, int] = (1, 1),
+    relayed: Sides[bool] = _RELAYED,
+    sub_chunks: Sides[int] = UNCUT,
 ) -> Program:
     """The quickest of the greedy program and its variants, by `timing.duration`.
 
@@ -49,37 +49,35 @@ def schedule(
     because a real link serves one message better than two.
 
     Args:
-        q_dims: the mesh dims along which chunks of queries travel.
-        kv_dims: the mesh dims along which chunks of keys and values travel.
+        dims: the mesh dims along which chunks of queries, and of keys, travel.
         costs: of whole chunks.
         backward: whether this is the backward pass.
-        relay_q: whether chunks of queries go from neighbour to neighbour.
-        relay_kv: whether chunks of keys do.
+        relayed: whether chunks of queries, and of keys, go from neighbour to neighbour.
         sub_chunks: into how many sub-chunks each chunk of queries, and each of keys, is cut.
     """
-    q_events = arrivals(Payload.Q, q_dims, relay_q, sub_chunks[0])
-    kv_events = arrivals(Payload.KV, kv_dims, relay_kv, sub_chunks[1])
-    back = returns(Payload.DQ if backward else Payload.OUT, q_dims, sub_chunks[0])
-    kv_back = returns(Payload.DKV, kv_dims, sub_chunks[1]) if backward else {}
-    a, b = (p * math.prod(d.size for d in side) for p, side in zip(sub_chunks, (q_dims, kv_dims)))
+    events = Sides(*map(arrivals, CHUNKS, dims, relayed, sub_chunks))
+    results = (Payload.result(side, backward) for side in Side)
+    back = Sides(*map(returns, results, dims, sub_chunks))
+    if not backward:
+        back = back._replace(key={})
+    a, b = (p * math.prod(d.size for d in along) for p, along in zip(sub_chunks, dims))
     costs = costs.cut(sub_chunks).normal()
-    parts = ProgramParts(q_events, kv_events, back, kv_back, costs, (a, b), sub_chunks)
-    dims = (*q_dims, *kv_dims)
-    if all(d.transport == "gather" for d in dims):
+    parts = ProgramParts(events, back, costs, Sides(a, b), sub_chunks)
+    if all(d.transport == "gather" for along in dims for d in along):
         return Gather(parts).run()
-    one_side = min(a, b) == 1 and bool(back or kv_back)
+    one_side = min(a, b) == 1 and any(back)
     small = a * b <= _SMALL
     variants = itertools.product(
         (1, _OUTSTANDING) if one_side else (math.inf,),
-        _orders(len(q_events), len(kv_events), small),
-        (False, True) if back or kv_back else (False,),
+        _orders(len(events.query), len(events.key), small),
+        (False, True) if any(back) else (False,),
     )
     programs = [  # with how much longer than others each may take
         (program, _SLACK if outstanding == 1 else 0.0)
         for outstanding, order, eager in variants
         for program in _programs(parts, order, eager, outstanding, small)
     ]
-    if q_events and kv_events:
+    if all(events):
         programs.append((Gather(parts).run(), 0.0))
     if len(programs) == 1:
         return programs[0][0]
@@ -87,7 +85,7 @@ def schedule(
 
 
 def _programs(
-    parts: ProgramParts, order: tuple[str, ...], eager: bool, outstanding: float, small: bool
+    parts: ProgramParts, order: tuple[Side, ...], eager: bool, outstanding: float, small: bool
 ) -> Iterator[Program]:
     """Greedy programs with every look-ahead, those alone that differ."""
     tried: list[Scheduler] = []
@@ -97,9 +95,7 @@ def _programs(
             yield tried[-1].run()
 
 
-def choose_sub_chunks(
-    q_dims: tuple[MovingDim, ...], kv_dims: tuple[MovingDim, ...], costs: Costs, backward: bool
-) -> tuple[int, int]:
+def choose_sub_chunks(dims: MovingDims, costs: Costs, backward: bool) -> Sides[int]:
     """Into how many sub-chunks chunks are cut: one, or two where that is clearly quicker.
 
     Nothing overlaps with the first chunk to arrive and the last block to be computed. With two
@@ -107,48 +103,45 @@ def choose_sub_chunks(
     where chunks are few and take about as long as their blocks. It does not pay where a block is
     short.
     """
-    dims, uncut = (*q_dims, *kv_dims), (1, 1)
-    halves = (2 if q_dims else 1, 2 if kv_dims else 1)
-    latency = max((costs.latency_of(d.name) for d in dims), default=0.0)
+    every = [d for along in dims for d in along]
+    halves = Sides(*(2 if along else 1 for along in dims))
+    latency = max((costs.latency_of(d.name) for d in every), default=0.0)
     small = costs.cut(halves).block < _SHORT_BLOCK * latency
-    many = math.prod(d.size for d in dims) > _FEW
-    if not dims or small or many or any(d.transport == "gather" for d in dims):
-        return uncut
+    many = math.prod(d.size for d in every) > _FEW
+    if not every or small or many or any(d.transport == "gather" for d in every):
+        return UNCUT
     took = [
-        duration(schedule(q_dims, kv_dims, costs, backward, sub_chunks=p), costs.cut(p))
-        for p in (uncut, halves)
+        duration(schedule(dims, costs, backward, sub_chunks=p), costs.cut(p))
+        for p in (UNCUT, halves)
     ]
-    return halves if took[1] < (1 - _SLACK) * took[0] else uncut
+    return halves if took[1] < (1 - _SLACK) * took[0] else UNCUT
 
 
-def _orders(queries: int, keys: int, every: bool) -> list[tuple[str, ...]]:
+def _orders(queries: int, keys: int, every: bool) -> list[tuple[Side, ...]]:
     """Orders in which chunks of the two sides may arrive; the empty one leaves it to the rules."""
     if not queries or not keys:
         return [()]
     if not every:
-        return [(), ("kv",) * keys + ("q",) * queries, ("q",) * queries + ("kv",) * keys]
+        q, kv = (Side.QUERY,) * queries, (Side.KEY,) * keys
+        return [(), kv + q, q + kv]
     places = itertools.combinations(range(queries + keys), keys)
     return [(), *(_order(chosen, queries + keys) for chosen in places)]
 
 
-def _order(keys: tuple[int, ...], length: int) -> tuple[str, ...]:
-    return tuple("kv" if i in keys else "q" for i in range(length))
+def _order(keys: tuple[int, ...], length: int) -> tuple[Side, ...]:
+    return tuple(Side(i in keys) for i in range(length))
 
 
-def live_bound(
-    q_dims: tuple[MovingDim, ...],
-    kv_dims: tuple[MovingDim, ...],
-    sub_chunks: tuple[int, int] = (1, 1),
-) -> int:
+def live_bound(dims: MovingDims, sub_chunks: Sides[int] = UNCUT) -> int:
     """The most chunks (or sub-chunks) of other ranks that a pass holds or receives at any one time.
 
     Where only one side travels, that is two per ring (one in use, one arriving), and one more where
     rings turn inside rings. Otherwise it is the whole prefix rectangle, all remote chunks of both
     sides.
     """
-    a, b = (math.prod(d.size for d in dims) for dims in (q_dims, kv_dims))
-    dims = [d for d in (*q_dims, *kv_dims) if d.size > 1]
+    a, b = (math.prod(d.size for d in along) for along in dims)
+    rings = [d for along in dims for d in along if d.size > 1]
     everything = (a - 1) * sub_chunks[0] + (b - 1) * sub_chunks[1]
-    if (a > 1 and b > 1) or any(d.transport == "gather" for d in dims):
+    if (a > 1 and b > 1) or any(d.transport == "gather" for d in rings):
         return everything
-    return min(2 * len(dims) + (len(dims) > 1), everything)
+    return min(2 * len(rings) + (len(rings) > 1), everything)

@@ -6,7 +6,7 @@ column) has a partial result to send; the others are held back to cover later tr
 result leaves as soon as its row is complete.
 
 Transfers begin early, one message per side and mesh dim at a time. So a chunk from another node
-travels during the whole turn of the inner ring, and no more than `schedule.live_bound` chunks are
+travels during the whole turn of the inner ring, and no more than `choose.live_bound` chunks are
 held.
 """
 
@@ -17,7 +17,8 @@ import itertools
 import math
 from collections import defaultdict, deque
 
-from ..program import Arrival, Block, Payload, Program, ProgramStep, Transfer
+from ..program import Arrival, Block, Program, ProgramStep, Transfer
+from ..sides import Side, Sides
 from .state import Board, ProgramParts
 
 _EPS = 1e-9
@@ -37,7 +38,7 @@ class Scheduler(Board):
     def __init__(
         self,
         parts: ProgramParts,
-        order: tuple[str, ...],
+        order: tuple[Side, ...],
         eager: bool,
         look_ahead: tuple[float, float],
         outstanding: float,
@@ -48,8 +49,8 @@ class Scheduler(Board):
         #: in the first step and in later ones: the least time until a transfer ended in which a
         #: block was begun, and the most in which none was
         self.used, self.waited = [math.inf, math.inf], [-math.inf, -math.inf]
-        self.events = {"q": Lanes(parts.q_events), "kv": Lanes(parts.kv_events)}
-        self.coming = {"q": 1, "kv": 1}  # chunks received or on their way
+        self.events = Sides(*map(Lanes, parts.events))
+        self.coming = [1, 1]  # by side: chunks received or on their way
         self.now = 0.0
         self.free: defaultdict[tuple, float] = defaultdict(float)
         self.in_flight: list[tuple[float, int, Transfer]] = []
@@ -70,7 +71,7 @@ class Scheduler(Board):
         return share * self.costs.block - _EPS
 
     def _more(self) -> bool:
-        return any(lanes.left for lanes in self.events.values())
+        return any(lanes.left for lanes in self.events)
 
     def _step(self) -> None:
         begin = self._begin(self.now)
@@ -118,14 +119,14 @@ class Scheduler(Board):
             return []  # one side travels: compute with what is here before more comes in
         if self._outstanding() >= self.outstanding:
             return []
-        for side, other in (("kv", "q"), ("q", "kv")):
+        for side in (Side.KEY, Side.QUERY):
             if self.order and self.order[0] != side:
                 continue
             for event in self.events[side].startable(side, self.has):
                 if not self._idle(event[0], until):
                     continue
                 cost = sum(self.costs.transfer(t) for t in event)
-                profit = len(event) * self.coming[other] / max(cost, 1e-30)
+                profit = len(event) * self.coming[side.other] / max(cost, 1e-30)
                 choices.append((profit, side, event))
                 break
         if not choices:
@@ -139,7 +140,7 @@ class Scheduler(Board):
 
     def _outstanding(self) -> int:
         """The number of complete partial results that are on this rank or in flight."""
-        returning = sum(t.payload not in (Payload.Q, Payload.KV) for _, _, t in self.in_flight)
+        returning = sum(not t.payload.is_chunk for _, _, t in self.in_flight)
         return len(self.leaving) + len(self.complete) + returning
 
     def _compute(self) -> list[tuple[int, int]]:
@@ -174,8 +175,8 @@ class Scheduler(Board):
         while self.in_flight and self.in_flight[0][0] <= self.now * (1 + _EPS):
             t = heapq.heappop(self.in_flight)[2]
             self.receive(t)
-            if t.payload in (Payload.Q, Payload.KV):
-                self.events["q" if t.payload is Payload.Q else "kv"].arrive(t)
+            if t.payload.is_chunk:
+                self.events[t.payload.side].arrive(t)
             done.append(t)
         self.release()
         return done
@@ -203,7 +204,7 @@ class Lanes:
         self.open = [len(event) for event in events]
         self.done = 0  # all events before this one have ended
 
-    def startable(self, side: str, has: set[tuple[str, int]]) -> list[Arrival]:
+    def startable(self, side: Side, has: set[tuple[Side, int]]) -> list[Arrival]:
         """Arrivals that may begin now, the next in order first."""
         heads = sorted(lane[0] for lane in self.lanes.values() if lane)
         return [

@@ -9,26 +9,25 @@ from collections import defaultdict, deque
 from typing import NamedTuple
 
 from ..program import Arrival, Block, Payload, Program, ProgramStep, Transfer, own_numbers
+from ..sides import Side, Sides
 from ..timing import Costs
 
 
 class ProgramParts(NamedTuple):
     """The transfers of a program, and what they and its blocks take.
 
-    q_events, kv_events: the arrivals of query chunks, and of key chunks, in order.
-    q_returns, kv_returns: the transfers of partial results of chunks, by relative number.
+    events: by side, the arrivals of its chunks, in order.
+    returns: by side, the transfers of partial results of its chunks, by relative number.
     costs: of blocks and sub-chunks.
     shape: numbers of query and of key chunks, or sub-chunks.
     sub_chunks: per query chunk and per key chunk.
     """
 
-    q_events: list[Arrival]
-    kv_events: list[Arrival]
-    q_returns: dict[int, Transfer]
-    kv_returns: dict[int, Transfer]
+    events: Sides[list[Arrival]]
+    returns: Sides[dict[int, Transfer]]
     costs: Costs
-    shape: tuple[int, int]
-    sub_chunks: tuple[int, int]
+    shape: Sides[int]
+    sub_chunks: Sides[int]
 
 
 class Board:
@@ -36,19 +35,18 @@ class Board:
 
     def __init__(self, parts: ProgramParts) -> None:
         self.costs, (self.a, self.b), self.sub_chunks = parts.costs, parts.shape, parts.sub_chunks
-        sides = zip(("q", "kv"), parts.shape, parts.sub_chunks)
-        self.own = {side: own_numbers(n, p) for side, n, p in sides}
-        self.held = {side: list(numbers) for side, numbers in self.own.items()}
-        self.has = {(side, n) for side, numbers in self.own.items() for n in numbers}
-        self.missing = {("q", i): self.b for i in range(self.a)}
-        self.missing |= {("kv", j): self.a for j in range(self.b)}
-        self.back = {("q", k): t for k, t in parts.q_returns.items()}
-        self.back |= {("kv", k): t for k, t in parts.kv_returns.items()}
-        self.waiting: dict[tuple[str, int], int] = defaultdict(int)
+        self.own = Sides(*map(own_numbers, parts.shape, parts.sub_chunks))
+        self.held = Sides(*map(list, self.own))
+        self.has = {(side, n) for side in Side for n in self.own[side]}
+        self.missing = {
+            (side, n): parts.shape[side.other] for side in Side for n in range(parts.shape[side])
+        }
+        self.back = {(side, n): t for side in Side for n, t in parts.returns[side].items()}
+        self.waiting: dict[tuple[Side, int], int] = defaultdict(int)
         for (side, _), t in self.back.items():
             self.waiting[side, t.target] += 1
-        self.ready: dict[int, deque[int]] = {i: deque(self.own["kv"]) for i in self.own["q"]}
-        self.rows = [(True, i) for i in self.own["q"]]
+        self.ready: dict[int, deque[int]] = {i: deque(self.own.key) for i in self.own.query}
+        self.rows = [(True, i) for i in self.own.query]
         self.left = self.a * self.b
         self.own_left = math.prod(self.sub_chunks)  # blocks of this rank's own chunks
         self.locked = self.left - self.own_left  # blocks that wait for a chunk
@@ -63,27 +61,26 @@ class Board:
         elif t.payload is Payload.KV:
             self._unlock_column(t.target)
         else:
-            side = "kv" if t.payload is Payload.DKV else "q"
-            self.waiting[side, t.target] -= 1
-            self._may_leave(side, t.target)
+            self.waiting[t.payload.side, t.target] -= 1
+            self._may_leave(t.payload.side, t.target)
 
     def _unlock_row(self, i: int) -> None:
-        self.has.add(("q", i))
-        self.held["q"].append(i)
-        own_last = sorted(self.held["kv"], key=lambda j: j in self.own["kv"])
+        self.has.add((Side.QUERY, i))
+        self.held.query.append(i)
+        own_last = sorted(self.held.key, key=lambda j: j in self.own.key)
         self.ready[i] = deque(own_last)
         self.locked -= len(own_last)
-        heapq.heappush(self.rows, (i in self.own["q"], i))
+        heapq.heappush(self.rows, (i in self.own.query, i))
 
     def _unlock_column(self, j: int) -> None:
-        self.has.add(("kv", j))
-        self.held["kv"].append(j)
-        self.locked -= len(self.held["q"])
-        for i in self.held["q"]:
+        self.has.add((Side.KEY, j))
+        self.held.key.append(j)
+        self.locked -= len(self.held.query)
+        for i in self.held.query:
             row = self.ready[i]
             if not row:
-                heapq.heappush(self.rows, (i in self.own["q"], i))
-            own = sum(k in self.own["kv"] for k in row)  # they stay last
+                heapq.heappush(self.rows, (i in self.own.query, i))
+            own = sum(k in self.own.key for k in row)  # they stay last
             row.insert(len(row) - own, j)
 
     def next_block(self) -> tuple[int, int] | None:
@@ -98,13 +95,13 @@ class Board:
     def computed(self, i: int, j: int) -> bool:
         """Record a block as computed; returns whether a partial result can leave now."""
         self.left -= 1
-        self.own_left -= i in self.own["q"] and j in self.own["kv"]
-        for side, k in (("q", i), ("kv", j)):
+        self.own_left -= i in self.own.query and j in self.own.key
+        for side, k in zip(Side, (i, j)):
             self.missing[side, k] -= 1
-        done = [self._may_leave("q", i), self._may_leave("kv", j)]
+        done = [self._may_leave(side, k) for side, k in zip(Side, (i, j))]
         return any(done)
 
-    def _may_leave(self, side: str, k: int) -> bool:
+    def _may_leave(self, side: Side, k: int) -> bool:
         if self.missing[side, k] or self.waiting[side, k] or (side, k) not in self.back:
             return False
         self.complete.append(self.back.pop((side, k)))
@@ -126,10 +123,10 @@ class Gather(Board):
 
     def __init__(self, parts: ProgramParts) -> None:
         super().__init__(parts)
-        self.sides = (parts.q_events, parts.kv_events)
+        self.events = parts.events
 
     def run(self) -> Program:
-        for events in itertools.zip_longest(*self.sides, fillvalue=()):
+        for events in itertools.zip_longest(*self.events, fillvalue=()):
             batch = tuple(t for event in events for t in event)
             self.steps.append(ProgramStep(batch, (), batch))
             for t in batch:

@@ -1,0 +1,1 @@
+"""Recurrences over a split axis: fragments and states, planned, exchanged, proven."""

@@ -1,0 +1,516 @@
+"""Where the state of a recurrence crosses ranks: fragments of an axis, in order; pure data.
+
+A recurrence over consecutive tokens is an affine map of the state that comes in,
+`S_out = A S_in + b`, and maps compose in order. So all that crosses ranks is one map per
+*fragment*, a maximal run of consecutive global positions on one rank, and the last columns of the
+fragment before it where a short convolution reaches back. A document that starts inside a fragment
+cuts it into *pieces*; the map of the last piece stands for the fragment, with A = 0, as nothing
+before the document reaches its end.
+
+    contiguous, 3 ranks       zigzag, 2 ranks               documents of 3 and 5 tokens, 2 ranks
+    rank 0: [0 1 2]           rank 0: [0 1]  [6 7]          rank 0: [0 1 2][3]
+    rank 1: [3 4 5]           rank 1: [2 3 4 5]             rank 1: [4 5 6 7], after [3]
+    rank 2: [6 7 8]           order: 0, 1, 0
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple, TypeVar, cast
+
+from torch.distributed.tensor import Shard
+
+from .._caching import cached
+from ..declare.layout import LayoutDeclaration
+from ..declare.layout_file import HEADS
+from ..declare.mesh import coordinates, index_at
+from ..declare.orders import TokenOrder
+from ..declare.placements import HEAD
+from ..declare.traffic import Traffic
+from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
+from ..masks import Documents
+from ..plan.order import Spans, shard_spans
+from ..relayout.plan import Overlap, Placed, Redistribution, Sizes, route
+
+#: Fragments per rank. Each is a call of a kernel and a map to send: orders with more want another
+#: way of computing.
+MOST_FRAGMENTS = 64
+
+
+Layout = TypeVar("Layout", bound=LayoutDeclaration)
+
+
+class Piece(NamedTuple):
+    """A run of consecutive positions of one document on one rank.
+
+    Attributes:
+        start: global position of its first token.
+        count: tokens; 0 only on a rank that has none, whose one piece this is.
+        begins: its first token is the first of its document (or of the axis), so that nothing
+            enters it: its state is zero, and so are the columns to its left.
+        ends: it is the last of its fragment, whose map it gives.
+    """
+
+    start: int
+    count: int  # type: ignore[assignment]  # not the method of tuples
+    begins: bool
+    ends: bool
+
+
+@dataclass(frozen=True)
+class Fragments:
+    """The pieces of every chunk of an axis, and who receives the state of whom.
+
+    Attributes:
+        mesh: the mesh dims that split the axis, outermost first, with their sizes.
+        chunks: per chunk, its pieces in the order of memory.
+
+    >>> layout = weft.Layout.parse("tokens(zigzag): ring=2")
+    >>> plan = fragments(layout, "tokens", 10)
+    >>> [[(p.start, p.count) for p in chunk] for chunk in plan.chunks]
+    [[(0, 3), (8, 2)], [(3, 5)]]
+    >>> plan.order, plan.readers(0)
+    ((0, 2, 1), ((0, 0), (2, 1)))
+    """
+
+    mesh: Sizes
+    chunks: tuple[tuple[Piece, ...], ...]
+
+    @property
+    def mesh_dims(self) -> tuple[str, ...]:
+        """Mesh dims along which states travel."""
+        return tuple(name for name, size in self.mesh if size > 1)
+
+    def coordinate(self, chunk: int, mesh_dim: str) -> int:
+        """The coordinate along a mesh dim of the ranks that hold a chunk."""
+        return coordinates(dict(self.mesh), chunk)[mesh_dim]
+
+    @functools.cached_property
+    def slots(self) -> tuple[tuple[int, int], ...]:
+        """(chunk, piece) of every fragment's map, by chunk and then in the order of memory."""
+        return tuple(
+            (c, i)
+            for c, pieces in enumerate(self.chunks)
+            for i, piece in enumerate(pieces)
+            if piece.ends and piece.count
+        )
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """How many maps each chunk gives."""
+        return tuple(sum(p.ends and p.count > 0 for p in pieces) for pieces in self.chunks)
+
+    @functools.cached_property
+    def order(self) -> tuple[int, ...]:
+        """Numbers of the slots in the order of their positions: that in which maps compose."""
+        return tuple(sorted(range(len(self.slots)), key=lambda s: self._piece(s).start))
+
+    def resets(self, slot: int) -> bool:
+        """Whether a map forgets the state that comes in: A = 0."""
+        return self._piece(slot).begins
+
+    def readers(self, chunk: int) -> tuple[tuple[int, int], ...]:
+        """(how many maps in `order` come before, piece) of a chunk's pieces, in order.
+
+        The state that enters a piece composes these maps; of a piece that begins a document none.
+        """
+        starts = [self._piece(s).start for s in self.order]
+        return tuple(
+            sorted(
+                (0 if piece.begins else bisect.bisect_left(starts, piece.start), i)
+                for i, piece in enumerate(self.chunks[chunk])
+            )
+        )
+
+    def _piece(self, slot: int) -> Piece:
+        chunk, i = self.slots[slot]
+        return self.chunks[chunk][i]
+
+    @functools.cached_property
+    def chains(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """(chunk, piece) of the pieces of every document that has several, in order."""
+        made: list[list[tuple[int, int]]] = []
+        pieces = (
+            (piece.start, piece.begins, c, i)
+            for c, chunk in enumerate(self.chunks)
+            for i, piece in enumerate(chunk)
+            if piece.count
+        )
+        for _, begins, chunk, i in sorted(pieces):
+            if begins:
+                made.append([])
+            made[-1].append((chunk, i))
+        return tuple(tuple(chain) for chain in made if len(chain) > 1)
+
+    # -- from one rank to the next -------------------------------------------------------------
+
+    def relay(self, chunk: int) -> tuple[Stage, ...]:
+        """What a chunk does where states are handed on in order: `chain`.
+
+        Its pieces by position, and between them the states of others that pass through, where
+        neighbours share no mesh dim. A state is needed and sent on in this order by all ranks, so
+        none waits for one that waits for it.
+        """
+        return _relay(self)[chunk]
+
+    # -- columns to the left -------------------------------------------------------------------
+
+    def halo(self, chunk: int, columns: int) -> Redistribution:
+        """Takes `columns` positions left of each piece that begins no document to its chunk.
+
+        They arrive one piece after another. Where a document has fewer to the left, the columns
+        before its first token are covered by no overlap, and are zero.
+        """
+        return _halo(self, chunk, columns)
+
+    def reading(self, chunk: int) -> tuple[int, ...]:
+        """Numbers of the pieces, on a chunk, that continue a document."""
+        return tuple(i for i, piece in enumerate(self.chunks[chunk]) if not piece.begins)
+
+    # -- bytes ---------------------------------------------------------------------------------
+
+    def rounds(self, chunk: int) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
+        """How all maps come to a chunk: mesh dims, innermost first, and whose maps are held there.
+
+        Per mesh dim, the range of slots that every rank along it holds before that round. After
+        the last round all are held.
+        """
+        below = [0, *itertools.accumulate(self.counts)]
+        made, inner = [], 1
+        for name, size in reversed(self.mesh):
+            base = chunk - chunk % (inner * size)
+            ends = [below[base + i * inner] for i in range(size + 1)]
+            if size > 1:
+                made.append((name, tuple(itertools.pairwise(ends))))
+            inner *= size
+        return tuple(made)
+
+
+class Stage(NamedTuple):
+    """A piece that takes a state and gives one, or a state of others that passes through.
+
+    Attributes:
+        piece: on this chunk; -1 where a state passes through.
+        source: (mesh dim, coordinate) of the rank that its state comes from; None where no state
+            enters, or that of the stage before does.
+        target: of the rank that takes its state; None if no other does.
+        begins: no state enters.
+    """
+
+    piece: int
+    source: tuple[str, int] | None
+    target: tuple[str, int] | None
+    begins: bool = False
+
+
+class PlannedMessage(NamedTuple):
+    """A message between a chunk and the rank at a coordinate along a mesh dim."""
+
+    mesh_dim: str
+    coordinate: int
+    nbytes: int
+    sends: bool
+
+
+@dataclass(frozen=True)
+class StatesPass:
+    """A pass in which states travel along an axis, as planned; backward their gradients do."""
+
+    fragments: Fragments
+    chunk: int
+    label: ClassVar[str] = "state"
+
+    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
+        """The messages of this rank, those of a round at once."""
+        raise NotImplementedError
+
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
+        moved, label = Traffic(), f"d{self.label}" if backward else self.label
+        for mesh_dim, _, nbytes, sends in itertools.chain.from_iterable(self.rounds(backward)):
+            if sends:
+                moved.sent[mesh_dim, label] += nbytes
+                moved.calls[mesh_dim, label] += 1
+            else:
+                moved.received[mesh_dim, label] += nbytes
+        return moved
+
+
+@dataclass(frozen=True)
+class ChainExchange(StatesPass):
+    """A pass that hands states on from one rank to the next, or their gradients back.
+
+    nbytes: of one state in each group of heads.
+    """
+
+    nbytes: tuple[int, ...]
+
+    def stages(self, backward: bool) -> Iterator[Stage]:
+        """What the chunk does, in order."""
+        stages = self.fragments.relay(self.chunk)
+        for stage in reversed(stages) if backward else stages:
+            yield stage._replace(source=stage.target, target=stage.source) if backward else stage
+
+    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
+        for stage in self.stages(backward):
+            for peer, sends in ((stage.source, False), (stage.target, True)):
+                if peer is not None:
+                    yield [PlannedMessage(*peer, nbytes, sends) for nbytes in self.nbytes]
+
+
+@dataclass(frozen=True)
+class StateExchange(StatesPass):
+    """A pass that brings every fragment's map to every rank, or its gradients back.
+
+    nbytes: of one map, over the batch and heads of a rank.
+    """
+
+    nbytes: int
+
+    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
+        rounds = self.fragments.rounds(self.chunk)
+        for mesh_dim, held in reversed(rounds) if backward else rounds:
+            own = self.fragments.coordinate(self.chunk, mesh_dim)
+            sizes = [(high - low) * self.nbytes for low, high in held]
+            messages: list[PlannedMessage] = []
+            for peer, size in enumerate(sizes):
+                if peer != own:
+                    out, back = (size, sizes[own]) if backward else (sizes[own], size)
+                    messages.append(PlannedMessage(mesh_dim, peer, out, True))
+                    messages.append(PlannedMessage(mesh_dim, peer, back, False))
+            yield messages
+
+
+@dataclass(frozen=True)
+class HaloExchange:
+    """A pass that brings columns from the left, or their gradients back, as planned.
+
+    nbytes: of one column, over everything but the axis.
+    """
+
+    fragments: Fragments
+    chunk: int
+    columns: int
+    nbytes: int
+    label: ClassVar[str] = "halo"
+
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
+        label = f"d{self.label}" if backward else self.label
+        move = self.fragments.halo(self.chunk, self.columns)
+        return move.traffic(self.fragments.mesh, self.nbytes, label, backward)
+
+
+def fragments(
+    layout: LayoutDeclaration, axis: str, length: int, documents: Documents | None = None
+) -> Fragments:
+    """The fragments of an axis on a layout.
+
+    Args:
+        layout: as declared, or bound.
+        axis: that the recurrence runs along.
+        length: of the axis, over all ranks.
+        documents: packed one after another along it, the same in every row of the batch.
+
+    Raises:
+        DeclarationError: an axis that is almost called like one that is split.
+        ShapeError: documents that differ by row, or do not add up to the length.
+        UnsupportedError: an order with a fragment for almost every token.
+    """
+    if axis not in layout.sharding and (meant := slip_of(axis, layout.sharding)):
+        raise DeclarationError(
+            f"{layout.source}: axis {axis!r} is not split, but {meant!r} is; name axes as the"
+            " layout does"
+        )
+    mesh = tuple((d, layout.mesh[d]) for d in layout.shard_dims(axis))
+    order = layout.order.get(axis, "contiguous")
+    check_carried(layout, axis)
+    starts: tuple[int, ...] = (0,)
+    if documents is not None:
+        if documents.per_sample:
+            raise ShapeError(
+                "a recurrence over documents that differ by row of the batch would start anew at"
+                " other tokens in every row: pack the documents of a batch into one row"
+            )
+        documents.check(length, length, 1)
+        lengths = cast(tuple[int, ...], documents.lengths)  # not per sample
+        starts = (0, *itertools.accumulate(lengths))[:-1]
+    made = _fragments(mesh, shard_spans(length, tuple(n for _, n in mesh), order), starts)
+    most = max(made.counts)
+    if most > MOST_FRAGMENTS:
+        raise _too_many(layout, axis, f"a rank has {most} fragments, of {MOST_FRAGMENTS} at most")
+    return made
+
+
+def check_carried(layout: LayoutDeclaration, axis: str) -> None:
+    """Refuse a named order in which no state can be carried along an axis."""
+    if layout.order.get(axis) == "striped" and layout.size(axis) != 1:
+        raise _too_many(layout, axis, "striped order has a fragment for every token")
+
+
+def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) -> Layout:
+    """The layout on which recurrent layers run over more of the axis, each rank with fewer heads.
+
+        tokens: ulysses=2 x ring=2        rank (u, r): a quarter of the tokens, all heads
+        by_heads(layout, "tokens")        rank (u, r): half of the tokens, half of the heads
+
+    `layout.redistribute(x, by_heads(layout, axis), {axis: 1, "heads": 2}, {axis: length})` takes
+    tensors there, and the same with both layouts swapped takes the output back. A rank's heads
+    are some of those that it has already, so of weights it takes a part: `.shard(weight, {"heads":
+    0})`, where every rank has them whole. Tokens that are whole afterwards are in contiguous order.
+
+    Args:
+        layout: as declared, or bound: the result is bound as this one is.
+        axis: the axis that the recurrence runs along.
+        mesh_dims: that split heads instead of tokens; default those that `[carry]` gives to
+            Ulysses, or `[attend]` where `[carry]` does not name the axis.
+
+    Raises:
+        DeclarationError: a mesh dim that does not split the axis.
+
+    >>> other = by_heads(weft.Layout.parse("tokens: ulysses=2 x ring=2"), "tokens")
+    >>> other.shard_dims("tokens"), other.shard_dims("heads")
+    (('ring',), ('ulysses',))
+    """
+    split = layout.shard_dims(axis)
+    if mesh_dims is None and axis in layout.carry:
+        mesh_dims = layout.carries_by_heads(axis)
+    elif mesh_dims is None:
+        rules = layout.rules(axis)
+        mesh_dims = [d for d in split if rules[d].query.compute == Shard(HEAD)]
+    if wrong := [d for d in mesh_dims if d not in split]:
+        raise DeclarationError(
+            f"{layout.source}: mesh dims {wrong} do not split axis {axis!r}, which {split} do"
+        )
+    left = tuple(d for d in split if d not in mesh_dims)
+    # Whatever the mesh's order: a rank's heads are some of those that it has already.
+    heads = (*layout.shard_dims(HEADS), *(d for d in split if d in mesh_dims))
+    sharding = {**layout.sharding, axis: left, HEADS: heads}
+    order = dict(layout.order)
+    if not left or order.get(axis) == "striped" or isinstance(order.get(axis), TokenOrder):
+        order.pop(axis, None)
+    name = f"{layout.name}, {axis} by heads on {'+'.join(mesh_dims)}"
+    states = tuple(b for b in layout.carry.get(axis, ()) if {*b.state_rules} & {*left})
+    carry = {axis: states} if states else {}
+    return replace(layout, name=name, sharding=sharding, order=order, attend={}, carry=carry)
+
+
+def _too_many(layout: LayoutDeclaration, axis: str, why: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{layout.source}: a state along axis {axis!r} is carried from one run of consecutive"
+        f" positions to the next, but {why}; use contiguous or zigzag order, or ulysses for the"
+        " recurrent layers, which then run over whole sequences of some heads"
+    )
+
+
+@cached(256)
+def _fragments(mesh: Sizes, chunks: tuple[Spans, ...], starts: tuple[int, ...]) -> Fragments:
+    return Fragments(mesh, tuple(_pieces(spans, starts) for spans in chunks))
+
+
+def _runs(spans: Spans) -> list[tuple[int, int]]:
+    """(start, end) of the runs of consecutive positions in spans."""
+    runs: list[tuple[int, int]] = []
+    for s in spans:
+        if s.step == 1 or s.count == 1:
+            runs.append((s.start, s.start + s.count))
+        else:
+            runs += ((s.start + i * s.step, s.start + i * s.step + 1) for i in range(s.count))
+    return runs
+
+
+def _pieces(spans: Spans, starts: tuple[int, ...]) -> tuple[Piece, ...]:
+    """The pieces of one chunk: its fragments, cut where documents start."""
+    pieces: list[Piece] = []
+    for start, end in _runs(spans):
+        inside = starts[bisect.bisect_right(starts, start) : bisect.bisect_left(starts, end)]
+        cuts = (start, *inside, end)
+        first = starts[bisect.bisect_right(starts, start) - 1] == start
+        pieces += (
+            Piece(low, high - low, i > 0 or first, high == end)
+            for i, (low, high) in enumerate(itertools.pairwise(cuts))
+        )
+    return tuple(pieces) or (Piece(0, 0, True, True),)
+
+
+@cached(64)
+def _relay(plan: Fragments) -> tuple[tuple[Stage, ...], ...]:
+    """The stages of every chunk."""
+    sizes = dict(plan.mesh)
+    made: list[list[Stage]] = [[] for _ in plan.chunks]
+    pieces = sorted(
+        (piece.start, c, i)
+        for c, chunk in enumerate(plan.chunks)
+        for i, piece in enumerate(chunk)
+        if piece.count
+    )
+    before = -1  # the chunk that has the state
+    for _, chunk, i in pieces:
+        begins = plan.chunks[chunk][i].begins
+        source: tuple[str, int] | None = None
+        if not begins and before != chunk:
+            at = coordinates(sizes, before)
+            for name in sizes:
+                goes = coordinates(sizes, chunk)[name]
+                if at[name] == goes:
+                    continue
+                here, came = index_at(sizes, sizes, at), source
+                source, at = (name, at[name]), {**at, name: goes}
+                if here == before:
+                    made[here][-1] = made[here][-1]._replace(target=(name, goes))
+                else:
+                    made[here].append(Stage(-1, came, (name, goes)))
+        made[chunk].append(Stage(i, source, None, begins))
+        before = chunk
+    return tuple(map(tuple, made))
+
+
+@cached(256)
+def _halo(plan: Fragments, chunk: int, columns: int) -> Redistribution:
+    overlaps = _overlaps(plan, columns)
+    steps = route(overlaps, Placed(plan.mesh, ()), chunk)
+    arrived = tuple(o for o in overlaps if o.target == chunk)
+    return Redistribution(chunk, steps, arrived, (columns * len(plan.reading(chunk)),))
+
+
+@cached(64)
+def _overlaps(plan: Fragments, columns: int) -> tuple[Overlap, ...]:
+    """Of all chunks: the columns that `target` takes from `source`, as indices in both."""
+    held = sorted(
+        (piece.start, piece.start + piece.count, c, low)
+        for c, pieces in enumerate(plan.chunks)
+        for piece, low in zip(pieces, _offsets(pieces))
+        if piece.count
+    )
+    begins = sorted(p.start for pieces in plan.chunks for p in pieces if p.begins and p.count)
+    taken: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for target, pieces in enumerate(plan.chunks):
+        for nth, i in enumerate(plan.reading(target)):
+            start = pieces[i].start
+            document = begins[bisect.bisect_right(begins, start) - 1]
+            at = bisect.bisect_left(held, (start,)) - 1  # the run that ends at `start`
+            for position in range(start - 1, max(document, start - columns) - 1, -1):
+                while held[at][0] > position:
+                    at -= 1
+                low, _, source, offset = held[at]
+                give, put = taken.setdefault((source, target), ([], []))
+                give.append(offset + position - low)
+                put.append((nth + 1) * columns - (start - position))
+    return tuple(
+        Overlap(source, target, (tuple(reversed(give)),), (tuple(reversed(put)),))
+        for (source, target), (give, put) in sorted(taken.items())
+    )
+
+
+def _offsets(pieces: tuple[Piece, ...]) -> list[int]:
+    """Where pieces begin in memory."""
+    return [0, *itertools.accumulate(p.count for p in pieces)][:-1]
+
+
+def chunk_of(layout: LayoutDeclaration, axis: str, coords: Mapping[str, int]) -> int:
+    """The number of the chunk of an axis that the rank at some coordinates holds."""
+    return index_at(layout.mesh, layout.shard_dims(axis), coords)

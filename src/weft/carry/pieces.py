@@ -1,0 +1,568 @@
+"""States and columns that cross ranks, for recurrences and short convolutions.
+
+A rank's tokens are pieces (`carry/fragments.py`): runs of consecutive positions of one document. Of
+every piece a recurrence gives its affine map `S_out = A S_in + b`; `LocalPieces.states` brings the
+maps of all ranks together and composes, for each piece, those before it. `LocalPieces.left` brings
+the last columns before each piece.
+
+Gradients are those of the loss of all ranks by this rank's tokens: in the backward pass all
+ranks' gradients of a map are summed on the rank that made it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .._compile import flattened, restored
+from .._torch import constant_in_graphs, in_graph, outside_graphs
+from ..comm.origin import UNKNOWN, origin
+from ..declare.blocks import block_edges
+from ..errors import ShapeError, WeftError
+from ..masks import Documents
+from ..runtime import handles
+from ..runtime.exchange import Exchange, Passing
+from .chain import Step, chained
+from .choose import GROUPS, Carried, ways_of
+from .fragments import (
+    ChainExchange,
+    Fragments,
+    HaloExchange,
+    Piece,
+    StateExchange,
+    chunk_of,
+    fragments,
+)
+from .ops import HaloPassing, StatesPassing, TreePassing
+from .tree import TreeExchange
+
+if TYPE_CHECKING:
+    from ..layout import Layout
+
+_STATES, _TREE, _HALO = "state", "tree", "halo"
+_OPS = {
+    _STATES: torch.ops.weft.states,
+    _TREE: torch.ops.weft.states_tree,
+    _HALO: torch.ops.weft.halo,
+}
+
+Apply = Callable[[Tensor, Tensor], Tensor]
+
+
+class LocalPieces:
+    """This rank's pieces of an axis: how a recurrence or a short convolution runs over them.
+
+    It holds no tensors, so one object serves any number of calls and passes, in any order.
+
+    Args:
+        layout: a bound layout.
+        axis: the axis that the recurrence runs along.
+        length: of the axis, over all ranks.
+        documents: packed one after another along it; nothing crosses from one to the next.
+        name: which call of the program this is, as for `weft.attention`.
+
+    Attributes:
+        plan: the fragments of all ranks.
+        pieces: this rank's, in the order of memory; at least one, which may have no tokens.
+
+    Raises:
+        ShapeError: documents that differ by row, or do not add up to the length.
+        UnsupportedError: an order with a fragment for almost every token.
+
+    >>> pieces = LocalPieces(weft.Layout.single(), "tokens", 5, weft.Documents((2, 3)))
+    >>> [(piece.start, piece.count) for piece in pieces.pieces]
+    [(0, 2), (2, 3)]
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        axis: str,
+        length: int,
+        documents: Documents | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.layout, self.axis, self.name = layout, axis, name
+        self.length, self.documents = 0, documents
+        if isinstance(length, bool) or not hasattr(length, "__index__"):
+            self.refuse(
+                "state", f"the length of axis {axis} is a whole number, found {length!r:.80}"
+            )
+        self.length = operator.index(length)
+        flat = flattened(layout), axis, self.length, flattened(documents), name
+        plan = _plain_plan(*flat)
+        self.pieces: tuple[Piece, ...] = tuple(Piece(*piece) for piece in plan[0])
+        self._counts = [count for _, count, _, _ in plan[0]]
+        self._own, self._order, self._resets, self._readers, self._reading, self._moves = plan[1:]
+
+    @functools.cached_property
+    def chunk(self) -> int:
+        """The number of this rank's chunk."""
+        return chunk_of(self.layout, self.axis, self.layout.coords)
+
+    @functools.cached_property
+    def plan(self) -> Fragments:
+        """The fragments of all ranks."""
+        return fragments(self.layout.unbound, self.axis, self.length, self.documents)
+
+    # -- pieces --------------------------------------------------------------------------------
+
+    def split(self, dim: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
+        """Views of tensors of this rank's tokens, by piece.
+
+        Args:
+            dim: of the tokens, the same in all tensors.
+            tensors: with this rank's tokens.
+
+        Raises:
+            ShapeError: another number of tokens, on every rank that takes part.
+        """
+        for t in tensors:
+            self._check(t, dim)
+        return list(zip(*(t.split(self._counts, dim) for t in tensors)))
+
+    def join(self, dim: int, parts: Sequence[Tensor], *received: Sequence[Tensor]) -> Tensor:
+        """The parts of all pieces as one tensor of this rank's tokens: the inverse of `split`.
+
+        Args:
+            dim: of the tokens.
+            parts: one per piece.
+            received: what `states` and `left` gave. The result depends on it, so that the backward
+                pass of every rank sends what others wait for, also where a kernel made nothing of
+                it, as of a piece without tokens.
+        """
+        out = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
+        return _after(out, [t for group in received for t in group])
+
+    # -- exchanges -----------------------------------------------------------------------------
+
+    def states(
+        self, maps: Sequence[tuple[Tensor, Tensor]], apply: Apply, of: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """The state that enters each of this rank's pieces, from the maps of all pieces before it.
+
+        With `(A, b)` of the pieces of a document in order, S_0 = 0 and
+        `S_{i+1} = apply(A_i, S_i) + b_i`.
+
+        Args:
+            maps: (A, b) per piece, of the same shapes and dtype on all ranks. Of a piece that
+                begins a document A is not looked at, and of a piece without tokens neither is.
+            apply: `A S`, `torch.matmul`, or `torch.mul` of an A that broadcasts against b.
+            of: what the maps are made of. They have gradients where one of these has, also on a
+                rank without tokens, whose maps a kernel may make of nothing.
+
+        Returns:
+            S_in per piece, like b.
+
+        Raises:
+            ShapeError: on every rank, if ranks' calls differ.
+        """
+        if apply not in (torch.matmul, torch.mul):
+            self.refuse("state", "apply= is torch.matmul, or torch.mul of an A that broadcasts")
+        (a, b), packed = maps[0], []
+        for at, (piece, (x, y)) in enumerate(zip(self.pieces, maps, strict=True)):
+            if (x.shape, y.shape) != (a.shape, b.shape) or not x.dtype == y.dtype == a.dtype:
+                self.refuse(
+                    "state",
+                    f"the maps (A, b) of all pieces have one shape and one dtype, found {x.shape},"
+                    f" {y.shape}, {x.dtype}, {y.dtype} of piece {at} and {a.shape}, {b.shape},"
+                    f" {a.dtype}, {b.dtype} of the first",
+                )
+            if piece.ends:
+                packed.append(torch.cat([x.flatten(), y.flatten()]))
+        own = _after(torch.stack(packed), of)[: self._own]
+        if not self._moves:
+            return self._composed(own, a, b, apply)
+        by = "a matrix" if apply is torch.matmul else "numbers"
+        described = f"{by} A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(own)}"
+        if self._of_maps(a, b) == "tree":
+            shapes = tuple(a.shape), tuple(b.shape), apply is torch.matmul
+            entering = self._pass(_TREE, own, f"in a tree, {described}", own.itemsize, *shapes)
+            states = [_zeros_after(entering, b.shape)] * len(self.pieces)
+            for at, i in enumerate(self._reading):
+                states[i] = entering[at].view(b.shape)
+            return states
+        own = self._pass(_STATES, own, described, own.shape[1] * own.itemsize)
+        return self._composed(own, a, b, apply)
+
+    def in_chain(
+        self,
+        like: Tensor,
+        state: Sequence[int],
+        matrix: Sequence[int],
+        *,
+        dtype: torch.dtype = torch.float32,
+        widened: bool = False,
+    ) -> bool:
+        """Whether a recurrence hands its states on, by `chain`, or composes maps, by `states`.
+
+        As `[carry]` of the layout says. Where it leaves it open, the way is taken that ends first
+        by the clock of `carry/choose.py`; in a graph of `torch.compile` maps are composed.
+
+        Args:
+            like: a tensor of the call, for its device.
+            state: shape of a state, over this rank's batch and heads.
+            matrix: shape of A.
+            dtype: of both.
+            widened: whether maps are made by values widened by A's columns.
+        """
+        named = self.layout.state_transport(self.axis)
+        if named != "auto" or not self._moves or torch.compiler.is_dynamo_compiling():
+            return named == "chain"
+        numbers, more = math.prod(state), math.prod(matrix)
+        factor = 1 + more / numbers if widened and numbers else 1.0
+        of = Carried(numbers * dtype.itemsize, more * dtype.itemsize, numbers, factor)
+        layout, device = self.layout.unbound, like.device.type
+        return ways_of(layout, self.axis, self.length, device, of).way == "chain"
+
+    def _of_maps(self, a: Tensor, b: Tensor) -> str:
+        """How maps travel: in a tree, or all to all ranks."""
+        named = self.layout.state_transport(self.axis)
+        if named in ("gather", "tree"):
+            return named
+        flat = flattened(self.layout), self.axis, self.length, b.device.type
+        return _composed_by(*flat, b.numel(), a.numel(), b.itemsize)
+
+    def _pass(self, label: str, x: Tensor, described: str, nbytes: int, *more: Any) -> Tensor:
+        """Runs the op of a label; `nbytes` and `more` as for `passing`."""
+        run = _OPS[label]
+        if in_graph(x):
+            flat = flattened(self.layout), self.axis, self.length, flattened(self.documents)
+            return run(x, _traced(*flat, self.name, label, described, x.is_cuda, nbytes, more))[0]
+        made = self.passing(label, described, x.is_cuda, nbytes, *more)
+        handles.keep(made.handle, made)
+        return run(x, made.handle)[0]
+
+    def passing(self, kind: str, described: str, ahead: bool, nbytes: int, *more: Any) -> Passing:
+        """A pass of states or columns, for their ops.
+
+        `nbytes` are those of a map or a column; where maps are composed in a tree, of a number.
+        `more` is, of a tree, the shapes of A and b and whether A is a matrix; of a halo, the dim of
+        the tokens and how many columns.
+        """
+        exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
+        if kind == _STATES:
+            return StatesPassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
+        if kind == _HALO:
+            dim, columns = more
+            return HaloPassing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
+        a, b, matrix = more
+        state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
+        plan = TreeExchange(self.plan, self.chunk, state, state + matrices)
+        return TreePassing(plan, exchange, (a, b), matrix)
+
+    def _composed(self, maps: Tensor, a: Tensor, b: Tensor, apply: Apply) -> list[Tensor]:
+        """S_in per piece from the maps of all ranks (slots, numbers of A and b)."""
+        # A sum of nothing: zero, and yet the backward pass comes by on every rank.
+        zero = _zeros_after(maps, b.shape)
+        entering = [zero] * len(self.pieces)
+        readers = [(at, i) for at, i in self._readers if at]
+        if not readers:
+            return entering
+        begin = max(at for at in range(readers[0][0]) if self._resets[at])
+        state, done = zero, begin
+        for at, i in readers:
+            for k in range(done, at):
+                row = maps[self._order[k]]
+                update = row[a.numel() :].view(b.shape)
+                matrix = row[: a.numel()].view(a.shape)
+                state = update if self._resets[k] else apply(matrix, state) + update
+            entering[i], done = state, at
+        return entering
+
+    @outside_graphs
+    def chain(
+        self, step: Step, zeros: Sequence[Tensor], of: Sequence[Tensor]
+    ) -> list[list[Tensor]]:
+        """Runs a recurrence piece by piece from the true states, which ranks hand on in order.
+
+        Ranks compute one after another, so heads go in groups: while this rank computes a group,
+        the one before computes the next.
+
+        Args:
+            step: (piece, group, state that enters) -> (output, state that leaves). Of a piece
+                without tokens the state that leaves is not looked at.
+            zeros: per group of heads a state of zeros, of the same shapes and dtype on all ranks.
+            of: the tensors that `step` computes with, for their gradients.
+
+        Returns:
+            The outputs, per piece and group.
+
+        Raises:
+            ShapeError: on every rank, if ranks' calls differ.
+        """
+        if self.plan.mesh_dims:
+            shapes = [tuple(zero.shape) for zero in zeros]
+            needs_gradient = any(t.requires_grad for t in of) and torch.is_grad_enabled()
+            kind = _tensor_kind(zeros[0], needs_gradient)
+            passing = ChainExchange(
+                self.plan, self.chunk, tuple(zero.numel() * zero.itemsize for zero in zeros)
+            )
+            exchange = self._exchange(
+                _STATES, f"in a chain, states {shapes}, {kind}", zeros[0].is_cuda
+            )
+            return chained(step, zeros, of, passing, exchange)
+        return [
+            [step(i, group, zero)[0] for group, zero in enumerate(zeros)]
+            for i in range(len(self.pieces))
+        ]
+
+    def chain_heads(
+        self,
+        run: Callable[..., tuple[Tensor, Tensor]],
+        inputs: Sequence[Tensor],
+        zero: Tensor,
+        per_head: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """The outputs of a recurrence whose heads are cut into groups, run by `chain`.
+
+        Args:
+            run: (inputs of a piece and of a group's heads, then `per_head` of these heads, then the
+                state that enters) -> (output, state that leaves).
+            inputs: this rank's tokens (batch, tokens, heads, ...). Numbers of heads may be
+                multiples of each other; an input of one head serves all.
+            zero: a state of zeros (batch, heads, ...).
+            per_head: (heads, ...), such as parameters; of one head, it serves all.
+
+        Returns:
+            (batch, tokens, heads, ...), of the heads of the state.
+
+        Raises:
+            ShapeError: on every rank, if ranks' calls differ.
+        """
+        units = min((x.shape[2] for x in inputs if x.shape[2] > 1), default=1)
+        sizes = [len(part) for part in torch.arange(units).chunk(GROUPS)]
+
+        def groups(x: Tensor, dim: int) -> Sequence[Tensor]:
+            each = x.shape[dim] // units
+            return x.split([n * each for n in sizes], dim) if each else [x] * len(sizes)
+
+        parts = [list(zip(*(groups(x, 2) for x in part))) for part in self.split(1, *inputs)]
+        more = [tuple(groups(x, 0)[i] for x in per_head) for i in range(len(sizes))]
+
+        def step(piece: int, group: int, state: Tensor) -> tuple[Tensor, Tensor]:
+            inputs_of_group = parts[piece][group]
+            if not self.layout.reproducible:
+                out, end = run(*inputs_of_group, *more[group], state)
+                return out, end.to(state.dtype)
+            # In products of several matrices the bits of one may depend on how many there are.
+            counts = self._blocks(self.pieces[piece])
+            rows = zip(*(x.split(1) for x in (*inputs_of_group, state)))
+            made = [_in_blocks(run, counts, row[:-1], more[group], row[-1]) for row in rows]
+            return torch.cat([out for out, _ in made]), torch.cat([end for _, end in made])
+
+        outs = self.chain(step, groups(zero, 1), (*inputs, *per_head))
+        return self.join(1, [torch.cat(group, 2) for group in outs])
+
+    def _blocks(self, piece: Piece) -> list[int]:
+        """Tokens of a piece that a kernel computes at once: up to the next edge of a block."""
+        last = piece.start + piece.count
+        inner = [edge for edge in block_edges(self.length) if piece.start < edge < last]
+        return [high - low for low, high in itertools.pairwise([piece.start, *inner, last])]
+
+    def left(self, x: Tensor, columns: int, dim: int) -> list[Tensor]:
+        """The columns to the left of each of this rank's pieces, within its document.
+
+            rank 0: 0 1 2 3    rank 1: 4 5 6 7      2 columns  ->  rank 0: . .    rank 1: 2 3
+
+        Args:
+            x: this rank's tokens.
+            columns: how many; k - 1 for a causal convolution of k taps.
+            dim: of the tokens.
+
+        Returns:
+            Per piece a tensor like x, with `columns` tokens: zeros before a document's first.
+
+        Raises:
+            ShapeError: on every rank, if ranks' calls differ.
+        """
+        dim %= x.dim()
+        self._check(x, dim)
+        if self._moves and columns:
+            tail = (*x.shape[:dim], *x.shape[dim + 1 :])
+            described = f"{columns} columns of dim {dim}, the others {tail}, {_tensor_kind(x)}"
+            halo = self._pass(_HALO, x, described, math.prod(tail) * x.itemsize, dim, columns)
+        else:
+            halo = x.narrow(dim, 0, 0)
+        # For the backward pass, as above.
+        nothing = _zeros_after(halo, (*x.shape[:dim], columns, *x.shape[dim + 1 :]))
+        left = [nothing] * len(self.pieces)
+        if columns:
+            for at, i in enumerate(self._reading):
+                left[i] = halo.narrow(dim, at * columns, columns)
+        return left
+
+    # -- agreement -----------------------------------------------------------------------------
+
+    def _check(self, t: Tensor, dim: int) -> None:
+        if t.shape[dim] != sum(self._counts):
+            self.refuse(
+                "state",
+                f"the rank at {self.layout.coords} has {t.shape[dim]} local tokens of axis"
+                f" {self.axis} in dim {dim} of {tuple(t.shape)}, but its chunk of a length of"
+                f" {self.length} holds {sum(self._counts)}; shard with layout.shard, and pass"
+                " length= where chunks are uneven",
+            )
+
+    def refuse(self, label: str, why: str) -> NoReturn:
+        """Raise `ShapeError`, on the ranks that wait for this one too.
+
+        Args:
+            label: what they wait in, "state" or "halo".
+            why: what does not fit.
+        """
+        error = ShapeError(why)
+        if not torch.compiler.is_dynamo_compiling():
+            self._exchange(label, "", None).refuse(error)
+        raise error
+
+    def _exchange(self, label: str, described: str, ahead: bool | None) -> Exchange:
+        """How ranks agree on a pass; `ahead`: whether the CPU runs ahead, None of one refused."""
+        of_call = self.layout, self.axis, self.length, self.documents, self.name
+        return _exchange(*of_call, label, described, ahead)
+
+
+def _in_blocks(
+    run: Callable[..., tuple[Tensor, Tensor]],
+    counts: list[int],
+    inputs: Sequence[Tensor],
+    more: Sequence[Tensor],
+    state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """A recurrence over a piece in blocks of so many tokens: output, and state that leaves."""
+    outs = []
+    for part in zip(*(x.split(counts, 1) for x in inputs)):
+        out, end = run(*part, *more, state)
+        state = end.to(state.dtype)
+        outs.append(out)
+    return torch.cat(outs, 1), state
+
+
+def _tensor_kind(x: Tensor, needs_gradient: bool | None = None) -> str:
+    if needs_gradient is None:
+        needs_gradient = x.requires_grad and torch.is_grad_enabled()
+    return f"{x.dtype}, {x.device.type}, gradients {'wanted' if needs_gradient else 'none'}"
+
+
+def _exchange(
+    layout: Layout,
+    axis: str,
+    length: int,
+    documents: Documents | None,
+    name: str | None,
+    label: str,
+    described: str,
+    ahead: bool | None,
+) -> Exchange:
+    packed = "" if documents is None else f", documents {documents.lengths!r:.200}"
+    named = "" if name is None else f", name {name!r}"
+    text = f"along {axis}, length {length}{packed}, {described}{named}"
+    dims = (d for d in layout.shard_dims(axis) if layout.mesh[d] > 1)
+    return Exchange(
+        label,
+        "weft.scan" if label == _STATES else "weft.halo",
+        layout.bound,
+        tuple(dims),
+        f"{layout.digest} {getattr(documents, 'lengths', None)} {label} {text}",
+        f"of layout {layout.name!r} {text}",
+        bool(ahead),
+        origin() if name is None and ahead is not None else UNKNOWN,
+    )
+
+
+@constant_in_graphs
+def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: str | None) -> tuple:
+    """What a rank knows of its pieces and of the order of all maps, as plain numbers.
+
+    (start, count, begins, ends) of its pieces, its number of maps; of all, their order, and which
+    reset the state; (maps before, piece) of its pieces, and those that continue a document;
+    whether anything crosses ranks.
+
+    Raises:
+        WeftError: on every rank that takes part.
+    """
+    bound, packed = restored(layout), restored(documents)
+    try:
+        plan = fragments(bound.unbound, axis, length, packed)
+    except WeftError as error:
+        _exchange(bound, axis, length, packed, name, _STATES, "", None).refuse(error)
+        raise
+    chunk = chunk_of(bound, axis, bound.coords)
+    return (
+        tuple(tuple(piece) for piece in plan.chunks[chunk]),
+        plan.counts[chunk],
+        plan.order,
+        tuple(plan.resets(slot) for slot in plan.order),
+        plan.readers(chunk),
+        plan.reading(chunk),
+        bool(plan.mesh_dims),
+    )
+
+
+@constant_in_graphs
+def _traced(
+    layout: tuple,
+    axis: str,
+    length: int,
+    documents: tuple,
+    name: str | None,
+    label: str,
+    described: str,
+    ahead: bool,
+    nbytes: int,
+    more: tuple,
+) -> str:
+    """A handle of a pass that a graph may keep."""
+    pieces = LocalPieces(restored(layout), axis, length, restored(documents), name)
+    return pieces.passing(label, described, ahead, nbytes, *more).keep_traced()
+
+
+@constant_in_graphs
+def _composed_by(
+    layout: tuple, axis: str, length: int, device: str, numbers: int, matrix: int, itemsize: int
+) -> str:
+    """How maps travel where the layout leaves it open."""
+    of = Carried(numbers * itemsize, matrix * itemsize, numbers)
+    return ways_of(restored(layout).unbound, axis, length, device, of).of_maps
+
+
+def _zeros_after(x: Tensor, shape: Sequence[int]) -> Tensor:
+    """Zeros whose backward pass goes on to x."""
+    if in_graph(x):
+        return torch.ops.weft.zeros_after(x, shape)
+    return _After.apply(x.new_zeros(shape), x) if _wanted(x) else x.new_zeros(shape)
+
+
+def _after(x: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """The same tensor, whose backward pass goes on to others."""
+    others = [t for t in others if in_graph(x) or _wanted(t)]
+    if not in_graph(x):
+        return _After.apply(x, *others) if others else x
+    for t in others:
+        x = x + torch.ops.weft.zeros_after(t, ()).to(x.dtype)
+    return x
+
+
+def _wanted(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
+
+
+class _After(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.others = len(others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return grad, *(None for _ in range(ctx.others))
+
+
+__all__ = ["LocalPieces"]

@@ -1,0 +1,1 @@
+"""Decoding: the rank that holds each position of a cache, and attention over it."""

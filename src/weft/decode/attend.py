@@ -1,0 +1,154 @@
+"""Attention of replicated queries to a cache sharded over ranks, and keys that change owner.
+
+    query   R            (b, h, n, d) on every rank
+    key     S(seq)       (b, g, m_r, d): any positions, any number, none at all
+    output  P(softmax)   -> R, parts gathered and merged in the order of the ranks' chunks
+
+so that every rank makes the same bits of the same parts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm import P2PBatch, Shuffle
+from ..comm.channel import Channel
+from ..comm.collectives import gather_flat
+from ..declare.placements import merge_softmax
+from ..kernels import Request, TileView, accumulate_dtype, choose
+from .owners import Move
+
+#: Rows of a masked part that are computed at once, whose mask is a tensor.
+_ROWS = 512
+
+
+def attend_part(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    seen: Callable[[int, int], Tensor] | None = None,
+    softcap: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output (b, h, n, e) and logsumexp (b, h, n) over this rank's keys alone; 0 and -inf of none.
+
+    `seen` gives the mask of queries [low, high), bool (b or 1, h or 1, n or 1, m), some at a time,
+    as that of all is n m numbers; None: all are visible.
+
+    >>> q, none = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 0, 4)
+    >>> attend_part(q, none, none, 1.0)[1]
+    tensor([[[-inf, -inf, -inf],
+             [-inf, -inf, -inf]]])
+    """
+    if k.shape[2] == 0 or q.shape[2] == 0:
+        out = q.new_zeros(*q.shape[:3], v.shape[-1])
+        return out, q.new_full(q.shape[:3], float("-inf"), dtype=accumulate_dtype(q.dtype))
+    masked, capped = seen is not None, softcap is not None
+    dims = q.shape[-1], v.shape[-1]
+    request = Request(q.device.type, q.dtype, *dims, masked=masked, softcap=capped)
+    kernel = choose(request)
+    if seen is None:
+        return kernel.forward(q, k, v, TileView(scale, softcap=softcap))
+    if kernel.positional:  # it would ask a mask of positions; this one is a tensor
+        kernel = choose(request, "math")
+    parts = []
+    for low in range(0, q.shape[2], _ROWS):
+        rows = q[:, :, low : low + _ROWS]
+        mask = seen(low, low + rows.shape[2]).expand(-1, -1, rows.shape[2], -1)
+        parts.append(kernel.forward(rows, k, v, TileView(scale, mask=mask, softcap=softcap)))
+    if len(parts) == 1:
+        return parts[0]
+    out, lse = (torch.cat(rows, 2) for rows in zip(*parts))
+    return out, lse
+
+
+def merged_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """The output and the logsumexp of rows, of parts over different keys; in this order."""
+    outs, lses = zip(*parts)
+    out, lse = merge_softmax(torch.stack(outs).to(lses[0].dtype), torch.stack(lses))
+    return out.to(outs[0].dtype), lse
+
+
+def merge_parts(
+    out: Tensor, lse: Tensor, dims: Sequence[str], channel: Channel
+) -> tuple[Tensor, Tensor]:
+    """The output (b, h, n, e) and logsumexp (b, h, n) of all ranks' parts, on every rank.
+
+    Mesh dims `dims`, outermost first, split the keys. A rank receives (P - 1) b h n (e + 1)
+    numbers, however many keys there are.
+    """
+    packed = _packed(out, lse)
+    ranks = math.prod(channel.sizes[d] for d in dims)
+    if ranks == 1:
+        return out, lse
+    parts = gather_flat(packed.view(-1), [packed.numel()] * ranks, dims, channel, "parts")
+    outs, lses = _unpacked(torch.stack([part.view_as(packed) for part in parts]), out, lse)
+    merged, lse = merge_softmax(outs.to(lses.dtype), lses)
+    return merged.to(out.dtype), lse
+
+
+def merge_rows(
+    out: Tensor, lse: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Channel
+) -> tuple[Tensor, Tensor]:
+    """Of all ranks' parts, the merged output of this rank's own rows, and its logsumexp.
+
+    `out` (b, h, n, e) and `lse` (b, h, n) are those of all ranks' rows over this rank's keys,
+    `counts` rows of each part; mesh dims `dims`, outermost first, split the rows and the keys.
+    """
+    counts = list(counts)
+    for mesh_dim in dims:
+        size, own = channel.sizes[mesh_dim], channel.coords[mesh_dim]
+        if size == 1:
+            continue
+        each = len(counts) // size
+        groups = [counts[i * each : (i + 1) * each] for i in range(size)]
+        rows = [*zip(*(t.split([*map(sum, groups)], 2) for t in (out, lse)))]
+        packed = [_packed(*pair) for pair in rows]
+        others = [i for i in range(size) if i != own]
+        received = {i: torch.empty_like(packed[own]) for i in others}
+        sends = [(i, packed[i]) for i in others]
+        channel.start(P2PBatch(mesh_dim, "parts", sends, [*received.items()]))()
+        counts = groups[own]
+        parts = [rows[own] if i == own else _unpacked(received[i], *rows[own]) for i in range(size)]
+        out, lse = merged_parts(parts)
+    return out, lse
+
+
+def gathered_parts(
+    x: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Channel
+) -> Tensor:
+    """Queries, keys or values (b, h, n, d) of all ranks, one part behind the other.
+
+    `counts` are the tokens of every part; mesh dims `dims`, outermost first, split them.
+    """
+    one = x[:, :, :1].numel() if x.shape[2] else x.new_empty(*x.shape[:2], 1, x.shape[3]).numel()
+    parts = gather_flat(x.contiguous().view(-1), [n * one for n in counts], dims, channel, "parts")
+    shaped = (p.view(*x.shape[:2], n, x.shape[3]) for p, n in zip(parts, counts))
+    return torch.cat([*shaped], 2)
+
+
+def _packed(out: Tensor, lse: Tensor) -> Tensor:
+    """Output rows (..., e), with their logsumexps behind them, as numbers of the same dtype."""
+    return torch.cat([out, lse.unsqueeze(-1).view(out.dtype)], -1)
+
+
+def _unpacked(parts: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The outputs and logsumexps of packed ones."""
+    rows, lses = parts.split([out.shape[-1], parts.shape[-1] - out.shape[-1]], -1)
+    return rows, lses.contiguous().view(lse.dtype).squeeze(-1)
+
+
+def moved(x: Tensor, steps: Sequence[Move], order: Tensor, channel: Channel) -> Tensor:
+    """Keys or values (b, g, m, d) on the ranks that `weft.decode.owners.moves` takes them to."""
+    rows = x.movedim(2, 0)
+    inner = rows.shape[1:]
+    for move in steps:
+        outgoing = rows.index_select(0, move.outgoing.to(x.device)).reshape(-1)
+        sends, receives = ([n * inner.numel() for n in ns] for ns in (move.sends, move.receives))
+        shuffle = Shuffle(move.mesh_dim, "redistribute", outgoing, sends, receives)
+        rows = channel.all_to_all(shuffle).view(-1, *inner)
+    return rows.index_select(0, order.to(x.device)).movedim(0, 2).contiguous()

@@ -1,0 +1,1 @@
+"""Gradients of parameters: summed over ranks, clipped, averaged by DDP and FSDP2."""

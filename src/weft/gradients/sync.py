@@ -1,0 +1,376 @@
+"""Sums parameter gradients over the ranks that split data; refuses where that would be wrong."""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .._torch import active_ddp, version
+from ..comm import Transport
+from ..comm.consistency import (
+    compare_names,
+    compare_weights,
+    fingerprint,
+    is_partial,
+    is_split,
+    local_tensor,
+    same_along,
+)
+from ..errors import ShapeError, UnsupportedError
+
+#: On a gradient: the writes to its parameter when it was summed.
+#: On a module: its weights were compared.
+_SUMMED, _COMPARED = "weft_summed_at", "weft_weights_compared"
+#: On a module: the latest sum of its gradients was not finite.
+_OVERFLOWED = "weft_gradients_overflowed"
+
+#: On a module that DDP wraps.
+BY_DDP = "weft_by_ddp"
+
+#: On a module of whose ranks' gradients the average is right, where others' are to be summed.
+AVERAGED = "weft_averaged"
+
+#: How far gradients of one loss may differ between ranks, of their norm: some kernels of GPUs round
+#: otherwise in every run. Those of other keys differ by about their norm.
+_ALIKE = 1e-3
+
+#: What to do where keys are split over ranks that have queries whole.
+ABOUT_KEYS = (
+    "train on a layout that splits queries, too (ring, pass_q) or has keys whole (shared_context),"
+    " or sum the gradients of what made the keys, and of no other, over {} yourself, before"
+    " sync_gradients"
+)
+
+
+def is_of_shards(x: Tensor, ranks: Sequence[int]) -> bool:
+    """True if x was computed from parameters that are sharded over world ranks, as by FSDP2.
+
+    The gradient of a shard is then complete, where that of a replicated weight is summed over
+    ranks. Raises `UnsupportedError` where some of the parameters are sharded and some replicated.
+
+    >>> is_of_shards(torch.ones(2, requires_grad=True).sum(), [0, 1])
+    False
+    """
+    leaves = _leaves(x)
+    sharded = [leaf for leaf in leaves if isinstance(leaf, DTensor) and _is_over(leaf, ranks)]
+    if sharded and len(sharded) < len(leaves):
+        unsharded = next(leaf for leaf in leaves if not any(leaf is other for other in sharded))
+        raise UnsupportedError(
+            f"layout.once: computed of {len(sharded)} parameters that are sharded, whose gradients"
+            f" are complete, and of {len(leaves) - len(sharded)} that are not, such as one of"
+            f" {tuple(unsharded.shape)}, whose gradients are summed over ranks; FSDP2 has its"
+            " root's whole from forward to backward: compute the penalty before the model is"
+            " called, or call layout.once for the ones and for the others"
+        )
+    return bool(sharded)
+
+
+def _leaves(x: Tensor) -> list[Tensor]:
+    """The tensors without a graph that x was computed of, and which want a gradient."""
+    if x.grad_fn is None:
+        return [x] if x.requires_grad else []
+    leaves, pending, seen = [], [x.grad_fn], {x.grad_fn}
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        following = {n for n, _ in node.next_functions if n is not None} - seen
+        seen |= following
+        pending += following
+    return leaves
+
+
+def _is_over(parameter: DTensor, ranks: Sequence[int]) -> bool:
+    """True if more than one of the ranks holds a shard of a parameter."""
+    mesh = parameter.device_mesh
+    own = mesh.get_coordinate() or ()  # no rank outside the mesh asks
+    for dim, placement in enumerate(parameter.placements):
+        index = tuple(slice(None) if d == dim else c for d, c in enumerate(own))
+        if not placement.is_replicate() and len({*mesh.mesh[index].tolist()} & {*ranks}) > 1:
+            return True
+    return False
+
+
+@torch.no_grad()
+def sync(
+    module: nn.Module,
+    dims: Sequence[str],
+    same_dims: Sequence[str],
+    keys_only: Sequence[str],
+    transport: Transport,
+) -> None:
+    """Sum `.grad` of a module's parameters over mesh dims, in one flat message per dtype.
+
+    Of a module whose ranks are to be averaged (`is_averaged`), the sum is divided by their number.
+
+        before  rank 0: g0, None, None      rank 1: g1, h1, None
+        after   both:   g0 + g1, h1, None
+
+    A gradient that only some ranks have counts as zero on the others; one that no rank has stays
+    `None`, so that optimizers leave its parameter alone. A sparse gradient becomes a dense one.
+    Mesh dims `dims` split data; along `same_dims` all ranks must have the same weights; along
+    `keys_only` all ranks compute the same loss, of other keys.
+
+    Raises `UnsupportedError` where gradients are summed by FSDP2 or DDP, or were summed already; on
+    every rank: no rank has any; they differ along `keys_only`, or are DTensors of partial sums over
+    `dims`. Raises `ShapeError` on every rank: ranks have other parameters or froze others; at the
+    first call, and after gradients that were not finite: weights differ between ranks.
+    """
+    averaged = is_averaged(module)
+    everything = dict(module.named_parameters())
+    parameters = {n: p for n, p in everything.items() if p.requires_grad}
+    _refuse_wrapped(module, parameters, dims, transport)
+    if not dims and not keys_only:
+        return
+    _refuse_summed(parameters)
+    compare_names(everything, transport)
+    if not parameters:
+        return
+    _add_up_partial(parameters, dims, transport)
+    for p in parameters.values():
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.to_dense()
+    if keys_only and parameters and not transport.fake:
+        _refuse_parts(parameters, keys_only, transport)
+    if not dims:
+        return
+    if not transport.fake:
+        if not getattr(module, _COMPARED, False):
+            compare_weights(everything, same_dims, transport)
+            if not averaged:
+                _doubt_sums(parameters, dims, transport)
+            setattr(module, _COMPARED, True)
+        elif getattr(module, _OVERFLOWED, False):
+            _compare_after_overflow(everything, same_dims, transport)
+    some, finite = False, True
+    for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
+        of_dtype = [p for p in parameters.values() if p.dtype == dtype]
+        has_gradient = _sum(of_dtype, dims, transport)
+        some, finite = some or has_gradient[0], finite and has_gradient[1]
+    if not transport.fake:
+        some, finite = _anywhere(some, finite, dims, transport)
+        setattr(module, _OVERFLOWED, not finite)
+        if not some:
+            _refuse_none(len(parameters))
+    if averaged:
+        ranks = math.prod(transport.sizes[d] for d in dims)
+        for p in parameters.values():
+            if p.grad is not None:
+                local_tensor(p.grad).div_(ranks)
+    for p in parameters.values():
+        if p.grad is not None:
+            setattr(p.grad, _SUMMED, version(local_tensor(p)))
+
+
+def _sum(
+    parameters: list[nn.Parameter], dims: Sequence[str], transport: Transport
+) -> tuple[bool, bool]:
+    """Sum gradients in one message; whether a rank has any, and whether all sums are finite."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    local = [local_tensor(g) for g in grads]
+    has_gradient = [float(p.grad is not None) for p in parameters]
+    flags = torch.tensor(has_gradient, dtype=local[0].dtype, device=local[0].device)
+    flat = torch.cat([*(g.reshape(-1) for g in local), flags])
+    transport.all_reduce(flat, dims, "gradients")
+    *sums, flags = flat.split([*(g.numel() for g in local), len(local)])
+    if transport.fake:
+        *anywhere, total = *has_gradient, 0.0
+    else:  # all that the CPU waits for, at once
+        *anywhere, total = torch.cat([flags.float(), flat.sum(dtype=torch.float32)[None]]).tolist()
+    for p, grad, own, part, present in zip(parameters, grads, local, sums, anywhere):
+        if present:
+            own.copy_(part.view_as(own))
+            p.grad = grad
+    return any(anywhere), math.isfinite(total)
+
+
+def _anywhere(
+    some: bool, finite: bool, dims: Sequence[str], transport: Transport
+) -> tuple[bool, bool]:
+    """Values that are the same along `dims`, of all ranks of the mesh."""
+    others = [d for d in transport.moving() if d not in dims]
+    if not others:
+        return some, finite
+    texts = transport.all_gather_text(f"{int(some)} {int(finite)}", others).values()
+    words = [text.split() for text in texts]
+    return any(a == "1" for a, _ in words), all(b == "1" for _, b in words)
+
+
+def _refuse_none(count: int) -> None:
+    raise UnsupportedError(
+        f"sync_gradients: no rank has a gradient of any of the {count} parameters that train. Call"
+        " it after backward() and before zero_grad(). An optimizer that steps within backward"
+        " (register_post_accumulate_grad_hook) uses each rank's own part of a gradient, so that"
+        " weights drift apart: give it summed ones by weft.data_parallel(model, layout, 'fsdp')"
+    )
+
+
+def _compare_after_overflow(
+    parameters: Mapping[str, nn.Parameter], same_dims: Sequence[str], transport: Transport
+) -> None:
+    """Refuse ranks of which some took a step that others skipped."""
+    try:
+        compare_weights(parameters, same_dims, transport)
+    except ShapeError as error:
+        raise ShapeError(
+            f"{error}. In the step before gradients were not finite. GradScaler.unscale_(optimizer)"
+            " looks at this rank's own gradients where it is called before sync_gradients, and"
+            " skips the step of those ranks alone that have an infinite one: call"
+            " layout.sync_gradients(model) first, then unscale_, then clip, then scaler.step"
+        ) from error
+
+
+def _refuse_wrapped(
+    module: nn.Module,
+    parameters: Mapping[str, nn.Parameter],
+    dims: Sequence[str],
+    transport: Transport,
+) -> None:
+    """Raises where FSDP2 or DDP reduces the gradients."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
+    for part in module.modules():
+        if isinstance(part, DistributedDataParallel) or getattr(part, BY_DDP, False):
+            _refuse("DistributedDataParallel averages or sums gradients")
+        if fsdp and isinstance(part, fsdp.FSDPModule):
+            _refuse("fully_shard reduces gradients")
+    if any(is_split(p, dims, transport) for p in parameters.values()):
+        _refuse("fully_shard reduces gradients")
+
+
+def is_averaged(module: nn.Module) -> bool:
+    """True if a module's gradients are averaged over ranks, as its outputs are full rows.
+
+    Raises `UnsupportedError` if some of its parts are averaged and some are not.
+    """
+    marks = [getattr(part, AVERAGED) for part in module.modules() if hasattr(part, AVERAGED)]
+    if len(set(marks)) > 1:
+        raise UnsupportedError(
+            "a module holds models with rows='whole', whose gradients are averaged over ranks, and"
+            " with rows='local', whose gradients are summed; parallelize them with the same rows"
+        )
+    return bool(marks and marks[0])
+
+
+def is_summed_by_ddp(model: nn.Module) -> bool:
+    """True if `weft.data_parallel` has DDP sum gradients of a model, or of one around it."""
+    around = active_ddp()
+    return getattr(model, BY_DDP, False) or getattr(getattr(around, "module", None), BY_DDP, False)
+
+
+def _refuse(what: str) -> None:
+    raise UnsupportedError(
+        f"{what} during backward, and sync_gradients would sum them once more; a model takes one "
+        "of: sync_gradients after backward, weft.data_parallel(model, layout, 'ddp'), or "
+        "weft.data_parallel(model, layout, 'fsdp')"
+    )
+
+
+def _refuse_summed(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, p in parameters.items():
+        if p.grad is not None and getattr(p.grad, _SUMMED, None) == version(local_tensor(p)):
+            raise UnsupportedError(
+                f"the gradient of {name!r} holds a sum over ranks already, and a second one would "
+                "count it again; call sync_gradients once per optimizer step, after the backward "
+                "pass of the last micro-batch, and zero_grad() before the next (by default it sets "
+                "gradients to None; with set_to_none=False nothing tells old ones from new)"
+            )
+
+
+def _add_up_partial(
+    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
+) -> None:
+    """Has torch add up DTensors of partial sums over other ranks; raises, on all, for those here.
+
+    As of norms of sequence parallelism over a mesh dim that splits heads.
+    """
+    placed = {name: p for name, p in parameters.items() if isinstance(p, DTensor)}
+    if not placed or transport.fake:
+        return
+    every = tuple(transport.sizes)
+    over = [name for name, p in placed.items() if is_partial(p.grad, dims, transport)]
+    elsewhere = [name for name, p in placed.items() if is_partial(p.grad, every, transport)]
+    others = [d for d in transport.moving() if d not in dims]
+    # Ranks along the others add up together; those along dims need not.
+    if not same_along(repr(elsewhere), others, transport, everywhere=repr(over)):
+        texts = transport.all_gather_text(f"{elsewhere}, over {tuple(dims)} {over}")
+        raise UnsupportedError(
+            "gradients are DTensors of partial sums on some ranks only, so that these cannot add"
+            f" them up; let all ranks along mesh dims {tuple(others)} compute them, or none: "
+            f"{transport.disagreement('their names', texts)}"
+        )
+    if over:
+        raise UnsupportedError(
+            f"the gradient of {over[0]!r} is a DTensor of partial sums over mesh dims of"
+            f" {tuple(dims)} ({len(over)} of {len(parameters)} are): torch adds them up where they"
+            " are used, and sync_gradients would count them once more; let"
+            " p.grad = p.grad.redistribute(placements=p.placements) be all that sums these, and"
+            " leave their parameters out of sync_gradients, or make weights that are no DTensors"
+        )
+    for name in elsewhere:
+        p, grad = placed[name], placed[name].grad
+        assert isinstance(grad, DTensor)
+        p.grad = grad.redistribute(placements=p.placements)
+
+
+def _refuse_parts(
+    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
+) -> None:
+    """Raises on every rank where gradients differ along mesh dims that split keys alone.
+
+        query.weight    rank 0: g     rank 1: g      whole: dq is summed by attention
+        key.weight      rank 0: g0    rank 1: g1     of own keys: whole is g0 + g1, on no rank
+
+    No sum of all of them is right, and a rank does not know which made keys.
+    """
+    ranks = math.prod(transport.sizes[d] for d in dims)
+    apart = []
+    for p in parameters.values():
+        own = local_tensor(torch.zeros_like(p) if p.grad is None else p.grad)
+        own = own.to(torch.promote_types(own.dtype, torch.float32))
+        mean = transport.all_reduce(own.clone(), dims, "gradients") / ranks
+        apart.append((own - mean).norm() > _ALIKE * mean.norm())
+    differs = torch.stack(apart).to(torch.int64)
+    counts = transport.all_reduce(differs, tuple(transport.sizes), "gradients").tolist()
+    names = [name for name, count in zip(parameters, counts) if count]
+    if names:
+        raise UnsupportedError(
+            f"mesh dims {tuple(dims)} split keys and have queries whole, and the gradient of"
+            f" {names[0]!r} differs between their ranks ({len(names)} of {len(parameters)} do):"
+            " what made a rank's keys, or a bias of its scores, has the part of its own keys there,"
+            " and what made queries has the whole, so neither a sum nor none is right; "
+            + ABOUT_KEYS.format(tuple(dims))
+        )
+
+
+def _doubt_sums(
+    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
+) -> None:
+    """Warns where gradients are the same on all ranks, as if they were summed already."""
+    ranks = math.prod(transport.sizes[d] for d in dims)
+    if ranks == 1:
+        return
+    own = torch.stack([_of_gradient(p) for p in parameters.values()])
+    same = transport.all_reduce(own.clone(), dims, "weights") == own * ranks
+    local = (local_tensor(p.grad) for p in parameters.values() if p.grad is not None)
+    if bool(same.all()) and any(bool(g.any()) for g in local):
+        warnings.warn(
+            f"gradients are bitwise the same on all ranks along mesh dims {tuple(dims)} before "
+            f"sync_gradients, as if they were summed already or all ranks had the same data; "
+            f"it counts them {ranks} times",
+            stacklevel=5,
+        )
+
+
+def _of_gradient(p: nn.Parameter) -> Tensor:
+    """1 if a parameter has a gradient, and the fingerprint of that."""
+    if p.grad is None:
+        return torch.zeros(2, dtype=torch.int64, device=local_tensor(p).device)
+    digest = fingerprint(local_tensor(p.grad))
+    return torch.stack([torch.ones_like(digest), digest])

@@ -1,0 +1,1 @@
+"""Packed documents assigned to ranks, with balanced work."""

@@ -1,0 +1,1 @@
+"""Tensors moved from one placement to another, planned and exchanged."""

@@ -1,0 +1,281 @@
+"""From one layout's placement of a tensor to another's, on the same ranks: the messages.
+
+    tokens over 4 ranks            rows over r, columns over c        messages
+    rank 0: 0 1                    rank 0: rows 0-1, columns 0-1      one for every pair whose
+    rank 1: 2 3           ->       rank 1: rows 0-1, columns 2-3      boxes meet
+    ...                            ...
+
+A rank holds a box: the positions of its chunk of every axis. The overlap of two boxes is a box,
+too. Where several ranks hold the same box, each receives from the one whose coordinates differ
+least. Messages go along one mesh dim after the other, so no pair of ranks that share no mesh
+dim needs a separate connection, and ranks along a dim send nothing where they need not.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from .._caching import cached
+from ..declare.blocks import BlockOrder
+from ..declare.layout import LayoutDeclaration
+from ..declare.mesh import coordinates, index_at, rank_at
+from ..declare.orders import TokenOrder
+from ..declare.traffic import Traffic
+from ..plan.order import Spans, count, shard_spans
+
+Sizes = tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor's placement: a mesh, and per axis its mesh dims and token order."""
+
+    mesh: Sizes
+    splits: tuple[tuple[str, tuple[str, ...], str | TokenOrder | BlockOrder], ...]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks."""
+        return math.prod(size for _, size in self.mesh)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """A rank's coordinate along every mesh dim; the last dim is innermost."""
+        return coordinates(dict(self.mesh), rank)
+
+    def chunk(self, axis: int, coords: Mapping[str, int]) -> int:
+        """The index of the chunk of an axis at these coordinates."""
+        return index_at(dict(self.mesh), self.splits[axis][1], coords)
+
+    def chunks(self, axis: int, length: int) -> tuple[Spans, ...]:
+        """Positions of every chunk of an axis, in memory order."""
+        sizes = dict(self.mesh)
+        _, dims, order = self.splits[axis]
+        return shard_spans(length, tuple(sizes[d] for d in dims), order)
+
+    def local_length(self, axis: int, length: int, rank: int) -> int:
+        """The number of an axis's `length` tokens that a rank holds."""
+        return count(self.chunks(axis, length)[self.chunk(axis, self.coords(rank))])
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """The box that `target` takes from `source`: per axis, local indices on both."""
+
+    source: int
+    target: int
+    taken: tuple[tuple[int, ...], ...]
+    put: tuple[tuple[int, ...], ...]
+
+    @property
+    def numel(self) -> int:
+        """Entries of the axes that are placed."""
+        return math.prod(len(t) for t in self.taken)
+
+    @functools.cached_property
+    def taken_slices(self) -> tuple[slice, ...] | None:
+        """`taken` as slices, where every axis has equal steps."""
+        return _slices(self.taken)
+
+    @functools.cached_property
+    def put_slices(self) -> tuple[slice, ...] | None:
+        """`put` as slices, where every axis has equal steps."""
+        return _slices(self.put)
+
+
+def _slices(indices: tuple[tuple[int, ...], ...]) -> tuple[slice, ...] | None:
+    """Indices as slices, None if some axis has other steps.
+
+    >>> _slices(((0, 1, 2), (1, 3), ())), _slices(((0, 1, 4),))
+    ((slice(0, 3, 1), slice(1, 4, 2), slice(0, 0, 1)), None)
+    """
+    slices = []
+    for index in indices:
+        step = index[1] - index[0] if len(index) > 1 else 1
+        run = range(index[0], index[-1] + 1, step) if index and step > 0 else range(0)
+        if tuple(run) != index:
+            return None
+        slices.append(slice(run.start, run.stop, run.step))
+    return tuple(slices)
+
+
+@dataclass(frozen=True)
+class RedistributeStep:
+    """One all-to-all along a mesh dim: the overlaps that go to and come from each coordinate."""
+
+    mesh_dim: str
+    sends: tuple[tuple[Overlap, ...], ...]
+    receives: tuple[tuple[Overlap, ...], ...]
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """One rank's steps: all-to-alls in order, then its own overlaps; and its new shape."""
+
+    rank: int
+    steps: tuple[RedistributeStep, ...]
+    arrived: tuple[Overlap, ...]
+    shape: tuple[int, ...]
+
+    def traffic(self, sizes: Sizes, nbytes: int, label: str, adjoint: bool = False) -> Traffic:
+        """Bytes and messages of this rank.
+
+        Args:
+            sizes: of the mesh whose dims the messages travel along.
+            nbytes: of one entry of the placed axes, over all that is not placed.
+            label: of the messages.
+            adjoint: of the pass that takes every copy back.
+        """
+        moved, at = Traffic(), coordinates(dict(sizes), self.rank)
+        for step in self.steps:
+            away, home = (
+                nbytes
+                * sum(
+                    o.numel for i, part in enumerate(side) if i != at[step.mesh_dim] for o in part
+                )
+                for side in (step.sends, step.receives)
+            )
+            moved.sent[step.mesh_dim, label] += home if adjoint else away
+            moved.received[step.mesh_dim, label] += away if adjoint else home
+            moved.calls[step.mesh_dim, label] += len(step.sends) - 1
+        return moved
+
+
+def placement(layout: LayoutDeclaration, axes: Iterable[str]) -> Placed:
+    """How a tensor of some axes is placed on a layout."""
+    splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in axes)
+    return Placed(tuple(layout.mesh.items()), tuple(splits))
+
+
+@dataclass(frozen=True)
+class RedistributionPass:
+    """A pass that takes a tensor to another placement, and its gradient back, as planned.
+
+    Attributes:
+        there: of the forward pass.
+        back: of the backward pass.
+        sizes: of the mesh whose dims the messages travel along.
+        nbytes: of one entry of the placed axes, over all that is not placed.
+    """
+
+    there: Redistribution
+    back: Redistribution
+    sizes: Sizes
+    nbytes: int
+    label: str = "redistribute"
+
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
+        return (self.back if backward else self.there).traffic(self.sizes, self.nbytes, self.label)
+
+
+@cached(256)
+def plan_redistribution(
+    before: Placed, after: Placed, lengths: tuple[int, ...], rank: int, road: Sizes | None = None
+) -> Redistribution:
+    """The steps by which `rank` takes tensors from one placement to another.
+
+    Args:
+        before: placement of the tensor.
+        after: its new placement, with the same axes, on as many ranks.
+        lengths: global length of every axis.
+        rank: whose part this is.
+        road: the mesh that messages travel along, default that of `before`.
+
+    >>> one = Placed((("r", 2),), (("rows", ("r",), "contiguous"), ("columns", (), "contiguous")))
+    >>> two = Placed((("c", 2),), (("rows", (), "contiguous"), ("columns", ("c",), "contiguous")))
+    >>> plan = plan_redistribution(one, two, (4, 6), 0)
+    >>> plan.shape, [overlap.numel for overlap in plan.arrived]
+    ((4, 3), [6, 6])
+    """
+    overlaps = _overlaps(before, after, lengths)
+    steps = route(overlaps, before if road is None else Placed(road, before.splits), rank)
+    arrived = tuple(overlap for overlap in overlaps if overlap.target == rank)
+    shape = tuple(after.local_length(a, n, rank) for a, n in enumerate(lengths))
+    return Redistribution(rank, steps, arrived, shape)
+
+
+def route(overlaps: tuple[Overlap, ...], road: Placed, rank: int) -> tuple[RedistributeStep, ...]:
+    """`rank`'s part of every all-to-all that takes overlaps from their sources to their targets."""
+    coords = [road.coords(r) for r in range(road.ranks)]
+    held: dict[Overlap, int] = {overlap: overlap.source for overlap in overlaps}
+    steps = []
+    for mesh_dim, size in road.mesh:
+        line = [r for r in range(road.ranks) if _beside(coords[r], coords[rank], mesh_dim)]
+        line.sort(key=lambda r: coords[r][mesh_dim])
+        sends: list[list[Overlap]] = [[] for _ in range(size)]
+        receives: list[list[Overlap]] = [[] for _ in range(size)]
+        moving = False  # anywhere along the line: then all of it takes part
+        for overlap, at in held.items():
+            goes = coords[overlap.target][mesh_dim]
+            if at not in line or goes == coords[at][mesh_dim]:
+                continue
+            if at == rank:
+                sends[goes].append(overlap)
+            elif goes == coords[rank][mesh_dim]:
+                receives[coords[at][mesh_dim]].append(overlap)
+            moving = True
+        if moving:
+            steps.append(
+                RedistributeStep(mesh_dim, tuple(map(tuple, sends)), tuple(map(tuple, receives)))
+            )
+        held = {overlap: _moved(road, at, overlap.target, mesh_dim) for overlap, at in held.items()}
+    return tuple(steps)
+
+
+def _beside(a: Mapping[str, int], b: Mapping[str, int], mesh_dim: str) -> bool:
+    return all(a[d] == b[d] for d in a if d != mesh_dim)
+
+
+def _moved(placed: Placed, at: int, target: int, mesh_dim: str) -> int:
+    coords = placed.coords(at) | {mesh_dim: placed.coords(target)[mesh_dim]}
+    return rank_at(dict(placed.mesh), coords)
+
+
+@cached(64)
+def _overlaps(before: Placed, after: Placed, lengths: tuple[int, ...]) -> tuple[Overlap, ...]:
+    """Every message between all ranks, also those that a rank keeps."""
+    shared = [_shared_tokens(before, after, a, n) for a, n in enumerate(lengths)]
+    made = []
+    for target in range(after.ranks):
+        coords = after.coords(target)
+        positions = [shared[a][after.chunk(a, coords)] for a in range(len(lengths))]
+        for boxes in itertools.product(*positions):
+            source = _nearest(before, target, [chunk for chunk, _, _ in boxes])
+            taken = tuple(t for _, t, _ in boxes)
+            made.append(Overlap(source, target, taken, tuple(p for _, _, p in boxes)))
+    return tuple(made)
+
+
+def _shared_tokens(before: Placed, after: Placed, axis: int, length: int) -> list[list[tuple]]:
+    """Per chunk afterwards: (chunk before, indices in it, indices afterwards) that share tokens."""
+    at: dict[int, tuple[int, int]] = {}
+    for chunk, spans in enumerate(before.chunks(axis, length)):
+        for i, position in enumerate(_positions(spans)):
+            at[position] = chunk, i
+    made = []
+    for spans in after.chunks(axis, length):
+        shared: dict[int, tuple[list[int], list[int]]] = {}
+        for j, position in enumerate(_positions(spans)):
+            chunk, i = at[position]
+            taken, put = shared.setdefault(chunk, ([], []))
+            taken.append(i)
+            put.append(j)
+        made.append([(c, tuple(t), tuple(p)) for c, (t, p) in sorted(shared.items())])
+    return made
+
+
+def _positions(spans: Spans) -> list[int]:
+    return [s.start + i * s.step for s in spans for i in range(s.count)]
+
+
+def _nearest(before: Placed, target: int, chunks: list[int]) -> int:
+    """The holder of these chunks that has the target's coordinates wherever it may."""
+    sizes, coords = dict(before.mesh), before.coords(target)
+    for (_, dims, _), chunk in zip(before.splits, chunks):
+        for name in reversed(dims):
+            chunk, coords[name] = divmod(chunk, sizes[name])
+    return rank_at(sizes, coords)

@@ -1,0 +1,1 @@
+"""The same bits on every layout: exact sums, and modules that use them."""

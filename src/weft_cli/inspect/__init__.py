@@ -1,0 +1,1 @@
+"""Plans and traces as tables for a terminal."""

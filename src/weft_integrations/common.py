@@ -1,0 +1,155 @@
+"""Shared by integrations: arguments by name, gathers, shares of gradients, the axis to split."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.collectives import partial_to_replicate, scale_backward
+from weft.comm.once_differentiable import once
+from weft.declare.layout_file import HEADS
+from weft.errors import DeclarationError, ShapeError
+from weft.layout import Layout
+from weft.plan.order import Spans, count, shard_spans
+
+
+def check_not_placed(model: nn.Module) -> None:
+    """Refuse a model that is on a layout already."""
+    if "_weft" in model.__dict__:
+        raise DeclarationError(
+            f"{type(model).__name__} is parallelized already; weft.restore(model) undoes it, and "
+            "then it can be parallelized on another layout"
+        )
+
+
+def take_out(model: nn.Module) -> None:
+    """Undo the changes to a model that its `_weft` lists.
+
+    >>> take_out(nn.Linear(2, 2))
+    Traceback (most recent call last):
+    weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
+    """
+    undo = model.__dict__.pop("_weft", None)
+    if undo is None:
+        raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
+    for step in reversed(undo):
+        step()
+
+
+def check_splits_only(layout: Layout, axis: str, noun: str) -> None:
+    """Refuses a layout that is not bound, or splits more than one axis of tokens or rows."""
+    if set(layout.data_dims) != set(layout.shard_dims(axis)):
+        raise DeclarationError(
+            f"{layout.source}: the {noun} may be split, over {layout.shard_dims(axis)}, but nothing"
+            f" else; found {layout.data_dims}"
+        )
+    _ = layout.bound
+
+
+def chunks(layout: Layout, axis: str, length: int) -> tuple[Spans, ...]:
+    """The positions of every chunk of an axis of some length."""
+    parts = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
+    return shard_spans(length, parts, layout.order.get(axis, "contiguous"))
+
+
+def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:
+    """How many tokens or rows each chunk of an axis of some length has.
+
+    >>> tokens_per_chunk(Layout.parse("rows: ring=4"), "rows", 5)
+    [2, 2, 1, 0]
+    """
+    return [count(spans) for spans in chunks(layout, axis, length)]
+
+
+def check_rows(layout: Layout, axis: str, rows: int, noun: str = "rows") -> None:
+    """Refuses tables that leave a rank without rows, which the models' own maps cannot take.
+
+    >>> check_rows(Layout.parse("rows: ring=4"), "rows", 5)
+    Traceback (most recent call last):
+    weft.errors.ShapeError: 5 rows are cut into [2, 2, 1, 0] over mesh {'ring': 4}, and every rank \
+needs one; 7 would do, or fewer ranks
+    """
+    sizes = tokens_per_chunk(layout, axis, rows)
+    if min(sizes) > 0:
+        return
+    enough = next(n for n in itertools.count(rows) if min(tokens_per_chunk(layout, axis, n)) > 0)
+    raise ShapeError(
+        f"{rows} {noun} are cut into {sizes} over mesh {dict(layout.mesh)}, and every rank needs "
+        f"one; {enough} would do, or fewer ranks"
+    )
+
+
+def check_axis(layout: Layout, axis: str) -> None:
+    """Refuses an axis that a layout of other axes does not have, and so would leave whole.
+
+    >>> check_axis(Layout.load("ring-2"), "tokens")
+    """
+    axes = {a for name in (*layout.sharding, *layout.attend) for a in name.split("+")}
+    axes -= {"batch", HEADS}
+    if axes and axis not in axes:
+        raise DeclarationError(
+            f"{layout.source}: there is no axis {axis!r} to split; its axes are {sorted(axes)}"
+        )
+
+
+def named_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """A module's arguments, all by name."""
+    signature = inspect.signature(module.forward)
+    arguments = signature.bind(*args, **kwargs).arguments
+    extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+    return arguments | arguments.pop(extra, {})
+
+
+def joined(x: Tensor, index: Tensor, length: int, dim: int, layout: Layout, axis: str) -> Tensor:
+    """All tokens or rows along `dim` on every rank, from each rank's, which are those of `index`.
+
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
+    """
+    shape = list(x.shape)
+    shape[dim] = length
+    placed = x.new_zeros(shape).index_copy(dim, index, x)
+    return partial_to_replicate(placed, layout.shard_dims(axis), layout.bound)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layout: Layout, dims: Mapping[str, int], times: float
+    ) -> Tensor:
+        ctx.layout, ctx.dims, ctx.times = layout, dims, times
+        return layout.gather(x.detach(), dims)
+
+    @staticmethod
+    @once("a gather of ranks")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
+
+
+def gathered_rows(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
+    """Gather x (S -> R) for a replicated computation.
+
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            backward: rank i keeps part i of its gradient
+    """
+    return _Gather.apply(x, layout, dims, times)
+
+
+def scale_gradient(x: Any, factor: float) -> Any:
+    """The same tensor, or tensors in a dict or tuple, with gradients multiplied by a factor.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> scale_gradient(x, 0.5).sum().backward()
+    >>> x.grad
+    tensor([0.5000, 0.5000])
+    """
+    if isinstance(x, dict):
+        return {name: scale_gradient(t, factor) for name, t in x.items()}
+    if type(x) is tuple:
+        return tuple(scale_gradient(t, factor) for t in x)
+    return scale_backward(x, factor) if isinstance(x, Tensor) else x

@@ -1,0 +1,165 @@
+"""`weft.parallelize` puts any supported model on a layout; `weft.restore` undoes it.
+
+Models are told apart by the packages of their classes; no package is imported for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from weft.errors import DeclarationError, UnsupportedError
+from weft.layout import Layout
+
+from .common import take_out
+
+#: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
+_PACKAGES = {
+    "transformers": "transformers.model",
+    "diffusers": "diffusers.model",
+    "tabpfn": "tabular.tabpfn",
+    "tabicl": "tabular.tabicl",
+}
+
+
+def parallelize(
+    model: nn.Module, layout: Layout, axis: str | None = None, **options: Any
+) -> nn.Module:
+    """Have a model compute on a layout: attention over one axis, split over ranks.
+
+    The model is changed in place and called as before. It knows whose model it is:
+
+    | model | axis | options | gradients after `backward` |
+    | --- | --- | --- | --- |
+    | transformers, PEFT | "tokens" | `rows`, `verify`, `embeddings` | averaged, or summed |
+    | diffusers | "tokens" | `text`, `tokenwise` | `layout.sync_gradients(model)` |
+    | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
+    | weft's own | that of its modules | | `weft.data_parallel` or `layout.sync_gradients` |
+
+    Each package's function, in `weft_integrations`, documents its options and refusals:
+    `parallelize_transformers`, `parallelize_diffusers`, `parallelize_tabpfn`,
+    `parallelize_tabicl`. A model of weft's modules is made on a layout and returned as it is.
+    FSDP2 and DDP come afterwards: `weft.data_parallel(model, layout)`.
+
+    Args:
+        model: of one of these packages, or of weft's modules.
+        layout: a built layout.
+        axis: the layout's name for the tokens or rows that are split.
+        **options: of the package's function.
+
+    Returns:
+        The model.
+
+    Raises:
+        UnsupportedError: a model of another package, or one that its package's function refuses.
+        DeclarationError: a model that is parallelized already; a model of weft's modules that was
+            made on another layout; a layout that the package's function refuses.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)).eval()
+    >>> restore(parallelize(model, Layout.single(), verify=False)) is model
+    True
+    """
+    if axis in ("fsdp", "ddp") or {"way", "blocks"} & options.keys():
+        raise DeclarationError(
+            "FSDP2 and DDP are put around a model by weft.data_parallel(model, layout, 'fsdp' or "
+            "'ddp'); weft.parallelize puts models of other packages on a layout"
+        )
+    package = _package(model)
+    if package == "weft":
+        _check_own(model, layout, axis, options)
+        return model
+    if axis is not None:
+        options = {"axis": axis, **options}
+    module = importlib.import_module(f".{_PACKAGES[package]}", __package__)
+    place: Callable[..., nn.Module] = getattr(module, f"parallelize_{package}")
+    return place(model, layout, **options)
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undo `parallelize`: the model's own modules and methods, and none of weft's hooks.
+
+    Args:
+        model: a parallelized model of another package.
+
+    Returns:
+        The model.
+
+    Raises:
+        DeclarationError: a model that is not parallelized.
+
+    >>> restore(nn.Linear(2, 2))
+    Traceback (most recent call last):
+    weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
+    """
+    if "transformers" in _origins(model):
+        from .transformers.hooks import uninstall, without_adapters
+
+        uninstall(without_adapters(model))
+    else:
+        take_out(model)
+    return model
+
+
+def _origins(model: nn.Module) -> set[str]:
+    """Packages of a model's classes; of one in adapters, those of the model within."""
+    base = getattr(model, "get_base_model", None)  # peft's, whose class is in no type here
+    inner = model if base is None else base()
+    return {kind.__module__.partition(".")[0] for kind in type(inner).__mro__}
+
+
+def _layouts(model: nn.Module) -> list[Layout]:
+    layouts = (getattr(module, "layout", None) for module in model.modules())
+    return [layout for layout in layouts if isinstance(layout, Layout)]
+
+
+def _ranks(layout: Layout) -> tuple[Any, ...]:
+    """A layout, and the ranks that it is bound to."""
+    if not layout.is_bound:
+        return layout.unbound, "no ranks"
+    return layout.unbound, f"ranks {[*layout.bound.world_ranks]}", f"rank {layout.rank}"
+
+
+def _package(model: nn.Module) -> str:
+    origins = _origins(model)
+    for package in _PACKAGES:
+        if package in origins:
+            return package
+    if _layouts(model):
+        return "weft"
+    raise UnsupportedError(
+        f"{type(model).__name__} of {type(model).__module__.partition('.')[0]} is a model of none "
+        f"of {', '.join(_PACKAGES)} or weft's modules: give its attention weft.MultiAxisAttention "
+        "or weft.attention, or run it within weft.context_parallel or weft.sdpa"
+    )
+
+
+def _check_own(model: nn.Module, layout: Layout, axis: str | None, options: dict) -> None:
+    """Refuse a model of weft's modules on another layout; say who sums its gradients."""
+    name = type(model).__name__
+    if axis is not None or options:
+        raise DeclarationError(
+            f"{name} is of weft's modules, which were made for their axes: axis and {[*options]} "
+            "go to models of other packages"
+        )
+    other = next((own for own in _layouts(model) if _ranks(own) != _ranks(layout)), None)
+    if other is not None:
+        raise DeclarationError(
+            f"{name} was made on {other.source} ({', '.join(_ranks(other)[1:])}), not on "
+            f"{layout.source} ({', '.join(_ranks(layout)[1:])}): make it on the layout on which it "
+            "is to compute"
+        )
+    if layout.mesh:
+        warnings.warn(
+            f"{name} was made on {layout.source} and is returned as it is; "
+            "weft.data_parallel(model, layout) has FSDP2 or DDP sum its gradients over ranks, or "
+            "call layout.sync_gradients(model) after backward",
+            stacklevel=3,
+        )
+
+
+__all__ = ["parallelize", "restore"]

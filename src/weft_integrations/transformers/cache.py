@@ -1,0 +1,477 @@
+"""A sharded key-value cache with the interface of transformers' caches and `generate`.
+
+A forward pass says how it runs (`ShardedCache.during`): on this rank's chunk of the tokens, as in
+training, or on whole tokens, of which each rank keeps its blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import numbers
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import DynamicCache
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
+
+from weft._digest import number_of
+from weft.checkpoint.blocks import numbers_at
+from weft.comm.channel import Channel
+from weft.decode.attend import moved
+from weft.decode.owners import BLOCK, Held, moves
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.layout import Layout
+from weft.plan.order import positions, shard_spans
+from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
+
+from .. import Foreign
+from ..common import check_axis
+from . import cache_files
+from .cache_layers import (
+    Kept,
+    LatentLayer,
+    ShardedLayer,
+    Shards,
+    StateAndKeysLayer,
+    StateLayer,
+    Step,
+    WindowLayer,
+)
+
+#: Numbers of a weight that a cache's owner is known by.
+_LOOKED_AT = 64
+
+
+class ShardedCache(DynamicCache):
+    """Keys and values of a parallelized language model, of which every rank holds a part.
+
+    `model.generate` makes one by itself. Make one to keep a prefix: to continue it, to copy it
+    (`copy.deepcopy`), crop it, `save` it, or take it `to` another layout.
+
+    A prompt's keys are split as its tokens are; later ones in blocks, the token at
+    position p with rank (p // block) % P. So a rank holds 1/P of them and a block at most.
+
+    Args:
+        model: that `parallelize` returned, with full rows.
+        block: consecutive decoded tokens that one rank holds.
+        offloading: keep layers on the CPU until they are needed.
+
+    Attributes:
+        history: a digest of the tokens that were read, and of what was cropped.
+
+    Raises:
+        UnsupportedError: a layer whose cache has no parts: recurrent states, indexed or compressed
+            attention.
+        DeclarationError: a model that is not parallelized with full rows.
+
+    >>> import weft
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=8,
+    ...     num_hidden_layers=1, num_attention_heads=2)
+    >>> model = LlamaForCausalLM(config).eval()
+    >>> model = weft.parallelize(model, weft.Layout.single(), verify=False)
+    >>> cache = ShardedCache(model)
+    >>> model.generate(torch.tensor([[3, 1, 4]]), past_key_values=cache, max_new_tokens=4).shape
+    torch.Size([1, 7])
+    >>> cache.get_seq_length()
+    6
+    """
+
+    shards: Shards
+    history: int
+    model: str
+    name: str
+
+    def __init__(self, model: Foreign, block: int = BLOCK, offloading: bool = False) -> None:
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        installed = model.__dict__.get("_weft")
+        if installed is None or installed.rows != "whole":
+            raise DeclarationError(
+                f"a ShardedCache is of a model that weft.parallelize(model, layout) put on ranks "
+                f"with rows='whole'; this {type(model).__name__} is "
+                + ("not parallelized" if installed is None else "parallelized with rows='local'")
+            )
+        if not isinstance(block, numbers.Integral) or block < 1:
+            raise DeclarationError(f"block={block!r}: a whole number of tokens, one at least")
+        config = model.config.get_text_config(decoder=True)
+        if getattr(config, "recurrent_kv_cache_mode", None) is not None:
+            raise UnsupportedError(
+                f"{type(model).__name__}: it runs its layers several times, each time with another"
+                " copy of their cache, which has no parts on ranks; generate with use_cache=False,"
+                " or on one device, weft.restore(model)"
+            )
+        super().__init__(config=config, offloading=offloading)
+        self.shards = Shards(installed.layout, installed.axis, int(block))
+        self.history = 0
+        self.model = digest_of(model)
+        self.name = type(model).__name__
+        self.layers = [self._of_kind(i, layer) for i, layer in enumerate(self.layers)]
+        if not any(isinstance(layer, DynamicLayer) for layer in self.layers):
+            raise UnsupportedError(
+                f"{self.name}: none of its layers caches keys, so no rank could hold a part; "
+                "generate with use_cache=False, or on one device, "
+                "weft.restore(model)"
+            )
+        for module in filter(expands, model.modules()):
+            if type(self.layers[module.layer_idx]) is ShardedLayer:
+                self.layers[module.layer_idx] = LatentLayer(self.shards)
+
+    def _of_kind(self, number: int, layer: Any) -> Any:
+        if type(layer) is DynamicLayer:
+            return ShardedLayer(self.shards)
+        if type(layer) is DynamicSlidingWindowLayer:
+            return WindowLayer(layer.sliding_window, self.shards)
+        if type(layer) is LinearAttentionLayer:
+            return StateLayer.of(layer, self.shards)
+        if type(layer) is LinearAttentionAndFullAttentionLayer:
+            return StateAndKeysLayer.of(layer, self.shards)
+        if isinstance(layer, DummyLayer):
+            return layer
+        raise UnsupportedError(
+            f"{self.name}: layer {number} caches with {type(layer).__name__}, which has no parts "
+            "on ranks; full attention, windows and chunks have, and recurrent layers keep their "
+            "states: generate with use_cache=False, or "
+            "on one device, weft.restore(model)"
+        )
+
+    @property
+    def recurrent(self) -> frozenset[int]:
+        """Numbers of the layers with recurrent states, which are replicated on every rank."""
+        layers = enumerate(self.layers)
+        return frozenset(i for i, layer in layers if isinstance(layer, StateLayer))
+
+    @property
+    def layout(self) -> Layout:
+        """The layout that shards it."""
+        return self.shards.layout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds."""
+        return sum(getattr(layer, "nbytes", 0) for layer in self.layers)
+
+    @property
+    def described(self) -> str:
+        """Its state in words that are the same on every rank: compared before each call."""
+        blocks, history = self.shards.block, self.history & 0xFFFFFFFF
+        return f"{self.get_seq_length()} tokens in a cache {history:08x} of blocks of {blocks}"
+
+    def record(self, change: str) -> None:
+        """Add a change to the `history`, by which ranks compare their caches.
+
+        Args:
+            change: in words that are the same on every rank.
+        """
+        self.history = number_of(f"{self.history} {change}")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens.
+
+        Args:
+            tokens_to_remove: how many, as a negative number.
+        """
+        super().crop(tokens_to_remove)
+        self.record(f"crop {tokens_to_remove}")
+
+    def check(self, model: Foreign, layout: Layout, rows: int | None = None) -> None:
+        """Refuse a model, a layout or a batch that the cache does not belong to.
+
+        Args:
+            model: parallelized.
+            layout: that it is on.
+            rows: of the batch.
+
+        Raises:
+            DeclarationError: another model, other weights or another dtype; another layout.
+            ShapeError: another number of rows.
+        """
+        if self.model != digest_of(model):
+            raise DeclarationError(
+                f"the cache was made for another model than this "
+                f"{type(model).__name__}, other weights or another dtype: a {self.name} made it; "
+                "make one of this model, ShardedCache(model)"
+            )
+        if (self.layout.unbound, self.layout.rank) != (layout.unbound, layout.rank):
+            raise DeclarationError(
+                f"the cache is on layout {self.layout.name!r} and the model on "
+                f"{layout.name!r}; cache.to(layout) takes it there"
+            )
+        kept = next((len(layer.keys) for layer in self.sharded()), rows)
+        if rows not in (None, kept):
+            raise ShapeError(
+                f"{rows} rows behind a cache of {kept}: "
+                "cache.batch_repeat_interleave(n) has every row n times, "
+                "cache.batch_select_indices(rows) some of them"
+            )
+
+    def to(self, layout: Layout) -> ShardedCache:
+        """The same cache on another layout on the same ranks; all of them call this.
+
+        Its tokens are then split as that layout says. Messages travel along this layout's mesh
+        dims, and `weft.traffic` counts them as "redistribute".
+
+        Args:
+            layout: bound on these ranks, or declared for as many.
+
+        Raises:
+            DeclarationError: other ranks, a layout that does not know the axis, or mesh dims that
+                do not split it. To go to another number of ranks, save it and load it there.
+        """
+        there = bind_on_same_ranks(self.layout, layout)
+        check_axis(there, self.shards.axis)
+        if (there.world_size, there.rank) != (self.layout.world_size, self.layout.rank):
+            raise DeclarationError(
+                f"the cache has {self.layout.world_size} ranks and layout {layout.name!r} "
+                f"{layout.world_size}, or the order of ranks differs; save the cache, and load it "
+                "there"
+            )
+        made = copy.copy(self)
+        made.shards = Shards(there, self.shards.axis, self.shards.block)
+        made.layers = [
+            copy.deepcopy(layer, {id(self.shards): made.shards})
+            if isinstance(layer, StateLayer)
+            else copy.copy(layer)
+            for layer in self.layers
+        ]
+        goals = {layer.held: made.shards.whole(layer.held.length) for layer in self.sharded()}
+        parts = [made.shards.part_of(rank) for rank in range(there.world_size)]
+        after = {held: [goal.positions(p) for p in parts] for held, goal in goals.items()}
+        tensors = iter(self.moved(after))
+        for layer in made.layers:
+            if isinstance(layer, ShardedLayer | WindowLayer):
+                layer.shards = made.shards
+            if isinstance(layer, ShardedLayer) and layer.is_initialized:
+                layer._replace(*next(tensors))
+                layer.held = goals[layer.held]
+        return made
+
+    def save(self, folder: str | Path) -> Path:
+        """Write the cache as safetensors with a JSON index; all ranks call this.
+
+        Args:
+            folder: a new one, which every rank sees.
+
+        Raises:
+            CheckpointError: on every rank, if it cannot be written, or is there already.
+            DeclarationError: nothing is cached yet; mesh dims that do not split the tokens.
+            UnsupportedError: recurrent states.
+        """
+        if not self.get_seq_length():
+            raise DeclarationError("nothing is cached yet, so there is nothing to save")
+        if self.recurrent:
+            raise UnsupportedError(
+                f"{self.name}: a cache with recurrent states is not saved; copy it, or read the "
+                "prefix again"
+            )
+        ranks, rank = self.layout.world_size, self.layout.rank
+        held = {layer.held for layer in self.sharded()}
+        pieces = {h: [positions(c) for c in shard_spans(h.length, (ranks,))] for h in held}
+        blocks: dict[str, cache_files.Block] = {}
+        lengths: dict[str, int] = {}
+        tensors = self.moved(pieces)
+        layer: Any
+        for number, layer in enumerate(self.layers):
+            if isinstance(layer, DummyLayer) or not layer.is_initialized:
+                continue
+            lengths[str(number)] = layer.get_seq_length()
+            pair, start, count = (layer.keys, layer.values), 0, layer.keys.shape[2]
+            if isinstance(layer, ShardedLayer):
+                pair, count = next(tensors), layer.held.length
+                start = sum(map(len, pieces[layer.held][:rank]))
+            elif rank:
+                continue  # the first has the same
+            for what, t in zip(("key", "value"), pair):
+                shape = [*t.shape[:2], count, t.shape[3]]
+                if t.numel():
+                    blocks[f"layer.{number}.{what}"] = (t, [0, 0, start, 0], shape)
+        facts = cache_files.Facts(model=self.model, name=self.name, lengths=lengths)
+        return cache_files.write(Path(folder), self.layout, facts, blocks)
+
+    @classmethod
+    def load(cls, folder: str | Path, model: Foreign) -> ShardedCache:
+        """Read a cache for a parallelized model, whichever layout it was written on.
+
+        Args:
+            folder: of `save`.
+            model: of the class, shapes, dtypes and numbers of the one that made the cache; a few
+                numbers are looked at. All ranks of its layout call this.
+
+        Raises:
+            CheckpointError: on every rank, if another model made it, or files are missing or
+                damaged. Digests tell damage; they are no signature.
+        """
+        cache = cls(model)
+        folder, device = Path(folder), next(model.parameters()).device
+
+        def fill(facts: cache_files.Facts, index: cache_files.Index) -> None:
+            for number, length in facts.lengths.items():
+                layer: Any = cache.layers[int(number)]
+                held, pair = cache.shards.whole(length), []
+                for what in ("key", "value"):
+                    name = f"layer.{number}.{what}"
+                    at = [torch.arange(n) for n in index.tensors[name].shape]
+                    if isinstance(layer, ShardedLayer):
+                        at[2] = held.positions(cache.shards.part)
+                    pair.append(numbers_at(folder, name, index.tensors[name], at).to(device))
+                layer.lazy_initialization(*pair)
+                layer.keys, layer.values = pair
+                if isinstance(layer, ShardedLayer):
+                    layer.held = held
+                else:
+                    layer.cumulative_length = length
+
+        cache_files.read(folder, cache.layout, cache.model, cache.name, fill)
+        cache.record(f"load {[layer.get_seq_length() for layer in cache.sharded()]}")
+        return cache
+
+    def sharded(self) -> list[ShardedLayer]:
+        """Its layers of which ranks hold different keys, and that have some."""
+        return [
+            layer
+            for layer in self.layers
+            if isinstance(layer, ShardedLayer) and layer.is_initialized
+        ]
+
+    def moved(self, after: Mapping[Held, Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of each of the `sharded` layers, of other positions; all ranks call this.
+
+        Args:
+            after: by where positions are now, those that every rank is to have.
+        """
+        shards, mesh = self.shards, dict(self.layout.mesh)
+        others = [d for d, size in mesh.items() if size > 1 and d not in shards.dims]
+        if others:
+            raise DeclarationError(
+                f"{self.layout.source}: mesh dims {others} do not split {shards.axis!r}, so "
+                "several ranks hold the same keys; bind a layout of the tokens alone"
+            )
+        parts = [shards.part_of(rank) for rank in range(self.layout.world_size)]
+        text = f"a cache of {self.get_seq_length()} tokens changes hands"
+        dims = self.layout.bound.moving()
+        channel = Channel(self.layout.bound, dims, number_of(text), "redistribute", lambda: text)
+        channel.check()
+        routes = {}
+        for layer in self.sharded():
+            held = layer.held
+            if held not in routes:
+                before = [held.positions(p) for p in parts]
+                routes[held] = moves(before, after[held], mesh, self.layout.rank)
+            k, v = (moved(t, *routes[held], channel) for t in (layer.keys, layer.values))
+            yield k, v
+
+    def keys_values(
+        self, module: Foreign, k: Tensor, v: Tensor
+    ) -> tuple[ShardedLayer | WindowLayer, Tensor, Tensor]:
+        """The layer that an attention module's keys and values are of, and all that is here.
+
+        Args:
+            module: that attends.
+            k: as it passes them to the attention interface.
+            v: likewise.
+
+        Raises:
+            UnsupportedError: they are not as the layer's `update` returned them.
+        """
+        kept = Kept.of(k, v)
+        if kept is None:
+            return self._latents(module, k, v)
+        layer = kept.layer
+        return (
+            (layer, layer.keys, layer.values) if isinstance(layer, ShardedLayer) else (layer, k, v)
+        )
+
+    def past_and_new(
+        self, module: Foreign, k: Tensor, v: Tensor, count: int
+    ) -> tuple[ShardedLayer | WindowLayer, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """The layer, this rank's keys and values of tokens before, and those of its new tokens.
+
+        Args:
+            module: that attends.
+            k: as it passes them to the attention interface.
+            v: likewise.
+            count: of new tokens on this rank.
+
+        Raises:
+            UnsupportedError: as for `keys_values`.
+        """
+        kept = Kept.of(k, v)
+        if kept is not None and kept.past is not None:
+            return kept.layer, kept.past, (k, v)
+        layer, k, v = self._latents(module, k, v)
+        before = k.shape[2] - count
+        past, new = zip(*(t.split([before, count], 2) for t in (k, v)))
+        return layer, past, new
+
+    def _latents(self, module: Foreign, k: Tensor, v: Tensor) -> tuple[LatentLayer, Tensor, Tensor]:
+        """The layer of a module that expands latents, and what it made of them."""
+        layer = self.layers[module.layer_idx] if expands(module) else None
+        if isinstance(layer, LatentLayer) and (both := layer.expanded(k, v)) is not None:
+            return layer, *both
+        raise UnsupportedError(
+            f"{type(module).__name__}: its keys or values are not those that the cache returned: "
+            "the model does something to them in between, and on a rank only the new ones are "
+            "there; generate with use_cache=False, or on one device, "
+            "weft.restore(model)"
+        )
+
+    @contextlib.contextmanager
+    def during(self, length: int | None, channel: Channel) -> Iterator[None]:
+        """A forward pass that updates it, see `Step`.
+
+        Args:
+            length: of the full row of tokens, where a rank has its chunk of them.
+            channel: what ranks send each other for it.
+        """
+        self.shards.step = Step(length, channel)
+        try:
+            yield
+        finally:
+            self.shards.step = None
+
+
+def expands(module: Foreign) -> bool:
+    """True if an attention module caches latents, which it expands to keys and values itself."""
+    return hasattr(module, "expand_kv") and hasattr(module, "layer_idx")
+
+
+def looked_at(model: Foreign) -> tuple[str, tuple[str, ...]]:
+    """A digest of a model's class and of its weights' names and shapes, and the names of three."""
+    digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=8)
+    weights = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    digest.update(repr(weights).encode())
+    names = list(weights)
+    few = sorted({0, len(names) // 2, len(names) - 1}) if names else []
+    return digest.hexdigest(), tuple(names[i] for i in few)
+
+
+def digest_of(model: Foreign) -> str:
+    """16 hex digits of a parallelized model: of its weights' names and shapes, and of a few.
+
+    Of no numbers where ranks have shards of the weights.
+    """
+    described, names = model._weft.looked_at
+    digest = hashlib.blake2b(described.encode(), digest_size=8)
+    if isinstance(model, FSDPModule):
+        return digest.hexdigest()  # weights come and go, in another dtype perhaps
+    for p in map(model.get_parameter, names):
+        if isinstance(p, DTensor):
+            continue
+        few = p.detach().reshape(-1)[:_LOOKED_AT].double()
+        digest.update(str(p.dtype).encode() + few.cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+__all__ = ["ShardedCache", "digest_of", "looked_at"]

@@ -1,0 +1,83 @@
+"""A `ShardedCache` in a folder of tensors (`weft.checkpoint.folder`).
+
+Every layer's keys and values are stored once, in the order of their positions, a piece by every
+rank. A rank of another layout reads its own positions, so no rank holds a layer whole.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from weft.checkpoint.blocks import Block, write_blocks
+from weft.checkpoint.folder import CheckpointError, Index, read_index
+from weft.checkpoint.run import verify_share
+from weft.checkpoint.shards import everywhere
+from weft.layout import Layout
+
+
+class Facts(BaseModel):
+    """Values that are stored with a cache's tensors.
+
+    Attributes:
+        model: digest of the model.
+        name: of its class.
+        lengths: by number of the layer, how many tokens it has seen.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    model: str
+    name: str
+    lengths: dict[str, int]
+
+
+def write(folder: Path, layout: Layout, facts: Facts, blocks: Mapping[str, Block]) -> Path:
+    """Write a cache; all ranks call this, each with its blocks.
+
+    Raises `CheckpointError` on every rank if one of them cannot write, or a cache is there.
+    """
+    return write_blocks(folder, layout, blocks, {"prefix": facts.model_dump()})
+
+
+def read(
+    folder: Path, layout: Layout, model: str, name: str, fill: Callable[[Facts, Index], None]
+) -> None:
+    """Check a folder, and let a rank read its part by `fill`; all ranks call this.
+
+    The model that asks is known by its digest, and named in messages by its class. Raises
+    `CheckpointError` on every rank if the folder is damaged, or of another model.
+    """
+
+    def check() -> None:
+        facts = _facts(folder, read_index(folder))
+        if facts.model != model:
+            raise CheckpointError(
+                f"{folder} does not belong to this {name}: a {facts.name} of other weights or of "
+                "another dtype made it"
+            )
+        verify_share(folder, layout)
+
+    everywhere(layout, check)
+    index = read_index(folder)
+    everywhere(layout, lambda: fill(_facts(folder, index), index))
+
+
+def _facts(folder: Path, index: Index) -> Facts:
+    """The values of a cache's folder, once they fit its tensors; else a `CheckpointError`."""
+    values: Any = index.values.get("prefix")
+    if values is None:
+        raise CheckpointError(f"{folder} holds no prefix of a language model, but other tensors")
+    try:
+        facts = Facts.model_validate_json(json.dumps(values))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        at = ".".join(map(str, first["loc"]))
+        raise CheckpointError(f"{folder} holds no prefix: {at}: {first['msg']}") from None
+    names = {f"layer.{n}.{what}" for n in facts.lengths for what in ("key", "value")}
+    if names != index.tensors.keys():
+        raise CheckpointError(f"{folder} holds no prefix: its tensors are not those it lists")
+    return facts

@@ -1,0 +1,480 @@
+"""One forward pass of a parallelized transformers model: hooks that begin and end it.
+
+Before it, arguments are checked, cut where rows are whole, and completed; after it, outputs are
+gathered.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from weft._digest import number_of
+from weft._torch import outside_graphs
+from weft.carry.pieces import LocalPieces
+from weft.comm.channel import Channel
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from weft.layout import Layout, check_not_averaged
+from weft.losses.labels import shift_labels
+from weft.masks import Documents
+from weft.plan.call import reach
+
+from .. import Foreign
+from ..common import tokens_per_chunk
+from . import consistency, losses, refused, rows
+from .batches import Batch, tokens_of, unpadded
+from .cache import ShardedCache
+from .cache_layers import TAKES_COLUMNS
+from .noise import neftune_scaled, own_random_numbers
+from .rebinding import calls as calls_of
+from .recurrences import WITHOUT_STATE
+from .replicated import recomputed_within
+from .running import Fused, ModelCall, during, running
+from .whole import (
+    accepts_positions,
+    balances,
+    leaves_padding_out,
+    makes_positions,
+    may_skip_padding,
+    pools,
+    scales_by_masked,
+)
+
+#: What ranks of a context group compare before each call.
+_ROWS = (
+    "a call of a model with rows='whole' (all ranks of a context group pass the same rows, whole, "
+    "and hold the same weights)"
+)
+_NO_LAST_STATES = (
+    "recurrent states: its layers, or this version of transformers, do not take the states of split"
+    " rows"
+)
+#: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
+SPLIT_FROM = 16
+
+
+@outside_graphs
+def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
+    """After a forward pass, also one that raised."""
+    call = running()
+    if call is None or call.model is not module:
+        return None  # refused before it began
+    call.scope.close()
+    if output is None or call.whole:
+        return None
+    if call.fused is not None:
+        items, aux = call.fused.items, call.fused.aux
+        output["loss"] = rows.fused_loss(output, items, call.layout, call.axis, aux)
+    elif not call.pooled:
+        losses.check_loss(output, type(module).__name__, call.labelled)
+    output = losses.plain(output)
+    if call.outputs is not None:
+        output = call.outputs(output, call.length)
+        if call.fused is not None and call.fused.cut:
+            output = rows.without_last(output)
+    elif call.layout.size(call.axis) > 1:
+        output = rows.share_outputs(output, call.pooled, call.layout.size(call.axis))
+    return output.to_tuple() if call.as_tuple else output
+
+
+class Calls:
+    """Checks each call's arguments and completes them: positions, no cache, the loss's labels.
+
+    A copy of the model has a copy of this, about the copied modules.
+    """
+
+    def __init__(
+        self,
+        model: Foreign,
+        layout: Layout,
+        axis: str,
+        splits_inside: bool,
+        full: bool,
+        recurrent: Iterable[nn.Module] = (),
+    ) -> None:
+        self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, full
+        self.model = model
+        self.implementation = model.config._attn_implementation
+        self.returns_dict = getattr(model.config, "return_dict", True)
+        self.configured = refused.configured(model, self.implementation)
+        parameters = inspect.signature(model.forward).parameters
+        self.names = tuple(parameters)
+        self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.own_positions = makes_positions(model)
+        self.takes_positions = accepts_positions(model)
+        self.may_skip_padding = may_skip_padding(model)
+        self.pooled, self.balances = pools(model), balances(model)
+        self.labels = losses.labels_of(model)
+        self.scaling = next(filter(scales_by_masked, model.modules()), None)
+        self.droppers = refused.layer_droppers(model)
+        self.recurrent = list(recurrent)
+        self.leaves_padding_out = leaves_padding_out(model)
+        self.entered = consistency.Entered()
+        self.warned: set[str] = set()
+
+    def __deepcopy__(self, memo: dict) -> Calls:
+        memo[id(self)] = copied = object.__new__(Calls)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __getstate__(self) -> NoReturn:
+        raise DeclarationError(
+            "a parallelized model cannot be pickled: its hooks and its layout belong to this "
+            "process; save model.state_dict(), or weft.restore(model) "
+            "first"
+        )
+
+    @outside_graphs
+    def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Before a forward pass."""
+        kwargs = dict(zip(self.names, args)) | kwargs
+        call: ModelCall | WeftError
+        state = consistency.NOTHING
+        try:
+            refused.transform(type(module).__name__)
+            refused.another_attention(self.configured, self.implementation)
+            refused.layer_drop(self.droppers, self.layout, self.axis)
+            refused.replaced_layers(self.recurrent)
+            if self.whole:
+                state = consistency.state(module, kwargs, self.entered)
+                call, kwargs = self._of_whole_rows(kwargs, module)
+            else:
+                call = self._of_local_rows(kwargs, module)
+        except WeftError as error:
+            call = error
+        channel = Channel(self.layout.bound, (), 0, "alone", str)
+        if self.layout.moves(self.axis):
+            # All ranks learn of a refusal on one, or the others would wait for it.
+            # Where there are labels, the loss asks all ranks.
+            labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
+            verdict = f"labels {labelled}"
+            if isinstance(call, WeftError):
+                verdict = f"refused: {call}"
+            elif self.whole:
+                verdict = f"{verdict}; {state.text}; {call.how}"
+            channel = self.agree(_ROWS if self.whole else "a call of the model", verdict, state)
+        if isinstance(call, WeftError):
+            raise call
+        if call.cache is not None:
+            call.cache.record(state.text)
+            split = None if call.held else call.length
+            call.scope.enter_context(call.cache.during(split, channel))
+        self._open(call, module)
+        return (), kwargs
+
+    def refuse(self, error: WeftError) -> None:
+        """Tell the other ranks, which may be about to make a call, of a refusal on this one."""
+        if self.layout.moves(self.axis):
+            self.agree(_ROWS, f"refused: {error}")
+
+    def _open(self, call: ModelCall, called: Foreign) -> None:
+        """Enter the contexts that last until the end of the call of the model, or a part of it."""
+        model, scope = self.model, call.scope
+        if call.replicated:
+            self._warn(call.replicated)
+            scope.enter_context(model._weft.own_model(model))
+        elif call.held:
+            if call.unsplit:
+                self._warn(call.unsplit)
+            scope.enter_context(model._weft.own_loss(model))
+        elif self.whole and model.training and self.layout.size(self.axis) > 1:
+            scope.enter_context(own_random_numbers(model, self.layout, self.axis))
+            if call.length:
+                share = self.layout.local_length(self.axis, call.length) / call.length
+                scope.enter_context(neftune_scaled(model, share))
+        if self.recurrent:  # there may have been other calls of the model by then
+            scope.enter_context(recomputed_within(model, lambda: during(call)))
+        call.model = called
+        scope.enter_context(during(call))
+
+    def _warn(self, reason: str) -> None:
+        """Say once for each reason that a call is not split."""
+        kind = reason.partition(":")[0]
+        if kind in self.warned or not self.layout.moves(self.axis):
+            return
+        self.warned.add(kind)
+        warnings.warn(
+            f"{type(self.model).__name__}: every rank computes all of this call, which is not "
+            f"split: {reason}",
+            stacklevel=5,
+        )
+
+    @outside_graphs
+    def enter_part(self, part: Foreign, args: tuple, kwargs: dict) -> None:
+        """Before a part of the model, which runs as it was where it is called by itself."""
+        if running() is not None:
+            return
+        name = f"{type(part).__name__} of {type(self.model).__name__}"
+        refused.adalora(self.model)
+        if not self.whole:
+            raise UnsupportedError(
+                f"{name} is called outside of the forward pass of the model, which alone knows "
+                "this rank's tokens with rows='local'; parallelize with rows='whole', or this "
+                "part alone"
+            )
+        if self.layout.reproducible:
+            raise UnsupportedError(
+                f"{name} is called outside of the forward pass of the model, which would compute it"
+                " by other functions; call the model, or take a layout that is not reproducible"
+            )
+        reason = f"{name}: it is called outside of the forward pass of the model"
+        self._open(ModelCall(self.layout, self.axis, replicated=reason), part)
+
+    def agree(
+        self, what: str, verdict: str, state: consistency.GroupState = consistency.NOTHING
+    ) -> Channel:
+        """Raise on all ranks of a context group unless all come here with the same.
+
+        A verdict, in words, begins with "refused" where this rank refuses; numbers of `state` may
+        be close. The channel is the one by which they compare it.
+        """
+        transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
+        numbers = any(state.numbers)
+        vote = number_of(f"{verdict} {numbers}")
+        common = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
+        channel = Channel(*common, subject=what)
+        if not channel.agrees() or numbers:
+            every = channel.exchange(state.numbers)
+            consistency.check_close(every, state.names, transport.world_ranks)
+        return channel
+
+    def _of_local_rows(self, kwargs: dict, module: Foreign) -> ModelCall:
+        batch = kwargs.pop("weft", None)
+        if batch is None and not self.splits_inside:
+            raise UnsupportedError(
+                f"{type(module).__name__} was parallelized with rows='local', where a call carries "
+                "the weft=Batch that shard_batch makes: without it full rows would be taken for "
+                "this rank's chunk; call model(**shard_batch(batch, layout)), or parallelize with "
+                "rows='whole' and pass full rows"
+            )
+        refused.arguments(kwargs, self.axis, self.splits_inside)
+        if torch.is_grad_enabled():
+            check_not_averaged(module, self.layout)  # its gradients are to be summed
+        call = self._complete(kwargs, batch or Batch(), type(module).__name__)
+        if call.labelled and call.length:
+            self._check_labels({"shift_labels": kwargs["labels"]}, call.batch, module, call.length)
+        return call
+
+    def _check_labels(
+        self, kwargs: dict, batch: Batch, module: Foreign, length: int | None = None
+    ) -> None:
+        """Refuse labels that padding predicts, of full rows or, with their length, of a rank's."""
+        shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
+        eager = module._weft.implementation == "eager"
+        if not eager or self.pooled or self.labels != losses.NEXT:
+            return
+        if shifted is None and (labels is None or labels.dim() != 2):
+            return
+        if shifted is None:
+            assert labels is not None
+            shifted = shift_labels(labels)
+        seen = unpadded(batch.mask, shifted.shape[1] if length is None else length)
+        if seen is None:
+            return
+        before = seen.cumsum(1) == 0
+        if length is not None:
+            before = self.layout.shard(before, {"batch": 0, self.axis: 1})
+        refused.label_after_padding(shifted, before)
+
+    def _of_whole_rows(self, kwargs: dict, module: Foreign) -> tuple[ModelCall, dict]:
+        """The call, and the arguments that the model's forward gets."""
+        if kwargs.get("weft") is not None:
+            raise UnsupportedError(
+                f"{type(module).__name__} was parallelized with rows='whole' and takes full rows, "
+                "and shard_batch has cut these: pass them whole, or parallelize with rows='local'"
+            )
+        cache_name = next((n for n in refused.CACHES if kwargs.get(n) is not None), "")
+        if isinstance(kwargs.get(cache_name), ShardedCache):
+            return self._with_cache(kwargs, module, cache_name)
+        try:
+            return self._split(kwargs, dict(kwargs), module)
+        except UnsupportedError as error:
+            if self.layout.reproducible:
+                raise
+            return ModelCall(self.layout, self.axis, replicated=str(error)), kwargs
+
+    def _with_cache(self, kwargs: dict, module: Foreign, cache_name: str) -> tuple[ModelCall, dict]:
+        """The same of a call with a `ShardedCache`: split, or whole tokens on every rank."""
+        refused.caches(kwargs, module)
+        cache, ids = kwargs[cache_name], tokens_of(kwargs)
+        cache.check(module, self.layout, None if ids is None else len(ids))
+        past = cache.get_seq_length()
+        held = ModelCall(self.layout, self.axis, cache=cache, held=True, past=past)
+        if self.layout.reproducible:
+            raise UnsupportedError(
+                f"{type(module).__name__}: attention to a cache merges what ranks have in another "
+                "order; on a reproducible layout call it without past_key_values"
+            )
+        if cache.recurrent and not self._gives_states(cache, past):
+            held.unsplit = "" if past else _NO_LAST_STATES
+            return held, kwargs
+        local = {n: v for n, v in kwargs.items() if n not in (*refused.CACHES, "use_cache")}
+        if past and not self._cut_past(held, cache, local):
+            return held, kwargs
+        try:
+            call, local = self._split(kwargs, local, module, cached=True, past=past)
+        except UnsupportedError as error:
+            few = str(error).startswith("few tokens")  # as short prompts may have
+            held.unsplit = "" if few else str(error)
+            return held, kwargs
+        call.cache, call.past, call.padding = cache, past, held.padding
+        return call, local | {cache_name: cache, "use_cache": True}
+
+    def _split(
+        self, kwargs: dict, local: dict, module: Foreign, cached: bool = False, past: int = 0
+    ) -> tuple[ModelCall, dict]:
+        """A call whose tokens are split, of arguments without those of a cache."""
+        keep = 0
+        if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
+            keep = local.pop("logits_to_keep")
+        refused.arguments(local, self.axis, self.splits_inside)
+        if not self.splits_inside:
+            local = rows.cut(local, self.layout, self.axis, cached)
+            self._check_labels(kwargs, local["weft"], module)
+        call = self._complete(local, local.pop("weft", Batch()), type(module).__name__, past)
+        call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
+        if keep:
+            last = rows.Last.of(keep, call.length, self.layout, self.axis)
+            call.outputs.last, local["logits_to_keep"] = last, last.local
+        if local.get("fused_lm_head"):
+            config = module.config.get_text_config()
+            aux = getattr(config, "router_aux_loss_coef", 0.0)
+            cut = kwargs.get("shift_labels") is None
+            call.fused = Fused(kwargs.get("num_items_in_batch"), aux, cut)
+        return call, local
+
+    def _gives_states(self, cache: ShardedCache, past: int) -> bool:
+        """True if recurrent layers, split over ranks, hand a cache the states of full rows."""
+        numbers = {getattr(module, "layer_idx", None) for module in self.recurrent}
+        if past and any(calls_of(module, WITHOUT_STATE) for module in self.recurrent):
+            return False
+        return TAKES_COLUMNS and cache.recurrent <= numbers
+
+    def _cut_past(self, held: ModelCall, cache: ShardedCache, local: dict) -> bool:
+        """True if tokens after cached ones are split; cuts their padding off."""
+        ids = tokens_of(local)
+        config = self.model.config.get_text_config(decoder=True)
+        chunked = getattr(config, "attention_chunk_size", None) is not None
+        if ids is None or chunked or not self.takes_positions or self.own_positions:
+            return False
+        if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis) or self.scaling is not None:
+            return False
+        if cache.recurrent and 1 in tokens_per_chunk(self.layout, self.axis, ids.shape[1]):
+            return False  # its layers take one token for a step of decoding
+        padding = local.get("attention_mask")
+        if padding is None:
+            return True
+        if padding.dim() != 2 or padding.shape[1] != held.past + ids.shape[1]:
+            return False
+        before, local["attention_mask"] = padding.bool().tensor_split([held.past], 1)
+        held.padding = None if before.all() else before
+        return True
+
+    def _complete(self, kwargs: dict, batch: Batch, name: str, past: int = 0) -> ModelCall:
+        named_outputs = kwargs.get("return_dict")
+        as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
+        if as_tuple:  # until the end: weft reads outputs by name
+            kwargs["return_dict"] = True
+        refused.padded(kwargs)
+        refused.documents(batch.documents, self.scaling)
+        if self.pooled:
+            refused.pooled_labels(kwargs, self.layout, name)
+        else:
+            losses.choose_labels(kwargs, self.labels, name)
+        if "use_cache" in self.names or (self.recurrent and self.open):
+            kwargs["use_cache"] = False  # a recurrent layer would be asked for its last state
+        length, positions, last = batch.length or 0, None, 0
+        local: dict[str, Any] = {}
+        if not self.splits_inside:
+            x = tokens_of(kwargs)
+            if x is None:
+                raise ShapeError("the model needs input_ids or inputs_embeds, this rank's shard")
+            length = length or x.shape[1] * self.layout.size(self.axis)
+            self._check_length(x.shape[1], length)
+            positions, last = self._positions(kwargs, length, batch, x.device, past)
+            local = self._lift(kwargs, batch, length)
+        call = ModelCall(self.layout, self.axis, batch, length, self.labels)
+        if self.recurrent:
+            refused.mask_of_recurrent(batch.mask, name)
+            if self.model._weft.implementation == "eager" and not self.leaves_padding_out:
+                refused.left_padding_in_states(batch.mask, length, name)
+            packed = None if batch.documents is None else Documents(batch.documents)
+            call.state = LocalPieces(self.layout, self.axis, length, packed)
+        call.pooled, call.local, call.as_tuple = self.pooled, local, as_tuple
+        call.labelled = kwargs.get("labels") is not None
+        call.positions, call.last_position = positions, last
+        return call
+
+    def _lift(self, kwargs: dict, batch: Batch, length: int) -> dict[str, Any]:
+        """Give a head its inputs of all tokens; returns this rank's, for the model below it."""
+        if not (self.balances or self.pooled):
+            return {}
+        local, seen = {}, unpadded(batch.mask, length)
+        if self.pooled:
+            local = {n: v for n, v in kwargs.items() if n not in ("labels", "use_cache")}
+            for name in ("input_ids", "inputs_embeds"):
+                if kwargs.get(name) is not None:
+                    gathered = kwargs[name] = self.layout.gather(kwargs[name], {self.axis: 1})
+        if seen is None:
+            return local
+        if self.pooled:  # of this rank's sequences, as the states that it pools
+            kwargs["attention_mask"] = self.layout.shard(
+                seen.to(gathered.device), {"batch": 0}
+            ).long()
+        else:  # for the loss of the routers, whose logits are of all ranks' sequences
+            kwargs["attention_mask"] = seen.as_subclass(losses.Replicated)
+        return local | {"attention_mask": None}
+
+    def _check_length(self, local: int, length: int) -> None:
+        if 0 in tokens_per_chunk(self.layout, self.axis, length):
+            raise ShapeError(
+                f"{length} tokens leave a rank without any on mesh {dict(self.layout.mesh)}, and "
+                "transformers' models need one at least: pad, or use fewer ranks"
+            )
+        expected = self.layout.local_length(self.axis, length)
+        if local != expected:
+            raise ShapeError(
+                f"the rank at {self.layout.coords} has {local} tokens, but its chunk of {length} "
+                f"holds {expected}; shard with shard_batch, or pass weft=Batch(length=...)"
+            )
+
+    def _positions(
+        self, kwargs: dict, length: int, batch: Batch, device: torch.device, past: int
+    ) -> tuple[Tensor, int]:
+        """This rank's position ids, from the start of each token's own document, and the last."""
+        positions = self.layout.positions(self.axis, length, device) + past
+        last = past + length - 1
+        if batch.documents is not None:
+            Documents(batch.documents).check(length, length, 1)
+            positions = _within_documents(batch.documents).to(device)[positions]
+            last = max(batch.documents) - 1
+        position_ids = kwargs.get("position_ids")
+        if position_ids is None and self.may_skip_padding:
+            refused.left_padding(batch.mask, length)
+        takes = self.takes_positions
+        if position_ids is not None and batch.last_position is not None and takes:
+            return position_ids, batch.last_position  # cut from whole ones by shard_batch
+        if position_ids is not None and not (position_ids.to(device) == positions).all():
+            if not takes:
+                raise UnsupportedError(
+                    "position_ids: the model takes none, and on one device would not heed them; "
+                    "leave them out"
+                )
+            raise ShapeError(
+                "position_ids are not the global positions of this rank's tokens; leave them out, "
+                "cut whole ones with shard_batch, and pass packed documents as "
+                "weft=Batch(documents=...)"
+            )
+        if takes and not self.own_positions:
+            kwargs["position_ids"] = positions[None]
+        return positions, last
+
+
+def _within_documents(documents: Iterable[int]) -> Tensor:
+    return torch.cat([torch.arange(n) for n in documents])

@@ -1,0 +1,143 @@
+"""Checks that the ranks of a context group make the same call on the same full rows.
+
+They pass the same rows, hold the same weights, and compute the same loss of the same outputs. Ids
+and a few weights are compared bit by bit before every call; embeddings, and the gradients that
+entered the outputs of the previous call, by their norms and a few products, as ranks may round
+otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.comm.consistency import fingerprint, probe
+from weft.comm.once_differentiable import once
+from weft.errors import ShapeError
+
+#: How far real numbers may differ between ranks, relative to their norm.
+_SAME = 1e-2
+#: Numbers of an entering gradient, and of a weight, that ranks compare.
+_LOOKED_AT, _OF_A_WEIGHT = 1 << 22, 64
+
+
+@dataclass(eq=False)
+class Entered:
+    """Probes of the gradients that entered the outputs of earlier calls, since the last vote."""
+
+    probes: list[Tensor] = field(default_factory=list)
+
+    def record(self, grad: Tensor) -> None:
+        """Keep the probe of an entering gradient."""
+        self.probes.append(probe(grad.reshape(-1)[:_LOOKED_AT]))
+
+    def take(self) -> list[float]:
+        """The number of gradients, their norms and products summed, and forget them."""
+        probes, self.probes = self.probes, []
+        return [float(len(probes)), *map(sum, zip(*_read(probes) or [[0.0] * 5]))]
+
+
+class _Recorded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entered: Entered, factor: float) -> Tensor:
+        ctx.factor, ctx.entered = factor, entered
+        return x.detach()  # no view, which autograd lets nobody scale in place, as trainers do
+
+    @staticmethod
+    @once("an output of a model with rows='whole'")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        ctx.entered.record(grad)
+        return grad * ctx.factor, None, None
+
+
+def recorded(x: Tensor, entered: Entered, factor: float = 1.0) -> Tensor:
+    """Identity forward; backward records the gradient, and multiplies it by a factor."""
+    return _Recorded.apply(x, entered, factor) if x.requires_grad else x
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """State of a rank that is compared with the other ranks of its context group.
+
+    Attributes:
+        text: state with the same bits: integer rows, and a few weights.
+        names: state that agrees to rounding: entering gradients, and real-valued rows.
+        numbers: six for each: how many tensors, and the probe of `weft.comm.consistency`.
+    """
+
+    text: str
+    names: tuple[str, ...]
+    numbers: tuple[float, ...]
+
+
+NOTHING = GroupState("", (), (0.0,) * 6)
+
+
+def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> GroupState:
+    """The state of this rank before a call; forgets the gradients that entered."""
+    tensors = {n: v for n, v in kwargs.items() if isinstance(v, Tensor) and not v.is_meta}
+    real = {n: t for n, t in tensors.items() if t.is_floating_point()}
+    trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
+    chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
+    weights = [fingerprint(p.detach().reshape(-1)[:_OF_A_WEIGHT]) for p in chosen]
+    integers = [t for n, t in tensors.items() if n not in real]
+    marks = _read([*map(fingerprint, integers), *weights])
+    left = iter([f"{mark & 0xFFFFFFFF:08x}" for mark in marks])
+    rows = [f"{n} {tuple(t.shape)} {'' if n in real else next(left)}" for n, t in tensors.items()]
+    rows += [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
+    numbers = entered.take()
+    for numbers_of in _read([probe(t.reshape(-1)[:_LOOKED_AT]) for t in real.values()]):
+        numbers += [1.0, *numbers_of]
+    return GroupState(f"{', '.join(rows)}; weights {' '.join(left)}", tuple(real), tuple(numbers))
+
+
+def _read(tensors: Sequence[Tensor]) -> list[Any]:
+    """Small tensors as numbers, which waits once for each device."""
+    if len({t.device for t in tensors}) == 1:
+        return torch.stack(list(tensors)).tolist()
+    return [t.tolist() for t in tensors]
+
+
+def _is_plain(p: Tensor) -> bool:
+    return not isinstance(p, DTensor) and not p.is_meta and p.numel() > 0
+
+
+def check_close(
+    every: Mapping[int, Sequence[float]], names: Sequence[str], ranks: Sequence[int]
+) -> None:
+    """Raise where entering gradients, or rows of real numbers, differ beyond rounding.
+
+    `every` has the numbers of each rank's `GroupState`, `ranks` their numbers in the world.
+    """
+    for index, name in enumerate(["", *names]):
+        group = {r: numbers[6 * index : 6 * index + 6] for r, numbers in every.items()}
+        first = next(iter(group.values()))
+        if all(_close(first, other) for other in group.values()):
+            continue
+        norms = {ranks[r]: f"{norm:.6g}" for r, (_, norm, *_) in group.items()}
+        if name:
+            raise ShapeError(
+                f"{name} differs between the ranks of a context group, which pass the"
+                f" same rows; norms by rank: {norms}"
+            )
+        raise ShapeError(
+            "the gradients that entered the outputs of the model's previous call differ between"
+            " the ranks of its context group, which pass the same rows and must compute the"
+            " same loss of them: the inputs of the loss (advantages, rewards, reference"
+            f" log-probabilities, weights of samples) differs; norms by rank: {norms}"
+        )
+
+
+def _close(one: Sequence[float], other: Sequence[float]) -> bool:
+    """True if two probes are of as many tensors and close, or both NaN."""
+    (count, norm, *products), (counted, normed, *others) = one, other
+    if count != counted or math.isnan(norm) != math.isnan(normed):
+        return False
+    far = (abs(a - b) > _SAME * abs(norm) for a, b in zip([norm, *products], [normed, *others]))
+    return not any(far)

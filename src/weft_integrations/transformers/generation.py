@@ -1,0 +1,138 @@
+"""`generate` of a parallelized model: transformers' own, with a cache sharded over ranks.
+
+Every rank calls it with the same arguments and gets the same tokens. Each forward pass compares the
+ids that ranks are about to read, so that ranks which sampled different ones are told at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from torch import Tensor
+from transformers import Cache, EncoderDecoderCache, QuantizedCache, StaticCache
+
+from weft.comm.consistency import fingerprint
+from weft.errors import UnsupportedError, WeftError
+
+from .. import Foreign
+from .cache import ShardedCache
+from .refused import CACHES
+
+#: Names of caches that transformers' `generate` makes, and that weft's stands for. Older
+#: checkpoints (Gemma's) name "hybrid" in their generation config, which transformers takes as None.
+_KNOWN = (None, "dynamic", "hybrid", "offloaded")
+
+
+def generate(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+    """transformers' `generate` on a layout, see `weft.parallelize`."""
+    own, name = _own(self), f"{type(self).__name__}.generate"
+    try:
+        kwargs = _with_cache(self, own, args, kwargs, name)
+    except WeftError as error:
+        self._weft.calls.refuse(error)
+        raise
+    made = own(*args, **kwargs)
+    _agree(self, made, name)
+    return made
+
+
+def _with_cache(
+    self: Foreign, own: Callable, args: tuple, kwargs: dict[str, Any], name: str
+) -> dict[str, Any]:
+    """The options of a call, with a sharded cache; raises for those that have no parts."""
+    arguments = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+    options = {**arguments, **arguments.get("kwargs", {})}
+    config = options.get("generation_config")
+
+    def setting(option: str) -> Any:
+        """An option of `generate`, of its configuration, or of the model's."""
+        if option in options:
+            return options[option]
+        values = (getattr(c, option, None) for c in (config, self.generation_config))
+        return next((v for v in values if v is not None), None)
+
+    implementation = setting("cache_implementation")
+    cache = next((options[n] for n in CACHES if options.get(n) is not None), None)
+    _check_cache(cache, implementation, name)
+    if setting("output_attentions"):
+        raise UnsupportedError(f"{name}: output_attentions: no rank ever holds the weights")
+    if cache is None and setting("use_cache") is not False:
+        if not self._supports_default_dynamic_cache():
+            raise UnsupportedError(
+                f"{name}: the model keeps a cache of a kind of its own, which has no parts on "
+                "ranks; generate with use_cache=False, or on one device, "
+                "weft.restore(model)"
+            )
+        kwargs = {n: v for n, v in kwargs.items() if n not in CACHES}
+        renamed = CACHES[-1] in inspect.signature(type(self).forward).parameters
+        made_cache = ShardedCache(self, offloading=implementation == "offloaded")
+        kwargs[CACHES[renamed]] = made_cache
+        if implementation is not None:
+            kwargs["cache_implementation"] = None
+    return kwargs
+
+
+def _own(model: Foreign) -> Callable:
+    """The `generate` that the model had before."""
+    before = model._weft.before.get("generate")
+    return types.MethodType(type(model).generate, model) if before is None else before
+
+
+def _check_cache(cache: Any, implementation: str | None, name: str) -> None:
+    """Raise for caches of another kind than weft's."""
+    instead = (
+        "leave it out, and every rank holds its part of a ShardedCache; or generate on one "
+        "device, weft.restore(model)"
+    )
+    if implementation not in _KNOWN:
+        raise UnsupportedError(
+            f"{name}: cache_implementation={implementation!r}: a cache of one size, or of "
+            f"quantised or paged keys, has no parts on ranks; {instead}"
+        )
+    if isinstance(cache, StaticCache | QuantizedCache | EncoderDecoderCache) or (
+        cache is not None and not isinstance(cache, Cache)
+    ):
+        raise UnsupportedError(
+            f"{name}: a cache of type {type(cache).__name__} has no parts on ranks; {instead}"
+        )
+
+
+def _agree(model: Foreign, made: Any, name: str) -> None:
+    """Raise on every rank where ranks made different tokens: of the last ones nobody else hears."""
+    tokens = made if isinstance(made, Tensor) else getattr(made, "sequences", None)
+    if isinstance(tokens, Tensor) and model._weft.layout.moves(model._weft.axis):
+        mark = int(fingerprint(tokens)) & 0xFFFFFFFF
+        text = f"tokens {tuple(tokens.shape)} {mark:08x}"
+        model._weft.calls.agree(f"what {name} made", text)
+
+
+def no_local_rows(self: Foreign, *args: Any, **kwargs: Any) -> NoReturn:
+    """`generate` of a model with rows='local', which reads a rank's share of the tokens alone."""
+    raise UnsupportedError(
+        f"{type(self).__name__}.generate: with rows='local' a model keeps no cache of keys; "
+        "parallelize with rows='whole', or generate with the model on one device, "
+        "weft.restore(model)"
+    )
+
+
+def no_batching(self: Foreign, *args: Any, **kwargs: Any) -> NoReturn:
+    """Continuous batching, whose engine keeps keys in pages of its own."""
+    raise UnsupportedError(
+        f"{type(self).__name__}: continuous batching keeps keys in pages of its own, which are not "
+        "sharded; call model.generate on a padded batch, or batch on one device, "
+        "weft.restore(model)"
+    )
+
+
+_BATCHING = dict.fromkeys(
+    ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"),
+    no_batching,
+)
+#: What a model's methods are replaced by, by its kind of rows.
+REPLACED: Mapping[str, Mapping[str, Callable]] = {
+    "whole": {"generate": generate, **_BATCHING},
+    "local": {"generate": no_local_rows, **_BATCHING},
+}

@@ -1,0 +1,314 @@
+"""Installs weft in a transformers model, and removes it again.
+
+Everything is a hook or an attribute of the model's own modules; no class is changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from weft.carry.fragments import fragments
+from weft.errors import DeclarationError, UnsupportedError
+from weft.gradients.sync import AVERAGED
+from weft.layout import Layout
+from weft.same_bits import modules as reproducible
+
+from .. import Foreign
+from ..common import check_axis, check_not_placed
+from . import calls, generation, interface, refused, whole
+from .cache import looked_at
+from .rebinding import calls as calls_of
+from .rebinding import put, put_back, rebound
+from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
+from .recurrent_modules import MODULES
+from .replicated import Own, configurations, own_attention, without
+
+
+@dataclass
+class _Installed:
+    """Changes to a model, to be undone. A copy of the model has a copy of it.
+
+    Attributes:
+        implementation: of attention, before.
+        layout: that the model is on.
+        axis: the layout's name for the tokens.
+        looked_at: by which caches know the model, see `cache.looked_at`.
+        hooks: handles of hooks on the model and its modules.
+        replaced: names of attributes that weft set on the model.
+        before: their earlier values, where the model had any.
+        own: its configurations, and their attention before.
+        rows: "whole" or "local".
+        recurrent: modules whose convolution or recurrence goes over ranks.
+        calls: what begins and ends each forward pass.
+    """
+
+    implementation: Any
+    layout: Layout
+    axis: str
+    looked_at: tuple[str, tuple[str, ...]]
+    hooks: list[RemovableHandle] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+    before: dict[str, Any] = field(default_factory=dict)
+    own: list[Own] = field(default_factory=list)
+    rows: str = "local"
+    recurrent: list[nn.Module] = field(default_factory=list)
+    calls: calls.Calls | None = None
+
+    @contextlib.contextmanager
+    def own_model(self, model: Foreign) -> Iterator[None]:
+        """Let a model be as it was before, for a call that is not split."""
+        with own_attention(model, self.own), self.own_loss(model):
+            yield
+
+    def own_loss(self, model: Foreign) -> contextlib.AbstractContextManager[None]:
+        """Let a model have the loss that it had before."""
+        return without(model, "_loss_function", self.before)
+
+
+def install(
+    model: Foreign,
+    layout: Layout,
+    axis: str,
+    embeddings: nn.Module | None = None,
+    name: str = interface.NAME,
+    rows: str = "local",
+) -> nn.Module:
+    """Give a model weft's attention (registered under a name), mask, loss and hooks."""
+    embeddings = embeddings or find_embeddings(model)
+    known_by = looked_at(model)
+    installed = _Installed(model.config._attn_implementation, layout, axis, known_by, rows=rows)
+    installed.own = [(c, c._attn_implementation) for c in configurations(model)]
+    installed.recurrent = _rebind(model, layout, axis)
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise _outside(model)
+    model._weft = installed
+    _hook(model, layout, axis, embeddings, installed)
+    if not whole.pools(model):  # whose loss is made of whole logits
+        _replace(model, "_loss_function", interface.loss_function, installed)
+    setattr(model, AVERAGED, rows == "whole")
+    if hasattr(model, "generate"):
+        for attribute, function in generation.REPLACED[rows].items():
+            _replace(model, attribute, types.MethodType(function, model), installed)
+    return model
+
+
+def uninstall(model: Foreign) -> nn.Module:
+    """Undo `install`."""
+    installed = model.__dict__.get("_weft")
+    if installed is None:
+        raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
+    for handle in installed.hooks:
+        handle.remove()
+    for module in installed.recurrent:
+        put_back(module)
+    for name in installed.replaced:
+        if name in installed.before:
+            setattr(model, name, installed.before[name])
+        else:
+            model.__dict__.pop(name, None)
+    model.set_attn_implementation(installed.implementation)
+    model.__dict__.pop(AVERAGED, None)
+    del model._weft
+    return model
+
+
+def check_layout(layout: Layout, axis: str) -> None:
+    """Raise unless a layout splits queries and keys of an axis in the same way."""
+    check_axis(layout, axis)
+    queries, keys = layout.shard_dims(axis), layout.key_dims(axis)
+    if queries != keys:
+        raise DeclarationError(
+            f"{layout.source}: attention of a model over its own tokens needs queries and keys "
+            f"that are split in the same way over {axis!r}, but {queries or 'no mesh dim'} splits "
+            f"queries and {keys or 'no mesh dim'} keys; use a layout such as ring-4, ulysses-4 or "
+            "tile-2x2"
+        )
+
+
+def without_adapters(model: Foreign) -> nn.Module:
+    """The transformers model within a model of PEFT, whose adapters are modules of it."""
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    refused.adalora(model)
+    return model
+
+
+def check_kind(model: Foreign) -> None:
+    """Raise unless weft can be put into a model."""
+    name = type(model).__name__
+    if not hasattr(model, "set_attn_implementation"):
+        raise UnsupportedError(f"{name} is not a transformers model")
+    check_not_placed(model)
+    parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
+    if getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts:
+        raise UnsupportedError(
+            f"{name} has an encoder and a decoder: attention between the two is not sharded; "
+            "parallelize an encoder or a decoder alone"
+        )
+    if getattr(model, "main_input_name", "") in ("input_values", "input_features"):
+        raise UnsupportedError(
+            f"{name} computes audio tokens with convolutions across token boundaries, which need "
+            "neighbouring ranks' inputs; parallelize a model of text or images"
+        )
+    if not model._can_set_attn_implementation():
+        raise _outside(model)
+
+
+def _outside(model: Foreign) -> UnsupportedError:
+    return UnsupportedError(
+        f"{type(model).__name__} does not take its attention from transformers' attention "
+        "interface, so it cannot be given weft's"
+    )
+
+
+def find_embeddings(model: Foreign) -> nn.Module | None:
+    """The module that makes tokens of images, where the model has no text."""
+    if getattr(model, "main_input_name", "") != "pixel_values":
+        return None
+    candidates = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
+    if len(candidates) != 1:
+        raise UnsupportedError(
+            f"{type(model).__name__} makes its tokens of images, and not one but "
+            f"{len(candidates)} of its submodules are named `embeddings`: name the one whose "
+            "output (batch, tokens, embed) is to be split, "
+            "parallelize(..., embeddings=model.patches)"
+        )
+    return candidates[0]
+
+
+def _hook(
+    model: Foreign,
+    layout: Layout,
+    axis: str,
+    embeddings: nn.Module | None,
+    installed: _Installed,
+) -> None:
+    hooks = installed.hooks
+
+    def before(module: Foreign, hook: Callable) -> None:
+        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    def after(module: Foreign, hook: Callable, **options: bool) -> None:
+        hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
+
+    full, inside = installed.rows == "whole", embeddings is not None
+    entered = calls.Calls(model, layout, axis, inside, full, installed.recurrent)
+    installed.calls = entered
+    before(model, entered.enter)
+    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
+    for part in parts:
+        before(part, entered.enter_part)
+    if embeddings is not None:
+        after(embeddings, whole.split_made)
+    below = whole.base(model)
+    after(below, whole.gather_base(layout, axis, entered.pooled))
+    if entered.pooled or entered.balances:
+        before(below, whole.give_local)
+    if entered.balances:
+        after(below, whole.balance_next)
+    for path, module in model.named_modules():
+        if whole.takes_first_token(path):
+            before(module, whole.bring_first_token(layout, axis))
+        if whole.scales_by_masked(module):
+            before(module, whole.embed_all)
+            after(module, whole.split_embedded)
+        elif whole.counts_positions(module):
+            before(module, whole.count_positions)
+        if whole.takes_positions(module):
+            before(module, whole.give_positions)
+        if whole.follows_length(module):
+            before(module, whole.show_last_position)
+            after(module, whole.hide_last_position)
+    for pooler in whole.poolers(model):
+        before(pooler, whole.gather_hidden(layout, axis))
+    if layout.reproducible:  # within a call, before its end
+        hooks += reproducible.hooks(model, layout)
+    for module in (*parts, model):
+        after(module, calls.leave, always_call=True)
+
+
+def _rebind(model: Foreign, layout: Layout, axis: str) -> list[nn.Module]:
+    """Give recurrent layers functions that go over ranks; returns the modules that have them."""
+    changes = [change for module in model.modules() for change in _changes(module)]
+    if changes:
+        _check_carried(model, layout, axis)
+    for module, function, name in changes:
+        put(module, function, name)
+    return [module for module, _, _ in changes]
+
+
+def _check_carried(model: Foreign, layout: Layout, axis: str) -> None:
+    """Raise where a layout carries states in a way that the model's recurrent layers have not."""
+    dims = layout.carries_by_heads(axis)
+    if dims and layout.order.get(axis) == "striped":
+        raise UnsupportedError(
+            f"{layout.source}: [carry] splits the heads of recurrent layers along {list(dims)}, but"
+            f" the convolutions of {type(model).__name__} see neighbouring tokens, which striped"
+            " order has on other ranks; use contiguous or zigzag order"
+        )
+    fragments(layout, axis, layout.size(axis))  # refuses orders of too many
+    if layout.reproducible:
+        _check_reproducible(model, layout)
+    if layout.state_transport(axis) != "chain":
+        return
+    for path, module in model.named_modules():
+        for name in calls_of(module, WITHOUT_STATE):
+            raise UnsupportedError(
+                f"{layout.source}: [carry] hands states on in a chain, but {name} of {path}"
+                f" ({type(module).__name__}) takes no state that enters; name the strategy 'state'"
+            )
+
+
+def _check_reproducible(model: Foreign, layout: Layout) -> None:
+    """Raise for recurrent layers that are not known to have the same bits on every layout."""
+    for path, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__} & MODULES.keys()
+        names = sorted({*kinds, *calls_of(module, FUNCTIONS)} - REPRODUCIBLE)
+        if names:
+            raise UnsupportedError(
+                f"{layout.source}: {names[0]} of {path} ({type(module).__name__}) is not known to"
+                " have the same bits on every layout; of recurrent layers gated delta rules have"
+                " (Qwen3-Next, Qwen3.5): take a layout that is not reproducible"
+            )
+
+
+def recurrent(model: Foreign) -> bool:
+    """True if a model has layers that carry a state along its tokens, or convolve them."""
+    return any(_changes(module) for module in model.modules())
+
+
+def run_on_cpu(model: Foreign) -> None:
+    """Let a model that is not parallelized run on a CPU where Triton kernels are installed."""
+    for module in model.modules():
+        stock = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+        values = {name: of_device(stock[name]) for name in calls_of(module, FUNCTIONS)}
+        if values:
+            put(module, rebound(type(module).forward, values))
+
+
+def _changes(module: Foreign) -> list[tuple[nn.Module, Callable, str]]:
+    """Replaced methods of a module and of those within it: (module, function, method)."""
+    for kind in {kind.__name__ for kind in type(module).__mro__} & MODULES.keys():
+        return [(module.get_submodule(path), fn, name) for path, name, fn in MODULES[kind]]
+    names = calls_of(module, FUNCTIONS)
+    if not set(names) - {"apply_mask_to_padding_states"}:
+        return []
+    stock = inspect.unwrap(type(module).forward).__globals__
+    values = {name: FUNCTIONS[name](of_device(stock[name])) for name in names}
+    return [(module, rebound(type(module).forward, values), "forward")]
+
+
+def _replace(model: Foreign, name: str, value: Any, installed: _Installed) -> None:
+    if name in model.__dict__:
+        installed.before[name] = model.__dict__[name]
+    installed.replaced.append(name)
+    setattr(model, name, value)

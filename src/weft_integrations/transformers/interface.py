@@ -1,0 +1,171 @@
+"""The functions that transformers calls: for a mask, for attention, and for the loss.
+
+The mask function makes no tensor: it says which weft mask the model means, and hands that, with the
+layout, to every layer as its `attention_mask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from weft.attention import attention, with_sinks
+from weft.decode.attend import merged_parts
+from weft.errors import DeclarationError, UnsupportedError
+from weft.masks import Causal, Full
+
+from . import decoding, losses
+from .mark import Mark, OfCache, Sharded
+from .masks import behind, translate
+from .refused import CACHES
+from .running import cache_of_call, running
+
+NAME = "weft"
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    mask_function: Callable,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Mark:
+    """Registered with `AttentionMaskInterface`: the weft mask that `mask_function` means."""
+    call = running()
+    if call is None:
+        raise DeclarationError(
+            f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
+        )
+    if call.held:
+        keys = kv_length, kwargs.get("kv_offset", 0)
+        sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
+        own = "the model makes a custom mask function" if kwargs.get("use_vmap") else ""
+        return OfCache(mask_function, *sizes, refusal=own)
+    past = None
+    if call.past:
+        keys = kv_length, kwargs.get("kv_offset", 0)
+        sizes = (batch_size, q_length, call.past, keys, call.padding)
+        past = OfCache(mask_function, *sizes)
+    elif kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+        raise UnsupportedError(
+            f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
+        )
+    if attention_mask is not None and not attention_mask.all():
+        raise UnsupportedError("attention_mask: the model makes another padding mask")
+    packed = call.batch.documents is not None
+    try:
+        return call.sharded(behind(translate(mask_function, call.length, packed), call.past), past)
+    except UnsupportedError as error:  # models make masks that none of their layers uses
+        return replace(call.sharded(Full()), refusal=str(error))
+
+
+#: Arguments of attention functions that do not change the result.
+_HARMLESS = frozenset(
+    {
+        *("position_ids", "position_embeddings", "cache_position", "use_cache"),
+        *CACHES,
+        *("output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"),
+        *("labels", "shift_labels", "num_items_in_batch", "layer_idx"),
+        *("deterministic", "target_dtype", "implementation"),
+        *("tokenizer", "assistant_tokenizer"),  # which `generate` hands on to every call
+    }
+)
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mark | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
+    name = type(module).__name__
+    if dropout:
+        raise UnsupportedError(f"{name}: dropout={dropout} in attention; set attention_dropout=0")
+    for key_, option in kwargs.items():
+        if option is not None and option is not False and key_ not in _HARMLESS:
+            raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
+    if attention_mask is None:
+        attention_mask = _without_mask(module, query, is_causal, sliding_window)
+    if not isinstance(attention_mask, Sharded | OfCache):
+        raise UnsupportedError(
+            f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
+            "it can place: causal, sliding windows, chunks, documents, padding"
+        )
+    where = attention_mask
+    if where.refusal:
+        raise UnsupportedError(f"{name}: {where.refusal}")
+    if isinstance(where, OfCache):
+        options = (cache_of_call(), scaling, softcap, s_aux)
+        return decoding.attend_cached(module, query, key, value, where, *options), None
+    tokens = query.shape[2]
+    if where.cached:
+        layer, past, (key, value) = cache_of_call().past_and_new(module, key, value, tokens)
+    length = None if where.length is None else int(where.length)
+    place = where.layout, where.axis, where.mask, scaling, length
+    if where.past is None:
+        out = attention(query, key, value, *place, softcap=softcap, sinks=s_aux)
+    else:
+        own = attention(query, key, value, *place, return_lse=True, softcap=softcap)
+        row = where.row(tokens)
+        part = decoding.attend_past(query, row, layer, past, where.past, scaling, softcap)
+        out, lse = merged_parts([part, own])
+        out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _without_mask(
+    module: nn.Module, query: Tensor, is_causal: bool | None, window: int | None
+) -> Mark:
+    """The mask of a layer that got None: as `is_causal` says, as in transformers' sdpa."""
+    call = running()
+    if call is None:
+        raise DeclarationError(
+            f"{type(module).__name__} got no mask outside of a parallelized model's forward pass: "
+            "call parallelize(model, layout), and do not checkpoint layers of models without masks"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if window is not None and not causal:
+        raise UnsupportedError(f"{type(module).__name__}: a sliding window without a mask")
+    if call.held:
+        if window is not None or not causal:
+            raise UnsupportedError(f"{type(module).__name__}: no mask for a cache's keys")
+        return decoding.causal(query, call.past)
+    if call.past:
+        past = decoding.causal(query, call.past)
+        return call.sharded(Causal(window), replace(past, padding=call.padding))
+    return call.sharded(Causal(window) if causal else Full())
+
+
+def loss_function(
+    logits: Tensor,
+    labels: Tensor | None = None,
+    vocab_size: int | None = None,
+    *args: Any,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    """A parallelized model's `loss_function`, of the labels that the call has."""
+    call = running()
+    targets = labels if shift_labels is None else shift_labels
+    if call is None or targets is None:
+        raise UnsupportedError("a parallelized model makes its loss within its forward pass")
+    full_rows = call.outputs is not None
+    return losses.loss_of(call.layout, call.labels, logits, targets, full_rows, **kwargs)
+
+
+AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, make_mask)

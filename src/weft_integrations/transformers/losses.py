@@ -1,0 +1,196 @@
+"""The loss of a parallelized transformers model: computed by weft, and by nothing else.
+
+A model's own loss is a mean over the tokens it sees, which are a rank's. weft computes the mean
+over all ranks' tokens. Terms that a model adds from a rank's tokens would differ between ranks, and
+their gradients would be summed: `Replicated` marks tensors that all ranks compute from the same
+values, so that only such a loss leaves the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+from transformers.loss import loss_utils as hf
+
+from weft.errors import ShapeError, UnsupportedError
+from weft.layout import Layout
+
+from .. import Foreign
+from .batches import IGNORED, token_loss
+
+#: Labels of tokens, for the losses of transformers that weft makes.
+NEXT, OWN = "the next token's", "the token's own"
+_LABELS = {
+    hf.ForCausalLMLoss: NEXT,
+    hf.ForMaskedLMLoss: OWN,
+    hf.ForTokenClassification: OWN,
+}
+
+USE_LOGITS = (
+    "call it without labels, and make the loss of its logits: layout.mean(sum, count), or "
+    "weft_integrations.transformers.token_loss"
+)
+
+
+def labels_of(model: Foreign) -> str:
+    """The labels of a model's loss: `NEXT`, `OWN`, or the name of a loss weft does not make.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> labels_of(GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)))
+    "the next token's"
+    """
+    # Read from the table: asking the model's property logs a warning where it has no loss.
+    loss = hf.LOSS_MAPPING.get(getattr(model, "loss_type", "") or "", hf.ForCausalLMLoss)
+    kind = type(model)
+    if hasattr(model, "_loss_function") or kind.loss_function is not PreTrainedModel.loss_function:
+        loss = model.loss_function
+    if loss in _LABELS:
+        return _LABELS[loss]
+    return getattr(loss, "__qualname__", type(loss).__name__)
+
+
+def choose_labels(kwargs: dict, labels: str, name: str) -> None:
+    """Leave one kind of labels among a call's arguments: those that the model's loss takes."""
+    shifted, own = kwargs.get("shift_labels"), kwargs.get("labels")
+    if shifted is None and own is None:
+        return
+    if labels == NEXT:
+        if shifted is None:
+            raise UnsupportedError(
+                "labels: the model would shift them within this rank's chunk; pass shift_labels, "
+                "which shard_batch makes of whole labels"
+            )
+        kwargs["labels"] = shifted
+        return
+    if labels != OWN:
+        raise UnsupportedError(f"labels: {name} makes its loss by {labels}, not weft; {USE_LOGITS}")
+    if own is None:
+        raise UnsupportedError(
+            f"shift_labels: labels of {name} are not shifted; pass labels, as shard_batch splits "
+            "them"
+        )
+    kwargs.pop("shift_labels", None)
+
+
+def loss_of(
+    layout: Layout, kind: str, logits: Tensor, labels: Tensor, full_rows: bool, **kwargs: Any
+) -> Tensor:
+    """The loss of a model whose call has labels of this kind, in place of its loss function.
+
+    Of full rows it takes `num_items_in_batch` as transformers does: the sum over this group's
+    labels, divided by that number.
+    """
+    if kind not in (NEXT, OWN):
+        raise UnsupportedError(f"{kind} is not a loss that weft makes; {USE_LOGITS}")
+    items = kwargs.get("num_items_in_batch")
+    if items is not None and not full_rows:
+        raise UnsupportedError(
+            "num_items_in_batch: with rows='local' weft counts the tokens of all ranks itself; "
+            "rows='whole' divides by it"
+        )
+    if kwargs.get("ignore_index", IGNORED) != IGNORED:
+        raise UnsupportedError(
+            f"ignore_index={kwargs['ignore_index']}: weft leaves out labels of {IGNORED}; "
+            f"{USE_LOGITS}"
+        )
+    if labels.shape != logits.shape[:-1]:
+        raise ShapeError(
+            f"labels {tuple(labels.shape)} for logits {tuple(logits.shape)}: every token has one "
+            "label; shard_batch cuts labels (batch, tokens) as it cuts the tokens"
+        )
+    return token_loss(logits, labels, layout, items).as_subclass(Replicated)
+
+
+class Replicated(Tensor):
+    """A tensor with the same value on every rank of the tokens.
+
+    Results of such tensors and numbers only are replicated, too. A result that depends on a rank's
+    own tensor is an ordinary tensor.
+
+    >>> same = torch.ones(()).as_subclass(Replicated)
+    >>> is_replicated(2 * same + 1), is_replicated(same + torch.ones(()))
+    (True, False)
+    """
+
+    mixed = False  # a rank's own tensor was written into it
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if all(map(is_replicated, _tensors((args, kwargs or {})))):
+            return super().__torch_function__(func, types, args, kwargs)
+        # As on ordinary tensors: nothing is marked.
+        result = Tensor.__torch_function__(func, (), args, kwargs)
+        for t in _tensors(result):
+            if isinstance(t, Replicated):  # written in place
+                t.mixed = True
+        return result
+
+
+class Constants(TorchFunctionMode):
+    """While it is entered, new tensors of zeros or ones are replicated."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result.as_subclass(Replicated) if func in (torch.zeros, torch.ones) else result
+
+
+def is_replicated(t: Tensor) -> bool:
+    """True if a tensor is the same on all ranks of the tokens."""
+    return isinstance(t, Replicated) and not t.mixed
+
+
+def plain(value: Any) -> Any:
+    """The same tensors without the mark, also in tuples, lists and a model's outputs by name."""
+    if isinstance(value, Replicated):
+        return Tensor.__torch_function__(Tensor.as_subclass, (), (value, Tensor))
+    if type(value) in (tuple, list):
+        return type(value)(map(plain, value))
+    if isinstance(value, MutableMapping):
+        for name in list(value):
+            value[name] = plain(value[name])
+    return value
+
+
+def check_loss(output: Any, name: str, labelled: bool) -> None:
+    """Raise unless the loss among a model's outputs is replicated."""
+    losses = [getattr(output, "loss", None)]
+    if labelled and isinstance(output, tuple | list | Tensor):
+        outputs = [output] if isinstance(output, Tensor) else output
+        losses = [t for t in outputs if isinstance(t, Tensor) and t.dim() == 0]
+    for loss in losses:
+        if loss is not None and not (isinstance(loss, Tensor) and is_replicated(loss)):
+            raise UnsupportedError(
+                f"{name} computed a loss, or a part of it, from this rank's tokens "
+                f"only; {USE_LOGITS}"
+            )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for v in value.values():
+            yield from _tensors(v)
+    elif isinstance(value, tuple | list):
+        for v in value:
+            yield from _tensors(v)
+
+
+__all__ = [
+    "Constants",
+    "Replicated",
+    "check_loss",
+    "choose_labels",
+    "labels_of",
+    "loss_of",
+    "plain",
+]

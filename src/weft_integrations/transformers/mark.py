@@ -1,0 +1,109 @@
+"""The `attention_mask` that layers get: masks of weft that refuse to be used as a tensor."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from weft._doors import PACKAGES
+from weft.errors import UnsupportedError
+from weft.layout import Layout
+from weft.masks import Mask
+
+
+class Marked(type):
+    """Gives a class every operator that tensors have, all of which refuse."""
+
+    def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> Marked:
+        operators = (
+            *("getitem", "setitem", "len", "iter", "bool", "invert", "neg", "add", "radd", "sub"),
+            *("rsub", "mul", "rmul", "truediv", "and", "rand", "or", "ror", "lt", "le", "gt", "ge"),
+        )
+        for operator in operators:
+            space.setdefault(f"__{operator}__", _refusing(f"__{operator}__"))
+        return super().__new__(cls, name, bases, space)
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def refuse(self: Mark, *args: Any, **kwargs: Any) -> NoReturn:
+        _touched(name)
+
+    refuse.__name__ = name
+    return refuse
+
+
+def _touched(what: str) -> NoReturn:
+    """Raise, naming the model's code that used the marker as a tensor."""
+    frame = sys._getframe(2)
+    libraries = tuple(f"{package}." for package in (*PACKAGES, "torch"))
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(libraries):
+        frame = frame.f_back
+    code = frame.f_code
+    raise UnsupportedError(
+        f"{frame.f_globals.get('__name__', code.co_filename)}, line {frame.f_lineno}, in "
+        f"{code.co_name}: uses attention_mask as a tensor ({what}); on a shard it is a mark that "
+        "says who sees whom, for the attention interface only, so weft cannot run this model"
+    )
+
+
+class Mark(metaclass=Marked):
+    """A mask that is no tensor: used as one it raises `UnsupportedError`, which names the code."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        _touched(f".{name}")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> NoReturn:
+        _touched(getattr(func, "__name__", str(func)))
+
+
+@dataclass(frozen=True, eq=False)
+class OfCache(Mark):
+    """The `attention_mask` of layers where keys are a cache's.
+
+    Attributes:
+        function: of transformers, which query sees which key.
+        rows: of the batch.
+        queries: how many.
+        first: the position of the first query.
+        keys: how many positions of keys there are, and the first of them.
+        padding: (rows, positions), those that are not padding; None: all.
+        refusal: why this mask cannot be honoured.
+    """
+
+    function: Callable
+    rows: int
+    queries: int
+    first: int
+    keys: tuple[int, int]
+    padding: Tensor | None
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Sharded(Mark):
+    """The `attention_mask` of layers: the mask, and the layout of its tokens.
+
+    `length` is given where chunks are uneven, and as a text: torch.compile makes a number that
+    changes symbolic, but a graph belongs to one uneven length (and to all even ones).
+    """
+
+    layout: Layout
+    axis: str
+    mask: Mask
+    length: str | None
+    cached: bool = False  # keys and values go into a cache
+    past: OfCache | None = None  # of keys that were in the cache before
+    refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
+
+    def row(self, local: int) -> int:
+        """Tokens of a full row, of which this rank has `local`."""
+        return local * self.layout.size(self.axis) if self.length is None else int(self.length)

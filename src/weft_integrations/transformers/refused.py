@@ -1,0 +1,234 @@
+"""Arguments that a parallelized transformers model does not support: refused by name.
+
+Most of these would give every rank an answer over its own chunk alone, without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from weft._torch import in_transform
+from weft.errors import UnsupportedError
+from weft.layout import Layout
+from weft.losses.labels import IGNORED
+from weft.masks import And, KeyPadding, Mask
+
+from .. import Foreign
+from .batches import OTHER_INPUTS, KeySpans, unpadded
+from .rebinding import is_ours
+
+
+def configured(model: Foreign, implementation: str) -> list[nn.Module]:
+    """The modules whose configuration names the implementation of attention that was set."""
+    with_config = [m for m in model.modules() if hasattr(m, "config")]
+    return [
+        m for m in with_config if getattr(m.config, "_attn_implementation", None) == implementation
+    ]
+
+
+def another_attention(modules: Sequence[Foreign], implementation: str) -> None:
+    """Raise unless every module still takes its attention from weft, and not from its own chunk."""
+    for module in modules:
+        current = module.config._attn_implementation
+        if current != implementation:
+            raise UnsupportedError(
+                f"attn_implementation was set to {current!r} on a parallelized model "
+                f"({type(module).__name__}), where every rank would see its own chunk only; "
+                "call weft.restore(model) first"
+            )
+
+
+def transform(name: str) -> None:
+    """Raise within a transform of `torch.func`, whose levels do not reach other ranks."""
+    if in_transform():
+        raise UnsupportedError(
+            f"{name} is called within a transform of torch.func (grad, vjp, vmap, jvp), which does "
+            "not go through other ranks; use loss.backward() or torch.autograd.grad"
+        )
+
+
+def adalora(model: Foreign) -> None:
+    """Raise for AdaLoRA, which calls the model's `forward` past the hooks that split its rows."""
+    for module in model.modules():
+        if any(kind.__name__ == "AdaLoraLayer" for kind in type(module).__mro__):
+            raise UnsupportedError(
+                f"AdaLoRA: peft calls {type(model).__name__}.forward itself, past every hook, so "
+                "that rows would not be split; use LoRA, DoRA, IA3 or prompt tuning"
+            )
+
+
+#: Names of the argument that is a cache: transformers 5.24 renamed the first to the second.
+CACHES = ("past_key_values", "cache")
+
+
+def caches(kwargs: dict, model: Foreign) -> None:
+    """Raise for arguments that a call with a `ShardedCache` cannot have."""
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        raise UnsupportedError(
+            "past_key_values: a ShardedCache keeps no graph, so nothing could be differentiated "
+            "through it; call the model within torch.no_grad(), or without a cache"
+        )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+    if kwargs.get("cu_seq_lens_q") is not None:
+        raise UnsupportedError(
+            "cu_seq_lens_q: documents that are packed in a row have no cache of keys, as later "
+            "tokens would see all of them; give each document a row, padded on the left, or call "
+            "the model with use_cache=False"
+        )
+
+
+def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
+    """Raise for arguments that cannot be split over ranks, by name."""
+    if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES):
+        raise UnsupportedError(
+            "use_cache and past_key_values: only a ShardedCache has parts on ranks, which "
+            "model.generate makes, with rows='whole'"
+        )
+    for name in ("encoder_hidden_states", "cross_attention_states"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedError(
+                f"{name}: attention to another sequence is not sharded, and would get this one's "
+                "padding; leave it out, or call the model on one device"
+            )
+    if kwargs.get("output_attentions"):
+        raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+    keep = kwargs.get("logits_to_keep")
+    if isinstance(keep, Tensor) or keep:
+        raise UnsupportedError(
+            "logits_to_keep: every rank would keep some of its own chunk; leave it out, and "
+            f"take layout.gather(logits, {{{axis!r}: 1}}) where whole logits are needed"
+        )
+    foreign = [n for n in kwargs if n.startswith(OTHER_INPUTS) and kwargs[n] is not None]
+    if foreign and not splits_inside:
+        raise UnsupportedError(
+            f"{foreign[0]}: weft splits tokens of text, and cannot tell which rank an image or "
+            "sound belongs to; pass inputs_embeds that contain them"
+        )
+
+
+def padded(kwargs: dict) -> None:
+    """Raise for padding given as a tensor of this rank's tokens, unless it has none."""
+    padding = kwargs.get("attention_mask")
+    if padding is None:
+        return
+    if not isinstance(padding, Tensor) or padding.dim() != 2 or not padding.bool().all():
+        raise UnsupportedError(
+            "attention_mask: a tensor does not say which global positions it is about; pass "
+            "padding as weft=Batch(mask=KeyPadding(lengths)), which shard_batch makes of it"
+        )
+    kwargs["attention_mask"] = None
+
+
+def pooled_labels(kwargs: dict, layout: Layout, name: str) -> None:
+    """Raise for labels that a head of whole sequences cannot have."""
+    if kwargs.get("shift_labels") is not None:
+        raise UnsupportedError(
+            f"labels (batch, tokens): {name} has one answer for a whole sequence; give "
+            "shard_batch labels (batch,), or floating-point ones (batch, num_labels)"
+        )
+    if kwargs.get("labels") is not None and layout.size("batch") > 1:
+        raise UnsupportedError(
+            "labels: the model's loss would be the mean over this rank's sequences; call it "
+            "without labels, and take layout.mean of the losses' sum and count"
+        )
+
+
+def documents(lengths: tuple[int, ...] | None, scaling: nn.Module | None) -> None:
+    """Raise for packed documents that an embedding would scale by all masked tokens of a row."""
+    if scaling is not None and lengths is not None and len(lengths) > 1:
+        raise UnsupportedError(
+            f"documents: {type(scaling).__name__} has token_dropout, which scales a row by how "
+            "many of its tokens are masked, and not each document by its own; give every document "
+            "a row, or set token_dropout=False in the configuration before the model is made"
+        )
+
+
+def layer_droppers(model: Foreign) -> list[nn.Module]:
+    """The modules that drop whole layers at random in training, if they are told to."""
+    return [
+        module
+        for module in model.modules()
+        if "layerdrop" in vars(module) or "DropPath" in type(module).__name__
+    ]
+
+
+def layer_drop(modules: Sequence[nn.Module], layout: Layout, axis: str) -> None:
+    """Raise where ranks that share a sequence would each drop other layers of it."""
+    if layout.size(axis) == 1:
+        return
+    for module in modules:
+        key = "layerdrop" if "layerdrop" in vars(module) else "drop_prob"
+        p = getattr(module, key, None) or 0.0
+        if module.training and p > 0.0:
+            raise UnsupportedError(
+                f"{type(module).__name__}: {key}={p} in training: every rank would drop other "
+                f"layers of the same sequence; set {key}=0 on these modules, or in the "
+                "configuration before the model is made"
+            )
+
+
+def left_padding(mask: Mask | None, length: int) -> None:
+    """Raise for rows padded on the left, where nothing says which positions they have."""
+    seen = unpadded(mask, length)
+    if seen is not None and not seen[:, 0].all():
+        raise UnsupportedError(
+            "attention_mask: rows are padded on the left, and whether this model counts positions "
+            "from its first token or its first that is not padding is not known: give shard_batch "
+            "position_ids, such as attention_mask.cumsum(-1).sub(1).clamp(min=0)"
+        )
+
+
+def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
+    """Raise where padding, which sees no token, would enter states by way of eager attention.
+
+    Of a model, by its name, whose recurrent layers do not leave padding out.
+    """
+    seen = unpadded(mask, length)
+    if seen is not None and not seen[:, 0].all():
+        raise UnsupportedError(
+            f"attention_mask: rows are padded on the left, and the recurrent layers of {name} take"
+            " in padding, of which attn_implementation='eager' makes the mean of all tokens and"
+            " weft 0, as 'sdpa' does; pad on the right, or load the model with"
+            " attn_implementation='sdpa'"
+        )
+
+
+def label_after_padding(shifted: Tensor, before: Tensor) -> None:
+    """Raise where a loss would be of padding, which sees no token, by way of eager attention.
+
+    Of next tokens' labels (b, n); `before` (b, n) are tokens that are padding on the left.
+    """
+    if (before.to(shifted.device) & (shifted != IGNORED)).any():
+        raise UnsupportedError(
+            "attention_mask: the first token after padding on the left has a label, which padding "
+            "predicts: it sees no token, for which attn_implementation='eager' takes the mean of "
+            "all tokens and weft 0, as 'sdpa' does; set that label to -100, pad on the right, or "
+            "load the model with attn_implementation='sdpa'"
+        )
+
+
+def replaced_layers(modules: Sequence[nn.Module]) -> None:
+    """Raise where a recurrent layer has another `forward` since, which sees a rank's chunk only."""
+    for module in modules:
+        if not is_ours(module):
+            raise UnsupportedError(
+                f"{type(module).__name__}: its forward was replaced since the model was"
+                " parallelized, by a fused kernel perhaps, and would see this rank's tokens only;"
+                " replace it first, or call weft.restore(model)"
+            )
+
+
+def mask_of_recurrent(mask: Mask | None, name: str) -> None:
+    """Raise for a mask that a recurrent layer cannot heed: it leaves out padding, and no more."""
+    if isinstance(mask, And):
+        mask_of_recurrent(mask.left, name)
+        mask_of_recurrent(mask.right, name)
+    elif mask is not None and not isinstance(mask, KeyPadding | KeySpans):
+        raise UnsupportedError(
+            f"mask={mask!r}: the recurrent layers of {name} leave padding out and start documents"
+            " anew, and heed no other mask; take Batch(documents=..., mask=KeyPadding(...))"
+        )

@@ -1,0 +1,156 @@
+"""The forward pass of a parallelized transformers model that a thread is in.
+
+`calls` begins and ends it; the functions and hooks in between ask for it here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from weft.carry.pieces import LocalPieces
+from weft.errors import DeclarationError
+from weft.layout import Layout
+from weft.masks import Documents, Mask
+from weft.torch_interop.equal_masks import kept
+
+from . import losses
+from .batches import Batch
+from .cache import ShardedCache
+from .mark import OfCache, Sharded
+from .rows import Outputs
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A call of the head that TRL fuses with its loss, which gives numbers of tokens.
+
+    Attributes:
+        items: the divisor of its loss; None: the number of labels.
+        aux: the weight of the routers' loss.
+        cut: the last column is of no label.
+    """
+
+    items: Tensor | float | None
+    aux: float
+    cut: bool
+
+
+@dataclass
+class ModelCall:
+    """One forward pass of a parallelized model."""
+
+    layout: Layout
+    axis: str
+    batch: Batch = field(default_factory=Batch)
+    length: int = 0  # of a row; 0 until a submodule has made its tokens
+    labels: str = losses.NEXT
+    labelled: bool = False
+    model: nn.Module | None = None
+    pooled: bool = False
+    as_tuple: bool = False
+    positions: Tensor | None = None
+    last_position: int = 0
+    local: dict[str, Any] = field(default_factory=dict)
+    constants: bool = False  # new zeros and ones are replicated from now on
+    outputs: Outputs | None = None  # makes full rows of them; None: rows="local"
+    fused: Fused | None = None
+    replicated: str = ""  # why this call is not split
+    cache: ShardedCache | None = None  # keys and values that it attends to, and that it adds to
+    held: bool = False  # whole tokens on every rank, attending to the cache
+    past: int = 0  # tokens in the cache before
+    padding: Tensor | None = None  # (b, past), which of them are none
+    unsplit: str = ""  # why they are whole, where no token was cached before
+    state: LocalPieces | None = None  # where recurrent layers' states cross ranks
+    scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @property
+    def whole(self) -> bool:
+        """True if every rank computes all tokens."""
+        return bool(self.replicated) or self.held
+
+    @property
+    def how(self) -> str:
+        """How the call runs, in words."""
+        cached = "" if self.cache is None else f", {self.cache.described}"
+        return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
+
+    def sharded(self, mask: Mask, past: OfCache | None = None) -> Sharded:
+        """The mark for a mask of the call's tokens among themselves, and for those cached before.
+
+        Documents and padding of the batch are added.
+        """
+        extra = self.batch.mask
+        if self.batch.documents is not None:
+            mask = mask & Documents(self.batch.documents)
+        if not self.length:
+            raise DeclarationError(
+                "the number of tokens is not known yet: name the module that makes tokens, "
+                "parallelize(model, layout, embeddings=model.embeddings)"
+            )
+        mask = mask if extra is None else mask & extra
+        # Chunks of whole blocks differ in length even where the ranks divide it.
+        uneven = self.layout.reproducible or self.length % self.layout.size(self.axis)
+        length = str(self.length) if uneven else None
+        return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
+
+
+_running: contextvars.ContextVar[ModelCall | None] = contextvars.ContextVar("weft", default=None)
+
+
+@contextlib.contextmanager
+def during(call: ModelCall) -> Iterator[None]:
+    """Let this thread be in a call."""
+    before = _running.set(call)
+    try:
+        yield
+    finally:
+        _running.reset(before)
+
+
+def running() -> ModelCall | None:
+    """The forward pass of a parallelized model that this thread is in."""
+    return _running.get()
+
+
+def now(what: str = "a module") -> ModelCall:
+    """The same, for something that raises `DeclarationError` outside of one."""
+    call = _running.get()
+    if call is None:
+        raise DeclarationError(
+            f"{what} is called outside of a parallelized model's forward pass, where this rank's"
+            " tokens are not known: call the model, and recompute layers by"
+            " model.gradient_checkpointing_enable()"
+        )
+    return call
+
+
+def cache_of_call() -> ShardedCache:
+    """The cache of the call that this thread is in."""
+    cache = now("attention to a ShardedCache").cache
+    if cache is None:
+        raise DeclarationError(
+            "a layer was called with the mask of another call, which had a ShardedCache: pass"
+            " past_key_values= to the model, and no masks of other calls"
+        )
+    return cache
+
+
+def while_split(hook: Callable) -> Callable:
+    """A hook that does nothing in a call that is not split."""
+
+    @functools.wraps(hook)
+    def run(*args: Any) -> Any:
+        call = _running.get()
+        return None if call is not None and call.whole else hook(*args)
+
+    return run
+
+
+__all__ = ["Fused", "ModelCall", "cache_of_call", "during", "now", "running", "while_split"]

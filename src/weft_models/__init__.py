@@ -1,0 +1,1 @@
+"""Models on layouts: the composer, model files, tables, pair stacks, routing, training."""

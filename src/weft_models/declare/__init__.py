@@ -1,0 +1,1 @@
+"""Model files and run files: text becomes validated, immutable declarations."""

@@ -1,0 +1,121 @@
+"""Models that encode some positions of an axis once, for reuse by all others or by later ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from weft.errors import DeclarationError, did_you_mean
+from weft.masks import Mask
+from weft.nn.attention import MultiAxisAttention
+from weft.nn.named import build_mask
+
+from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, Plain, TriangleBlock
+from ..declare.model_file import ModelSpec
+
+OPEN = (("first-keys", None),)
+
+
+def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> tuple[int, ...]:
+    """The numbers of the blocks that attend an axis with `mask = "first-keys"`, ascending.
+
+    Raises `DeclarationError` if there are none, or positions of the axis meet in another way.
+    """
+    found = []
+    if axis not in spec.axes[:-1]:
+        raise DeclarationError(
+            f"model {spec.name!r} has no axis {axis!r}{did_you_mean(axis, spec.axes[:-1])}"
+        )
+    for number, (block, module) in enumerate(zip(spec.blocks, modules)):
+        why = _mixes(spec, block, axis) or _cannot(block, module, axis)
+        if why:
+            raise DeclarationError(
+                f"model {spec.name!r}: {axis!r} cannot be encoded apart: block {number} {why}"
+            )
+        if isinstance(block, AttendBlock) and block.attend == (axis,) and block.context is None:
+            found.append(number)
+    if not found:
+        raise DeclarationError(
+            f"model {spec.name!r}: no block attends {axis!r}; each of its positions stands alone"
+        )
+    return tuple(found)
+
+
+def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> dict[int, Mask]:
+    """The blocks that attend an axis of which positions see none after them: number -> mask.
+
+    In ascending order. Raises `DeclarationError` if positions of the axis meet in another way.
+    """
+    masks = {}
+    for number, (block, module) in enumerate(zip(spec.blocks, modules)):
+        if isinstance(block, MlpBlock):
+            continue
+        why = _looks_ahead(block, axis) or _cannot(block, module, axis)
+        if why:
+            raise DeclarationError(
+                f"model {spec.name!r} cannot decode along {axis!r}: block {number} {why}"
+            )
+        assert isinstance(block, AttendBlock)  # others look ahead
+        masks[number] = build_mask(block.mask, {})
+    return masks
+
+
+def _looks_ahead(block: Plain, axis: str) -> str:
+    """Why a position depends on more than earlier keys of its axis, or "" if it does not."""
+    if not isinstance(block, AttendBlock):
+        return "carries a state, which no cache of keys holds"
+    if block.kind != axis:
+        return f"attends {block.kind!r}, and not {axis!r} itself"
+    if block.bias is not None:
+        return "has a bias of whole scores"
+    names = {name for name, _ in block.mask}
+    if names - {"causal", "window"} or build_mask(block.mask, {}).keys((0, 0))[1] > 0:
+        return (
+            f"has mask = {list(block.mask)}, and not 'causal', '{{ window = n }}' of it, or"
+            " 'window' with no keys to the right"
+        )
+    return ""
+
+
+def _mixes(spec: ModelSpec, block: Plain, axis: str) -> str:
+    """How a block lets positions of the axis depend on more than the encoded ones, or ""."""
+    if isinstance(block, MlpBlock):
+        return ""
+    if isinstance(block, CarryBlock):
+        return "carries a state along it" if axis == block.carry else ""
+    if isinstance(block, TriangleBlock) or block.bias == ("triangle", None):
+        return "is of pairs, over both of their axes" if axis in spec.axes[1:3] else ""
+    if axis not in block.attend:
+        return ""
+    if block.attend != (axis,):
+        return f"attends {block.kind} jointly"
+    wanted = OPEN if block.context is None else ()
+    if block.mask != wanted:
+        return f"has mask = {list(block.mask)}, and not {'first-keys' if wanted else 'full'!r}"
+    if block.bias or block.rope:
+        return "has a bias or rotary positions, which depend on where in the whole a position is"
+    return ""
+
+
+def _cannot(block: Plain, module: nn.Module, axis: str) -> str:
+    """Why a block that attends the axis has no keys to keep, or ""."""
+    if not isinstance(block, AttendBlock) or axis not in block.attend:
+        return ""
+    attention = getattr(module, "attention", None)
+    if type(attention) is not MultiAxisAttention:
+        return "routes its keys"
+    if attention.layout is not module.layout:
+        return "runs on another layout than the model"
+    return ""
+
+
+def is_mixed(spec: ModelSpec, axis: str) -> bool:
+    """True if a block lets positions of an axis depend on each other; those of a batch never do.
+
+    >>> spec = ModelSpec.load("tabular")
+    >>> [axis for axis in spec.axes if is_mixed(spec, axis)]
+    ['rows', 'features']
+    """
+    attended = {a for b in spec.attends if b.context is None for a in b.attend}
+    return axis in attended or any(_mixes(spec, block, axis) for block in spec.blocks)

@@ -1,0 +1,68 @@
+"""Progress of an ensemble: a bar on the terminal, or a line every ten seconds without one."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from rich.markup import escape
+
+if TYPE_CHECKING:
+    from weft._terminal import Terminal
+
+#: Seconds between lines where there is no terminal.
+EVERY = 10.0
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
+    """Shows on stderr how much of some work is done; yields a function to call with amounts of it.
+
+    `what` is done, such as "predicting". Where the `total` amount is unknown (None), the bar goes
+    when the work is done.
+
+    >>> with progress("predicting", 10, shown=False) as advance:
+    ...     advance(10)
+    """
+    if not shown:
+        yield lambda work: None
+        return
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from weft._terminal import Terminal
+
+    console = Terminal(stderr=True)
+    if not console.is_terminal:
+        yield _lines(console, what, total)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, *times, console=console, transient=total is None) as bar:
+        task = bar.add_task(escape(what), total=total)
+        yield lambda work: bar.advance(task, work)
+        if total is not None:
+            bar.update(task, completed=total)
+
+
+def _lines(console: Terminal, what: str, total: int | None) -> Callable[[int], None]:
+    begin = printed = time.monotonic()
+    done = 0
+
+    def advance(work: int) -> None:
+        nonlocal done, printed
+        done, now = done + work, time.monotonic()
+        if now - printed >= EVERY:
+            printed = now
+            share = f"{done:,}" if total is None else f"{done / max(1, total):.0%}"
+            console.print(f"{escape(what)}: {share} after {now - begin:.0f} s", highlight=False)
+
+    return advance

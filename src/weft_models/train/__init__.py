@@ -1,0 +1,23 @@
+"""Training: data drawn on the fly, data parallelism, clipping, the loop and its records."""
+
+from weft.gradients.clip import clip_grad_norm_
+from weft.gradients.data_parallel import data_parallel
+
+from .batches import PackedBatch, PackedReader, TokenDataset, TokenFile
+from .data import TrainingBatch, stream
+from .monitor import Record
+from .trainer import Run, fit
+
+__all__ = [
+    "PackedBatch",
+    "PackedReader",
+    "Record",
+    "Run",
+    "TokenDataset",
+    "TokenFile",
+    "TrainingBatch",
+    "clip_grad_norm_",
+    "data_parallel",
+    "fit",
+    "stream",
+]

@@ -1,0 +1,222 @@
+"""The training loop: the same for every model, on every layout."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from weft.checkpoint.folder import CheckpointError
+from weft.checkpoint.run import Checkpoints, missing
+from weft.errors import UnsupportedError, WeftError
+from weft.gradients.data_parallel import data_parallel
+from weft.launch.environment import restarted
+from weft.layout import Layout
+
+from ..declare.model_file import TrainSpec
+from ..declare.run_file import RUN_FILE, WEIGHTS
+from ..models import ModelSpec, compose, save_pretrained
+from ..models.cache import spec_digest
+from ..routing import set_progress
+from ..routing.report import figures, observe
+from ..tables.evaluation import TABLES, Result, curves, evaluate, results_table
+from .data import stream
+from .monitor import Monitor, Record
+from .step import take_step
+
+FILE = "model file"  # whose digest a checkpoint's notes have by this name
+
+
+@dataclass
+class Run:
+    """The result of `fit`.
+
+    Attributes:
+        model: trained, on its layout.
+        records: one per step of this run.
+        results: accuracies on real tables, where the model is one of tables.
+        seconds: wall time.
+
+    >>> Run(nn.Linear(2, 1)).losses
+    []
+    """
+
+    model: nn.Module
+    records: list[Record] = field(default_factory=list)
+    results: list[Result] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def losses(self) -> list[float]:
+        """Loss of every step."""
+        return [record.loss for record in self.records]
+
+
+def fit(
+    spec: ModelSpec,
+    layout: Layout,
+    *,
+    seed: int = 0,
+    log_dir: str | Path | None = None,
+    run_file: str | None = None,
+    checkpoint_dir: str | Path | None = None,
+    resume: bool = False,
+    evaluate_tables: bool = True,
+    quiet: bool = False,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    **changes: Any,
+) -> Run:
+    """Trains a model on a layout; every rank of the layout calls this with the same arguments.
+
+    AdamW with linear warmup and cosine decay, gradients clipped by their norm over all ranks. The
+    same seed gives the same loss curve on every layout, to rounding, whatever sums the gradients
+    and in however many parts a batch is computed.
+
+    Args:
+        spec: the model; its `train` section says how it is trained.
+        layout: where it runs; it is built if it was not yet.
+        seed: of weights and data.
+        log_dir: the run's folder. It gets TensorBoard files (loss, accuracy, learning rate, norm of
+            the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
+            the end `model.safetensors`, for `weft.models.from_pretrained`. Curves of an earlier run
+            there are hidden from the step on at which this one begins.
+        run_file: the text of `run.toml` in `log_dir`, written once the run can start.
+        checkpoint_dir: where checkpoints go. A folder holds one run, so a new run is refused where
+            there are checkpoints already.
+        resume: go on from the latest whole checkpoint there, on whatever layout it was written,
+            as the `train` section says now; seed and batch stay as they were. A run that its
+            launcher starts again (`torchrun --max-restarts`, a requeued SLURM job) does so by
+            itself, and from the beginning where there is none yet.
+        evaluate_tables: at the end, try a table model on real tables.
+        quiet: print nothing. Only rank 0 prints in any case.
+        device: where to compute, default the device of the layout's mesh, else the CPU.
+        dtype: of parameters and computation, default torch's.
+        changes: of keys of the `train` section, such as `steps=100`.
+
+    Raises:
+        DeclarationError: model and layout do not fit, an unknown key, or a number that cannot be.
+        CheckpointError: nothing to resume from, checkpoints of another run, or none that is whole;
+            or another run is at work in the folder.
+        FloatingPointError: the loss or the norm of the gradient is not finite; the message names
+            the step, and neither weights nor checkpoints have it.
+
+    >>> run = fit(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True,
+    ...             evaluate_tables=False)
+    >>> len(run.losses)
+    2
+    """
+    spec = spec.training(changes)
+    plan = spec.train
+    _check_reproducible(plan, layout)
+    inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
+    layout = inner.layout
+    model = inner if plan.gradients == "sync" else data_parallel(inner, layout, plan.gradients)
+    options = plan.model_dump(include={"lr", "betas", "weight_decay"})
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    data, run, began = stream(spec, layout, seed), Run(inner), time.perf_counter()
+    checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, layout)
+    facts = {"model": spec.name, "seed": seed, "batch": plan.batch, FILE: spec_digest(spec)}
+    with contextlib.ExitStack() as entered:
+        if checkpoints and (not resume or checkpoints.steps()):
+            entered.enter_context(checkpoints.alone())
+        start = _start(checkpoints, resume, model, optimizer, facts)
+        for group in optimizer.param_groups:  # a checkpoint's are those of an earlier plan
+            group.update(options)
+        monitor = entered.enter_context(Monitor(layout, plan.steps, start, log_dir, quiet))
+        if log_dir is not None and run_file is not None and layout.rank == 0:
+            (Path(log_dir) / RUN_FILE).write_text(run_file)
+        for step in range(start, plan.steps):
+            set_progress(inner, step / plan.steps)
+            observe(inner, monitor.due(step))
+            run.records.append(take_step(model, layout, optimizer, data, step))
+            monitor.show(run.records[-1])
+            if monitor.due(step):
+                monitor.pictures(figures(inner), step)
+            if checkpoints and _is_due(step + 1, plan.steps, plan.checkpoint_every):
+                checkpoints.save(step + 1, model, optimizer, facts)
+            if spec.head == "table" and _is_due(step + 1, None, plan.evaluate_every):
+                monitor.scores(curves(evaluate(inner, seed=seed, others=False)), step + 1)
+        run.seconds = time.perf_counter() - began
+        if log_dir is not None:
+            save_pretrained(inner, Path(log_dir) / WEIGHTS, _notes(run, layout, plan, seed))
+        if spec.head == "table" and evaluate_tables:
+            both = 2 * len(TABLES)
+            with monitor.also("on real tables", both) as begins:
+                run.results = evaluate(inner, splits=1, seed=seed, begins=begins)
+            monitor.results(run.results, plan.steps)
+            monitor.print(results_table(run.results))
+    return run
+
+
+def _check_reproducible(plan: TrainSpec, layout: Layout) -> None:
+    """Refuses settings that give other bits on each layout."""
+    if layout.reproducible and plan.gradients != "sync":
+        raise UnsupportedError(
+            f"{layout.source}: a reproducible layout trains with gradients = 'sync', found"
+            f" {plan.gradients!r}: DDP divides by the number of ranks, and FSDP2's shards begin"
+            " elsewhere in a vector"
+        )
+
+
+def _is_due(done: int, last: int | None, every: int | None) -> bool:
+    return done == last or bool(every and done % every == 0)
+
+
+def _notes(run: Run, layout: Layout, plan: TrainSpec, seed: int) -> dict[str, Any]:
+    """Metadata of a training run, stored with its weights."""
+    return {
+        "torch": torch.__version__,
+        "layout": layout.name,
+        "ranks": layout.world_size,
+        "seed": seed,
+        "train": plan.model_dump(mode="json"),
+        "seconds": round(run.seconds),
+        "loss": run.losses[-1] if run.losses else None,
+    }
+
+
+def _start(
+    checkpoints: Checkpoints | None,
+    resume: bool,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    facts: Mapping[str, object],
+) -> int:
+    """How many steps are done: 0 in a new run, else those of the checkpoint it goes on from."""
+    if checkpoints is None:
+        if resume:
+            raise WeftError("resume=True needs checkpoint_dir, the folder to resume from")
+        return 0
+    folder, found = checkpoints.folder, checkpoints.steps()
+    if not restarted() and found and not resume:
+        raise CheckpointError(
+            f"{folder} has checkpoints of an earlier run, up to step {found[-1]}; resume that run "
+            "(weft train --resume), or give this one another folder"
+        )
+    if not restarted() and resume and not found:
+        raise CheckpointError(missing(folder))
+    checkpoints.check_writable()
+    loaded = checkpoints.load(model, optimizer)
+    if loaded.path is None:
+        return 0
+    for name, value in facts.items():
+        if loaded.notes.get(name, value) == value:  # a program's dcp.save writes no notes
+            continue
+        if name == FILE:
+            raise CheckpointError(
+                f"{loaded.path} was trained with another model file {facts['model']!r}: weights"
+                " have the same shapes, but axes, sizes or blocks differ; resume with that file,"
+                " or choose another checkpoint folder"
+            )
+        raise CheckpointError(
+            f"{loaded.path} was trained with {name} {loaded.notes[name]!r}, not {value!r}; "
+            "resume with that, or choose another checkpoint folder"
+        )
+    return loaded.step

@@ -1,0 +1,273 @@
+"""The time of a call: every rank's program on the clock of `plan/clock.py`.
+
+A rank goes on when its step's messages have arrived: the order in which the executor runs the same
+programs. Where all ranks compute alike, one node's are replayed, and the others are its images.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from weft.declare.hardware import Device, Hardware
+from weft.declare.mesh import rank_at
+from weft.declare.strategy import Role
+from weft.declare.traffic import Traffic
+from weft.errors import UnsupportedError
+from weft.layout import Layout
+from weft.masks import Causal, Full, describe
+from weft.plan.clock import Gate, Network, Player
+from weft.plan.memory import payload_bytes
+from weft.plan.order import count
+from weft.plan.plan import Pass, Plan
+from weft.plan.predict import forecast_of, plans_for
+from weft.plan.problem import Problem
+from weft.plan.program import Block
+from weft.plan.shifts import image_group
+from weft.plan.tiles import KernelCall, Kind, entries
+
+#: Ranks whose programs are replayed one by one; of more, one node's.
+MOST_REPLAYED = 256
+#: Orders of tokens in which all ranks have the same causal work, zigzag within 2 %.
+BALANCED = ("zigzag", "striped")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When passes end on the ranks of a call, in seconds from the call's begin.
+
+    Attributes:
+        forward, backward: how long each pass takes on the rank that ends last.
+        compute: seconds of the busiest rank's blocks, forward and backward, on a device alone.
+        bytes_of_levels: bytes that the replayed ranks send per level, forward and backward,
+            innermost first.
+    """
+
+    forward: float
+    backward: float
+    compute: tuple[float, float]
+    bytes_of_levels: tuple[int, ...]
+
+    @property
+    def total(self) -> float:
+        """Both passes."""
+        return self.forward + self.backward
+
+
+class _Rank(Player):
+    """One rank on its way through both passes."""
+
+    def __init__(self, network: Network, plan: Plan, rank: int) -> None:
+        super().__init__(network, rank)
+        self.plan, self.forecast = plan, forecast_of(plan)
+        self.ends: list[float] = []
+
+    def passes(self) -> Iterator[Gate]:
+        """What the rank waits for, in the order in which the executor does."""
+        for backward in (False, True):
+            tile = self.plan.backward if backward else self.plan.forward
+            moved = self.forecast.backward if backward else self.forecast.forward
+            yield self.work(self.network.hardware.device.host.per_pass)
+            yield from self._all_to_alls(moved.before, backward, "before")
+            yield from self._program(tile)
+            yield from self._all_to_alls(moved.after, backward, "after")
+            self.ends.append(self.network.clock.now)
+
+    def _program(self, tile: Pass) -> Iterator[Gate]:
+        device = self.network.hardware.device
+        waits: dict[object, Gate] = {}
+        merged: set[int] = set()
+        for step in tile.program.steps:
+            messages = 0
+            for t in step.begin:
+                (a, b), (c, d) = tile.transfer_rows(t)
+                gate = waits[t] = Gate()
+                kind = (t.mesh_dim, tile.backward, t.payload, t.source, t.target, t.ring_offset)
+                sent, came = (
+                    payload_bytes(tile.plan, t.payload, tile.backward, n) if n else 0
+                    for n in (b - a, d - c)
+                )
+                if sent:
+                    self.send(gate, self._peer(t.mesh_dim, -t.ring_offset), kind, sent)
+                if came:
+                    self.receive(gate, self._peer(t.mesh_dim, t.ring_offset), kind, came)
+                messages += bool(sent) + bool(came)
+            yield self.work(device.host.step + messages * device.host.message)
+            for block in step.blocks:
+                seconds = block_seconds(tile, tile.block(block).calls, device)
+                if device.memory_rate:
+                    seconds += merged_bytes(tile, block, merged) / device.memory_rate
+                yield self.work(seconds)
+            for t in step.end:
+                yield waits[t]
+
+    def _all_to_alls(self, traffic: Traffic, *tag: object) -> Iterator[Gate]:
+        """all-to-alls: every message of one is posted at once.
+
+        Every rank takes part, one of an empty chunk too; a receiver knows how many bytes come.
+        """
+        for (mesh_dim, label), calls in traffic.calls.items():
+            nbytes, size = traffic.received[mesh_dim, label], self.plan.sizes[mesh_dim]
+            if not calls:
+                continue
+            for number in range(max(1, round(calls / (size - 1)))):
+                gate = Gate()
+                for offset in range(1, size):
+                    kind = (mesh_dim, *tag, label, number, offset)
+                    share = round(nbytes / calls)
+                    self.send(gate, self._peer(mesh_dim, offset), kind, 0)
+                    self.receive(gate, self._peer(mesh_dim, -offset), kind, share)
+                yield gate
+
+    def _peer(self, mesh_dim: str, offset: int) -> int:
+        coords = dict(self.plan.coords)
+        coords[mesh_dim] = (coords[mesh_dim] + offset) % self.plan.sizes[mesh_dim]
+        return rank_at(self.plan.sizes, coords)
+
+
+def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> float:
+    """What a block of these kernel calls takes on a device alone.
+
+    4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward. Calls along the
+    diagonal take as long as if they had more visible scores, where a kernel does not skip them all.
+    """
+    p, entry = tile.plan.problem, tile.plan.compute.query
+    visible = entries(calls, entry.batch)  # per head, of all sequences
+    costly = sum(
+        entries((c,), entry.batch) / device.causal_share(c.q1 - c.q0)
+        for c in calls
+        if c.kind is Kind.CAUSAL
+    )
+    costly += entries(tuple(c for c in calls if c.kind is not Kind.CAUSAL), entry.batch)
+    work = 2 * entry.heads * costly * (p.head_dim + p.value_dim)
+    rate = device.rate(visible / max(entry.batch, 1), tile.backward)
+    return work * (2.5 if tile.backward else 1.0) / rate
+
+
+def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
+    """Bytes read and written to add a block's results to those before.
+
+    Forward, outputs of query chunks that have some; backward, dQ, dK and dV. Each number is read as
+    the kernel wrote it, and the sum read and written as accumulators have it.
+
+    Args:
+        merged: query chunks that have results; those of the block are added.
+    """
+    plan, p, made = tile.plan, tile.plan.problem, tile.block(block)
+    rows, columns = count(made.q_spans), count(made.kv_spans)
+    width = p.dtype.itemsize + 2 * plan.accum_dtype.itemsize
+    numbers = plan.compute.query.heads * rows * (p.head_dim if tile.backward else p.value_dim)
+    if not tile.backward and not merged.intersection(block.q):
+        numbers = 0
+    merged.update(block.q)
+    if tile.backward:
+        numbers += plan.compute.key.heads * columns * (p.head_dim + p.value_dim)
+    return plan.compute.query.batch * numbers * width
+
+
+def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
+    """Replay the programs of the ranks of a call on some hardware.
+
+    Args:
+        plans: of every rank, in rank order; or, where all ranks compute alike, of the ranks of
+            `image_group`: the others are taken for their images.
+        hardware: rank i of the call is its rank i, innermost level first.
+
+    >>> import torch
+    >>> from weft import Layout
+    >>> from weft.plan.predict import plans_for
+    >>> from weft.plan.problem import Problem
+    >>> problem = Problem(("tokens",), ((4096, 4096),), 1, 8, 8, 64, 64, torch.float32, "cpu")
+    >>> plans = list(plans_for(Layout.parse("tokens: ring=4"), problem, range(4)))
+    >>> level = {"name": "network", "rate": 1e9}
+    >>> alone = Hardware.from_dict({"device": {"flops": 5e10}, "level": [level]})
+    >>> found = time_call(plans, alone)
+    >>> round(found.forward, 3), round(found.compute[0], 3)  # messages are hidden
+    (0.172, 0.172)
+    """
+    network = Network(hardware, len(plans))
+    sizes = dict(plans[0].sizes)
+    if len(plans) not in (math.prod(sizes.values()), image_group(hardware, sizes)):
+        raise ValueError(f"{len(plans)} plans for mesh {sizes}: neither all ranks nor one group")
+    ranks = [_Rank(network, plan, number) for number, plan in enumerate(plans)]
+    for rank in ranks:
+        rank.play(rank.passes())
+    network.clock.run()
+    if any(len(rank.ends) < 2 for rank in ranks):
+        if len(plans) < math.prod(sizes.values()):
+            raise UnsupportedError(
+                f"under {describe(plans[0].problem.mask)} ranks are no images of each other: some "
+                "send what others do not; only all ranks together can be replayed"
+            )
+        raise RuntimeError("a program waits for a message that nobody sends")
+    forward = max(rank.ends[0] for rank in ranks)
+    first, second = (
+        max(_compute(getattr(plan, name), hardware.device) for plan in plans)
+        for name in ("forward", "backward")
+    )
+    sent = tuple(network.sent[i] for i in range(len(hardware.level)))
+    backward = max(rank.ends[1] for rank in ranks) - forward
+    return Timing(forward, backward, (first, second), sent)
+
+
+def _compute(tile: Pass, device: Device) -> float:
+    return sum(block_seconds(tile, tile.block(b).calls, device) for b in tile.program.blocks)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """A call on the clock.
+
+    timing, plans: of the ranks that were replayed.
+    ranks: how many the layout has.
+    """
+
+    timing: Timing
+    plans: Sequence[Plan]
+    ranks: int
+
+    @property
+    def note(self) -> str:
+        """Which ranks were replayed, in words; nothing where it was all."""
+        if len(self.plans) == self.ranks:
+            return ""
+        return f"; {len(self.plans)} ranks replayed, the others are their images"
+
+
+def replayed(
+    layout: Layout, problem: Problem, hardware: Hardware, most: int = MOST_REPLAYED
+) -> Replayed:
+    """Put a call, over all ranks, on the clock.
+
+    Of more than `most` ranks one node is replayed, where all ranks compute the same: with a full
+    mask, or a causal one in an order of tokens that balances work. Raises `UnsupportedError` for
+    more than `MOST_REPLAYED` ranks that do not compute the same.
+    """
+    ranks = layout.world_size
+    group = ranks if ranks <= most else one_node(layout, problem, hardware)
+    if group is None and ranks > MOST_REPLAYED:
+        raise UnsupportedError(
+            f"{layout.source}: {ranks:,} ranks that do not all compute the same, or whose nodes are"
+            f" no boxes of the mesh {dict(layout.mesh)}, are replayed one by one, at most"
+            f" {MOST_REPLAYED}; take an order of tokens that balances work, or a mesh whose inner"
+            " dims fill a node"
+        )
+    plans = list(plans_for(layout, problem, range(group or ranks)))
+    return Replayed(time_call(plans, hardware), plans, ranks)
+
+
+def one_node(layout: Layout, problem: Problem, hardware: Hardware) -> int | None:
+    """How many ranks stand for all, None where all must be replayed."""
+    rules = layout.rules(problem.axes).items()
+    split = any(r.role in (Role.QUERY, Role.KEY) and layout.mesh[d] > 1 for d, r in rules)
+    balanced = all(layout.order.get(axis, "contiguous") in BALANCED for axis in problem.axes)
+    same_work = isinstance(problem.mask, Full) or not split or (is_causal(problem) and balanced)
+    return image_group(hardware, layout.mesh) if same_work else None
+
+
+def is_causal(problem: Problem) -> bool:
+    """Whether the mask is the plain causal one over as many keys as queries."""
+    mask = problem.mask
+    plain = type(mask) is Causal and mask.window is None and not mask.offset
+    return plain and problem.n == problem.m

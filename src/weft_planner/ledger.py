@@ -1,0 +1,78 @@
+"""The error of predicted times on named hardware: measured rows against the clock.
+
+`benchmarks/results/ledger.md` has the rows; `python -m benchmarks.ledger --write` makes both.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from weft.declare.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A set of measured rows, and by how much predictions miss them.
+
+    Attributes:
+        name: of the set in the ledger.
+        hardware: the name of the hardware file that predicted them.
+        devices: the fewest and the most of a row.
+        rows: how many were predicted; those that numbers were fitted on are not among them.
+        mean, worst: of the errors' sizes, predicted over measured less 1.
+        bias: the mean error; below 0 where predictions are too quick (of times).
+    """
+
+    name: str
+    hardware: str
+    devices: tuple[int, int]
+    rows: int
+    mean: float
+    worst: float
+    bias: float
+
+    def __str__(self) -> str:
+        low, high = self.devices
+        devices = f"{low}" if low == high else f"{low} to {high}"
+        rows = f"{self.rows} row{'s' * (self.rows > 1)}"
+        return (
+            f"checked on {self.hardware}, {devices} devices ({self.name}): {rows}, mean error "
+            f"{self.mean:.0%}, worst {self.worst:.0%}"
+        )
+
+
+def nearest(hardware: str, ranks: int) -> Checked | None:
+    """The set of measured rows nearest to a case, or None where nothing like it was measured.
+
+    A set is near where its hardware file is the same and its ranks reach as far: rows inside one
+    node say nothing about several. Of those the one with most nearly as many devices is taken.
+
+    Args:
+        hardware: the name of a shipped hardware file; of any other there is no set.
+        ranks: how many are planned for.
+
+    >>> print(nearest("b200-8", 8).name, nearest("ethernet-laptops", 8))
+    simumax None
+    """
+    near = [each for each in _sets() if each.hardware == hardware]
+    if not near:
+        return None
+    machine = Hardware.load(hardware)
+    level = machine.between(0, ranks - 1)
+    near = [each for each in near if machine.between(0, each.devices[1] - 1) == level]
+    return min(near, key=lambda each: _distance(each, ranks), default=None)
+
+
+def _distance(checked: Checked, ranks: int) -> tuple[float, int]:
+    low, high = checked.devices
+    return abs(math.log(min(max(ranks, low), high) / ranks)), -checked.rows
+
+
+@functools.cache
+def _sets() -> tuple[Checked, ...]:
+    text = (Path(__file__).parent / "ledger.json").read_text()
+    return tuple(Checked(**row | {"devices": tuple(row["devices"])}) for row in json.loads(text))

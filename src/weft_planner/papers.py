@@ -1,0 +1,121 @@
+"""Published set-ups on the clock: reported figures against predictions for the same layouts.
+
+A set-up lists everything that it assumes, for papers leave out much; so shapes and orders are what
+to compare, not seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from weft.declare import catalog
+from weft.declare.hardware import Hardware
+from weft.declare.rates import rates_of
+from weft.errors import DeclarationError, did_you_mean
+from weft.layout import Layout
+from weft.masks import Causal, Full
+from weft.plan.predict import forecast_of, plan_for
+from weft.plan.problem import Problem
+
+from .flow import replayed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+FOLDER = Path(__file__).parent / "setups"
+#: The ways that are compared, in the order of tables.
+WAYS = ("ring", "heads", "tile", "mix")
+
+
+@dataclass(frozen=True)
+class Way:
+    """One layout of a point: seconds of both passes, and bytes that rank 0 receives in them."""
+
+    layout: str
+    seconds: float
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """Ranks and tokens: the ways by name, and what the paper reports.
+
+    Attributes:
+        reported: `speedup` of the tile over the ring; `saved`, the share of the ring's bytes that
+            it does not move, where the paper says it.
+    """
+
+    ranks: int
+    tokens: int
+    ways: Mapping[str, Way]
+    reported: Mapping[str, float]
+
+    def speedup(self, way: str) -> float:
+        """How many times as quick as the ring."""
+        return self.ways["ring"].seconds / self.ways[way].seconds
+
+    def saved(self, way: str) -> float:
+        """The share of the ring's bytes that is not moved."""
+        return 1 - self.ways[way].nbytes / self.ways["ring"].nbytes
+
+
+def setups() -> list[str]:
+    """The names of the set-ups.
+
+    >>> setups()
+    ['attention2d', 'mesh-attention']
+    """
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def setup(name: str) -> dict[str, Any]:
+    """A set-up as its file says it.
+
+    Raises:
+        DeclarationError: there is none of this name.
+    """
+    if name not in setups():
+        raise DeclarationError(f"no set-up {name!r}{did_you_mean(name, setups())}")
+    return catalog.read_declaration("hardware", FOLDER / f"{name}.toml")[0]
+
+
+def points(declared: Mapping[str, Any]) -> Iterator[Point]:
+    """Every point of a set-up on the clock; its mix is the quickest of those that it lists."""
+    machine = Hardware.from_dict(declared["hardware"])
+    sizes = declared["heads"], declared["heads"], declared["head_dim"], declared["head_dim"]
+    mask = Causal() if declared["mask"] == "causal" else Full()
+    for each in declared["point"]:
+        lengths = ((each["tokens"], each["tokens"]),)
+        problem = Problem(("tokens",), lengths, 1, *sizes, torch.bfloat16, "cuda", mask)
+
+        def on(line: str, problem: Problem = problem) -> Way:
+            declared = Layout.parse(f"tokens(striped): {line}").declaration
+            layout = Layout.from_dict({**declared, "rates": rates_of(machine)}, line)
+            timing = replayed(layout, problem, machine, most=8).timing
+            moved = forecast_of(plan_for(layout, problem, 0))
+            nbytes = moved.forward.traffic.bytes + moved.backward.traffic.bytes
+            return Way(line, timing.total, nbytes)
+
+        ways = {way: on(each[way]) for way in WAYS[:-1]}
+        ways["mix"] = min(map(on, each["mixes"]), key=lambda way: way.seconds)
+        yield Point(each["ranks"], each["tokens"], ways, each["reported"])
+
+
+def draw(ax: Axes, found: list[Point], colors: tuple[str, ...]) -> None:
+    """Speed-up over the ring; crosses are what the paper reports of the tile."""
+    many = len({point.ranks for point in found}) > 1
+    xs = [point.ranks if many else point.tokens for point in found]
+    for way, color in zip(WAYS, colors):
+        ax.plot(xs, [p.speedup(way) for p in found], color=color, marker="o", ms=3, label=way)
+    ax.plot(xs, [p.reported["speedup"] for p in found], "kx", label="tile, reported")
+    ax.set_xscale("log", base=2)
+    ax.set_yscale("log", base=2)
+    ax.set_xlabel("GPUs" if many else "tokens", fontsize=8)
+    ax.set_ylabel("times as quick as a ring", fontsize=8)
+    ax.tick_params(labelsize=7)
+    ax.legend(frameon=False, fontsize=7)

@@ -1,0 +1,391 @@
+"""Finds the fastest layout on the fluid clock: bounds first, then the programs themselves.
+
+Every candidate has a lower bound in closed form. Those that look fastest are put on the clock, then
+those with the least bounds, until the next bound is no less than the best time (or within a gap of
+it): no candidate left can be faster, by the clock's own model.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from weft.declare.hardware import Hardware
+from weft.declare.rates import rates_of
+from weft.errors import DeclarationError, UnsupportedError, WeftError
+from weft.layout import Layout
+from weft.masks import FULL, Mask
+from weft.plan.memory import memory_bound
+from weft.plan.plan import Plan
+from weft.plan.predict import forecast_of
+from weft.plan.problem import Problem
+
+from .candidates import Candidate, Refused, candidates
+from .flow import replayed
+from .lower_bound import Bounds, LowerBound, link_seconds, longest
+
+#: Ranks that are replayed one by one although one node would do.
+_FEW = 8
+#: Replays at least, and seconds of a core for replays at most.
+LEAST, SECONDS = 10, 8.0
+#: Seconds of a call that are no plan: more than 30,000 years.
+ENDLESS = 1e12
+#: How much faster than the best a candidate may be that is not replayed.
+GAP = 0.01
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate on the clock.
+
+    Attributes:
+        layout: that runs it.
+        candidate: its roles by level.
+        forward: seconds, the sum after a tensor-parallel projection included.
+        backward: seconds of the backward pass, the sum of its inputs' gradients included.
+        compute: seconds of the busiest rank's blocks alone, forward and backward.
+        bytes_of_levels: that a rank sends in both passes, innermost level first, mean.
+        memory: bytes of a rank: q, k, v and out with their gradients, and what it holds for others.
+        bounded_by: what takes most of the time.
+
+    >>> found = choose_layout(4096, "ethernet-laptops", 2, heads=8, only=["ring"])
+    >>> found.best.layout.mesh, found.best.forward < found.best.backward
+    ({'ring': 2}, True)
+    """
+
+    layout: Layout
+    candidate: Candidate
+    forward: float
+    backward: float
+    compute: tuple[float, float]
+    bytes_of_levels: tuple[float, ...]
+    memory: int
+    bounded_by: str
+
+    @property
+    def total(self) -> float:
+        """Seconds of both passes."""
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a search found: the best first, then by time.
+
+    Attributes:
+        choices: every candidate that was replayed and fits. Of those that are as fast within the
+            search's gap, the one that keeps its links least busy is the best.
+        considered: how many candidates there were.
+        gap: by how much a candidate that was not replayed may be faster than the best, at most.
+        refused: why others were left out -> how many.
+        passes: seconds of "forward" alone, or of "both" passes, by which choices are ranked.
+
+    >>> found = choose_layout(4096, "ethernet-laptops", 2, heads=7, only=["ring", "ulysses"])
+    >>> [choice.layout.name for choice in found.choices], found.considered, found.gap
+    (['tokens: ring=2'], 1, 0.0)
+    >>> found.refused
+    {'7 heads do not divide over the ranks of tp and ulysses': 1}
+    """
+
+    choices: tuple[Choice, ...]
+    considered: int
+    gap: float
+    refused: dict[str, int] = field(default_factory=dict)
+    passes: str = "both"
+
+    @property
+    def best(self) -> Choice:
+        """The layout to take."""
+        return self.choices[0]
+
+    def seconds(self, choice: Choice) -> float:
+        """Seconds of the passes by which choices are ranked.
+
+        Args:
+            choice: one of them.
+        """
+        return choice.forward if self.passes == "forward" else choice.total
+
+
+@dataclass
+class Search:
+    """A search for the layout of one call, over all ranks.
+
+    only: strategies to keep to; all, if none.
+    memory: bytes of a rank that attention may take, default the device's.
+    forward_only: rank by the forward pass alone, and hold no gradients.
+    """
+
+    problem: Problem
+    hardware: Hardware
+    devices: int
+    only: Iterable[str] = ()
+    memory: float | None = None
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        self.refused = Refused()
+        self.bounds = Bounds(self.problem, self.hardware, self.devices)
+        self.limit = self.hardware.device.memory if self.memory is None else self.memory
+        every = candidates(self.problem, self.hardware, self.devices, self.only, self.refused)
+        self.every = [c for c in every if self._fits(self.bounds.held(c))]
+        self._clocked: dict[Candidate, Choice | None] = {}
+        self._spent = 0.0
+
+    @property
+    def seconds_each(self) -> float:
+        """What putting a candidate on the clock has taken of this process, mean."""
+        return self._spent / max(1, len(self._clocked))
+
+    def run(
+        self,
+        least: int = LEAST,
+        gap: float = GAP,
+        seconds: float = SECONDS,
+        tell: Callable[[int], None] = lambda replays: None,
+    ) -> Choices:
+        """Replay candidates until no other can be faster by more than a gap.
+
+        Of those within the gap of the fastest, the one comes first that keeps its links least busy:
+        it depends least on the clock being right. Raises `UnsupportedError` where no candidate
+        fits, and `DeclarationError` where the call would take longer than anybody waits.
+
+        Args:
+            least: replays at least.
+            gap: relative; 0 for the very best.
+            seconds: of a core that this thread may use, whatever else the machine does; then a
+                larger gap is left.
+            tell: called with how many were replayed.
+        """
+        began = time.thread_time()
+
+        def late() -> bool:
+            return time.thread_time() - began > seconds
+
+        bounds = {c: self._least(c) for c in self.every}
+        _refuse_endless(min(bounds.values(), default=0.0))
+        order = sorted(self.every, key=self.bounds.guess)
+        levels = len(self.hardware.level)  # the best of the plain ones, to compare with
+        order = [*[c for c in order if len(c.dims) <= levels][:1], *order]
+        for c in order:
+            enough = len(self._clocked) >= least or late()
+            if c in self._clocked or (enough and bounds[c] >= (1 - gap) * self._best()):
+                continue
+            if late() and self._best() < math.inf:
+                break
+            tell(len(self._clocked))
+            self.clock(c)
+        unseen = [bounds[c] for c in self.every if c not in self._clocked]
+        made = [choice for choice in self._clocked.values() if choice is not None]
+        if not made:
+            why = "; ".join(f"{n} of {reason}" for reason, n in self.refused.items())
+            raise UnsupportedError(
+                f"no layout of {self.devices:,} devices fits this call: "
+                f"{why or 'none uses these strategies'}"
+            )
+        made.sort(key=self._seconds)
+        _refuse_endless(self._seconds(made[0]))
+        close = [c for c in made if self._seconds(c) <= (1 + gap) * self._seconds(made[0])]
+        first = min(close, key=self._busy)
+        passes = "forward" if self.forward_only else "both"
+        return Choices(
+            (first, *[c for c in made if c is not first]),
+            len(self.every),
+            max(0.0, 1 - min(unseen, default=math.inf) / self._best()),
+            dict(self.refused),
+            passes,
+        )
+
+    def clock(self, c: Candidate) -> Choice | None:
+        """A candidate on the clock, None where it does not fit after all."""
+        if c not in self._clocked:
+            began = time.thread_time()
+            self._clocked[c] = self._choice(c)
+            self._spent += time.thread_time() - began
+        return self._clocked[c]
+
+    def _choice(self, c: Candidate) -> Choice | None:
+        layout = c.layout("+".join(self.problem.axes), rates_of(self.hardware))
+        try:
+            run = replayed(layout, self.problem, self.hardware, _FEW)
+        except WeftError as error:
+            self.refused.add(str(error))
+            return None
+        memory = call_memory(run.plans[0], self.forward_only)
+        if not self._fits(memory):
+            return None
+        sums = sum(sum(self.bounds.tensor_sum(c, d).values()) for d in c.dims if d.role == "tensor")
+        timing = run.timing
+        return Choice(
+            layout,
+            c,
+            timing.forward + sums,
+            timing.backward + sums,
+            timing.compute,
+            tuple(n / len(run.plans) for n in timing.bytes_of_levels),
+            memory,
+            bounded_by(self.bounds.of(c)[: 1 if self.forward_only else 2], timing.total),
+        )
+
+    def _fits(self, memory: float) -> bool:
+        """Whether a candidate may take so many bytes; one that may not is counted as refused."""
+        if self.limit is not None and memory > self.limit:
+            self.refused.add(f"more memory than {self.limit:.3g} bytes")
+            return False
+        return True
+
+    def _least(self, c: Candidate) -> float:
+        forward, backward = self.bounds.of(c)
+        return forward.total + (0.0 if self.forward_only else backward.total)
+
+    def _seconds(self, choice: Choice) -> float:
+        return choice.forward if self.forward_only else choice.total
+
+    def _busy(self, choice: Choice) -> float:
+        """Seconds of links, all of them one after another."""
+        sent = dict(enumerate(choice.bytes_of_levels))
+        return sum(link_seconds(self.hardware, sent, self.devices).values())
+
+    def _best(self) -> float:
+        times = [self._seconds(c) for c in self._clocked.values() if c is not None]
+        return min(times, default=math.inf)
+
+
+def _refuse_endless(seconds: float) -> None:
+    """Raise for hardware whose figures cannot be meant: numbers of another unit, or nearly 0."""
+    if not seconds < ENDLESS:
+        raise DeclarationError(
+            f"one call would take {seconds:.2g} s on this hardware; flops are operations, rates "
+            "bytes per second, latencies and host costs seconds"
+        )
+
+
+def call_memory(plan: Plan, forward_only: bool = False) -> int:
+    """Bytes of a rank for one call: its own tensors, and what it holds for others at most."""
+    own = forecast_of(plan).rest_bytes * (1 if forward_only else 2)
+    passes = [plan.forward] if forward_only else [plan.forward, plan.backward]
+    return own + max(memory_bound(each).nbytes for each in passes)
+
+
+def bounded_by(bounds: Iterable[LowerBound], total: float) -> str:
+    """What takes most of some passes' time, in a word or two."""
+    causes: defaultdict[str, float] = defaultdict(float)
+    for each in bounds:
+        causes["host"] += each.host
+        if each.blocks >= longest(each.links):
+            causes["compute"] += each.blocks
+        else:
+            link = max(each.links, key=lambda k: each.links[k])
+            causes[" ".join(link)] += longest(each.links)
+        for (level, kind), seconds in each.around.items():
+            causes[f"{level} {kind}"] += seconds
+    cause, seconds = max(causes.items(), key=lambda each: each[1])
+    waits = total - sum(each.total for each in bounds)
+    return "waiting" if waits > seconds else cause
+
+
+def choose_layout(
+    length: int,
+    hardware: str | Path | Hardware,
+    devices: int,
+    *,
+    heads: int,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    batch: int = 1,
+    mask: Mask = FULL,
+    axis: str = "tokens",
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+    only: Iterable[str] = (),
+    memory: float | None = None,
+    forward_only: bool = False,
+    gap: float = GAP,
+) -> Choices:
+    """The fastest layouts of an attention call on some hardware, by the clock of `weft_planner`.
+
+    Args:
+        length: tokens, over all ranks.
+        hardware: a hardware file by name or path, or what one says.
+        devices: how many ranks.
+        heads, kv_heads, head_dim, batch, mask, dtype: of the call, over all ranks.
+        axis: what the layouts call the attended axis.
+        device: whose kernels to plan with.
+        only: strategies to keep to, such as `["ulysses", "ring"]`; default all.
+        memory: bytes of a rank that the call may take, default the device's.
+        forward_only: rank by the forward pass alone.
+        gap: how much faster than the best a layout may be that is not looked at; 0 for none.
+
+    Returns:
+        The layouts that were put on the clock, the best first.
+
+    Raises:
+        UnsupportedError: no layout fits, and why.
+        DeclarationError: devices that do not fill the hardware's nodes, or an unknown strategy.
+
+    >>> found = choose_layout(4096, "ethernet-laptops", 4, heads=8)
+    >>> found.best.layout.name, found.best.bounded_by
+    ('tokens: ring=2 x pass_q=2', 'compute')
+    """
+    machine = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
+    problem = Problem(
+        axes=(axis,),
+        lengths=((length, length),),
+        batch=batch,
+        heads=heads,
+        kv_heads=heads if kv_heads is None else kv_heads,
+        head_dim=head_dim,
+        value_dim=head_dim,
+        dtype=dtype,
+        device=device,
+        mask=mask,
+    )
+    mask.check(length, length, batch)
+    return Search(problem, machine, devices, only, memory, forward_only).run(gap=gap)
+
+
+def slower(hardware: Hardware, level: int, times: float) -> Hardware:
+    """The same hardware with the links of one level so many times as slow."""
+    levels = list(hardware.level)
+    old = levels[level]
+    rate = None if old.rate is None else old.rate / times
+    levels[level] = old.model_copy(update={"rate": rate, "uplink": old.uplink / times})
+    return hardware.model_copy(update={"level": tuple(levels)})
+
+
+#: Strategies that a picture compares, and "best mix": all of them.
+FAMILIES = {
+    "ring": ["ring"],
+    "Ulysses": ["ulysses"],
+    "tile": ["tile"],
+    "Ulysses x ring": ["ulysses", "ring"],
+    "best mix": [],
+}
+
+
+def scaling(search: Search) -> dict[str, list[tuple[int, float]]]:
+    """Seconds of the best layout of every strategy, by devices: powers of two up to a search's.
+
+    Args:
+        search: for the most devices.
+
+    Returns:
+        (devices, seconds) by strategy, where it fits.
+    """
+    counts = [2**i for i in range(1, search.devices.bit_length()) if 2**i < search.devices]
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for name, only in FAMILIES.items():
+        for devices in (*counts, search.devices):
+            try:
+                fewer = replace(search, devices=devices, only=only)
+                choices = fewer.run(least=2, gap=0.05, seconds=1.0)
+            except (UnsupportedError, DeclarationError):
+                continue
+            curves.setdefault(name, []).append((devices, choices.seconds(choices.best)))
+    return curves

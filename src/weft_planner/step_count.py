@@ -1,0 +1,271 @@
+"""Traffic and memory of a model's training step on a layout, counted without ranks or numbers.
+
+The model's own code runs on one rank of torch's fake process group, on meta tensors: whatever it
+sends is counted, whatever autograd keeps has its size. So nothing here knows how a block talks:
+
+    forward, backward   attention, resharding between blocks, sums around split projections
+    gradients           their sums over the ranks that split data; DDP's and FSDP2's in closed form
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from weft._torch import ProductCounter, fake_ranks, memory_of
+from weft.comm.consistency import local_tensor
+from weft.errors import DeclarationError, UnsupportedError
+from weft.inspect.traffic import TrafficReport, traffic
+from weft.layout import Layout
+from weft.plan.plan import Plan
+from weft_models.declare.model_file import ModelSpec
+from weft_models.routing.geometry import is_routed
+
+from .work import model_work
+
+#: What sums gradients over ranks; FSDP2 shards weights and optimizer states as well.
+WAYS = ("sync", "ddp", "fsdp")
+PASSES = ("forward", "backward", "gradients")
+#: Ranks that are counted each, and of more, how many.
+MOST_COUNTED, SOME = 8, 4
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes of one kind that a rank receives in a step.
+
+    Attributes:
+        when: "forward", "backward" or "gradients".
+        mesh_dim: along which; several joined by "+", where they take part together.
+        what: the label of its messages.
+        nbytes: received.
+        messages: sent.
+        attention: whether it is part of an attention call's plan, and so on its clock.
+        mesh: sizes of the mesh that the mesh dim is of.
+    """
+
+    when: str
+    mesh_dim: str
+    what: str
+    nbytes: int
+    messages: int
+    attention: bool
+    mesh: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class StepCount:
+    """One rank's step.
+
+    Attributes:
+        rank: which.
+        moved: every kind of message.
+        memory: bytes by part: weights, gradients, optimizer (two moments of AdamW), activations
+            (what autograd keeps), and chunks that attention holds for others at one time.
+        flops: of matrix products, forward and backward, attention left out.
+        plans: of attention, (plan, backward) -> how often it runs.
+    """
+
+    rank: int
+    moved: tuple[Moved, ...]
+    memory: Mapping[str, int]
+    flops: tuple[int, int]
+    plans: Mapping[tuple[Plan, bool], int]
+
+    @property
+    def nbytes(self) -> int:
+        """All that the rank receives."""
+        return sum(each.nbytes for each in self.moved)
+
+
+def count_steps(
+    layout: Layout,
+    spec: ModelSpec,
+    batch: int,
+    lengths: Mapping[str, int],
+    dtype: torch.dtype = torch.float32,
+    gradients: str = "sync",
+    ranks: Sequence[int] | None = None,
+    layouts: Mapping[str, Layout] | None = None,
+) -> list[StepCount]:
+    """A step of a model on some ranks of a layout, none of which is there.
+
+    Args:
+        layout: of all blocks, not built.
+        spec: the model.
+        batch: examples of all ranks together.
+        lengths: global, of every axis; see `weft_planner.work.lengths_of_model`.
+        dtype: of parameters and computation.
+        gradients: what sums them: "sync", "ddp" or "fsdp".
+        ranks: which; default all of a few, or some of more, spread over the mesh.
+        layouts: other layouts of kinds of blocks, not built, as `weft.compose` takes them.
+
+    Raises:
+        UnsupportedError: a router decides what travels.
+
+    >>> spec = ModelSpec.load("causal_lm")
+    >>> layout = Layout.parse("heads: tp=2; tokens: ulysses=2")
+    >>> count, *_ = count_steps(layout, spec, 2, {"tokens": 64}, ranks=[0])
+    >>> sorted({(each.mesh_dim, each.what) for each in count.moved if each.when == "forward"})
+    [('tp', 'sum'), ('ulysses', 'out'), ('ulysses', 'qkv')]
+    """
+    if gradients not in WAYS:
+        raise DeclarationError(f"gradients={gradients!r}: known are {', '.join(WAYS)}")
+    for each, axis in [(one, a) for one in (layout, *(layouts or {}).values()) for a in one.attend]:
+        if is_routed(each, tuple(axis.split("+"))):
+            raise UnsupportedError(
+                f"{each.source}: routes axis {axis!r} by learned weights, which decide what"
+                " travels; `weft explain LAYOUT` bounds it"
+            )
+    if ranks is None:
+        ranks = some_ranks(layout.world_size)
+    sizes = (spec, batch, lengths, dtype, gradients)
+    return [_count(layout, layouts or {}, *sizes, rank) for rank in ranks]
+
+
+def some_ranks(ranks: int) -> list[int]:
+    """All ranks, or some of many, spread evenly, the first and the last among them."""
+    if ranks <= MOST_COUNTED:
+        return list(range(ranks))
+    return sorted({i * (ranks - 1) // (SOME - 1) for i in range(SOME)})
+
+
+def _count(
+    declared: Layout,
+    layouts: Mapping[str, Layout],
+    spec: ModelSpec,
+    batch: int,
+    lengths: Mapping[str, int],
+    dtype: torch.dtype,
+    gradients: str,
+    rank: int,
+) -> StepCount:
+    with fake_ranks(rank, declared.world_size):
+        layout = declared.build("cpu")
+        work = model_work(layout, spec, batch, lengths, dtype, "meta", layouts)
+        weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
+        of_weights = {memory_of(local_tensor(weight))[0] for weight in weights}
+        kept: dict[int, int] = {}
+
+        def keep(saved: torch.Tensor) -> torch.Tensor:
+            memory, nbytes = memory_of(saved)
+            if memory not in of_weights:
+                kept[memory] = nbytes
+            return saved
+
+        bound = {id(each.bound): each for each in work.layouts}  # once where they share it
+        watches = [each.bound.watch() for each in bound.values()]
+        with (
+            _each(bound.values()) as forward,
+            saved_tensors_hooks(keep, lambda saved: saved),
+            ProductCounter() as ahead,
+        ):
+            out = work.forward()
+        with _each(bound.values()) as backward, ProductCounter() as back:
+            out.backward(torch.ones_like(out))
+        reports = {"forward": forward, "backward": backward}
+        if gradients == "sync":
+            with _each(bound.values()) as sums:
+                work.finish()
+            reports["gradients"] = sums
+        for each, watch in zip(bound.values(), watches):
+            each.bound.unwatch(watch)
+    nbytes = sum(local_tensor(weight).nbytes for weight in weights)
+    moved = [each for when, per in reports.items() for each in _moved(when, per)]
+    if gradients != "sync":
+        moved += _sharded(declared, gradients, nbytes)
+    shards = data_ranks(declared) if gradients == "fsdp" else 1
+    held = max(report.peak_bound for report in (*forward.values(), *backward.values()))
+    memory = {
+        "weights": nbytes // shards,
+        "gradients": nbytes // shards,
+        "optimizer": 2 * nbytes // shards,
+        "activations": sum(kept.values()),
+        "held for others": held,
+    }
+    runs = [run for watch in watches for run in watch.items()]
+    plans = {key: times for key, times in runs if isinstance(key[0], Plan)}
+    flops = ahead.flops, back.flops
+    return StepCount(rank, tuple(moved), memory, flops, plans)
+
+
+@contextlib.contextmanager
+def _each(layouts: Iterable[Layout]) -> Iterator[dict[Layout, TrafficReport]]:
+    """What is counted of every layout by itself."""
+    with contextlib.ExitStack() as stack:
+        yield {layout: stack.enter_context(traffic(layout)) for layout in layouts}
+
+
+def _moved(when: str, reports: Mapping[Layout, TrafficReport]) -> Iterator[Moved]:
+    """What was counted, and of it what attention's plans had predicted."""
+    for layout, report in reports.items():
+        mesh = tuple(layout.mesh.items())
+        for key, nbytes in sorted(report.received.items()):
+            planned = report.predicted.received[key]
+            calls = report.calls[key], report.predicted.calls[key]
+            dim, what = key
+            if planned:
+                yield Moved(when, dim, what, planned, calls[1], True, mesh)
+            if nbytes > planned:
+                yield Moved(when, dim, what, nbytes - planned, calls[0] - calls[1], False, mesh)
+
+
+def _sharded(layout: Layout, way: str, nbytes: int) -> list[Moved]:
+    """DDP's all-reduce, or FSDP2's two all-gathers of weights and reduce-scatter of gradients.
+
+    Of P ranks a rank receives (P - 1) / P of all weights in each, in a ring.
+    """
+    ranks = data_ranks(layout)
+    if ranks == 1:
+        return []
+    share, dims = nbytes * (ranks - 1) // ranks, "+".join(layout.data_dims)
+    kinds = [("gradients", "gradients (ddp)", 2)]
+    if way == "fsdp":
+        kinds = [(when, "weights (fsdp)", 1) for when in PASSES[:2]]
+        kinds.append(("gradients", "gradients (fsdp)", 1))
+    mesh = tuple(layout.mesh.items())
+    return [
+        Moved(when, dims, what, times * share, times * (ranks - 1), False, mesh)
+        for when, what, times in kinds
+    ]
+
+
+def data_ranks(layout: Layout) -> int:
+    """Over how many ranks data is split."""
+    return math.prod(layout.mesh[d] for d in layout.data_dims)
+
+
+def busiest(counts: Sequence[StepCount]) -> StepCount:
+    """The rank that receives most."""
+    return max(counts, key=lambda count: count.nbytes)
+
+
+def by_part(count: StepCount) -> Counter[str]:
+    """Bytes that a rank receives, by what they are for."""
+    parts: Counter[str] = Counter()
+    for each in count.moved:
+        parts[part_of(each)] += each.nbytes
+    return parts
+
+
+def part_of(moved: Moved) -> str:
+    """What some bytes are for, in a word or two.
+
+    >>> part_of(Moved("forward", "tp", "sum", 8, 1, False))
+    'sums'
+    """
+    if moved.attention:
+        return "attention"
+    if moved.when == "gradients":
+        return "gradients"
+    named = {"sum": "sums", "redistribute": "resharding", "weights (fsdp)": "weights"}
+    return named.get(moved.what, moved.what)
+
+
+__all__ = ["Moved", "StepCount", "busiest", "by_part", "count_steps", "part_of", "some_ranks"]
