@@ -149,15 +149,15 @@ BUGS = (
     Bug(
         "a convolution reaches into the document before",
         "weft/carry/fragments.py",
-        "max(document, start - columns) - 1, -1)",
-        "max(0, start - columns) - 1, -1)",
+        "bordered(a - document, b - document, length, window.border)",
+        "bordered(a - document, b - document, edges[-1], window.border)",
         "carry",
     ),
     Bug(
         "columns to the left are zeros",
         "weft/carry/pieces.py",
-        "left[i] = halo.narrow(dim, at * columns, columns)",
-        "left[i] = 0 * halo.narrow(dim, at * columns, columns)",
+        "strips = iter(halo.split(sizes, dim))",
+        "strips = iter((0 * halo).split(sizes, dim))",
         "carry",
     ),
     Bug(
@@ -1042,8 +1042,8 @@ BUGS = (
     Bug(
         "a file's digest is not compared",
         "weft/checkpoint/folder.py",
-        "if _hash(path) != written.sha256:",
-        "if len(_hash(path)) != len(written.sha256):",
+        "if _hash(file) != written.sha256:",
+        "if len(_hash(file)) != len(written.sha256):",
         "cache storage checkpoint",
     ),
     Bug(
@@ -1056,8 +1056,8 @@ BUGS = (
     Bug(
         "blocks may overlap",
         "weft/checkpoint/folder.py",
-        "or not self.blocks or _overlap(self.blocks)",
-        "or not self.blocks",
+        "if not self.blocks or not _make_up(self.blocks, self.shape):",
+        "if not self.blocks or numbers != math.prod(self.shape):",
         "storage",
     ),
     Bug(

@@ -394,13 +394,15 @@ def test_a_file_is_replaced_only_where_that_is_asked_for(files, weights):
     Path("dangling.csv").symlink_to("nowhere.csv")
     for name, text in (
         ("kept.csv", "'kept.csv' exists; --force replaces it, --out gives another name"),
-        ("link.csv", "'link.csv' exists, a link to 'kept.csv'; --force"),
-        ("dangling.csv", "'dangling.csv' exists, a link to 'nowhere.csv'; --force"),
+        ("link.csv", "'link.csv' is a link to 'kept.csv', which is not written through; --out"),
+        ("dangling.csv", "'dangling.csv' is a link to 'nowhere.csv', which is not"),
     ):
         assert text in " ".join(run(*words, "--out", name, code=1).stderr.split())
     assert Path("kept.csv").read_text() == "precious"
     assert not Path("nowhere.csv").exists()
-    run(*words, "--out", "link.csv", "--force")
+    run(*words, "--out", "link.csv", "--force", code=1)
+    assert Path("kept.csv").read_text() == "precious"
+    run(*words, "--out", "kept.csv", "--force")
     assert Path("kept.csv").read_text().startswith("id,prediction,")
 
 

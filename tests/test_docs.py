@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import weft.models
-import weft.pair
-import weft.routing
-import weft.train
 
 import weft
 import weft.checkpoint
 import weft.losses
+import weft.models
 import weft.nn
+import weft.pair
+import weft.routing
 import weft.testing
+import weft.train
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = (

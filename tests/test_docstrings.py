@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import weft.models
 from test_docs import PUBLIC as MODULES
 
 import weft
+import weft.models
 
 #: What a parameter is documented under: arguments of a call, or attributes that a user reads.
 SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)

@@ -11,10 +11,10 @@ from unittest import mock
 
 import pytest
 import torch
-import weft.pair
 from fake_gpu import OneOf, backward, both_passes, fake_gpu
 
 import weft
+import weft.pair
 from weft.errors import UnsupportedError
 from weft.plan.call import Call
 from weft.runtime.calls import BoundCall

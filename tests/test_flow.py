@@ -97,13 +97,17 @@ def test_every_byte_of_the_plan_moves_once(line: str, mask):
         "tokens: hierarchical=4x4",
         "tokens: ulysses=4 x ring=4",
         "tokens: ulysses=16",
+        "tokens: gather=16",
+        "tokens: gather=4 x ulysses=4",
     ],
 )
-def test_one_node_and_its_images_are_all_ranks(line: str):
-    every = plans(line)
-    group = image_group(nodes(), every[0].sizes)
+@pytest.mark.parametrize("latency", [0.0, 1e-2])
+def test_one_node_and_its_images_are_all_ranks(line: str, latency: float):
+    """Messages to several images of one rank travel side by side, whatever their latency."""
+    every, machine = plans(line), nodes(latency=latency)
+    group = image_group(machine, every[0].sizes)
     assert group == 4
-    whole, image = time_call(every, nodes()), time_call(every[:group], nodes())
+    whole, image = time_call(every, machine), time_call(every[:group], machine)
     assert image.forward == pytest.approx(whole.forward, rel=1e-9)
     assert image.backward == pytest.approx(whole.backward, rel=1e-9)
     assert [4 * n for n in image.bytes_of_levels] == list(whole.bytes_of_levels)
@@ -191,8 +195,9 @@ def test_levels_that_do_not_fit_are_refused(level: list, message: str):
 @pytest.mark.parametrize(
     ("flops", "message"),
     [
-        (0, "device.flops = 0: give more than 0; "),
-        (math.nan, "device.flops = nan: give a finite number; "),
+        (0, "device.flops = 0: give more than 0 or a table, such as { key = value }$"),
+        (math.nan, "device.flops = nan: give a finite number or a table, such as { key = val"),
+        ("x", "device.flops = 'x': give a number or a table, such as { key = value }$"),
         ({"a": 1.0}, "device.flops.a = 'a': give a whole number$"),
         ({512: -1.0}, "device.flops.512 = -1.0: give more than 0$"),
     ],

@@ -19,7 +19,7 @@ SRC = ROOT / "src"
 #: Rooms from low to high, by the beginning of their modules' names; those of one line know nothing
 #: of each other. Of a room with plans and what carries them out, each part has its place.
 ROOMS = (
-    ("errors", "_version", "_doors", "_caching", "_pointwise"),
+    ("errors", "_opening", "_version", "_doors", "_caching", "_pointwise"),
     ("_terminal",),
     ("_torch", "_uploads"),
     ("_compile",),
@@ -31,6 +31,7 @@ ROOMS = (
     ("kernels",),
     ("plan",),
     ("relayout.plan", "decode.owners", "packing"),
+    ("relayout.windows",),
     ("carry.fragments",),
     ("carry.tree",),
     ("carry.choose",),
@@ -43,6 +44,7 @@ ROOMS = (
     ("dtensors", "relayout.bind_on_same_ranks"),
     ("attention", "losses", "carry.scan", "threads"),
     ("proof",),
+    ("relayout.proof",),
     ("carry.proof",),
     ("inspect",),
     ("same_bits",),
@@ -304,6 +306,7 @@ def test_a_public_name_is_defined_once():
 #: Files of tests that have more than one module in view, and so are named after none.
 OTHER_TESTS = [
     "calls_of_users",
+    "idea",
     "composition",
     "inference",
     "input",
@@ -324,10 +327,12 @@ OTHER_TESTS = [
     "gpu",
     "two_nodes",
     "private",
+    "seeded",
     "accuracy",
     "clusters",
     "families",
     "gpu_benchmark",
+    "elastic",
     "kills",
     "standins",
     "volume",

@@ -68,7 +68,7 @@ COMMANDS = {
     ("check", "ring-2", "--seed", "-1"): "usage",
     ("train", "tabular", "--seed", str(2**64)): "usage",
     ("check", "ring-2", "--threads", "--trace", ""): "is a folder",
-    ("check", "ring-2", "--threads", "--trace", "/dev/full"): "No space left",
+    ("check", "ring-2", "--threads", "--trace", "/dev/full"): "no regular file",
     ("explain", "ring-2", "--score-matrix", "/proc/x.png"): "cannot be written",
     ("check", "ring-2", "--threads", "--timeline", ""): "a picture's name ends in",
     ("check", "ring-2", "--kv-heads", "0"): "usage",

@@ -137,6 +137,24 @@ def test_other_models_and_the_old_meaning_are_refused():
             weft.restore(model)
 
 
+@pytest.mark.parametrize("kind", ["transformers", "TabPFN v2", "TabICL"])
+@pytest.mark.parametrize("line", ["{}: ring=2; heads: tp=2", "heads: tp=4; {}: local"])
+def test_layout_that_splits_heads_is_refused_with_its_factor(kind: str, line: str):
+    """Ranks along the mesh dim would repeat each other's work in silence."""
+    axis = "tokens" if kind == "transformers" else "rows"
+    layout = Layout.parse(line.format(axis))
+    factor = layout.mesh["tp"]
+
+    def rank(layout: Layout) -> None:
+        model = gpt2() if kind == "transformers" else table_model(kind)
+        options = {"rows": "local"} if kind == "transformers" else {}
+        refused = rf"'tp',\) split heads.* everything {factor} times over; .* '{axis}'"
+        with pytest.raises(DeclarationError, match=refused):
+            weft.parallelize(model, layout, **options)
+
+    weft.on_threads(layout, rank)
+
+
 @pytest.mark.sample
 def test_no_package_is_imported_to_tell_models_apart():
     code = """

@@ -48,7 +48,21 @@ def check_splits_only(layout: Layout, axis: str, noun: str) -> None:
             f"{layout.source}: the {noun} may be split, over {layout.shard_dims(axis)}, but nothing"
             f" else; found {layout.data_dims}"
         )
+    refuse_split_heads(layout, axis)
     _ = layout.bound
+
+
+def refuse_split_heads(layout: Layout, axis: str) -> None:
+    """Refuses mesh dims of heads, along which ranks of another package's model repeat all work.
+
+    >>> refuse_split_heads(Layout.parse("tokens: ulysses=2"), "tokens")
+    """
+    if layout.size(HEADS) > 1:
+        raise DeclarationError(
+            f"{layout.source}: mesh dims {layout.shard_dims(HEADS)} split heads, and this model is"
+            f" not split over heads, so its ranks would compute everything {layout.size(HEADS)}"
+            f" times over; give these ranks to {axis!r} (ulysses, ring, ...) or to 'batch'"
+        )
 
 
 def chunks(layout: Layout, axis: str, length: int) -> tuple[Spans, ...]:

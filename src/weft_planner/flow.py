@@ -22,7 +22,7 @@ from weft.plan.memory import payload_bytes
 from weft.plan.order import count
 from weft.plan.plan import Pass, Plan
 from weft.plan.predict import forecast_of, plans_for
-from weft.plan.problem import Problem
+from weft.plan.problem import AnyProblem, Problem
 from weft.plan.program import Block
 from weft.plan.shifts import image_group
 from weft.plan.tiles import KernelCall, Kind, entries
@@ -83,7 +83,8 @@ class _Rank(Player):
             for t in step.begin:
                 (a, b), (c, d) = tile.transfer_rows(t)
                 gate = waits[t] = Gate()
-                kind = (t.mesh_dim, tile.backward, t.payload, t.source, t.target, t.ring_offset)
+                lane = t.mesh_dim, t.ring_offset % self.plan.sizes[t.mesh_dim]
+                kind = (lane, tile.backward, t.payload, t.source, t.target, t.ring_offset)
                 sent, came = (
                     payload_bytes(tile.plan, t.payload, tile.backward, n) if n else 0
                     for n in (b - a, d - c)
@@ -114,7 +115,7 @@ class _Rank(Player):
             for number in range(max(1, round(calls / (size - 1)))):
                 gate = Gate()
                 for offset in range(1, size):
-                    kind = (mesh_dim, *tag, label, number, offset)
+                    kind = ((mesh_dim, offset), *tag, label, number)
                     share = round(nbytes / calls)
                     self.send(gate, self._peer(mesh_dim, offset), kind, 0)
                     self.receive(gate, self._peer(mesh_dim, -offset), kind, share)
@@ -174,11 +175,10 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
             `image_group`: the others are taken for their images.
         hardware: rank i of the call is its rank i, innermost level first.
 
-    >>> import torch
     >>> from weft import Layout
     >>> from weft.plan.predict import plans_for
-    >>> from weft.plan.problem import Problem
-    >>> problem = Problem(("tokens",), ((4096, 4096),), 1, 8, 8, 64, 64, torch.float32, "cpu")
+    >>> from weft.plan.problem import AnyProblem, Problem
+    >>> problem = Problem.of("tokens", 4096, heads=8)
     >>> plans = list(plans_for(Layout.parse("tokens: ring=4"), problem, range(4)))
     >>> level = {"name": "network", "rate": 1e9}
     >>> alone = Hardware.from_dict({"device": {"flops": 5e10}, "level": [level]})
@@ -257,7 +257,7 @@ def replayed(
     return Replayed(time_call(plans, hardware), plans, ranks)
 
 
-def one_node(layout: Layout, problem: Problem, hardware: Hardware) -> int | None:
+def one_node(layout: Layout, problem: AnyProblem, hardware: Hardware) -> int | None:
     """How many ranks stand for all, None where all must be replayed."""
     rules = layout.rules(problem.axes).items()
     split = any(r.role in (Role.QUERY, Role.KEY) and layout.mesh[d] > 1 for d, r in rules)
@@ -266,7 +266,7 @@ def one_node(layout: Layout, problem: Problem, hardware: Hardware) -> int | None
     return image_group(hardware, layout.mesh) if same_work else None
 
 
-def is_causal(problem: Problem) -> bool:
+def is_causal(problem: AnyProblem) -> bool:
     """Whether the mask is the plain causal one over as many keys as queries."""
     mask = problem.mask
     plain = type(mask) is Causal and mask.window is None and not mask.offset

@@ -1,11 +1,12 @@
 """A closed-form lower bound on a candidate's time on the fluid clock.
 
-    pass  >=  host  +  all-to-alls before  +  max(blocks, program's links)  +  all-to-alls after
+    pass  >=  host  +  all-to-alls before  +  max(blocks, links, relays)  +  all-to-alls after
 
 Nothing hides all-to-alls, and every rank has its share of the work and of the messages. Bytes are
 those that the algebra gives: of n chunks a rank receives n - 1; where dims of one role are stacked,
-an inner one turns once for every step of the outer. Of masks other than full only what surely
-travels counts, so that there the bound is looser, never wrong.
+an inner one turns once for every step of the outer. A chunk that goes round a ring waits for the
+latency of every step. Of masks other than full only what surely travels counts, so that there the
+bound is looser, never wrong.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from .flow import is_causal
 _CAUSAL = {"zigzag": 0.7, "striped": 0.95}
 #: A node that is replayed for all may have this much less work than the mean, and the clock rounds.
 _ALL_RANKS, _ONE_NODE = 0.9999, 0.97
+#: Work of any replay, and ranks that are replayed one by one although one node would do.
+_REPLAY, _FEW = 1250.0, 8
 #: How much more than the mean one rank may see. (One that sees more yet takes longer in any case.)
 _UNEVEN = 1.05
 
@@ -41,17 +44,20 @@ class LowerBound:
         links: of the program's messages, by level and kind of link.
         around: all-to-alls and sums, which nothing hides.
         host: of the CPU.
+        relays: latencies of the messages that carry a chunk one after another.
     """
 
     blocks: float
     links: dict[tuple[str, str], float]
     around: dict[tuple[str, str], float]
     host: float
+    relays: float = 0.0
 
     @property
     def total(self) -> float:
         """The pass."""
-        return self.host + max(self.blocks, longest(self.links)) + sum(self.around.values())
+        within = max(self.blocks, longest(self.links), self.relays)
+        return self.host + within + sum(self.around.values())
 
 
 class Bounds:
@@ -83,16 +89,30 @@ class Bounds:
         side = (self.problem.n * self.problem.m) / c.ways("query", "key") ** 2
         for backward in (False, True):
             bound = self._pass(c, backward, self._likely(c))
-            blocks, links = bound.blocks, longest(bound.links)
+            blocks, links = bound.blocks, max(longest(bound.links), self._relays(c, backward))
+            within = max(bound.blocks, longest(bound.links), bound.relays)
             if moving == {"gather"}:
-                seconds += bound.total + min(blocks, links)
+                seconds += bound.total - within + blocks + links
                 continue
             device = self.hardware.device
             best = best_rate(device, self.tile(c, backward), backward)
             blocks *= best / device.rate(side, backward)
-            seconds += bound.total + max(blocks, links) - max(bound.blocks, links)
-            seconds += 0.1 * min(blocks, links)
+            seconds += bound.total - within + max(blocks, links) + 0.1 * min(blocks, links)
         return seconds * (1 + 0.002 * len(c.dims))
+
+    def work(self, c: Candidate) -> float:
+        """Cost of replaying a candidate: blocks and runs of tokens that ranks plan.
+
+        An estimate from the question alone, some 40 microseconds of a core each: a budget in it
+        ends a search where no clock of the machine does.
+        """
+        alike = self._full or is_causal(self.problem) or c.ways("query", "key") == 1
+        widths = self.hardware.widths
+        node = widths[-2] if len(widths) > 1 else self.devices
+        ranks = min(node, self.devices) if alike and self.devices > _FEW else self.devices
+        blocks, heads = c.ways("query", "key"), c.ways("head")
+        runs = 2 * heads if c.order == "zigzag" else heads
+        return _REPLAY + ranks * blocks * (8 + runs)
 
     def held(self, c: Candidate) -> float:
         """Bytes of other ranks' chunks that a rank holds at least in some pass.
@@ -130,6 +150,7 @@ class Bounds:
             {k: s * share for k, s in links.items()},
             self._around(c, backward),
             host,
+            self._relays(c, backward, certain=True) * self._certain,
         )
 
     def _blocks(self, c: Candidate, backward: bool) -> float:
@@ -161,6 +182,23 @@ class Bounds:
                 sent[dim.level] += (dim.ways - 1) * outer * nbytes
                 outer *= dim.ways
         return sent
+
+    def _relays(self, c: Candidate, backward: bool, certain: bool = False) -> float:
+        """Latencies of a chunk's way round the rings, the longer of queries' and of keys' ways.
+
+        certain: only where every rank needs all of every chunk, so that neighbours pass them on;
+            else chunks may come from their owners, side by side.
+        """
+        if certain and not self._full:
+            return 0.0
+        ways = {"q": 0.0, "kv": 0.0}
+        for dim in c.dims:
+            if dim.role not in ("query", "key") or (certain and dim.strategy == "pass_q"):
+                continue
+            steps = 1 if dim.strategy == "gather" else dim.ways - 1
+            side = "q" if _moves_queries(dim, backward) else "kv"
+            ways[side] += steps * self.hardware.level[dim.level].latency
+        return max(ways.values())
 
     def _share(self, c: Candidate) -> float:
         """Of the full traffic, what the mask leaves for certain."""

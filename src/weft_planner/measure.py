@@ -244,9 +244,7 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
         ShapeError: a block is empty.
         WeftError: a link could not be measured.
 
-    >>> from weft.plan.problem import FULL
-    >>> sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
-    >>> call = Problem(("tokens",), ((64, 64),), dtype=torch.float32, device="cpu", **sizes)
+    >>> call = Problem.of("tokens", 64, heads=2, head_dim=8)
     >>> measure(Layout.single(), call).block.shape
     (1, 2, 64, 64, 8)
     """

@@ -87,11 +87,10 @@ def setup(name: str) -> dict[str, Any]:
 def points(declared: Mapping[str, Any]) -> Iterator[Point]:
     """Every point of a set-up on the clock; its mix is the quickest of those that it lists."""
     machine = Hardware.from_dict(declared["hardware"])
-    sizes = declared["heads"], declared["heads"], declared["head_dim"], declared["head_dim"]
+    sizes = {name: declared[name] for name in ("heads", "head_dim")} | {"dtype": torch.bfloat16}
     mask = Causal() if declared["mask"] == "causal" else Full()
     for each in declared["point"]:
-        lengths = ((each["tokens"], each["tokens"]),)
-        problem = Problem(("tokens",), lengths, 1, *sizes, torch.bfloat16, "cuda", mask)
+        problem = Problem.of("tokens", each["tokens"], **sizes, device="cuda", mask=mask)
 
         def on(line: str, problem: Problem = problem) -> Way:
             declared = Layout.parse(f"tokens(striped): {line}").declaration

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from weft.declare.hardware import Hardware
-from weft.errors import UnsupportedError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.inspect.words import digits, show_time
 from weft.masks import Full
 from weft.plan.problem import Problem
 
 from .flow import is_causal
 from .lower_bound import Bounds
-from .search import Choice, Choices, Search, slower
+from .search import SAME, WORK, Choice, Choices, Search, slower
 
 #: How much of a second choice's loss a part must explain to be named.
 _PART = 0.2
-#: Layouts within this share of the best time are as good as it, so the simplest is pointed out.
-_CLOSE = 0.01
+#: Share of computing below which fewer devices may be as fast, and below which no gap is large.
+_IDLE, _GAP = 0.5, 0.2
 
 
 def why_best(choices: Choices) -> str:
@@ -33,17 +34,50 @@ def why_best(choices: Choices) -> str:
     )
 
 
+def warnings(search: Search, choices: Choices) -> Iterator[str]:
+    """Reasons to doubt the answer: a search that its budget ended, and devices that do not help."""
+    if choices.gap > _GAP:
+        yield (
+            f"only {len(choices.choices)} of {choices.considered:,} layouts were tried before the "
+            f"search's budget was spent; by lower bounds another may be up to {choices.gap:.0%} "
+            "faster: --only STRATEGIES searches fewer"
+        )
+    best, passes = choices.best, 1 if choices.passes == "forward" else 2
+    if sum(best.compute[:passes]) < _IDLE * choices.seconds(best):
+        found = fewer(search, choices.seconds(best))
+        if found is not None:
+            devices, other, seconds = found
+            yield (
+                f"{devices:,} devices take {show_time(seconds)} ({other.layout.name}), no longer "
+                f"than {search.devices:,}: this call is too short for so many"
+            )
+
+
+def fewer(search: Search, seconds: float) -> tuple[int, Choice, float] | None:
+    """The fewest devices, by powers of two less than a search's, that take no more seconds."""
+    found, devices = None, search.devices
+    while devices % 2 == 0 and devices > 1:
+        devices //= 2
+        try:
+            choices = replace(search, devices=devices).run(least=2, gap=0.1, work=WORK / 16)
+        except (UnsupportedError, DeclarationError):
+            break
+        if choices.seconds(choices.best) > (1 + SAME) * seconds:
+            break
+        found = devices, choices.best, choices.seconds(choices.best)
+    return found
+
+
 def why_second(choices: Choices, bounds: Bounds) -> str | None:
-    """By what the second loses, None where there is none."""
+    """The second's loss and its causes, None where there is no second."""
     if len(choices.choices) < 2:
         return None
     best, second = choices.choices[:2]
     slower_by = choices.seconds(second) - choices.seconds(best)
-    if slower_by < 0:
-        lead = digits(-100 * slower_by / choices.seconds(best))
+    if abs(slower_by) <= SAME * choices.seconds(best):
         return (
-            f"{second.layout.name} is {lead} % faster by the clock, less than predictions tell"
-            " apart, and keeps its links busier."
+            f"{second.layout.name} is as fast: the clock's difference is below {SAME:.0%}. It keeps"
+            " its links busier, or has more mesh dims or memory."
         )
     share = slower_by / choices.seconds(best)
     parts = _parts(second, bounds, choices.passes), _parts(best, bounds, choices.passes)
@@ -60,14 +94,11 @@ def why_second(choices: Choices, bounds: Bounds) -> str | None:
 def simplest(choices: Choices) -> str | None:
     """A layout of fewer mesh dims that is as good as the best, if there is one."""
     best = choices.best
-    close = [
-        c for c in choices.choices if choices.seconds(c) <= (1 + _CLOSE) * choices.seconds(best)
-    ]
+    close = [c for c in choices.choices if choices.seconds(c) <= (1 + SAME) * choices.seconds(best)]
     plain = min(close, key=lambda c: (len(c.candidate.dims), choices.seconds(c)))
     if len(plain.candidate.dims) >= len(best.candidate.dims):
         return None
-    lost = choices.seconds(plain) / choices.seconds(best) - 1
-    return f"{plain.layout.name} is simpler, and {digits(100 * lost)} % slower."
+    return f"{plain.layout.name} is simpler, and within {SAME:.0%} of it."
 
 
 def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
@@ -96,16 +127,17 @@ def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
         for choice in choices.choices[1:tries]:
             other.clock(choice.candidate)
         try:
-            after = other.run(least=2 * tries, gap=1.0)
+            after = other.run(least=2 * tries, gap=1.0, work=math.inf)
         except UnsupportedError:
             yield f"{what}: no layout would fit."
             continue
         if stay is None:
             yield f"{what}: {after.best.layout.name}; {choices.best.layout.name} would not fit."
-        elif after.best.candidate == choices.best.candidate:
-            yield f"{what}: the same, {show_time(after.seconds(after.best))}."
+            continue
+        gain = after.seconds(stay) / min(map(after.seconds, after.choices)) - 1
+        if gain <= SAME:  # as fast as any other: no reason to change
+            yield f"{what}: the same, {show_time(after.seconds(stay))}."
         else:
-            gain = after.seconds(stay) / after.seconds(after.best) - 1
             yield (
                 f"{what}: {after.best.layout.name}, {show_time(after.seconds(after.best))}; "
                 f"{choices.best.layout.name} would be {digits(100 * gain)} % slower."

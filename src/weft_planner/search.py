@@ -1,14 +1,14 @@
 """Finds the fastest layout on the fluid clock: bounds first, then the programs themselves.
 
-Every candidate has a lower bound in closed form. Those that look fastest are put on the clock, then
-those with the least bounds, until the next bound is no less than the best time (or within a gap of
-it): no candidate left can be faster, by the clock's own model.
+Every candidate has a lower bound in closed form. Those that look fastest are put on the clock, of
+equals the cheapest first, until no bound of another is less than the best time (or within a gap of
+it): no candidate left can be faster, by the clock's own model. A search ends early by the work of
+its replays, an estimate in closed form, and never by a time: the answer depends on the question.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -32,12 +32,18 @@ from .lower_bound import Bounds, LowerBound, link_seconds, longest
 
 #: Ranks that are replayed one by one although one node would do.
 _FEW = 8
-#: Replays at least, and seconds of a core for replays at most.
-LEAST, SECONDS = 10, 8.0
+#: Replays at least where the work allows them, and work at most: some 8 s of a core.
+LEAST, WORK = 10, 2e5
 #: Seconds of a call that are no plan: more than 30,000 years.
 ENDLESS = 1e12
 #: How much faster than the best a candidate may be that is not replayed.
 GAP = 0.01
+#: Choices whose times differ by less are as fast as each other: no prediction tells them apart.
+SAME = 0.01
+#: Work of the plain candidate that leads, at most.
+_PLAIN = 5e4
+#: Guesses that differ by less count as equal, and the cheapest replay comes first.
+_ALIKE = 0.01
 
 
 @dataclass(frozen=True)
@@ -79,8 +85,9 @@ class Choices:
     """What a search found: the best first, then by time.
 
     Attributes:
-        choices: every candidate that was replayed and fits. Of those that are as fast within the
-            search's gap, the one that keeps its links least busy is the best.
+        choices: every candidate that was replayed and fits. Those within 1 % of the fastest
+            (within the search's gap, where that is less) count as equally fast and come first,
+            the one that keeps its links least busy before the others; then all others by time.
         considered: how many candidates there were.
         gap: by how much a candidate that was not replayed may be faster than the best, at most.
         refused: why others were left out -> how many.
@@ -136,78 +143,86 @@ class Search:
         every = candidates(self.problem, self.hardware, self.devices, self.only, self.refused)
         self.every = [c for c in every if self._fits(self.bounds.held(c))]
         self._clocked: dict[Candidate, Choice | None] = {}
-        self._spent = 0.0
+        self.spent = 0.0
 
     @property
-    def seconds_each(self) -> float:
-        """What putting a candidate on the clock has taken of this process, mean."""
-        return self._spent / max(1, len(self._clocked))
+    def work_each(self) -> float:
+        """Work of a replay so far, mean."""
+        return self.spent / max(1, len(self._clocked))
 
     def run(
         self,
         least: int = LEAST,
         gap: float = GAP,
-        seconds: float = SECONDS,
+        work: float = WORK,
         tell: Callable[[int], None] = lambda replays: None,
     ) -> Choices:
         """Replay candidates until no other can be faster by more than a gap.
 
-        Of those within the gap of the fastest, the one comes first that keeps its links least busy:
-        it depends least on the clock being right. Raises `UnsupportedError` where no candidate
-        fits, and `DeclarationError` where the call would take longer than anybody waits.
+        Raises `UnsupportedError` where no candidate fits, and `DeclarationError` where the call
+        would take longer than anybody waits.
 
         Args:
             least: replays at least.
-            gap: relative; 0 for the very best.
-            seconds: of a core that this thread may use, whatever else the machine does; then a
-                larger gap is left.
+            gap: relative, by which a candidate off the clock may be faster; 0 for the very best.
+                It ends the search and chooses nothing: choices as fast as the best within 1 %, or
+                within a lesser gap, are ordered by how busy they keep their links, as the one with
+                the least traffic depends least on the clock being right.
+            work: of replays at most (see `Bounds.work`); then a larger gap is left. One candidate
+                is replayed in any case.
             tell: called with how many were replayed.
         """
-        began = time.thread_time()
-
-        def late() -> bool:
-            return time.thread_time() - began > seconds
-
         bounds = {c: self._least(c) for c in self.every}
         _refuse_endless(min(bounds.values(), default=0.0))
-        order = sorted(self.every, key=self.bounds.guess)
-        levels = len(self.hardware.level)  # the best of the plain ones, to compare with
-        order = [*[c for c in order if len(c.dims) <= levels][:1], *order]
-        for c in order:
-            enough = len(self._clocked) >= least or late()
+        for c in self._order():
+            enough = len(self._clocked) >= least
             if c in self._clocked or (enough and bounds[c] >= (1 - gap) * self._best()):
                 continue
-            if late() and self._best() < math.inf:
-                break
+            if self.spent + self.bounds.work(c) > work and self._best() < math.inf:
+                continue
             tell(len(self._clocked))
             self.clock(c)
         unseen = [bounds[c] for c in self.every if c not in self._clocked]
         made = [choice for choice in self._clocked.values() if choice is not None]
         if not made:
-            why = "; ".join(f"{n} of {reason}" for reason, n in self.refused.items())
+            why = "; ".join(
+                f"{reason} ({n} layout{'s' * (n > 1)})" for reason, n in self.refused.items()
+            )
             raise UnsupportedError(
                 f"no layout of {self.devices:,} devices fits this call: "
                 f"{why or 'none uses these strategies'}"
             )
-        made.sort(key=self._seconds)
+        made.sort(key=lambda choice: (self._seconds(choice), choice.layout.name))
         _refuse_endless(self._seconds(made[0]))
-        close = [c for c in made if self._seconds(c) <= (1 + gap) * self._seconds(made[0])]
-        first = min(close, key=self._busy)
+        limit = (1 + min(gap, SAME)) * self._seconds(made[0])
+        close = sorted((c for c in made if self._seconds(c) <= limit), key=self._burden)
         passes = "forward" if self.forward_only else "both"
         return Choices(
-            (first, *[c for c in made if c is not first]),
+            (*close, *made[len(close) :]),
             len(self.every),
             max(0.0, 1 - min(unseen, default=math.inf) / self._best()),
             dict(self.refused),
             passes,
         )
 
+    def _order(self) -> list[Candidate]:
+        """Candidates as they are replayed: promising ones first, of equals the cheapest.
+
+        The most promising of the plain ones leads, to compare with.
+        """
+        guesses = {c: max(self.bounds.guess(c), 1e-300) for c in self.every}
+        every = sorted(
+            self.every,
+            key=lambda c: (math.floor(math.log(guesses[c]) / _ALIKE), self.bounds.work(c)),
+        )
+        plain = [c for c in every if len(c.dims) <= len(self.hardware.level)]
+        return [*[c for c in plain if self.bounds.work(c) < _PLAIN][:1], *every]
+
     def clock(self, c: Candidate) -> Choice | None:
         """A candidate on the clock, None where it does not fit after all."""
         if c not in self._clocked:
-            began = time.thread_time()
+            self.spent += self.bounds.work(c)
             self._clocked[c] = self._choice(c)
-            self._spent += time.thread_time() - began
         return self._clocked[c]
 
     def _choice(self, c: Candidate) -> Choice | None:
@@ -247,10 +262,11 @@ class Search:
     def _seconds(self, choice: Choice) -> float:
         return choice.forward if self.forward_only else choice.total
 
-    def _busy(self, choice: Choice) -> float:
-        """Seconds of links, all of them one after another."""
+    def _burden(self, choice: Choice) -> tuple[float, int, int]:
+        """Seconds of links, all of them one after another; then mesh dims, and memory."""
         sent = dict(enumerate(choice.bytes_of_levels))
-        return sum(link_seconds(self.hardware, sent, self.devices).values())
+        busy = sum(link_seconds(self.hardware, sent, self.devices).values())
+        return busy, len(choice.candidate.dims), choice.memory
 
     def _best(self) -> float:
         times = [self._seconds(c) for c in self._clocked.values() if c is not None]
@@ -320,7 +336,8 @@ def choose_layout(
         only: strategies to keep to, such as `["ulysses", "ring"]`; default all.
         memory: bytes of a rank that the call may take, default the device's.
         forward_only: rank by the forward pass alone.
-        gap: how much faster than the best a layout may be that is not looked at; 0 for none.
+        gap: how much faster than the best a layout may be that is not looked at; 0 for none. Of
+            those that were looked at the best is the fastest, but for differences below 1 %.
 
     Returns:
         The layouts that were put on the clock, the best first.
@@ -334,14 +351,13 @@ def choose_layout(
     ('tokens: ring=2 x pass_q=2', 'compute')
     """
     machine = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
-    problem = Problem(
-        axes=(axis,),
-        lengths=((length, length),),
-        batch=batch,
+    problem = Problem.of(
+        (axis,),
+        length,
         heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
+        batch=batch,
         dtype=dtype,
         device=device,
         mask=mask,
@@ -384,7 +400,7 @@ def scaling(search: Search) -> dict[str, list[tuple[int, float]]]:
         for devices in (*counts, search.devices):
             try:
                 fewer = replace(search, devices=devices, only=only)
-                choices = fewer.run(least=2, gap=0.05, seconds=1.0)
+                choices = fewer.run(least=2, gap=0.05, work=WORK / 8)
             except (UnsupportedError, DeclarationError):
                 continue
             curves.setdefault(name, []).append((devices, choices.seconds(choices.best)))

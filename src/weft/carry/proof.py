@@ -21,6 +21,8 @@ from ..plan.order import Span, join
 from ..proof.rendezvous import Wait, stuck_ranks
 from ..proof.symbolic import Claim
 from ..relayout.plan import Placed, Redistribution, placement, plan_redistribution
+from ..relayout.proof import take_defects
+from ..relayout.windows import Windows
 from .fragments import Fragments, by_heads, fragments
 from .tree import Tree, Value, state_tree
 
@@ -284,35 +286,20 @@ def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
 def halo_defects(plan: Fragments) -> Iterator[str]:
     """What is wrong with columns to the left."""
     starts = _documents(plan)
-    tokens = [
-        [t for piece in pieces for t in range(piece.start, piece.start + piece.count)]
-        for pieces in plan.chunks
-    ]
+    length = sum(piece.count for pieces in plan.chunks for piece in pieces)
     for columns in _COLUMNS:
-        moves = [plan.halo(chunk, columns) for chunk in range(len(plan.chunks))]
-        for chunk, move in enumerate(moves):
-            found = {
-                put: tokens[overlap.source][taken]
-                for overlap in move.arrived
-                for taken, put in zip(overlap.taken[0], overlap.put[0], strict=True)
-            }
-            wanted: dict = {}
-            for nth, i in enumerate(plan.reading(chunk)):
-                start = plan.chunks[chunk][i].start
-                first = max(s for s in starts if s <= start)
-                wanted |= {
-                    (nth + 1) * columns - back: start - back
-                    for back in range(1, min(columns, start - first) + 1)
-                }
-            if found != wanted:
-                yield f"chunk {chunk}: {columns} columns are of tokens {found}, not {wanted}"
-            for step in move.steps:
-                for coordinate, overlaps in enumerate(step.sends):
-                    peer = _peer(plan, chunk, step.mesh_dim, coordinate)
-                    same = [s for s in moves[peer].steps if s.mesh_dim == step.mesh_dim]
-                    own = plan.coordinate(chunk, step.mesh_dim)
-                    if not same or same[0].receives[own] != overlaps:
-                        yield f"chunk {chunk}: sends columns that {peer} does not expect"
+        left = plan.around(Windows(columns + 1, 1, -columns, length, columns))
+        for chunk, pieces in enumerate(plan.chunks):
+            expected: list[int] = []
+            for piece in pieces:
+                first = max((s for s in starts if s <= piece.start), default=0)
+                before = range(piece.start - columns, piece.start)
+                expected += (p if p >= first else -1 for p in before if piece.count)
+            spans = left.wanted[chunk]
+            found = [s.start + i * s.step for s in spans for i in range(s.count)]
+            if found != expected:
+                yield f"chunk {chunk}: {columns} columns are of tokens {found}, not {expected}"
+        yield from take_defects(left)
 
 
 def _peer(plan: Fragments, chunk: int, mesh_dim: str, coordinate: int) -> int:

@@ -7,7 +7,8 @@
 The index comes last, renamed into place: a folder is complete when its index is. Nothing is
 pickled. The index carries its own digest, and it covers the files by theirs, so damage anywhere is
 noticed. A digest without a key is no signature: whoever can write the folder can write new digests.
-`sha256sum index.json`, kept elsewhere, stands for everything in the folder.
+`sha256sum index.json`, kept elsewhere, stands for everything in the folder. What is in a folder is
+no link: files elsewhere are neither read nor replaced.
 
 Files also say where their blocks start in the way that torch's `HuggingFaceStorageReader` reads.
 No ranks and no models here. Every failure is a `CheckpointError`.
@@ -20,7 +21,10 @@ import hashlib
 import json
 import math
 import os
+import secrets
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,15 +34,19 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from .._opening import PARTIAL, open_to_read, read_bytes, replacing, sync_to_disk
 from ..errors import DeclarationError
 
 INDEX = "index.json"
+#: Bytes of an index that are read, and written: of some million blocks.
+MOST_BYTES = 1 << 28
 #: Of folders that `torch.distributed.checkpoint` wrote with its default writer.
 PICKLED = (
     "of another format, whose metadata is a pickle; weft reads safetensors with a JSON index only"
     " (dcp.save with weft.checkpoint.SafetensorsWriter)"
 )
 FORMAT = "weft folder 1"
+_PRIME = 2**127 - 1
 #: dtypes that safetensors stores, by name.
 DTYPES = {
     name: getattr(torch, name)
@@ -84,8 +92,10 @@ class Stored(_Strict):
             if not all(min(at, n, size - at - n) >= 0 for at, n, size in ends):
                 raise ValueError(f"block {block.start} of {block.shape} is not in {self.shape}")
         numbers = sum(math.prod(block.shape) for block in self.blocks)
-        if numbers != math.prod(self.shape) or not self.blocks or _overlap(self.blocks):
-            raise ValueError(f"its blocks hold {numbers} of {math.prod(self.shape)} numbers")
+        if not self.blocks or not _make_up(self.blocks, self.shape):
+            raise ValueError(
+                f"its blocks, of {numbers} of {math.prod(self.shape)} numbers, do not make it up"
+            )
         return self
 
     @property
@@ -135,9 +145,9 @@ def write_file(
         if _name_of(tensor.dtype) not in DTYPES:
             raise CheckpointError(f"{path} cannot be written: {name!r} has dtype {tensor.dtype}")
     with failing(path, "written"):
-        save_file(tensors, path, metadata={"DCP_SHARDING_INFO": json.dumps(starts)})
-        _sync(path)
-        file = File(bytes=path.stat().st_size, sha256=_hash(path))
+        with replacing(path, synced=True) as partial:
+            save_file(tensors, partial, metadata={"DCP_SHARDING_INFO": json.dumps(starts)})
+        file = _file(path)
     return {
         "name": path.name,
         "file": file.model_dump(),
@@ -167,23 +177,23 @@ def commit(folder: Path, written: Iterable[Mapping[str, Any]], values: Mapping[s
     for part in written:
         files[part["name"]] = part["file"]
         with failing(folder / part["name"], "read by rank 0; all ranks must share one folder"):
-            (folder / part["name"]).stat()
+            open_to_read(folder / part["name"]).close()
         for name, dtype, shape, start, size in part["blocks"]:
             stored = tensors.setdefault(name, {"dtype": dtype, "shape": shape, "blocks": []})
             stored["blocks"].append({"file": part["name"], "start": start, "shape": size})
     with failing(folder, "written"):
         index = Index.model_validate({"values": dict(values), "files": files, "tensors": tensors})
         text = index.model_dump_json()
-        temporary = folder / f"{INDEX}.tmp"
-        temporary.write_text(f'{{"sha256":"{_text_hash(text)}","index":{text}}}')
-        for name in (temporary, folder):
-            _sync(name)
-        os.replace(temporary, folder / INDEX)
-        for name in (folder, folder.parent):
-            _sync(name)
-        for old in folder.glob("rank-*.safetensors*"):
+        content = f'{{"sha256":"{_text_hash(text)}","index":{text}}}'.encode()
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"its index has {len(content):,} bytes, of at most {MOST_BYTES:,}")
+        with replacing(folder / INDEX, synced=True) as partial:
+            partial.write_bytes(content)
+        sync_to_disk(folder.parent)
+        for old in (*folder.glob("rank-*.safetensors*"), *folder.glob(f"{PARTIAL}*")):
             if old.name not in index.files:
-                old.unlink()
+                with contextlib.suppress(IsADirectoryError, PermissionError):
+                    old.unlink()
     return index
 
 
@@ -193,8 +203,7 @@ def read_index(folder: Path) -> Index:
     with failing(path, "read"):
         if not path.exists() and (folder / ".metadata").exists():
             raise CheckpointError(f"{folder} is a checkpoint {PICKLED}")
-        _check_regular(path)
-        text = path.read_text()
+        text = read_bytes(path, MOST_BYTES).decode()
         document = json.loads(text)
         if not isinstance(document, dict):
             raise ValueError(f"it holds {text[:40]!r}, and no index that was written here")
@@ -206,15 +215,19 @@ def read_index(folder: Path) -> Index:
         return Index.model_validate(document["index"])
 
 
+def index_digest(index: Index) -> str:
+    """The SHA-256 of an index: by the digests of the files it stands for all of a folder."""
+    return _text_hash(index.model_dump_json())
+
+
 def verify_folder(folder: Path, index: Index, names: Iterable[str]) -> None:
     """Raises `CheckpointError` unless these files are those that were written."""
     for name in names:
         path, written = folder / name, index.files[name]
-        with failing(path, "used"):
-            _check_regular(path)
-            if (size := path.stat().st_size) != written.bytes:
+        with failing(path, "used"), open_to_read(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) != written.bytes:
                 raise ValueError(f"it has {size} bytes, but {written.bytes} were written")
-            if _hash(path) != written.sha256:
+            if _hash(file) != written.sha256:
                 raise ValueError("it does not have the hash that it was written with")
 
 
@@ -223,7 +236,7 @@ def read_block(
 ) -> Tensor:
     """A part of a block, by slices that count from where the block starts."""
     path = folder / block.file
-    with failing(path, "read"), safe_open(path, "pt") as file:
+    with failing(path, "read"), open_tensors(path) as file:
         piece = file.get_slice(name)
         if [*piece.get_shape()] != block.shape:
             raise ValueError(f"{name!r} has shape {piece.get_shape()} there, not {block.shape}")
@@ -245,6 +258,17 @@ def read_into(folder: Path, name: str, stored: Stored, local: Tensor, start: Seq
 
 
 @contextlib.contextmanager
+def open_tensors(path: Path, *, links: bool = False) -> Iterator[Any]:
+    """A safetensors file, open for reading, see `weft._opening`."""
+    # By its handle, so that it is the file that was looked at.
+    with (
+        open_to_read(path, links=links) as file,
+        safe_open(f"/dev/fd/{file.fileno()}", "pt") as tensors,
+    ):
+        yield tensors
+
+
+@contextlib.contextmanager
 def failing(path: Path, done: str) -> Iterator[None]:
     """Turns errors of reading and writing into a `CheckpointError` of one line with the path."""
     try:
@@ -261,25 +285,23 @@ def failing(path: Path, done: str) -> Iterator[None]:
         raise CheckpointError(f"{path} cannot be {done}: {reason}") from error
 
 
-def _overlap(blocks: Sequence[StoredBlock]) -> bool:
-    """True if two blocks share a number: a sweep along the first dim."""
-    active: list[StoredBlock] = []
-    for block in sorted((b for b in blocks if 0 not in b.shape), key=lambda b: b.start[:1]):
-        if not block.start:
-            return len(blocks) > 1
-        active = [a for a in active if a.start[0] + a.shape[0] > block.start[0]]
-        for other in active:
-            ends = zip(other.start, other.shape, block.start, block.shape)
-            if all(a < c + m and c < a + n for a, n, c, m in ends):
-                return True
-        active.append(block)
-    return False
+def _make_up(blocks: Sequence[StoredBlock], shape: Sequence[int]) -> bool:
+    """True if every number of a tensor is in exactly one block: in time linear in the blocks.
 
+    Blocks have measures, by which a block's is the sum of those of its parts: the product over dims
+    of f(end) - f(start), for any functions f. Blocks that make up the tensor have its measure; any
+    others have another one for all but d/p of the choices of f, which is drawn at random mod p.
+    """
+    drawn: list[dict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
 
-def _check_regular(path: Path) -> None:
-    """A pipe would be waited for, and a device has no end."""
-    if not path.is_file():
-        raise ValueError("it is no regular file" if path.exists() else "No such file or directory")
+    def measure(start: Sequence[int], sizes: Sequence[int]) -> int:
+        product = 1
+        for f, at, n in zip(drawn, start, sizes):
+            product = product * (f[at + n] - f[at]) % _PRIME
+        return product
+
+    total = sum(measure(block.start, block.shape) for block in blocks)
+    return total % _PRIME == measure([0] * len(shape), shape)
 
 
 def _own_memory(block: Tensor) -> Tensor:
@@ -293,18 +315,21 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _file(path: Path) -> File:
+    """Size and digest of a file."""
+    with open_to_read(path) as file:
+        return File(bytes=os.fstat(file.fileno()).st_size, sha256=_hash(file))
 
 
-def _hash(path: Path) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def digest(path: Path) -> str:
+    """The SHA-256 of a file that a user named, in hexadecimal digits."""
+    with failing(path, "read"), open_to_read(path, links=True) as file:
+        return _hash(file)
+
+
+def _hash(file: BufferedReader) -> str:
+    """The SHA-256 of an open file, in hexadecimal digits."""
+    return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _text_hash(text: str) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._digest import number_of
 from ..errors import ShapeError, UnsupportedError, WeftError
-from .origin import ADVICE, UNKNOWN, Origin, differ_in_origin, together
+from .origin import UNKNOWN, Origin, advice, differ_in_origin, together
 from .transport import P2PBatch, Shuffle, Transport
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
@@ -183,7 +183,9 @@ class Channel:
 def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> ShapeError:
     """The error where ranks' calls differ: each call in words, and its origin."""
     error = transport.disagreement(what, texts)
-    return ShapeError(f"{error}\n{ADVICE}") if differ_in_origin(texts.values()) else error
+    if not differ_in_origin(texts.values()):
+        return error
+    return ShapeError(f"{error}\n{advice(texts.values())}")
 
 
 def refuse(

@@ -18,8 +18,9 @@ from .._torch import is_fake, nccl_options
 from ..declare.mesh import coordinates
 from ..errors import DeclarationError, RankError, ShapeError
 from ..launch import failures
-from ..launch.environment import tell_torch
+from ..launch.environment import already_launched, number, tell_torch
 from .control import control_group
+from .start import name_of_start
 from .transport import disagreement
 
 
@@ -47,12 +48,24 @@ def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
 
 def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """The store in which ranks meet, this one's number, and how many a launcher announced."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store = _store_of_attempt(timeout)
-        return store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if "RANK" not in os.environ:
         return dist.HashStore(), 0, 1
-    store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    already_launched()  # refuses variables that are no numbers
+    rank = number(os.environ, "RANK", 0)
+    try:
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            size = number(os.environ, "WORLD_SIZE", 1)
+            return _store_of_start(rank, size, timeout), rank, size
+        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    except RankError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
+        raise RankError(
+            f"rank {rank} cannot reach the store where ranks meet, at {where} (MASTER_ADDR,"
+            f" MASTER_PORT), within {timeout.total_seconds():g} s: {failures.reason(error)}; start"
+            " all ranks together, with the address of rank 0's machine and a free port"
+        ) from error
     store.set_timeout(timeout)
     return dist.PrefixStore("default_pg", store), rank, size
 
@@ -94,8 +107,8 @@ def gpu_of(environ: Mapping[str, str], count: int) -> int:
     """
     if count == 1 and "CUDA_VISIBLE_DEVICES" in environ:
         return 0
-    local = int(environ.get("LOCAL_RANK", 0))
-    processes = max(local + 1, int(environ.get("LOCAL_WORLD_SIZE", 0)))
+    local = number(environ, "LOCAL_RANK", 0)
+    processes = max(local + 1, number(environ, "LOCAL_WORLD_SIZE", 0))
     if processes > count:
         raise DeclarationError(
             f"process {local} of this node, one of {processes} at least, sees {count} GPU(s); start"
@@ -105,16 +118,17 @@ def gpu_of(environ: Mapping[str, str], count: int) -> int:
     return local
 
 
-def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
-    """The store that torch's elastic launcher keeps, under names of this attempt.
+def _store_of_start(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store that torch's elastic launcher keeps, under the name of this start of all ranks.
 
     It outlives its ranks: those that are started again would find entries of the dead ones there,
     such as addresses where nobody listens any more.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ.get("MASTER_ADDR", "localhost")
+    port = number(os.environ, "MASTER_PORT", 0)
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"weft/attempt-{attempt}", store)
+    name = name_of_start(store, rank, size, timeout)
+    return dist.PrefixStore(f"weft/start-{name}", store)
 
 
 def _close_process_group() -> None:
@@ -161,7 +175,7 @@ def node(environ: Mapping[str, str] | None = None) -> str:
     if "GROUP_RANK" in env:
         return f"node {env['GROUP_RANK']}"
     if "RANK" in env and "LOCAL_WORLD_SIZE" in env:
-        return f"node {int(env['RANK']) // int(env['LOCAL_WORLD_SIZE'])}"
+        return f"node {number(env, 'RANK', 0) // max(1, number(env, 'LOCAL_WORLD_SIZE', 1))}"
     if "SLURM_NODEID" in env:
         return f"node {env['SLURM_NODEID']}"
     return f"host {socket.gethostname()}"

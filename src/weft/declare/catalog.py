@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from .._opening import read_bytes
 from ..errors import DeclarationError, did_you_mean, shown
 
 #: Declarations are nested some five levels deep; what reads them calls itself for every level.
@@ -91,11 +92,7 @@ def parse(path: Path) -> dict[str, Any]:
     Raises `DeclarationError` if it cannot be read, or is no TOML.
     """
     try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            raise ValueError(f"it is larger than {MOST_BYTES:,} bytes, as no declaration is")
-        text = content.decode()
+        text = read_bytes(path, MOST_BYTES, links=True).decode()
         if _DOTTED.search(text):
             raise RecursionError
         data = tomllib.loads(text)

@@ -47,26 +47,46 @@ def explain_validation(error: ValidationError, source: str, model: type[BaseMode
     # A list without its invalid values is too short as well: the values are what to mend.
     inner = {i["loc"][:n] for i in items for n in range(len(i["loc"]))}
     items = [i for i in items if i["type"] != "too_short" or i["loc"] not in inner]
-    lines = [_line(item, source, model) for item in items]
-    return "; ".join(dict.fromkeys(lines))
+    found = [(*_walk(item["loc"], model), item) for item in items]
+    lines: dict[str, list[str]] = {}
+    for path, names, item in found:
+        # A value may be of several kinds: of a table only what is wrong within it.
+        deeper = any(len(p) > len(path) and p[: len(path)] == path for p, _, _ in found)
+        if not (deeper and item["type"] in _WANTED):
+            where, finding = _line(path, names, item, source)
+            lines.setdefault(where, []).append(finding)
+    return "; ".join(where + _joined(findings) for where, findings in lines.items())
 
 
-def _line(item: typing.Mapping[str, Any], source: str, model: type[BaseModel]) -> str:
-    path, names = _walk(item["loc"], model)
+def _joined(findings: list[str]) -> str:
+    """One sentence of a value that may be of several kinds.
+
+    >>> _joined(["give a number", "give a table", "give a number"])
+    'give a number or a table'
+    """
+    each = list(dict.fromkeys(findings))
+    if all(finding.startswith("give ") for finding in each):
+        return " or ".join([each[0], *(finding.removeprefix("give ") for finding in each[1:])])
+    return "; ".join(each)
+
+
+def _line(
+    path: list[str], names: list[str], item: typing.Mapping[str, Any], source: str
+) -> tuple[str, str]:
+    """The place of an error with the value found there, and what is wrong with it."""
     key = ".".join(path)
     where = f"{source}: {key}" if key else source
     if item["type"] == "extra_forbidden":
-        finding = f"unknown key {shown(key)}{did_you_mean(path[-1], names)}"
-        return f"{source}: {finding}"
+        return f"{source}: ", f"unknown key {shown(key)}{did_you_mean(path[-1], names)}"
     if item["type"] == "missing":
-        return f"{source}: key {shown(key)} is missing"
+        return f"{source}: ", f"key {shown(key)} is missing"
     if item["type"] == "value_error":
         error = item["ctx"]["error"]
         value = f" = {shown(item['input'])}" if isinstance(error, NotANumber) else ""
-        return f"{where}{value}: {error}"
+        return f"{where}{value}: ", str(error)
     expected = _WANTED.get(item["type"])
     problem = item["msg"] if expected is None else f"give {expected.format(**item.get('ctx', {}))}"
-    return f"{where} = {shown(item['input'])}: {problem}"
+    return f"{where} = {shown(item['input'])}: ", problem
 
 
 def _walk(loc: tuple, model: type[BaseModel]) -> tuple[list[str], list[str]]:

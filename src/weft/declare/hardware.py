@@ -27,7 +27,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -87,6 +87,7 @@ class Device(BaseModel):
     memory_rate: bytes per second that merges and packing reach; default: they cost nothing.
     host: seconds of a core outside the kernels.
     cores: where several ranks share the cores that compute.
+    kernels: those that compute on it, "cpu" or "cuda".
     """
 
     model_config = _FROZEN
@@ -97,6 +98,7 @@ class Device(BaseModel):
     memory_rate: AboveZero | None = None
     host: Host = Host.model_validate({})
     cores: Cores | None = None
+    kernels: Literal["cpu", "cuda"] = "cuda"
 
     @field_validator("flops", "backward", "causal")
     @classmethod

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._opening import replacing
 from ..errors import WeftError, shown
 
 if TYPE_CHECKING:
@@ -36,7 +37,10 @@ def writable(path: str | Path) -> Path:
 
 
 def writable_file(path: str | Path) -> Path:
-    """The path, if a file can be written there. Raises `WeftError` with the reason otherwise."""
+    """The path, if a file can be written there. Raises `WeftError` with the reason otherwise.
+
+    A link or a device is refused when it is written, see `writing`.
+    """
     path = Path(path)
     try:
         if path.is_dir():
@@ -50,17 +54,21 @@ def writable_file(path: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def writing(path: str | Path) -> Iterator[None]:
-    """A full disk, or a folder that is not ours, is a `WeftError` with the file's name.
+def writing(path: str | Path, new: bool = False) -> Iterator[Path]:
+    """A path to write to, of a file that is called `path` when the block ends.
 
-    >>> with writing("/proc/none/trace.json"):
-    ...     raise PermissionError(13, "Permission denied")
+    An old file is replaced, unless only a `new` one is wanted. A full disk, a folder of somebody
+    else, a link or a device is a `WeftError` with the file's name.
+
+    >>> with writing("/proc/none/trace.json") as partial:
+    ...     partial.write_text("[]")
     Traceback (most recent call last):
         ...
-    weft.errors.WeftError: '/proc/none/trace.json' cannot be written: Permission denied
+    weft.errors.WeftError: '/proc/none/trace.json' cannot be written: No such file or directory
     """
     try:
-        yield
+        with replacing(path, new=new) as partial:
+            yield partial
     except OSError as error:
         why = error.strerror or error
         raise WeftError(f"{shown(str(path))} cannot be written: {why}") from None
@@ -68,5 +76,5 @@ def writing(path: str | Path) -> Iterator[None]:
 
 def save(figure: Figure, path: str | Path) -> None:
     """Write a figure in the format that its path ends in, cut to what is drawn."""
-    with writing(path):
-        figure.savefig(writable(path), dpi=DPI, bbox_inches="tight", pad_inches=0.04)
+    with writing(writable(path)) as partial:
+        figure.savefig(partial, dpi=DPI, bbox_inches="tight", pad_inches=0.04)

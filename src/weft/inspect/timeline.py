@@ -83,8 +83,8 @@ class Timeline:
             for e in self.events
         ]
         text = json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"})
-        with writing(path):
-            Path(path).write_text(text)
+        with writing(path) as partial:
+            partial.write_text(text)
 
 
 def from_plans(plans: Sequence[Plan]) -> Timeline:

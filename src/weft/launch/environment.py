@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..errors import DeclarationError, shown
+
 
 @dataclass(frozen=True)
 class Place:
@@ -18,11 +20,29 @@ class Place:
     launcher: str
 
 
+def number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
+    """A launcher's variable as a number; `otherwise` where it is not set, or empty.
+
+    Raises `DeclarationError` for one that is no whole number from 0 on.
+
+    >>> number({"RANK": "3"}, "RANK", 0), number({}, "LOCAL_RANK", 3)
+    (3, 3)
+    """
+    text = environ.get(name) or str(otherwise)
+    if not re.fullmatch(r"[0-9]{1,18}", text):
+        raise DeclarationError(
+            f"the environment has {name}={shown(text)}, and a launcher sets it to a number; start"
+            " ranks with torchrun or srun, or unset it"
+        )
+    return int(text)
+
+
 def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
     """This process's place if torchrun or SLURM started it as one of several ranks, else None.
 
     SLURM_NTASKS does not tell: a batch script and an interactive shell see it too, though no step
-    of srun has started their other tasks.
+    of srun has started their other tasks. Raises `DeclarationError` for variables that are no
+    numbers, or a rank that is not one of its world's.
 
     >>> already_launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).rank
     1
@@ -31,12 +51,22 @@ def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
     """
     env = os.environ if environ is None else environ
     if "RANK" in env and "WORLD_SIZE" in env:
-        rank = int(env["RANK"])
-        return Place(rank, int(env["WORLD_SIZE"]), int(env.get("LOCAL_RANK", rank)), "torchrun")
-    tasks = int(env.get("SLURM_STEP_NUM_TASKS", 1))
+        rank = number(env, "RANK", 0)
+        return _placed(rank, number(env, "WORLD_SIZE", 1), number(env, "LOCAL_RANK", rank))
+    tasks = number(env, "SLURM_STEP_NUM_TASKS", 1)
     if "SLURM_PROCID" in env and tasks > 1:
-        return Place(int(env["SLURM_PROCID"]), tasks, int(env.get("SLURM_LOCALID", 0)), "slurm")
+        place = number(env, "SLURM_PROCID", 0), tasks, number(env, "SLURM_LOCALID", 0)
+        return _placed(*place, launcher="slurm")
     return None
+
+
+def _placed(rank: int, world_size: int, local_rank: int, launcher: str = "torchrun") -> Place:
+    if rank >= world_size:
+        raise DeclarationError(
+            f"the environment has rank {rank} in a world of {world_size} ranks, which are counted"
+            " from 0; start ranks with torchrun or srun"
+        )
+    return Place(rank, world_size, local_rank, launcher)
 
 
 def tell_torch() -> None:
@@ -54,7 +84,18 @@ def restarted(environ: Mapping[str, str] | None = None) -> bool:
     """
     env = os.environ if environ is None else environ
     counts = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
-    return any(int(env.get(name) or 0) > 0 for name in counts)
+    return any(number(env, name, 0) > 0 for name in counts)
+
+
+def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """The name of a launch, the same in all its restarts: torchrun's `--rdzv-id`, if it has one.
+
+    >>> launch_id({"TORCHELASTIC_RUN_ID": "job-7"}), launch_id({"TORCHELASTIC_RUN_ID": "none"})
+    ('job-7', None)
+    """
+    env = os.environ if environ is None else environ
+    name = env.get("TORCHELASTIC_RUN_ID", "")
+    return name if name not in ("", "none") else None  # torchrun's default is "none"
 
 
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
@@ -69,7 +110,7 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     'gpu08'
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "localhost")
-    job, step = (int(environ.get(name) or 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    job, step = (number(environ, name, 0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     variables = {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
@@ -117,8 +158,11 @@ def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
     env = os.environ if environ is None else environ
     if already_launched(env) is None:
         return ranks
-    counts = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_TASKS_PER_NODE") or str(ranks)
-    return max(int(part.split("(")[0]) for part in counts.split(","))
+    if env.get("LOCAL_WORLD_SIZE"):
+        return number(env, "LOCAL_WORLD_SIZE", ranks)
+    name = "SLURM_TASKS_PER_NODE"
+    counts = (env.get(name) or str(ranks)).split(",")
+    return max(number({name: part.split("(")[0]}, name, ranks) for part in counts)
 
 
 def shown_one_gpu_each(ranks: int, environ: Mapping[str, str] | None = None) -> bool:
@@ -136,4 +180,4 @@ def shown_one_gpu_each(ranks: int, environ: Mapping[str, str] | None = None) -> 
     place = already_launched(env)
     if place is None or place.launcher != "slurm" or "CUDA_VISIBLE_DEVICES" not in env:
         return False
-    return int(env.get("SLURM_GPUS_ON_NODE", ranks)) >= ranks
+    return number(env, "SLURM_GPUS_ON_NODE", ranks) >= ranks

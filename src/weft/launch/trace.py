@@ -11,32 +11,39 @@ NCCL alone, is a pickle, and dies with its process: it does not serve here.
 
 `weft blackbox` reads either folder, also while ranks run. A rank that ends without a failure
 removes its file.
+
+Other users write to `/dev/shm`, too. Folders and files there are this user's own, and closed to
+others; those of others are not opened, and how many are looked at is limited.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
 import mmap
 import os
+import re
 import secrets
 import shutil
 import socket
+import stat
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from .._caching import cached
+from .._opening import open_to_read, read_bytes, replacing
 from .._torch import default_store
 from . import failures
 
@@ -57,7 +64,10 @@ _NAMES = WIDTH - 256  # bytes for a step's names; the others are numbers
 _KEPT = 600.0  # seconds for which the files of a run remain after its processes are gone
 _FOREIGN = 86_400.0  # the same of files that name no process, such as another version's
 _TURN = 1.0  # seconds to wait for other ranks' copies
-_UNREADABLE = (OSError, ValueError, KeyError, TypeError)
+_ENTRIES, _RUNS = 65_536, 1_024  # that are looked at: names in a folder, and folders of runs
+_MOST_RANKS = 1 << 17
+_RUN, _RANK = re.compile(r"weft-steps-.{1,64}"), re.compile(r"rank-[0-9]{1,6}")
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
 
 
@@ -152,7 +162,7 @@ class Trace:
             _copy(self.content(), self.rank)
             for path in self._others():
                 with contextlib.suppress(*_UNREADABLE):
-                    _copy(path.read_bytes(), self.rank)
+                    _copy(_content(path), self.rank)
 
     def content(self) -> bytes:
         """The lines as they are now."""
@@ -163,7 +173,7 @@ class Trace:
         return sorted(
             head["rank"]
             for path in self._others()
-            if (head := _head(path)) and head.get("host") == _host()
+            if (head := _head(path)) and head["host"] == _host()
             if state_of(head["pid"]) != "runs" and not _has_noticed(path)
         )
 
@@ -180,7 +190,7 @@ class Trace:
         self._map[index * WIDTH : (index + 1) * WIDTH] = text.encode().ljust(WIDTH - 1) + b"\n"
 
     def _others(self) -> list[Path]:
-        return [path for path in self.path.parent.glob("rank-*") if path != self.path]
+        return [path for path in _ranks(self.path.parent) if path != self.path]
 
 
 @cached(1024)
@@ -201,8 +211,10 @@ def _fitting(fields: dict[str, Any], width: int) -> str:
 def _mapped(path: Path) -> mmap.mmap:
     """Blank lines in a file that remains until it is removed; in memory if there can be none."""
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(path, "w+b") as file:
+        make_own_folder(path.parent)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()  # of the rank before a restart
+        with open(path, "x+b", opener=_closed_to_others) as file:
             file.write(b" " * SIZE)  # so that its blocks are reserved, however full the disk gets
             file.flush()
             return mmap.mmap(file.fileno(), SIZE)
@@ -216,7 +228,11 @@ def _in_turn(folder: Path) -> Iterator[None]:
 
     A rank that was stopped in its turn is not waited for longer than `_TURN`.
     """
-    lock = os.open(folder, os.O_RDONLY)
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError:  # there is none, and only this rank's lines to copy
+        yield
+        return
     try:
         deadline = time.monotonic() + _TURN
         while time.monotonic() < deadline:
@@ -232,19 +248,21 @@ def _in_turn(folder: Path) -> Iterator[None]:
 def _copy(content: bytes, by: int) -> None:
     """Copies a rank's lines, unless `by` is another rank and this one has done so itself."""
     lines = [stripped for line in content.split(b"\n") if (stripped := line.strip(b" \0"))]
-    head = json.loads(lines[0])
+    head = _checked_head(lines[0])
     target = _target(head)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    if target.parent == _temporary(head["run"]):
+        make_own_folder(target.parent)
+    else:
+        target.parent.mkdir(parents=True, exist_ok=True)
     if by != head["rank"]:
-        with contextlib.suppress(*_UNREADABLE), target.open() as file:
-            copy = json.loads(file.readline())
+        with contextlib.suppress(*_UNREADABLE), open_to_read(target) as file:
+            copy = json.loads(file.readline(WIDTH))
             if (copy["by"], copy["run"]) == (head["rank"], head["run"]):
                 return
     copy = {"kind": "copy", "run": head["run"], "by": by, "written": time.time()}
-    copy |= {"process": state_of(int(head["pid"]))}
-    part = target.with_name(f".{target.name}.{os.getpid()}.{threading.get_ident()}")
-    part.write_bytes(b"\n".join([_encode(copy).encode(), *lines, b""]))
-    part.replace(target)
+    copy |= {"process": state_of(head["pid"])}
+    with replacing(target) as partial:
+        partial.write_bytes(b"\n".join([_encode(copy).encode(), *lines, b""]))
 
 
 def _target(head: dict[str, Any]) -> Path:
@@ -255,17 +273,42 @@ def _target(head: dict[str, Any]) -> Path:
 def _head(path: Path) -> dict[str, Any] | None:
     """The first line of a mapped file; None if it names no process."""
     try:
-        with path.open("rb") as file:
-            head = json.loads(file.readline(SIZE))
-        return head if isinstance(head["pid"], int) else None
+        with open_to_read(path) as file:
+            return _checked_head(file.readline(WIDTH))
     except _UNREADABLE:
         return None
+
+
+def _checked_head(line: bytes) -> dict[str, Any]:
+    """The process that a line names; `ValueError` if it names none, `KeyError` for a lack."""
+    head = json.loads(line)
+    numbers = [(head["rank"], _MOST_RANKS), (head["pid"], 2**31)]
+    texts = [head["host"], head["run"]]
+    if not all(type(n) is int and 0 <= n < most for n, most in numbers):
+        raise ValueError("a rank and a process have numbers")
+    if not all(isinstance(text, str) for text in texts) or not head["run"].isalnum():
+        raise ValueError("a run has a name of letters and digits")
+    return head
+
+
+def _pid_in(path: Path) -> int | None:
+    """The process of a mapped file, also of another version's; None if it names none."""
+    try:
+        with open_to_read(path) as file:
+            pid = json.loads(file.readline(SIZE))["pid"]
+        return pid if isinstance(pid, int) else None
+    except _UNREADABLE:
+        return None
+
+
+def _content(path: Path) -> bytes:
+    return read_bytes(path, SIZE)
 
 
 def _has_noticed(path: Path) -> bool:
     """True if a rank recorded a failure and has begun nothing since."""
     try:
-        texts = filter(None, (line.strip(b" \0") for line in path.read_bytes().split(b"\n")))
+        texts = filter(None, (line.strip(b" \0") for line in _content(path).split(b"\n")))
         lines = [json.loads(text) for text in texts]
         failed = max((line["at"] for line in lines if line["kind"] == "failure"), default=0.0)
         begun = (line["began"] for line in lines if line["kind"] == "step")
@@ -276,19 +319,19 @@ def _has_noticed(path: Path) -> bool:
 
 def remove_traces(pids: Collection[int]) -> None:
     """Remove the files of a run's killed processes; for their launcher, when all have ended."""
-    for run in root().glob("weft-steps-*"):
-        if any(head["pid"] in pids for path in run.glob("rank-*") if (head := _head(path))):
+    for run in runs_of(root()):
+        if any(head["pid"] in pids for path in _ranks(run) if (head := _head(path))):
             _remove_of_killed(run)
 
 
 def _remove_of_killed(run: Path) -> None:
     """Remove the files of killed ranks of this machine, and copy those that no rank has copied."""
-    for path in run.glob("rank-*"):
+    for path in _ranks(run):
         with contextlib.suppress(*_UNREADABLE):
             head = _head(path)
             if head and head["host"] == _host() and state_of(head["pid"]) == "gone":
                 if not _target(head).exists():
-                    _copy(path.read_bytes(), head["rank"])
+                    _copy(_content(path), head["rank"])
                 path.unlink()
     with contextlib.suppress(OSError):
         run.rmdir()
@@ -299,13 +342,50 @@ def _sweep(runs: Path) -> None:
 
     Files that name no process are removed after a day; whoever still writes to one may go on.
     """
-    for run in runs.glob("weft-steps-*"):
+    for run in runs_of(runs):
         with contextlib.suppress(OSError):
-            heads = [_head(path) for path in run.glob("rank-*")]
-            alive = any(state_of(head["pid"]) != "gone" for head in heads if head)
+            pids = [_pid_in(path) for path in _ranks(run)]
+            alive = any(state_of(pid) != "gone" for pid in pids if pid is not None)
             age = time.time() - run.stat().st_mtime
-            if not alive and age > (_FOREIGN if None in heads else _KEPT):
+            if not alive and age > (_FOREIGN if None in pids else _KEPT):
                 shutil.rmtree(run, ignore_errors=True)
+
+
+def runs_of(folder: Path) -> list[Path]:
+    """The folders of this user's runs; of others' nothing is opened."""
+    return _own_entries(folder, _RUN, stat.S_ISDIR)[:_RUNS]
+
+
+def _ranks(run: Path) -> list[Path]:
+    """The mapped files in the folder of a run."""
+    return _own_entries(run, _RANK, stat.S_ISREG)
+
+
+def _own_entries(folder: Path, name: re.Pattern, kind: Callable[[int], bool]) -> list[Path]:
+    """Entries of a folder that are this user's, and no links; as many as are looked at."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in itertools.islice(entries, _ENTRIES):
+            if name.fullmatch(entry.name):
+                with contextlib.suppress(OSError):
+                    known = entry.stat(follow_symlinks=False)
+                    if kind(known.st_mode) and known.st_uid == os.geteuid():
+                        found.append(Path(entry.path))
+    return found
+
+
+def make_own_folder(path: Path) -> None:
+    """Make a folder that is closed to other users; `OSError` if theirs, or a link, has its name."""
+    with contextlib.suppress(FileExistsError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir(mode=0o700)
+    known = os.lstat(path)
+    if known.st_uid != os.geteuid() or not stat.S_ISDIR(known.st_mode) or known.st_mode & 0o022:
+        raise PermissionError(errno.EACCES, "it is not closed to other users", str(path))
+
+
+def _closed_to_others(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def state_of(pid: int) -> str:
@@ -373,7 +453,12 @@ def trace_folder(run: str) -> Path:
     named = os.environ.get(VARIABLE)
     if named and named != "off":
         return Path(named)
-    return _folder or Path(tempfile.gettempdir()) / f"weft-blackbox-{run}"
+    return _folder or _temporary(run)
+
+
+def _temporary(run: str) -> Path:
+    """The folder for copies where nobody names one."""
+    return Path(tempfile.gettempdir()) / f"weft-blackbox-{run}"
 
 
 def root() -> Path:
@@ -398,7 +483,8 @@ def _name_of_run(limit: float) -> str:
     def ask() -> str:
         return default_store().compare_set("weft/blackbox", "", drawn).decode()
 
-    return failures.within(limit, ask) or drawn
+    name = failures.within(limit, ask)
+    return name if name and name.isalnum() else drawn  # it becomes part of a path
 
 
 def _forget() -> None:

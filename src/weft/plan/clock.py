@@ -6,8 +6,8 @@ a share of the cores where ranks share them. All work under way shares every res
 fairly: no share can grow but at the cost of a smaller one (Bertsekas and Gallager, Data Networks,
 6.5.2). When something ends or begins, shares are worked out anew.
 
-A message begins when both of its ranks have posted it, and messages between two ranks along one
-mesh dim and of one kind go one after another. Not modelled: unfair TCP, packets, messages that slow
+A message begins when both of its ranks have posted it, and messages from one rank to another along
+one mesh dim go one after another. Not modelled: unfair TCP, packets, messages that slow
 kernels down, stragglers.
 """
 
@@ -150,7 +150,8 @@ class Network:
         """One of two ranks is ready for a message; when both are, it moves after those before it.
 
         Args:
-            kind: what it is, the same on both ranks; its first item says whom it waits behind.
+            kind: what it is, the same on both ranks; of those with the same first item one waits
+                for another. Peers that are images of each other need first items of their own.
             nbytes: of the message, or 0 from a rank that leaves it to the other to know.
         """
         level = self.hardware.between(source, target)
@@ -166,8 +167,8 @@ class Network:
         if len(self._queues[lane]) == 1:
             self._move(*lane)
 
-    def _move(self, source: int, target: int, level: int, mesh_dim: str) -> None:
-        queue = self._queues[source, target, level, mesh_dim]
+    def _move(self, source: int, target: int, level: int, lane: object) -> None:
+        queue = self._queues[source, target, level, lane]
         nbytes, both = queue[0]
         half = self.hardware.level[level].half
         self.sent[level] += nbytes
@@ -177,7 +178,7 @@ class Network:
             for done in both:
                 done()
             if queue:
-                self._move(source, target, level, mesh_dim)
+                self._move(source, target, level, lane)
 
         def begin() -> None:
             way = self.hardware.way(source, target, level)

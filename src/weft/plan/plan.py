@@ -11,28 +11,29 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from .._caching import remembered
 from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import coordinates, index_at
+from ..declare.mesh import rank_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
 from ..declare.rates import rates_for
 from ..declare.strategy import Role, Rule
-from ..errors import UnsupportedError
+from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..masks import Full, Mask, packs_documents
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
 from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
-from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions, shard_sizes
-from .problem import Problem, pass_costs
+from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions
+from .problem import LocalProblem, pass_costs
 from .program import CHUNKS, UNCUT, Block, MovingDim, MovingDims, Payload, Program, Transfer
 from .replay import Chunk, drops
 from .rest import kv_copies, reshardings
@@ -93,14 +94,19 @@ class Plan:
     """
 
     def __init__(
-        self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]
+        self, layout: LayoutDeclaration, problem: LocalProblem, coords: Mapping[str, int]
     ) -> None:
+        if not isinstance(problem, LocalProblem):
+            raise ShapeError(
+                f"a plan is of one rank and takes a LocalProblem, found a {type(problem).__name__},"
+                " whose batch and heads are of all ranks; give problem.on(layout, rank)"
+            )
         self.problem, self.sizes = problem, dict(layout.mesh)
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
-        self.kv_repeat = kv_copies(self.rules, self.sizes, problem)
+        self.kv_repeat = kv_copies(self.rules, self.sizes, problem.heads, problem.kv_heads)
         self.resharding = reshardings(layout, problem, self.rules, coords, self.kv_repeat)
         self.replicated = Sides(*map(self._replicated, Side))
         self.biased = problem.bias or problem.bias_tensor
@@ -569,9 +575,35 @@ class BlockPlan:
         return tuple(call for group in self.groups for call in group.calls)
 
 
-def shard_batches(layout: LayoutDeclaration, axes: Sequence[str], batch: int) -> tuple[int, ...]:
-    """Local batch of every rank at rest, in rank order."""
-    dims = layout.batch_dims(axes)
-    sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))
-    ranks = range(layout.world_size)
-    return tuple(sizes[index_at(layout.mesh, dims, coordinates(layout.mesh, r))] for r in ranks)
+class ScoreTile(NamedTuple):
+    """Positions of the scores that a rank computes: its rows, columns, heads and batch entries."""
+
+    rows: Spans
+    columns: Spans
+    heads: Spans
+    batch: Spans
+
+
+def score_tile(
+    layout: LayoutDeclaration,
+    axes: tuple[str, ...],
+    lengths: tuple[tuple[int, int], ...],
+    coords: Mapping[str, int],
+    heads: int,
+    batches: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> ScoreTile:
+    """The scores of the forward pass of the rank at some coordinates.
+
+    Args:
+        heads: of one rank.
+        batches: the local batch of every rank, default 1.
+        dtype, device: of the scores.
+    """
+    batch = batches[rank_at(layout.mesh, coords)] if batches else 1
+    sizes = batch, heads, heads, 1, 1
+    problem = LocalProblem(axes, lengths, *sizes, dtype, device, batches=batches, bias_tensor=True)
+    plan = Plan(layout, problem, coords)
+    rows, columns = (plan.forward.tile_spans(side) for side in Side)
+    return ScoreTile(rows, columns, plan.compute.query.head_spans, plan.compute.query.batch_spans)

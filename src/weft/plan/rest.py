@@ -14,17 +14,18 @@ from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError
 from .order import Span, Spans, product, shard_spans
-from .problem import Problem
+from .problem import LocalProblem
 from .resharding import Resharding, State, reshard_step
 from .sides import Side, Sides
 
 
-def kv_copies(rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Problem) -> int:
+def kv_copies(
+    rules: Mapping[str, Rule], sizes: Mapping[str, int], heads: int, kv_heads: int
+) -> int:
     """The number of copies of each key/value head, such that every rank gets whole ones.
 
     Raises `ShapeError` for heads that key/value heads, or the ranks, do not divide.
     """
-    heads, kv_heads = problem.heads, problem.kv_heads
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
     cuts = {
@@ -44,7 +45,7 @@ def kv_copies(rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Prob
 
 def reshardings(
     layout: LayoutDeclaration,
-    problem: Problem,
+    problem: LocalProblem,
     rules: Mapping[str, Rule],
     coords: Mapping[str, int],
     repeat: int,

@@ -25,7 +25,7 @@ from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.plan import Plan
-from ..plan.problem import Problem
+from ..plan.problem import LocalProblem
 from . import checks, handles
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class BoundCall:
         """The plan for tensors of a rest shape, (b, h, n, g, m, d, e); `batches` of all ranks."""
         b, h, n, g, m, d, e = (int(x) for x in rest)
         c = self.call
-        problem = Problem(
+        problem = LocalProblem(
             axes=c.axes,
             lengths=c.lengths(self.layout.unbound, n, m),
             batch=b,

@@ -78,7 +78,7 @@ def explain(
     mask: options.Mask = options.MASK,
     order: options.Order = None,
     dtype: options.DType = options.PLANNED_DTYPE,
-    device: options.PlannedDevice = "cpu",
+    device: options.PlannedDevice = None,
     nproc: options.Nproc = None,
     hardware: Annotated[
         str | None,
@@ -162,6 +162,7 @@ def explain(
     if is_line(names[0]):
         console().print("the line stands for this file:\n")
         console().print(declared.to_toml() + "\n", markup=False, soft_wrap=True)
+    machine = None if hardware is None else Hardware.load(hardware)
     problem = options.problem_of(
         axis,
         options.lengths_of(length or options.LENGTH, axis, options.known_axes(layout)),
@@ -173,7 +174,7 @@ def explain(
         parts=layout.batch_parts(axis.split("+")),
         mask=mask,
         dtype=dtype,
-        device=device,
+        device=device or options.planned_device(None, machine),
     )
     if is_routed(layout, problem.axes):
         if score_matrix or timeline:
@@ -187,7 +188,6 @@ def explain(
             f"{layout.source}: {layout.world_size:,} ranks are more than the {MOST_PLANNED:,} that "
             "are planned here"
         )
-    machine = None if hardware is None else Hardware.load(hardware)
     work = f"planning {layout.world_size:,} ranks"
     with console().status(work), options.still_here(work):
         read = reading(layout, problem, every_rank)
@@ -368,7 +368,6 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
 
 def _print_states(layout: Layout, axis: str, problem: Problem, machine: Hardware | None) -> None:
     """Bytes that a recurrent layer of these heads receives, where the axis is split."""
-    local = next(plans_for(layout, problem, [0])).problem
-    made = tables.states(layout, axis, local, machine)
+    made = tables.states(layout, axis, problem.on(layout, 0), machine)
     console().print()
     console().print(f"nothing is carried along {axis}" if made is None else made)

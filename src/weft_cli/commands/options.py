@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -17,7 +18,15 @@ from typer.models import OptionInfo
 
 from weft._terminal import Terminal
 from weft.comm.world import check_inside_node
-from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
+from weft.declare.hardware import Hardware
+from weft.errors import (
+    DeclarationError,
+    ShapeError,
+    UnsupportedError,
+    WeftError,
+    did_you_mean,
+    shown,
+)
 from weft.inspect.call_plan import device_type
 from weft.inspect.picture import writable, writable_file
 from weft.launch.environment import already_launched, ranks_here, shown_one_gpu_each
@@ -90,6 +99,16 @@ def of_file(what: str) -> OptionInfo:
     )
 
 
+def check_new_file(path: Path) -> None:
+    """Raise `WeftError` unless `--write` can make a new declaration at `path`."""
+    if path.suffix != ".toml":
+        raise WeftError(f"--write {path}: the name of such a file ends in .toml")
+    if not path.parent.is_dir():
+        raise WeftError(f"--write {path}: there is no folder {str(path.parent)!r}")
+    if os.path.lexists(path):
+        raise WeftError(f"--write {path}: the file exists, and is not overwritten; name a new one")
+
+
 Axis = Annotated[
     str | None,
     of_call(
@@ -148,7 +167,10 @@ Nproc = Annotated[
     of_run("Number of ranks.", show_default="the size of the layout's mesh", min=1, max=MOST),
 ]
 Device = Annotated[str, of_run("cpu, cuda, or auto: cuda where every rank here has a GPU.")]
-PlannedDevice = Annotated[str, of_run("Whose kernels to plan with: cpu or cuda.")]
+PlannedDevice = Annotated[
+    str | None,
+    of_run("Whose kernels to plan with: cpu or cuda.", show_default="the hardware's, else cpu"),
+]
 Gradients = Annotated[
     str | None,
     of_run("What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"),
@@ -189,14 +211,14 @@ def problem_of(
     kv_heads = heads if kv_heads is None else kv_heads
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
-    return Problem(
-        axes=tuple(axis.split("+")),
-        lengths=tuple((size, size) for size in lengths) if keys is None else ((n, m),),
-        batch=batch,
+    length = dict(zip(axis.split("+"), lengths)) if keys is None else (n, m)
+    return Problem.of(
+        axis,
+        length,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
+        batch=batch,
         dtype=dtype_named(dtype),
         device=device_type(device),
         mask=mask_named(mask, n, m, batch),
@@ -386,6 +408,13 @@ def device_for(device: str, ranks: int) -> str:
     here, seen = ranks_here(ranks), torch.cuda.device_count()
     each = seen == 1 and shown_one_gpu_each(here)
     return "cuda" if seen >= here or each else "cpu"
+
+
+def planned_device(device: str | None, machine: Hardware | None) -> str:
+    """The device whose kernels a command plans with: as given, else the hardware's, else cpu."""
+    if device not in (None, "cpu", "cuda"):
+        raise ShapeError(f"--device {shown(device)}: known are cpu and cuda")
+    return device or ("cpu" if machine is None else machine.device.kernels)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -23,9 +22,9 @@ from . import options
 from .options import console
 from .plan_model import plan_model, print_refused, write_layout
 
-#: Seconds of a core, by themselves and since the command began, after which the search for changes
-#: of the machine that would change the choice is left out.
-_CHANGES, _LATEST = 5.0, 12.0
+#: Work of replays (see `weft.planner.bound.Bounds.work`) beyond which the search for changes of the
+#: machine that would change the choice is left out; below which each change tries more layouts.
+_CHANGES, _CHEAP = 1.5e5, 4e3
 #: Options that a model's search does not read.
 _OF_CALL = ("heads", "kv_heads", "head_dim", "mask", "device", "only", "forward_only", "png")
 
@@ -68,7 +67,7 @@ def plan(
     batch: options.Batch = None,
     mask: options.Mask = options.MASK,
     dtype: options.DType = options.PLANNED_DTYPE,
-    device: options.PlannedDevice = "cpu",
+    device: options.PlannedDevice = None,
     gradients: options.Gradients = None,
     only: Annotated[
         str | None,
@@ -121,10 +120,10 @@ def plan(
 
         weft plan tabular --length rows=150000,features=5 --devices 64 --hardware h100-8
     """
-    began = time.thread_time()
     machine = Hardware.load(hardware)
-    if device not in ("cpu", "cuda"):
-        raise ShapeError(f"--device {shown(device)}: known are cpu and cuda")
+    kernels = options.planned_device(device, machine)
+    if write is not None:
+        options.check_new_file(write)
     if model is not None:
         why = "it is for an attention call; the search for a model does not read it"
         options.refuse_given(context, _OF_CALL, why)
@@ -132,22 +131,24 @@ def plan(
         plan_model(model, hardware, devices, *sizes)
         return
     options.refuse_given(context, ["gradients"], options.NO_GRADIENTS)
+    lengths = options.lengths_of(length or options.LENGTH, "tokens", ("tokens",))
+    if not min(lengths):
+        raise ShapeError(f"--tokens {shown(length)}: a plan needs 1 token or more")
     problem = options.problem_of(
         "tokens",
-        options.lengths_of(length or options.LENGTH, "tokens", ("tokens",)),
+        lengths,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
         batch=batch,
         mask=mask,
         dtype=dtype,
-        device=device,
+        device=kernels,
     )
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
     search = Search(problem, machine, devices, names, memory, forward_only)
     choices = _searched(search)
-    left = _LATEST - (time.thread_time() - began)
-    _print(choices, search, machine, hardware, top, left)
+    _print(choices, search, machine, hardware, top)
     if write is not None:
         seconds = words.show_time(choices.best.total)
         about = f"Planned for {devices} devices of {hardware}: {seconds} predicted."
@@ -176,11 +177,11 @@ def _searched(search: Search) -> Choices:
         return search.run(tell=tell)
 
 
-def _print(
-    choices: Choices, search: Search, machine: Hardware, hardware: str, top: int, left: float
-) -> None:
+def _print(choices: Choices, search: Search, machine: Hardware, hardware: str, top: int) -> None:
     out = console()
     p = search.problem
+    for line in reasons.warnings(search, choices):
+        out.print(f"note: {line}\n", markup=False, highlight=False)
     out.print(
         f"{search.devices:,} devices; {p.n:,} tokens, {p.heads} heads of {p.head_dim}, "
         f"{p.kv_heads} key/value heads, batch {p.batch}, {str(p.dtype)[6:]}, mask {p.mask}\n",
@@ -199,8 +200,8 @@ def _print(
     ]
     for line in filter(None, lines):
         out.print(line, markup=False, highlight=False)
-    tries = 4 if search.seconds_each < 0.15 else 2
-    if 3 * tries * search.seconds_each < min(_CHANGES, left):
+    tries = 4 if search.work_each < _CHEAP else 2
+    if 9 * tries * search.work_each < _CHANGES:
         out.print("\nWhat would change it:", highlight=False)
         with out.status("changing the machine"):
             changes = list(reasons.changes(search, choices, tries))

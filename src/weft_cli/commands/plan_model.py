@@ -84,9 +84,9 @@ def print_refused(refused: Mapping[str, int], hardware: str, devices: int) -> No
 
 
 def write_layout(layout: Layout, about: str, path: Path) -> None:
-    """Write a layout file that says what it was planned for."""
-    with writing(path):
-        path.write_text(to_toml({**layout.declaration, "about": about}) + "\n")
+    """Write a new layout file that says what it was planned for."""
+    with writing(path, new=True) as partial:
+        partial.write_text(to_toml({**layout.declaration, "about": about}) + "\n")
 
 
 def _table(choices: Sequence[ModelChoice], top: int) -> Table:

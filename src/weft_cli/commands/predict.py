@@ -161,12 +161,15 @@ class Job:
 
 def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """One rank: the classes, their probabilities for every test row, and the warnings."""
+    from weft.checkpoint.same_files import agree_on_file
     from weft_models.tables.classifier import TabularClassifier
 
     tables = tables or read_pair(job.train, job.test, *job.columns)
     bound = None
     if job.layout is not None:
         bound = options.layout_named(job.layout).build(job.device, timeout=job.timeout)
+        for path in (job.train, job.test):
+            agree_on_file(bound, path)
     classifier = TabularClassifier(
         job.n_estimators,
         checkpoint=job.checkpoint,
@@ -201,11 +204,13 @@ def _destination(out: Path | None, train: Path, test: Path, force: bool) -> Path
     out = writable_file(out or test.with_name(f"{plain.stem}-predicted.csv"))
     if out.exists() and any(path.exists() and out.samefile(path) for path in (train, test)):
         raise WeftError(f"--out {shown(str(out))} would replace an input; give another name")
-    if os.path.lexists(out) and not force:
-        link = f", a link to {shown(os.readlink(out))}" if out.is_symlink() else ""
+    if out.is_symlink():
         raise WeftError(
-            f"{shown(str(out))} exists{link}; --force replaces it, --out gives another name"
+            f"{shown(str(out))} is a link to {shown(os.readlink(out))}, which is not written"
+            " through; --out gives another name"
         )
+    if out.exists() and not force:
+        raise WeftError(f"{shown(str(out))} exists; --force replaces it, --out gives another name")
     return out
 
 
@@ -266,9 +271,10 @@ def _write(
     if out == STDOUT:
         table.to_csv(sys.stdout, index=False)
         return
-    with writing(out):
-        mode = "w" if force else "x"  # another program's file of this moment is no leftover of ours
-        table.to_csv(out, index=False, mode=mode)
+    # Without --force, another program's file of this moment is no leftover of ours.
+    with writing(out, new=not force) as partial:
+        inside = {"archive_name": out.stem} if out.suffix in (".zip", ".tar") else {}
+        table.to_csv(partial, index=False, compression={"method": "infer", **inside})
 
 
 def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.ndarray) -> str:

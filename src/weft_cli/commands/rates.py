@@ -11,12 +11,11 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from weft.errors import WeftError
 from weft.inspect import words
 from weft.inspect.picture import writing
 from weft.inspect.words import digits, show_time, unit_of
 from weft.launch import launcher as launch
-from weft.launch.environment import already_launched
+from weft.launch.environment import already_launched, number
 from weft.layout import Layout
 from weft.plan.problem import Problem
 from weft_planner import measure
@@ -97,15 +96,15 @@ def rates(
     measure.check_rates(resolved, problem)
     started = already_launched()
     if write is not None and (started is None or started.rank == 0):
-        _new_file(write)
+        options.check_new_file(write)
     with options.still_here(f"measuring on {ranks} ranks"):
         found = launch.run(_rank, layout, problem, timeout, ranks=ranks)
     if found is None:  # not the rank that answers
         return
     _show(chosen, found, f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}")
     if write is not None:
-        with writing(write), write.open("x") as file:
-            file.write(measure.hardware_file(found))
+        with writing(write, new=True) as partial:
+            partial.write_text(measure.hardware_file(found))
         console().print(f"\nhardware file: {escape(str(write))}", soft_wrap=True)
 
 
@@ -122,7 +121,7 @@ def cores_of(ranks: int, device: str) -> dict[str, int] | None:
     `ranks` are those of all machines; of a launcher, its number on one machine counts instead.
     """
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or ranks)
+    local = number(os.environ, "LOCAL_WORLD_SIZE", ranks)
     cores = max(1, (count or 1) // torch.get_num_threads())
     return None if device == "cuda" or local <= cores else {"count": cores, "ranks": local}
 
@@ -148,16 +147,6 @@ def _problem(
         dtype=dtype or options.DTYPES[device],
         device=device,
     )
-
-
-def _new_file(path: Path) -> None:
-    """Raise `WeftError` unless a hardware file can be made at `path`."""
-    if path.suffix != ".toml":
-        raise WeftError(f"--write {path}: a hardware file's name ends in .toml")
-    if not path.parent.is_dir():
-        raise WeftError(f"--write {path}: there is no folder {str(path.parent)!r}")
-    if path.exists():
-        raise WeftError(f"--write {path}: the file exists, and is not overwritten; name a new one")
 
 
 def _show(layout: Layout, found: Measured, where: str) -> None:

@@ -47,8 +47,8 @@ def simulate(
         found = list(papers.points(declared))
     out.print(_table(found))
     if json is not None:
-        with writing(json):
-            json.write_text(dumps([asdict(point) for point in found], indent=1) + "\n")
+        with writing(json) as partial:
+            partial.write_text(dumps([asdict(point) for point in found], indent=1) + "\n")
         out.print(f"numbers: {json}")
     if png is not None:
         _draw(png, declared, found)

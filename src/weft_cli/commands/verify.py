@@ -11,11 +11,15 @@ import torch
 import typer
 from rich.markup import escape
 
+from weft._opening import read_bytes
 from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
 
 from . import options
 from .options import console
+
+#: Bytes of a configuration that are read: names of 100,000 classes are in some.
+MOST_BYTES = 1 << 24
 
 
 def verify(
@@ -109,11 +113,15 @@ def _axis(layout: Layout, axis: str | None) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise DeclarationError(f"{path}: there is no configuration; give config.json or its folder")
     try:
-        read = json.loads(path.read_text())
-    except ValueError as error:
+        read = json.loads(read_bytes(path, MOST_BYTES, links=True))
+    except FileNotFoundError:
+        raise DeclarationError(
+            f"{path}: there is no configuration; give config.json or its folder"
+        ) from None
+    except OSError as error:
+        raise DeclarationError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise DeclarationError(f"{path}: not JSON: {error}") from None
     if not isinstance(read, dict):
         raise DeclarationError(

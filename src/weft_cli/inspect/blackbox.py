@@ -18,9 +18,12 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
+from weft._opening import open_to_read
 from weft.errors import DeclarationError
-from weft.launch.trace import CALLS, SIZE, STEPS, rank_ranges, root, state_of
+from weft.launch.trace import CALLS, SIZE, STEPS, rank_ranges, root, runs_of, state_of
 
+#: Files of ranks in a folder.
+_FILES = 1 << 17
 #: Lines of ranks that wait, beyond which the rest is counted.
 _LINES = 24
 
@@ -161,12 +164,14 @@ def load_records(folder: str | Path | None = None) -> list[Box]:
     is no trace.
     """
     if folder is None:
-        runs = [p for p in root().glob("weft-steps-*") if p.is_dir()]
+        runs = runs_of(root())
         if not runs:
             raise DeclarationError(f"no run on this machine has left its steps in {root()}")
         folder = max(runs, key=lambda p: p.stat().st_mtime)
     folder = Path(folder)
     paths = [*folder.glob("weft-rank-*.jsonl"), *folder.glob("rank-*")]
+    if len(paths) > _FILES:
+        raise DeclarationError(f"{folder}: {len(paths):,} files, of at most {_FILES:,} ranks")
     boxes = [read_records(path) for path in sorted(paths)]
     if not boxes:
         raise DeclarationError(
@@ -184,9 +189,7 @@ def read_records(path: Path) -> Box:
     Raises `DeclarationError` for one that is no trace.
     """
     try:
-        if not path.is_file():
-            raise OSError("no regular file")
-        with path.open("rb") as file:
+        with open_to_read(path, links=True) as file:
             texts = [text.strip(b" \0") for text in file.read(2 * SIZE).split(b"\n")]
     except OSError as error:
         raise _no_trace(path, f" ({error})") from None

@@ -23,7 +23,7 @@ from weft.layout import Layout
 from weft.same_bits import modules as reproducible
 
 from .. import Foreign
-from ..common import check_axis, check_not_placed
+from ..common import check_axis, check_not_placed, refuse_split_heads
 from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
@@ -123,8 +123,9 @@ def uninstall(model: Foreign) -> nn.Module:
 
 
 def check_layout(layout: Layout, axis: str) -> None:
-    """Raise unless a layout splits queries and keys of an axis in the same way."""
+    """Raise unless a layout splits queries and keys of an axis in the same way, and no heads."""
     check_axis(layout, axis)
+    refuse_split_heads(layout, axis)
     queries, keys = layout.shard_dims(axis), layout.key_dims(axis)
     if queries != keys:
         raise DeclarationError(

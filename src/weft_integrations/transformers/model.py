@@ -106,9 +106,8 @@ def parallelize_transformers(
     Args:
         model: a transformers model that takes its attention from the attention interface, or a
             model of PEFT around one. Wrap it by DDP or FSDP afterwards.
-        layout: a built layout. Models are not split over `heads` dims by this function. With whole
-            rows it is the layout of a context group alone: bind it to a slice of the mesh, and
-            leave data parallelism to DDP or FSDP.
+        layout: a built layout that splits no heads. With whole rows it is the layout of a context
+            group alone: bind it to a slice of the mesh, and leave data parallelism to DDP or FSDP.
         axis: the layout's name for the tokens.
         embeddings: for models that make their tokens from something else (a ViT): the submodule
             whose output (batch, tokens, embed) is whole on every rank and is to be split. Found by
@@ -126,8 +125,8 @@ def parallelize_transformers(
             cross-attention, losses that weft does not make, masks given as tensors,
             `logits_to_keep`, torch's own DDP or FSDP2.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
-            layout without the axis, or whose keys are split otherwise than its queries; full rows
-            on a layout that splits something else than the tokens.
+            layout without the axis, that splits heads, or whose keys are split otherwise than its
+            queries; full rows on a layout that splits something else than the tokens.
         ShapeError: on every rank, in a call with full rows: rows, weights or the gradients that
             entered the previous call's outputs differ within the context group.
 

@@ -61,12 +61,7 @@ def compose(
     torch.Size([1, 8, 10])
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
-    if layout is None:
-        layout = Layout.single()
-    elif not isinstance(layout, Layout):
-        layout = Layout.load(layout)
-    if layout.transport is None:
-        layout = layout.build()
+    layout = bound_layout(layout)
     own = {block.kind for block in spec.attends}.difference(layouts or {})
     check_fit(spec, layout, own)
     _check_carries(spec, layout)
@@ -83,6 +78,15 @@ def compose(
     if layout.reproducible:
         make_reproducible(made, layout)
     return made
+
+
+def bound_layout(layout: str | Path | Layout | None) -> Layout:
+    """A layout by name or path, bound to all ranks if it was not yet; None is one device."""
+    if layout is None:
+        layout = Layout.single()
+    elif not isinstance(layout, Layout):
+        layout = Layout.load(layout)
+    return layout.build() if layout.transport is None else layout
 
 
 def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layout) -> Layout:

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from weft.checkpoint.folder import CheckpointError, failing
+from weft._opening import replacing
+from weft.checkpoint.folder import CheckpointError, failing, open_tensors
+from weft.checkpoint.same_files import agree_on_file
 from weft.checkpoint.shards import (
     MODEL,
     Shard,
@@ -35,7 +36,7 @@ from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
 
 from ..declare.model_file import ModelSpec
-from .composer import compose
+from .composer import bound_layout, compose
 from .model import Model
 
 FORMAT = "weft weights 1"
@@ -77,9 +78,8 @@ def save_pretrained(model: Model, path: str | Path, notes: Mapping[str, Any] | N
         }
         with failing(path, "written"):
             path.parent.mkdir(parents=True, exist_ok=True)
-            made = path.with_name(f"{path.name}.tmp")
-            save_file(tensors, made, metadata={"weft": json.dumps(facts)})
-            made.replace(path)
+            with replacing(path) as partial:
+                save_file(tensors, partial, metadata={"weft": json.dumps(facts)})
 
     on_first(layout, write)
     return path
@@ -101,17 +101,21 @@ def from_pretrained(
         dtype: of the weights, default the file's.
 
     Raises:
-        DeclarationError: no such file.
-        CheckpointError: on every rank, if it is damaged, not of weft, or has weights that are not
-            finite.
+        DeclarationError: on every rank, if one of them has no such file.
+        CheckpointError: on every rank, if ranks have files of other contents, or the file is
+            damaged, not of weft, or has weights that are not finite.
 
     >>> import tempfile
     >>> path = save_pretrained(compose("pair"), tempfile.mkdtemp() + "/pair.safetensors")
     >>> from_pretrained(path, dtype=torch.float64).spec.head
     'pair'
     """
-    path, spec = _path(name_or_path), pretrained_spec(name_or_path)
-    with failing(path, "read"), safe_open(path, "pt") as file:
+    layout = bound_layout(layout)
+    everywhere(layout, lambda: _path(name_or_path) and None)
+    path = _path(name_or_path)
+    agree_on_file(layout, path)
+    spec = pretrained_spec(name_or_path)
+    with failing(path, "read"), open_tensors(path, links=True) as file:
         if dtype is None:
             dtype = next((file.get_tensor(name).dtype for name in file.keys()), None)  # noqa: SIM118
     model = compose(spec, layout, device=device, dtype=dtype)
@@ -138,7 +142,7 @@ def read_notes(path: str | Path) -> dict[str, Any]:
     Raises `CheckpointError` if the file is missing, damaged or not of weft.
     """
     with failing(Path(path), "read"):
-        with safe_open(path, "pt") as file:
+        with open_tensors(Path(path), links=True) as file:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))
         if not isinstance(facts, dict) or facts.get("format") != FORMAT:
             raise CheckpointError(
@@ -174,7 +178,7 @@ def _path(name_or_path: str | Path) -> Path:
 @torch.no_grad()
 def _fill(path: Path, parts: Mapping[str, Shard]) -> None:
     """Copies this rank's parts of the stored tensors into the model's; all must be finite."""
-    with failing(path, "read"), safe_open(path, "pt") as file:
+    with failing(path, "read"), open_tensors(path, links=True) as file:
         names = {*file.keys()}
         if names != parts.keys():
             odd = sorted(names ^ parts.keys())[0]
