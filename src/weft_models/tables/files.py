@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -24,6 +25,17 @@ SEPARATORS = (",", ";", "\t", "|")
 ENCODINGS = ("utf-8-sig", "cp1252")
 #: Files of other programs that are often meant, and are no text.
 OTHERS = (".xlsx", ".xls", ".ods", ".parquet", ".feather")
+#: First bytes of files that are no CSV, whatever their name.
+FIRST_BYTES = {
+    b"PK\x03\x04": "an Excel workbook or another zip archive",
+    b"\xd0\xcf\x11\xe0": "an Excel workbook",
+    b"\x1f\x8b": "compressed by gzip; name it .csv.gz, or unpack it",
+    b"PAR1": "a Parquet file",
+    b"<!doctype": "a web page",
+    b"<html": "a web page",
+}
+#: Endings of files that pandas unpacks.
+PACKED = (".gz", ".bz2", ".zip", ".xz", ".zst", ".tar")
 #: More different numbers than this are a quantity, and no classes.
 MOST_NUMBERS = 100
 MOST_FRACTIONS = 20
@@ -64,6 +76,8 @@ def read_pair(
     `target` has the classes; `name` names the rows and, like the columns in `drop`, is no feature.
     Raises `WeftError` with the file, the column, the value found, and a fix.
     """
+    target, name = _name(target), None if name is None else _name(name)
+    drop = list(map(_name, drop))
     _check_choice(target, name, drop)
     known, separator = _read(train, shows=shows)
     unknown, other = _read(test, separator, shows)
@@ -74,7 +88,7 @@ def read_pair(
         _check_column(unknown, test, name, "--id")
     labels = known[target].to_numpy(str)
     _check_labels(labels, train, target)
-    notes: list[str] = []
+    notes = _repeated_headers(known, train)
     apart = {target, *drop} | ({name} if name else set())
     unnamed = [c for c in known.columns if c.startswith("Unnamed: ") and c not in apart]
     if unnamed:
@@ -162,8 +176,25 @@ def _parse(path: Path, separator: str, encoding: str, shows: bool) -> tuple[pd.D
             frame = pd.read_csv(path, names=[*header, MORE], header=0, **read)
             _check_more(frame.pop(MORE), path)
         _check_size(len(frame), most, path)
-        frame = frame.apply(lambda cells: cells.str.strip()).rename(columns=str.strip)
+        frame = frame.apply(lambda cells: cells.str.strip()).rename(columns=_name)
     return frame, separator
+
+
+def _name(column: str) -> str:
+    """A column's name without spaces around it, of the letters that other files write it with.
+
+    >>> _name(" o\u0308l") == "\u00f6l"
+    True
+    """
+    return unicodedata.normalize("NFC", column.strip())
+
+
+def _repeated_headers(frame: pd.DataFrame, path: Path) -> list[str]:
+    """A note on rows that have the names of the columns, as of files that were joined."""
+    names = np.array(frame.columns, dtype=object)
+    rows = np.flatnonzero((frame.to_numpy(object) == names).all(axis=1))
+    lines = listed([str(row + 2) for row in rows])
+    return [f"{path.name}: the header stands again in line {lines}; delete it"] if len(rows) else []
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -174,6 +205,15 @@ def _check_file(path: Path) -> None:
         raise WeftError(f"{shown(str(path))} is a folder; give a CSV file")
     if path.suffix.lower() in OTHERS:
         raise WeftError(f"{shown(str(path))} is no CSV file; save or export the table as CSV")
+    if path.is_file() and path.suffix.lower() not in PACKED:
+        with path.open("rb") as file:
+            begins = file.read(512).lstrip().lower()
+        kind = next((k for first, k in FIRST_BYTES.items() if begins.startswith(first.lower())), "")
+        if kind:
+            raise WeftError(
+                f"{shown(str(path))} is no CSV file but {kind}"
+                + ("" if ";" in kind else "; save or export the table as CSV")
+            )
     if not path.is_file():
         near = [p.name for p in path.parent.glob("*.csv")] if path.parent.is_dir() else []
         meant = did_you_mean(path.name, near)
@@ -181,7 +221,11 @@ def _check_file(path: Path) -> None:
 
 
 def _check_header(columns: Sequence[str], path: Path) -> None:
-    counts = Counter(column.strip() for column in columns)
+    if columns[0].lower().startswith("sep="):
+        raise WeftError(
+            f"{path}: line 1 tells Excel which separator the file has, and is no header: delete it"
+        )
+    counts = Counter(map(_name, columns))
     twice = [name for name, count in counts.items() if name and count > 1]
     if twice:
         raise WeftError(
@@ -212,8 +256,9 @@ def _check_more(cells: pd.Series, path: Path) -> None:
 
 def _more_fields(path: Path) -> WeftError:
     return WeftError(
-        f"{path} has rows with more fields than its header has names; if the first of them names"
-        " the row, as write.table of R has it, give that column a name in the header"
+        f"{path} has rows with more fields than its header, line 1, has names; if line 1 is a"
+        " comment, delete it; if the first field names the row, as write.table of R has it, give"
+        " that column a name in the header"
     )
 
 
