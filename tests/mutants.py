@@ -296,9 +296,9 @@ BUGS = (
     ),
     Bug(
         "sorted tokens get the inverse order",
-        "weft/plan/resharding.py",
-        'return Permutation(torch.argsort(positions(spans, "cpu"))[rank])',
-        'return Permutation(torch.argsort(torch.argsort(positions(spans, "cpu"))[rank]))',
+        "weft/runtime/resharding.py",
+        'index = torch.argsort(positions(arrival, "cpu"))[rank]',
+        'index = torch.argsort(torch.argsort(positions(arrival, "cpu"))[rank])',
         "packing attention",
     ),
     Bug(
@@ -1133,9 +1133,9 @@ BUGS = (
     ),
     Bug(
         "an index is brought to the GPU in every call",
-        "weft/plan/resharding.py",
-        "if key not in self._kept:",
-        "if True:",
+        "weft/runtime/resharding.py",
+        "@cached(128)",
+        "",
         "packing fake_gpu",
     ),
     Bug(

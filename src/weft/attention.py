@@ -290,7 +290,7 @@ def _refuse(
     bias: Bias | Tensor | None,
     error: WeftError,
 ) -> None:
-    """Tell the ranks that a call of this mask and bias over these axes asks, or over any known."""
+    """Abort the call on all participating ranks; of unknown axes, on those of any axis."""
     if not layout.is_bound:
         return
     asked: dict[str, Any] = {"bias": bias if isinstance(bias, Bias) else None}

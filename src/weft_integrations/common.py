@@ -72,7 +72,7 @@ def chunks(layout: Layout, axis: str, length: int) -> tuple[Spans, ...]:
 
 
 def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:
-    """How many tokens or rows each chunk of an axis of some length has.
+    """Number of tokens or rows of each chunk of an axis.
 
     >>> tokens_per_chunk(Layout.parse("rows: ring=4"), "rows", 5)
     [2, 2, 1, 0]

@@ -64,12 +64,12 @@ class Candidate:
     order: str = "contiguous"
 
     def ways(self, *roles: str) -> int:
-        """How many ways some roles split together."""
+        """Number of ways in which some roles split together."""
         return math.prod(d.ways for d in self.dims if d.role in roles)
 
     @cached_property
     def strategies(self) -> set[str]:
-        """Names of what it uses; a ring with pass-Q is a tile."""
+        """Strategy names used by this candidate; a ring with pass-Q counts as a tile."""
         names = {d.strategy for d in self.dims}
         return names | {"tile"} if {"ring", "pass_q"} <= names else names
 
@@ -123,7 +123,7 @@ class Candidate:
 
 
 def level_sizes(hardware: Hardware, devices: int) -> tuple[int, ...]:
-    """How many groups of the level below each level joins, innermost first.
+    """Number of groups of the level below that each level joins, innermost first.
 
     Raises:
         DeclarationError: devices that do not fill a level's groups, or are more than there are.
@@ -165,7 +165,7 @@ def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def check_only(only: Iterable[str]) -> frozenset[str]:
-    """What a search keeps to, as a set of strategies.
+    """Strategies to which a search is restricted.
 
     Raises:
         DeclarationError: none of `NAMES`.

@@ -64,7 +64,7 @@ class _Rank(Player):
         self.ends: list[float] = []
 
     def passes(self) -> Iterator[Gate]:
-        """What the rank waits for, in the order in which the executor does."""
+        """Waits of the rank, in the order of the executor."""
         for backward in (False, True):
             tile = self.plan.backward if backward else self.plan.forward
             moved = self.forecast.backward if backward else self.forecast.forward
@@ -128,7 +128,7 @@ class _Rank(Player):
 
 
 def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> float:
-    """What a block of these kernel calls takes on a device alone.
+    """Seconds of a block of these kernel calls on an otherwise idle device.
 
     4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward. Calls along the
     diagonal take as long as if they had more visible scores, where a kernel does not skip them all.
@@ -229,7 +229,7 @@ class Replayed:
 
     @property
     def note(self) -> str:
-        """Which ranks were replayed, in words; nothing where it was all."""
+        """The replayed ranks in words; empty if all were."""
         if len(self.plans) == self.ranks:
             return ""
         return f"; {len(self.plans)} ranks replayed, the others are their images"
@@ -258,7 +258,7 @@ def replayed(
 
 
 def one_node(layout: Layout, problem: AnyProblem, hardware: Hardware) -> int | None:
-    """How many ranks stand for all, None where all must be replayed."""
+    """Number of ranks that stand for all, None where all must be replayed."""
     rules = layout.rules(problem.axes).items()
     split = any(r.role in (Role.QUERY, Role.KEY) and layout.mesh[d] > 1 for d, r in rules)
     balanced = all(layout.order.get(axis, "contiguous") in BALANCED for axis in problem.axes)
@@ -267,7 +267,7 @@ def one_node(layout: Layout, problem: AnyProblem, hardware: Hardware) -> int | N
 
 
 def is_causal(problem: AnyProblem) -> bool:
-    """Whether the mask is the plain causal one over as many keys as queries."""
+    """True for the plain causal mask over as many keys as queries."""
     mask = problem.mask
     plain = type(mask) is Causal and mask.window is None and not mask.offset
     return plain and problem.n == problem.m

@@ -259,7 +259,7 @@ class ModelSearch:
         return seconds
 
     def _role(self, use: Use, block: AttendBlock) -> str:
-        """What a use is for a block: another axis' ranks have sequences of their own."""
+        """Role of a mesh dim for a block: another axis' ranks have sequences of their own."""
         if use.role == "tensor" or use.axis == block.attend[0]:
             return use.role
         return "batch"

@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Point:
-    """Ranks and tokens: the ways by name, and what the paper reports.
+    """One point of a figure: our times by strategy, and the reported one.
 
     Attributes:
         reported: `speedup` of the tile over the ring; `saved`, the share of the ring's bytes that
@@ -56,7 +56,7 @@ class Point:
     reported: Mapping[str, float]
 
     def speedup(self, way: str) -> float:
-        """How many times as quick as the ring."""
+        """Speed relative to the ring."""
         return self.ways["ring"].seconds / self.ways[way].seconds
 
     def saved(self, way: str) -> float:

@@ -1,4 +1,4 @@
-"""Where the state of a recurrence crosses ranks: fragments of an axis, in order; pure data.
+"""Fragments of an axis, between which the state of a recurrence crosses ranks; pure data.
 
 A recurrence over consecutive tokens is an affine map of the state that comes in,
 `S_out = A S_in + b`, and maps compose in order. So all that crosses ranks is one map per
@@ -102,7 +102,7 @@ class Fragments:
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many maps each chunk gives."""
+        """The number of maps of each chunk."""
         return tuple(sum(p.ends and p.count > 0 for p in pieces) for pieces in self.chunks)
 
     @functools.cached_property
@@ -111,7 +111,7 @@ class Fragments:
         return tuple(sorted(range(len(self.slots)), key=lambda s: self._piece(s).start))
 
     def resets(self, slot: int) -> bool:
-        """Whether a map forgets the state that comes in: A = 0."""
+        """True for a map that forgets the incoming state: A = 0."""
         return self._piece(slot).begins
 
     def readers(self, chunk: int) -> tuple[tuple[int, int], ...]:
@@ -150,7 +150,7 @@ class Fragments:
     # -- from one rank to the next -------------------------------------------------------------
 
     def relay(self, chunk: int) -> tuple[Stage, ...]:
-        """What a chunk does where states are handed on in order: `chain`.
+        """Steps of a chunk under `chain`, where states are handed on in order.
 
         Its pieces by position, and between them the states of others that pass through, where
         neighbours share no mesh dim. A state is needed and sent on in this order by all ranks, so
@@ -175,7 +175,7 @@ class Fragments:
     # -- bytes ---------------------------------------------------------------------------------
 
     def rounds(self, chunk: int) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
-        """How all maps come to a chunk: mesh dims, innermost first, and whose maps are held there.
+        """Gathers of all maps to a chunk: mesh dims, innermost first, and owners of the maps held.
 
         Per mesh dim, the range of slots that every rank along it holds before that round. After
         the last round all are held.
@@ -251,7 +251,7 @@ class ChainExchange(StatesPass):
     nbytes: tuple[int, ...]
 
     def stages(self, backward: bool) -> Iterator[Stage]:
-        """What the chunk does, in order."""
+        """Steps of the chunk, in order."""
         stages = self.fragments.relay(self.chunk)
         for stage in reversed(stages) if backward else stages:
             yield stage._replace(source=stage.target, target=stage.source) if backward else stage

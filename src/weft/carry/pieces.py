@@ -203,7 +203,7 @@ class LocalPieces:
         dtype: torch.dtype = torch.float32,
         widened: bool = False,
     ) -> bool:
-        """Whether a recurrence hands its states on, by `chain`, or composes maps, by `states`.
+        """True if a recurrence hands on states (`chain`), False if it composes maps (`states`).
 
         As `[carry]` of the layout says. Where it leaves it open, the way is taken that ends first
         by the clock of `carry/choose.py`; in a graph of `torch.compile` maps are composed.
@@ -225,7 +225,7 @@ class LocalPieces:
         return ways_of(layout, self.axis, self.length, device, of).way == "chain"
 
     def _of_maps(self, a: Tensor, b: Tensor) -> str:
-        """How maps travel: in a tree, or all to all ranks."""
+        """The transport of maps: in a tree, or gathered by all ranks."""
         named = self.layout.state_transport(self.axis)
         if named in ("gather", "tree"):
             return named
@@ -452,7 +452,7 @@ class LocalPieces:
         raise error
 
     def _exchange(self, label: str, described: str, ahead: bool | None) -> Exchange:
-        """How ranks agree on a pass; `ahead`: whether the CPU runs ahead, None of one refused."""
+        """Agreement on a pass; `ahead` is True if the CPU runs ahead, None for a refused pass."""
         of_call = self.layout, self.axis, self.length, self.documents, self.name
         return _exchange(*of_call, label, described, ahead)
 
@@ -507,7 +507,7 @@ def _exchange(
 
 @constant_in_graphs
 def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: str | None) -> tuple:
-    """What a rank knows of its pieces and of the order of all maps, as plain numbers.
+    """A rank's pieces and the order of all maps, as plain numbers.
 
     (start, count, begins, ends) of its pieces, its number of maps; of all, their order, and which
     reset the state; (maps before, piece) of its pieces, and those that continue a document;
@@ -563,7 +563,7 @@ def _traced(
 def _composed_by(
     layout: tuple, axis: str, length: int, device: str, numbers: int, matrix: int, itemsize: int
 ) -> str:
-    """How maps travel where the layout leaves it open."""
+    """The transport of maps where the layout names none."""
     of = Carried(numbers * itemsize, matrix * itemsize, numbers)
     return ways_of(restored(layout).unbound, axis, length, device, of).of_maps
 

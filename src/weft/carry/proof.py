@@ -33,7 +33,7 @@ _COLUMNS = (3, 9)
 
 
 def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
-    """What holds of recurrences and short convolutions along an axis; none where it is whole.
+    """Claims about recurrences and short convolutions along an axis; none where it is not split.
 
     Args:
         layout: need not be bound.
@@ -68,7 +68,7 @@ def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
 
 
 def _prove_trade(layout: Layout, other: Layout, axis: str, length: int) -> Claim:
-    """What holds of tokens that are traded for heads, and of outputs that go back."""
+    """Claims about tokens traded for heads, and about the outputs on their way back."""
     sides, heads = [placement(each, (axis, HEADS)) for each in (layout, other)], other.size(HEADS)
     defects: list[str] = []
     for before, after in (sides, sides[::-1]):
@@ -85,7 +85,7 @@ def _prove_trade(layout: Layout, other: Layout, axis: str, length: int) -> Claim
 def move_defects(
     before: Placed, after: Placed, lengths: tuple[int, ...], moves: Sequence[Redistribution]
 ) -> Iterator[str]:
-    """What is wrong with the messages that take a tensor from one placement to another.
+    """Defects of the messages that take a tensor from one placement to another.
 
     Args:
         before, after: on one mesh.
@@ -145,7 +145,7 @@ def place_defects(plan: Fragments, layout: Layout, axis: str, length: int) -> It
 
 
 def composition_defects(plan: Fragments) -> Iterator[str]:
-    """What is wrong with states that are composed of all ranks' maps."""
+    """Defects of states composed of all ranks' maps."""
     starts = _documents(plan)
     own = [range(low, high) for low, high in _ranges(plan)]
     for chunk, pieces in enumerate(plan.chunks):
@@ -182,7 +182,7 @@ def composition_defects(plan: Fragments) -> Iterator[str]:
 
 
 def chain_defects(plan: Fragments) -> Iterator[str]:
-    """What is wrong with states that are handed on, each rank waiting for what it needs."""
+    """Defects of the chain: deadlocks, missing or surplus messages."""
     starts = _documents(plan)
     sent: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
     done: set[tuple[int, int]] = set()
@@ -218,13 +218,13 @@ def chain_defects(plan: Fragments) -> Iterator[str]:
 
 
 def tree_defects(plan: Fragments) -> Iterator[str]:
-    """What is wrong with states that are composed in a tree, or with gradients in its reverse."""
+    """Defects of states composed in a tree, or of gradients in its reverse."""
     for backward in (False, True):
         yield from sweep_defects(plan, state_tree(plan, backward), backward)
 
 
 def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
-    """What is wrong with the rounds of a tree, forward or in reverse."""
+    """Defects of the rounds of a tree, forward or in reverse."""
     which, starts = "gradients" if backward else "states", _documents(plan)
     documents: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by their first token
     for chunk, pieces in enumerate(plan.chunks):
@@ -284,7 +284,7 @@ def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
 
 
 def halo_defects(plan: Fragments) -> Iterator[str]:
-    """What is wrong with columns to the left."""
+    """Defects of the columns to the left."""
     starts = _documents(plan)
     length = sum(piece.count for pieces in plan.chunks for piece in pieces)
     for columns in _COLUMNS:

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 
 class NotANumber(ValueError):
-    """A value of another kind; the message is what to give in its place."""
+    """Not a number of the required type; the message names that type."""
 
 
 def _whole(value: Any) -> Any:

@@ -130,13 +130,13 @@ def traffic(*layouts: Layout) -> Iterator[TrafficReport]:
     """
     watched: list[Transport] = [*dict.fromkeys(layout.bound for layout in layouts)] or alive()
     before = [(t.received.copy(), t.sent.copy(), t.calls.copy()) for t in watched]
-    ran = [t.watch() for t in watched]
+    ran = [t.watches.begin() for t in watched]
     moved = TrafficReport()
     try:
         yield moved
     finally:
         for transport, (received, sent, calls), passes in zip(watched, before, ran):
-            transport.unwatch(passes)
+            transport.watches.end(passes)
             moved.received.update(transport.received - received)
             moved.sent.update(transport.sent - sent)
             moved.calls.update(transport.calls - calls)

@@ -33,7 +33,7 @@ Node = tuple[int, int]
 def fixed_edges(
     layout: LayoutDeclaration, problem: LocalProblem, repeat: int, whole: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where the blocks of queries and of keys begin, in a reproducible layout; else None.
+    """First positions of the blocks of queries and of keys in a reproducible layout; else None.
 
     Raises `UnsupportedError` for calls whose bits depend on how they are split.
 

@@ -86,7 +86,7 @@ class Plan:
         kv_repeat: how often each key/value head is repeated so that every rank gets whole ones.
         resharding: by side, its way from rest to the tile program.
         compute: by side, batch entries, heads and positions as the tile program begins.
-        sort_index: by side, the index that sorts tokens after the all-to-alls, or None.
+        arrival: by side, positions in the order of the all-to-alls; None if they are sorted.
         replicated: by side, mesh dims on which it rests whole although its role has it travel.
         edges: of a reproducible layout, where the blocks of queries and of keys begin; else None.
         forward: the tile program of the forward pass.
@@ -126,14 +126,14 @@ class Plan:
         self.coords = dict(coords)
         self.all_to_alls = Sides(*(way.all_to_alls(coords) for way in self.resharding))
         self.compute = Sides(*(way.entry(coords) for way in self.resharding))
-        self.sort_index = Sides(*(way.sort_index(coords) for way in self.resharding))
+        self.arrival = Sides(*(way.arrival(coords) for way in self.resharding))
         self.runs = self._mask_runs()
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
         self._check_bias()
 
     def at(self, coords: Mapping[str, int]) -> Self:
-        """The plan of another rank that has the same problem; both share what is equal on them.
+        """This plan for another rank of the same problem; rank-independent parts are shared.
 
         Where the batch is split, the problem must have the `batches` of all ranks.
         """
@@ -303,7 +303,7 @@ class Plan:
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Pass:
     """The forward or the backward pass of one rank: its program, and who holds which rows.
 
@@ -318,8 +318,6 @@ class Pass:
     relayed: Sides[bool]
     _held: dict[tuple, Rows] = field(default_factory=dict)
     _roots: dict[tuple, tuple[Node, ...]] = field(default_factory=dict)
-    #: the mask contexts of masked calls: their positions, and what kernels derive from their masks
-    mask_contexts: dict = field(default_factory=dict)
 
     @property
     def dims(self) -> MovingDims:
@@ -419,7 +417,7 @@ class Pass:
     def _key_blocks(
         self, coords: Mapping[str, int], number: int, edges: tuple[int, ...]
     ) -> set[int]:
-        """Of which key blocks a rank has partial outputs of a chunk, its own and received ones."""
+        """Key blocks for which a rank holds partial outputs of a chunk."""
         made = {
             block
             for n in self.program.chunks(Side.KEY)

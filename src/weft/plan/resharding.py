@@ -11,33 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch.distributed.tensor import Placement, Shard
 
-from .._uploads import upload
-from .order import Spans, ascending, chunk_sizes, count, cut_spans, join, positions
-
-
-class Permutation:
-    """An order of rows, (n,) int64, kept on each device on which it was asked for.
-
-    >>> order = Permutation(torch.tensor([2, 0, 1]))
-    >>> order.on("cpu"), order.on("cpu", inverse=True)
-    (tensor([2, 0, 1]), tensor([1, 2, 0]))
-    """
-
-    def __init__(self, index: torch.Tensor) -> None:
-        self._index = index
-        self._kept: dict[tuple[torch.device, bool], torch.Tensor] = {}
-
-    def on(self, device: torch.device | str, inverse: bool = False) -> torch.Tensor:
-        """The index, or that which undoes it."""
-        key = torch.device(device), inverse
-        if key not in self._kept:
-            with torch.inference_mode(False):  # training may come later, with the same plan
-                index = torch.argsort(self._index) if inverse else self._index
-                self._kept[key] = upload(index, device)
-        return self._kept[key]
+from .order import Spans, ascending, chunk_sizes, count, cut_spans, join
 
 
 @dataclass(frozen=True)
@@ -156,11 +132,7 @@ class Resharding:
             steps.append(AllToAll(move.mesh_dim, move.target, tuple(sizes), move.source, cat_sizes))
         return tuple(steps)
 
-    def sort_index(self, coords: Mapping[str, int]) -> Permutation | None:
-        """The index that sorts tokens into `entry` order after the all-to-alls, or None."""
+    def arrival(self, coords: Mapping[str, int]) -> Spans | None:
+        """Positions as the all-to-alls leave them, None where they are in `entry` order."""
         spans = self.state(len(self.steps), coords).spans
-        ordered = ascending(spans) if self.steps else spans
-        if ordered == spans:
-            return None
-        rank = torch.argsort(torch.argsort(positions(ordered, "cpu")))
-        return Permutation(torch.argsort(positions(spans, "cpu"))[rank])
+        return None if spans == self.entry(coords).spans else spans

@@ -95,7 +95,7 @@ def reshardings(
                 steps.append(move)
 
         def positions(at: Mapping[str, int]) -> Spans:
-            """Of this side's tokens at rest; several axes flatten, the first one major."""
+            """Positions of this side's tokens at rest; several axes flatten, the first major."""
             spans: Spans | None = None
             for pair, order, dims in zip(problem.lengths, orders, seq_dims[side], strict=True):
                 parts = tuple(sizes[d] for d in dims)

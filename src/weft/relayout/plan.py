@@ -145,7 +145,7 @@ class Redistribution:
 
 
 def placement(layout: LayoutDeclaration, axes: Iterable[str]) -> Placed:
-    """How a tensor of some axes is placed on a layout."""
+    """Placement of a tensor of some axes on a layout."""
     splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in axes)
     return Placed(tuple(layout.mesh.items()), tuple(splits))
 

@@ -226,7 +226,7 @@ def problem_of(
 
 
 def batch_of(batch: int | None, mask: str, parts: int) -> int:
-    """How many sequences a call has: as given, as its mask names, or one per part of the batch.
+    """Number of sequences of a call: as given, as its mask names, or one per part of the batch.
 
     >>> batch_of(None, "padding:5:7", 1), batch_of(None, "causal", 4), batch_of(3, "full", 1)
     (2, 4, 3)
@@ -243,7 +243,7 @@ def refuse_given(context: typer.Context, names: Collection[str], why: str) -> No
 
 
 def console() -> Terminal:
-    """Where commands print: as wide as the terminal, and uncut in files and pipes."""
+    """The console of commands: as wide as the terminal, and uncut in files and pipes."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE
     return Terminal(width=width)
 
@@ -260,7 +260,7 @@ def layout_named(text: str, order: str | None = None, axis: str | None = None) -
 
 
 def ranks_of(layout: Layout, nproc: int | None) -> int:
-    """How many ranks a layout takes; `nproc` fills a mesh size of -1 and must agree otherwise.
+    """Number of ranks of a layout; `nproc` fills a mesh size of -1 and must agree otherwise.
 
     Where a launcher has started the ranks, it has set their number.
     """

@@ -35,7 +35,7 @@ class _Rows:
         self.rows = self.train = 0
 
     def split(self, x: Tensor, train: int | None) -> Tensor:
-        """Of (..., R, e) this rank's rows, (..., r, e)."""
+        """This rank's rows, (..., r, e), of a tensor (..., R, e)."""
         self.rows = x.shape[-2]
         self.train = self.rows if train is None else train
         return self.layout.shard(x, {self.axis: -2})

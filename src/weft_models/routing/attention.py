@@ -49,7 +49,7 @@ from .router import Router
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """How one call was routed.
+    """The routes of one call.
 
     Shapes: b batch, r routes per sample, i this rank's and I all query blocks, J key blocks.
 
@@ -90,7 +90,7 @@ class Routes:
 
     @property
     def fan_out(self) -> Tensor:
-        """How many query blocks chose each key block: (b r J)."""
+        """Number of query blocks that chose each key block: (b r J)."""
         return self.chosen.sum(2)
 
     def penalty(self, routing: Routing) -> Tensor:
@@ -339,7 +339,7 @@ class _Run:
         return whole[..., :dim], attention_weight
 
     def _valid(self, slots: Tensor) -> Tensor:
-        """Where a slot holds a token: (b r i s l) bool."""
+        """Mask of the slots that hold a token: (b r i s l) bool."""
         lengths = uploaded(self.partition.lengths, slots.device)[slots.clamp_min(0)]
         token = torch.arange(self.partition.longest, device=slots.device)
         return (slots >= 0).unsqueeze(-1) & (token < lengths.unsqueeze(-1))

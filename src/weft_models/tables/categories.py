@@ -26,7 +26,7 @@ def meanings(known: Iterable[str]) -> Callable[[str], str | None]:
 
 
 def _meaning(text: str) -> Decimal | str:
-    """What spellings of one number, to the last digit, or of one word have in common.
+    """Common form of all spellings of one number, to the last digit, or of one word.
 
     >>> _meaning("01") == _meaning("1.0"), _meaning(" Caf\u00e9") == _meaning("CAFE\u0301")
     (True, True)

@@ -189,7 +189,7 @@ def _frame(table: Any) -> pd.DataFrame:
 
 
 def _kind(column: pd.Series) -> str:
-    """What a column holds by its type: one of `KINDS`, or text."""
+    """Kind of a column by its type: one of `KINDS`, or text."""
     import pandas as pd
     from pandas.api import types
 
