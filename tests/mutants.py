@@ -635,8 +635,8 @@ BUGS = (
     Bug(
         "repeated key heads: gradients of one copy only",
         "weft/runtime/resharding.py",
-        "t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.accum_dtype).to(t.dtype)",
-        "t.unflatten(1, (-1, plan.kv_repeat))[:, :, 0]",
+        "t.unflatten(1, (-1, repeat)).sum(2, dtype=accum_dtype).to(t.dtype)",
+        "t.unflatten(1, (-1, repeat))[:, :, 0]",
         "attention packing",
     ),
     Bug(

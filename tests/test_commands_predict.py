@@ -1,6 +1,5 @@
 """`weft predict`: two CSV files as people have them, and what is said about them."""
 
-import gzip
 import re
 import unicodedata
 from pathlib import Path
@@ -391,11 +390,10 @@ REFUSED = {
         "train.csv has two columns 'kind'",
     ),
     "a line for Excel": ({"train": "sep=;\n" + TRAIN}, KIND, "train.csv: line 1 tells Excel which"),
-    "a workbook": ({"train": b"PK\x03\x04" + bytes(99)}, KIND, "no CSV file but an Excel workbook"),
-    "compressed": (
-        {"test": gzip.compress(TEST.encode())},
-        {},
-        "compressed by gzip; name it .csv.gz",
+    "a workbook": (
+        {"train": b"PK\x03\x04" + bytes(26) + b"[Content_Types].xml" + bytes(99)},
+        KIND,
+        "train.csv is no CSV file but an Excel workbook; save or export",
     ),
     "a web page": (
         {"test": "\n<!DOCTYPE html><p>log in, please"},

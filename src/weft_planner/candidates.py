@@ -245,8 +245,8 @@ def _unfit(problem: Problem, ways: dict[str, int]) -> str:
     rows = math.prod(ways.get(role, 1) for role in ("query", "key", "head"))
     if problem.kv_heads % tensor:
         return f"{problem.kv_heads} key/value heads do not divide over the ranks of tp"
-    if problem.heads % (tensor * head):
-        return f"{problem.heads} heads do not divide over the ranks of tp and ulysses"
+    if problem.heads // tensor < head:
+        return f"{problem.heads} heads leave some of the ranks of tp and ulysses without one"
     if problem.batch % batch:
         return f"{problem.batch} sequences do not divide over the ranks of dp"
     if rows > 1 and min(problem.n, problem.m) < 2 * rows:

@@ -19,6 +19,7 @@ from weft.declare.hardware import Device, Hardware
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full
+from weft.plan.heads import share_heads
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 
@@ -254,15 +255,10 @@ def _moves_queries(dim: Dim, backward: bool) -> bool:
     return dim.role == "key" or (backward and dim.strategy == "burst")
 
 
-def kv_repeat(problem: Problem, c: Candidate) -> int:
-    """Repeats of each key/value head that give whole heads to ranks that split heads."""
+def kv_repeat(problem: Problem, c: Candidate) -> float:
+    """Mean copies of each key/value head that give whole heads to ranks that split heads."""
     heads, kv_heads = (n // c.ways("tensor") for n in (problem.heads, problem.kv_heads))
-    ways = c.ways("head")
-    return next(
-        r
-        for r in range(1, heads // kv_heads + 1)
-        if kv_heads * r % ways == 0 and heads % (kv_heads * r) == 0
-    )
+    return len(share_heads(heads, kv_heads, c.ways("head")).sent) / kv_heads
 
 
 def best_rate(device: Device, entries: float, backward: bool) -> float:

@@ -36,5 +36,7 @@ Real = Annotated[float, BeforeValidator(_real)]
 Limit = Annotated[float, BeforeValidator(_limit)]
 #: sizes and counts
 Positive = Annotated[Whole, Field(ge=1, le=1 << 40)]
+#: dims of a weight
+Width = Annotated[Whole, Field(ge=1, le=1 << 24)]
 AboveZero = Annotated[Real, Field(gt=0)]
 ZeroOrMore = Annotated[Real, Field(ge=0)]

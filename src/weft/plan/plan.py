@@ -36,7 +36,7 @@ from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions
 from .problem import LocalProblem, pass_costs
 from .program import CHUNKS, UNCUT, Block, MovingDim, MovingDims, Payload, Program, Transfer
 from .replay import Chunk, drops
-from .rest import kv_copies, reshardings
+from .rest import head_shares, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
 from .shifts import Shifts
 from .sides import Side, Sides
@@ -83,7 +83,7 @@ class Plan:
         coords: of the rank.
         sizes: mesh dim -> ranks along it.
         rules: mesh dim -> how its ranks share attention.
-        kv_repeat: how often each key/value head is repeated so that every rank gets whole ones.
+        head_shares: heads of every rank while computing, with copies of key/value heads.
         resharding: by side, its way from rest to the tile program.
         compute: by side, batch entries, heads and positions as the tile program begins.
         arrival: by side, positions in the order of the all-to-alls; None if they are sorted.
@@ -106,8 +106,8 @@ class Plan:
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
-        self.kv_repeat = kv_copies(self.rules, self.sizes, problem.heads, problem.kv_heads)
-        self.resharding = reshardings(layout, problem, self.rules, coords, self.kv_repeat)
+        self.head_shares = head_shares(self.rules, self.sizes, problem.heads, problem.kv_heads)
+        self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
         self.replicated = Sides(*map(self._replicated, Side))
         self.biased = problem.bias or problem.bias_tensor
         orders = (layout.order.get(axis) for axis in problem.axes)
@@ -117,7 +117,7 @@ class Plan:
             MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
         )
         replicated = (*self.replicated.query, *self.replicated.key)
-        self.edges = fixed_edges(layout, problem, self.kv_repeat, replicated)
+        self.edges = fixed_edges(layout, problem, self.head_shares, replicated)
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
 

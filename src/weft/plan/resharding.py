@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 from torch.distributed.tensor import Placement, Shard
 
+from ..declare.placements import HEAD
+from .heads import nested
 from .order import Spans, ascending, chunk_sizes, count, cut_spans, join
 
 
@@ -80,12 +82,14 @@ def reshard_step(mesh_dim: str, rest: Placement, entry: Placement) -> ReshardSte
 class Resharding:
     """A tensor's way from rest to the tile program.
 
-    `rest(coords)` gives its state at rest on the rank with those coordinates.
+    `rest(coords)` gives its state at rest on the rank with those coordinates; `heads` has those of
+    each rank along the mesh dims that split them on the way.
     """
 
     sizes: Mapping[str, int]
     steps: tuple[ReshardStep, ...]
     rest: Callable[[Mapping[str, int]], State]
+    heads: tuple[int, ...]
     _memo: dict = field(default_factory=dict)
 
     def state(self, level: int, coords: Mapping[str, int]) -> State:
@@ -105,10 +109,19 @@ class Resharding:
         sides = list(before[index].sides)
         if move.source is not None:
             sides[move.source] = join(s for state in before for s in state.sides[move.source])
-        sizes = chunk_sizes(count(sides[move.target]), len(peers))
+        sizes = self._cut(move, count(sides[move.target]), coords)
         low = sum(sizes[:index])
         sides[move.target] = cut_spans(sides[move.target], low, low + sizes[index])
         return State(*sides)
+
+    def _cut(self, move: ReshardStep, size: int, coords: Mapping[str, int]) -> list[int]:
+        """The parts into which a step cuts its target dim, along its mesh dim."""
+        if move.target != HEAD:
+            return chunk_sizes(size, self.sizes[move.mesh_dim])
+        dims = [step.mesh_dim for step in self.steps if step.target == HEAD]
+        before = dims[: dims.index(move.mesh_dim)]
+        ways = tuple(self.sizes[d] for d in dims)
+        return nested(self.heads, ways, tuple(coords[d] for d in before))
 
     def entry(self, coords: Mapping[str, int]) -> State:
         """State on entry to the tile program: positions ascend where they can."""
@@ -124,7 +137,7 @@ class Resharding:
         steps = []
         for level, move in enumerate(self.steps):
             own = self.state(level, coords)
-            sizes = chunk_sizes(own.size(move.target), self.sizes[move.mesh_dim])
+            sizes = self._cut(move, own.size(move.target), coords)
             cat_sizes: tuple[int, ...] = ()
             if move.source is not None:
                 peers = [{**coords, move.mesh_dim: i} for i in range(len(sizes))]

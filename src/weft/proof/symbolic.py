@@ -189,7 +189,7 @@ def _deals(layout: Layout, plan: Plan) -> list[str]:
     found = []
     for name, resharding, heads, tokens in (
         ("queries", plan.resharding.query, plan.problem.heads, plan.problem.n),
-        ("keys", plan.resharding.key, plan.problem.kv_heads * plan.kv_repeat, plan.problem.m),
+        ("keys", plan.resharding.key, len(plan.head_shares.sent), plan.problem.m),
     ):
         heads *= layout.size("heads")
         states = [resharding.entry(coordinates(layout.mesh, r)) for r in range(layout.world_size)]

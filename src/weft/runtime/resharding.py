@@ -11,6 +11,7 @@ from torch import Tensor
 from .._caching import cached
 from .._uploads import upload
 from ..comm.transport import Messages
+from ..plan.heads import HeadShares
 from ..plan.order import Spans, ascending, positions
 from ..plan.plan import Plan
 from ..plan.sides import Side
@@ -24,8 +25,7 @@ def to_compute(
     plan: Plan, transport: Messages, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value from rest into the compute placement."""
-    if plan.kv_repeat > 1:
-        k, v = (t.repeat_interleave(plan.kv_repeat, dim=1) for t in (k, v))
+    k, v = (_copied(plan.head_shares, t) for t in (k, v))
     q, k, v = _through(plan, transport, "qkv", list(zip((q, k, v), _QKV)))
     q, k, v = (_sorted(t, plan.arrival[side]) for t, side in zip((q, k, v), _QKV))
     return q, k, v
@@ -37,12 +37,28 @@ def to_compute_adjoint(
     """The adjoint of `to_compute`: gradients from the compute placement back to rest."""
     items = [(_unsorted(t, plan.arrival[side]), side) for t, side in zip((dq, dk, dv), _QKV)]
     dq, dk, dv = _through(plan, transport, "dqkv", items, reverse=True)
-    if plan.kv_repeat > 1:
-        dk, dv = (
-            t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.accum_dtype).to(t.dtype)
-            for t in (dk, dv)
-        )
+    dk, dv = (_copies_summed(plan, t) for t in (dk, dv))
     return dq, dk, dv
+
+
+def _copied(shares: HeadShares, t: Tensor) -> Tensor:
+    """Key/value heads as they are sent."""
+    if shares.repeat is not None:
+        return t if shares.repeat == 1 else t.repeat_interleave(shares.repeat, dim=1)
+    return torch.cat(
+        [t[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(shares.counts)], 1
+    )
+
+
+def _copies_summed(plan: Plan, t: Tensor) -> Tensor:
+    """The adjoint of `_copied`."""
+    repeat, accum_dtype = plan.head_shares.repeat, plan.accum_dtype
+    if repeat == 1:
+        return t
+    if repeat is not None:
+        return t.unflatten(1, (-1, repeat)).sum(2, dtype=accum_dtype).to(t.dtype)
+    parts = t.split(plan.head_shares.counts, 1)
+    return torch.cat([p.sum(1, True, dtype=accum_dtype).to(t.dtype) for p in parts], 1)
 
 
 def to_rest(plan: Plan, transport: Messages, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from weft.inspect.picture import writable_file, writing
 from weft.launch import launcher as launch
 from weft.launch.environment import Place, already_launched
 from weft.layout import Layout
-from weft_models.tables.files import PACKED, Pair, read_pair
+from weft_models.tables.files import Pair, read_pair
 from weft_models.tables.source import check_axes
 
 from . import options
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 #: `--out -`, as other programs have it.
 STDOUT = Path("-")
+#: Endings of packed files, after that of the table itself.
+PACKED = (".gz", ".bz2", ".zip", ".xz", ".zst", ".tar")
 #: The column of the most probable class.
 PREDICTION = "prediction"
 

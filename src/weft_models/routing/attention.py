@@ -36,6 +36,7 @@ from weft.masks import Full, Mask
 from weft.plan.call import Call, read_length
 from weft.plan.order import count, positions
 from weft.plan.plan import Plan
+from weft.plan.sides import Side
 from weft.runtime import calls
 from weft.runtime.autocast import as_autocast, without_autocast
 
@@ -275,18 +276,16 @@ class _Run:
     def _heads(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The router's heads of this rank: its weights are split like the tensors at rest."""
         found = []
-        for resharding, entry, repeat in (
-            (self.plan.resharding.query, self.plan.compute.query, 1),
-            (self.plan.resharding.key, self.plan.compute.key, self.plan.kv_repeat),
-        ):
-            rest = positions(resharding.state(0, self.plan.coords).head_spans, device)
-            found.append((positions(entry.head_spans, device) - rest[0]) // repeat)
-        return found[0], found[1]
+        for side in (Side.QUERY, Side.KEY):
+            rest = self.plan.resharding[side].state(0, self.plan.coords).head_spans[0].start
+            found.append(positions(self.plan.compute[side].head_spans, device) - rest)
+        sent = torch.tensor(self.plan.head_shares.sent, device=device)
+        return found[0], sent[found[1]]
 
     def _mean_over_heads(self, logits: Tensor, heads: int) -> Tensor:
         """One route for all heads, or one per key/value head: (b g i J) -> (b r i J)."""
         if self.routing.per_head:
-            if self.plan.kv_repeat > 1:
+            if max(self.plan.head_shares.counts) > 1:
                 raise UnsupportedError(
                     f"{self.layout.source}: per_head routing needs key/value heads that divide "
                     "over the mesh dims that split heads while computing; use routes shared by "

@@ -246,8 +246,9 @@ def _typed(column: pd.Series, kind: str) -> np.ndarray:
     if kind == "date":
         if isinstance(column.dtype, pd.PeriodDtype) or _has_periods(column):
             column = pd.Series(pd.PeriodIndex(column).to_timestamp())
-        since = pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")
-        return since.dt.total_seconds().to_numpy(np.float64)
+        # In the column's own unit: nanoseconds end in 2262, and databases write 9999-12-31.
+        values = pd.to_datetime(column, utc=True).dt.tz_localize(None).to_numpy()
+        return (values - np.datetime64(0, "s").astype(values.dtype)) / np.timedelta64(1, "s")
     if kind == "duration":
         return pd.to_timedelta(column).dt.total_seconds().to_numpy(np.float64)
     if column.dtype == object:

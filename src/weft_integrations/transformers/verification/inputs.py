@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
-from weft.plan.rest import kv_copies
+from weft.plan.rest import head_shares
 
 from ... import Foreign
 from ..losses import NEXT, OWN, labels_of
@@ -265,7 +265,7 @@ def check_split_heads(
             heads.setdefault((query.shape[1], key.shape[1]), path)
     for (h, g), path in heads.items():
         try:
-            kv_copies(full.rules(axis), mesh, h, g)
+            head_shares(full.rules(axis), mesh, h, g)
         except WeftError as error:
             raise type(error)(
                 f"{type(model).__name__} cannot run on {layout.name}: {path!r}: {error}"
