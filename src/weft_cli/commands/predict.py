@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 #: `--out -`, as other programs have it.
 STDOUT = Path("-")
-#: Endings of packed files, after that of the table itself.
-PACKED = (".gz", ".bz2", ".zip", ".xz", ".zst", ".tar")
 #: The column of the most probable class.
 PREDICTION = "prediction"
+#: Endings of files that pandas unpacks, after that of the table itself.
+PACKED = (".gz", ".bz2", ".zip", ".xz", ".zst", ".tar")
 
 
 def _of_tables(what: str, *names: str, **more: Any) -> OptionInfo:
