@@ -20,6 +20,7 @@ from weft.errors import DeclarationError
 from weft.layout import Layout
 
 from .hooks import check_kind, check_layout, install, without_adapters
+from .replicated import unshare_configurations
 from .rows import check_context_group
 from .verification import verify as verification
 
@@ -161,5 +162,6 @@ def parallelize_transformers(
         check_context_group(layout, axis)
     if verify:
         verification.verify(inner, layout, axis, embeddings)
+    unshare_configurations(model)
     install(inner, layout, axis, embeddings, rows=rows)
     return model
