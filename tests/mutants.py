@@ -1161,6 +1161,13 @@ BUGS = (
         "calls",
     ),
     Bug(
+        "rows of fixed blocks are padded to half a cache line",
+        "weft/kernels/cpu_flash.py",
+        "_UNIT = 64",
+        "_UNIT = 32",
+        "kernels",
+    ),
+    Bug(
         "a bias is cast to the input's dtype",
         "weft/kernels/cpu_flash.py",
         "_float_mask",

@@ -106,6 +106,7 @@ class ShardedCache(DynamicCache):
             )
         if not isinstance(block, numbers.Integral) or block < 1:
             raise DeclarationError(f"block={block!r}: a whole number of tokens, one at least")
+        installed.layout.refuse_shares("a sharded cache")
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "recurrent_kv_cache_mode", None) is not None:
             raise UnsupportedError(
