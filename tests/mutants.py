@@ -1163,6 +1163,7 @@ BUGS = (
     Bug(
         "rows of fixed blocks are padded to half a cache line",
         "weft/kernels/cpu_flash.py",
+        "",
         "_UNIT = 64",
         "_UNIT = 32",
         "kernels",
