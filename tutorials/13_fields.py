@@ -1,9 +1,9 @@
 # %% [markdown]
 # # 13. A VAE over a grid of ranks: fields
 #
-# A convolution sees the pixels around its own. When an image is split over ranks, those at the edge
-# of a part are on other ranks, and strides, borders, norms and the attention in the middle each need
-# something else from them. You will
+# A convolution sees the pixels around its own. When an image is split over ranks, those around
+# the edge of a part are on other ranks, and strides, borders, norms and the attention in the middle
+# each need something else from them. You will
 #
 # - decode an image by an unmodified VAE of diffusers on a grid of 2 x 2 ranks,
 # - count what a rank receives, beside what gathering would take,

@@ -24,7 +24,7 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.fields import Field
 from weft.layout import Layout
 
-from .common import Placed, check_not_placed
+from .common import Parallelized, check_not_placed
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
 AXES = {"time": -3, "height": -2, "width": -1}
@@ -92,7 +92,7 @@ def parallelize_fields(
             f" is, such as dims={{{missing[0]!r}: 2}}"
         )
     state = _Calls(model, layout, placed, dims is not None, inputs, output == "field")
-    placed_model = Placed()
+    placed_model = Parallelized()
     for name in METHODS:
         if callable(getattr(model, name, None)):
             state.wrap(name, placed_model)
@@ -116,7 +116,7 @@ class _Calls:
         self.inputs, self.keeps_fields, self.inside = inputs, keeps_fields, False
         self.mesh_dims = tuple(d for axis in dims for d in layout.shard_dims(axis))
 
-    def wrap(self, name: str, placed: Placed) -> None:
+    def wrap(self, name: str, placed: Parallelized) -> None:
         """Have a method of the model take and return whole tensors."""
         run = getattr(self.model, name)
         signature, held = inspect.signature(run), name in self.model.__dict__

@@ -13,10 +13,11 @@ from ..attention import attention, bias_tile
 from ..errors import DeclarationError, UnsupportedError
 from ..masks import Causal
 from ..plan.order import count, shard_spans
-from .dims import Chunks, Dim, Factor, is_split, size_of, whole
+from .dims import Chunks, Dim, Factor, dim_size, is_split_dim, whole
 from .exchange import rechunked
-from .field import Field, Region
-from .registry import aligned, dims_of, local, refused, region_of, rule
+from .field import Field
+from .region import FieldRegion
+from .registry import aligned_part, dims_of, local_of, refused, region_of, rule
 
 
 @rule(F.scaled_dot_product_attention)
@@ -33,19 +34,21 @@ def scaled_dot_product_attention(
     region, q_dims, k_dims = region_of(query, key, value), dims_of(query), dims_of(key)
     if dropout_p:
         raise refused("attention with dropout", query, "; set its probability to 0")
-    if is_split(q_dims[-1]) or is_split(k_dims[-1]) or is_split(dims_of(value)[-1]):
+    if is_split_dim(q_dims[-1]) or is_split_dim(k_dims[-1]) or is_split_dim(dims_of(value)[-1]):
         raise refused("attention over split features", query)
     batch = _batch(q_dims[:-2], k_dims[:-2])
-    if not is_split(k_dims[-2]):
-        if is_causal and is_split(q_dims[-2]):
+    if not is_split_dim(k_dims[-2]):
+        if is_causal and is_split_dim(q_dims[-2]):
             raise refused("causal attention of split queries to whole keys", query)
         goal = [*batch, q_dims[-2], k_dims[-2]]
-        mask = None if attn_mask is None else aligned(attn_mask, goal[-attn_mask.dim() :], region)
-        q, k, v = (aligned(t, [*batch, *dims_of(t)[-2:]], region) for t in (query, key, value))
+        mask = (
+            None if attn_mask is None else aligned_part(attn_mask, goal[-attn_mask.dim() :], region)
+        )
+        q, k, v = (aligned_part(t, [*batch, *dims_of(t)[-2:]], region) for t in (query, key, value))
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
         y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=enable_gqa, **options)
         return Field(y, (*batch, q_dims[-2], whole(y.shape[-1])), region)
-    if not is_split(q_dims[-2]):
+    if not is_split_dim(q_dims[-2]):
         raise refused("attention of whole queries to split keys", key)
     return _over_split(query, key, value, attn_mask, is_causal, scale, region)
 
@@ -57,7 +60,7 @@ def _over_split(
     attn_mask: Tensor | None,
     is_causal: bool,
     scale: float | None,
-    region: Region,
+    region: FieldRegion,
 ) -> Field:
     """Attention whose queries and keys are split, on the layout."""
     sides = [dims_of(t)[-2] for t in (query, key)]
@@ -75,7 +78,7 @@ def _over_split(
         ) from None
     tensors, before = [], []
     for t in (query, key, value):
-        part, dim = _in_chunks_of_layout(local(t), dims_of(t)[-2], region)
+        part, dim = _in_chunks_of_layout(local_of(t), dims_of(t)[-2], region)
         before.append(dim)
         tensors.append(part.flatten(0, -4) if part.dim() > 3 else part[:, None])
     lengths = {a: (q.size, k.size) for a, q, k in zip(axes, *sides)}
@@ -84,7 +87,7 @@ def _over_split(
         bias = _bias(attn_mask, tensors[0], region, axes, lengths)
     q, k, v = tensors
     out = attention(q, k, v, region.layout, axes, mask, scale, lengths, bias=bias)
-    lead = local(query).shape[:-2]
+    lead = local_of(query).shape[:-2]
     out = out.reshape(*lead, *out.shape[-2:])
     back, _ = _rechunked(out, before[0], [f.chunks for f in sides[0]], region)
     return Field(back, (*dims_of(query)[:-1], whole(out.shape[-1])), region)
@@ -94,7 +97,7 @@ def _name(factor: Factor, place: int) -> str:
     return factor.chunks.axis if factor.chunks is not None else f"whole_{place}"
 
 
-def _in_chunks_of_layout(x: Tensor, dim: Dim, region: Region) -> tuple[Tensor, Dim]:
+def _in_chunks_of_layout(x: Tensor, dim: Dim, region: FieldRegion) -> tuple[Tensor, Dim]:
     """Tokens in dim -2 in the chunks that the layout makes of their axes."""
     goals: list[Chunks | None] = []
     for size, chunks in dim:
@@ -110,7 +113,7 @@ def _in_chunks_of_layout(x: Tensor, dim: Dim, region: Region) -> tuple[Tensor, D
 
 
 def _rechunked(
-    x: Tensor, dim: Dim, goals: Sequence[Chunks | None], region: Region
+    x: Tensor, dim: Dim, goals: Sequence[Chunks | None], region: FieldRegion
 ) -> tuple[Tensor, Dim]:
     at = x.dim() - 2
     x = x.unflatten(at, [region.local_size((f,)) for f in dim])
@@ -122,7 +125,7 @@ def _rechunked(
 
 
 def _bias(
-    attn_mask: Tensor, query: Tensor, region: Region, axes: tuple[str, ...], lengths: dict
+    attn_mask: Tensor, query: Tensor, region: FieldRegion, axes: tuple[str, ...], lengths: dict
 ) -> Tensor:
     """The scores' bias that a mask of torch is, for this rank's tile."""
     if isinstance(attn_mask, Field):
@@ -147,6 +150,6 @@ def _product(numbers: Any) -> int:
 def _batch(one: Sequence[Dim], two: Sequence[Dim]) -> list[Dim]:
     made: list[Dim] = []
     for a, b in zip(one, two):
-        large = [dim for dim in (a, b) if size_of(dim) != 1] or [a]
-        made.append(next((dim for dim in large if is_split(dim)), large[0]))
+        large = [dim for dim in (a, b) if dim_size(dim) != 1] or [a]
+        made.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
     return made

@@ -57,25 +57,25 @@ def whole(size: int) -> Dim:
     return (Factor(size),)
 
 
-def split(chunks: Chunks) -> Dim:
+def split_dim(chunks: Chunks) -> Dim:
     """A dim that is split."""
     return (Factor(chunks.length, chunks),)
 
 
-def size_of(dim: Dim) -> int:
+def dim_size(dim: Dim) -> int:
     """The size of a dim over all ranks."""
     return math.prod(factor.size for factor in dim)
 
 
-def is_split(dim: Dim) -> bool:
+def is_split_dim(dim: Dim) -> bool:
     """Whether a factor of a dim is split."""
     return any(factor.chunks is not None for factor in dim)
 
 
-def fused(dim: Sequence[Factor]) -> Dim:
+def fused_factors(dim: Sequence[Factor]) -> Dim:
     """A dim in one form: whole factors inside another belong to it, and none is 1.
 
-    >>> fused((Factor(4, Chunks("height", (0, 2, 4))), Factor(3)))
+    >>> fused_factors((Factor(4, Chunks("height", (0, 2, 4))), Factor(3)))
     (Factor(size=12, chunks=Chunks(axis='height', starts=(0, 6, 12))),)
     """
     made: list[Factor] = []

@@ -13,16 +13,16 @@ from torch import Tensor
 from ..comm.once_differentiable import once
 from ..comm.origin import origin
 from ..plan.order import Span, Spans
-from ..relayout.take import TakePassing
+from ..relayout.take_positions import TakePassing
 from ..relayout.windows import RangePlan, TakePass, Wanted, plan_ranges
 from ..runtime import handles
 from ..runtime.exchange import Exchange
-from .dims import Chunks, Dim, is_split, size_of, whole
-from .field import Field, Region
+from .dims import Chunks, Dim, dim_size, is_split_dim, whole
+from .region import FieldRegion
 
 
 def bring(
-    x: Tensor, dim: int, plan: Wanted, region: Region, axis: str, label: str, fill: float = 0.0
+    x: Tensor, dim: int, plan: Wanted, region: FieldRegion, axis: str, label: str, fill: float = 0.0
 ) -> Tensor:
     """The positions that a plan gives this rank, along `dim`; those of nothing are `fill`."""
     layout, chunk = region.layout, region.layout.chunk(axis)
@@ -57,12 +57,12 @@ def bring(
     return out
 
 
-def take(
+def take_positions(
     x: Tensor,
     dim: int,
     chunks: Chunks,
     wanted: Sequence[Spans],
-    region: Region,
+    region: FieldRegion,
     label: str,
     fill: float = 0.0,
 ) -> Tensor:
@@ -80,7 +80,7 @@ def around(
     dim: int,
     chunks: Chunks,
     ranges: tuple[tuple[int, int], ...],
-    region: Region,
+    region: FieldRegion,
     label: str,
     border: str = "zeros",
     fill: float = 0.0,
@@ -94,42 +94,46 @@ def around(
 
 
 def rechunked(
-    x: Tensor, dim: int, chunks: Chunks, starts: Sequence[int], region: Region
+    x: Tensor, dim: int, chunks: Chunks, starts: Sequence[int], region: FieldRegion
 ) -> tuple[Tensor, Chunks]:
     """The same axis in other chunks."""
     if tuple(starts) == chunks.starts:
         return x, chunks
     wanted = [(Span(a, b - a),) if b > a else () for a, b in itertools.pairwise(starts)]
-    return take(x, dim, chunks, wanted, region, "rechunk"), Chunks(chunks.axis, tuple(starts))
+    return take_positions(x, dim, chunks, wanted, region, "rechunk"), Chunks(
+        chunks.axis, tuple(starts)
+    )
 
 
-def gathered(x: Tensor, axis: str, region: Region, label: str) -> Tensor:
+def gathered_chunks(x: Tensor, axis: str, region: FieldRegion, label: str) -> Tensor:
     """The tensors of all chunks of an axis, stacked; backward their gradients add up."""
     n = region.layout.size(axis)
     every = Chunks(axis, tuple(range(n + 1)))
-    return take(x[None], 0, every, [(Span(0, n),)] * n, region, label)
+    return take_positions(x[None], 0, every, [(Span(0, n),)] * n, region, label)
 
 
-def summed(x: Tensor, dims: Sequence[Dim], region: Region, label: str = "sum") -> Tensor:
+def summed(x: Tensor, dims: Sequence[Dim], region: FieldRegion, label: str = "sum") -> Tensor:
     """The sum over the ranks that split some dims; in one order on all ranks."""
     for dim in dims:
         for factor in dim:
             if factor.chunks is not None:
-                x = gathered(x, factor.chunks.axis, region, label).sum(0)
+                x = gathered_chunks(x, factor.chunks.axis, region, label).sum(0)
     return x
 
 
-def gathered_dim(x: Tensor, d: int, dim: Dim, region: Region, label: str) -> tuple[Tensor, Dim]:
+def gathered_dim(
+    x: Tensor, d: int, dim: Dim, region: FieldRegion, label: str
+) -> tuple[Tensor, Dim]:
     """A dim whole on every rank."""
     x = x.unflatten(d, [region.local_size((f,)) for f in dim])
     for i, (size, chunks) in enumerate(dim):
         if chunks is not None:
             ranks = region.layout.size(chunks.axis)
-            x = take(x, d + i, chunks, [(Span(0, size),)] * ranks, region, label)
-    return x.flatten(d, d + len(dim) - 1), whole(size_of(dim))
+            x = take_positions(x, d + i, chunks, [(Span(0, size),)] * ranks, region, label)
+    return x.flatten(d, d + len(dim) - 1), whole(dim_size(dim))
 
 
-def part_of(x: Tensor, d: int, dim: Dim, region: Region) -> Tensor:
+def own_part(x: Tensor, d: int, dim: Dim, region: FieldRegion) -> Tensor:
     """This rank's part of a dim that is whole."""
     x = x.unflatten(d, [f.size for f in dim])
     for i, (_, chunks) in enumerate(dim):
@@ -139,18 +143,18 @@ def part_of(x: Tensor, d: int, dim: Dim, region: Region) -> Tensor:
     return x.flatten(d, d + len(dim) - 1)
 
 
-def full(field: Field) -> Tensor:
+def whole_tensor(local: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
     """The whole tensor on every rank, see `Field.full_tensor`."""
-    return _Full.apply(field._local, field._dims, field._region)
+    return _Full.apply(local, dims, region)
 
 
 class _Full(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: tuple[Dim, ...], region: Region) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
         ctx.dims, ctx.region = dims, region
         y = x.view_as(x)
         for d, dim in enumerate(dims):
-            if is_split(dim):
+            if is_split_dim(dim):
                 y, _ = gathered_dim(y, d, dim, region, "gather")
         return y
 
@@ -158,37 +162,37 @@ class _Full(torch.autograd.Function):
     @once("weft.Field.full_tensor")
     def backward(ctx: Any, grad: Tensor) -> tuple:
         for d, dim in enumerate(ctx.dims):
-            if is_split(dim):
-                grad = part_of(grad, d, dim, ctx.region)
+            if is_split_dim(dim):
+                grad = own_part(grad, d, dim, ctx.region)
         copies = ctx.region.copies(ctx.dims)  # each of which has the same gradient
         return (grad / copies if copies > 1 else grad.contiguous()), None, None
 
 
-def entered(x: Tensor, dims: tuple[Dim, ...], region: Region) -> Tensor:
+def entered(x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
     """This rank's part of a whole tensor, see `Field.distribute`."""
     return _Entered.apply(x, dims, region)
 
 
 class _Entered(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dims: tuple[Dim, ...], region: Region) -> Tensor:
+    def forward(ctx: Any, x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
         ctx.dims, ctx.region = dims, region
         y = x.view_as(x)
         for d, dim in enumerate(dims):
-            if is_split(dim):
-                y = part_of(y, d, dim, region)
+            if is_split_dim(dim):
+                y = own_part(y, d, dim, region)
         return y.clone()  # a view would keep the whole tensor
 
     @staticmethod
     @once("weft.Field.distribute")
     def backward(ctx: Any, grad: Tensor) -> tuple:
         for d, dim in enumerate(ctx.dims):
-            if is_split(dim):
+            if is_split_dim(dim):
                 grad, _ = gathered_dim(grad, d, dim, ctx.region, "gather")
         copies = ctx.region.copies(ctx.dims)
         missing = [a for a in ctx.region.axes if a not in _split_axes(ctx.dims)]
         for axis in missing if copies > 1 else ():
-            grad = gathered(grad, axis, ctx.region, "sum").sum(0)
+            grad = gathered_chunks(grad, axis, ctx.region, "sum").sum(0)
         return grad, None, None
 
 
@@ -200,11 +204,11 @@ __all__ = [
     "around",
     "bring",
     "entered",
-    "full",
-    "gathered",
+    "gathered_chunks",
     "gathered_dim",
-    "part_of",
+    "own_part",
     "rechunked",
     "summed",
-    "take",
+    "take_positions",
+    "whole_tensor",
 ]

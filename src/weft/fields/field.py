@@ -13,44 +13,19 @@ tensors.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import as_torch_does, wrapper
+from .._torch import wrapper
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
-from .dims import Chunks, Dim, Factor, fused, size_of, split, text_of, whole
-
-
-@dataclass(frozen=True, eq=False)
-class Region:
-    """The ranks that share fields: those along the mesh dims that split some axes of a layout."""
-
-    layout: Layout
-    axes: tuple[str, ...]
-
-    def mesh(self, axis: str) -> tuple[tuple[str, int], ...]:
-        """The mesh dims that split an axis, outermost first, with their sizes."""
-        return tuple((d, self.layout.mesh[d]) for d in self.layout.shard_dims(axis))
-
-    def own(self, chunks: Chunks) -> tuple[int, int]:
-        """[first, last) of this rank's chunk."""
-        return chunks.own(self.layout.chunk(chunks.axis))
-
-    def local_size(self, dim: Sequence[Factor]) -> int:
-        """The size of this rank's part of a dim."""
-        own = (self.own(f.chunks) if f.chunks else (0, f.size) for f in dim)
-        return math.prod(high - low for low, high in own)
-
-    def copies(self, dims: Sequence[Dim]) -> int:
-        """The number of ranks that hold the same part of a tensor of some dims."""
-        split_axes = {f.chunks.axis for dim in dims for f in dim if f.chunks}
-        return math.prod(self.layout.size(a) for a in self.axes if a not in split_axes)
+from ..plan.order import count, shard_spans
+from .dims import Chunks, Dim, Factor, dim_size, fused_factors, split_dim, text_of, whole
+from .exchange import entered, whole_tensor
+from .region import FieldRegion
 
 
 class Field(Tensor):
@@ -65,6 +40,11 @@ class Field(Tensor):
     tensors, such as weights, are shares: `layout.sync_gradients` adds them up. A loss that is
     computed of fields to its end counts once.
 
+    Args:
+        local: this rank's part; `distribute` and `from_local` make a field of what users have.
+        dims: per dim its factors, some of which are split.
+        region: the ranks that share the field.
+
     >>> layout = weft.Layout.parse("height: gather=2; width: gather=2")
     >>> def blurred(layout):
     ...     x = weft.Field.distribute(torch.ones(1, 1, 5, 7), layout, {"height": 2, "width": 3})
@@ -75,19 +55,21 @@ class Field(Tensor):
 
     _local: Tensor
     _dims: tuple[Dim, ...]
-    _region: Region
+    _region: FieldRegion
+    #: what functions of torch do to fields; `rules.py` sets it
+    _rules: ClassVar[Callable[[Callable, tuple, dict], Any]]
 
     @staticmethod
-    def __new__(cls, local: Tensor, dims: Sequence[Sequence[Factor]], region: Region) -> Field:
+    def __new__(cls, local: Tensor, dims: Sequence[Sequence[Factor]], region: FieldRegion) -> Field:
         """The field of a rank's local tensor; for users, `from_local` checks what this takes."""
-        placed = tuple(fused(dim) for dim in dims)
+        placed = tuple(fused_factors(dim) for dim in dims)
         found, expected = tuple(local.shape), tuple(region.local_size(dim) for dim in placed)
         if found != expected:
             raise ShapeError(
                 f"a rank's part of a field {text_of(placed)} has shape {expected}, found {found}"
             )
-        shape = [size_of(dim) for dim in placed]
-        self: Field = wrapper(cls, shape, local, local.requires_grad)  # type: ignore[assignment]
+        shape = [dim_size(dim) for dim in placed]
+        self: Field = wrapper(cls, shape, local, requires_grad=local.requires_grad)  # type: ignore[assignment]
         self._local, self._dims, self._region = local, placed, region
         return self
 
@@ -113,12 +95,10 @@ class Field(Tensor):
             ShapeError: an axis or a dim that there is not; a DTensor.
         """
         _check_plain("Field.distribute", x)
-        from .exchange import entered
-
         region, at = _region(layout, dims, x.dim())
         placed: list[Dim] = [whole(n) for n in x.shape]
         for axis in region.axes:
-            placed[at[axis]] = split(_chunks(layout, axis, x.shape[at[axis]]))
+            placed[at[axis]] = split_dim(_chunks(layout, axis, x.shape[at[axis]]))
         return cls(entered(x, tuple(placed), region), placed, region)
 
     @classmethod
@@ -143,7 +123,7 @@ class Field(Tensor):
         for axis in region.axes:
             if axis not in lengths:
                 raise ShapeError(f"Field.from_local: lengths= has no axis {axis!r}")
-            placed[at[axis]] = split(_chunks(layout, axis, lengths[axis]))
+            placed[at[axis]] = split_dim(_chunks(layout, axis, lengths[axis]))
         return cls(local, placed, region)
 
     def to_local(self) -> Tensor:
@@ -155,9 +135,7 @@ class Field(Tensor):
 
         As of `layout.gather`, each rank keeps its part of the gradient, and nothing is sent back.
         """
-        from .exchange import full
-
-        return full(self)
+        return whole_tensor(self._local, self._dims, self._region)
 
     @property
     def chunks(self) -> dict[str, tuple[int, ...]]:
@@ -170,11 +148,7 @@ class Field(Tensor):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        from .rules import OF_AUTOGRAD, apply
-
-        if func in OF_AUTOGRAD:
-            return OF_AUTOGRAD[func](*args, **(kwargs or {}))
-        return as_torch_does(apply, func, args, kwargs or {})
+        return cls._rules(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -205,7 +179,9 @@ def _check_plain(subject: str, x: object) -> None:
         )
 
 
-def _region(layout: Layout, dims: Mapping[str, int], ndim: int) -> tuple[Region, dict[str, int]]:
+def _region(
+    layout: Layout, dims: Mapping[str, int], ndim: int
+) -> tuple[FieldRegion, dict[str, int]]:
     """The region of the axes that a layout splits, and the dims of all axes."""
     if not isinstance(layout, Layout):
         raise DeclarationError(
@@ -223,13 +199,13 @@ def _region(layout: Layout, dims: Mapping[str, int], ndim: int) -> tuple[Region,
     at = {axis: dim % ndim for axis, dim in dims.items()}
     if len({*at.values()}) < len(at):
         raise ShapeError(f"dims {dict(dims)}: two axes have one dim")
-    return Region(layout, tuple(a for a in layout.sharding if a in dims and layout.size(a) > 1)), at
+    return FieldRegion(
+        layout, tuple(a for a in layout.sharding if a in dims and layout.size(a) > 1)
+    ), at
 
 
 def _chunks(layout: Layout, axis: str, length: int) -> Chunks:
     """The chunks of an axis as the layout makes them."""
-    from ..plan.order import count, shard_spans
-
     parts = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
     starts = [0]
     for spans in shard_spans(length, parts):
@@ -237,4 +213,4 @@ def _chunks(layout: Layout, axis: str, length: int) -> Chunks:
     return Chunks(axis, tuple(starts))
 
 
-__all__ = ["Field", "Region"]
+__all__ = ["Field"]

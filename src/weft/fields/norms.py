@@ -21,14 +21,15 @@ from torch.nn import functional as F
 
 from ..comm.once_differentiable import once
 from ..kernels import accumulate_dtype
-from .dims import Dim, Factor, is_split, size_of, whole
-from .exchange import gathered, summed
-from .field import Field, Region
-from .registry import aligned, dims_of, local, refused, rule
+from .dims import Dim, Factor, dim_size, is_split_dim, whole
+from .exchange import gathered_chunks, summed
+from .field import Field
+from .region import FieldRegion
+from .registry import aligned_part, dims_of, local_of, refused, rule
 
 
 def merged_moments(
-    t: Tensor, over: tuple[int, ...], dims: Sequence[Dim], region: Region
+    t: Tensor, over: tuple[int, ...], dims: Sequence[Dim], region: FieldRegion
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance over some dims of all ranks, in the dtype of accumulation."""
     t = t.to(accumulate_dtype(t.dtype))
@@ -40,7 +41,7 @@ def merged_moments(
     m2: Any = (t - mean).square().sum(over, keepdim=True)
     total = fixed * math.prod(local_counts)
     for i, chunks in enumerate(split):  # after each, all ranks that split it have one result
-        every = gathered(torch.stack([mean, m2]), chunks.axis, region, "moments")
+        every = gathered_chunks(torch.stack([mean, m2]), chunks.axis, region, "moments")
         done = math.prod(c.length for c in split[:i])
         each = fixed * done * math.prod(local_counts[i + 1 :])
         counts = [each * (b - a) for a, b in zip(chunks.starts, chunks.starts[1:])]
@@ -65,7 +66,7 @@ class _Normalize(torch.autograd.Function):
         rstd: Tensor,
         over: tuple[int, ...],
         dims: tuple[Dim, ...],
-        region: Region,
+        region: FieldRegion,
     ) -> Tensor:
         ctx.over, ctx.dims, ctx.region = over, dims, region
         ctx.shapes = [None if t is None else t.shape for t in (weight, bias)]
@@ -88,7 +89,7 @@ class _Normalize(torch.autograd.Function):
         if mean is not None:
             sums.append(grad.sum(ctx.over, keepdim=True))
         of_dims = [ctx.dims[d] for d in ctx.over]
-        count = math.prod(map(size_of, of_dims))
+        count = math.prod(map(dim_size, of_dims))
         along, *constant = summed(torch.stack(sums), of_dims, ctx.region, "dmoments") / count
         inner = grad - scaled * along
         inner = inner - constant[0] if constant else inner
@@ -116,7 +117,7 @@ def normalized(
             mean, variance = moments or merged_moments(t, over, dims, region)
         else:
             mean, squares = None, t.to(accumulate_dtype(t.dtype)).square().sum(over, keepdim=True)
-            count = math.prod(size_of(dims[d]) for d in over)
+            count = math.prod(dim_size(dims[d]) for d in over)
             variance = summed(squares, [dims[d] for d in over], region, "moments") / count
         rstd = (variance + eps).rsqrt()
     y = _Normalize.apply(t, weight, bias, mean, rstd, over, dims, region)
@@ -146,13 +147,13 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Field:
-    if is_split(x._dims[1]):
+    if is_split_dim(x._dims[1]):
         raise refused("group_norm over split channels", x)
-    if not any(map(is_split, x._dims[2:])):
+    if not any(map(is_split_dim, x._dims[2:])):
         y = F.group_norm(x._local, num_groups, weight, bias, eps)
         return Field(y, x._dims, x._region)
     x, (weight, bias) = _wide(lambda t: F.group_norm(t, 1), x, weight, bias)
-    n = size_of(x._dims[1]) // num_groups
+    n = dim_size(x._dims[1]) // num_groups
     dims: list[Sequence[Factor]] = [x._dims[0], whole(num_groups), whole(n), *x._dims[2:]]
     groups = Field(x._local.unflatten(1, (num_groups, n)), dims, x._region)
     shape = (num_groups, n, *[1] * (x.dim() - 2))
@@ -175,7 +176,7 @@ def instance_norm(
 ) -> Field:
     if running_mean is not None:
         raise refused("instance_norm with running statistics", x)
-    return group_norm(x, size_of(x._dims[1]), weight, bias, eps)
+    return group_norm(x, dim_size(x._dims[1]), weight, bias, eps)
 
 
 @rule(F.batch_norm, torch.batch_norm)
@@ -190,16 +191,16 @@ def batch_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Field:
-    if is_split(x._dims[1]):
+    if is_split_dim(x._dims[1]):
         raise refused("batch_norm over split channels", x)
-    if not training or not any(map(is_split, x._dims)):
+    if not training or not any(map(is_split_dim, x._dims)):
         stats = running_mean, running_var
         y = F.batch_norm(x._local, *stats, weight, bias, training, momentum, eps)
         return Field(y, x._dims, x._region)
     over = (0, *range(2, x.dim()))
     with torch.no_grad():
         mean, variance = merged_moments(x._local, over, x._dims, x._region)
-        n = math.prod(size_of(x._dims[d]) for d in over)
+        n = math.prod(dim_size(x._dims[d]) for d in over)
         for running, found in ((running_mean, mean), (running_var, variance * (n / (n - 1)))):
             if running is not None:
                 running.mul_(1 - momentum).add_(found.flatten().to(running.dtype), alpha=momentum)
@@ -218,11 +219,11 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Field:
     over = tuple(range(x.dim() - len(normalized_shape), x.dim()))
-    if not any(is_split(x._dims[d]) for d in over):
-        y = F.layer_norm(local(x), x._local.shape[over[0] :], weight, bias, eps)
+    if not any(is_split_dim(x._dims[d]) for d in over):
+        y = F.layer_norm(local_of(x), x._local.shape[over[0] :], weight, bias, eps)
         return Field(y, x._dims, x._region)
     x, (weight, bias) = _wide(lambda t: F.layer_norm(t, (2,)), x, weight, bias)
-    weight, bias = (t if t is None else aligned(t, x._dims, x._region) for t in (weight, bias))
+    weight, bias = (t if t is None else aligned_part(t, x._dims, x._region) for t in (weight, bias))
     return normalized(x, over, weight, bias, eps)
 
 
@@ -234,11 +235,11 @@ def rms_norm(
     eps: float | None = None,
 ) -> Field:
     over = tuple(range(x.dim() - len(normalized_shape), x.dim()))
-    if not any(is_split(x._dims[d]) for d in over):
+    if not any(is_split_dim(x._dims[d]) for d in over):
         y = F.rms_norm(x._local, x._local.shape[over[0] :], weight, eps)
         return Field(y, x._dims, x._region)
     x, (weight,) = _wide(lambda t: F.rms_norm(t, (2,)), x, weight)
-    part = None if weight is None else aligned(weight, x._dims, x._region)
+    part = None if weight is None else aligned_part(weight, x._dims, x._region)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     return normalized(x, over, part, None, eps, centred=False)
 
@@ -247,6 +248,6 @@ def rms_norm(
 def normalize(
     x: Field, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None
 ) -> Field:
-    if is_split(dims_of(x)[dim]):
+    if is_split_dim(dims_of(x)[dim]):
         raise refused("normalize along a split dim", x)
     return Field(F.normalize(x._local, p, dim, eps), x._dims, x._region)

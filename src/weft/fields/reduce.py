@@ -11,10 +11,20 @@ from torch.nn import functional as F
 
 from ..declare.strategy import Role
 from ..kernels import accumulate_dtype
-from .dims import Dim, is_split, size_of, whole
-from .exchange import gathered, gathered_dim, summed
+from .dims import Dim, dim_size, is_split_dim, whole
+from .exchange import gathered_chunks, gathered_dim, summed
 from .field import Field
-from .registry import aligned, as_autocast, both, dims_of, local, refused, region_of, rule
+from .registry import (
+    aligned_part,
+    both,
+    cast_for_autocast,
+    dims_of,
+    local_of,
+    pointwise,
+    refused,
+    region_of,
+    rule,
+)
 
 
 def over_dims(x: Field, dim: Any) -> tuple[int, ...]:
@@ -24,7 +34,7 @@ def over_dims(x: Field, dim: Any) -> tuple[int, ...]:
     return tuple(d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim))
 
 
-def without(dims: Sequence[Dim], over: Sequence[int], keepdim: bool) -> list[Dim]:
+def reduced_dims(dims: Sequence[Dim], over: Sequence[int], keepdim: bool) -> list[Dim]:
     """The dims that a reduction leaves."""
     kept = [whole(1) if d in over else dim for d, dim in enumerate(dims)]
     return kept if keepdim else [dim for d, dim in enumerate(dims) if d not in over]
@@ -34,35 +44,35 @@ def _squeezed(y: Tensor, over: Sequence[int], keepdim: bool) -> Tensor:
     return y if keepdim else y.reshape([n for d, n in enumerate(y.shape) if d not in over])
 
 
-def sum_over(x: Field, over: tuple[int, ...], keepdim: bool, dtype: Any = None) -> Field:
+def sum_over_dims(x: Field, over: tuple[int, ...], keepdim: bool, dtype: Any = None) -> Field:
     """The sum over some dims, in the dtype in which partial sums are added."""
     t = x._local if dtype is None else x._local.to(dtype)
-    crosses = any(is_split(x._dims[d]) for d in over)
+    crosses = any(is_split_dim(x._dims[d]) for d in over)
     if crosses and t.is_floating_point():
         y = t.sum(over, keepdim=True, dtype=accumulate_dtype(t.dtype))
         y = summed(y, [x._dims[d] for d in over], x._region).to(t.dtype)
     else:
         y = t.sum(over, keepdim=True)
         y = summed(y, [x._dims[d] for d in over], x._region)
-    return Field(_squeezed(y, over, keepdim), without(x._dims, over, keepdim), x._region)
+    return Field(_squeezed(y, over, keepdim), reduced_dims(x._dims, over, keepdim), x._region)
 
 
 def mean_over(x: Field, over: tuple[int, ...], keepdim: bool, dtype: Any = None) -> Field:
     """The mean over some dims."""
     count = 1
     for d in over:
-        count *= size_of(x._dims[d])
-    y = sum_over(x, over, keepdim, dtype)
+        count *= dim_size(x._dims[d])
+    y = sum_over_dims(x, over, keepdim, dtype)
     return Field(y._local / count, y._dims, y._region)
 
 
 @rule(*both("sum"))
 def sum(x: Field, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Field:
-    return sum_over(x, over_dims(x, dim), keepdim, dtype)
+    return sum_over_dims(x, over_dims(x, dim), keepdim, dtype)
 
 
 @rule(*both("mean"))
-def mean(x: Field, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Field:
+def _mean(x: Field, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Field:
     return mean_over(x, over_dims(x, dim), keepdim, dtype)
 
 
@@ -79,8 +89,8 @@ def _extreme(name: str) -> Callable:
         for d in over:
             for factor in x._dims[d]:
                 if factor.chunks is not None:
-                    y = getattr(gathered(y, factor.chunks.axis, x._region, name), name)(0)
-        return Field(_squeezed(y, over, keepdim), without(x._dims, over, keepdim), x._region)
+                    y = getattr(gathered_chunks(y, factor.chunks.axis, x._region, name), name)(0)
+        return Field(_squeezed(y, over, keepdim), reduced_dims(x._dims, over, keepdim), x._region)
 
     return reduce
 
@@ -92,13 +102,11 @@ def _best(name: str) -> Callable:
         if dim is None:
             return of_all(x)
         if isinstance(dim, Tensor):
-            from .rules import pointwise
-
             return pointwise(getattr(torch, f"{name}imum"), (x, dim), {})
-        if is_split(x._dims[dim]):
+        if is_split_dim(x._dims[dim]):
             raise refused(f"{name} with indices along a split dim", x, f"; use a{name}")
         made = getattr(x._local, name)(dim, keepdim)
-        dims = without(x._dims, (dim % x.dim(),), keepdim)
+        dims = reduced_dims(x._dims, (dim % x.dim(),), keepdim)
         return type(made)(Field(t, dims, x._region) for t in made)
 
     return best
@@ -122,7 +130,7 @@ def some(x: Field, dim: Any = None, keepdim: bool = False) -> Field:
 def _truth(x: Field, dim: Any, keepdim: bool, of: Callable) -> Field:
     over = over_dims(x, dim)
     hits = x._local.bool() if of is torch.any else ~x._local.bool()
-    counted = sum_over(Field(hits.long(), x._dims, x._region), over, keepdim)
+    counted = sum_over_dims(Field(hits.long(), x._dims, x._region), over, keepdim)
     truth = counted._local > 0
     return Field(truth if of is torch.any else ~truth, counted._dims, x._region)
 
@@ -131,8 +139,8 @@ def _truth(x: Field, dim: Any, keepdim: bool, of: Callable) -> Field:
 
 
 @rule(F.linear)
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Field:
-    if not isinstance(x, Field) or isinstance(weight, Field) or is_split(x._dims[-1]):
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Field:
+    if not isinstance(x, Field) or isinstance(weight, Field) or is_split_dim(x._dims[-1]):
         raise refused("a linear layer over a split axis", x)
     y = F.linear(x._local, weight, bias)
     return Field(y, (*x._dims[:-1], whole(y.shape[-1])), x._region)
@@ -143,15 +151,15 @@ def matmul(a: Tensor, b: Tensor) -> Field:
     region, rows, columns = region_of(a, b), dims_of(a), dims_of(b)
     if len(rows) < 2 or len(columns) < 2:
         raise refused("a product with a vector", a if isinstance(a, Field) else b)
-    if is_split(rows[-2]) and isinstance(b, Field):  # attention that is written out
-        if is_split(columns[-1]):
+    if is_split_dim(rows[-2]) and isinstance(b, Field):  # attention that is written out
+        if is_split_dim(columns[-1]):
             b = _keys(b, b.dim() - 1)
-        elif is_split(columns[-2]) and not is_split(rows[-1]):
+        elif is_split_dim(columns[-2]) and not is_split_dim(rows[-1]):
             b = _keys(b, b.dim() - 2)
         columns = dims_of(b)
-    shares = is_split(rows[-1]) or is_split(columns[-2])
-    if (is_split(rows[-2]) and is_split(columns[-1])) or (
-        shares and (is_split(rows[-2]) or is_split(columns[-1]))
+    shares = is_split_dim(rows[-1]) or is_split_dim(columns[-2])
+    if (is_split_dim(rows[-2]) and is_split_dim(columns[-1])) or (
+        shares and (is_split_dim(rows[-2]) or is_split_dim(columns[-1]))
     ):
         raise refused(
             "a product of all positions with all",
@@ -159,18 +167,18 @@ def matmul(a: Tensor, b: Tensor) -> Field:
             ": attention that is written out; take it from torch's scaled_dot_product_attention"
             " (attn_implementation='sdpa')",
         )
-    x, y = local(a), local(b)
+    x, y = local_of(a), local_of(b)
     batch = _batch(rows[:-2], columns[:-2])
     if shares:  # sums over positions, as in linear attention
-        inner = rows[-1] if is_split(rows[-1]) else columns[-2]
-        x = aligned(a, (*_tail(batch, rows[:-2]), rows[-2], inner), region)
-        y = aligned(b, (*_tail(batch, columns[:-2]), inner, columns[-1]), region)
-        x, y = as_autocast(x, y)
+        inner = rows[-1] if is_split_dim(rows[-1]) else columns[-2]
+        x = aligned_part(a, (*_tail(batch, rows[:-2]), rows[-2], inner), region)
+        y = aligned_part(b, (*_tail(batch, columns[:-2]), inner, columns[-1]), region)
+        x, y = cast_for_autocast(x, y)
         wide = accumulate_dtype(x.dtype)
         out = summed(torch.matmul(x.to(wide), y.to(wide)), [inner], region).to(x.dtype)
     else:
-        x = aligned(a, (*_tail(batch, rows[:-2]), *rows[-2:]), region)
-        y = aligned(b, (*_tail(batch, columns[:-2]), *columns[-2:]), region)
+        x = aligned_part(a, (*_tail(batch, rows[:-2]), *rows[-2:]), region)
+        y = aligned_part(b, (*_tail(batch, columns[:-2]), *columns[-2:]), region)
         out = torch.matmul(x, y)
     return Field(out, (*batch, rows[-2], columns[-1]), region)
 
@@ -198,8 +206,8 @@ def _batch(one: Sequence[Dim], two: Sequence[Dim]) -> list[Dim]:
     made: list[Dim] = []
     for i in range(max(len(one), len(two)), 0, -1):
         found = [dims[-i] for dims in (one, two) if len(dims) >= i]
-        large = [dim for dim in found if size_of(dim) != 1] or found
-        made.append(next((dim for dim in large if is_split(dim)), large[0]))
+        large = [dim for dim in found if dim_size(dim) != 1] or found
+        made.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
     return made
 
 

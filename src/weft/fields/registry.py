@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
-from .dims import Dim, Factor, is_split, size_of, text_of, whole
-from .exchange import part_of, rechunked
-from .field import Field, Region
+from .dims import Dim, Factor, dim_size, is_split_dim, text_of, whole
+from .exchange import own_part, rechunked
+from .field import Field
+from .region import FieldRegion
 
 RULES: dict[Any, Callable] = {}
 
@@ -39,7 +40,7 @@ def both(*names: str) -> list[Any]:
     return [function for function in found if function is not None]
 
 
-def local(x: Any) -> Any:
+def local_of(x: Any) -> Any:
     """The local tensor of a field; anything else as it is."""
     return x._local if isinstance(x, Field) else x
 
@@ -49,7 +50,7 @@ def dims_of(x: Tensor) -> tuple[Dim, ...]:
     return x._dims if isinstance(x, Field) else tuple(whole(n) for n in x.shape)
 
 
-def region_of(*tensors: Any) -> Region:
+def region_of(*tensors: Any) -> FieldRegion:
     """The region of the fields among some tensors."""
     return next(t._region for t in tensors if isinstance(t, Field))
 
@@ -72,22 +73,22 @@ def one_factor(what: str, x: Field, d: int) -> Factor:
     return x._dims[d][0]
 
 
-def aligned(x: Tensor, like: Sequence[Dim], region: Region) -> Tensor:
+def aligned_part(x: Tensor, like: Sequence[Dim], region: FieldRegion) -> Tensor:
     """The local part of a tensor, placed as some dims are, for arithmetic with others."""
-    dims, t = list(dims_of(x)), local(x)
+    dims, t = list(dims_of(x)), local_of(x)
     offset = len(like) - len(dims)
     for d, dim in enumerate(dims):
         goal = like[d + offset]
-        if dim == goal or (size_of(dim) == 1 != size_of(goal)):
+        if dim == goal or (dim_size(dim) == 1 != dim_size(goal)):
             continue
-        if not is_split(dim) and not is_split(goal):
+        if not is_split_dim(dim) and not is_split_dim(goal):
             continue
-        if size_of(dim) != size_of(goal):
+        if dim_size(dim) != dim_size(goal):
             raise RuntimeError(
                 f"the size of tensor {text_of(dims)} must match that of {text_of(like)} at dim {d}"
             )
-        if not is_split(dim):
-            t = part_of(t, d, goal, region)
+        if not is_split_dim(dim):
+            t = own_part(t, d, goal, region)
         elif [_kind(f) for f in dim] == [_kind(f) for f in goal]:
             t = t.unflatten(d, [region.local_size((f,)) for f in dim])
             for i, (here, there) in enumerate(zip(dim, goal)):
@@ -106,7 +107,7 @@ def _kind(factor: Factor) -> tuple[int, str | None]:
     return factor.size, None if factor.chunks is None else factor.chunks.axis
 
 
-def as_autocast(*tensors: Tensor | None) -> list[Any]:
+def cast_for_autocast(*tensors: Tensor | None) -> list[Any]:
     """Tensors in the dtype of autocast, where it is on."""
     kind = next(t.device.type for t in tensors if t is not None)
     if not torch.is_autocast_enabled(kind):
@@ -118,3 +119,29 @@ def as_autocast(*tensors: Tensor | None) -> list[Any]:
         return t.to(dtype) if floating else t  # type: ignore[union-attr]
 
     return [cast(t) for t in tensors]
+
+
+def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """A function that makes every position of the same positions of its arguments."""
+    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+    region = next(t._region for t in tensors if isinstance(t, Field))
+    dims = broadcast([dims_of(t) for t in tensors])
+
+    def placed(t: Any) -> Any:
+        if isinstance(t, Tensor) and t.dim():
+            return aligned_part(t, dims[len(dims) - t.dim() :], region)
+        return local_of(t)
+
+    made = func(*map(placed, args), **{name: placed(t) for name, t in kwargs.items()})
+    return Field(made, dims, region) if isinstance(made, Tensor) else made
+
+
+def broadcast(groups: list[tuple[Dim, ...]]) -> list[Dim]:
+    """The dims that several broadcast to."""
+    n = max(map(len, groups))
+    dims: list[Dim] = []
+    for d in range(-n, 0):
+        found = [group[d] for group in groups if len(group) >= -d]
+        large = [dim for dim in found if dim_size(dim) != 1] or found
+        dims.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
+    return dims

@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
+from .._torch import as_torch_does
 from ..errors import UnsupportedError
 from . import attention, norms, reduce, views, windows  # noqa: F401 (they register their rules)
-from .dims import Dim, is_split, size_of, text_of, whole
-from .exchange import full
+from .dims import is_split_dim, text_of, whole
 from .field import Field
-from .registry import RULES, aligned, attribute, both, dims_of, local, refused, rule
+from .registry import RULES, aligned_part, attribute, both, local_of, pointwise, refused, rule
 
 #: Functions of single positions: their results are local, and dims broadcast.
 _POSITIONWISE = """
@@ -65,27 +65,35 @@ IN_PLACE = _names(" ".join(f"{n}_" for n in _IN_PLACE.split()), Tensor)
 IN_PLACE |= _names(_IN_PLACE_OPERATORS, Tensor)
 
 
-def apply(func: Callable, args: tuple, kwargs: dict) -> Any:
+def run_function(func: Callable, args: tuple, kwargs: dict) -> Any:
+    """What a function of torch does to fields, on the local tensors."""
+    if func in OF_AUTOGRAD:
+        return OF_AUTOGRAD[func](*args, **kwargs)
+    return as_torch_does(_run, func, args, kwargs)
+
+
+def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
     """What a function of torch gives for arguments among which are fields."""
     _check(func, (*args, *kwargs.values()))
     if func in _OF_SHAPE:
         return func(*args, **kwargs)
     if func in _OF_LOCAL:
-        return func(*(local(a) for a in args), **kwargs)
+        return func(*(local_of(a) for a in args), **kwargs)
     if func in RULES:
         return RULES[func](*args, **kwargs)
     if func in POSITIONWISE:
         return pointwise(func, args, kwargs)
     if func in IN_PLACE:
         return _in_place(func, args, kwargs)
+    name = function_name(func)
     raise UnsupportedError(
-        f"{name_of(func)} has no rule for a weft.Field {_described((*args, *kwargs.values()))};"
+        f"{name} has no rule for a weft.Field {_described((*args, *kwargs.values()))};"
         " where it treats every position by itself, give it field.to_local() and make a field of"
         " the result by weft.Field.from_local, or give it field.full_tensor()"
     )
 
 
-def name_of(func: Any) -> str:
+def function_name(func: Any) -> str:
     """A function of torch by its name."""
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
     if name == "__get__":
@@ -94,6 +102,7 @@ def name_of(func: Any) -> str:
 
 
 def _check(func: Any, values: tuple) -> None:
+    name = function_name(func)
     fields = [v for v in values if isinstance(v, Field)]
     for group in values:
         if isinstance(group, list | tuple):
@@ -101,17 +110,17 @@ def _check(func: Any, values: tuple) -> None:
     for field in fields:
         if _GRAPH(field) is not None:
             raise UnsupportedError(
-                f"{name_of(func)} gets a weft.Field that a torch.autograd.Function returned, such"
+                f"{name} gets a weft.Field that a torch.autograd.Function returned, such"
                 " as a checkpoint with use_reentrant=True: gradients through it would be lost; pass"
                 " use_reentrant=False, or give the function local tensors"
             )
         if field._region.layout is not fields[0]._region.layout:
             raise UnsupportedError(
-                f"{name_of(func)} gets weft.Fields of two layouts: distribute both on one"
+                f"{name} gets weft.Fields of two layouts: distribute both on one"
             )
     if any(isinstance(v, DTensor) for v in values):
         raise UnsupportedError(
-            f"{name_of(func)} gets a weft.Field and a DTensor: pass the DTensor's full_tensor(); of"
+            f"{name} gets a weft.Field and a DTensor: pass the DTensor's full_tensor(); of"
             " weights that FSDP2 shards, call the module that FSDP2 wraps"
         )
 
@@ -120,44 +129,19 @@ def _described(values: tuple) -> str:
     return next((text_of(v._dims) for v in values if isinstance(v, Field)), "in a list")
 
 
-def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """A function that makes every position of the same positions of its arguments."""
-    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    region = next(t._region for t in tensors if isinstance(t, Field))
-    dims = broadcast([dims_of(t) for t in tensors])
-
-    def placed(t: Any) -> Any:
-        if isinstance(t, Tensor) and t.dim():
-            return aligned(t, dims[len(dims) - t.dim() :], region)
-        return local(t)
-
-    made = func(*map(placed, args), **{name: placed(t) for name, t in kwargs.items()})
-    return Field(made, dims, region) if isinstance(made, Tensor) else made
-
-
-def broadcast(groups: list[tuple[Dim, ...]]) -> list[Dim]:
-    """The dims that several broadcast to."""
-    n = max(map(len, groups))
-    dims: list[Dim] = []
-    for d in range(-n, 0):
-        found = [group[d] for group in groups if len(group) >= -d]
-        large = [dim for dim in found if size_of(dim) != 1] or found
-        dims.append(next((dim for dim in large if is_split(dim)), large[0]))
-    return dims
-
-
 def _in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
     x, *others = args
     if not isinstance(x, Field):
+        name = function_name(func)
         raise UnsupportedError(
-            f"{name_of(func)} writes a weft.Field into a plain tensor, which every rank has whole"
+            f"{name} writes a weft.Field into a plain tensor, which every rank has whole"
         )
     goal = list(x._dims)
 
     def placed(t: Any) -> Any:
         if isinstance(t, Tensor) and t.dim():
-            return aligned(t, goal[len(goal) - t.dim() :], x._region)
-        return local(t)
+            return aligned_part(t, goal[len(goal) - t.dim() :], x._region)
+        return local_of(t)
 
     func(x._local, *map(placed, others), **{name: placed(t) for name, t in kwargs.items()})
     return x
@@ -171,9 +155,9 @@ def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Of another tensor the dtype and device are taken alone."""
 
     def kind(value: Any) -> Any:
-        return local(value).new_empty(()) if isinstance(value, Tensor) else value
+        return local_of(value).new_empty(()) if isinstance(value, Tensor) else value
 
-    made = local(x).to(*map(kind, args), **{name: kind(v) for name, v in kwargs.items()})
+    made = local_of(x).to(*map(kind, args), **{name: kind(v) for name, v in kwargs.items()})
     return Field(made, x._dims, x._region) if isinstance(x, Field) else made
 
 
@@ -184,19 +168,19 @@ for _made in (
     Tensor.new_empty,
     Tensor.new_tensor,
 ):
-    RULES[_made] = lambda x, *args, _of=_made, **kwargs: _of(local(x), *args, **kwargs)
+    RULES[_made] = lambda x, *args, _of=_made, **kwargs: _of(local_of(x), *args, **kwargs)
 
 
-def backward(x: Field, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+def _run_backward(x: Field, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
     """The backward pass of a loss that all ranks compute."""
-    full(x).backward(gradient, *args, **kwargs)
+    x.full_tensor().backward(gradient, *args, **kwargs)
 
 
-def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple:
+def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple:
     """`torch.autograd.grad` of losses that all ranks compute; of fields it gives fields."""
     groups = [(x,) if isinstance(x, Tensor) else tuple(x) for x in (outputs, inputs)]
-    losses = [full(x) if isinstance(x, Field) else x for x in groups[0]]
-    found = torch.autograd.grad(losses, [local(x) for x in groups[1]], grad_outputs, **kwargs)
+    losses = [x.full_tensor() if isinstance(x, Field) else x for x in groups[0]]
+    found = torch.autograd.grad(losses, [local_of(x) for x in groups[1]], grad_outputs, **kwargs)
     pairs = zip(found, groups[1])
     return tuple(
         Field(g, x._dims, x._region) if g is not None and isinstance(x, Field) else g
@@ -205,11 +189,11 @@ def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
 
 
 #: Functions that run backward passes, in which checkpoints call models on fields again.
-OF_AUTOGRAD = {Tensor.backward: backward, torch.autograd.grad: gradients}
+OF_AUTOGRAD = {Tensor.backward: _run_backward, torch.autograd.grad: _gradients}
 
 
 for _read in (Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.tolist):
-    RULES[_read] = lambda x, _of=_read: _of(full(x).detach())
+    RULES[_read] = lambda x, _of=_read: _of(x.full_tensor().detach())
 
 
 def _setter(name: str) -> Any:
@@ -224,7 +208,7 @@ def gradient_of(x: Field) -> Field | None:
 
 @rule(_setter("grad"))
 def set_gradient(x: Field, grad: Any) -> None:
-    x._local.grad = local(grad)
+    x._local.grad = local_of(grad)
 
 
 @rule(Tensor.requires_grad_)
@@ -252,8 +236,8 @@ def data(x: Field) -> Field:
 def _along_dim(func: Callable, default: int | None = None) -> Callable:
     def run(x: Field, *args: Any, **kwargs: Any) -> Field:
         dim = kwargs.get("dim", args[0] if args else default)
-        if not isinstance(dim, int) or is_split(x._dims[dim]):
-            raise refused(f"{name_of(func)} along dim {dim}", x)
+        if not isinstance(dim, int) or is_split_dim(x._dims[dim]):
+            raise refused(f"{function_name(func)} along dim {dim}", x)
         y = func(x._local, *args, **kwargs)
         dims = list(x._dims)
         if y.dim() != x.dim():
@@ -299,3 +283,5 @@ for _name in [
     RULES[getattr(F, _name)] = _dropped(_name)
     for _func in both(_name):
         RULES[_func] = _dropped(_name)
+
+Field._rules = run_function

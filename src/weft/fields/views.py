@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from ..plan.order import Span
-from .dims import Chunks, Dim, Factor, is_split, size_of, split, whole
-from .exchange import rechunked, take
+from .dims import Chunks, Dim, Factor, dim_size, is_split_dim, split_dim, whole
+from .exchange import rechunked, take_positions
 from .field import Field
-from .registry import aligned, attribute, both, dims_of, one_factor, refused, region_of, rule
+from .registry import aligned_part, attribute, both, dims_of, one_factor, refused, region_of, rule
 
 
 def sizes_of(given: tuple) -> list[int]:
@@ -111,7 +111,7 @@ def view_as(x: Field, other: Tensor) -> Field:
 
 
 @rule(*both("flatten"))
-def flatten(x: Field, start_dim: int = 0, end_dim: int = -1) -> Field:
+def _flatten(x: Field, start_dim: int = 0, end_dim: int = -1) -> Field:
     shape, n = list(x.shape), max(x.dim(), 1)
     first, last = start_dim % n, end_dim % n
     joined = [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]]
@@ -171,7 +171,7 @@ def squeeze(x: Field, dim: Any = None) -> Field:
     n = x.dim()
     asked = range(n) if dim is None else (dim,) if isinstance(dim, int) else dim
     gone = [d % n for d in asked if x.shape[d] == 1]
-    if any(is_split(x._dims[d]) for d in gone):
+    if any(is_split_dim(x._dims[d]) for d in gone):
         raise refused("squeeze of a split axis", x)
     dims = [dim for d, dim in enumerate(x._dims) if d not in gone]
     return made(x, x._local.squeeze(tuple(gone)), dims)
@@ -183,7 +183,7 @@ def expand(x: Field, *given: Any) -> Field:
     dims = [*(whole(1) for _ in range(len(sizes) - x.dim())), *x._dims]
     placed: list[Dim] = []
     for n, dim in zip(sizes, dims):
-        placed.append(dim if n in (-1, size_of(dim)) else whole(n))
+        placed.append(dim if n in (-1, dim_size(dim)) else whole(n))
     shape = [x._region.local_size(dim) for dim in placed]
     return made(x, x._local.expand(shape), placed)
 
@@ -198,9 +198,9 @@ def repeat(x: Field, *given: Any) -> Field:
     sizes = sizes_of(given)
     sizes = [1] * (x.dim() - len(sizes)) + sizes
     dims = [*(whole(1) for _ in range(len(sizes) - x.dim())), *x._dims]
-    if any(n != 1 and is_split(dim) for n, dim in zip(sizes, dims)):
+    if any(n != 1 and is_split_dim(dim) for n, dim in zip(sizes, dims)):
         raise refused("repeating a split axis", x)
-    placed = [dim if n == 1 else whole(size_of(dim) * n) for n, dim in zip(sizes, dims)]
+    placed = [dim if n == 1 else whole(dim_size(dim) * n) for n, dim in zip(sizes, dims)]
     return made(x, x._local.repeat(*sizes), placed)
 
 
@@ -212,11 +212,11 @@ def repeat_interleave(
         raise refused("repeat_interleave without a dim, or by a tensor,", x)
     dim %= x.dim()
     t, dims = x._local.repeat_interleave(repeats, dim), list(x._dims)
-    if is_split(dims[dim]):
+    if is_split_dim(dims[dim]):
         chunks = one_factor("repeat_interleave", x, dim).chunks
-        dims[dim] = split(chunks.times(repeats)) if chunks else dims[dim]
+        dims[dim] = split_dim(chunks.times(repeats)) if chunks else dims[dim]
     else:
-        dims[dim] = whole(size_of(dims[dim]) * repeats)
+        dims[dim] = whole(dim_size(dims[dim]) * repeats)
     return made(x, t, dims)
 
 
@@ -255,10 +255,10 @@ def getitem(x: Field, index: Any) -> Field:
             continue
         dim, place = x._dims[d], d
         d += 1
-        if not is_split(dim):
+        if not is_split_dim(dim):
             steps.append(i)
             if isinstance(i, slice):
-                dims.append(whole(len(range(*i.indices(size_of(dim))))))
+                dims.append(whole(len(range(*i.indices(dim_size(dim))))))
         elif isinstance(i, slice):
             if i == slice(None):
                 steps.append(i)
@@ -271,13 +271,13 @@ def getitem(x: Field, index: Any) -> Field:
             own = [p - low for p in taken if low <= p < high]
             steps.append(slice(own[0], own[-1] + 1, taken.step) if own else slice(0, 0))
             kept = tuple(sum(p < start for p in taken) for start in chunks.starts)
-            dims.append(split(Chunks(chunks.axis, kept)))
+            dims.append(split_dim(Chunks(chunks.axis, kept)))
         else:  # one position, on every rank
             chunks = one_factor("one position", x, place).chunks
             assert chunks is not None
             p = i % chunks.length
             ranks = x._region.layout.size(chunks.axis)
-            t = take(t, place, chunks, [(Span(p, 1),)] * ranks, x._region, "position")
+            t = take_positions(t, place, chunks, [(Span(p, 1),)] * ranks, x._region, "position")
             steps.append(0)
     return made(x, t[tuple(steps)], dims)
 
@@ -318,7 +318,7 @@ def split_by(x: Field, split_size_or_sections: Any = None, dim: int = 0, **kw: A
     if isinstance(sizes, int):
         n = x.shape[dim]
         sizes = [min(sizes, n - at) for at in range(0, n, sizes)] or [0]
-    if is_split(x._dims[dim]):
+    if is_split_dim(x._dims[dim]):
         return _by_sizes(x, dim, sizes)
     return _apart(x, dim, x._local.split(list(sizes), dim))
 
@@ -326,7 +326,7 @@ def split_by(x: Field, split_size_or_sections: Any = None, dim: int = 0, **kw: A
 @rule(*both("unbind"))
 def unbind(x: Field, dim: int = 0) -> tuple[Field, ...]:
     dim %= x.dim()
-    if is_split(x._dims[dim]):
+    if is_split_dim(x._dims[dim]):
         return tuple(select(x, dim, i) for i in range(x.shape[dim]))
     dims = [old for d, old in enumerate(x._dims) if d != dim]
     return tuple(made(x, t, dims) for t in x._local.unbind(dim))
@@ -335,7 +335,7 @@ def unbind(x: Field, dim: int = 0) -> tuple[Field, ...]:
 @rule(*both("flip"))
 def flip(x: Field, *given: Any, dims: Any = None) -> Field:
     over = [d % x.dim() for d in (dims if dims is not None else sizes_of(given))]
-    if any(is_split(x._dims[d]) for d in over):
+    if any(is_split_dim(x._dims[d]) for d in over):
         raise refused("flip of a split axis", x)
     return made(x, x._local.flip(over), x._dims)
 
@@ -349,12 +349,12 @@ def cat(tensors: Sequence[Tensor], dim: int = 0, *, out: None = None) -> Field:
     tensors = [t for t in tensors if not (t.dim() == 1 and t.shape[0] == 0)]
     first = next(t for t in tensors if isinstance(t, Field))
     at = dim % first.dim()
-    if any(is_split(dims_of(t)[at]) for t in tensors):
+    if any(is_split_dim(dims_of(t)[at]) for t in tensors):
         raise refused("concatenating along a split axis", first)
     parts, goal = [], list(first._dims)
     for t in tensors:
         goal[at] = dims_of(t)[at]
-        parts.append(aligned(t, goal, region))
+        parts.append(aligned_part(t, goal, region))
     goal[at] = whole(sum(t.shape[at] for t in tensors))
     return Field(torch.cat(parts, at), goal, region)
 

@@ -14,11 +14,11 @@ from torch.nn import functional as F
 from ..comm.once_differentiable import once
 from ..plan.order import Span, Spans
 from ..relayout.windows import Windows, bordered
-from .dims import Chunks, Dim, is_split, size_of, split, whole
-from .exchange import around, take
+from .dims import Chunks, Dim, dim_size, is_split_dim, split_dim, whole
+from .exchange import around, take_positions
 from .field import Field
 from .reduce import mean_over
-from .registry import as_autocast, one_factor, refused, rule, tuple_of
+from .registry import cast_for_autocast, one_factor, refused, rule, tuple_of
 
 BORDERS = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"}
 BORDERS["circular"] = "circular"
@@ -41,7 +41,7 @@ class Strips(NamedTuple):
     after: Tensor
 
 
-def joined(x: Tensor, strips: Sequence[Strips]) -> Tensor:
+def joined_box(x: Tensor, strips: Sequence[Strips]) -> Tensor:
     """A tensor with what is around it, dim by dim: corners come with the second."""
     for dim, before, low, high, after in strips:
         x = torch.cat([before, x.narrow(dim, low, high - low), after], dim)
@@ -56,7 +56,7 @@ def windowed(
     for d, window in windows.items():
         if window.outputs < 1:
             raise refused(f"a window of {window.extent} along dim {d}", x, ": it is too wide")
-        if not is_split(dims[d]):
+        if not is_split_dim(dims[d]):
             dims[d] = whole(window.outputs)
             continue
         chunks = one_factor("a window", x, d).chunks
@@ -65,8 +65,8 @@ def windowed(
         ranges = window.ranges(edges)
         seen = around(t, d, chunks, ranges, x._region, "halo", window.border, fill)
         strips.append(Strips(d, *seen))
-        t = joined(t, strips[-1:])
-        dims[d] = split(Chunks(chunks.axis, edges))
+        t = joined_box(t, strips[-1:])
+        dims[d] = split_dim(Chunks(chunks.axis, edges))
     return strips, dims
 
 
@@ -115,14 +115,14 @@ class _Convolution(torch.autograd.Function):
 
 def _joined(x: Tensor, cuts: Sequence[tuple[int, int, int]], strips: Sequence[Tensor]) -> Tensor:
     pairs = zip(cuts, strips[::2], strips[1::2])
-    return joined(x, [Strips(d, a, low, high, b) for (d, low, high), a, b in pairs])
+    return joined_box(x, [Strips(d, a, low, high, b) for (d, low, high), a, b in pairs])
 
 
 def _convolve(
     x: Field, weight: Tensor, bias: Tensor | None, strips: Sequence[Strips], options: tuple
 ) -> Tensor:
     """The convolution of this rank's box; of an empty one nothing, on the graph of its inputs."""
-    t, weight, bias, *flat = as_autocast(
+    t, weight, bias, *flat = cast_for_autocast(
         x._local, weight, bias, *(s for strip in strips for s in (strip.before, strip.after))
     )
     cuts = tuple((s.dim, s.low, s.high) for s in strips)
@@ -152,10 +152,10 @@ def _convolution(nd: int) -> Callable:
         windows, left = {}, []
         for i, (a, b) in enumerate(pads):
             d = first + i
-            is_whole = not is_split(x._dims[d])
+            is_whole = not is_split_dim(x._dims[d])
             if is_whole and a != b:  # "same" with an even kernel
                 x, b = pad(x, [0, 0] * (nd - 1 - i) + [0, b - a]), a
-            length = size_of(x._dims[d])
+            length = dim_size(x._dims[d])
             windows[d] = Windows.over(length, kernel[i], stride[i], (a, b), dilation[i])
             left.append(a if is_whole else 0)
         strips, dims = windowed(x, windows)
@@ -187,9 +187,9 @@ def _transposed(nd: int) -> Callable:
         t, strips, crops = x._local, [], []
         for i in range(nd):
             d, extent = first + i, dilation[i] * (weight.shape[2 + i] - 1) + 1
-            length = size_of(dims[d])
+            length = dim_size(dims[d])
             outputs = (length - 1) * stride[i] - 2 * pads[i] + extent + more[i]
-            if not is_split(dims[d]):
+            if not is_split_dim(dims[d]):
                 dims[d] = whole(outputs)
                 continue
             chunks = one_factor("a transposed convolution", x, d).chunks
@@ -201,11 +201,11 @@ def _transposed(nd: int) -> Callable:
                 b = min((high - 1 + pads[i]) // stride[i] + 1, length)
                 ranges.append((a, max(a, b)) if high > low else (0, 0))
             strips.append(Strips(d, *around(t, d, chunks, tuple(ranges), region, "halo")))
-            t = joined(t, strips[-1:])
+            t = joined_box(t, strips[-1:])
             own = region.layout.chunk(chunks.axis)
             low, high = edges[own], edges[own + 1]
             crops.append((d, low - ranges[own][0] * stride[i] + pads[i], high - low))
-            dims[d], pads[i], more[i] = split(Chunks(chunks.axis, edges)), 0, 0
+            dims[d], pads[i], more[i] = split_dim(Chunks(chunks.axis, edges)), 0, 0
         dims[first - 1] = whole(weight.shape[1] * groups)
         shape = [region.local_size(dim) for dim in dims]
         if not math.prod(shape[first:]) or not math.prod(t.shape[first:]):
@@ -236,7 +236,7 @@ def _spread(starts: Sequence[int], stride: int, shift: int, outputs: int) -> tup
 def _checked(x: Tensor, weight: Tensor, nd: int) -> Field:
     if not isinstance(x, Field) or isinstance(weight, Field):
         raise refused("a convolution by weights that are a field", weight)
-    if x.dim() != nd + 2 or is_split(x._dims[1]):
+    if x.dim() != nd + 2 or is_split_dim(x._dims[1]):
         raise refused("a convolution over split channels, or without a batch,", x)
     return x
 
@@ -273,16 +273,16 @@ def _pool(nd: int, kind: str) -> Callable:
         windows: dict[int, Windows] = {}
         pads: list[int] = []
         for i in range(nd):
-            d, length = first + i, size_of(x._dims[first + i])
+            d, length = first + i, dim_size(x._dims[first + i])
             both = (padding[i], padding[i])
             windows[d] = Windows.over(length, kernel[i], stride[i], both, dilation[i], ceil=ceil)
             _, last = windows[d].seen(0, windows[d].outputs)
-            pads[:0] = [0, 0] if is_split(x._dims[d]) else [padding[i], max(last - length, 0)]
+            pads[:0] = [0, 0] if is_split_dim(x._dims[d]) else [padding[i], max(last - length, 0)]
         strips, dims = windowed(x, windows, fill)
         shape = [x._region.local_size(dim) for dim in dims]
         if not math.prod(shape[first:]):
             return Field(_none(x, [], strips, shape), dims, x._region)
-        box = F.pad(joined(x._local, strips), pads, value=fill)
+        box = F.pad(joined_box(x._local, strips), pads, value=fill)
         given_dilation = {"dilation": dilation} if kind == "max" else {}
         y = run(box, kernel, stride, 0, **given_dilation)
         y = y[tuple(slice(n) for n in shape)]
@@ -306,7 +306,7 @@ def _counts(
     """How many positions the windows of this rank's outputs average."""
     total = torch.ones((), device=x.device, dtype=torch.float64)
     for (d, window), k, p in zip(windows.items(), kernel, padding):
-        length, chunks = size_of(x._dims[d]), dims[d][0].chunks
+        length, chunks = dim_size(x._dims[d]), dims[d][0].chunks
         low, high = x._region.own(chunks) if chunks else (0, window.outputs)
         begin = window.first + torch.arange(low, high, device=x.device) * window.stride
         end = (begin + k).clamp(max=length + p if include else length)
@@ -319,7 +319,7 @@ def _adaptive_average(nd: int) -> Callable:
     def pool(x: Field, output_size: Any) -> Field:
         sizes = tuple_of(1 if output_size is None else output_size, nd)
         dims = range(x.dim() - nd, x.dim())
-        if any(n not in (1, size_of(x._dims[d])) for n, d in zip(sizes, dims)):
+        if any(n not in (1, dim_size(x._dims[d])) for n, d in zip(sizes, dims)):
             raise refused(f"adaptive_avg_pool{nd}d to {sizes}", x, "; only to 1, or to its size")
         over = tuple(d for n, d in zip(sizes, dims) if n == 1)
         return mean_over(x, over, True)
@@ -346,7 +346,7 @@ def interpolate(
         raise refused(f"interpolate with mode {mode!r}{' and antialias' * antialias}", x)
     t, dims, nd = x._local, list(x._dims), x.dim() - 2
     for i in range(nd):
-        d, length = 2 + i, size_of(dims[2 + i])
+        d, length = 2 + i, dim_size(dims[2 + i])
         factor = scale_factor
         if isinstance(factor, tuple | list):
             factor = factor[i] if len(factor) > 1 else factor[0]
@@ -357,7 +357,7 @@ def interpolate(
             mode, length, n, ratio, align_corners, factor if exact else None
         )
         chunks = None
-        if is_split(dims[d]):
+        if is_split_dim(dims[d]):
             chunks = one_factor("interpolate", x, d).chunks
         if chunks is None:
             low, high, base = 0, n, 0
@@ -370,10 +370,10 @@ def interpolate(
                 for a, b in itertools.pairwise(edges)
             )
             seen = around(t, d, chunks, ranges, x._region, "halo")
-            t = joined(t, [Strips(d, *seen)])
+            t = joined_box(t, [Strips(d, *seen)])
             own = x._region.layout.chunk(chunks.axis)
             low, high, base = edges[own], edges[own + 1], ranges[own][0]
-            dims[d] = split(Chunks(chunks.axis, edges))
+            dims[d] = split_dim(Chunks(chunks.axis, edges))
         places = torch.tensor([s - base for s in first[low:high]], device=t.device).long()
         below = t.index_select(d, places)
         if share is not None:
@@ -413,9 +413,9 @@ def pad(x: Field, pad: Sequence[int], mode: str = "constant", value: float | Non
         d, (before, after) = x.dim() - 1 - i, pad[2 * i : 2 * i + 2]
         if not before and not after:
             continue
-        length = size_of(dims[d])
+        length = dim_size(dims[d])
         wider = length + before + after
-        if not is_split(dims[d]):
+        if not is_split_dim(dims[d]):
             if mode == "constant":
                 t = F.pad(t, [0, 0] * i + [before, after], value=fill)
             else:
@@ -429,8 +429,8 @@ def pad(x: Field, pad: Sequence[int], mode: str = "constant", value: float | Non
         edges = (0, *(min(max(p + before, 0), wider) for p in chunks.starts[1:-1]), wider)
         ranges = tuple((a - before, b - before) for a, b in itertools.pairwise(edges))
         seen = around(t, d, chunks, ranges, x._region, "pad", BORDERS[mode], fill)
-        t = joined(t, [Strips(d, *seen)])
-        dims[d] = split(Chunks(chunks.axis, edges))
+        t = joined_box(t, [Strips(d, *seen)])
+        dims[d] = split_dim(Chunks(chunks.axis, edges))
     return Field(t, dims, x._region)
 
 
@@ -442,14 +442,14 @@ def roll(x: Field, shifts: Any, dims: Any = None) -> Field:
     shifts, over = ((shifts,), (dims,)) if isinstance(shifts, int) else (shifts, dims)
     for shift, d in zip(shifts, (over,) if isinstance(over, int) else over):
         d %= t.dim()
-        if not is_split(x._dims[d]):
+        if not is_split_dim(x._dims[d]):
             t = t.roll(shift, d)
             continue
         chunks = one_factor("roll", x, d).chunks
         assert chunks is not None
         n = chunks.length
         wanted = [_rolled(a, b, shift, n) for a, b in itertools.pairwise(chunks.starts)]
-        t = take(t, d, chunks, wanted, x._region, "roll")
+        t = take_positions(t, d, chunks, wanted, x._region, "roll")
     return Field(t, x._dims, x._region)
 
 
