@@ -13,7 +13,7 @@ from torch import Tensor
 from ..comm.once_differentiable import once
 from ..comm.origin import origin
 from ..plan.order import Span, Spans
-from ..relayout.take_positions import TakePassing
+from ..relayout.take import TakePassing
 from ..relayout.windows import RangePlan, TakePass, Wanted, plan_ranges
 from ..runtime import handles
 from ..runtime.exchange import Exchange

@@ -160,7 +160,7 @@ class Field(Tensor):
             " field.to_local(), where it treats every position by itself, or field.full_tensor()"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._region.layout.name
         return f"Field({text_of(self._dims)}, dtype={self._local.dtype}, of {layout!r})"
 

@@ -189,7 +189,7 @@ def _gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: An
 
 
 #: Functions that run backward passes, in which checkpoints call models on fields again.
-OF_AUTOGRAD = {Tensor.backward: _run_backward, torch.autograd.grad: _gradients}
+OF_AUTOGRAD: dict[Any, Callable] = {Tensor.backward: _run_backward, torch.autograd.grad: _gradients}
 
 
 for _read in (Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.tolist):
