@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._torch import trace_on_threads
 from ..errors import RankError
+from ..launch.environment import wait_limit
 from .origin import together
 from .transport import P2PBatch, Shuffle, Transport, rank_of_thread
 
@@ -121,7 +122,7 @@ class ThreadTransport(Transport):
 
 
 def run_threads(
-    sizes: Mapping[str, int], fn: Callable[[Transport], Any], timeout: float = 60.0
+    sizes: Mapping[str, int], fn: Callable[[Transport], Any], timeout: float | None = None
 ) -> list[Any]:
     """Call `fn(transport)` once per rank of a mesh, each on a thread; the results in rank order.
 
@@ -133,7 +134,7 @@ def run_threads(
     """
     trace_on_threads()
     size = math.prod(sizes.values())
-    post = Post(size, timeout)
+    post = Post(size, wait_limit(timeout))
     results: list[Any] = [None] * size
     errors: list[tuple[int, BaseException]] = []
 

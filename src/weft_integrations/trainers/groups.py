@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from weft.comm.world import init_process_group, world_mesh
 from weft.errors import DeclarationError, UnsupportedError
+from weft.launch.environment import wait_limit
 from weft.layout import Layout
 
 if TYPE_CHECKING:
@@ -67,7 +68,9 @@ class ContextGroup:
         return cls(size, ranks[0] // size, world // size, dist.get_rank() == ranks[0])
 
 
-def layout(text: str | Layout, device_type: str | None = None, timeout: float = 300.0) -> Layout:
+def layout(
+    text: str | Layout, device_type: str | None = None, timeout: float | None = None
+) -> Layout:
     """A layout of context groups, bound on a world that has as many of them as fit.
 
         world of 4, "tokens: ring=2"     mesh ("replicas", "ring") of 2 x 2
@@ -79,7 +82,7 @@ def layout(text: str | Layout, device_type: str | None = None, timeout: float = 
     Args:
         text: the name of a layout, a path, one line such as `"tokens: ring=4"`, or a `Layout`.
         device_type: "cpu" or "cuda"; default cuda where there is one.
-        timeout: seconds that any wait for another rank may last.
+        timeout: seconds that a wait for another rank may last; default 300, or `WEFT_TIMEOUT`.
 
     Raises:
         DeclarationError: on every rank: the world is no multiple of the layout's ranks.
@@ -98,7 +101,7 @@ def layout(text: str | Layout, device_type: str | None = None, timeout: float = 
     if not declared.mesh:
         return declared
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    limit = datetime.timedelta(seconds=timeout)
+    limit = datetime.timedelta(seconds=wait_limit(timeout))
     init_process_group(device_type, limit)
     if -1 in declared.mesh.values():
         declared = declared.resolve(_world())
