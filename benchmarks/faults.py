@@ -36,7 +36,8 @@ PROGRAMS = ("train", "loop", "fsdp", "trainer", "generate")
 BODIES = {
     "loop": """
 layout = weft.Layout.parse("tokens: ring=4").build("cpu")
-model = weft.MultiAxisAttention(32, 4, axis="tokens", axes=("batch", "tokens", "embed"), layout=layout)
+axes = ("batch", "tokens", "embed")
+model = weft.MultiAxisAttention(32, 4, axis="tokens", axes=axes, layout=layout)
 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
 def step():
     model(torch.randn(2, 16, 32)).square().mean().backward()

@@ -21,6 +21,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,8 @@ from ..errors import WeftError
 from . import failures
 from .trace import FROZEN, Trace
 
-#: Seconds from one look at the peers to the next.
-_TICK = 1.0
+#: Seconds from one look at the peers to the next, and the share of it in which who waits may work.
+_TICK, _IDLE = 1.0, 0.01
 
 
 class PeerWatch:
@@ -40,9 +41,10 @@ class PeerWatch:
         self._handles: dict[int, int] = {}  # a process -> a descriptor that is readable at its end
         self._named: set[int] = set()  # ranks
         self._stopped: dict[int, int] = {}  # a rank -> looks at which it was stopped and awaited
-        self._still: tuple[object, int] = (None, 0)  # where the main thread is, and for how long
+        self._place: tuple[int, int] | None = None  # of the main thread: a frame, an instruction
+        self._worked = 0.0  # seconds of CPU time of the main thread
         self._wake, self._woken = os.pipe()
-        self._main = threading.main_thread().ident
+        self._main = threading.main_thread().ident or 0
         self._thread = threading.Thread(target=self._run, name="weft peers", daemon=True)
         self._thread.start()
 
@@ -95,10 +97,7 @@ class PeerWatch:
 
     def _end_frozen(self) -> None:
         """Kill ranks that were stopped at `FROZEN` looks in a row at which this one waited."""
-        frame = sys._current_frames().get(self._main or 0)
-        place = None if frame is None else (id(frame), frame.f_lasti)
-        self._still = (place, self._still[1] + 1 if place == self._still[0] else 0)
-        stopped = self.trace.frozen() if self._still[1] else {}
+        stopped = self.trace.frozen() if self._waits() else {}
         looks = {rank: self._stopped.get(rank, 0) + 1 for rank in stopped}
         for rank, looked in looks.items():
             if looked >= FROZEN / _TICK:
@@ -106,6 +105,18 @@ class PeerWatch:
                 with contextlib.suppress(OSError):
                     os.kill(stopped[rank], signal.SIGKILL)
         self._stopped = looks
+
+    def _waits(self) -> bool:
+        """True if the main thread has done nothing since the last look, and is where it was."""
+        frame = sys._current_frames().get(self._main)
+        place = None if frame is None else (id(frame), frame.f_lasti)
+        try:
+            worked = time.clock_gettime(time.pthread_getcpuclockid(self._main))
+        except OSError:
+            return False
+        idle = worked - self._worked < _IDLE * _TICK
+        still, self._place, self._worked = place == self._place, place, worked
+        return idle and still
 
 
 # -- of this process ------------------------------------------------------------------------------

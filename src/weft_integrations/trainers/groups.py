@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import datetime
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.world import init_process_group, world_mesh
-from weft.errors import DeclarationError, UnsupportedError
+from weft.comm.transport import disagreement
+from weft.comm.world import gather_over_world, init_process_group, world_mesh
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.launch.environment import wait_limit
 from weft.layout import Layout
 
@@ -117,6 +120,27 @@ def layout(
         )
     mesh = world_mesh(device_type, {REPLICAS: _world() // ranks, **declared.mesh}, limit)
     return declared.bind(mesh[tuple(declared.mesh)], timeout=timeout)
+
+
+def compare_arguments(values: Mapping[str, str], processes: int) -> None:
+    """Raise `ShapeError` on every rank of the world unless these are the same on all of them.
+
+    Ranks whose arguments differ make other numbers of calls, and would wait for each other.
+    `processes` are those that train together: the world, or this one alone.
+    """
+    if processes == 1:
+        return
+    what, limit = "the arguments of a trainer", datetime.timedelta(seconds=wait_limit())
+    texts = gather_over_world(what, json.dumps(dict(values)), limit)
+    rows = {rank: json.loads(text) for rank, text in texts.items()}
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    wrong = [name for name in names if len({row.get(name) for row in rows.values()}) > 1]
+    if wrong:
+        differing = {
+            rank: ", ".join(f"{name}={row.get(name)}" for name in wrong)
+            for rank, row in rows.items()
+        }
+        raise ShapeError(disagreement(what, differing))
 
 
 def sampler(
