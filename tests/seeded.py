@@ -29,7 +29,7 @@ HUNG = 120.0
 
 
 class Killed(RankError):
-    """What ends a rank that a seeded run kills."""
+    """The end of a rank that a seeded run kills."""
 
 
 @dataclass(frozen=True)

@@ -423,7 +423,7 @@ def test_check_takes_nan_and_wrong_infinities_for_errors():
 
 REFUSED = {
     "no layouts declaration 'rnig-4'; did you mean 'ring-4'?": ("rnig-4",),
-    "6 local heads cannot be split 4 ways": ("ulysses-4", "--heads", "6"),
+    "3 local heads cannot be split 4 ways": ("ulysses-4", "--heads", "3"),
     "5 query heads cannot share 2 key/value heads": ("ring-4", "--heads", "5", "--kv-heads", "2"),
     "has 4 ranks, but there are 3": ("ring-4", "--nproc", "3"),
     "no axis 'tokns'; did you mean 'tokens'?": ("ring-4", "--axis", "tokns"),

@@ -8,10 +8,11 @@ logsumexp (b h n).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ._compile import flattened, restored
 from ._digest import is_plain
 from ._torch import constant_in_graphs, in_graph, in_transform, with_tangent
 from .bias import Bias
+from .comm.channel import refused_everywhere
 from .comm.once_differentiable import transformed
 from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
@@ -28,9 +30,8 @@ from .layout import Layout
 from .masks import FULL, Mask, check_mask
 from .plan.call import Call, Length, read_length
 from .plan.order import positions
-from .plan.plan import Plan, shard_batches
-from .plan.problem import Problem
-from .plan.sides import Side
+from .plan.plan import score_tile
+from .plan.problem import shard_batches
 from .runtime import (
     calls,
     ops,  # noqa: F401 (registers torch.ops.weft)
@@ -164,7 +165,9 @@ def attention(
         _check_placed(q, k, v, options)
         return attend_dtensors(attention, q, k, v, return_lse, options)
     if in_transform():
-        _refuse_transform(layout, axes, mask, bias)
+        _check_layout(layout)
+        with refused_everywhere(functools.partial(_refuse, layout, axes, mask, bias)):
+            raise transformed("weft.attention")
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
@@ -199,16 +202,6 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _refuse_transform(
-    layout: Layout, axes: tuple[str, ...], mask: Mask | None, bias: Bias | Tensor | None
-) -> NoReturn:
-    """Refuse a call within a transform of `torch.func`, whose levels do not reach other ranks."""
-    _check_layout(layout)
-    error = transformed("weft.attention")
-    _refuse(layout, axes, mask, bias, error)
-    raise error
-
-
 def _bound(
     layout: Layout,
     axes: tuple[str, ...],
@@ -228,7 +221,7 @@ def _bound(
     _check_layout(layout)
     plain = bias is None and not learned and layout.__class__ is Layout and _is_value(key)
     bound = BoundCall.kept(layout, key) if plain else None
-    try:
+    with refused_everywhere(functools.partial(_refuse, layout, axes, mask, bias)):
         if bound is None:
             call = Call(
                 axes,
@@ -245,9 +238,6 @@ def _bound(
             bound = BoundCall.keep(layout, key, call) if plain else BoundCall(layout, call)
         if tensors:
             _check_kinds(*tensors)
-    except WeftError as error:
-        _refuse(layout, axes, mask, bias, error)
-        raise
     return bound
 
 
@@ -255,12 +245,9 @@ def _check_placed(q: DTensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) 
     """Raise if DTensors are not placed as the layout says."""
     layout, axes, mask, bias = (options[name] for name in ("layout", "axis", "mask", "bias"))
     _check_layout(layout)
-    try:
+    tell = functools.partial(_refuse, layout, axes, mask, bias)
+    with contextlib.nullcontext() if in_graph(q) else refused_everywhere(tell):
         check_dtensors(q, k, v, layout, axes, options["length"])
-    except WeftError as error:
-        if not in_graph(q):
-            _refuse(layout, axes, mask, bias, error)
-        raise
 
 
 def _check_layout(layout: object) -> None:
@@ -291,7 +278,7 @@ def _refuse(
     bias: Bias | Tensor | None,
     error: WeftError,
 ) -> None:
-    """Tell the ranks that a call of this mask and bias over these axes asks, or over any known."""
+    """Abort the call on all participating ranks; of unknown axes, on those of any axis."""
     if not layout.is_bound:
         return
     asked: dict[str, Any] = {"bias": bias if isinstance(bias, Bias) else None}
@@ -422,30 +409,14 @@ def tile_of_bias(
     batches: tuple[int, ...],
 ) -> Tensor:
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
-    lengths = tuple(bias.shape[2:]) if length is None else length
-    heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
-    local = heads // layout.size("heads")
-    problem = Problem(
-        axes=axes,
-        lengths=read_length(axes, lengths) or (),
-        batch=batches[layout.rank] if batches else 1,
-        heads=local,
-        kv_heads=local,
-        head_dim=1,
-        value_dim=1,
-        dtype=bias.dtype,
-        device=bias.device.type,
-        batches=batches,
-        bias_tensor=True,
-    )
-    plan = Plan(layout.unbound, problem, layout.coords)
-    rows, columns = (positions(plan.forward.tile_spans(side), bias.device) for side in Side)
-    tile = bias.index_select(2, rows).index_select(3, columns)
-    if bias.shape[1] > 1:
-        tile = tile.index_select(1, positions(plan.compute.query.head_spans, bias.device))
-    if bias.shape[0] > 1:
-        tile = tile.index_select(0, positions(plan.compute.query.batch_spans, bias.device))
-    return tile
+    lengths = read_length(axes, tuple(bias.shape[2:]) if length is None else length) or ()
+    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
+    where = layout.unbound, axes, lengths, layout.coords
+    tile = score_tile(*where, heads, batches, bias.dtype, bias.device.type)
+    for dim, spans in ((2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)):
+        if dim > 1 or bias.shape[dim] > 1:
+            bias = bias.index_select(dim, positions(spans, bias.device))
+    return bias
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

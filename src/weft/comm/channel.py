@@ -11,8 +11,9 @@ is read when the next pass begins.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -65,6 +66,7 @@ class Channel:
                 " code between such calls, or calls on one rank"
             )
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
+        self.watches = transport.watches
         self.what, self.digest, self.detail, self.kind = what, digest, detail, kind
         self.subject, self.origin = subject, origin
         self.deferred = kind is not None and transport.agreed_before(kind)
@@ -161,23 +163,10 @@ class Channel:
             self.check()
         return self.transport.all_to_all(shuffle, self.tag)
 
-    def note(self, plan: object, backward: bool) -> None:
-        """A pass of a plan runs on this rank."""
-        self.transport.note(plan, backward)
-
-    @property
-    def watched(self) -> bool:
-        """True while passes are counted."""
-        return self.transport.watched
-
     def note_failure(self, error: str) -> None:
         """The pass fails on this rank; whoever catches the error may go on with other calls."""
         self._keep()
         self.transport.note_failure(error)
-
-    def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
-        """A pass of a plan held this many bytes for other ranks at one time."""
-        self.transport.note_peak(plan, backward, nbytes)
 
 
 def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> ShapeError:
@@ -186,6 +175,22 @@ def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> Shap
     if not differ_in_origin(texts.values()):
         return error
     return ShapeError(f"{error}\n{advice(texts.values())}")
+
+
+@contextlib.contextmanager
+def refused_everywhere(tell: Callable[[WeftError], object]) -> Iterator[None]:
+    """Raise what is refused within on all ranks: `tell` those that wait for this one, then raise.
+
+    >>> with refused_everywhere(print):
+    ...     raise ShapeError("3 heads")
+    Traceback (most recent call last):
+    weft.errors.ShapeError: 3 heads
+    """
+    try:
+        yield
+    except WeftError as error:
+        tell(error)
+        raise
 
 
 def refuse(

@@ -240,7 +240,7 @@ def _places(part: Tensor, start: int) -> Tensor:
 
 
 def _mixed(bits: Tensor) -> Tensor:
-    """Numbers of which every bit depends on all bits of those given."""
+    """Avalanche mix of 64-bit integers (splitmix64)."""
     for factor in (0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
         bits = (bits ^ (bits >> 29)) * factor
     return bits ^ (bits >> 32)

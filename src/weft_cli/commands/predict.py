@@ -146,7 +146,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank needs to know."""
+    """Values that every rank needs."""
 
     train: Path
     test: Path
@@ -250,7 +250,7 @@ def _counted(count: int, one: str, several: str = "") -> str:
 
 
 def prediction_table(tables: Pair, classes: np.ndarray, probabilities: np.ndarray) -> pd.DataFrame:
-    """What is written: the rows' names, the most probable class, the probability of every class."""
+    """The written table: rows' names, the most probable class, the probability of every class."""
     import pandas as pd
 
     columns = {} if tables.ids is None else {tables.ids.name: tables.ids.to_numpy()}

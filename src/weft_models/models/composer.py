@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def compose(
         dtype: of the parameters, default torch's.
 
     Raises:
-        DeclarationError: the layout shards an axis that the model lacks, heads do not divide, or
-            one of `layouts` routes its blocks by a learned router.
+        DeclarationError: the layout shards an axis that the model lacks, heads do not divide,
+            one of `layouts` routes its blocks by a learned router, or the weights are larger than
+            the machine's memory. On device "meta" there are shapes alone.
 
     >>> import weft
     >>> model = weft.compose("tabular")
@@ -74,10 +76,27 @@ def compose(
     make = Trunk if spec.head is None else HEADS[spec.head].maker()
     if others:
         make = functools.partial(make, layouts=others)
-    made = make(spec, layout, generator).to(device=device, dtype=dtype)
+    if str(device) == "meta":  # shapes alone
+        with torch.device("meta"):
+            made = make(spec, layout, generator).to(device="meta", dtype=dtype)
+    else:
+        _check_room(spec, layout)
+        made = make(spec, layout, generator).to(device=device, dtype=dtype)
     if layout.reproducible:
         make_reproducible(made, layout)
     return made
+
+
+def _check_room(spec: ModelSpec, layout: Layout) -> None:
+    """Refuse weights that this machine cannot hold, before any is made."""
+    least = spec.least_weights // layout.size("heads") * torch.get_default_dtype().itemsize
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if least > memory:
+        raise DeclarationError(
+            f"model {spec.name!r} has weights of {least / 2**30:,.0f} GiB at least on every rank,"
+            f" and this machine {memory / 2**30:,.0f} GiB of memory, where they are drawn; make"
+            " sizes.embed or the width of a block smaller, or split heads over more ranks"
+        )
 
 
 def bound_layout(layout: str | Path | Layout | None) -> Layout:

@@ -160,7 +160,7 @@ class TokenDataset:
 
 
 class ReaderPlace(NamedTuple):
-    """Where in the documents a step begins: plain numbers, for a checkpoint."""
+    """Place in the documents at which a step begins: plain numbers, for a checkpoint."""
 
     epoch: int = 0
     document: int = 0  # in the order of the epoch
@@ -277,7 +277,7 @@ class PackedReader(IterableDataset):
         )
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next step begins. The same on every rank, and fit for any layout."""
+        """Place at which the next step begins: the same on every rank, fit for any layout."""
         return self.place._asdict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -100,7 +100,7 @@ class Stream:
         raise NotImplementedError
 
     def sources(self, step: int, part: int = 0) -> Tensor | None:
-        """Where learned routing should look, (local batch, blocks), if the task plants it."""
+        """Blocks that learned routing should choose, (local batch, blocks), if planted."""
         return None
 
     def _rng(self, stream: int, index: int) -> np.random.Generator:

@@ -223,7 +223,7 @@ def _start(
     optimizer: torch.optim.Optimizer,
     facts: Mapping[str, object],
 ) -> int:
-    """How many steps are done: 0 in a new run, else those of the checkpoint it goes on from."""
+    """Number of steps done: 0 in a new run, else those of the checkpoint it goes on from."""
     if checkpoints is None:
         if resume:
             raise WeftError("resume=True needs checkpoint_dir, the folder to resume from")
