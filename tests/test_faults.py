@@ -25,7 +25,7 @@ def test_all_ranks_end_in_time_and_name_the_lost_one(program, kind):
 
 
 def test_a_survivor_that_names_another_rank_names_none():
-    text = "weft: rank 1 of this machine was killed, or ended without a word"
+    text = "weft: rank 1 of this machine was killed, or ended silently"
     assert faults._names(text, 1)
     assert not faults._names(text, 2)
     assert not faults._names("rank 0 ended or did not answer within 300 s", 1)

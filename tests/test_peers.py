@@ -88,7 +88,7 @@ def test_a_killed_rank_is_named_once_and_copied(trace, start, watch, tmp_path):
     _until(lambda: trace.lost() == [1, 2])
     time.sleep(0.2)
     assert len(watch) == 1
-    assert "rank 1 of this machine was killed, or ended without a word" in watch[0]
+    assert "rank 1 of this machine was killed, or ended silently" in watch[0]
     assert {box.rank for box in load_records(tmp_path / "out")} == {0, 1, 2}
 
 

@@ -208,7 +208,7 @@ class Trace:
         """Lost ranks, and what became of them.
 
         >>> Trace(0, 2, "a1", Path(tempfile.mkdtemp())).in_words([2, 3])
-        'ranks 2, 3 of this machine were killed, or ended without a word'
+        'ranks 2, 3 of this machine were killed, or ended silently'
         """
         several = len(ranks) > 1
         if not several:
@@ -219,7 +219,7 @@ class Trace:
             if head is not None and _state(head) == "stopped":
                 return f"{failures.who(ranks)} is stopped (SIGSTOP)"
         were = "were" if several else "was"
-        return f"{failures.who(ranks)} of this machine {were} killed, or ended without a word"
+        return f"{failures.who(ranks)} of this machine {were} killed, or ended silently"
 
     @property
     def hint(self) -> str:
