@@ -59,6 +59,7 @@ class Views:
                 overlapped=overlapped,
                 lse_grad=lse_grad,
                 bias_grad=bias_grad,
+                fixed_blocks=self.plan.edges is not None,
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
@@ -81,6 +82,7 @@ class Views:
             softcap=p.softcap,
             lse_grad=lse_grad,
             bias_grad=bias_grad,
+            fixed_blocks=self.plan.edges is not None,
         )
 
     def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:

@@ -20,7 +20,7 @@ from weft.errors import UnsupportedError
 
 from .. import Foreign
 from .cache import ShardedCache
-from .refused import CACHES
+from .defaults import CACHES
 
 #: Names of caches that transformers' `generate` makes, and that weft's stands for. Older
 #: checkpoints (Gemma's) name "hybrid" in their generation config, which transformers takes as None.
