@@ -133,8 +133,8 @@ def run_threads(
     [0, 1]
     """
     trace_on_threads()
-    size = math.prod(sizes.values())
-    post = Post(size, wait_limit(timeout))
+    size, limit = math.prod(sizes.values()), wait_limit(timeout)
+    post = Post(size, limit)
     results: list[Any] = [None] * size
     errors: list[tuple[int, BaseException]] = []
 
@@ -152,7 +152,7 @@ def run_threads(
     ]
     for thread in threads:
         thread.start()
-    _join(threads, errors, timeout)
+    _join(threads, errors, limit)
     if errors:
         raise errors[0][1]
     return results

@@ -112,15 +112,17 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
 
 
 #: Arguments that ranks may have of their own: where rank 0 writes to, and what it says.
-_OWN = ("output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "local_rank")
-_OWN += ("log_level", "log_level_replica", "push_to_hub", "hub_", "project", "trackio")
+_OWN = (
+    *("output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "local_rank"),
+    *("log_level", "push_to_hub", "hub_", "project", "trackio"),
+)
 
 
 def _arguments(trainer: Foreign) -> dict[str, str]:
     """Arguments of a trainer, and rows of its data, that are the same on every rank."""
     values = {k: v for k, v in trainer.args.to_dict().items() if not k.startswith(_OWN)}
     for name in ("train_dataset", "eval_dataset"):
-        data = getattr(trainer, name, None)
+        data: Any = getattr(trainer, name, None)
         values[f"rows of {name}"] = len(data) if hasattr(data, "__len__") else type(data).__name__
     return {name: repr(value) for name, value in values.items()}
 
