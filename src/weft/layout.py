@@ -238,7 +238,7 @@ class Layout(LayoutDeclaration, Traceable):
             axis: the axis of their tokens.
             window: keys that a query of sliding-window attention sees; None: its whole document.
             slack: share of the mean work by which a group may exceed it, so that fewer documents
-                are cut and fewer tokens travel.
+                are cut and fewer tokens travel; `weft_planner.packing.choose_slack` chooses it.
 
         Returns:
             The fragments of each rank, their order, their mask, and what a loss divides by.
