@@ -84,7 +84,7 @@ class ShardedCache(DynamicCache):
     >>> model = LlamaForCausalLM(config).eval()
     >>> model = weft.parallelize(model, weft.Layout.single(), verify=False)
     >>> cache = ShardedCache(model)
-    >>> model.generate(torch.tensor([[3, 1, 4]]), past_key_values=cache, max_new_tokens=4).shape
+    >>> model.generate(torch.tensor([[3, 1, 4]]), cache=cache, max_new_tokens=4).shape
     torch.Size([1, 7])
     >>> cache.get_seq_length()
     6

@@ -150,7 +150,7 @@ def cache_of_call() -> ShardedCache:
     if cache is None:
         raise DeclarationError(
             "a layer was called with the mask of another call, which had a ShardedCache: pass"
-            " past_key_values= to the model, and no masks of other calls"
+            " cache= to the model, and no masks of other calls"
         )
     return cache
 
