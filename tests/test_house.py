@@ -328,6 +328,7 @@ OTHER_TESTS = [
     "gpu",
     "two_nodes",
     "private",
+    "mutants",
     "seeded",
     "accuracy",
     "clusters",
