@@ -90,14 +90,3 @@ def test_a_rank_that_computes_on_and_on_is_left_behind():
         weft.on_threads(weft.Layout.load("ring-2"), work, timeout=0.2)
     assert time.monotonic() - began < 240  # the other rank did not wait its hour out
     release.set()
-
-
-def test_a_failing_rank_raises_at_the_default_limit():
-    """The limit of the environment, which no argument says."""
-
-    def work(layout):
-        if layout.rank == 1:
-            raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        weft.on_threads(weft.Layout.parse("tokens: ring=2"), work)
