@@ -327,6 +327,7 @@ OTHER_TESTS = [
     "gpu",
     "two_nodes",
     "private",
+    "mutants",
     "seeded",
     "accuracy",
     "clusters",

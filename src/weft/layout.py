@@ -81,6 +81,7 @@ class Layout(LayoutDeclaration, Traceable):
         rates: measured speeds of compute and links.
         carry: axes that recurrent layers run along -> the strategies on them; by default states are
             carried along all mesh dims that split an axis.
+        share: mesh dim -> shares of tokens and heads by coordinate, where these are not equal.
         reproducible: whether attention computes in fixed blocks, so that no layout of this kind
             changes a bit of a result.
         transport: moves bytes between ranks; None until the layout is bound.
@@ -238,7 +239,8 @@ class Layout(LayoutDeclaration, Traceable):
             axis: the axis of their tokens.
             window: keys that a query of sliding-window attention sees; None: its whole document.
             slack: share of the mean work by which a group may exceed it, so that fewer documents
-                are cut and fewer tokens travel.
+                are cut and fewer tokens travel; `choose_slack`
+                of the planner chooses it on the clock.
 
         Returns:
             The fragments of each rank, their order, their mask, and what a loss divides by.
