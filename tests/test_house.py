@@ -308,6 +308,7 @@ def test_a_public_name_is_defined_once():
 OTHER_TESTS = [
     "calls_of_users",
     "idea",
+    "faults",
     "composition",
     "inference",
     "input",
