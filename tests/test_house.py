@@ -330,6 +330,7 @@ OTHER_TESTS = [
     "two_nodes",
     "private",
     "mutants",
+    "papers",
     "seeded",
     "accuracy",
     "clusters",
