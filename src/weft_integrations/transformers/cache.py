@@ -84,7 +84,7 @@ class ShardedCache(DynamicCache):
     >>> model = LlamaForCausalLM(config).eval()
     >>> model = weft.parallelize(model, weft.Layout.single(), verify=False)
     >>> cache = ShardedCache(model)
-    >>> model.generate(torch.tensor([[3, 1, 4]]), past_key_values=cache, max_new_tokens=4).shape
+    >>> model.generate(torch.tensor([[3, 1, 4]]), cache=cache, max_new_tokens=4).shape
     torch.Size([1, 7])
     >>> cache.get_seq_length()
     6
@@ -106,6 +106,7 @@ class ShardedCache(DynamicCache):
             )
         if not isinstance(block, numbers.Integral) or block < 1:
             raise DeclarationError(f"block={block!r}: a whole number of tokens, one at least")
+        installed.layout.refuse_shares("a sharded cache")
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "recurrent_kv_cache_mode", None) is not None:
             raise UnsupportedError(

@@ -63,7 +63,7 @@ def parallelize_transformers(
 
     `model.generate` is transformers' own, with a `ShardedCache` of which every rank holds a part:
     prompts are split over ranks, and then every rank computes every new token, attends to its own
-    keys, and gets the same tokens as one device. A call with `past_key_values=ShardedCache(model)`
+    keys, and gets the same tokens as one device. A call with `cache=ShardedCache(model)`
     runs likewise.
 
     A call that has no parts runs *replicated*, with a warning: the model's attention as it was, on

@@ -105,7 +105,11 @@ class ModelCall:
             )
         mask = mask if extra is None else mask & extra
         # Chunks of whole blocks differ in length even where the ranks divide it.
-        uneven = self.layout.reproducible or self.length % self.layout.size(self.axis)
+        uneven = (
+            self.layout.reproducible
+            or self.layout.share
+            or self.length % self.layout.size(self.axis)
+        )
         length = str(self.length) if uneven else None
         return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
 
@@ -146,7 +150,7 @@ def cache_of_call() -> ShardedCache:
     if cache is None:
         raise DeclarationError(
             "a layer was called with the mask of another call, which had a ShardedCache: pass"
-            " past_key_values= to the model, and no masks of other calls"
+            " cache= to the model, and no masks of other calls"
         )
     return cache
 
