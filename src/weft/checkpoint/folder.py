@@ -47,6 +47,7 @@ PICKLED = (
 )
 FORMAT = "weft folder 1"
 _PRIME = 2**127 - 1
+_FAILURES = (OSError, SafetensorError, MemoryError)
 #: dtypes that safetensors stores, by name.
 DTYPES = {
     name: getattr(torch, name)
@@ -277,7 +278,7 @@ def failing(path: Path, done: str) -> Iterator[None]:
         raise
     except KeyError as error:
         raise CheckpointError(f"{path} cannot be {done}: it has no {error}") from error
-    except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as error:
+    except (*_FAILURES, ValueError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_context=False)[0]

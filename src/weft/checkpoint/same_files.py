@@ -33,13 +33,17 @@ class DifferentFilesError(CheckpointError):
 def agree_on_file(layout: Layout, path: Path, name: str = "") -> None:
     """Raise on every rank unless all read the same bytes at `path`; all ranks call this.
 
-    Of ranks that see one file the first reads it. `name` stands for the path in messages.
+    Of ranks that see one file the first reads it, and nobody where all do. `name` stands for the
+    path in messages.
 
     Raises:
         DifferentFilesError: ranks have other contents there.
         CheckpointError: a rank cannot read it.
     """
-    _, leader, _ = _sharing(everywhere(layout, lambda: _identity(path)), layout.rank)
+    identities = everywhere(layout, lambda: _identity(path))
+    _, leader, count = _sharing(identities, layout.rank)
+    if count == len(identities):
+        return
     found = everywhere(layout, lambda: digest(path) if leader == layout.rank else None)
     _compare(layout, name or str(path), found)
 

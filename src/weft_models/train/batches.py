@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from weft._opening import open_to_read
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Mask
@@ -66,7 +67,7 @@ class TokenFile:
         bytes_read: how many bytes of it were asked for.
 
     Raises:
-        ShapeError: a length below 1, or the file does not hold that many tokens.
+        ShapeError: a length below 1, or the file cannot be read, or holds another number of tokens.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/tokens.bin"
@@ -80,7 +81,12 @@ class TokenFile:
     ) -> None:
         self.lengths, self.bytes_read = _lengths(lengths), 0
         self._starts = np.cumsum([0, *self.lengths])
-        self._tokens = np.memmap(path, dtype, mode="r")
+        try:
+            with open_to_read(path, links=True) as file:
+                self._tokens: np.memmap = np.memmap(file, dtype, mode="r")
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ShapeError(f"{path} cannot be read as a file of tokens: {why}") from None
         if len(self._tokens) != self._starts[-1]:
             raise ShapeError(
                 f"{path}: {len(self._tokens)} tokens of {self._tokens.dtype}, but the documents'"
