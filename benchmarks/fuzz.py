@@ -378,7 +378,7 @@ def main() -> int:
         for number in numbers:
             faulthandler.dump_traceback_later(HANG, exit=True)
             name, given, outcome = fuzz.run(number)
-            seen[name, outcome.message if outcome.kind == "taken" and outcome.message else outcome.kind] += 1
+            seen[name, (outcome.kind == "taken" and outcome.message) or outcome.kind] += 1
             slowest = max(slowest, outcome.seconds)
             if chosen.only is not None:
                 print(f"{name}: {str(given)[:2000]}\n{outcome}")

@@ -47,6 +47,7 @@ PICKLED = (
 )
 FORMAT = "weft folder 1"
 _PRIME = 2**127 - 1
+_MOST_EMPTY = 1 << 24  # of a dim of a tensor without numbers, which no file's size bounds
 _FAILURES = (OSError, SafetensorError, MemoryError)
 #: dtypes that safetensors stores, by name.
 DTYPES = {
@@ -86,7 +87,7 @@ class Stored(_Strict):
     def _check(self) -> Stored:
         if self.dtype not in DTYPES:
             raise ValueError(f"no tensor has dtype {self.dtype[:40]!r}")
-        if any(n < 0 for n in self.shape):
+        if any(n < 0 for n in self.shape) or (0 in self.shape and max(self.shape) > _MOST_EMPTY):
             raise ValueError(f"no tensor has shape {self.shape}")
         for block in self.blocks:
             ends = zip(block.start, block.shape, self.shape, strict=True)
