@@ -11,6 +11,7 @@ layout. So a run goes on with the next sample on any other.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,7 +68,8 @@ class TokenFile:
         bytes_read: how many bytes of it were asked for.
 
     Raises:
-        ShapeError: a length below 1, or the file cannot be read, or holds another number of tokens.
+        ShapeError: a length below 1, or the file cannot be read, is empty, or holds another number
+            of tokens.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/tokens.bin"
@@ -83,10 +85,15 @@ class TokenFile:
         self._starts = np.cumsum([0, *self.lengths])
         try:
             with open_to_read(path, links=True) as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise ShapeError(f"{path} is empty; it should have the tokens of the documents")
                 self._tokens: np.memmap = np.memmap(file, dtype, mode="r")
-        except (OSError, ValueError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise ShapeError(f"{path} cannot be read as a file of tokens: {why}") from None
+        except OSError as error:
+            raise ShapeError(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError as error:  # half a token
+            if isinstance(error, ShapeError):
+                raise
+            raise ShapeError(f"{path} is no file of {np.dtype(dtype)}: {error}") from None
         if len(self._tokens) != self._starts[-1]:
             raise ShapeError(
                 f"{path}: {len(self._tokens)} tokens of {self._tokens.dtype}, but the documents'"
@@ -129,6 +136,7 @@ class TokenDataset:
     Raises:
         ShapeError: a length below 1, or another number of lengths than documents; when a document
             is read, one of another length.
+        TypeError: a dataset that is only iterated.
 
     >>> TokenDataset([[5, 6, 7], [8, 9]]).read(0, 1, 3)
     array([6, 7])
@@ -137,6 +145,12 @@ class TokenDataset:
     def __init__(
         self, dataset: Any, lengths: Sequence[int] | None = None, column: str = "input_ids"
     ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"{type(dataset).__name__} has no items by number, as ranks need that read other"
+                " documents than each other: give a map-style dataset, such as"
+                " list(dataset), or datasets.Dataset.from_generator"
+            )
         self._dataset, self._column = dataset, column
         if lengths is None:
             lengths = [len(self._item(i)) for i in range(len(dataset))]
