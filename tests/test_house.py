@@ -307,6 +307,7 @@ def test_a_public_name_is_defined_once():
 OTHER_TESTS = [
     "calls_of_users",
     "idea",
+    "faults",
     "composition",
     "inference",
     "input",
@@ -327,6 +328,7 @@ OTHER_TESTS = [
     "gpu",
     "two_nodes",
     "private",
+    "mutants",
     "seeded",
     "accuracy",
     "clusters",

@@ -74,7 +74,7 @@ def check(
     ] = False,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
-    timeout: options.Timeout = options.TIMEOUT,
+    timeout: options.Timeout = None,
     symbolic: Annotated[
         bool,
         options.of_run(
@@ -231,7 +231,7 @@ Result = tuple[list[list[Comparison]], Timeline | None]
 
 
 def _threads(
-    layout: Layout, cases: list[Case], device: str, timeout: float, recorded: Case | None
+    layout: Layout, cases: list[Case], device: str, timeout: float | None, recorded: Case | None
 ) -> Result:
     def on_ranks(work: Callable[[Layout], Any]) -> Any:
         if not layout.mesh:
@@ -252,7 +252,7 @@ def _processes(
     axis: str | None,
     cases: list[Case],
     device: str,
-    timeout: float,
+    timeout: float | None,
     recorded: Case | None,
 ) -> Result:
     """One rank of `weft check`."""
