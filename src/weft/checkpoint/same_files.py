@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .._opening import check_folder
 from ..layout import Layout
 from .folder import (
     INDEX,
@@ -49,11 +50,15 @@ def agree_on_file(layout: Layout, path: Path, name: str = "") -> None:
 
 
 def agreed_index(
-    folder: Path, layout: Layout, check: Callable[[Path, Index], None] = lambda folder, index: None
+    folder: Path,
+    layout: Layout,
+    check: Callable[[Path, Index], None] = lambda folder, index: None,
+    links: bool = True,
 ) -> Index:
     """The index of a folder of tensors, the same on every rank, once its files are verified.
 
-    Ranks that see one folder share its files. `check` refuses an index before anything is read.
+    Ranks that see one folder share its files. `check` refuses an index before anything is read;
+    without `links` the folder is none.
 
     Raises:
         DifferentFilesError: on every rank: ranks see folders of other contents.
@@ -62,6 +67,9 @@ def agreed_index(
     found: list[Index] = []
 
     def look() -> list:
+        if not links:
+            with failing(folder, "read"):
+                check_folder(folder)
         found.append(read_index(folder))
         check(folder, found[0])
         return [index_digest(found[0]), _identity(folder / INDEX)]
