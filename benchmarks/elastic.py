@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "elastic.md"
-MODEL, STEPS, EVERY, BATCH = "causal_lm", 30, 2, 4
+MODEL, STEPS, EVERY, BATCH = "causal_lm", int(os.environ.get("ELASTIC_STEPS", 30)), 2, 4
 LAYOUTS = ["batch: dp=2; tokens: ring=2", "tokens: ring=-1"]
 #: torch's agents share a store by default, and one that joins later then waits for an address that
 #: was written in the first round alone (torch 2.13 and 2.14).
