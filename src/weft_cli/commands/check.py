@@ -193,7 +193,7 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
         start = time.perf_counter()
         with options.still_here(f"proving {case.axis}, {case.name}"):
             claims = prove(layout, case.problem)
-            if len(case.axes) == 1:
+            if len(case.axes) == 1 and not layout.share:  # no state is carried over shares
                 claims += prove_states(layout, case.axis, case.queries)
         seconds = time.perf_counter() - start
         title = (
