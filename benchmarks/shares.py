@@ -66,7 +66,7 @@ def measured(ways: dict[str, weft.Layout], tensors, mask: weft.Mask) -> dict[str
 
 
 def speed(equal: weft.Layout, tensors) -> list[float]:
-    """Of both ranks, as CPU seconds of steps with equal shares show it."""
+    """Speeds of both ranks, as CPU seconds of steps with equal shares show it."""
     seconds = []
     for _ in range(6):
         cpu = time.process_time()
