@@ -43,6 +43,7 @@ ROOMS = (
     ("layout",),
     ("dtensors", "relayout.bind_on_same_ranks"),
     ("attention", "losses", "carry.scan", "threads"),
+    ("fields",),
     ("proof",),
     ("relayout.proof",),
     ("carry.proof",),
@@ -307,6 +308,7 @@ def test_a_public_name_is_defined_once():
 OTHER_TESTS = [
     "calls_of_users",
     "idea",
+    "faults",
     "composition",
     "inference",
     "input",
@@ -328,6 +330,7 @@ OTHER_TESTS = [
     "two_nodes",
     "private",
     "mutants",
+    "papers",
     "seeded",
     "accuracy",
     "clusters",
