@@ -24,6 +24,7 @@ from weft.layout import Layout
 from weft.masks.names import mask_named
 from weft.plan.predict import plan_for
 from weft.proof.symbolic import prove
+from weft.relayout.proof import prove_windows
 from weft.testing.cases import Case
 from weft.testing.check import Comparison, attend_once, check_rank
 from weft_models.routing.check import attend_routed_once, check_routed_rank
@@ -193,8 +194,10 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
         start = time.perf_counter()
         with options.still_here(f"proving {case.axis}, {case.name}"):
             claims = prove(layout, case.problem)
-            if len(case.axes) == 1:
+            if len(case.axes) == 1 and not layout.share:  # no state is carried over shares
                 claims += prove_states(layout, case.axis, case.queries)
+                if any(rule.windows for rule in layout.rules(case.axis).values()):
+                    claims += prove_windows(layout, case.axis, case.queries)
         seconds = time.perf_counter() - start
         title = (
             f"{case.axis}: {_sizes(case)}, {case.name}, {layout.world_size} ranks, {seconds:.1f} s"
