@@ -182,9 +182,27 @@ class ProductCounter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _PRODUCTS:
-            self.flops += 2 * out.numel() * args[_PRODUCTS[func.overloadpacket]].shape[-1]
+        self.flops += product_flops(func, args, out) or 0
         return out
+
+
+def product_flops(func: Any, args: tuple, out: Any) -> int | None:
+    """Floating-point operations of a dispatched matrix product, None for any other function."""
+    dim = _PRODUCTS.get(func.overloadpacket)
+    return None if dim is None else 2 * out.numel() * args[dim].shape[-1]
+
+
+@contextlib.contextmanager
+def all_nonzero_on_meta() -> Iterator[None]:
+    """Inside the block `nonzero` of a meta tensor, which has no numbers, finds every element."""
+    import torch.fx.experimental._config as config
+
+    before = config.meta_nonzero_assume_all_nonzero
+    config.meta_nonzero_assume_all_nonzero = True
+    try:
+        yield
+    finally:
+        config.meta_nonzero_assume_all_nonzero = before
 
 
 #: Which argument of a product has the summed dim last.
