@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import weft
-from weft.proof.seeded import Kill, Killed, SeededRun, run_seeded
+from tests.seeded import Kill, Killed, SeededRun, run_seeded
 from weft.testing.cases import Case
 from weft.testing.check import local_part
 from weft.testing.reference import relative_error

@@ -34,7 +34,7 @@ from weft.runtime import calls, merging
 #: weft's custom ops by name: under a mode their bodies run in place of their fakes.
 BODIES = {
     getattr(torch.ops.weft, name + suffix).default: OPDEFS[f"weft::{name}{suffix}"].body
-    for name in ("attention", "redistribute", "states", "states_tree", "halo")
+    for name in ("attention", "redistribute", "states", "states_tree", "take")
     for suffix in ("", "_backward")
 }
 

@@ -149,15 +149,15 @@ BUGS = (
     Bug(
         "a convolution reaches into the document before",
         "weft/carry/fragments.py",
-        "max(document, start - columns) - 1, -1)",
-        "max(0, start - columns) - 1, -1)",
+        "bordered(a - document, b - document, length, window.border)",
+        "bordered(a - document, b - document, edges[-1], window.border)",
         "carry",
     ),
     Bug(
         "columns to the left are zeros",
         "weft/carry/pieces.py",
-        "left[i] = halo.narrow(dim, at * columns, columns)",
-        "left[i] = 0 * halo.narrow(dim, at * columns, columns)",
+        "strips = iter(halo.split(sizes, dim))",
+        "strips = iter((0 * halo).split(sizes, dim))",
         "carry",
     ),
     Bug(
@@ -296,9 +296,9 @@ BUGS = (
     ),
     Bug(
         "sorted tokens get the inverse order",
-        "weft/plan/resharding.py",
-        'return Permutation(torch.argsort(positions(spans, "cpu"))[rank])',
-        'return Permutation(torch.argsort(torch.argsort(positions(spans, "cpu"))[rank]))',
+        "weft/runtime/resharding.py",
+        'index = torch.argsort(positions(arrival, "cpu"))[rank]',
+        'index = torch.argsort(torch.argsort(positions(arrival, "cpu"))[rank])',
         "packing attention",
     ),
     Bug(
@@ -635,8 +635,8 @@ BUGS = (
     Bug(
         "repeated key heads: gradients of one copy only",
         "weft/runtime/resharding.py",
-        "t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.accum_dtype).to(t.dtype)",
-        "t.unflatten(1, (-1, plan.kv_repeat))[:, :, 0]",
+        "t.unflatten(1, (-1, repeat)).sum(2, dtype=accum_dtype).to(t.dtype)",
+        "t.unflatten(1, (-1, repeat))[:, :, 0]",
         "attention packing",
     ),
     Bug(
@@ -1126,9 +1126,9 @@ BUGS = (
     ),
     Bug(
         "an index is brought to the GPU in every call",
-        "weft/plan/resharding.py",
-        "if key not in self._kept:",
-        "if True:",
+        "weft/runtime/resharding.py",
+        "@cached(128)",
+        "",
         "packing fake_gpu",
     ),
     Bug(

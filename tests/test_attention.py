@@ -349,12 +349,12 @@ def test_calls_that_do_not_fit_are_refused(changes, error, reason):
         _call(Layout.single(), **changes)
 
 
-def test_heads_that_do_not_divide_are_refused_with_the_dims_that_would_cut_them():
+def test_fewer_heads_than_ranks_are_refused_with_the_dims_that_would_cut_them():
     layout = Layout.load("ulysses-4")
 
     def rank(transport):
-        with pytest.raises(ShapeError, match=r"6 local heads cannot be split 4 ways .*'head': 4"):
-            _call(layout.on(transport), q=(2, 6, 6, 8))
+        with pytest.raises(ShapeError, match=r"2 local heads cannot be split 4 ways .*'head': 4"):
+            _call(layout.on(transport), q=(2, 2, 6, 8))
 
     run_threads(layout.mesh, rank, timeout=20)
 

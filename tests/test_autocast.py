@@ -108,19 +108,6 @@ def test_a_compiled_call_is_that_of_inputs_cast_by_hand(backend, within):
     assert same(run(compiled, layout, True), run(plain, layout, False))
 
 
-def test_a_functional_gradient_is_that_of_inputs_cast_by_hand():
-    qkv = [draw(1, HEADS, N, DIM, seed=seed) for seed in range(3)]
-
-    def loss(q: Tensor, k: Tensor, v: Tensor, cast: bool) -> Tensor:
-        with autocast(cast):
-            out = weft.attention(q, k, v, Layout.single(), "tokens", softcap=20.0)
-        return out.float().square().sum()
-
-    gradients = torch.func.grad(loss, argnums=(0, 1, 2))
-    found = [t.bfloat16() for t in gradients(*qkv, True)]
-    assert same(found, list(gradients(*(t.bfloat16() for t in qkv), False)))
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_routed_attention_is_that_of_inputs_cast_by_hand(ranks, causal):

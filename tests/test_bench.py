@@ -123,7 +123,7 @@ def test_the_command_shows_times_and_bytes_of_each_layout():
         ("1x8x64x16 ring-2 --nproc 3", "has 2 ranks, but there are 3"),
         ("causla_lm ring-2", "did you mean 'causal_lm'?"),
         ("causal_lm ring-2 --mask causal", "--mask: not for a model, whose file says it"),
-        ("1x8x64x16 ring-2 --batch 3", "--batch: not for a shape, which says it itself"),
+        ("1x8x64x16 ring-2 --batch 3", "--batch: not allowed with a shape, which already gives it"),
         ("1x0x64x16 ring-2", "sizes are 1 or more"),
         ("1x3x64x4 ring-4 ulysses-4", "ulysses-4.toml: 3 local heads cannot be split 4 ways"),
         ("causal_lm weather-dp-x-ring", "shards axis 'lat', which model 'causal_lm' does not"),

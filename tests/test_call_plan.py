@@ -1,5 +1,7 @@
 """`layout.plan`: what a call would do, asked without ranks, is what ranks then do."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -7,6 +9,9 @@ import weft
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.inspect.events import COMPUTE
+from weft.plan.plan import Plan
+from weft.plan.predict import forecast_of
+from weft.plan.problem import Problem
 
 
 @pytest.mark.parametrize("line", ["ring=4", "tile=2x2", "ulysses=2 x pass_q=2"])
@@ -111,3 +116,15 @@ def test_what_no_rank_could_run_is_refused():
     with pytest.raises(DeclarationError, match=r"layout\.resolve"):
         free.plan("tokens", length=8, heads=1)
     assert free.resolve(2).plan("tokens", length=8, heads=1).traffic.forward.bytes
+
+
+def test_a_plan_refuses_a_problem_of_all_ranks():
+    layout, problem = Layout.load("tp-x-ring"), Problem.of("tokens", 64, heads=8, batch=2)
+    with pytest.raises(ShapeError, match=r"give problem\.on\(layout, rank\)"):
+        Plan(layout, problem, {"tp": 0, "ring": 0})
+    for rank, place in enumerate(itertools.product(range(2), repeat=2)):
+        local = problem.on(layout, rank)
+        assert (local.batch, local.heads, local.kv_heads) == (2, 4, 4)
+        plan = Plan(layout, local, dict(zip(layout.mesh, place)))
+        planned = layout.plan("tokens", length=64, heads=8, batch=2, rank=rank)
+        assert forecast_of(plan).forward.traffic.bytes == planned.traffic.forward.bytes

@@ -16,6 +16,7 @@ import strides
 import torch
 import torch.utils.checkpoint
 from covering import covering
+from seeded import run_seeded
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -29,7 +30,7 @@ from weft.declare.orders import TokenOrder
 from weft.declare.strategy import Strategy
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.proof.seeded import run_seeded
+from weft.relayout.windows import TakePass, Windows
 
 HEADS, KEY, VALUE, TAPS = 2, 3, 4, 4
 WIDTH = HEADS * (2 * KEY + VALUE)
@@ -361,7 +362,7 @@ def test_what_is_no_recurrence_is_refused():
     for length in (3.0, True, "3"):
         with pytest.raises(ShapeError, match="whole number, found"):
             weft.scan(update, update, layout, "tokens", length=length)
-    with pytest.raises(ShapeError, match="one per token without the columns"):
+    with pytest.raises(ShapeError, match="one per window: a convolution of 2 taps"):
         weft.halo(torch.relu, update, 1, layout, "tokens")
     with pytest.raises(DeclarationError, match=r"weft\.Layout\.single"):
         weft.scan(update, update, None, "tokens")
@@ -651,7 +652,8 @@ def test_bytes_do_not_grow_with_the_sequence(line, per_rank):
         states, halos = [], []
         for chunk in range(4):
             state = plans.StateExchange(plan, chunk, map_bytes)
-            halo = plans.HaloExchange(plan, chunk, TAPS - 1, column_bytes)
+            left = plan.around(Windows(TAPS, 1, 1 - TAPS, length, TAPS - 1))
+            halo = TakePass(left, chunk, column_bytes)
             states += [state.traffic(backward).bytes for backward in (False, True)]
             halos.append(halo.traffic(False).bytes)
         # Rank 3 holds both middle sub-chunks of zigzag order, which are one fragment.

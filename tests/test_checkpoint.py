@@ -1,6 +1,7 @@
 """Checkpoints: resumed on any layout, whole or not there at all, and nothing is ever unpickled."""
 
 import io
+import itertools
 import json
 import os
 import pickle
@@ -749,6 +750,30 @@ def test_a_run_that_its_launcher_starts_again_goes_on_by_itself(whole, folder, m
     assert run(Layout.single(), folder)[0] == whole[1][2:]
     shutil.rmtree(folder)
     assert run(Layout.single(), folder, resume=True)[0] == whole[1]
+
+
+def test_one_restarted_rank_is_a_restart_of_all(whole, folder, monkeypatch):
+    """An agent that joined late has counted no restart, nor has one of a run that grows."""
+    shutil.rmtree(folder / "step-000004")
+    counts = itertools.cycle([False, True])
+    monkeypatch.setattr("weft_models.train.trainer.restarted", lambda: next(counts))
+    losses, _ = run(Layout.parse("rows: ring=2"), folder)
+    assert losses == pytest.approx(whole[1][2:], rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["rows: ring=3", "batch: dp=2"])
+def test_launch_goes_on_with_its_own_checkpoints(layout, whole, tmp_path, monkeypatch):
+    """A run that grows or shrinks without a counted restart; another launch is refused."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
+    run(Layout.parse("rows: ring=2"), tmp_path, steps=2)
+    losses, _ = run(Layout.parse(layout), tmp_path)
+    assert losses == pytest.approx(run(Layout.single(), tmp_path / "b")[0][2:], rel=1e-10)
+    for other in ("job-8", "none", ""):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", other)
+        with pytest.raises(
+            CheckpointError, match="has checkpoints of an earlier run, up to step 4"
+        ):
+            run(Layout.single(), tmp_path)
 
 
 def test_another_model_or_optimizer_is_refused_and_nothing_changes(tmp_path):

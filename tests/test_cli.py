@@ -29,6 +29,7 @@ from weft.testing.reference import relative_error
 from weft_cli.cli import COMMANDS, app, parser_of
 from weft_cli.commands import options
 from weft_cli.commands.options import device_for, lengths_of, ranks_of
+from weft_models.declare.run_file import layout_for
 from weft_models.models import from_pretrained
 from weft_models.train import monitor
 
@@ -422,7 +423,7 @@ def test_check_takes_nan_and_wrong_infinities_for_errors():
 
 REFUSED = {
     "no layouts declaration 'rnig-4'; did you mean 'ring-4'?": ("rnig-4",),
-    "6 local heads cannot be split 4 ways": ("ulysses-4", "--heads", "6"),
+    "3 local heads cannot be split 4 ways": ("ulysses-4", "--heads", "3"),
     "5 query heads cannot share 2 key/value heads": ("ring-4", "--heads", "5", "--kv-heads", "2"),
     "has 4 ranks, but there are 3": ("ring-4", "--nproc", "3"),
     "no axis 'tokns'; did you mean 'tokens'?": ("ring-4", "--axis", "tokns"),
@@ -481,6 +482,55 @@ def test_train_says_what_a_table_model_s_run_is_for(tmp_path):
     shown = " ".join(run(*words, "--log-dir", str(tmp_path)).split())
     assert "weft predict train.csv test.csv --target COLUMN" in shown
     assert "that of one process" not in shown  # it is one
+
+
+ELASTIC = ("--checkpoint-dir", "a", "--checkpoint-every", "2", "--restarts", "1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("tokens: ring=-1", "--elastic", "4:2", *ELASTIC), "write MIN:MAX"),
+        (("tokens: ring=-1", "--elastic", "2:4"), "needs --checkpoint-dir and --checkpoint-every"),
+        (("tokens: ring=-1", "--elastic", "2:4", *ELASTIC[:4]), "--elastic needs --restarts"),
+        (("--elastic", "2:4", *ELASTIC), "--elastic needs a LAYOUT"),
+        (("tokens: ring=-1", "--elastic", "2:4", *ELASTIC, "--nproc", "4"), "--nproc beside"),
+        (("ring-4", "--elastic", "3:4", *ELASTIC), "3 ranks: no layout fits 3 ranks"),
+        (("heads: tp=-1", "--elastic", "1:3", *ELASTIC), "3 ranks: .*does not divide over the 3"),
+        (("batch: dp=-1", "--elastic", "8:9", *ELASTIC), "9 ranks: .*without an example"),
+    ],
+)
+def test_train_refuses_numbers_of_ranks_that_no_layout_fits(words, said):
+    shown = run("train", "causal_lm", *words, code=2 if "ranks: " not in said else 1)
+    assert re.search(said, re.sub("[│ ]+", " ", shown)), shown
+
+
+@pytest.mark.parametrize(("started", "layout"), [(4, "tile"), (3, "ring=3"), (2, None)])
+def test_train_takes_the_layout_of_the_ranks_that_started(started, layout, monkeypatch, tmp_path):
+    from weft_cli.commands import train
+
+    monkeypatch.setattr(
+        train.launch,
+        "run",
+        lambda rank, spec, layouts, *_, **given: chosen.append(
+            (layout_for(layouts, given["ranks"]), given["fewest"])
+        ),
+    )
+    chosen: list = []
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", str(started))
+    config = tmp_path / "run.toml"
+    config.write_text(
+        'model = "causal_lm"\nelastic = { layouts = ["tile-2x2", "tokens: ring=3"] }\n'
+        "train = { checkpoint_every = 2 }\n"
+    )
+    words = ("train", "--config", str(config), "--elastic", "3:4", "--checkpoint-dir", "a")
+    shown = run(*words, "--log-dir", str(tmp_path), code=0 if layout else 1)
+    if layout is None:
+        assert "--elastic 3:4, but torchrun started 2 ranks" in shown
+    else:
+        ((text, fewest),) = chosen
+        assert (layout in text, fewest) == (True, 3)
 
 
 def test_train_refuses_what_it_cannot_do(monkeypatch):

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 import weft
 from weft import Layout, on_threads
+from weft.declare import catalog
 from weft.errors import DeclarationError, ShapeError
 from weft.nn import MultiAxisAttention
 from weft.nn.parameters import local
@@ -522,3 +523,41 @@ def test_biases_over_a_context_know_heads_by_their_numbers(bias, line):
     assert bias == "alibi" or wanted[1]
     for found in weft.on_threads(Layout.parse(line), run):
         torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+def with_widths(**sizes) -> ModelSpec:
+    """The shipped language model with other widths."""
+    declared = ModelSpec.load("causal_lm").model_dump(exclude_unset=True)
+    declared["sizes"] = declared["sizes"] | sizes
+    return ModelSpec.from_dict(declared)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"embed": 1 << 40}, "give at most 16777216"),
+        ({"embed": 1 << 24}, "a model has at most"),
+        ({"vocabulary": 1 << 30}, "give at most 16777216"),
+    ],
+)
+def test_widths_beyond_any_model_are_refused(sizes, words):
+    with pytest.raises(DeclarationError, match=words):
+        with_widths(**sizes)
+
+
+def test_weights_beyond_the_memory_are_refused_unmade():
+    spec = with_widths(embed=1 << 20)
+    with pytest.raises(DeclarationError, match=r"weights of [\d,]+ GiB at least .* this machine"):
+        compose(spec)
+    shapes = compose(spec, device="meta")  # takes no memory
+    assert sum(p.numel() for p in shapes.parameters()) > spec.least_weights > 1 << 40
+
+
+@pytest.mark.parametrize("name", catalog.names("models"))
+def test_a_model_of_shapes_alone_has_all_its_weights(name):
+    made, shapes = compose(name), compose(name, device="meta")
+    assert {k: v.shape for k, v in made.state_dict().items()} == {
+        k: v.shape for k, v in shapes.state_dict().items()
+    }
+    assert {t.device.type for t in shapes.state_dict().values()} == {"meta"}
+    assert sum(p.numel() for p in made.parameters()) >= made.spec.least_weights > 0

@@ -181,16 +181,6 @@ def test_any_single_bit_changes_a_fingerprint(dtype):
     assert int(fingerprint(base.flip(0))) not in seen
 
 
-def test_gradients_that_are_alike_on_all_ranks_raise_a_doubt():
-    def rank(layout):
-        model = Three()
-        model(0).backward()
-        layout.sync_gradients(model)
-
-    with pytest.warns(UserWarning, match="bitwise the same on all ranks"):
-        weft.on_threads(Layout.parse(RING), rank)
-
-
 # -- keys split over ranks that have queries whole -------------------------------------------------
 
 KEYS_ONLY = ["tokens: kv_parallel=2", "batch: dp=2; tokens: kv_parallel=2", "tokens: local"]

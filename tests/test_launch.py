@@ -21,6 +21,7 @@ from weft.errors import ShapeError
 from weft.launch import environment as place
 from weft.launch import failures
 from weft.launch import launcher as launch
+from weft.launch.environment import launch_id
 from weft.launch.monitor import Ending, LauncherMonitor
 
 
@@ -119,6 +120,29 @@ def test_ranks_start_again_after_a_death(tmp_path):
     given = {"ranks": 2, "restarts": 1, "on_restart": notes.append}
     assert launch.run(_die, "recovers", str(tmp_path), **given) == "attempt 1"
     assert notes == ["rank 1 was killed by SIGKILL; all ranks start again (1 of 1)"]
+
+
+def _one_too_many() -> tuple[str, str | None]:
+    """Rank 1 of three dies whenever it is started; two are all right."""
+    init_process_group("cpu", datetime.timedelta(seconds=60))
+    if (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "3"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.barrier()
+    return os.environ["WORLD_SIZE"], launch_id()
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_twice_is_left_out():
+    notes: list[str] = []
+    given = {"ranks": 3, "fewest": 2, "restarts": 2, "on_restart": notes.append}
+    size, name = launch.run(_one_too_many, **given)
+    assert (size, name is not None) == ("2", True)
+    assert notes == [
+        "rank 1 was killed by SIGKILL; 3 ranks start again (1 of 2)",
+        "rank 1 was killed by SIGKILL; 2 ranks start again (2 of 2)",
+    ]
+    with pytest.raises(launch.LaunchError, match="rank 1 was killed by SIGKILL"):
+        launch.run(_one_too_many, **given | {"restarts": 1})
 
 
 @pytest.mark.sample

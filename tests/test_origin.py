@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -61,6 +63,65 @@ def _of_weft(layout: Layout) -> nn.Module:
     return weft.MultiAxisAttention(
         32, 4, axis="tokens", axes=("batch", "tokens", "embed"), layout=layout
     )
+
+
+def _of_a_list(blocks, order, x):
+    blocks = list(blocks)
+    for i in order:
+        x = blocks[i](x)
+    return x
+
+
+def _of_a_module_list(blocks, order, x):
+    for i in order:
+        x = blocks[i](x)
+    return x
+
+
+def _of_a_dict(blocks, order, x):
+    layers = {f"layer{i}": block for i, block in enumerate(blocks)}
+    for i in order:
+        x = layers[f"layer{i}"](x)
+    return x
+
+
+def _of_a_model_from_outside(blocks, order, x):
+    model = nn.ModuleDict({"blocks": blocks})
+    for i in order:
+        x = model["blocks"][i](x)
+    return x
+
+
+def _of_two_variables(blocks, order, x):
+    steps = [lambda x, block=block: block(x) for block in blocks]
+    return functools.reduce(lambda x, i: steps[i](x), order, x)
+
+
+class Loop:
+    """A program's own object, which is no module."""
+
+    def __init__(self, blocks) -> None:
+        self.blocks = blocks
+
+    def run(self, order, x):
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+def _of_an_object(blocks, order, x):
+    return Loop([*blocks]).run(order, x)
+
+
+#: Programs that call blocks on one line, in an order.
+HOLDERS = {
+    "blocks of a list": _of_a_list,
+    "blocks of a ModuleList": _of_a_module_list,
+    "blocks of a dict": _of_a_dict,
+    "blocks of a model, from outside": _of_a_model_from_outside,
+    "blocks of an object": _of_an_object,
+    "blocks of functions": _of_two_variables,
+}
 
 
 # -- refused --------------------------------------------------------------------------------------
@@ -123,6 +184,10 @@ def _swapped(rank: int, what: str) -> str:
         model = Stack(layout, Attends if what == "layers" else _of_weft)
         x = torch.randn(1, 4, 4, 8) if what == "layers" else torch.randn(1, 4, 32)
         return _refusal(lambda: model(x, (1, 0) if odd else (0, 1)))
+    if what in HOLDERS:
+        call, order = HOLDERS[what], (1, 0) if odd else (0, 1)
+        blocks = nn.ModuleList(Attends(layout) for _ in range(2))
+        return _refusal(lambda: call(blocks, order, first[0]))
     assert what == "names"
     return _refusal(
         lambda: weft.attention(*first, layout, "tokens", name="late" if odd else "early")
@@ -142,6 +207,12 @@ CASES = {
     "layers": "layers.1 at test_origin.py",
     "layers of weft": "layers.1",
     "names": "'late'",
+    "blocks of a list": "blocks.1",
+    "blocks of a ModuleList": "blocks.1",
+    "blocks of a dict": "blocks.1",
+    "blocks of a model, from outside": "blocks.1",
+    "blocks of an object": "self.blocks.1",
+    "blocks of functions": "blocks.1",
 }
 
 
@@ -150,9 +221,9 @@ def test_other_calls_of_one_shape_are_refused_on_every_rank(pool, what):
     messages = pool.run(_swapped, what)
     assert all("must be the same on every rank" in message for message in messages)
     assert all(CASES[what] in message for message in messages)
-    assert ("name=" in messages[0]) == (
-        what in ("lines", "left out", "gathers", "layers", "layers of weft")
-    )
+    of_origin = what in ("lines", "left out", "gathers", "layers", "layers of weft", *HOLDERS)
+    assert ("name=" in messages[0]) == of_origin
+    assert ("is it one call" in messages[0]) == (what in ("lines", "left out", "gathers"))
 
 
 # -- not refused ----------------------------------------------------------------------------------
@@ -193,6 +264,10 @@ def _legitimate(rank: int, what: str) -> str:
         model = Stack(layout, _of_weft)
         model = nn.ModuleDict({"module": model})["module"] if odd else Wrapped(model)
         return _refusal(lambda: model(torch.randn(1, 4, 32), (0, 1)).sum().backward())
+    if what in HOLDERS:
+        blocks = nn.ModuleList(Attends(layout) for _ in range(2))
+        others = [blocks] if odd else blocks  # noqa: F841, another variable on one rank
+        return _refusal(lambda: HOLDERS[what](blocks, (1, 0), q).sum().backward())
     if what == "a model called on two lines":
         model, x = Stack(layout, _of_weft), torch.randn(1, 4, 32)
 
@@ -227,6 +302,7 @@ LEGITIMATE = (
     "a wrapped model",
     "a model called on two lines",
     "compiled here, eager there",
+    *HOLDERS,
 )
 
 

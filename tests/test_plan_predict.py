@@ -26,8 +26,8 @@ from weft.inspect.events import COMPUTE
 from weft.inspect.recording import record
 from weft.inspect.timeline import from_plans
 from weft.plan.order import count
-from weft.plan.plan import Problem
 from weft.plan.predict import forecast_of, plan_for
+from weft.plan.problem import Problem
 from weft.proof.symbolic import prove
 from weft.runtime import tile_run
 from weft.testing.check import Comparison

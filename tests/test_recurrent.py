@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from seeded import run_seeded
 from torch import Tensor
 
 import weft
 from weft.layout import Layout
 from weft.nn import GatedDeltaNet, recurrent
 from weft.nn.recurrent import gated_delta_rule
-from weft.proof.seeded import run_seeded
 
 TOKENS = {"mesh": {"a": 2, "b": 2}, "shard": {"tokens": ["a", "b"]}}
 ATTEND = [{"strategy": "ulysses", "on": "a"}, {"strategy": "ring", "on": "b"}]

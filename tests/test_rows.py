@@ -30,9 +30,9 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 
 from weft import parallelize, restore
+from weft_integrations.transformers import consistency, shard_batch
 from weft_integrations.transformers import lazy as transformers_lazy
 from weft_integrations.transformers import rows as transformers_rows
-from weft_integrations.transformers import shard_batch
 from weft_integrations.transformers.model import parallelize_transformers
 
 hf.logging.set_verbosity_error()
@@ -1161,3 +1161,30 @@ def _recipe(rank):
 
 def test_the_recipe_of_the_docstring_trains_as_one_process(pool):
     assert max(pool.run(_recipe, timeout=240)) < FP32
+
+
+# -- one changed number ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows_are", "mode"),
+    [("whole", "first call"), ("whole", "eval"), ("whole", "64 calls"), ("local", "eval")],
+)
+def test_one_changed_weight_is_an_error_on_every_rank(rows_are, mode):
+    """It is none of the first numbers of the three weights that every call compares."""
+
+    def work(layout):
+        model = parallelize(build("llama"), layout, verify=False, rows=rows_are)
+        batch = {"input_ids": IDS[:, :8]}
+        batch = batch if rows_are == "whole" else shard_batch(batch, layout)
+        with torch.no_grad():
+            if mode != "first call":
+                model(**batch)
+            if layout.rank:
+                dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
+            if mode == "eval":
+                model.eval()
+            for _ in range(consistency.EVERY if mode == "64 calls" else 1):
+                model(**batch)
+
+    fails_on_every_rank(work, ShapeError, r"all weights \[\w+\]")

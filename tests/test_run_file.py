@@ -9,7 +9,7 @@ import pytest
 from weft.declare import catalog
 from weft.errors import DeclarationError
 from weft_models.declare.model_blocks import AttendBlock
-from weft_models.declare.run_file import RunSpec, changed
+from weft_models.declare.run_file import RunSpec, changed, layout_for
 from weft_models.models import ModelSpec
 
 
@@ -68,12 +68,29 @@ def test_a_setting_changes_one_key(setting: str, wanted: dict):
         ({"model": "tabula"}, [], r"did you mean 'tabular'"),
         ({"layout": "ring-4"}, [], r"key 'model' is missing"),
         ({"model": "tabular", "seed": -1}, [], r"seed = -1: give 0 or more"),
+        ({"model": "tabular", "elastic": {"layouts": []}}, [], r"elastic.*layouts = \[\]"),
+        ({"model": "tabular", "elastic": {"layout": ["a"]}}, [], r"unknown key.*'layouts'"),
+        (
+            {"model": "tabular", "layout": "ring-4", "elastic": {"layouts": ["ring-2"]}},
+            [],
+            r"layout = 'ring-4' beside \[elastic\] layouts",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_key(data: dict, settings: list[str], words: str):
     with pytest.raises(DeclarationError) as raised:
         RunSpec.from_dict(changed(data, settings))
     assert re.search(words, str(raised.value)), raised.value
+
+
+def test_layout_follows_the_number_of_ranks(tmp_path):
+    layouts = ["tile-2x2", "rows: ulysses=2 x ring=-1", "rows: ring=3"]
+    path = tmp_path / "run.toml"
+    path.write_text(RunSpec(model="tabular", elastic={"layouts": layouts}).to_toml())
+    run = RunSpec.load(path)
+    assert [layout_for(run.layouts, ranks) for ranks in (4, 6, 3)] == layouts
+    with pytest.raises(DeclarationError, match=r"no layout fits 5 ranks: .*tile-2x2.*ring=3"):
+        layout_for(run.layouts, 5)
 
 
 @pytest.mark.parametrize("name", catalog.names("models"))

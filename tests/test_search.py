@@ -77,7 +77,7 @@ def test_a_candidate_that_does_not_fit_is_counted_with_its_reason():
     assert all(4 % c.ways("tensor", "head") == 0 for c in made)
     assert set(refused) == {
         "2 key/value heads do not divide over the ranks of tp",
-        "4 heads do not divide over the ranks of tp and ulysses",
+        "4 heads leave some of the ranks of tp and ulysses without one",
         "3 sequences do not divide over the ranks of dp",
     }
 
@@ -175,10 +175,12 @@ def test_links_are_shared():
 
 
 def test_key_value_heads_repeat_as_plans_repeat_them():
-    p = call(heads=16, kv_heads=2)
-    for c in candidates(p, cluster(), 16, only=["ulysses", "tp", "ring"]):
-        plan = next(plans_for(c.layout(), p, [0]))
-        assert kv_repeat(p, c) == plan.kv_repeat
+    for heads, devices in ((16, 16), (14, 12)):
+        p = call(heads=heads, kv_heads=2)
+        for c in candidates(p, cluster(), devices, only=["ulysses", "tp", "ring"]):
+            plan = next(plans_for(c.layout(), p, [0]))
+            sent = sum(plan.head_shares.counts)
+            assert kv_repeat(p, c) * plan.problem.kv_heads == pytest.approx(sent)
 
 
 # -- the search -----------------------------------------------------------------------------------

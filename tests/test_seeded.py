@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from seeded import Kill, Killed, run_seeded
 
 import weft
 from benchmarks.seeds import attend, draw, judge
 from weft.comm import P2PBatch
-from weft.proof.seeded import Kill, Killed, run_seeded
 
 
 @pytest.mark.parametrize(

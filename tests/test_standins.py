@@ -23,10 +23,10 @@ def run(layout, kernel=None, tokens=TOKENS):
     """Output, gradients, what was counted as received, and the programs that ran."""
     local = tokens // layout.world_size
     leaves = [t.requires_grad_() for t in torch.randn(3, 1, HEADS, local, DIM).unbind(0)]
-    seen, before = layout.transport.watch(), layout.transport.received.copy()
+    seen, before = layout.transport.watches.begin(), layout.transport.received.copy()
     out = weft.attention(*leaves, layout, "tokens", kernel=kernel)
     out.backward(torch.randn_like(out))
-    layout.transport.unwatch(seen)
+    layout.transport.watches.end(seen)
     plan = next(plan for plan, _ in seen)
     moved = layout.transport.received - before
     return [out.detach(), *(t.grad for t in leaves)], moved, (plan.forward, plan.backward)

@@ -1,9 +1,11 @@
 """Folders of tensors: shared with torch.distributed.checkpoint, and no pickle is ever executed."""
 
 import io
+import itertools
 import json
 import os
 import pickle
+import time
 
 import pytest
 import torch
@@ -267,3 +269,60 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
         os.mkfifo(folder / name)
         with pytest.raises(CheckpointError, match="no regular file"):
             KeyValueCache.load(folder, model)
+
+
+def test_weights_of_another_width_are_refused_before_a_model_is_made(tmp_path, monkeypatch):
+    """A file of kilobytes may name a width of which the weights take all memory."""
+    path = save_pretrained(compose("pair"), tmp_path / "w.safetensors")
+    with files.open_tensors(path) as file:
+        facts = json.loads(file.metadata()["weft"])
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    facts["model"]["sizes"]["embed"] = 48 * 256
+    save_file(tensors, path, metadata={"weft": json.dumps(facts)})
+
+    def draw(weight: torch.Tensor, *_, **__) -> torch.Tensor:
+        assert weight.is_meta
+        return weight
+
+    monkeypatch.setattr(torch.Tensor, "uniform_", draw)
+    with pytest.raises(CheckpointError, match=r"has shape \(.*\), not \(.*12288"):
+        from_pretrained(path)
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_blocks_of_one_tensor_are_checked_in_linear_time(dims):
+    ways = {1: 6000, 2: 80}[dims]
+    blocks = [
+        {"file": "rank-00000-0a.safetensors", "start": [*at], "shape": [1] * dims}
+        for at in itertools.product(range(ways), repeat=dims)
+    ]
+    begin = time.process_time()
+    files.Stored(dtype="float32", shape=[ways] * dims, blocks=blocks)
+    assert time.process_time() - begin < 2
+    blocks[-1] = blocks[0]
+    with pytest.raises(ValueError, match="do not make it up"):
+        files.Stored(dtype="float32", shape=[ways] * dims, blocks=blocks)
+
+
+TILINGS = {
+    "a pinwheel": ([3, 3], [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1)),
+                            ((1, 1), (1, 1))], True),
+    "uneven": ([5], [((0,), (3,)), ((3,), (2,))], True),
+    "empty blocks": ([2, 0], [((0, 0), (1, 0)), ((1, 0), (1, 0))], True),
+    "an empty one more": ([2], [((0,), (2,)), ((1,), (0,))], True),
+    "a number": ([], [((), ())], True),
+    "a number twice": ([], [((), ()), ((), ())], False),
+    "overlap and gap": ([4], [((0,), (2,)), ((1,), (2,))], False),
+    "two halves twice": ([2, 2], [((0, 0), (1, 2)), ((0, 0), (2, 1))], False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TILINGS)
+def test_blocks_make_up_a_tensor_exactly(name):
+    shape, blocks, exact = TILINGS[name]
+    given = [{"file": "rank-0-0a.safetensors", "start": [*a], "shape": [*n]} for a, n in blocks]
+    if exact:
+        assert files.Stored(dtype="float32", shape=shape, blocks=given).shape == shape
+    else:
+        with pytest.raises(ValueError, match="do not make it up"):
+            files.Stored(dtype="float32", shape=shape, blocks=given)

@@ -33,6 +33,7 @@ from weft.proof.flow import program_defects
 from weft.proof.rendezvous import rendezvous
 from weft.proof.representatives import covering
 from weft.relayout.plan import placement, plan_redistribution
+from weft.relayout.windows import Wanted
 
 LINES = (
     "tokens: ring=4",
@@ -328,8 +329,25 @@ class Swapped(Fragments):
 class Shifted(Fragments):
     """Columns come from one token too far to the left."""
 
-    def halo(self, chunk, columns):
-        move = super().halo(chunk, columns)
+    def around(self, window):
+        left = super().around(window)
+        wanted = (
+            tuple(s._replace(start=max(s.start - 1, 0)) if s.start >= 0 else s for s in spans)
+            for spans in left.wanted
+        )
+        return dataclasses.replace(left, wanted=tuple(wanted))
+
+
+class Misplaced(Fragments):
+    """Entries arrive that lie one token too far to the left."""
+
+    def around(self, window):
+        return MisplacedEntries(*super().around(window).__dict__.values())
+
+
+class MisplacedEntries(Wanted):
+    def take(self, chunk):
+        move = super().take(chunk)
         arrived = (
             dataclasses.replace(o, taken=(tuple(max(0, t - 1) for t in o.taken[0]),))
             for o in move.arrived
@@ -340,8 +358,13 @@ class Shifted(Fragments):
 class Unexpected(Fragments):
     """A rank waits for no columns."""
 
-    def halo(self, chunk, columns):
-        move = super().halo(chunk, columns)
+    def around(self, window):
+        return UnexpectedEntries(*super().around(window).__dict__.values())
+
+
+class UnexpectedEntries(Wanted):
+    def take(self, chunk):
+        move = super().take(chunk)
         return dataclasses.replace(move, steps=()) if chunk == 1 else move
 
 
@@ -354,6 +377,7 @@ class Unexpected(Fragments):
         (Unsent, chain_defects),
         (Swapped, chain_defects),
         (Shifted, halo_defects),
+        (Misplaced, halo_defects),
         (Unexpected, halo_defects),
     ],
 )

@@ -213,9 +213,11 @@ def _layout(name: str, order: str) -> Layout:
 
 def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list[list[KernelCall]]:
     from weft.declare.mesh import coordinates
-    from weft.plan.plan import Plan, Problem
+    from weft.plan.plan import Plan
+    from weft.plan.problem import LocalProblem
 
-    problem = Problem(("tokens",), ((n, n),), 1, 2, 2, 8, 8, torch.float32, "cpu", mask=mask)
+    sizes = 1, 2, 2, 8, 8, torch.float32
+    problem = LocalProblem(("tokens",), ((n, n),), *sizes, "cpu", mask=mask)
     ranks = []
     for rank in range(layout.world_size):
         plan = Plan(layout, problem, coordinates(layout.mesh, rank))

@@ -21,7 +21,6 @@ import weft
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.torch_interop.checkpointing import keeping_attention
-from weft.torch_interop.debug import CommDebug
 from weft.torch_interop.module_styles import AttentionParallel
 
 # fp64; gradients of parameters are sums over 2 x 24 tokens of numbers of order one.
@@ -380,28 +379,6 @@ def test_the_profiler_names_operators_and_movements(pool):
         named = " ".join(events)
         assert "reshard/move/qkv on ulysses" in named
         assert "reshard/move/dqkv on ulysses" in named
-
-
-def _counted(rank, line):
-    layout, x, grad_output = setup(line)
-    model = style(build(1), layout)
-    with CommDebug(layout) as comm, weft.traffic(layout) as moved:
-        model(x).backward(grad_output)
-        layout.sync_gradients(model)
-        layout.mean(x.sum(), x.numel())
-    ours = {f"{label} along {dim}": n for (dim, label), n in moved.calls.items()}
-    collectives = {str(op): n for op, n in comm.get_comm_counts().items()}
-    return collectives, comm.get_weft_counts(), ours
-
-
-def test_comm_debug_mode_shows_what_weft_moves(pool):
-    ranks = pool.run(_counted, "tokens: ring=4", timeout=60)
-    for collectives, counted, moved in ranks:
-        assert counted == moved
-        # Summing gradients and the loss are collectives that torch's own mode sees.
-        assert collectives["c10d.allreduce_"] >= 2
-    # The rank of the last tokens sends nothing forward under a causal mask; others do.
-    assert any(counted.get("kv along ring") for _, counted, _ in ranks)
 
 
 def _world(rank):

@@ -103,9 +103,9 @@ class Sides:
     def _plan(self, side: str, alone: weft.Layout) -> Plan:
         """The plan that a side runs, which is made here."""
         transport = (alone if side == "compute" else self.layout).transport
-        seen = transport.watch()
+        seen = transport.watches.begin()
         self.sides[side](*self._leaves()).backward(self.dout)
-        transport.unwatch(seen)
+        transport.watches.end(seen)
         return next(plan for plan, _ in seen)
 
     def _leaves(self) -> list[Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
@@ -12,6 +13,7 @@ Result = TypeVar("Result")
 Arguments = ParamSpec("Arguments")
 
 _CACHES: list[functools._lru_cache_wrapper] = []
+_BESIDE: list[Beside] = []
 #: How often the caches were emptied: entries that objects keep from before are ignored.
 generation = 0
 
@@ -47,6 +49,36 @@ def clear_caches() -> None:
     generation += 1
     for kept in _CACHES:
         kept.cache_clear()
+    for beside in _BESIDE:
+        beside.clear()
+
+
+class Beside(Generic[Result]):
+    """A value beside each object, by identity, while the object lives; it must not refer to it.
+
+    >>> class Plan: ...
+    >>> contexts, plan = Beside[dict](dict), Plan()
+    >>> contexts.of(plan)["a"] = 1
+    >>> contexts.of(plan), contexts.of(Plan())
+    ({'a': 1}, {})
+    """
+
+    def __init__(self, make: Callable[[], Result]) -> None:
+        self._make = make
+        self._kept: dict[int, Result] = {}
+        _BESIDE.append(self)
+
+    def of(self, owner: object) -> Result:
+        """The value beside an object, made at the first question."""
+        key = id(owner)
+        if key not in self._kept:
+            weakref.finalize(owner, self._kept.pop, key, None).atexit = False
+            self._kept[key] = self._make()
+        return self._kept[key]
+
+    def clear(self) -> None:
+        """Forget all values."""
+        self._kept.clear()
 
 
 def remembered(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -1,9 +1,9 @@
 """Masks, biases and layouts in graphs of `torch.compile`: by name, or as plain values.
 
 A graph is traced for one mask, bias and layout, and holds none of them. torch runs the function
-that reads them once, while it traces, with constants as its arguments. An object that was made
-outside the graph goes there by a name, and the graph then belongs to that object. One that was
-made inside exists only as what torch knows of its fields: it goes there as its class and those.
+that reads them once, while it traces, with constants as its arguments. Objects made outside
+the graph are referenced by name, and the graph is specialised on them. One made inside exists only
+as the values of its fields, which torch knows: the graph holds its class and those.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _named: WeakValueDictionary[str, Traceable] = WeakValueDictionary()
 
 
 #: An attribute that weft adds to an object: it says nothing about a copy.
-OF_THIS_ONE = ("_name", "_contexts", "_content", "_broadcasts", "_by_heads")
+OF_THIS_ONE = ("_name", "_contexts", "_broadcasts", "_by_heads")
 
 
 class Traceable:

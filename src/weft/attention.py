@@ -11,7 +11,7 @@ import contextlib
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -21,18 +21,17 @@ from ._compile import flattened, restored
 from ._digest import is_plain
 from ._torch import constant_in_graphs, in_graph, in_transform, with_tangent
 from .bias import Bias
+from .comm.once_differentiable import transformed
 from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .layout import Layout
 from .masks import FULL, Mask, check_mask
 from .plan.call import Call, Length, read_length
 from .plan.order import positions
-from .plan.plan import Plan, shard_batches
-from .plan.problem import Problem
-from .plan.sides import Side
+from .plan.plan import score_tile
+from .plan.problem import shard_batches
 from .runtime import (
     calls,
-    functional,
     ops,  # noqa: F401 (registers torch.ops.weft)
 )
 from .runtime.alone import attend_alone
@@ -157,15 +156,14 @@ def attention(
     torch.Size([1, 2, 5, 4])
     """
     axes = (axis,) if isinstance(axis, str) else tuple(axis)
-    if isinstance(q, DTensor) or in_transform():
+    if isinstance(q, DTensor):
         options: dict[str, Any] = {"layout": layout, "axis": axes, "mask": mask, "scale": scale}
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
         options |= {"kernel": kernel, "name": name}
-        if isinstance(q, DTensor):
-            _check_placed(q, k, v, options)
-            return attend_dtensors(attention, q, k, v, return_lse, options)
-        out, lse = _attend_in_transform(q, k, v, options)
-        return (out, lse) if return_lse else out
+        _check_placed(q, k, v, options)
+        return attend_dtensors(attention, q, k, v, return_lse, options)
+    if in_transform():
+        _refuse_transform(layout, axes, mask, bias)
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
@@ -200,21 +198,14 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _attend_in_transform(
-    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
-) -> tuple[Tensor, ...]:
-    """Output and logsumexp under a transform of `torch.func`, which must see all tensors."""
-    tensors = {name: options[name] for name in ("bias", "sinks")}
-    tensors = {name: t for name, t in tensors.items() if isinstance(t, Tensor)}
-
-    def run(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
-        """The call on tensors that carry no transform."""
-        arguments = {**options, **dict(zip(tensors, others))}
-        return attention(q, k, v, return_lse=True, **arguments)
-
-    if all(isinstance(t, Tensor) for t in (q, k, v)):
-        q, k, v = as_autocast(q, k, v)  # here, as the backward pass runs it again elsewhere
-    return functional.apply(run, q, k, v, *tensors.values())
+def _refuse_transform(
+    layout: Layout, axes: tuple[str, ...], mask: Mask | None, bias: Bias | Tensor | None
+) -> NoReturn:
+    """Refuse a call within a transform of `torch.func`, whose levels do not reach other ranks."""
+    _check_layout(layout)
+    error = transformed("weft.attention")
+    _refuse(layout, axes, mask, bias, error)
+    raise error
 
 
 def _bound(
@@ -299,7 +290,7 @@ def _refuse(
     bias: Bias | Tensor | None,
     error: WeftError,
 ) -> None:
-    """Tell the ranks that a call of this mask and bias over these axes asks, or over any known."""
+    """Abort the call on all participating ranks; of unknown axes, on those of any axis."""
     if not layout.is_bound:
         return
     asked: dict[str, Any] = {"bias": bias if isinstance(bias, Bias) else None}
@@ -430,30 +421,14 @@ def tile_of_bias(
     batches: tuple[int, ...],
 ) -> Tensor:
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
-    lengths = tuple(bias.shape[2:]) if length is None else length
-    heads = bias.shape[1] if bias.shape[1] > 1 else layout.world_size
-    local = heads // layout.size("heads")
-    problem = Problem(
-        axes=axes,
-        lengths=read_length(axes, lengths) or (),
-        batch=batches[layout.rank] if batches else 1,
-        heads=local,
-        kv_heads=local,
-        head_dim=1,
-        value_dim=1,
-        dtype=bias.dtype,
-        device=bias.device.type,
-        batches=batches,
-        bias_tensor=True,
-    )
-    plan = Plan(layout.unbound, problem, layout.coords)
-    rows, columns = (positions(plan.forward.tile_spans(side), bias.device) for side in Side)
-    tile = bias.index_select(2, rows).index_select(3, columns)
-    if bias.shape[1] > 1:
-        tile = tile.index_select(1, positions(plan.compute.query.head_spans, bias.device))
-    if bias.shape[0] > 1:
-        tile = tile.index_select(0, positions(plan.compute.query.batch_spans, bias.device))
-    return tile
+    lengths = read_length(axes, tuple(bias.shape[2:]) if length is None else length) or ()
+    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
+    where = layout.unbound, axes, lengths, layout.coords
+    tile = score_tile(*where, heads, batches, bias.dtype, bias.device.type)
+    for dim, spans in ((2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)):
+        if dim > 1 or bias.shape[dim] > 1:
+            bias = bias.index_select(dim, positions(spans, bias.device))
+    return bias
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import functools
 import math
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Self
@@ -40,12 +41,13 @@ _CUTS_BLOCKS = (
     "zigzag order, or a layout that is not reproducible"
 )
 #: Attributes that do not outlive the process, as they belong to its process groups.
-_OF_THIS_PROCESS = ("unbound", "_calls", "_name")
+_OF_THIS_PROCESS = ("unbound", "calls", "_name")
 #: Questions of the engine: `dir(layout)` leaves them out, as users do not need them.
 _OF_THE_ENGINE = {
     "batch_dims",
     "batch_parts",
     "bound",
+    "calls",
     "check_heads",
     "device_dims",
     "keys_only_dims",
@@ -91,6 +93,10 @@ class Layout(LayoutDeclaration, Traceable):
 
     transport: Transport | None = field(default=None, repr=False)
     device_mesh: DeviceMesh | None = field(default=None, repr=False)
+    #: The latest calls of plain data on this layout, by value; see `runtime.calls`.
+    calls: OrderedDict[tuple, Any] = field(
+        default_factory=OrderedDict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if not self.mesh and self.transport is None:
@@ -115,7 +121,7 @@ class Layout(LayoutDeclaration, Traceable):
     def __getstate__(self) -> dict[str, Any]:
         """A pickled layout is a declaration: process groups stay in their process."""
         state = {k: v for k, v in vars(self).items() if k not in _OF_THIS_PROCESS}
-        return state | {"transport": None, "device_mesh": None}
+        return state | {"transport": None, "device_mesh": None, "calls": OrderedDict()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,18 +28,20 @@ def check_not_placed(model: nn.Module) -> None:
         )
 
 
-def take_out(model: nn.Module) -> None:
-    """Undo the changes to a model that its `_weft` lists.
+@dataclass
+class Placed:
+    """The changes of `parallelize` to a model, which has them as `model._weft`.
 
-    >>> take_out(nn.Linear(2, 2))
-    Traceback (most recent call last):
-    weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
+    Attributes:
+        steps: that undo them, the last one first.
     """
-    undo = model.__dict__.pop("_weft", None)
-    if undo is None:
-        raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
-    for step in reversed(undo):
-        step()
+
+    steps: list[Callable[[], object]] = field(default_factory=list)
+
+    def undo(self, model: nn.Module) -> None:
+        """Make the model what it was before."""
+        for step in reversed(self.steps):
+            step()
 
 
 def check_splits_only(layout: Layout, axis: str, noun: str) -> None:
@@ -72,7 +75,7 @@ def chunks(layout: Layout, axis: str, length: int) -> tuple[Spans, ...]:
 
 
 def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:
-    """How many tokens or rows each chunk of an axis of some length has.
+    """Number of tokens or rows of each chunk of an axis.
 
     >>> tokens_per_chunk(Layout.parse("rows: ring=4"), "rows", 5)
     [2, 2, 1, 0]

@@ -15,7 +15,7 @@ from torch import nn
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
-from .common import take_out
+from .common import Placed
 
 #: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
 _PACKAGES = {
@@ -96,20 +96,22 @@ def restore(model: nn.Module) -> nn.Module:
     Traceback (most recent call last):
     weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
     """
-    if "transformers" in _origins(model):
-        from .transformers.hooks import uninstall, without_adapters
-
-        uninstall(without_adapters(model))
-    else:
-        take_out(model)
+    placed: Placed | None = _inner(model).__dict__.pop("_weft", None)
+    if placed is None:
+        raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
+    placed.undo(_inner(model))
     return model
 
 
 def _origins(model: nn.Module) -> set[str]:
     """Packages of a model's classes; of one in adapters, those of the model within."""
-    base = getattr(model, "get_base_model", None)  # peft's, whose class is in no type here
-    inner = model if base is None else base()
-    return {kind.__module__.partition(".")[0] for kind in type(inner).__mro__}
+    return {kind.__module__.partition(".")[0] for kind in type(_inner(model)).__mro__}
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """The model within peft's adapters, whose class is in no type here."""
+    base = getattr(model, "get_base_model", None)
+    return model if base is None else base()
 
 
 def _layouts(model: nn.Module) -> list[Layout]:

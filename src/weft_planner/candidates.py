@@ -66,12 +66,12 @@ class Candidate:
     order: str = "contiguous"
 
     def ways(self, *roles: str) -> int:
-        """How many ways some roles split together."""
+        """Number of ways in which some roles split together."""
         return math.prod(d.ways for d in self.dims if d.role in roles)
 
     @cached_property
     def strategies(self) -> set[str]:
-        """Names of what it uses; a ring with pass-Q is a tile."""
+        """Strategy names used by this candidate; a ring with pass-Q counts as a tile."""
         names = {d.strategy for d in self.dims}
         return names | {"tile"} if {"ring", "pass_q"} <= names else names
 
@@ -125,7 +125,7 @@ class Candidate:
 
 
 def level_sizes(hardware: Hardware, devices: int) -> tuple[int, ...]:
-    """How many groups of the level below each level joins, innermost first.
+    """Number of groups of the level below that each level joins, innermost first.
 
     Raises:
         DeclarationError: devices that do not fill a level's groups, or are more than there are.
@@ -167,7 +167,7 @@ def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def check_only(only: Iterable[str]) -> frozenset[str]:
-    """What a search keeps to, as a set of strategies.
+    """Strategies to which a search is restricted.
 
     Raises:
         DeclarationError: none of `NAMES`.
@@ -203,7 +203,7 @@ def candidates(
         orders: of tokens, of which the best ones are used.
 
     >>> import torch
-    >>> p = Problem(("tokens",), ((64, 64),), 1, 4, 4, 8, 8, torch.bfloat16, "cpu")
+    >>> p = Problem.of("tokens", 64, heads=4, head_dim=8, dtype=torch.bfloat16)
     >>> for c in candidates(p, Hardware.load("h100-8"), 2, only=["ring", "ulysses"]):
     ...     c.layout().name
     'tokens: ulysses=2'
@@ -249,8 +249,8 @@ def _unfit(problem: Problem, ways: dict[str, int]) -> str:
     rows = math.prod(ways.get(role, 1) for role in ("query", "key", "head"))
     if problem.kv_heads % tensor:
         return f"{problem.kv_heads} key/value heads do not divide over the ranks of tp"
-    if problem.heads % (tensor * head):
-        return f"{problem.heads} heads do not divide over the ranks of tp and ulysses"
+    if problem.heads // tensor < head:
+        return f"{problem.heads} heads leave some of the ranks of tp and ulysses without one"
     if problem.batch % batch:
         return f"{problem.batch} sequences do not divide over the ranks of dp"
     if rows > 1 and min(problem.n, problem.m) < 2 * rows:

@@ -22,7 +22,7 @@ from weft.plan.memory import payload_bytes
 from weft.plan.order import count
 from weft.plan.plan import Pass, Plan
 from weft.plan.predict import forecast_of, plans_for
-from weft.plan.problem import Problem
+from weft.plan.problem import AnyProblem, Problem
 from weft.plan.program import Block
 from weft.plan.shifts import image_group
 from weft.plan.tiles import KernelCall, Kind, entries
@@ -64,7 +64,7 @@ class _Rank(Player):
         self.ends: list[float] = []
 
     def passes(self) -> Iterator[Gate]:
-        """What the rank waits for, in the order in which the executor does."""
+        """Waits of the rank, in the order of the executor."""
         for backward in (False, True):
             tile = self.plan.backward if backward else self.plan.forward
             moved = self.forecast.backward if backward else self.forecast.forward
@@ -128,7 +128,7 @@ class _Rank(Player):
 
 
 def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> float:
-    """What a block of these kernel calls takes on a device alone.
+    """Seconds of a block of these kernel calls on an otherwise idle device.
 
     4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward. Calls along the
     diagonal take as long as if they had more visible scores, where a kernel does not skip them all.
@@ -175,11 +175,10 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
             `image_group`: the others are taken for their images.
         hardware: rank i of the call is its rank i, innermost level first.
 
-    >>> import torch
     >>> from weft import Layout
     >>> from weft.plan.predict import plans_for
-    >>> from weft.plan.problem import Problem
-    >>> problem = Problem(("tokens",), ((4096, 4096),), 1, 8, 8, 64, 64, torch.float32, "cpu")
+    >>> from weft.plan.problem import AnyProblem, Problem
+    >>> problem = Problem.of("tokens", 4096, heads=8)
     >>> plans = list(plans_for(Layout.parse("tokens: ring=4"), problem, range(4)))
     >>> level = {"name": "network", "rate": 1e9}
     >>> alone = Hardware.from_dict({"device": {"flops": 5e10}, "level": [level]})
@@ -230,7 +229,7 @@ class Replayed:
 
     @property
     def note(self) -> str:
-        """Which ranks were replayed, in words; nothing where it was all."""
+        """The replayed ranks in words; empty if all were."""
         if len(self.plans) == self.ranks:
             return ""
         return f"; {len(self.plans)} ranks replayed, the others are their images"
@@ -258,8 +257,8 @@ def replayed(
     return Replayed(time_call(plans, hardware), plans, ranks)
 
 
-def one_node(layout: Layout, problem: Problem, hardware: Hardware) -> int | None:
-    """How many ranks stand for all, None where all must be replayed."""
+def one_node(layout: Layout, problem: AnyProblem, hardware: Hardware) -> int | None:
+    """Number of ranks that stand for all, None where all must be replayed."""
     rules = layout.rules(problem.axes).items()
     split = any(r.role in (Role.QUERY, Role.KEY) and layout.mesh[d] > 1 for d, r in rules)
     balanced = all(layout.order.get(axis, "contiguous") in BALANCED for axis in problem.axes)
@@ -267,8 +266,8 @@ def one_node(layout: Layout, problem: Problem, hardware: Hardware) -> int | None
     return image_group(hardware, layout.mesh) if same_work else None
 
 
-def is_causal(problem: Problem) -> bool:
-    """Whether the mask is the plain causal one over as many keys as queries."""
+def is_causal(problem: AnyProblem) -> bool:
+    """True for the plain causal mask over as many keys as queries."""
     mask = problem.mask
     plain = type(mask) is Causal and mask.window is None and not mask.offset
     return plain and problem.n == problem.m

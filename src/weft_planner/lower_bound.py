@@ -19,6 +19,7 @@ from weft.declare.hardware import Device, Hardware
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full
+from weft.plan.heads import share_heads
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 
@@ -78,7 +79,7 @@ class Bounds:
         self._certain = _ALL_RANKS if alike else _ONE_NODE
 
     def guess(self, c: Candidate) -> float:
-        """What both passes may take, for the order in which candidates are replayed.
+        """Estimated seconds of both passes, for the order in which candidates are replayed.
 
         Blocks reach the rate of one chunk by one chunk unless everything is gathered first, which
         nothing hides; else a tenth of the shorter of blocks and messages shows. Of two that look
@@ -137,12 +138,12 @@ class Bounds:
         return min(visible, (p.n / chunks * c.ways("key")) * (p.m / chunks * c.ways("query")))
 
     def of(self, candidate: Candidate) -> tuple[LowerBound, LowerBound]:
-        """Of the forward and of the backward pass."""
+        """Bounds of the forward and of the backward pass."""
         share = self._share(candidate) * self._certain
         return self._pass(candidate, False, share), self._pass(candidate, True, share)
 
     def _pass(self, c: Candidate, backward: bool, share: float) -> LowerBound:
-        """Where a share of the full traffic travels."""
+        """Bounds of a pass in which a share of the full traffic travels."""
         host = self.hardware.device.host.per_pass
         links = link_seconds(self.hardware, self._program(c, backward), self.devices)
         return LowerBound(
@@ -201,13 +202,13 @@ class Bounds:
         return max(ways.values())
 
     def _share(self, c: Candidate) -> float:
-        """Of the full traffic, what the mask leaves for certain."""
+        """Share of the full traffic that the mask leaves for certain."""
         if self._full:
             return 1.0
         return _CAUSAL.get(c.order, 0.0) if is_causal(self.problem) else 0.0
 
     def _likely(self, c: Candidate) -> float:
-        """Of the full traffic, what the mask may leave: of a local one, some chunks next to own."""
+        """Upper bound on the share of traffic that survives the mask."""
         if self._full or is_causal(self.problem):
             return self._share(c)
         p = self.problem
@@ -254,15 +255,10 @@ def _moves_queries(dim: Dim, backward: bool) -> bool:
     return dim.role == "key" or (backward and dim.strategy == "burst")
 
 
-def kv_repeat(problem: Problem, c: Candidate) -> int:
-    """How often each key/value head is repeated so that ranks that split heads get whole ones."""
+def kv_repeat(problem: Problem, c: Candidate) -> float:
+    """Mean copies of each key/value head that give whole heads to ranks that split heads."""
     heads, kv_heads = (n // c.ways("tensor") for n in (problem.heads, problem.kv_heads))
-    ways = c.ways("head")
-    return next(
-        r
-        for r in range(1, heads // kv_heads + 1)
-        if kv_heads * r % ways == 0 and heads % (kv_heads * r) == 0
-    )
+    return len(share_heads(heads, kv_heads, c.ways("head")).sent) / kv_heads
 
 
 def best_rate(device: Device, entries: float, backward: bool) -> float:
@@ -314,5 +310,5 @@ def link_seconds(
 
 
 def longest(seconds: Mapping[tuple[str, str], float]) -> float:
-    """Of the link that is busy longest."""
+    """Seconds of the link that is busy longest."""
     return max(seconds.values(), default=0.0)

@@ -101,7 +101,7 @@ class MeasuredBlock:
 
     @property
     def side(self) -> int:
-        """Of a square block with as many scores."""
+        """Side of a square block with as many scores."""
         return max(1, round(math.sqrt(self.shape[2] * self.shape[3])))
 
 
@@ -185,7 +185,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class Measured:
-    """What was measured on all ranks of a layout; `links` has the mesh dims of several ranks."""
+    """Rates measured on all ranks of a layout; `links` has the mesh dims of several ranks."""
 
     block: MeasuredBlock
     links: tuple[Link, ...] = ()
@@ -198,14 +198,14 @@ class Measured:
 
     @property
     def side_by_side(self) -> bool:
-        """Whether all mesh dims at once take nearer to one of them than to all in turn."""
+        """True if all mesh dims at once take nearer to one of them than to all in turn."""
         if self.together is None:
             return False
         return self.together.slowdown < (1 + len(self.links)) / 2
 
     @property
     def rates(self) -> dict[str, Any]:
-        """What a layout file says of it.
+        """The measured rates, as a layout file has them.
 
         `bandwidth` and `latency`, where mesh dims differ little. Else every mesh dim is a level,
         the innermost first; an outer one's messages pass the cards of the inner one where the two
@@ -244,9 +244,7 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
         ShapeError: a block is empty.
         WeftError: a link could not be measured.
 
-    >>> from weft.plan.problem import FULL
-    >>> sizes = {"batch": 1, "heads": 2, "kv_heads": 2, "head_dim": 8, "value_dim": 8}
-    >>> call = Problem(("tokens",), ((64, 64),), dtype=torch.float32, device="cpu", **sizes)
+    >>> call = Problem.of("tokens", 64, heads=2, head_dim=8)
     >>> measure(Layout.single(), call).block.shape
     (1, 2, 64, 64, 8)
     """

@@ -232,17 +232,15 @@ class ModelSearch:
         grid = math.prod(self.sizes[axis] for axis in self.spec.axes[:-1])
         width = self.spec.sizes.embed // self.spec.sizes.heads
         mask = build_mask(block.mask, masks_of_call(self.spec, self.sizes))
-        return Problem(
+        return Problem.of(
             block.attend,
-            tuple((n, n) for n in attended),
-            grid // math.prod(attended),
-            heads,
-            kv_heads,
-            width,
-            width,
-            self.dtype,
-            "cpu",
-            Causal() if isinstance(mask, Causal) and mask.window is None else FULL,
+            dict(zip(block.attend, attended)),
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=width,
+            batch=grid // math.prod(attended),
+            dtype=self.dtype,
+            mask=Causal() if isinstance(mask, Causal) and mask.window is None else FULL,
         )
 
     def _guess(self, uses: Sequence[Use]) -> float:
@@ -261,7 +259,7 @@ class ModelSearch:
         return seconds
 
     def _role(self, use: Use, block: AttendBlock) -> str:
-        """What a use is for a block: another axis' ranks have sequences of their own."""
+        """Role of a mesh dim for a block: another axis' ranks have sequences of their own."""
         if use.role == "tensor" or use.axis == block.attend[0]:
             return use.role
         return "batch"

@@ -43,7 +43,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Point:
-    """Ranks and tokens: the ways by name, and what the paper reports.
+    """One point of a figure: our times by strategy, and the reported one.
 
     Attributes:
         reported: `speedup` of the tile over the ring; `saved`, the share of the ring's bytes that
@@ -56,7 +56,7 @@ class Point:
     reported: Mapping[str, float]
 
     def speedup(self, way: str) -> float:
-        """How many times as quick as the ring."""
+        """Speed relative to the ring."""
         return self.ways["ring"].seconds / self.ways[way].seconds
 
     def saved(self, way: str) -> float:
@@ -87,11 +87,10 @@ def setup(name: str) -> dict[str, Any]:
 def points(declared: Mapping[str, Any]) -> Iterator[Point]:
     """Every point of a set-up on the clock; its mix is the quickest of those that it lists."""
     machine = Hardware.from_dict(declared["hardware"])
-    sizes = declared["heads"], declared["heads"], declared["head_dim"], declared["head_dim"]
+    sizes = {name: declared[name] for name in ("heads", "head_dim")} | {"dtype": torch.bfloat16}
     mask = Causal() if declared["mask"] == "causal" else Full()
     for each in declared["point"]:
-        lengths = ((each["tokens"], each["tokens"]),)
-        problem = Problem(("tokens",), lengths, 1, *sizes, torch.bfloat16, "cuda", mask)
+        problem = Problem.of("tokens", each["tokens"], **sizes, device="cuda", mask=mask)
 
         def on(line: str, problem: Problem = problem) -> Way:
             declared = Layout.parse(f"tokens(striped): {line}").declaration

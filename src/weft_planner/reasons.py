@@ -23,7 +23,7 @@ _IDLE, _GAP = 0.5, 0.2
 
 
 def why_best(choices: Choices) -> str:
-    """What bounds the winner, and what its blocks alone would take."""
+    """Bottleneck of the winner, and the seconds that its blocks alone would take."""
     best = choices.best
     compute = best.compute[0] if choices.passes == "forward" else sum(best.compute)
     total = choices.seconds(best)
@@ -102,7 +102,7 @@ def simplest(choices: Choices) -> str | None:
 
 
 def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
-    """What would change the choice: slower links, more heads, longer sequences.
+    """Changes that would give another choice: slower links, more heads, longer sequences.
 
     Args:
         search: that made the choices.
@@ -145,7 +145,7 @@ def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
 
 
 def _parts(choice: Choice, bounds: Bounds, passes: str) -> dict[str, float]:
-    """Where a choice's time goes, roughly: blocks, and every kind of message by what carries it."""
+    """Rough parts of a choice's time: blocks, and every kind of message by what carries it."""
     parts: dict[str, float] = {}
     seconds = (choice.forward, choice.backward)
     for number, bound in enumerate(bounds.of(choice.candidate)):

@@ -82,7 +82,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Choices:
-    """What a search found: the best first, then by time.
+    """Layouts of a search: the best first, then by time.
 
     Attributes:
         choices: every candidate that was replayed and fits. Those within 1 % of the fastest
@@ -252,7 +252,7 @@ class Search:
         )
 
     def _fits(self, memory: float) -> bool:
-        """Whether a candidate may take so many bytes; one that may not is counted as refused."""
+        """True if a candidate may take so many bytes; one that may not is counted as refused."""
         if self.limit is not None and memory > self.limit:
             self.refused.add(f"more memory than {self.limit:.3g} bytes")
             return False
@@ -293,7 +293,7 @@ def call_memory(plan: Plan, forward_only: bool = False) -> int:
 
 
 def bounded_by(bounds: Iterable[LowerBound], total: float) -> str:
-    """What takes most of some passes' time, in a word or two."""
+    """Largest part of some passes' time, in a word or two."""
     causes: defaultdict[str, float] = defaultdict(float)
     for each in bounds:
         causes["host"] += each.host
@@ -354,14 +354,13 @@ def choose_layout(
     ('tokens: ring=2 x pass_q=2', 'compute')
     """
     machine = hardware if isinstance(hardware, Hardware) else Hardware.load(hardware)
-    problem = Problem(
-        axes=(axis,),
-        lengths=((length, length),),
-        batch=batch,
+    problem = Problem.of(
+        (axis,),
+        length,
         heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
+        batch=batch,
         dtype=dtype,
         device=device,
         mask=mask,

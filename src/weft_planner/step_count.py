@@ -160,7 +160,7 @@ def _count(
             return saved
 
         bound = {id(each.bound): each for each in work.layouts}  # once where they share it
-        watches = [each.bound.watch() for each in bound.values()]
+        watches = [each.bound.watches.begin() for each in bound.values()]
         with (
             _each(bound.values()) as forward,
             saved_tensors_hooks(keep, lambda saved: saved),
@@ -175,7 +175,7 @@ def _count(
                 work.finish()
             reports["gradients"] = sums
         for each, watch in zip(bound.values(), watches):
-            each.bound.unwatch(watch)
+            each.bound.watches.end(watch)
     nbytes = sum(local_tensor(weight).nbytes for weight in weights)
     moved = [each for when, per in reports.items() for each in _moved(when, per)]
     if gradients != "sync":
@@ -197,13 +197,13 @@ def _count(
 
 @contextlib.contextmanager
 def _each(layouts: Iterable[Layout]) -> Iterator[dict[Layout, TrafficReport]]:
-    """What is counted of every layout by itself."""
+    """Counts of every layout by itself."""
     with contextlib.ExitStack() as stack:
         yield {layout: stack.enter_context(traffic(layout)) for layout in layouts}
 
 
 def _moved(when: str, reports: Mapping[Layout, TrafficReport]) -> Iterator[Moved]:
-    """What was counted, and of it what attention's plans had predicted."""
+    """Counted traffic, and the part that attention's plans predicted."""
     for layout, report in reports.items():
         mesh = tuple(layout.mesh.items())
         for key, nbytes in sorted(report.received.items()):
@@ -255,7 +255,7 @@ def by_part(count: StepCount) -> Counter[str]:
 
 
 def part_of(moved: Moved) -> str:
-    """What some bytes are for, in a word or two.
+    """Purpose of some bytes, in a word or two.
 
     >>> part_of(Moved("forward", "tp", "sum", 8, 1, False))
     'sums'

@@ -75,7 +75,7 @@ def _attention(count: StepCount, layouts: Sequence[Layout], hardware: Hardware) 
 
 
 def _plans(plan: Plan, layouts: Sequence[Layout], hardware: Hardware) -> list[Plan]:
-    """Of all ranks, or of a node where it stands for all; each with as many sequences as this."""
+    """Plans of all ranks, or of a node that stands for all; each with as many sequences as this."""
     ranks, first = math.prod(plan.sizes.values()), plan
     for layout in layouts:
         with contextlib.suppress(DeclarationError):  # it does not know these axes
@@ -112,7 +112,7 @@ def moved_seconds(moved: Moved, hardware: Hardware) -> float:
 
 
 def levels_of(moved: Moved, hardware: Hardware) -> dict[int, float]:
-    """Which share of some bytes goes over which level."""
+    """Share of some bytes on each level."""
     offsets = _offsets(moved)
     if not offsets:
         return {0: 1.0}
@@ -123,7 +123,7 @@ def levels_of(moved: Moved, hardware: Hardware) -> dict[int, float]:
 
 
 def _offsets(moved: Moved) -> list[int]:
-    """Of the ranks that take part, how far they are from the first."""
+    """Distances of the participating ranks from the first."""
     dims = moved.mesh_dim.split("+")
     sizes, strides, stride = dict(moved.mesh), {}, 1
     for name in reversed(sizes):

@@ -188,7 +188,7 @@ def _queries_and_keys(
 
 
 def _sequences(spec: ModelSpec, block: AttendBlock, sizes: Mapping[str, int]) -> int:
-    """How many sequences keys come in: one per place on the axes that are not attended."""
+    """Number of sequences of keys: one per place on the axes that are not attended."""
     axes = spec.axes if block.context is None else spec.context[block.context].axes
     return math.prod(sizes[a] for a in axes[:-1] if a not in block.attend and a in spec.axes)
 

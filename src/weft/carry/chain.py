@@ -92,7 +92,7 @@ class _Chain:
         posted, self.posted = self.posted, []
         for wait in posted:
             wait()
-        self._now.note(self.passing, backward)
+        self._now.watches.note(self.passing, backward)
         self._now.finish()
         self.channel = None
 

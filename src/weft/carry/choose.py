@@ -60,7 +60,7 @@ class Carried(NamedTuple):
 
 @dataclass(frozen=True)
 class Ways:
-    """What each way takes and moves, and the one that ends first.
+    """Seconds and bytes of each transport of states, and the fastest of them.
 
     Attributes:
         seconds: of both passes, by way.
@@ -72,17 +72,17 @@ class Ways:
 
     @property
     def way(self) -> str:
-        """The way that ends first; of equal ones that whose graph is whole."""
+        """The fastest transport; of equal ones that whose graph is whole."""
         return min(self.seconds, key=lambda way: self.seconds[way])
 
     @property
     def of_maps(self) -> str:
-        """The way that ends first of those that compose maps."""
+        """The fastest of the transports that compose maps."""
         return min((w for w in self.seconds if w != "chain"), key=lambda way: self.seconds[way])
 
 
 def ways_of(layout: LayoutDeclaration, axis: str, length: int, device: str, of: Carried) -> Ways:
-    """What a layout chooses, at the rates that it has or that are assumed for a device.
+    """The transports of a layout, timed at its rates or at those assumed for a device.
 
     The length is rounded up to a power of two, and documents are taken for one: few choices are
     made, however lengths and packings change.

@@ -1,4 +1,4 @@
-"""Where the state of a recurrence crosses ranks: fragments of an axis, in order; pure data.
+"""Fragments of an axis, between which the state of a recurrence crosses ranks; pure data.
 
 A recurrence over consecutive tokens is an affine map of the state that comes in,
 `S_out = A S_in + b`, and maps compose in order. So all that crosses ranks is one map per
@@ -33,8 +33,9 @@ from ..declare.placements import HEAD
 from ..declare.traffic import Traffic
 from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from ..masks import Documents
-from ..plan.order import Spans, shard_spans
-from ..relayout.plan import Overlap, Placed, Redistribution, Sizes, route
+from ..plan.order import Span, Spans, join, shard_spans
+from ..relayout.plan import Sizes
+from ..relayout.windows import Wanted, Windows, bordered, cut_run, runs
 
 #: Fragments per rank. Each is a call of a kernel and a map to send: orders with more want another
 #: way of computing.
@@ -101,7 +102,7 @@ class Fragments:
 
     @functools.cached_property
     def counts(self) -> tuple[int, ...]:
-        """How many maps each chunk gives."""
+        """The number of maps of each chunk."""
         return tuple(sum(p.ends and p.count > 0 for p in pieces) for pieces in self.chunks)
 
     @functools.cached_property
@@ -110,7 +111,7 @@ class Fragments:
         return tuple(sorted(range(len(self.slots)), key=lambda s: self._piece(s).start))
 
     def resets(self, slot: int) -> bool:
-        """Whether a map forgets the state that comes in: A = 0."""
+        """True for a map that forgets the incoming state: A = 0."""
         return self._piece(slot).begins
 
     def readers(self, chunk: int) -> tuple[tuple[int, int], ...]:
@@ -149,7 +150,7 @@ class Fragments:
     # -- from one rank to the next -------------------------------------------------------------
 
     def relay(self, chunk: int) -> tuple[Stage, ...]:
-        """What a chunk does where states are handed on in order: `chain`.
+        """Steps of a chunk under `chain`, where states are handed on in order.
 
         Its pieces by position, and between them the states of others that pass through, where
         neighbours share no mesh dim. A state is needed and sent on in this order by all ranks, so
@@ -157,15 +158,15 @@ class Fragments:
         """
         return _relay(self)[chunk]
 
-    # -- columns to the left -------------------------------------------------------------------
+    # -- windows -------------------------------------------------------------------------------
 
-    def halo(self, chunk: int, columns: int) -> Redistribution:
-        """Takes `columns` positions left of each piece that begins no document to its chunk.
+    def around(self, window: Windows) -> Wanted:
+        """The positions that windows see beyond the pieces of every chunk, see `cut_run`.
 
-        They arrive one piece after another. Where a document has fewer to the left, the columns
-        before its first token are covered by no overlap, and are zero.
+        They arrive one piece after another, those before a piece and then those after it. What is
+        beyond a piece's document is the border.
         """
-        return _halo(self, chunk, columns)
+        return _around(self, window)
 
     def reading(self, chunk: int) -> tuple[int, ...]:
         """Numbers of the pieces, on a chunk, that continue a document."""
@@ -174,7 +175,7 @@ class Fragments:
     # -- bytes ---------------------------------------------------------------------------------
 
     def rounds(self, chunk: int) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
-        """How all maps come to a chunk: mesh dims, innermost first, and whose maps are held there.
+        """Gathers of all maps to a chunk: mesh dims, innermost first, and owners of the maps held.
 
         Per mesh dim, the range of slots that every rank along it holds before that round. After
         the last round all are held.
@@ -250,7 +251,7 @@ class ChainExchange(StatesPass):
     nbytes: tuple[int, ...]
 
     def stages(self, backward: bool) -> Iterator[Stage]:
-        """What the chunk does, in order."""
+        """Steps of the chunk, in order."""
         stages = self.fragments.relay(self.chunk)
         for stage in reversed(stages) if backward else stages:
             yield stage._replace(source=stage.target, target=stage.source) if backward else stage
@@ -283,26 +284,6 @@ class StateExchange(StatesPass):
                     messages.append(PlannedMessage(mesh_dim, peer, out, True))
                     messages.append(PlannedMessage(mesh_dim, peer, back, False))
             yield messages
-
-
-@dataclass(frozen=True)
-class HaloExchange:
-    """A pass that brings columns from the left, or their gradients back, as planned.
-
-    nbytes: of one column, over everything but the axis.
-    """
-
-    fragments: Fragments
-    chunk: int
-    columns: int
-    nbytes: int
-    label: ClassVar[str] = "halo"
-
-    def traffic(self, backward: bool) -> Traffic:
-        """Bytes and messages of this rank."""
-        label = f"d{self.label}" if backward else self.label
-        move = self.fragments.halo(self.chunk, self.columns)
-        return move.traffic(self.fragments.mesh, self.nbytes, label, backward)
 
 
 def fragments(
@@ -412,21 +393,10 @@ def _fragments(mesh: Sizes, chunks: tuple[Spans, ...], starts: tuple[int, ...]) 
     return Fragments(mesh, tuple(_pieces(spans, starts) for spans in chunks))
 
 
-def _runs(spans: Spans) -> list[tuple[int, int]]:
-    """(start, end) of the runs of consecutive positions in spans."""
-    runs: list[tuple[int, int]] = []
-    for s in spans:
-        if s.step == 1 or s.count == 1:
-            runs.append((s.start, s.start + s.count))
-        else:
-            runs += ((s.start + i * s.step, s.start + i * s.step + 1) for i in range(s.count))
-    return runs
-
-
 def _pieces(spans: Spans, starts: tuple[int, ...]) -> tuple[Piece, ...]:
-    """The pieces of one chunk: its fragments, cut where documents start."""
+    """The pieces of one chunk: its fragments, cut_run where documents start."""
     pieces: list[Piece] = []
-    for start, end in _runs(spans):
+    for start, end in runs(spans):
         inside = starts[bisect.bisect_right(starts, start) : bisect.bisect_left(starts, end)]
         cuts = (start, *inside, end)
         first = starts[bisect.bisect_right(starts, start) - 1] == start
@@ -470,45 +440,23 @@ def _relay(plan: Fragments) -> tuple[tuple[Stage, ...], ...]:
 
 
 @cached(256)
-def _halo(plan: Fragments, chunk: int, columns: int) -> Redistribution:
-    overlaps = _overlaps(plan, columns)
-    steps = route(overlaps, Placed(plan.mesh, ()), chunk)
-    arrived = tuple(o for o in overlaps if o.target == chunk)
-    return Redistribution(chunk, steps, arrived, (columns * len(plan.reading(chunk)),))
-
-
-@cached(64)
-def _overlaps(plan: Fragments, columns: int) -> tuple[Overlap, ...]:
-    """Of all chunks: the columns that `target` takes from `source`, as indices in both."""
-    held = sorted(
-        (piece.start, piece.start + piece.count, c, low)
-        for c, pieces in enumerate(plan.chunks)
-        for piece, low in zip(pieces, _offsets(pieces))
-        if piece.count
-    )
-    begins = sorted(p.start for pieces in plan.chunks for p in pieces if p.begins and p.count)
-    taken: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for target, pieces in enumerate(plan.chunks):
-        for nth, i in enumerate(plan.reading(target)):
-            start = pieces[i].start
-            document = begins[bisect.bisect_right(begins, start) - 1]
-            at = bisect.bisect_left(held, (start,)) - 1  # the run that ends at `start`
-            for position in range(start - 1, max(document, start - columns) - 1, -1):
-                while held[at][0] > position:
-                    at -= 1
-                low, _, source, offset = held[at]
-                give, put = taken.setdefault((source, target), ([], []))
-                give.append(offset + position - low)
-                put.append((nth + 1) * columns - (start - position))
-    return tuple(
-        Overlap(source, target, (tuple(reversed(give)),), (tuple(reversed(put)),))
-        for (source, target), (give, put) in sorted(taken.items())
-    )
-
-
-def _offsets(pieces: tuple[Piece, ...]) -> list[int]:
-    """Where pieces begin in memory."""
-    return [0, *itertools.accumulate(p.count for p in pieces)][:-1]
+def _around(plan: Fragments, window: Windows) -> Wanted:
+    starts = sorted(p.start for pieces in plan.chunks for p in pieces if p.begins and p.count)
+    edges = (*starts, sum(p.count for pieces in plan.chunks for p in pieces))
+    held = tuple(join(Span(p.start, p.count) for p in pieces) for pieces in plan.chunks)
+    wanted: list[Spans] = []
+    for pieces in plan.chunks:
+        spans: list[Span] = []
+        for piece in pieces:
+            low, high = piece.start, piece.start + piece.count
+            (before, _, _, after), _ = cut_run(piece.start, piece.count, window)
+            at = bisect.bisect_right(edges, low) - 1
+            document, length = edges[at], edges[at + 1] - edges[at]
+            for a, b in ((low - before, low), (high, high + after)):
+                for s in bordered(a - document, b - document, length, window.border):
+                    spans.append(s if s.start < 0 else s._replace(start=s.start + document))
+        wanted.append(tuple(spans))
+    return Wanted(plan.mesh, held, tuple(wanted))
 
 
 def chunk_of(layout: LayoutDeclaration, axis: str, coords: Mapping[str, int]) -> int:

@@ -1,4 +1,4 @@
-"""The passes behind recurrences and convolutions: `weft::states`, `states_tree` and `halo`."""
+"""The passes of states behind recurrences: `weft::states` and `weft::states_tree`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch import Tensor
 from ..comm import P2PBatch
 from ..comm.channel import Channel
 from ..kernels import accumulate_dtype
-from ..relayout.fetch import collect, fetch
 from ..runtime.exchange import Passing, pass_op
 from ..runtime.handles import op
-from .fragments import HaloExchange, StateExchange
+from .fragments import StateExchange
 from .tree import Fold, TreeExchange, Value, state_tree
 
 # -- maps -----------------------------------------------------------------------------------------
@@ -215,38 +214,8 @@ def _flat(both: Map) -> Tensor:
     return torch.cat([x.flatten() for x in both if x is not None])
 
 
-# -- columns to the left --------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class HaloPassing(Passing):
-    """This rank's tokens, in `dim`, as the columns left of its pieces.
-
-    The backward pass adds the gradients of a column up on the rank that it came from.
-    """
-
-    plan: HaloExchange
-    dim: int
-
-    def forward(self, x: Tensor, channel: Channel) -> Tensor:
-        move = self.plan.fragments.halo(self.plan.chunk, self.plan.columns)
-        return fetch(x, (self.dim,), move, channel, self.plan.label)
-
-    def backward(
-        self, grad: Tensor, x: object, out: object, shape: Sequence[int], channel: Channel
-    ) -> Tensor:
-        move = self.plan.fragments.halo(self.plan.chunk, self.plan.columns)
-        more = (shape[self.dim],), accumulate_dtype(grad.dtype), f"d{self.plan.label}"
-        return collect(grad, (self.dim,), move, channel, *more)
-
-    def shape(self, x: Tensor) -> Sequence[int]:
-        columns = self.plan.columns * len(self.plan.fragments.reading(self.plan.chunk))
-        return *x.shape[: self.dim], columns, *x.shape[self.dim + 1 :]
-
-
 pass_op("states", "weft.scan")
 pass_op("states_tree", "weft.scan")
-pass_op("halo", "weft.halo")
 
 # -- order ----------------------------------------------------------------------------------------
 
@@ -276,4 +245,4 @@ def _setup_zeros(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 _zeros_after.register_autograd(_zeros_before, setup_context=_setup_zeros)
 
-__all__ = ["HaloPassing", "StatesPassing", "TreePassing"]
+__all__ = ["StatesPassing", "TreePassing"]

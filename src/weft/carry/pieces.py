@@ -11,6 +11,7 @@ ranks' gradients of a map are summed on the rank that made it.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -27,6 +28,8 @@ from ..comm.origin import UNKNOWN, origin
 from ..declare.blocks import block_edges
 from ..errors import ShapeError, WeftError
 from ..masks import Documents
+from ..relayout.take import TakePassing
+from ..relayout.windows import TakePass, Windows, cut_run
 from ..runtime import handles
 from ..runtime.exchange import Exchange, Passing
 from .chain import Step, chained
@@ -34,13 +37,12 @@ from .choose import GROUPS, Carried, ways_of
 from .fragments import (
     ChainExchange,
     Fragments,
-    HaloExchange,
     Piece,
     StateExchange,
     chunk_of,
     fragments,
 )
-from .ops import HaloPassing, StatesPassing, TreePassing
+from .ops import StatesPassing, TreePassing
 from .tree import TreeExchange
 
 if TYPE_CHECKING:
@@ -50,7 +52,7 @@ _STATES, _TREE, _HALO = "state", "tree", "halo"
 _OPS = {
     _STATES: torch.ops.weft.states,
     _TREE: torch.ops.weft.states_tree,
-    _HALO: torch.ops.weft.halo,
+    _HALO: torch.ops.weft.take,
 }
 
 Apply = Callable[[Tensor, Tensor], Tensor]
@@ -201,7 +203,7 @@ class LocalPieces:
         dtype: torch.dtype = torch.float32,
         widened: bool = False,
     ) -> bool:
-        """Whether a recurrence hands its states on, by `chain`, or composes maps, by `states`.
+        """True if a recurrence hands on states (`chain`), False if it composes maps (`states`).
 
         As `[carry]` of the layout says. Where it leaves it open, the way is taken that ends first
         by the clock of `carry/choose.py`; in a graph of `torch.compile` maps are composed.
@@ -223,7 +225,7 @@ class LocalPieces:
         return ways_of(layout, self.axis, self.length, device, of).way == "chain"
 
     def _of_maps(self, a: Tensor, b: Tensor) -> str:
-        """How maps travel: in a tree, or all to all ranks."""
+        """The transport of maps: in a tree, or gathered by all ranks."""
         named = self.layout.state_transport(self.axis)
         if named in ("gather", "tree"):
             return named
@@ -245,14 +247,15 @@ class LocalPieces:
 
         `nbytes` are those of a map or a column; where maps are composed in a tree, of a number.
         `more` is, of a tree, the shapes of A and b and whether A is a matrix; of a halo, the dim of
-        the tokens and how many columns.
+        the tokens and the fields of its windows.
         """
         exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
         if kind == _STATES:
             return StatesPassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
         if kind == _HALO:
-            dim, columns = more
-            return HaloPassing(HaloExchange(self.plan, self.chunk, columns, nbytes), exchange, dim)
+            dim, *window = more
+            wanted = self.plan.around(Windows(*window))
+            return TakePassing(TakePass(wanted, self.chunk, nbytes), exchange, dim)
         a, b, matrix = more
         state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
         plan = TreeExchange(self.plan, self.chunk, state, state + matrices)
@@ -384,20 +387,45 @@ class LocalPieces:
             ShapeError: on every rank, if ranks' calls differ.
         """
         dim %= x.dim()
+        window = Windows(columns + 1, 1, -columns, self.length, columns)
+        none = (*x.shape[:dim], columns, *x.shape[dim + 1 :])
+        return [
+            before if windows else _zeros_after(before, none)
+            for before, _, windows in self.around(x, window, dim)
+        ]
+
+    def around(self, x: Tensor, window: Windows, dim: int) -> list[tuple[Tensor, Tensor, int]]:
+        """What windows see before and after each of this rank's pieces, and which they are.
+
+            rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
+
+        Args:
+            x: this rank's tokens.
+            window: the windows.
+            dim: of the tokens.
+
+        Returns:
+            Per piece two tensors like x, of tokens before and after the part of it that they see,
+            and the number of its windows. A piece without a window has nothing around it.
+
+        Raises:
+            ShapeError: on every rank, if ranks' calls differ.
+        """
+        dim %= x.dim()
         self._check(x, dim)
-        if self._moves and columns:
+        of_window = tuple(getattr(window, f.name) for f in dataclasses.fields(Windows))
+        cuts = _plain_cuts(tuple(tuple(piece) for piece in self.pieces), of_window)
+        sizes = [n for (before, _, _, after), _ in cuts for n in (before, after)]
+        if window.extent > 1 and (self._moves or window.border != "zeros"):
             tail = (*x.shape[:dim], *x.shape[dim + 1 :])
-            described = f"{columns} columns of dim {dim}, the others {tail}, {_tensor_kind(x)}"
-            halo = self._pass(_HALO, x, described, math.prod(tail) * x.itemsize, dim, columns)
+            described = f"{window.describe()}, dim {dim}, the others {tail}, {_tensor_kind(x)}"
+            nbytes = math.prod(tail) * x.itemsize
+            halo = self._pass(_HALO, x, described, nbytes, dim, *of_window)
         else:
             halo = x.narrow(dim, 0, 0)
-        # For the backward pass, as above.
-        nothing = _zeros_after(halo, (*x.shape[:dim], columns, *x.shape[dim + 1 :]))
-        left = [nothing] * len(self.pieces)
-        if columns:
-            for at, i in enumerate(self._reading):
-                left[i] = halo.narrow(dim, at * columns, columns)
-        return left
+            halo = _zeros_after(halo, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+        strips = iter(halo.split(sizes, dim))
+        return [(before, after, n) for (_, n), before, after in zip(cuts, strips, strips)]
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -424,7 +452,7 @@ class LocalPieces:
         raise error
 
     def _exchange(self, label: str, described: str, ahead: bool | None) -> Exchange:
-        """How ranks agree on a pass; `ahead`: whether the CPU runs ahead, None of one refused."""
+        """Agreement on a pass; `ahead` is True if the CPU runs ahead, None for a refused pass."""
         of_call = self.layout, self.axis, self.length, self.documents, self.name
         return _exchange(*of_call, label, described, ahead)
 
@@ -479,7 +507,7 @@ def _exchange(
 
 @constant_in_graphs
 def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: str | None) -> tuple:
-    """What a rank knows of its pieces and of the order of all maps, as plain numbers.
+    """A rank's pieces and the order of all maps, as plain numbers.
 
     (start, count, begins, ends) of its pieces, its number of maps; of all, their order, and which
     reset the state; (maps before, piece) of its pieces, and those that continue a document;
@@ -507,6 +535,13 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
 
 
 @constant_in_graphs
+def _plain_cuts(pieces: tuple, window: tuple) -> tuple:
+    """The cuts of pieces by windows, as plain numbers."""
+    made = (cut_run(start, count, Windows(*window)) for start, count, _, _ in pieces)
+    return tuple((tuple(part), windows) for part, windows in made)
+
+
+@constant_in_graphs
 def _traced(
     layout: tuple,
     axis: str,
@@ -528,7 +563,7 @@ def _traced(
 def _composed_by(
     layout: tuple, axis: str, length: int, device: str, numbers: int, matrix: int, itemsize: int
 ) -> str:
-    """How maps travel where the layout leaves it open."""
+    """The transport of maps where the layout names none."""
     of = Carried(numbers * itemsize, matrix * itemsize, numbers)
     return ways_of(restored(layout).unbound, axis, length, device, of).of_maps
 

@@ -21,6 +21,8 @@ from ..plan.order import Span, join
 from ..proof.rendezvous import Wait, stuck_ranks
 from ..proof.symbolic import Claim
 from ..relayout.plan import Placed, Redistribution, placement, plan_redistribution
+from ..relayout.proof import take_defects
+from ..relayout.windows import Windows
 from .fragments import Fragments, by_heads, fragments
 from .tree import Tree, Value, state_tree
 
@@ -31,7 +33,7 @@ _COLUMNS = (3, 9)
 
 
 def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
-    """What holds of recurrences and short convolutions along an axis; none where it is whole.
+    """Claims about recurrences and short convolutions along an axis; none where it is not split.
 
     Args:
         layout: need not be bound.
@@ -66,7 +68,7 @@ def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
 
 
 def _prove_trade(layout: Layout, other: Layout, axis: str, length: int) -> Claim:
-    """What holds of tokens that are traded for heads, and of outputs that go back."""
+    """Claims about tokens traded for heads, and about the outputs on their way back."""
     sides, heads = [placement(each, (axis, HEADS)) for each in (layout, other)], other.size(HEADS)
     defects: list[str] = []
     for before, after in (sides, sides[::-1]):
@@ -83,7 +85,7 @@ def _prove_trade(layout: Layout, other: Layout, axis: str, length: int) -> Claim
 def move_defects(
     before: Placed, after: Placed, lengths: tuple[int, ...], moves: Sequence[Redistribution]
 ) -> Iterator[str]:
-    """What is wrong with the messages that take a tensor from one placement to another.
+    """Defects of the messages that take a tensor from one placement to another.
 
     Args:
         before, after: on one mesh.
@@ -143,7 +145,7 @@ def place_defects(plan: Fragments, layout: Layout, axis: str, length: int) -> It
 
 
 def composition_defects(plan: Fragments) -> Iterator[str]:
-    """What is wrong with states that are composed of all ranks' maps."""
+    """Defects of states composed of all ranks' maps."""
     starts = _documents(plan)
     own = [range(low, high) for low, high in _ranges(plan)]
     for chunk, pieces in enumerate(plan.chunks):
@@ -180,7 +182,7 @@ def composition_defects(plan: Fragments) -> Iterator[str]:
 
 
 def chain_defects(plan: Fragments) -> Iterator[str]:
-    """What is wrong with states that are handed on, each rank waiting for what it needs."""
+    """Defects of the chain: deadlocks, missing or surplus messages."""
     starts = _documents(plan)
     sent: dict[tuple[int, int], deque[tuple[int, int]]] = defaultdict(deque)
     done: set[tuple[int, int]] = set()
@@ -216,13 +218,13 @@ def chain_defects(plan: Fragments) -> Iterator[str]:
 
 
 def tree_defects(plan: Fragments) -> Iterator[str]:
-    """What is wrong with states that are composed in a tree, or with gradients in its reverse."""
+    """Defects of states composed in a tree, or of gradients in its reverse."""
     for backward in (False, True):
         yield from sweep_defects(plan, state_tree(plan, backward), backward)
 
 
 def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
-    """What is wrong with the rounds of a tree, forward or in reverse."""
+    """Defects of the rounds of a tree, forward or in reverse."""
     which, starts = "gradients" if backward else "states", _documents(plan)
     documents: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by their first token
     for chunk, pieces in enumerate(plan.chunks):
@@ -282,37 +284,22 @@ def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
 
 
 def halo_defects(plan: Fragments) -> Iterator[str]:
-    """What is wrong with columns to the left."""
+    """Defects of the columns to the left."""
     starts = _documents(plan)
-    tokens = [
-        [t for piece in pieces for t in range(piece.start, piece.start + piece.count)]
-        for pieces in plan.chunks
-    ]
+    length = sum(piece.count for pieces in plan.chunks for piece in pieces)
     for columns in _COLUMNS:
-        moves = [plan.halo(chunk, columns) for chunk in range(len(plan.chunks))]
-        for chunk, move in enumerate(moves):
-            found = {
-                put: tokens[overlap.source][taken]
-                for overlap in move.arrived
-                for taken, put in zip(overlap.taken[0], overlap.put[0], strict=True)
-            }
-            wanted: dict = {}
-            for nth, i in enumerate(plan.reading(chunk)):
-                start = plan.chunks[chunk][i].start
-                first = max(s for s in starts if s <= start)
-                wanted |= {
-                    (nth + 1) * columns - back: start - back
-                    for back in range(1, min(columns, start - first) + 1)
-                }
-            if found != wanted:
-                yield f"chunk {chunk}: {columns} columns are of tokens {found}, not {wanted}"
-            for step in move.steps:
-                for coordinate, overlaps in enumerate(step.sends):
-                    peer = _peer(plan, chunk, step.mesh_dim, coordinate)
-                    same = [s for s in moves[peer].steps if s.mesh_dim == step.mesh_dim]
-                    own = plan.coordinate(chunk, step.mesh_dim)
-                    if not same or same[0].receives[own] != overlaps:
-                        yield f"chunk {chunk}: sends columns that {peer} does not expect"
+        left = plan.around(Windows(columns + 1, 1, -columns, length, columns))
+        for chunk, pieces in enumerate(plan.chunks):
+            expected: list[int] = []
+            for piece in pieces:
+                first = max((s for s in starts if s <= piece.start), default=0)
+                before = range(piece.start - columns, piece.start)
+                expected += (p if p >= first else -1 for p in before if piece.count)
+            spans = left.wanted[chunk]
+            found = [s.start + i * s.step for s in spans for i in range(s.count)]
+            if found != expected:
+                yield f"chunk {chunk}: {columns} columns are of tokens {found}, not {expected}"
+        yield from take_defects(left)
 
 
 def _peer(plan: Fragments, chunk: int, mesh_dim: str, coordinate: int) -> int:

@@ -1,4 +1,4 @@
-"""How states reach all pieces of a document in a tree: maps are folded up, states handed down.
+"""States of a document's pieces in a tree: maps are folded up, states handed down.
 
 The pieces of a document, in order, are the leaves. Every gap between two leaves is a node, at the
 rank of the leaf before it. Up: the maps of the leaves before a gap, as far as its subtree reaches,
@@ -29,7 +29,7 @@ from .fragments import Fragments, PlannedMessage, StatesPass
 
 
 class Value(NamedTuple):
-    """What leaves `low` to `high` - 1 of a chain do to a state; with `low` = 0 a state."""
+    """The map of leaves `low` to `high` - 1 of a chain; with `low` = 0 a state."""
 
     chain: int
     low: int
@@ -46,17 +46,17 @@ class Fold(NamedTuple):
 
     @property
     def before(self) -> Value:
-        """Of the leaves before `mid`."""
+        """The map of the leaves before `mid`."""
         return Value(self.chain, self.low, self.mid)
 
     @property
     def after(self) -> Value:
-        """Of the leaves from `mid` on."""
+        """The map of the leaves from `mid` on."""
         return Value(self.chain, self.mid, self.high)
 
     @property
     def made(self) -> Value:
-        """Of all of them."""
+        """The map of all leaves."""
         return Value(self.chain, self.low, self.high)
 
 
@@ -69,7 +69,7 @@ class Message(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a chunk does in a round: folds, in order, and then messages, all at once."""
+    """One round of a chunk: folds, in order, then messages, all at once."""
 
     folds: tuple[Fold, ...]
     sends: tuple[Message, ...]
@@ -120,7 +120,7 @@ class TreeExchange(StatesPass):
 
 @cached(64)
 def state_tree(plan: Fragments, backward: bool = False) -> Tree:
-    """How the state that enters every piece, or the gradient of what leaves it, is made."""
+    """The tree of maps that gives the state entering each piece, or the gradient leaving it."""
     chains = tuple(c[::-1] if backward else c for c in plan.chains)
     made = _Sweep(plan, chains)
     for number, leaves in enumerate(chains):
@@ -144,7 +144,7 @@ class _Sweep:
         self.receives: dict[tuple[int, int], list[Message]] = defaultdict(list)
 
     def chunk(self, chain: int, leaf: int) -> int:
-        """Where a leaf is."""
+        """The chunk of a leaf."""
         return self.chains[chain][leaf][0]
 
     def up(self, chain: int, low: int, high: int) -> None:

@@ -215,6 +215,11 @@ def read_index(folder: Path) -> Index:
         return Index.model_validate(document["index"])
 
 
+def index_digest(index: Index) -> str:
+    """The SHA-256 of an index: by the digests of the files it stands for all of a folder."""
+    return _text_hash(index.model_dump_json())
+
+
 def verify_folder(folder: Path, index: Index, names: Iterable[str]) -> None:
     """Raises `CheckpointError` unless these files are those that were written."""
     for name in names:
@@ -314,6 +319,12 @@ def _file(path: Path) -> File:
     """Size and digest of a file."""
     with open_to_read(path) as file:
         return File(bytes=os.fstat(file.fileno()).st_size, sha256=_hash(file))
+
+
+def digest(path: Path) -> str:
+    """The SHA-256 of a file that a user named, in hexadecimal digits."""
+    with failing(path, "read"), open_to_read(path, links=True) as file:
+        return _hash(file)
 
 
 def _hash(file: BufferedReader) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import fcntl
-import functools
 import json
 import operator
 import secrets
@@ -36,8 +35,9 @@ from torch import nn
 from .._opening import check_folder, open_to_lock
 from ..layout import Layout
 from . import folder as files
-from .folder import INDEX, PICKLED, CheckpointError, failing, read_index
+from .folder import INDEX, PICKLED, CheckpointError, Index, failing, read_index
 from .replicated import refuse_differing
+from .same_files import DifferentFilesError, agreed_index
 from .shards import Shard, everywhere, extra_modules, on_first, shards
 from .state import check_state_fits, make_states, plain_values, stored_value
 from .values import decode, encode
@@ -206,28 +206,30 @@ class Checkpoints:
             wrote with `dcp.save`, the step in its folder's name if it has none, and no notes.
 
         Raises:
-            CheckpointError: on every rank, if all are damaged, or if the latest undamaged one is of
-                another model or optimizer; nothing has changed then.
+            CheckpointError: on every rank, if all are damaged, if ranks see folders of other
+                contents, or if the latest undamaged one is of another model or optimizer; nothing
+                has changed then.
         """
         damaged: list[str] = []
         for step in reversed(self.steps()):
             path = step_folder(self.folder, step)
             try:
-                everywhere(self.layout, functools.partial(_verify_step, path, self.layout))
+                index = agreed_index(path, self.layout, lambda _, path=path: _check_step(path))
+            except DifferentFilesError:
+                raise  # an earlier step may differ as well
             except CheckpointError as error:
                 damaged.append(str(error))
                 continue
             if damaged and self.layout.rank == 0:
                 warnings.warn(f"{'; '.join(damaged)}; going on from {path}", stacklevel=2)
-            return self._restore(path, model, optimizer)
+            return self._restore(path, index, model, optimizer)
         if damaged:
             raise CheckpointError(f"{self.folder} has no whole checkpoint: {'; '.join(damaged)}")
         return Loaded()
 
     def _restore(
-        self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None
+        self, path: Path, index: Index, model: nn.Module, optimizer: torch.optim.Optimizer | None
     ) -> Loaded:
-        index = read_index(path)
         step, notes = index.values.get("step"), decode(index.values.get("notes", {}), f"{path}")
         everywhere(
             self.layout, lambda: check_state_fits(path, index, model, optimizer, self.layout)
@@ -252,16 +254,9 @@ class Checkpoints:
         return Loaded(number, notes if isinstance(notes, Mapping) else {}, path)
 
 
-def _verify_step(path: Path, layout: Layout) -> None:
+def _check_step(path: Path) -> None:
     with failing(path, "read"):
         check_folder(path)
-    verify_share(path, layout)
-
-
-def verify_share(path: Path, layout: Layout) -> None:
-    """Reads the index, and verifies this rank's share of the files; ranks' shares are all files."""
-    index = read_index(path)
-    files.verify_folder(path, index, sorted(index.files)[layout.rank :: layout.world_size])
 
 
 def complete_steps(folder: Path) -> list[int]:
@@ -275,6 +270,12 @@ def complete_steps(folder: Path) -> list[int]:
         names = [p.name.removeprefix("step-") for p in folder.iterdir() if p.name[:5] == "step-"]
         numbers = (int(n) for n in names if n.isdecimal() and n.isascii() and len(n) < 19)
         return sorted(n for n in set(numbers) if (step_folder(folder, n) / INDEX).exists())
+
+
+def notes_of(path: Path) -> Mapping[str, Any]:
+    """The notes of the checkpoint in a folder; raises `CheckpointError` for a damaged one."""
+    notes = decode(read_index(path).values.get("notes", {}), f"{path}")
+    return notes if isinstance(notes, Mapping) else {}
 
 
 def step_folder(folder: Path, step: int) -> Path:

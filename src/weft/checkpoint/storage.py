@@ -38,11 +38,13 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from ..comm.transport import disagreement
 from .folder import (
     CheckpointError,
     commit,
     failing,
     file_name,
+    index_digest,
     read_block,
     read_index,
     verify_folder,
@@ -206,12 +208,23 @@ class SafetensorsReader(_AtPath, StorageReader):
             is_coordinator: whether this rank plans for all.
         """
 
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """The plan with the digest of the index that this rank sees.
+
+        Args:
+            plan: of this rank.
+        """
+        return dataclasses.replace(plan, storage_data=index_digest(read_index(self.path)))
+
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are.
+        """The plans as they are, once all ranks see folders of one content.
 
         Args:
             plans: of all ranks.
         """
+        digests = {rank: f"sha256 {str(p.storage_data)[:16]}" for rank, p in enumerate(plans)}
+        if len({*digests.values()}) > 1:
+            raise CheckpointError(disagreement(f"the content of {self.path}", digests))
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

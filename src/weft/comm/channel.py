@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._digest import number_of
 from ..errors import ShapeError, UnsupportedError, WeftError
-from .origin import ADVICE, UNKNOWN, Origin, differ_in_origin, together
+from .origin import UNKNOWN, Origin, advice, differ_in_origin, together
 from .transport import P2PBatch, Shuffle, Transport
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
@@ -65,6 +65,7 @@ class Channel:
                 " code between such calls, or calls on one rank"
             )
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
+        self.watches = transport.watches
         self.what, self.digest, self.detail, self.kind = what, digest, detail, kind
         self.subject, self.origin = subject, origin
         self.deferred = kind is not None and transport.agreed_before(kind)
@@ -161,29 +162,18 @@ class Channel:
             self.check()
         return self.transport.all_to_all(shuffle, self.tag)
 
-    def note(self, plan: object, backward: bool) -> None:
-        """A pass of a plan runs on this rank."""
-        self.transport.note(plan, backward)
-
-    @property
-    def watched(self) -> bool:
-        """True while passes are counted."""
-        return self.transport.watched
-
     def note_failure(self, error: str) -> None:
         """The pass fails on this rank; whoever catches the error may go on with other calls."""
         self._keep()
         self.transport.note_failure(error)
 
-    def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
-        """A pass of a plan held this many bytes for other ranks at one time."""
-        self.transport.note_peak(plan, backward, nbytes)
-
 
 def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> ShapeError:
     """The error where ranks' calls differ: each call in words, and its origin."""
     error = transport.disagreement(what, texts)
-    return ShapeError(f"{error}\n{ADVICE}") if differ_in_origin(texts.values()) else error
+    if not differ_in_origin(texts.values()):
+        return error
+    return ShapeError(f"{error}\n{advice(texts.values())}")
 
 
 def refuse(

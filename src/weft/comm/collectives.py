@@ -25,9 +25,10 @@ from torch import Tensor
 
 from ..declare.mesh import index_at
 from . import P2PBatch, Transport
-from .channel import Channel, disagreed
+from .channel import disagreed
 from .once_differentiable import once
 from .origin import UNKNOWN, Origin, origin, together
+from .transport import Messages
 
 
 class _Sum(torch.autograd.Function):
@@ -164,7 +165,7 @@ def gather_flat(
     buffer: Tensor,
     sizes: Sequence[int],
     dims: Sequence[str],
-    transport: Transport | Channel,
+    transport: Messages,
     label: str,
 ) -> list[Tensor]:
     """The flat buffers of all ranks along mesh dims (outermost first), in row-major order.

@@ -107,9 +107,9 @@ class ControlGroup:
             if len(part) > 1 or len(ranks) == 1
         ]
         self._last = len(parts)  # phases of all ranks, of which some leave this one out
-        #: The latest votes and texts. A thread of gloo drops each some time after it is done; were
-        #: that the last to hold it, its tensors would ask for Python, which may be ending. Dropped
-        #: after the groups, whose end waits for their threads.
+        #: The latest votes and texts. gloo's thread drops its reference to each late. If that were
+        #: the last one, freeing the tensors would need the GIL, perhaps while the interpreter shuts
+        #: down. Dropped after the groups, whose end waits for their threads.
         self._retained: collections.deque[dist.Work] = collections.deque(maxlen=16)
         self._ending = threading.Event()
         self._begun: queue.SimpleQueue = queue.SimpleQueue()

@@ -23,6 +23,15 @@ def second_derivative(of: str) -> UnsupportedError:
     )
 
 
+def transformed(of: str) -> UnsupportedError:
+    """The error where a transform of `torch.func` is at work, `of` a public name."""
+    return UnsupportedError(
+        f"{of} is called within a transform of torch.func (grad, vjp, jvp, vmap, jacrev), whose "
+        "levels do not reach other ranks; use loss.backward() or torch.autograd.grad, and put a "
+        "mapped dim into the batch"
+    )
+
+
 def once(of: str, linear: bool = True) -> Callable[[Callable], Callable]:
     """Decorates the `backward` of a `torch.autograd.Function` that is differentiable once.
 

@@ -2,7 +2,7 @@
 
 Two calls of one shape and one mask are told apart by neither, so ranks that make them in another
 order would exchange each other's tensors. A call's origin is read from the stack by value: names of
-modules in each other, and the file's name, function and line of the first frame that is neither
+modules (`module_names`), and the file's name, function and line of the first frame that is neither
 weft's nor torch's. Where a part is not known it is empty, and agrees with any: a compiled function
 runs without frames, and knows the line alone, from when it was traced.
 """
@@ -10,11 +10,9 @@ runs without frames, and knows the line alone, from when it was traced.
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 import re
 import sys
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +25,8 @@ from torch import nn
 from .._digest import number_of
 from .._doors import PACKAGES
 from .._torch import frames_traced, is_module_call
+from .module_names import path
 
-#: What modules around others call them: with and without one, a module is the same.
-_WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 _WEFT = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in PACKAGES)
 _TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
 #: Rooms of the engine in which `forward` is no module's.
@@ -42,10 +39,9 @@ _AUTOGRAD = os.path.join(_TORCH, "autograd", "graph.py")
 _RESUMED = re.compile(r"torch_dynamo_resume_in_(.*)_at_\d+$")
 #: Where texts of calls say where they come from.
 _MARK = ", called by "
-ADVICE = (
-    "these are different calls of the program: let all ranks make their calls in one order. If they"
-    " are one call in two places, give it one name there: weft.attention(..., name='...'), and"
-    " likewise layout.gather and layout.redistribute"
+_ONE_NAME = (
+    "give it one name in both places: weft.attention(..., name='...'), and likewise layout.gather"
+    " and layout.redistribute"
 )
 
 
@@ -76,18 +72,22 @@ def origin() -> Origin:
     if traced is not None:  # the modules are not known
         return Origin("", _first((f.filename, f.name, f.lineno or 0) for f in reversed(traced)))
     modules: list[nn.Module] = []
+    callers: list[FrameType] = []  # of the outermost module
     site: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if is_module_call(code):
             modules.append(frame.f_locals["self"])
+            callers.clear()
         elif code.co_filename == _AUTOGRAD:
             break
-        elif site is None:
-            site = _site(code.co_filename, code.co_name, frame.f_lineno)
+        else:
+            callers.append(frame)
+            if site is None:
+                site = _site(code.co_filename, code.co_name, frame.f_lineno)
         frame = frame.f_back
-    return Origin(_path(modules), site or "")
+    return Origin(path(modules, filter(_is_users, callers)), site or "")
 
 
 def together(rows: Iterable[Sequence[Any]]) -> tuple[Any, ...] | None:
@@ -116,6 +116,31 @@ def differ_in_origin(texts: Iterable[str]) -> bool:
     return all(mark for _, mark, _ in parts) and len({text for text, _, _ in parts}) == 1
 
 
+def advice(texts: Iterable[str]) -> str:
+    """What to do where calls, one of each rank, differ in their origin alone.
+
+    >>> print(advice(["n 4, called by a.py:3 in f", "n 4, called by a.py:5 in f"])[:54])
+    is it one call that ranks make on different lines, say
+    """
+    places = [text.rpartition(_MARK)[2] for text in texts]
+    lines = {line for _, _, line in (place.rpartition(" at ") for place in places)}
+    order = (
+        "ranks make their calls in another order, or leave one out, and would exchange each other's"
+        " tensors: let all ranks make the same calls in one order"
+    )
+    if len(lines) == 1 or not all(" in " in line for line in lines):  # modules differ
+        return f"{order}. If it is one call in several places, {_ONE_NAME}"
+    return (
+        "is it one call that ranks make on different lines, say if rank == 0: ... else: ...? Then"
+        f" {_ONE_NAME}. If not, {order}"
+    )
+
+
+def _is_users(frame: FrameType) -> bool:
+    code = frame.f_code
+    return bool(_site(code.co_filename, code.co_name, code.co_firstlineno))
+
+
 def _first(frames: Iterator[tuple[str, str, int]]) -> str:
     """The site among frames, the innermost first."""
     return next((site for site in (_site(*frame) for frame in frames) if site is not None), "")
@@ -131,39 +156,6 @@ def _site(file: str, function: str, line: int) -> str | None:
     name = Path(file).name if file[:1] != "<" else "code"  # <ipython-input-3>, <eval_with_key>.7
     resumed = _RESUMED.match(function)  # after a break in a compiled function's graph
     return f"{name}:{line} in {resumed[1] if resumed else function}"
-
-
-def _path(modules: Sequence[nn.Module]) -> str:
-    """The names of modules in each other, the innermost first in the list, as `a.layers.3.b`."""
-    names: list[str] = []
-    for child, parent in itertools.pairwise(modules):
-        if child is not parent:
-            names[:0] = (n for n in _name_in(parent, child).split(".") if n not in _WRAPPERS)
-    return ".".join(names)
-
-
-_names: weakref.WeakKeyDictionary[nn.Module, weakref.WeakKeyDictionary[nn.Module, str]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def _name_in(parent: nn.Module, child: nn.Module) -> str:
-    """The name of a module in one around it; its class where that does not hold it."""
-    names = _names.get(parent)
-    if names is None:
-        names = _names[parent] = weakref.WeakKeyDictionary()
-    name = names.get(child)
-    if name is None or not _is_at(parent, name, child):
-        name = next((n for n, m in parent.named_modules() if m is child), type(child).__name__)
-        names[child] = name
-    return name
-
-
-def _is_at(parent: nn.Module, name: str, child: nn.Module) -> bool:
-    at: nn.Module | None = parent
-    for part in name.split("."):
-        at = at._modules.get(part) if at is not None else None
-    return at is child
 
 
 @functools.lru_cache(4096)

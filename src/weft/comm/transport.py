@@ -14,7 +14,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -68,6 +68,56 @@ class Watch(Counter):
         self.peaks: Counter[tuple[object, bool]] = Counter()
 
 
+class Watches:
+    """The watches at work on one rank; a pass tells them that it runs, and the bytes it holds."""
+
+    def __init__(self) -> None:
+        self._now: list[Watch] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._now)
+
+    def begin(self) -> Watch:
+        """From now on count which passes of which plans run."""
+        watch = Watch()  # by name: ranks that are threads watch each other's transports
+        self._now.append(watch)
+        return watch
+
+    def end(self, ended: Watch) -> None:
+        """No longer count passes for a watch."""
+        self._now = [watch for watch in self._now if watch is not ended]
+
+    def note(self, plan: object, backward: bool) -> None:
+        """A pass of a plan runs on this rank."""
+        for watch in self._now:
+            watch[plan, backward] += 1
+
+    def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
+        """A pass of a plan held this many bytes for other ranks at one time."""
+        for watch in self._now:
+            watch.peaks[plan, backward] = max(watch.peaks[plan, backward], nbytes)
+
+
+class Messages(Protocol):
+    """The messages of a pass: those of a `Transport`, or of the `Channel` of a call over it."""
+
+    sizes: dict[str, int]
+    coords: dict[str, int]
+    watches: Watches
+
+    def start(self, p2p: P2PBatch) -> Callable[[], None]:
+        """Begin a movement; the returned function waits until its receive buffers are filled."""
+        ...
+
+    def all_to_all(self, shuffle: Shuffle) -> Tensor:
+        """The chunks that ranks along a mesh dim send to this one, as a flat buffer by rank."""
+        ...
+
+    def note_failure(self, error: str) -> None:
+        """A pass fails on this rank: others may wait for it."""
+        ...
+
+
 class Transport(abc.ABC):
     """Moves bytes between the ranks of a mesh.
 
@@ -90,7 +140,7 @@ class Transport(abc.ABC):
         self.sent: Counter[tuple[str, str]] = Counter()
         self.received: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
-        self._watches: list[Watch] = []
+        self.watches = Watches()
         self._passes: Counter[tuple[str, ...]] = Counter()
         #: a pass whose agreement between ranks has not been checked yet
         self.deferred: Any = None
@@ -111,26 +161,6 @@ class Transport(abc.ABC):
         """The rank that differs from this one only in its coordinate along `mesh_dim`."""
         return rank_at(self.sizes, {**self.coords, mesh_dim: coord})
 
-    def watch(self) -> Watch:
-        """From now on counts which passes of which plans run: (plan, backward) -> how often."""
-        made = Watch()  # by name: ranks that are threads watch each other's transports
-        self._watches.append(made)
-        return made
-
-    def unwatch(self, passes: Watch) -> None:
-        """No longer counts passes."""
-        self._watches = [watch for watch in self._watches if watch is not passes]
-
-    def note(self, plan: object, backward: bool) -> None:
-        """A pass of a plan runs on this rank."""
-        for watch in self._watches:
-            watch[plan, backward] += 1
-
-    @property
-    def watched(self) -> bool:
-        """True while passes are counted."""
-        return bool(self._watches)
-
     def note_call(  # noqa: B027
         self,
         what: str,
@@ -143,11 +173,6 @@ class Transport(abc.ABC):
 
     def note_failure(self, error: str) -> None:  # noqa: B027
         """A pass fails on this rank: others may wait for it."""
-
-    def note_peak(self, plan: object, backward: bool, nbytes: int) -> None:
-        """A pass of a plan held this many bytes for other ranks at one time."""
-        for watch in self._watches:
-            watch.peaks[plan, backward] = max(watch.peaks[plan, backward], nbytes)
 
     def start(self, p2p: P2PBatch, tag: int = 0) -> Callable[[], None]:
         """Begin a movement; the returned function waits until its receive buffers are filled.

@@ -20,6 +20,7 @@ from ..errors import DeclarationError, RankError, ShapeError
 from ..launch import failures
 from ..launch.environment import already_launched, number, tell_torch
 from .control import control_group
+from .start import name_of_start
 from .transport import disagreement
 
 
@@ -53,8 +54,11 @@ def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     rank = number(os.environ, "RANK", 0)
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return _store_of_attempt(timeout), rank, number(os.environ, "WORLD_SIZE", 1)
+            size = number(os.environ, "WORLD_SIZE", 1)
+            return _store_of_start(rank, size, timeout), rank, size
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    except RankError:
+        raise
     except (RuntimeError, ValueError) as error:
         where = ":".join(os.environ.get(name, "?") for name in ("MASTER_ADDR", "MASTER_PORT"))
         raise RankError(
@@ -114,8 +118,8 @@ def gpu_of(environ: Mapping[str, str], count: int) -> int:
     return local
 
 
-def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
-    """The store that torch's elastic launcher keeps, under names of this attempt.
+def _store_of_start(rank: int, size: int, timeout: datetime.timedelta) -> dist.Store:
+    """The store that torch's elastic launcher keeps, under the name of this start of all ranks.
 
     It outlives its ranks: those that are started again would find entries of the dead ones there,
     such as addresses where nobody listens any more.
@@ -123,8 +127,8 @@ def _store_of_attempt(timeout: datetime.timedelta) -> dist.Store:
     address = os.environ.get("MASTER_ADDR", "localhost")
     port = number(os.environ, "MASTER_PORT", 0)
     store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"weft/attempt-{attempt}", store)
+    name = name_of_start(store, rank, size, timeout)
+    return dist.PrefixStore(f"weft/start-{name}", store)
 
 
 def _close_process_group() -> None:

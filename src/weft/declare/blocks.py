@@ -26,7 +26,7 @@ NAMES = ("contiguous", "zigzag")
 
 @cached(4096)
 def block_edges(length: int) -> tuple[int, ...]:
-    """Where the blocks of an axis begin, and its end. None is empty, so few tokens are few blocks.
+    """First positions of the blocks of an axis, and its end. No block is empty.
 
     >>> block_edges(8192)[:3], block_edges(20)[:5], block_edges(3)
     ((0, 512, 1024), (0, 1, 2, 3, 5), (0, 1, 2, 3))

@@ -117,7 +117,7 @@ class Device(BaseModel):
         return _interpolated(rates, math.sqrt(max(entries, 1.0)))
 
     def causal_share(self, rows: int) -> float:
-        """What share of its rate a call of this many rows along the diagonal reaches.
+        """Share of its full rate that a call with this many rows along the diagonal reaches.
 
         >>> Device(flops=1e14, causal={256: 0.5, 4096: 0.8}).causal_share(128)
         0.5

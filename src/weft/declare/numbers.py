@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 
 class NotANumber(ValueError):
-    """A value of another kind; the message is what to give in its place."""
+    """Not a number of the required type; the message names that type."""
 
 
 def _whole(value: Any) -> Any:
@@ -36,5 +36,7 @@ Real = Annotated[float, BeforeValidator(_real)]
 Limit = Annotated[float, BeforeValidator(_limit)]
 #: sizes and counts
 Positive = Annotated[Whole, Field(ge=1, le=1 << 40)]
+#: dims of a weight
+Width = Annotated[Whole, Field(ge=1, le=1 << 24)]
 AboveZero = Annotated[Real, Field(gt=0)]
 ZeroOrMore = Annotated[Real, Field(ge=0)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from .numbers import Real, Whole
+from .numbers import Real, Whole, Width
 
 
 class Routing(BaseModel):
@@ -32,7 +32,7 @@ class Routing(BaseModel):
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     top_k: Whole = Field(ge=1)
-    summary_dim: Whole = Field(default=16, ge=1)
+    summary_dim: Width = 16
     blocks: Whole = Field(default=1, ge=1)
     chunks: Whole | None = Field(default=None, ge=1)
     temperature: Real = Field(default=1.0, gt=0)

@@ -94,7 +94,7 @@ def merge_parts(
 def merge_rows(
     out: Tensor, lse: Tensor, counts: Sequence[int], dims: Sequence[str], channel: Channel
 ) -> tuple[Tensor, Tensor]:
-    """Of all ranks' parts, the merged output of this rank's own rows, and its logsumexp.
+    """Merged output and logsumexp of this rank's rows, from the parts of all ranks.
 
     `out` (b, h, n, e) and `lse` (b, h, n) are those of all ranks' rows over this rank's keys,
     `counts` rows of each part; mesh dims `dims`, outermost first, split the rows and the keys.

@@ -84,7 +84,7 @@ class Held:
         return replace(self, runs=tuple(kept))
 
     def next_positions(self, part: int, count: int) -> Tensor:
-        """Which of the next `count` positions a part gets in blocks, counted from the first."""
+        """Positions among the next `count` that a part gets in blocks, counted from the first."""
         return _in_blocks(self.length, count, self.block, self.parts, part)
 
     def positions(self, part: int) -> Tensor:
@@ -113,7 +113,7 @@ def _positions(held: Held, part: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Move:
-    """What a rank sends and receives along one mesh dim, on the way of positions to other ranks.
+    """Messages of a rank along one mesh dim, on the way of positions to other ranks.
 
     Attributes:
         mesh_dim: along which.
@@ -131,7 +131,7 @@ class Move:
 def moves(
     before: Sequence[Tensor], after: Sequence[Tensor], mesh: Mapping[str, int], rank: int
 ) -> tuple[list[Move], Tensor]:
-    """How positions get from the ranks that hold them to others, one mesh dim after the other.
+    """Moves of positions from the ranks that hold them, one mesh dim after the other.
 
     Args:
         before: positions on every rank, each on one.

@@ -177,7 +177,7 @@ def _with_ties_together(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Modu
 
 
 def _sharing(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
-    """The units that have a parameter which another unit has, too; of two, the model stays one."""
+    """FSDP units that share a parameter with another unit, never the root."""
     units: dict[nn.Parameter, set[nn.Module]] = {}
     to_see = [(model, model)]
     while to_see:

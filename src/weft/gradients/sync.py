@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,7 +16,6 @@ from ..comm import Transport
 from ..comm.consistency import (
     compare_names,
     compare_weights,
-    fingerprint,
     is_partial,
     is_split,
     local_tensor,
@@ -144,8 +142,6 @@ def sync(
     if not transport.fake:
         if not getattr(module, _COMPARED, False):
             compare_weights(everything, same_dims, transport)
-            if not averaged:
-                _doubt_sums(parameters, dims, transport)
             setattr(module, _COMPARED, True)
         elif getattr(module, _OVERFLOWED, False):
             _compare_after_overflow(everything, same_dims, transport)
@@ -347,30 +343,3 @@ def _refuse_parts(
             " and what made queries has the whole, so neither a sum nor none is right; "
             + ABOUT_KEYS.format(tuple(dims))
         )
-
-
-def _doubt_sums(
-    parameters: Mapping[str, nn.Parameter], dims: Sequence[str], transport: Transport
-) -> None:
-    """Warns where gradients are the same on all ranks, as if they were summed already."""
-    ranks = math.prod(transport.sizes[d] for d in dims)
-    if ranks == 1:
-        return
-    own = torch.stack([_of_gradient(p) for p in parameters.values()])
-    same = transport.all_reduce(own.clone(), dims, "weights") == own * ranks
-    local = (local_tensor(p.grad) for p in parameters.values() if p.grad is not None)
-    if bool(same.all()) and any(bool(g.any()) for g in local):
-        warnings.warn(
-            f"gradients are bitwise the same on all ranks along mesh dims {tuple(dims)} before "
-            f"sync_gradients, as if they were summed already or all ranks had the same data; "
-            f"it counts them {ranks} times",
-            stacklevel=5,
-        )
-
-
-def _of_gradient(p: nn.Parameter) -> Tensor:
-    """1 if a parameter has a gradient, and the fingerprint of that."""
-    if p.grad is None:
-        return torch.zeros(2, dtype=torch.int64, device=local_tensor(p).device)
-    digest = fingerprint(local_tensor(p.grad))
-    return torch.stack([torch.ones_like(digest), digest])

@@ -13,7 +13,6 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.traffic import Traffic
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
-from ..plan.call import read_length
 from ..plan.memory import MemoryBound, memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, forecast_of, plans_for
@@ -225,24 +224,21 @@ def _problem(
             )
     if batch is None:
         batch = layout.batch_parts(axes)
-    lengths = read_length(axes, length)
-    if lengths is None:
-        raise ShapeError("a plan without tensors needs length=...")
-    made = Problem(
-        axes=axes,
-        lengths=lengths,
-        batch=batch,
+    problem = Problem.of(
+        axes,
+        length,
         heads=heads,
-        kv_heads=heads if kv_heads is None else kv_heads,
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim if value_dim is None else value_dim,
+        value_dim=value_dim,
+        batch=batch,
         dtype=dtype,
         device=device_type(device),
         mask=mask,
     )
     describe(mask)
-    mask.check(made.n, made.m, batch)
-    return made
+    mask.check(problem.n, problem.m, batch)
+    return problem
 
 
 def device_type(device: str | torch.device) -> str:

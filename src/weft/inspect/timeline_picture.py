@@ -64,7 +64,7 @@ class _Grid:
 
     @property
     def height(self) -> float:
-        """Of a rank's row, in lanes of one event."""
+        """Height of a rank's row, in lanes of one event."""
         return sum(self.lanes.values()) + 0.5
 
     def y(self, rank: int, lane: str, slot: float = 0.0) -> float:
@@ -156,7 +156,7 @@ def _panel(axes: Axes, events: Sequence[Event], grid: _Grid, scale: float) -> No
 
 
 def _bar(axes: Axes, e: Event, start: float, y: float, scale: float) -> None:
-    """An event, with what it says written into it if there is room."""
+    """Draw an event; label it if the label fits."""
     width, style = e.end - e.start, _style(_kind(e) if e.work else "masked")
     if 0 < e.work < 1:
         style |= _style("partly")

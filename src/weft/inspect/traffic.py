@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..carry.fragments import ChainExchange, HaloExchange, StateExchange
+from ..carry.fragments import ChainExchange, StateExchange
 from ..carry.tree import TreeExchange
 from ..comm import Transport, Watch, alive
 from ..declare.traffic import Traffic
@@ -17,6 +17,7 @@ from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import forecast_of
 from ..relayout.plan import RedistributionPass
+from ..relayout.windows import TakePass
 from .words import nbytes
 
 if TYPE_CHECKING:
@@ -129,13 +130,13 @@ def traffic(*layouts: Layout) -> Iterator[TrafficReport]:
     """
     watched: list[Transport] = [*dict.fromkeys(layout.bound for layout in layouts)] or alive()
     before = [(t.received.copy(), t.sent.copy(), t.calls.copy()) for t in watched]
-    ran = [t.watch() for t in watched]
+    ran = [t.watches.begin() for t in watched]
     moved = TrafficReport()
     try:
         yield moved
     finally:
         for transport, (received, sent, calls), passes in zip(watched, before, ran):
-            transport.unwatch(passes)
+            transport.watches.end(passes)
             moved.received.update(transport.received - received)
             moved.sent.update(transport.sent - sent)
             moved.calls.update(transport.calls - calls)
@@ -147,7 +148,7 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
         if isinstance(
             plan,
-            ChainExchange | HaloExchange | StateExchange | TreeExchange | RedistributionPass,
+            ChainExchange | TakePass | StateExchange | TreeExchange | RedistributionPass,
         ):
             per_call = plan.traffic(backward)
         else:

@@ -67,7 +67,7 @@ class FlashKernel(Kernel):
     takes_dlse = False
 
     def dim(self, head_dim: int, value_dim: int) -> int:
-        """The one head dim with which the family's kernel runs."""
+        """Head dim with which the family's kernel runs."""
         return -(-max(head_dim, value_dim) // self.step) * self.step
 
     def delta_dims(self, lse_grad: bool) -> int:

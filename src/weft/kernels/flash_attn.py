@@ -137,7 +137,7 @@ class FlashAttn(FlashKernel):
 
     @property
     def widest(self) -> int:  # type: ignore[override]  # read-only here
-        """Of the generation in use, or of the widest one."""
+        """Largest head dim of the generation in use, or of the widest one."""
         return 256 if self.missing() else load().widest
 
     @property
@@ -147,7 +147,7 @@ class FlashAttn(FlashKernel):
 
     @property
     def takes_dlse(self) -> bool:  # type: ignore[override]  # read-only here
-        """Of the generation in use."""
+        """True if the generation in use takes a gradient of the logsumexp."""
         return self.missing() is None and load().takes_dlse
 
     @property

@@ -53,7 +53,8 @@ class Math(Kernel):
         for rows in _row_blocks(q, k):
             queries, grads = q[:, :, rows].to(dtype), dout[:, :, rows].to(dtype)
             scores, slope = _scores(queries, keys, view, rows)
-            p = torch.exp(scores - finite_lse(lse[:, :, rows]).unsqueeze(-1))
+            exponents = scores - finite_lse(lse[:, :, rows]).unsqueeze(-1)
+            p = torch.exp(exponents.clamp_max(0.0))  # above 0 by the rounding of large scores
             ds = p * (grads @ values.mT - delta[:, :, rows].unsqueeze(-1))
             if view.bias_grad:
                 dbias.append(ds)

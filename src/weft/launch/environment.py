@@ -87,6 +87,17 @@ def restarted(environ: Mapping[str, str] | None = None) -> bool:
     return any(number(env, name, 0) > 0 for name in counts)
 
 
+def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
+    """The name of a launch, the same in all its restarts: torchrun's `--rdzv-id`, if it has one.
+
+    >>> launch_id({"TORCHELASTIC_RUN_ID": "job-7"}), launch_id({"TORCHELASTIC_RUN_ID": "none"})
+    ('job-7', None)
+    """
+    env = os.environ if environ is None else environ
+    name = env.get("TORCHELASTIC_RUN_ID", "")
+    return name if name not in ("", "none") else None  # torchrun's default is "none"
+
+
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """torch's variables from SLURM's; those that are set already stay.
 

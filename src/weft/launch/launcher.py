@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
 import multiprocessing
 import os
+import secrets
 import signal
 import tempfile
 import threading
@@ -39,7 +41,16 @@ GRACE = 5
 
 
 class LaunchError(RankError):
-    """A rank failed; the message is its own, after its rank."""
+    """A rank failed; the message is its own, after its rank.
+
+    Attributes:
+        rank: which.
+        refused: whether weft refused what it was asked for, as it would again.
+    """
+
+    def __init__(self, ending: Ending) -> None:
+        super().__init__(str(ending))
+        self.rank, self.refused = ending.rank, ending.refused
 
 
 def cores() -> int:
@@ -61,6 +72,7 @@ def run(
     ranks: int,
     restarts: int = 0,
     on_restart: Callable[[str], None] = lambda text: None,
+    fewest: int | None = None,
 ) -> Any:
     """Call `fn(*args)` on every rank; returns rank 0's result (None on torchrun's other ranks).
 
@@ -75,6 +87,8 @@ def run(
         restarts: how often all ranks are started again after one died or did not answer. What weft
             refuses is not tried again.
         on_restart: called with the reason when all ranks are started again.
+        fewest: where it is below `ranks`, a rank that dies twice in a row is left out of the next
+            start, with its GPU, as long as so many are left.
 
     Raises:
         LaunchError: a rank failed; the message is its own, or says how it was killed.
@@ -95,7 +109,43 @@ def run(
         return result if place.rank == 0 else None
     if ranks == 1 and not restarts:
         return fn(*args)
-    return _elastic(fn, args, ranks, restarts, on_restart)
+    if fewest is None or fewest >= ranks:
+        return _elastic(fn, args, ranks, restarts, on_restart)
+    return _shrinking(fn, args, ranks, restarts, on_restart, fewest)
+
+
+def _shrinking(
+    fn: Callable[..., Any],
+    args: tuple,
+    ranks: int,
+    restarts: int,
+    on_restart: Callable[[str], None],
+    fewest: int,
+) -> Any:
+    """Starts of one run, one after another: torch's launcher keeps the number of its processes."""
+    last: int | None = None
+    name = f"weft-{secrets.token_hex(8)}"
+    for attempt in itertools.count(1):
+        try:
+            return _elastic(fn, args, ranks, 0, on_restart, name)
+        except LaunchError as error:
+            if attempt > restarts or error.refused:
+                raise
+            twice = error.rank is not None and error.rank == last
+            last = error.rank
+            if twice and ranks > fewest:
+                ranks, last = ranks - 1, None
+                _leave_out_gpu(int(error.rank or 0), ranks + 1)
+            on_restart(f"{error}; {ranks} ranks start again ({attempt} of {restarts})")
+
+
+def _leave_out_gpu(local: int, ranks: int) -> None:
+    """Show later ranks all GPUs but that of a rank, if there was one for each of `ranks`."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count >= ranks:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
+        devices = shown.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:local] + devices[local + 1 :])
 
 
 def _elastic(
@@ -104,6 +154,7 @@ def _elastic(
     ranks: int,
     restarts: int,
     on_restart: Callable[[str], None],
+    name: str | None = None,
 ) -> Any:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -119,7 +170,7 @@ def _elastic(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=ranks,
-            run_id=os.path.basename(folder),
+            run_id=name or os.path.basename(folder),
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
@@ -135,7 +186,7 @@ def _elastic(
             raise LaunchError(endings.cause(error)) from None
         except SignalException as error:
             if endings.refused:
-                raise LaunchError(str(endings.refused)) from None
+                raise LaunchError(endings.refused) from None
             if interrupted:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
@@ -153,13 +204,13 @@ class _Endings:
         self.refused: Ending | None = None
         self.monitor = LauncherMonitor(self._started, self._ended)
 
-    def cause(self, error: Any) -> str:
+    def cause(self, error: Any) -> Ending:
         """Why the ranks ended: the report of a rank, else that of torch."""
         ending = self.monitor.cause()
         if ending is None or (ending.silent and ending.code is None):
             rank, failure = error.get_first_failure()
             ending = Ending(rank, 0, code=failure.exitcode)
-        return str(ending)
+        return ending
 
     def _started(self, attempt: int) -> None:
         with self.lock:

@@ -30,7 +30,7 @@ from ..runtime.autocast import without_autocast
 
 @dataclass(frozen=True)
 class LossHead:
-    """How logits are made, and on which ranks.
+    """The making of logits, and the ranks that take part.
 
     Attributes:
         chunk: tokens of all ranks together whose logits exist at one time.
@@ -102,13 +102,13 @@ class LossHead:
         return chunk[:, index * self.own :][:, :tokens]
 
     def label_columns(self, labels: Tensor, words: int) -> tuple[Tensor, Tensor]:
-        """Where labels are among this rank's words, and whether they are."""
+        """Index of each label among this rank's words, and a mask of the labels that are there."""
         column = labels - self.first
         return column.clamp(0, max(0, words - 1)), (column >= 0) & (column < words)
 
 
 class LossNumbers(NamedTuple):
-    """Of every token's logits z, (T,) each, in fp32 at least.
+    """Sums over every token's logits z, (T,) each, in fp32 at least.
 
     Attributes:
         lse: log sum exp z.

@@ -74,7 +74,7 @@ def as_documents(documents: Documents | Iterable[int]) -> Documents:
 def num_items(
     labels: Tensor | Iterable[Tensor], layout: Layout, *, ignore_index: int = IGNORED
 ) -> Tensor:
-    """How many tokens of all ranks have a label: the normaliser of a step of micro-batches.
+    """Number of labelled tokens over all ranks: the normaliser of a step of micro-batches.
 
         before    rank 0: n0        rank 1: n1
         after     both:   n0 + n1

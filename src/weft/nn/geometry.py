@@ -60,7 +60,7 @@ def resolve_axes(axis: Axis, axes: Sequence[str]) -> tuple[str, ...]:
 
 
 class Geometry:
-    """Which axes of `x` and of a context are batch, queries and keys, on a layout.
+    """The axes of `x` and of a context that are batch, queries and keys, on a layout.
 
     `own`: `x` lacks the attended axes, so that all its tokens are queries. `shared`: axes of `x`
     that the context has too, not attended. `missing`: axes of `x` that the context lacks and that

@@ -188,7 +188,8 @@ class Embedding(nn.Embedding):
 
 def linear(inputs: int, outputs: int, generator: torch.Generator, *, bias: bool = True) -> Linear:
     """A linear layer drawn from `generator`, uniform within 1/sqrt(inputs), its bias zero."""
-    layer = nn.utils.skip_init(Linear, inputs, outputs, bias=bias)
+    here = torch.get_default_device()  # "meta" where only shapes are wanted
+    layer = nn.utils.skip_init(Linear, inputs, outputs, bias=bias, device=here)
     with torch.no_grad():
         layer.weight.uniform_(-1 / math.sqrt(inputs), 1 / math.sqrt(inputs), generator=generator)
         if bias:

@@ -110,7 +110,7 @@ def _steps(lengths: Mapping[str, int]) -> dict[str, int]:
 
 
 def local_batches(layout: LayoutDeclaration, lengths: Lengths) -> tuple[int, ...]:
-    """How many sequences every rank holds, in the order of ranks."""
+    """Number of sequences of every rank, in the order of ranks."""
     ranks = [coordinates(layout.mesh, rank) for rank in range(layout.world_size)]
     return tuple(
         math.prod(len(positions_at(layout, name, length, place)) for name, length in lengths)

@@ -86,7 +86,7 @@ class Assignment:
 
     @property
     def targets(self) -> int:
-        """Tokens over all ranks that have a next one in their document: what a loss divides by."""
+        """Number of next-token targets over all ranks: the divisor of the loss."""
         return sum(self.lengths) - len(self.lengths)
 
     def positions(self, chunk: int) -> Tensor:

@@ -162,7 +162,7 @@ def _level(
 
 
 def _in_memory(taken: list[Fragment], lengths: Sequence[int]) -> tuple[Fragment, ...]:
-    """Whole documents first: what other ranks need of a chunk is then one range of its rows."""
+    """Place whole documents first, so that each peer needs one contiguous range of rows."""
     joined: list[Fragment] = []
     cut: list[Fragment] = []
     for fragment in sorted(taken):
@@ -371,7 +371,7 @@ class _Pool:
         before = scores(stop) - aim
 
         def miss(tokens: int) -> tuple[float, int]:
-            """By how much the work is too large, and what one token more would add to it."""
+            """Excess work, and its derivative by one token."""
             fill, own = need - tokens, 0
             if fill > others:  # then the rest is from this document's own start
                 fill, own = others, fill - others

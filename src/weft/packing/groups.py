@@ -61,7 +61,7 @@ def packing_groups(layout: LayoutDeclaration, axis: str) -> tuple[Groups, bool]:
 
 
 def _rules(layout: LayoutDeclaration, axis: str) -> Mapping[str, Rule]:
-    """Those of attention over an axis, alone or jointly with others; none if nothing attends it."""
+    """Rules of attention over an axis, alone or jointly with others; none if nothing attends it."""
     joints = (tuple(key.split("+")) for key in layout.attend)
     axes = min((joint for joint in joints if axis in joint), key=len, default=())
     return layout.rules(axes) if axes else {}

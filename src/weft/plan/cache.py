@@ -12,20 +12,20 @@ from .._digest import is_plain
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates
 from .plan import Plan
-from .problem import Problem
+from .problem import LocalProblem
 
 #: A model with a new packing in every step uses a few plans per step.
 SIZE = 128
 
 
 @cached(SIZE)
-def _kept(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
+def _kept(layout: LayoutDeclaration, problem: LocalProblem, rank: int) -> Plan:
     plan = Plan(layout, problem, coordinates(layout.mesh, rank))
     plan.check_kernels()
     return plan
 
 
-def plan_for_rank(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
+def plan_for_rank(layout: LayoutDeclaration, problem: LocalProblem, rank: int) -> Plan:
     """The plan of a rank for a problem whose batch and heads are this rank's own.
 
     Raises what `Plan` raises, and `UnsupportedError` where a part of it has no kernel; a plan that

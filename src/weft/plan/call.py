@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Shard
 
-from .._caching import cached
+from .._caching import Beside, cached
 from .._digest import describe_value, is_plain
 from ..bias import Bias
 from ..declare.layout import LayoutDeclaration
@@ -102,13 +102,18 @@ class Call:
         return ((n * participants.query_chunks, m * participants.key_chunks),)
 
 
+#: Masks of plain data, which cannot change, by value.
+_CONTENT = Beside[list[str]](list)
+
+
 def _content(mask: Mask) -> str:
-    """A mask by value. That of plain data is kept with the mask, which cannot change."""
-    content = vars(mask).get("_content")
-    if content is None:
-        content = describe_value(mask)
-        if is_plain(mask):
-            object.__setattr__(mask, "_content", content)
+    """A mask by value."""
+    kept = _CONTENT.of(mask)
+    if kept:
+        return kept[0]
+    content = describe_value(mask)
+    if is_plain(mask):
+        kept.append(content)
     return content
 
 

@@ -22,8 +22,9 @@ from ..declare.blocks import block_edges
 from ..declare.layout import LayoutDeclaration
 from ..errors import UnsupportedError
 from ..masks import Mask
+from .heads import HeadShares
 from .order import Span, Spans
-from .problem import Problem
+from .problem import LocalProblem
 from .tiles import KernelCall, Kind, in_row_blocks, tile_calls
 
 #: A node of the tree: its level, from the leaves up, and its place there.
@@ -31,14 +32,14 @@ Node = tuple[int, int]
 
 
 def fixed_edges(
-    layout: LayoutDeclaration, problem: Problem, repeat: int, whole: Sequence[str]
+    layout: LayoutDeclaration, problem: LocalProblem, shares: HeadShares, whole: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Where the blocks of queries and of keys begin, in a reproducible layout; else None.
+    """First positions of the blocks of queries and of keys in a reproducible layout; else None.
 
     Raises `UnsupportedError` for calls whose bits depend on how they are split.
 
     Args:
-        repeat: of the key/value heads; see `plan.rest.kv_copies`.
+        shares: of heads, with the copies of key/value heads.
         whole: mesh dims on which one side rests whole.
     """
     p = problem
@@ -47,7 +48,7 @@ def fixed_edges(
     wrong = None
     if whole:
         wrong = f"mesh dim {whole[0]!r} has one side whole on every rank; use ring, tile or ulysses"
-    elif repeat > 1:
+    elif max(shares.counts) > 1:
         wrong = (
             f"{p.kv_heads} key/value heads would be repeated, and their gradients summed in "
             "another order; split the heads fewer ways"

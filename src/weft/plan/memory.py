@@ -101,11 +101,10 @@ def memory_bound(tile: Pass) -> MemoryBound:
     A ring holds two chunks of keys and values, and at first its own, packed to send: here 2
     tokens by 2 heads by (4 + 4) numbers of 4 bytes each.
 
-    >>> import torch
     >>> from weft import Layout
     >>> from weft.plan.problem import Problem
     >>> from weft.plan.predict import plan_for
-    >>> problem = Problem(("tokens",), ((16, 16),), 1, 2, 2, 4, 4, torch.float32, "cpu")
+    >>> problem = Problem.of("tokens", 16, heads=2, head_dim=4)
     >>> memory_bound(plan_for(Layout.parse("tokens: ring=8"), problem, rank=0).forward)
     MemoryBound(chunks=2, results=0, nbytes=384)
     """

@@ -74,7 +74,7 @@ def _contiguous(sizes: Sequence[int]) -> list[Spans]:
 
 
 def _zigzag(sizes: Sequence[int]) -> list[Spans]:
-    """Of 2P sub-chunks, chunk i holds number i and number 2P-1-i, so that causal work is equal."""
+    """Chunk i of 2P sub-chunks holds numbers i and 2P-1-i, so that causal work is equal."""
     front = [math.ceil(size / 2) for size in sizes]
     back = [size - half for size, half in zip(sizes, front)]
     back_starts = _starts(back[::-1])[::-1]

@@ -11,31 +11,32 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
+import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from .._caching import remembered
 from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import coordinates, index_at
+from ..declare.mesh import rank_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
 from ..declare.rates import rates_for
 from ..declare.strategy import Role, Rule
-from ..errors import UnsupportedError
+from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose
 from ..masks import Full, Mask, packs_documents
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
 from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
-from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions, shard_sizes
-from .problem import Problem, pass_costs
+from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions
+from .problem import LocalProblem, pass_costs
 from .program import CHUNKS, UNCUT, Block, MovingDim, MovingDims, Payload, Program, Transfer
 from .replay import Chunk, drops
-from .rest import kv_copies, reshardings
+from .rest import head_shares, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
 from .shifts import Shifts
 from .sides import Side, Sides
@@ -82,10 +83,10 @@ class Plan:
         coords: of the rank.
         sizes: mesh dim -> ranks along it.
         rules: mesh dim -> how its ranks share attention.
-        kv_repeat: how often each key/value head is repeated so that every rank gets whole ones.
+        head_shares: heads of every rank while computing, with copies of key/value heads.
         resharding: by side, its way from rest to the tile program.
         compute: by side, batch entries, heads and positions as the tile program begins.
-        sort_index: by side, the index that sorts tokens after the all-to-alls, or None.
+        arrival: by side, positions in the order of the all-to-alls; None if they are sorted.
         replicated: by side, mesh dims on which it rests whole although its role has it travel.
         edges: of a reproducible layout, where the blocks of queries and of keys begin; else None.
         forward: the tile program of the forward pass.
@@ -93,15 +94,20 @@ class Plan:
     """
 
     def __init__(
-        self, layout: LayoutDeclaration, problem: Problem, coords: Mapping[str, int]
+        self, layout: LayoutDeclaration, problem: LocalProblem, coords: Mapping[str, int]
     ) -> None:
+        if not isinstance(problem, LocalProblem):
+            raise ShapeError(
+                f"a plan is of one rank and takes a LocalProblem, found a {type(problem).__name__},"
+                " whose batch and heads are of all ranks; give problem.on(layout, rank)"
+            )
         self.problem, self.sizes = problem, dict(layout.mesh)
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
-        self.kv_repeat = kv_copies(self.rules, self.sizes, problem)
-        self.resharding = reshardings(layout, problem, self.rules, coords, self.kv_repeat)
+        self.head_shares = head_shares(self.rules, self.sizes, problem.heads, problem.kv_heads)
+        self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
         self.replicated = Sides(*map(self._replicated, Side))
         self.biased = problem.bias or problem.bias_tensor
         orders = (layout.order.get(axis) for axis in problem.axes)
@@ -111,7 +117,7 @@ class Plan:
             MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
         )
         replicated = (*self.replicated.query, *self.replicated.key)
-        self.edges = fixed_edges(layout, problem, self.kv_repeat, replicated)
+        self.edges = fixed_edges(layout, problem, self.head_shares, replicated)
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
 
@@ -120,14 +126,14 @@ class Plan:
         self.coords = dict(coords)
         self.all_to_alls = Sides(*(way.all_to_alls(coords) for way in self.resharding))
         self.compute = Sides(*(way.entry(coords) for way in self.resharding))
-        self.sort_index = Sides(*(way.sort_index(coords) for way in self.resharding))
+        self.arrival = Sides(*(way.arrival(coords) for way in self.resharding))
         self.runs = self._mask_runs()
         self.forward = self._pass(backward=False)
         self.backward = self._pass(backward=True)
         self._check_bias()
 
     def at(self, coords: Mapping[str, int]) -> Self:
-        """The plan of another rank that has the same problem; both share what is equal on them.
+        """This plan for another rank of the same problem; rank-independent parts are shared.
 
         Where the batch is split, the problem must have the `batches` of all ranks.
         """
@@ -297,7 +303,7 @@ class Plan:
         return "gather" if entries < SMALL_BLOCK and short else "ring"
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Pass:
     """The forward or the backward pass of one rank: its program, and who holds which rows.
 
@@ -312,8 +318,6 @@ class Pass:
     relayed: Sides[bool]
     _held: dict[tuple, Rows] = field(default_factory=dict)
     _roots: dict[tuple, tuple[Node, ...]] = field(default_factory=dict)
-    #: the mask contexts of masked calls: their positions, and what kernels derive from their masks
-    mask_contexts: dict = field(default_factory=dict)
 
     @property
     def dims(self) -> MovingDims:
@@ -413,7 +417,7 @@ class Pass:
     def _key_blocks(
         self, coords: Mapping[str, int], number: int, edges: tuple[int, ...]
     ) -> set[int]:
-        """Of which key blocks a rank has partial outputs of a chunk, its own and received ones."""
+        """Key blocks for which a rank holds partial outputs of a chunk."""
         made = {
             block
             for n in self.program.chunks(Side.KEY)
@@ -569,9 +573,35 @@ class BlockPlan:
         return tuple(call for group in self.groups for call in group.calls)
 
 
-def shard_batches(layout: LayoutDeclaration, axes: Sequence[str], batch: int) -> tuple[int, ...]:
-    """Local batch of every rank at rest, in rank order."""
-    dims = layout.batch_dims(axes)
-    sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))
-    ranks = range(layout.world_size)
-    return tuple(sizes[index_at(layout.mesh, dims, coordinates(layout.mesh, r))] for r in ranks)
+class ScoreTile(NamedTuple):
+    """Positions of the scores that a rank computes: its rows, columns, heads and batch entries."""
+
+    rows: Spans
+    columns: Spans
+    heads: Spans
+    batch: Spans
+
+
+def score_tile(
+    layout: LayoutDeclaration,
+    axes: tuple[str, ...],
+    lengths: tuple[tuple[int, int], ...],
+    coords: Mapping[str, int],
+    heads: int,
+    batches: tuple[int, ...] = (),
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> ScoreTile:
+    """The scores of the forward pass of the rank at some coordinates.
+
+    Args:
+        heads: of one rank.
+        batches: the local batch of every rank, default 1.
+        dtype, device: of the scores.
+    """
+    batch = batches[rank_at(layout.mesh, coords)] if batches else 1
+    sizes = batch, heads, heads, 1, 1
+    problem = LocalProblem(axes, lengths, *sizes, dtype, device, batches=batches, bias_tensor=True)
+    plan = Plan(layout, problem, coords)
+    rows, columns = (plan.forward.tile_spans(side) for side in Side)
+    return ScoreTile(rows, columns, plan.compute.query.head_spans, plan.compute.query.batch_spans)

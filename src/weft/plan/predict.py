@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ..declare.layout import LayoutDeclaration
-from ..declare.layout_file import HEADS
 from ..declare.mesh import coordinates
 from ..declare.traffic import Traffic
-from .call import reach
 from .memory import payload_bytes
 from .order import chunk_sizes, count
-from .plan import Pass, Plan, shard_batches
-from .problem import Problem
+from .plan import Pass, Plan
+from .problem import LocalProblem, Problem
 from .program import Block, Transfer
 from .replay import Action, Chunk, replay
 from .resharding import Resharding
@@ -80,23 +78,9 @@ def plans_for(layout: LayoutDeclaration, problem: Problem, ranks: Iterable[int])
 
     Raises `ShapeError` for heads that do not divide over the ranks that split them.
     """
-    layout.check_heads("query heads", problem.heads)
-    layout.check_heads("key/value heads", problem.kv_heads)
-    batches = shard_batches(layout, problem.axes, problem.batch)
-    asks = reach(layout, problem.axes).asks_batches(problem.mask.per_sample)
-    known: dict[Problem, Plan] = {}
+    known: dict[LocalProblem, Plan] = {}
     for rank in ranks:
-        coords = coordinates(layout.mesh, rank)
-        shards = layout.size(HEADS)
-        heads, kv_heads = problem.heads // shards, problem.kv_heads // shards
-        local = replace(
-            problem,
-            batch=batches[rank],
-            heads=heads,
-            kv_heads=kv_heads,
-            batches=batches,
-            asks_batches=asks,
-        )
+        coords, local = coordinates(layout.mesh, rank), problem.on(layout, rank)
         if local in known:
             yield known[local].at(coords)
         else:
@@ -107,8 +91,7 @@ def plans_for(layout: LayoutDeclaration, problem: Problem, ranks: Iterable[int])
 def forecast_of(plan: Plan) -> Forecast:
     """Traffic, work and live chunks of both passes of a rank's plan.
 
-    >>> import torch
-    >>> problem = Problem(("tokens",), ((8, 8),), 1, 2, 2, 4, 4, torch.float32, "cpu")
+    >>> problem = Problem.of("tokens", 8, heads=2, head_dim=4)
     >>> plan = plan_for(LayoutDeclaration.load("ring-4"), problem, rank=0)
     >>> dict(forecast_of(plan).forward.traffic.received)
     {('ring', 'kv'): 384}

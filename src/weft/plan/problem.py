@@ -1,25 +1,32 @@
-"""One attention call from one rank's view, and the cost of its passes."""
+"""The sizes of one attention call, over all ranks or of one rank, and the cost of its passes."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Self
 
 import torch
 
+from .._caching import cached
+from ..declare.layout import LayoutDeclaration
+from ..declare.layout_file import HEADS
+from ..declare.mesh import coordinates, index_at
+from ..errors import ShapeError
 from ..masks import FULL, Mask
+from .call import Length, reach, read_length
+from .order import shard_sizes
 from .program import Payload
 from .shifts import Shifts
 from .timing import Costs
 
 
 @dataclass(frozen=True)
-class Problem:
-    """One attention call as this rank sees it. Batch and heads are local, lengths are global.
+class AnyProblem:
+    """Sizes and options of a call: batch and heads of all ranks, or of one; see its subclasses.
 
-    `lengths` has, per attended axis, the number of queries and of keys. `batches` has the local
-    batch of every rank, where they are not all equal; `asks_batches` is whether ranks of the call
-    know them all, as `Reach.asks_batches` says, or each its own alone.
+    `lengths` has, per attended axis, the number of queries and of keys over all ranks.
     """
 
     axes: tuple[str, ...]
@@ -36,9 +43,6 @@ class Problem:
     softcap: float | None = None
     return_lse: bool = False
     kernel: str | None = None
-    batch_offset: int = 0
-    batches: tuple[int, ...] = ()
-    asks_batches: bool = True
     bias: bool = False
     bias_tensor: bool = False
 
@@ -56,6 +60,81 @@ class Problem:
         """Bytes of a payload per row and head."""
         return payload.row_bytes(backward, self.head_dim, self.value_dim, self.dtype)
 
+
+@dataclass(frozen=True)
+class Problem(AnyProblem):
+    """A call over all ranks: `batch` and `heads` are of all together.
+
+    >>> problem = Problem.of("tokens", 64, heads=8, batch=2)
+    >>> problem.kv_heads, problem.on(LayoutDeclaration.load("tp-x-ring"), rank=0).heads
+    (8, 4)
+    """
+
+    @classmethod
+    def of(
+        cls,
+        axis: str | Sequence[str],
+        length: Length,
+        *,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int = 64,
+        value_dim: int | None = None,
+        batch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+        mask: Mask = FULL,
+    ) -> Self:
+        """A call by its sizes: as many key/value heads as heads, values as wide as keys.
+
+        Args:
+            axis: the attended axis, or several, also joined by "+".
+            length: as `weft.attention` takes it.
+
+        Raises:
+            ShapeError: a length that is none.
+        """
+        axes = tuple(axis.split("+")) if isinstance(axis, str) else tuple(axis)
+        lengths = read_length(axes, length)
+        if lengths is None:
+            raise ShapeError("a plan without tensors needs length=...")
+        kv_heads = heads if kv_heads is None else kv_heads
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = batch, heads, kv_heads, head_dim, value_dim
+        return cls(axes, lengths, *sizes, dtype, device, mask)
+
+    def on(self, layout: LayoutDeclaration, rank: int) -> LocalProblem:
+        """The part of one rank: batch and heads are cut over the mesh as tensors at rest are.
+
+        Raises:
+            ShapeError: heads that do not divide over the ranks that split them.
+        """
+        layout.check_heads("query heads", self.heads)
+        layout.check_heads("key/value heads", self.kv_heads)
+        batches = shard_batches(layout, self.axes, self.batch)
+        shards = layout.size(HEADS)
+        local = {
+            "batch": batches[rank],
+            "heads": self.heads // shards,
+            "kv_heads": self.kv_heads // shards,
+            "batches": batches,
+            "asks_batches": reach(layout, self.axes).asks_batches(self.mask.per_sample),
+        }
+        return LocalProblem(**{f.name: getattr(self, f.name) for f in fields(self)} | local)
+
+
+@dataclass(frozen=True)
+class LocalProblem(AnyProblem):
+    """A call as one rank sees it: `batch` and `heads` are its own; plans are of these.
+
+    `batches` has the local batch of every rank, where they are not all equal; `asks_batches` is
+    whether ranks of the call know them all, as `Reach.asks_batches` says, or each its own alone.
+    """
+
+    batch_offset: int = 0
+    batches: tuple[int, ...] = ()
+    asks_batches: bool = True
+
     @property
     def program_batch(self) -> int:
         """The local batch by which a program is chosen: the largest of those that ranks know."""
@@ -63,7 +142,7 @@ class Problem:
 
 
 def pass_costs(
-    problem: Problem,
+    problem: LocalProblem,
     ways: int,
     blocks: int,
     backward: bool,
@@ -97,3 +176,12 @@ def pass_costs(
         shifts=None if uniform else shifts,
         slowest=slowest,
     )
+
+
+@cached(256)
+def shard_batches(layout: LayoutDeclaration, axes: tuple[str, ...], batch: int) -> tuple[int, ...]:
+    """Local batch of every rank at rest, in rank order."""
+    dims = layout.batch_dims(axes)
+    sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))
+    ranks = range(layout.world_size)
+    return tuple(sizes[index_at(layout.mesh, dims, coordinates(layout.mesh, r))] for r in ranks)

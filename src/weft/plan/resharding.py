@@ -11,33 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch.distributed.tensor import Placement, Shard
 
-from .._uploads import upload
-from .order import Spans, ascending, chunk_sizes, count, cut_spans, join, positions
-
-
-class Permutation:
-    """An order of rows, (n,) int64, kept on each device on which it was asked for.
-
-    >>> order = Permutation(torch.tensor([2, 0, 1]))
-    >>> order.on("cpu"), order.on("cpu", inverse=True)
-    (tensor([2, 0, 1]), tensor([1, 2, 0]))
-    """
-
-    def __init__(self, index: torch.Tensor) -> None:
-        self._index = index
-        self._kept: dict[tuple[torch.device, bool], torch.Tensor] = {}
-
-    def on(self, device: torch.device | str, inverse: bool = False) -> torch.Tensor:
-        """The index, or that which undoes it."""
-        key = torch.device(device), inverse
-        if key not in self._kept:
-            with torch.inference_mode(False):  # training may come later, with the same plan
-                index = torch.argsort(self._index) if inverse else self._index
-                self._kept[key] = upload(index, device)
-        return self._kept[key]
+from ..declare.placements import HEAD
+from .heads import nested
+from .order import Spans, ascending, chunk_sizes, count, cut_spans, join
 
 
 @dataclass(frozen=True)
@@ -104,12 +82,14 @@ def reshard_step(mesh_dim: str, rest: Placement, entry: Placement) -> ReshardSte
 class Resharding:
     """A tensor's way from rest to the tile program.
 
-    `rest(coords)` gives its state at rest on the rank with those coordinates.
+    `rest(coords)` gives its state at rest on the rank with those coordinates; `heads` has those of
+    each rank along the mesh dims that split them on the way.
     """
 
     sizes: Mapping[str, int]
     steps: tuple[ReshardStep, ...]
     rest: Callable[[Mapping[str, int]], State]
+    heads: tuple[int, ...]
     _memo: dict = field(default_factory=dict)
 
     def state(self, level: int, coords: Mapping[str, int]) -> State:
@@ -129,10 +109,19 @@ class Resharding:
         sides = list(before[index].sides)
         if move.source is not None:
             sides[move.source] = join(s for state in before for s in state.sides[move.source])
-        sizes = chunk_sizes(count(sides[move.target]), len(peers))
+        sizes = self._cut(move, count(sides[move.target]), coords)
         low = sum(sizes[:index])
         sides[move.target] = cut_spans(sides[move.target], low, low + sizes[index])
         return State(*sides)
+
+    def _cut(self, move: ReshardStep, size: int, coords: Mapping[str, int]) -> list[int]:
+        """The parts into which a step cuts its target dim, along its mesh dim."""
+        if move.target != HEAD:
+            return chunk_sizes(size, self.sizes[move.mesh_dim])
+        dims = [step.mesh_dim for step in self.steps if step.target == HEAD]
+        before = dims[: dims.index(move.mesh_dim)]
+        ways = tuple(self.sizes[d] for d in dims)
+        return nested(self.heads, ways, tuple(coords[d] for d in before))
 
     def entry(self, coords: Mapping[str, int]) -> State:
         """State on entry to the tile program: positions ascend where they can."""
@@ -148,7 +137,7 @@ class Resharding:
         steps = []
         for level, move in enumerate(self.steps):
             own = self.state(level, coords)
-            sizes = chunk_sizes(own.size(move.target), self.sizes[move.mesh_dim])
+            sizes = self._cut(move, own.size(move.target), coords)
             cat_sizes: tuple[int, ...] = ()
             if move.source is not None:
                 peers = [{**coords, move.mesh_dim: i} for i in range(len(sizes))]
@@ -156,11 +145,7 @@ class Resharding:
             steps.append(AllToAll(move.mesh_dim, move.target, tuple(sizes), move.source, cat_sizes))
         return tuple(steps)
 
-    def sort_index(self, coords: Mapping[str, int]) -> Permutation | None:
-        """The index that sorts tokens into `entry` order after the all-to-alls, or None."""
+    def arrival(self, coords: Mapping[str, int]) -> Spans | None:
+        """Positions as the all-to-alls leave them, None where they are in `entry` order."""
         spans = self.state(len(self.steps), coords).spans
-        ordered = ascending(spans) if self.steps else spans
-        if ordered == spans:
-            return None
-        rank = torch.argsort(torch.argsort(positions(ordered, "cpu")))
-        return Permutation(torch.argsort(positions(spans, "cpu"))[rank])
+        return None if spans == self.entry(coords).spans else spans

@@ -10,44 +10,39 @@ from torch.distributed.tensor import Shard
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.mesh import index_at, places, rank_at
-from ..declare.placements import HEAD, SEQ, entry_placement
-from ..declare.strategy import Role, Rule
+from ..declare.placements import SEQ, entry_placement
+from ..declare.strategy import Rule
 from ..errors import ShapeError
+from .heads import HeadShares, head_dims, share_heads
 from .order import Span, Spans, product, shard_spans
-from .problem import Problem
+from .problem import LocalProblem
 from .resharding import Resharding, State, reshard_step
 from .sides import Side, Sides
 
 
-def kv_copies(rules: Mapping[str, Rule], sizes: Mapping[str, int], problem: Problem) -> int:
-    """The number of copies of each key/value head, such that every rank gets whole ones.
-
-    Raises `ShapeError` for heads that key/value heads, or the ranks, do not divide.
-    """
-    heads, kv_heads = problem.heads, problem.kv_heads
-    if heads % kv_heads:
-        raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
-    cuts = {
-        d: sizes[d]
-        for d, rule in rules.items()
-        if rule.role is Role.HEAD and rule.query.rest != Shard(HEAD)
-    }
+def head_shares(
+    rules: Mapping[str, Rule], sizes: Mapping[str, int], heads: int, kv_heads: int
+) -> HeadShares:
+    """The heads of every rank while computing; raises `ShapeError` for fewer heads than ranks."""
+    cuts = head_dims(rules, sizes)
     ways = math.prod(cuts.values())
-    if heads % ways:
+    try:
+        return share_heads(heads, kv_heads, ways)
+    except ShapeError as error:
+        if heads >= ways:
+            raise
         raise ShapeError(
-            f"{heads} local heads cannot be split {ways} ways over mesh dims {cuts}; use a "
-            "number of heads that divides, or smaller mesh dims for the heads"
-        )
-    repeats = range(1, heads // kv_heads + 1)
-    return next(r for r in repeats if (kv_heads * r) % ways == 0 and heads % (kv_heads * r) == 0)
+            f"{error} over mesh dims {cuts}: some ranks would have none; use smaller mesh dims for"
+            " the heads"
+        ) from None
 
 
 def reshardings(
     layout: LayoutDeclaration,
-    problem: Problem,
+    problem: LocalProblem,
     rules: Mapping[str, Rule],
     coords: Mapping[str, int],
-    repeat: int,
+    shares: HeadShares,
 ) -> Sides[Resharding]:
     """The way of queries, and of keys and values, from rest to the tile program, on any rank.
 
@@ -56,9 +51,9 @@ def reshardings(
         problem: of the rank at `coords`; without `batches` other ranks have as much of the batch.
         rules: of the layout, for the problem's axes.
         coords: of a rank.
-        repeat: see `kv_copies`.
+        shares: see `head_shares`.
     """
-    sizes, head_dims = dict(layout.mesh), layout.shard_dims(HEADS)
+    sizes, rest_dims = dict(layout.mesh), layout.shard_dims(HEADS)
     batch_dims = layout.batch_dims(problem.axes)
     batches: dict[int, Spans] = {}
     orders = [layout.order.get(axis, "contiguous") for axis in problem.axes]
@@ -85,7 +80,7 @@ def reshardings(
             batches[index] = (batch_span(index),)
         return batches[index]
 
-    def resharding(side: Side, heads: int) -> Resharding:
+    def resharding(side: Side, heads: int, leaves: tuple[int, ...]) -> Resharding:
         steps = []
         for name, rule in rules.items():
             arrow = (rule.query, rule.key)[side]
@@ -94,7 +89,7 @@ def reshardings(
                 steps.append(move)
 
         def positions(at: Mapping[str, int]) -> Spans:
-            """Of this side's tokens at rest; several axes flatten, the first one major."""
+            """Positions of this side's tokens at rest; several axes flatten, the first major."""
             spans: Spans | None = None
             for pair, order, dims in zip(problem.lengths, orders, seq_dims[side], strict=True):
                 parts = tuple(sizes[d] for d in dims)
@@ -103,11 +98,12 @@ def reshardings(
             return spans or ()
 
         def rest(at: Mapping[str, int]) -> State:
-            first = index_at(sizes, head_dims, at) * heads
+            first = index_at(sizes, rest_dims, at) * heads
             return State(batch_spans(at), (Span(first, heads),), positions(at))
 
-        return Resharding(sizes, tuple(steps), rest)
+        return Resharding(sizes, tuple(steps), rest, leaves)
 
     return Sides(
-        resharding(Side.QUERY, problem.heads), resharding(Side.KEY, problem.kv_heads * repeat)
+        resharding(Side.QUERY, problem.heads, shares.queries),
+        resharding(Side.KEY, len(shares.sent), shares.keys),
     )

@@ -31,7 +31,7 @@ class Shift(NamedTuple):
     link: tuple
 
     def seconds(self, nbytes: float) -> float:
-        """Of a message of this many bytes."""
+        """Seconds of a message of this many bytes."""
         return self.latency + nbytes * self.per_byte
 
 
@@ -57,7 +57,7 @@ class Shifts:
         return hash(self._value)
 
     def farthest(self, mesh_dim: str) -> Shift:
-        """Of messages half a turn along a mesh dim, which share links with most others."""
+        """Cost of messages half a turn along a mesh dim, which share links with most others."""
         return self.shift(mesh_dim, self.sizes[mesh_dim] // 2)
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Shifts:
 
     @remembered
     def shift(self, mesh_dim: str, offset: int) -> Shift:
-        """Of messages to the rank so much further along a mesh dim, of all ranks at once."""
+        """Cost of messages to the rank `step` further along a mesh dim, from all ranks at once."""
         sizes, hardware = self.sizes, self.hardware
         latency = 0.0
         users: Counter[tuple] = Counter()

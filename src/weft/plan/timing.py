@@ -45,7 +45,7 @@ class Costs:
         return back | {Payload.Q: self.q, Payload.KV: self.kv, Payload.DKV: self.back_kv}
 
     def latency_of(self, mesh_dim: str) -> float:
-        """Of a transfer to the next rank along a mesh dim, on top of its chunk's time."""
+        """Latency of a transfer to the next rank along a mesh dim, on top of its chunk's time."""
         if self.shifts is None:
             return self.latency
         return self.latency + self.shifts.shift(mesh_dim, 1).latency / self.unit

@@ -1,1 +1,1 @@
-"""Plans proven without tensors, and a transport that delivers messages late and in any order."""
+"""Plans proven without tensors."""

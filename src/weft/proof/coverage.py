@@ -100,7 +100,7 @@ def block_defects(tile: Pass, block: Block) -> list[str]:
 
 
 def _run_defects(tile: Pass, block: Block, run: MaskRun) -> list[str]:
-    """What is wrong with the calls of one run of sequences."""
+    """Defects of the calls of one run of sequences."""
     made, mask, coords = tile.block(block), run.mask, tile.plan.coords
     its_calls = [call for call in made.calls if call.samples == run.samples]
     whole = {side: [tile.spans(side, coords, n) for n in block.sides[side]] for side in Side}
@@ -164,7 +164,7 @@ def _call_counts(
 
 
 def tile_defects(tile: Pass, numbers: Container[int] | None = None) -> list[str]:
-    """What is wrong with the blocks of a rank's pass: with all, or with some by number."""
+    """Defects of the blocks of a rank's pass: of all, or of some by number."""
     found: list[str] = []
     for i, block in enumerate(tile.program.blocks):
         if numbers is None or i in numbers:

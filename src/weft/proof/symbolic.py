@@ -75,8 +75,7 @@ def prove(layout: Layout, problem: Problem) -> list[Claim]:
         UnsupportedError: for a mask whose structure is not known, and for more blocks that
             differ than can be looked at.
 
-    >>> import torch
-    >>> problem = Problem(("tokens",), ((64, 64),), 1, 2, 2, 4, 4, torch.float32, "cpu")
+    >>> problem = Problem.of("tokens", 64, heads=2, head_dim=4)
     >>> all(claim.ok for claim in prove(Layout.parse("tokens: ring=4"), problem))
     True
     """
@@ -190,7 +189,7 @@ def _deals(layout: Layout, plan: Plan) -> list[str]:
     found = []
     for name, resharding, heads, tokens in (
         ("queries", plan.resharding.query, plan.problem.heads, plan.problem.n),
-        ("keys", plan.resharding.key, plan.problem.kv_heads * plan.kv_repeat, plan.problem.m),
+        ("keys", plan.resharding.key, len(plan.head_shares.sent), plan.problem.m),
     ):
         heads *= layout.size("heads")
         states = [resharding.entry(coordinates(layout.mesh, r)) for r in range(layout.world_size)]

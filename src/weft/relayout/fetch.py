@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .._uploads import uploaded
-from ..comm import Shuffle, Transport
-from ..comm.channel import Channel
+from ..comm import Shuffle
+from ..comm.transport import Messages
 from .plan import Overlap, Redistribution
 
 #: The label of messages that take a tensor to another placement.
@@ -26,7 +26,7 @@ def fetch(
     x: Tensor,
     dims: tuple[int, ...],
     plan: Redistribution,
-    transport: Transport | Channel,
+    transport: Messages,
     label: str = REDISTRIBUTE,
 ) -> Tensor:
     """The tensor that a plan brings to this rank, newly placed: 0 where it brings nothing."""
@@ -62,7 +62,7 @@ def collect(
     x: Tensor,
     dims: tuple[int, ...],
     plan: Redistribution,
-    transport: Transport | Channel,
+    transport: Messages,
     shape: tuple[int, ...],
     dtype: torch.dtype,
     label: str = REDISTRIBUTE,

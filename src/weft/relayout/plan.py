@@ -145,7 +145,7 @@ class Redistribution:
 
 
 def placement(layout: LayoutDeclaration, axes: Iterable[str]) -> Placed:
-    """How a tensor of some axes is placed on a layout."""
+    """Placement of a tensor of some axes on a layout."""
     splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in axes)
     return Placed(tuple(layout.mesh.items()), tuple(splits))
 
@@ -200,39 +200,50 @@ def plan_redistribution(
 
 def route(overlaps: tuple[Overlap, ...], road: Placed, rank: int) -> tuple[RedistributeStep, ...]:
     """`rank`'s part of every all-to-all that takes overlaps from their sources to their targets."""
-    coords = [road.coords(r) for r in range(road.ranks)]
-    held: dict[Overlap, int] = {overlap: overlap.source for overlap in overlaps}
-    steps = []
-    for mesh_dim, size in road.mesh:
-        line = [r for r in range(road.ranks) if _beside(coords[r], coords[rank], mesh_dim)]
-        line.sort(key=lambda r: coords[r][mesh_dim])
-        sends: list[list[Overlap]] = [[] for _ in range(size)]
-        receives: list[list[Overlap]] = [[] for _ in range(size)]
-        moving = False  # anywhere along the line: then all of it takes part
-        for overlap, at in held.items():
-            goes = coords[overlap.target][mesh_dim]
-            if at not in line or goes == coords[at][mesh_dim]:
-                continue
-            if at == rank:
-                sends[goes].append(overlap)
-            elif goes == coords[rank][mesh_dim]:
-                receives[coords[at][mesh_dim]].append(overlap)
-            moving = True
-        if moving:
-            steps.append(
-                RedistributeStep(mesh_dim, tuple(map(tuple, sends)), tuple(map(tuple, receives)))
-            )
-        held = {overlap: _moved(road, at, overlap.target, mesh_dim) for overlap, at in held.items()}
-    return tuple(steps)
+    return Paths(overlaps, road.mesh).of(rank)
 
 
-def _beside(a: Mapping[str, int], b: Mapping[str, int], mesh_dim: str) -> bool:
-    return all(a[d] == b[d] for d in a if d != mesh_dim)
+class Paths:
+    """The all-to-alls that take overlaps from their sources to their targets, of all ranks.
 
+    Args:
+        overlaps: of all ranks.
+        mesh: the mesh dims that messages travel along, with their sizes.
+    """
 
-def _moved(placed: Placed, at: int, target: int, mesh_dim: str) -> int:
-    coords = placed.coords(at) | {mesh_dim: placed.coords(target)[mesh_dim]}
-    return rank_at(dict(placed.mesh), coords)
+    def __init__(self, overlaps: Iterable[Overlap], mesh: Sizes) -> None:
+        self.mesh = mesh
+        #: (mesh dim, rank) -> coordinate that it sends to, or receives from -> overlaps
+        self.sends: dict[tuple[str, int], dict[int, list[Overlap]]] = {}
+        self.receives: dict[tuple[str, int], dict[int, list[Overlap]]] = {}
+        #: (mesh dim, first rank of a line along it): something moves there, so all take part
+        self.moving: set[tuple[str, int]] = set()
+        sizes = [size for _, size in mesh]
+        inner = {name: math.prod(sizes[i + 1 :]) for i, (name, _) in enumerate(mesh)}
+        for overlap in overlaps:
+            at = overlap.source
+            for name, size in mesh:
+                step = inner[name]
+                here, goes = at // step % size, overlap.target // step % size
+                if here == goes:
+                    continue
+                there = at + (goes - here) * step
+                self.sends.setdefault((name, at), {}).setdefault(goes, []).append(overlap)
+                self.receives.setdefault((name, there), {}).setdefault(here, []).append(overlap)
+                self.moving.add((name, at - here * step))
+                at = there
+        self.inner = inner
+
+    def of(self, rank: int) -> tuple[RedistributeStep, ...]:
+        """A rank's part of every all-to-all."""
+        steps = []
+        for name, size in self.mesh:
+            step = self.inner[name]
+            if (name, rank - rank // step % size * step) in self.moving:
+                sides = (side.get((name, rank), {}) for side in (self.sends, self.receives))
+                parts = (tuple(tuple(side.get(i, ())) for i in range(size)) for side in sides)
+                steps.append(RedistributeStep(name, *parts))
+        return tuple(steps)
 
 
 @cached(64)

@@ -45,10 +45,10 @@ def attend_alone(
 def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan) -> Tensor:
     """An output that torch differentiates: its passes are noted, and its gradients are final."""
     transport = bound.transport
-    transport.note(plan, False)
+    transport.watches.note(plan, False)
 
     def after(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...] | None:
-        transport.note(plan, True)
+        transport.watches.note(plan, True)
         if not torch.is_grad_enabled():
             return None
         return final("weft.attention", gradients, gradients)

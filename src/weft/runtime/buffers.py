@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from .._torch import memory_of
-from ..comm import Shuffle, Transport
-from ..comm.channel import Channel
+from ..comm import Shuffle
+from ..comm.transport import Messages
 from ..plan.memory import ALIGNMENT
 from ..plan.resharding import AllToAll
 
@@ -122,7 +122,7 @@ def _places(shapes: Sequence[Shape], alignment: int) -> list[tuple[int, int]]:
 
 
 def all_to_all(
-    transport: Transport | Channel,
+    transport: Messages,
     label: str,
     items: list[tuple[Tensor, AllToAll]],
     reverse: bool = False,
@@ -143,7 +143,7 @@ def all_to_all(
 
 
 def _exchange(
-    transport: Transport | Channel, label: str, items: list[tuple[Tensor, AllToAll]], reverse: bool
+    transport: Messages, label: str, items: list[tuple[Tensor, AllToAll]], reverse: bool
 ) -> list[Tensor]:
     if not items:
         return []

@@ -1,14 +1,13 @@
 """Calls on bound layouts: planned, agreed on by the ranks that communicate, found by handle.
 
 A custom op takes tensors and plain values, so a call is given to it by name, as torch gives
-process groups by name. Calls are kept by those who use them: an eager call while it runs and until
-its backward pass, a traced one for as long as the process, since its graph knows the name alone.
+process groups by name. Lifetime: an eager call lives until its backward pass; a traced call
+lives for the process, because its graph holds only its name.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -25,7 +24,7 @@ from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.plan import Plan
-from ..plan.problem import Problem
+from ..plan.problem import LocalProblem
 from . import checks, handles
 
 if TYPE_CHECKING:
@@ -55,6 +54,7 @@ class BoundCall:
         self.gradients: str | None = None
         #: Which call of the program a graph makes; without a graph it is read as the call is made.
         self.origin: Origin | None = None
+        self.generation = caching.generation
         #: Its name, by which ops get it.
         self.handle = handles.new_name()
         self._plans: dict[tuple, Plan] = {}
@@ -64,25 +64,18 @@ class BoundCall:
     @classmethod
     def kept(cls, layout: Layout, key: tuple) -> BoundCall | None:
         """The call that a layout keeps for these options, by value."""
-        cache = vars(layout).get("_calls")
-        if cache is None or cache[0] != caching.generation:
+        bound = layout.calls.pop(key, None)  # threads may share a layout: one of them gets it
+        if bound is None or bound.generation != caching.generation:
             return None
-        bound = cache[1].pop(key, None)  # threads may share a layout: one of them gets it
-        if bound is not None:
-            cache[1][key] = bound
+        layout.calls[key] = bound
         return bound
 
     @classmethod
     def keep(cls, layout: Layout, key: tuple, call: Call) -> BoundCall:
         """The call on this layout, which keeps a few calls of plain data."""
-        bound = cls(layout, call)
-        cache = vars(layout).get("_calls")
-        if cache is None or cache[0] != caching.generation:
-            cache = caching.generation, OrderedDict[tuple, BoundCall]()
-            object.__setattr__(layout, "_calls", cache)
-        cache[1][key] = bound
-        if len(cache[1]) > _KEPT_CALLS:
-            cache[1].popitem(last=False)
+        bound = layout.calls[key] = cls(layout, call)
+        if len(layout.calls) > _KEPT_CALLS:
+            layout.calls.popitem(last=False)
         return bound
 
     def with_floats(self, scale: float | None, softcap: float | None) -> BoundCall:
@@ -101,7 +94,7 @@ class BoundCall:
         """The plan for tensors of a rest shape, (b, h, n, g, m, d, e); `batches` of all ranks."""
         b, h, n, g, m, d, e = (int(x) for x in rest)
         c = self.call
-        problem = Problem(
+        problem = LocalProblem(
             axes=c.axes,
             lengths=c.lengths(self.layout.unbound, n, m),
             batch=b,
@@ -312,8 +305,8 @@ class BoundCall:
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The local batch of every rank, and how many samples its bias is of.
 
-        `along` has those of the ranks that take part; a rank that does not has those of one like
-        it.
+        `along` maps participating ranks to (batch, bias samples); other ranks copy a peer with the
+        same coordinates.
         """
         sizes, by_place = self.transport.sizes, {}
         for rank, numbers in along.items():
@@ -360,7 +353,7 @@ def rest_shape(q: Tensor, k: Tensor, v: Tensor) -> list[int]:
 
 
 def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
-    """A call's name, which it has while it lives; for a graph with the `gradients` it wants."""
+    """Handle of a call, valid while it lives; for a graph, of a copy that fixes `gradients`."""
     if gradients is not None:
         bound = BoundCall(bound.layout, bound.call)  # a separate one: layouts share theirs
         bound.gradients, bound.origin = gradients, origin()

@@ -122,7 +122,7 @@ def pass_op(name: str, subject: str) -> None:
         passing: Passing = handles.get(handle)
         channel = passing.exchange.forward()
         out = passing.forward(x, channel)
-        channel.note(passing.plan, False)
+        channel.watches.note(passing.plan, False)
         channel.finish()
         return out, torch.tensor([channel.number], dtype=torch.int64, device="cpu")
 
@@ -138,7 +138,7 @@ def pass_op(name: str, subject: str) -> None:
         passing: Passing = handles.get(handle)
         channel = passing.exchange.backward(int(number))
         made = passing.backward(grad, x, out, shape, channel)
-        channel.note(passing.plan, True)
+        channel.watches.note(passing.plan, True)
         channel.finish()
         return made
 

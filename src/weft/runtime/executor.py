@@ -11,8 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..comm import Transport
-from ..comm.channel import Channel
+from ..comm.transport import Messages
 from ..kernels import TileView
 from ..kernels.base import surrogate_out
 from ..plan.call import Call
@@ -39,7 +38,7 @@ _WHOLE = Block((0,), (0,))
 @without_autocast
 def forward(
     plan: Plan,
-    transport: Transport | Channel,
+    transport: Messages,
     call: Call,
     q: Tensor,
     k: Tensor,
@@ -47,12 +46,14 @@ def forward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp, all in their compute placement."""
-    transport.note(plan, False)
+    transport.watches.note(plan, False)
     if plan.forward.whole:
         with mark(plan.forward, 0, "compute", _WHOLE):
             out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
     else:
-        out, lse = _Forward(plan, plan.forward, transport, call, bias, q, k, v).run()
+        run = _Forward(plan, plan.forward, transport, call, bias, q, k, v)
+        run.steps()
+        out, lse = run.result()
     if not plan.replicated.query:
         return out, lse
     with mark_move(plan, "out", plan.replicated.query):
@@ -62,7 +63,7 @@ def forward(
 @without_autocast
 def backward(
     plan: Plan,
-    transport: Transport | Channel,
+    transport: Messages,
     call: Call,
     dout: Tensor,
     dlse: Tensor | None,
@@ -70,7 +71,7 @@ def backward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias, all in their compute placement."""
-    transport.note(plan, True)
+    transport.watches.note(plan, True)
     q, k, v, out, lse = entry
     dbias = None
     if plan.backward.whole and dlse is None and plan.kernel(False).takes_out:
@@ -87,7 +88,8 @@ def backward(
                 delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse)
         run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows)
-        dq, dk, dv = run.run()
+        run.steps()
+        dq, dk, dv = run.result()
         dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)
     if not any(plan.replicated):
         return dq, dk, dv, dbias
@@ -121,7 +123,7 @@ class _Forward(TileRun):
         self,
         plan: Plan,
         tile: Pass,
-        transport: Transport | Channel,
+        transport: Messages,
         call: Call,
         bias: Tensor | None,
         q: Tensor,
@@ -133,8 +135,8 @@ class _Forward(TileRun):
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
         self.partial: dict[int, PartialOutput | OutputTree] = {}
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        self.steps()
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp of this rank's rows."""
         return self._partial(0).result()
 
     def _partial(self, number: int) -> PartialOutput | OutputTree:
@@ -234,7 +236,7 @@ class _Backward(TileRun):
         self,
         plan: Plan,
         tile: Pass,
-        transport: Transport | Channel,
+        transport: Messages,
         call: Call,
         bias: Tensor | None,
         q: Tensor,
@@ -262,8 +264,8 @@ class _Backward(TileRun):
         self.own = {Payload.Q: (lse, delta, q, dout), Payload.KV: (k, v)}
         self.sums: dict[tuple[str, int], PartialSum | GridSum] = {}
 
-    def run(self) -> tuple[Tensor, Tensor, Tensor]:
-        self.steps()
+    def result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of this rank's queries, keys and values."""
         dq, dk, dv = (self._sum(name, 0).result() for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 

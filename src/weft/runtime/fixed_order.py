@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import Transport
-from ..comm.channel import Channel
+from ..comm.transport import Messages
 from ..plan.leaves import Node, depth
 from ..same_bits.sums import largest
 from .merging import empty_by_token, empty_like_query
@@ -49,7 +48,7 @@ class OutputTree:
     def leaf(
         self, key_block: int, parts: Iterable[tuple[int, Tensor, Tensor, tuple[int, int] | None]]
     ) -> None:
-        """What the calls of a leaf gave: (first row, output, logsumexp, of which sequences)."""
+        """Results of a leaf's calls: (first row, output, logsumexp, sequences)."""
         made: Part | None = None
         for low, out, lse, samples in parts:
             part = Part(low, out.to(self.accum_dtype), lse.to(self.accum_dtype))
@@ -76,7 +75,7 @@ class OutputTree:
         return torch.cat([p.lse for p in parts], 2), torch.cat([p.out for p in parts], 2)
 
     def come(self, roots: tuple[Node, ...], low: int, lse: Tensor, out: Tensor) -> None:
-        """What `leave` gave on another rank, of the rows from `low`."""
+        """Results of `leave` on another rank, of the rows from `low`."""
         parts = zip(out.chunk(len(roots), 2), lse.chunk(len(roots), 2))
         for root, part in zip(roots, parts):
             self.put(root, Part(low, *(t.clone() for t in part)))
@@ -197,7 +196,7 @@ class GridSum:
 
 
 def gradient_bounds(
-    transport: Transport | Channel,
+    transport: Messages,
     mesh_dims: Iterable[str],
     scale: float,
     tokens: tuple[int, int],

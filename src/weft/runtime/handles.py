@@ -14,8 +14,8 @@ from .._torch import traced
 #: Ranks vote on the CPU in every pass, which a replayed CUDA graph would leave out.
 _TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
 
-#: torch keeps compiled graphs on disk, found by names of calls too. A number that is counted up
-#: where ops return other shapes or strides than before, so that no graph of then is found.
+#: torch keeps compiled graphs on disk, keyed by names of calls too. Bump this number when an op's
+#: output shapes or strides change: it invalidates the graphs made before.
 _NAMES = "weft/3/"
 _numbers = itertools.count()
 _alive: WeakValueDictionary[str, Any] = WeakValueDictionary()

@@ -12,15 +12,15 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch, Shuffle, Transport
-from ..comm.channel import Channel
+from ..comm import P2PBatch, Shuffle
+from ..comm.transport import Messages
 from ..declare.placements import merge_softmax
 from ..plan.order import chunk_sizes
 from .buffers import flat
 
 
 def merge_over(
-    transport: Transport | Channel,
+    transport: Messages,
     mesh_dims: Sequence[str],
     out: Tensor,
     lse: Tensor,
@@ -43,7 +43,7 @@ def merge_over(
 
 
 def sum_over(
-    transport: Transport | Channel,
+    transport: Messages,
     mesh_dims: Sequence[str],
     tensors: list[Tensor],
     accum_dtype: torch.dtype,
@@ -68,7 +68,7 @@ def sum_over(
 
 
 def _all_reduce(
-    transport: Transport | Channel,
+    transport: Messages,
     mesh_dim: str,
     rows: Tensor,
     combine: Callable[[Tensor], Tensor],

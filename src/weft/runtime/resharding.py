@@ -5,12 +5,15 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..comm import Transport
-from ..comm.channel import Channel
+from .._caching import cached
+from .._uploads import upload
+from ..comm.transport import Messages
+from ..plan.heads import HeadShares
+from ..plan.order import Spans, ascending, positions
 from ..plan.plan import Plan
-from ..plan.resharding import Permutation
 from ..plan.sides import Side
 from .buffers import all_to_all
 from .marks import mark_move
@@ -19,56 +22,69 @@ _QKV = Side.QUERY, Side.KEY, Side.KEY
 
 
 def to_compute(
-    plan: Plan, transport: Transport | Channel, q: Tensor, k: Tensor, v: Tensor
+    plan: Plan, transport: Messages, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value from rest into the compute placement."""
-    if plan.kv_repeat > 1:
-        k, v = (t.repeat_interleave(plan.kv_repeat, dim=1) for t in (k, v))
+    k, v = (_copied(plan.head_shares, t) for t in (k, v))
     q, k, v = _through(plan, transport, "qkv", list(zip((q, k, v), _QKV)))
-    q, k, v = (_sorted(t, plan.sort_index[side]) for t, side in zip((q, k, v), _QKV))
+    q, k, v = (_sorted(t, plan.arrival[side]) for t, side in zip((q, k, v), _QKV))
     return q, k, v
 
 
 def to_compute_adjoint(
-    plan: Plan, transport: Transport | Channel, dq: Tensor, dk: Tensor, dv: Tensor
+    plan: Plan, transport: Messages, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The adjoint of `to_compute`: gradients from the compute placement back to rest."""
-    items = [(_unsorted(t, plan.sort_index[side]), side) for t, side in zip((dq, dk, dv), _QKV)]
+    items = [(_unsorted(t, plan.arrival[side]), side) for t, side in zip((dq, dk, dv), _QKV)]
     dq, dk, dv = _through(plan, transport, "dqkv", items, reverse=True)
-    if plan.kv_repeat > 1:
-        dk, dv = (
-            t.unflatten(1, (-1, plan.kv_repeat)).sum(2, dtype=plan.accum_dtype).to(t.dtype)
-            for t in (dk, dv)
-        )
+    dk, dv = (_copies_summed(plan, t) for t in (dk, dv))
     return dq, dk, dv
 
 
-def to_rest(
-    plan: Plan, transport: Transport | Channel, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
+def _copied(shares: HeadShares, t: Tensor) -> Tensor:
+    """Key/value heads as they are sent."""
+    if shares.repeat is not None:
+        return t if shares.repeat == 1 else t.repeat_interleave(shares.repeat, dim=1)
+    return torch.cat(
+        [t[:, i : i + 1].expand(-1, n, -1, -1) for i, n in enumerate(shares.counts)], 1
+    )
+
+
+def _copies_summed(plan: Plan, t: Tensor) -> Tensor:
+    """The adjoint of `_copied`."""
+    repeat, accum_dtype = plan.head_shares.repeat, plan.accum_dtype
+    if repeat == 1:
+        return t
+    if repeat is not None:
+        return t.unflatten(1, (-1, repeat)).sum(2, dtype=accum_dtype).to(t.dtype)
+    parts = t.split(plan.head_shares.counts, 1)
+    return torch.cat([p.sum(1, True, dtype=accum_dtype).to(t.dtype) for p in parts], 1)
+
+
+def to_rest(plan: Plan, transport: Messages, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """Output (and logsumexp, if it was asked for) from the compute placement back to rest."""
-    items = [(_unsorted(out, plan.sort_index.query), Side.QUERY)]
+    items = [(_unsorted(out, plan.arrival.query), Side.QUERY)]
     if plan.problem.return_lse:
-        items.append((_unsorted(lse, plan.sort_index.query).unsqueeze(-1), Side.QUERY))
+        items.append((_unsorted(lse, plan.arrival.query).unsqueeze(-1), Side.QUERY))
     rest = _through(plan, transport, "out", items, reverse=True)
     return rest[0], rest[1].squeeze(-1) if plan.problem.return_lse else lse.new_empty(0)
 
 
 def to_rest_adjoint(
-    plan: Plan, transport: Transport | Channel, dout: Tensor, dlse: Tensor | None
+    plan: Plan, transport: Messages, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """The adjoint of `to_rest`: gradients of output and logsumexp into the compute placement."""
     items = [(dout, Side.QUERY)]
     if plan.problem.return_lse:
         assert dlse is not None
         items.append((dlse.unsqueeze(-1), Side.QUERY))
-    moved = [_sorted(t, plan.sort_index.query) for t in _through(plan, transport, "dout", items)]
+    moved = [_sorted(t, plan.arrival.query) for t in _through(plan, transport, "dout", items)]
     return moved[0], moved[1].squeeze(-1) if plan.problem.return_lse else None
 
 
 def _through(
     plan: Plan,
-    transport: Transport | Channel,
+    transport: Messages,
     label: str,
     items: list[tuple[Tensor, Side]],
     reverse: bool = False,
@@ -93,9 +109,22 @@ def _through(
     return tensors
 
 
-def _sorted(t: Tensor, order: Permutation | None) -> Tensor:
-    return t if order is None else t.index_select(2, order.on(t.device))
+def _sorted(t: Tensor, arrival: Spans | None) -> Tensor:
+    return t if arrival is None else t.index_select(2, sort_index(arrival, t.device))
 
 
-def _unsorted(t: Tensor, order: Permutation | None) -> Tensor:
-    return t if order is None else t.index_select(2, order.on(t.device, inverse=True))
+def _unsorted(t: Tensor, arrival: Spans | None) -> Tensor:
+    return t if arrival is None else t.index_select(2, sort_index(arrival, t.device, True))
+
+
+@cached(128)
+def sort_index(arrival: Spans, device: torch.device, inverse: bool = False) -> Tensor:
+    """The index that brings rows into ascending order, or back into that of their arrival.
+
+    >>> from weft.plan.order import Span
+    >>> sort_index((Span(2, 2), Span(0, 2)), torch.device("cpu"))
+    tensor([2, 3, 0, 1])
+    """
+    rank = torch.argsort(torch.argsort(positions(ascending(arrival), "cpu")))
+    index = torch.argsort(positions(arrival, "cpu"))[rank]
+    return upload(torch.argsort(index) if inverse else index, device)

@@ -6,14 +6,15 @@ Shapes: queries (b h n d), keys (b g m d).
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch, Transport
-from ..comm.channel import Channel
+from ..comm import P2PBatch
+from ..comm.transport import Messages
 from ..errors import RankError
 from ..plan.call import Call
 from ..plan.memory import held_bytes, payload_shapes
@@ -35,7 +36,7 @@ class TransferBatch:
         self.receives: list[tuple[int, Tensor]] = []
         self._wait: Callable[[], None] | None = None
 
-    def start(self, transport: Transport | Channel, step: int) -> None:
+    def start(self, transport: Messages, step: int) -> None:
         """Begin to move all of them."""
         p2p = P2PBatch(self.mesh_dim, self.label, self.sends, self.receives, step)
         self._wait = transport.start(p2p)
@@ -58,7 +59,7 @@ class TileRun(abc.ABC):
         self,
         plan: Plan,
         tile: Pass,
-        transport: Transport | Channel,
+        transport: Messages,
         call: Call,
         bias: Tensor | None,
         q: Tensor,
@@ -79,41 +80,44 @@ class TileRun(abc.ABC):
         self.joined: list[Tensor] = []  # for the block at hand
         self.peak = 0
 
-    def steps(self) -> None:
-        """Run the program; a failure here is noted for the ranks that wait for this one."""
+    @contextlib.contextmanager
+    def _failures_noted(self) -> Iterator[None]:
+        """Note a failure for the ranks that wait for this one."""
         try:
-            self._steps()
+            yield
         except RankError:
             raise  # noted where it was raised
         except BaseException as error:
             self.transport.note_failure(f"{type(error).__name__}: {error}")
             raise
 
-    def _steps(self) -> None:
-        tile = self.tile
-        self.buffers = Buffers(self.like.device, self._expected())
-        for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
-            self.buffers.step()
-            batches: dict[tuple, TransferBatch] = {}
-            for transfer in step.begin:
-                with mark(tile, i, "begin", transfer):
-                    self._begin(transfer, batches)
-                self._count()
-            for batch in batches.values():
-                batch.start(self.transport, i)
-            for block in step.blocks:
-                with mark(tile, i, "compute", block):
-                    self._block(tile.block(block))
-                self._count()
-                self.joined.clear()
-            for transfer in step.end:
-                with mark(tile, i, "wait", transfer):
-                    self._end(transfer)
-            for dropped in drops:
-                self._drop(dropped)
-            self.buffers.recycle(self.sending.values())
-        if self.transport.watched:
-            self.transport.note_peak(self.plan, tile.backward, self.peak)
+    def steps(self) -> None:
+        """Run the program."""
+        with self._failures_noted():
+            tile = self.tile
+            self.buffers = Buffers(self.like.device, self._expected())
+            for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
+                self.buffers.step()
+                batches: dict[tuple, TransferBatch] = {}
+                for transfer in step.begin:
+                    with mark(tile, i, "begin", transfer):
+                        self._begin(transfer, batches)
+                    self._count()
+                for batch in batches.values():
+                    batch.start(self.transport, i)
+                for block in step.blocks:
+                    with mark(tile, i, "compute", block):
+                        self._block(tile.block(block))
+                    self._count()
+                    self.joined.clear()
+                for transfer in step.end:
+                    with mark(tile, i, "wait", transfer):
+                        self._end(transfer)
+                for dropped in drops:
+                    self._drop(dropped)
+                self.buffers.recycle(self.sending.values())
+            if self.transport.watches:
+                self.transport.watches.note_peak(self.plan, tile.backward, self.peak)
 
     def _expected(self) -> Iterator[list[Sequence[Shape]]]:
         """The transfers that this rank begins to receive in each step, in order."""
@@ -132,7 +136,7 @@ class TileRun(abc.ABC):
 
     def _count(self, *more: Tensor) -> None:
         """Count the bytes that are held for other ranks, and `more`, while passes are observed."""
-        if self.transport.watched:
+        if self.transport.watches:
             own = [t for chunk in self.own.values() for t in chunk if t is not None]
             self.peak = max(self.peak, held_bytes([*more, *self._retained()], own))
 

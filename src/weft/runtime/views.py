@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from .._caching import Beside
 from .._digest import is_plain, number_of
 from ..kernels import Kernel, MaskContext, TileView
 from ..masks import Full, Mask
@@ -18,6 +19,8 @@ from ..plan.sides import Side
 from ..plan.tiles import Group, KernelCall, Kind
 from .rows import Rows
 
+#: Mask contexts of plain masks, beside the pass whose blocks they cover.
+_CONTEXTS = Beside[dict](dict)
 #: For how many plans a mask that is a function keeps the block masks of kernels.
 _KEPT_CONTEXTS = 16
 
@@ -91,13 +94,13 @@ class Views:
 
     @functools.cached_property
     def _contexts(self) -> dict:
-        """Mask contexts by what they cover: kept by the plan, which the mask's data are a part of.
+        """Cache of mask contexts by block.
 
-        Those of functions are kept by the mask or the bias, for what the functions see now. So no
-        cache of weft's keeps a function, or its captured values, longer than its user does.
+        Masks of plain data are cached beside the plan, masks with functions on the mask or the
+        bias: no cache of weft keeps a function, or its captured values, longer than its user does.
         """
         if not self.call.has_functions:
-            return self.tile.mask_contexts
+            return _CONTEXTS.of(self.tile)
         keeper = self.call.bias if is_plain(self.call.mask) else self.call.mask
         kept = vars(keeper).setdefault("_contexts", {})
         place = (self.plan.compute.query.batch_spans, self.plan.compute.query.head_spans)

@@ -62,7 +62,7 @@ def make_reproducible(model: nn.Module, layout: Layout) -> nn.Module:
 
 
 def hooks(model: nn.Module, layout: Layout) -> list[RemovableHandle]:
-    """What `make_reproducible` registers on a model and its modules, and raises.
+    """Hooks that `make_reproducible` registers on a model and its modules, and its refusals.
 
     On all modules, as those that are computed again in a backward pass are not within the model's.
     """
@@ -233,7 +233,7 @@ def _is_of_weights(t: Tensor) -> bool:
 
 
 def _is_constant_of(t: Tensor, shape: tuple[int, ...]) -> bool:
-    """Whether a tensor is no tokens, but of one number, or of a weight's own shape, as its norm."""
+    """True for a tensor without tokens: one number, or of a weight's shape, such as its norm."""
     return not t.requires_grad and (t.dim() == 0 or tuple(t.shape) == shape)
 
 
@@ -262,7 +262,7 @@ def _check_steady(name: str, args: tuple, tensors: Sequence[Tensor]) -> None:
 
 
 def _of_all_ranks(index: Any) -> bool:
-    """Whether an index is the same part of a weight on every rank."""
+    """True if an index selects the same part of a weight on every rank."""
     return isinstance(index, int) or index in (None, Ellipsis, slice(None))
 
 
@@ -326,7 +326,7 @@ def _linear(
 
 
 def _matmul(sums: ExactSums, func: Callable, x: Any, matrix: Any) -> Any:
-    """Of a weight, or of a matrix without gradient: frozen, or a buffer."""
+    """Product with a weight, or with a matrix without gradient: frozen, or a buffer."""
     if not isinstance(x, Tensor) or not isinstance(matrix, Tensor) or _is_of_weights(x):
         return NotImplemented
     if x.dim() < 2 or not x.is_floating_point() or matrix.dim() not in (1, 2):

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..comm import Shuffle, Transport
-from ..comm.channel import Channel
 from ..comm.once_differentiable import once
+from ..comm.transport import Messages
 
 #: Bits of a factor: the norm of a column has so many.
 FACTOR_BITS = 26
@@ -42,7 +42,7 @@ SQUARE_BITS = 24 - CHUNK.bit_length() + 1
 ROWS, COLUMNS = 32, 16
 
 
-def largest(transport: Transport | Channel, mesh_dim: str, values: Tensor) -> Tensor:
+def largest(transport: Messages, mesh_dim: str, values: Tensor) -> Tensor:
     """The largest of each number among the ranks along a mesh dim."""
     ranks, each = transport.sizes[mesh_dim], values.numel()
     sent = values.flatten().repeat(ranks)
@@ -66,7 +66,7 @@ class ExactSums:
 
     @property
     def moving(self) -> tuple[str, ...]:
-        """Those of the mesh dims that have several ranks."""
+        """Mesh dims that have several ranks."""
         return tuple(d for d in self.dims if self.transport.sizes[d] > 1)
 
     def of_rows(self, rows: Tensor, into: tuple[Tensor, int] | None = None) -> Tensor:
@@ -91,7 +91,7 @@ class ExactSums:
         return self._sum(table)
 
     def of_products(self, above: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        """above^T x of the rows (n, i) and (n, j) of all ranks, and the sum of those of `above`.
+        """Weight and bias gradients of a linear layer over all rows: above^T x and above.sum(0).
 
         In fp64, (i, j) and (i,), the same on every rank. Rows of gradients that several ranks have
         are zeros on all but one of these.
@@ -145,7 +145,7 @@ def _sizes(rows: Tensor) -> Tensor:
 
 
 def _counts(rows: Tensor) -> Tensor:
-    """Which rows are no zeros, (n,)."""
+    """Mask of the rows that are not zero, (n,)."""
     if rows.dim() == 1:
         return rows != 0
     if not rows.numel():

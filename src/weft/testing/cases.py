@@ -97,16 +97,14 @@ class Case:
     @property
     def problem(self) -> Problem:
         """The engine's `Problem`, with the batch and the heads of all ranks together."""
-        return Problem(
-            axes=self.axes,
-            lengths=self.lengths,
-            batch=self.batch,
+        return Problem.of(
+            self.axes,
+            dict(zip(self.axes, self.lengths)),
             heads=self.heads,
             kv_heads=self.kv_heads,
             head_dim=self.dim,
-            value_dim=self.dim,
+            batch=self.batch,
             dtype=self.dtype,
-            device="cpu",
             mask=self.mask,
         )
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from ..attention import attention
 from ..declare.strategy import Role
 from ..kernels import accumulate_dtype
+from ..kernels.base import finite_lse
 from ..layout import Layout
 from .cases import SIDES, Case, shard
-from .reference import relative_error
+from .reference import reference, relative_error, visible_pairs
 
 #: Largest relative error allowed in fp64, where only the order of additions differs.
 EXACT = 1e-11
@@ -48,7 +49,8 @@ def check_rank(layout: Layout, case: Case, device: str = "cpu") -> list[Comparis
     fp64 allows `EXACT`; other dtypes twice the error of one device on the full tensors, plus one
     rounding of the largest entry, plus one in fp32 for each part that is merged. Where the largest
     logsumexp L is above 1, that last is a rounding of L: parts are weighted by their logsumexps,
-    and fp32 (fp64 for fp64) represents one to eps L.
+    and fp32 (fp64 for fp64) represents one to eps L. Gradients of queries and keys are allowed
+    `gradient_rounding` on top.
     """
     full = case.draw()
     expected = case.wanted(full)
@@ -110,12 +112,51 @@ def _allowed(
     finite = expected["lse"][expected["lse"].isfinite()].abs()
     accumulated = torch.finfo(accumulate_dtype(case.dtype)).eps
     merging = merged * accumulated * max(1.0, finite.max().item() if finite.numel() else 0.0)
+    cancelled = {
+        name: bound / (expected[name].abs().max().item() or 1.0)
+        for name, bound in (gradient_rounding(case, full) if case.backward else {}).items()
+        if expected[name].numel()
+    }
     if case.dtype == torch.float64:
-        return [max(EXACT, merging)] * len(expected)
+        return [max(EXACT, merging) + cancelled.get(name, 0.0) for name in expected]
     one_device = results_of(Layout.single(), case, full)
     allowed = []
     for name, t in expected.items():
         rounding = accumulated if name == "lse" else torch.finfo(case.dtype).eps
         error = relative_error(one_device[name], t.to(one_device[name].device), t)
-        allowed.append(2 * error + rounding + merging)
+        allowed.append(2 * error + rounding + merging + cancelled.get(name, 0.0))
     return allowed
+
+
+def gradient_rounding(case: Case, full: Mapping[str, Tensor]) -> dict[str, float]:
+    """The largest rounding of dq and dk where a row's gradient is a difference of equal numbers.
+
+        ds = p (dout v^T - delta)
+        |error of ds| <= eps p (|dout| |v|^T + |dout| . |out| + |dout v^T - delta| |score|)
+
+    Both terms of the difference are sums in the accumulation dtype. Where a row puts all its weight
+    on one key they are equal and the gradient is 0, but for their rounding: on one device, too,
+    unless it adds both in one order, as kernels do for few head dims. |score| = scale |q| |k|^T
+    bounds what its own rounding does to p. The error of ds reaches dq times |k| and dk times |q|.
+
+    Args:
+        case: the attention call.
+        full: its tensors over all ranks, as `Case.draw` returns them.
+
+    Returns:
+        Absolute errors by name: dq, dk.
+    """
+    q, k, v, dout = (full[name].double().cpu() for name in ("q", "k", "v", "dout"))
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
+    out, lse = reference(q, k, v, case.mask)
+    scale = q.shape[-1] ** -0.5
+    visible = visible_pairs(case.mask, *q.shape[:3], k.shape[2])
+    scores = ((q @ k.mT) * scale).masked_fill(~visible, float("-inf"))
+    p = torch.exp(scores - finite_lse(lse).unsqueeze(-1))  # rounded, as a bound may be
+    difference = (dout @ v.mT - (dout * out).sum(-1, keepdim=True)).abs()
+    terms = dout.abs() @ v.abs().mT + (dout * out).abs().sum(-1, keepdim=True)
+    terms = terms + difference * (q.abs() @ k.abs().mT) * scale
+    ds = torch.finfo(accumulate_dtype(case.dtype)).eps * scale * p * terms
+    bounds = {"dq": ds @ k.abs(), "dk": (ds.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2)}
+    return {name: t.max().item() if t.numel() else 0.0 for name, t in bounds.items()}

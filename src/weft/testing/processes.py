@@ -107,7 +107,7 @@ def _whole(result: Any) -> bool:
 
 
 def _ended(child: Any) -> str:
-    """How a process ended, empty if it runs."""
+    """The end of a process in words, empty while it runs."""
     child.join(1.0)  # its pipe closes a moment before it is gone
     if child.exitcode is None:
         return ""

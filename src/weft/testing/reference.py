@@ -46,7 +46,9 @@ def reference(
     if scores.shape[-1] == 0:
         return scores @ v, q.new_full(q.shape[:3], float("-inf"))
     lse = torch.logsumexp(scores, -1)
-    p = torch.exp(scores - lse.masked_fill(lse.isneginf(), float("inf")).unsqueeze(-1))
+    # Not exp(scores - lse), which is off by a rounding of lse: large where scores are.
+    unseen = lse.isneginf().unsqueeze(-1)
+    p = torch.softmax(scores.masked_fill(unseen, 0.0), -1).masked_fill(unseen, 0.0)
     return p @ v, lse
 
 

@@ -117,7 +117,9 @@ def bench(
     shape = _SHAPE.fullmatch(what)
     job: list[Case] | _Model
     if shape:
-        options.refuse_given(context, ("batch", "length"), "not for a shape, which says it itself")
+        options.refuse_given(
+            context, ("batch", "length"), "not allowed with a shape, which already gives it"
+        )
         job = _cases(shape, chosen, axis, mask, kind)
     else:
         options.refuse_given(context, ("axis", "mask"), "not for a model, whose file says it")
@@ -132,7 +134,7 @@ def bench(
 
 
 def _ranks(layouts: Sequence[Layout], nproc: int | None) -> int:
-    """How many ranks all the layouts take: the same number."""
+    """Number of ranks that every one of the layouts takes."""
     sized = {each.name: each.world_size for each in layouts if -1 not in each.mesh.values()}
     if len({*sized.values()}) > 1:
         sizes = ", ".join(f"{ranks} ({name})" for name, ranks in sized.items())

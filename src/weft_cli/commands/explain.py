@@ -368,7 +368,6 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
 
 def _print_states(layout: Layout, axis: str, problem: Problem, machine: Hardware | None) -> None:
     """Bytes that a recurrent layer of these heads receives, where the axis is split."""
-    local = next(plans_for(layout, problem, [0])).problem
-    made = tables.states(layout, axis, local, machine)
+    made = tables.states(layout, axis, problem.on(layout, 0), machine)
     console().print()
     console().print(f"nothing is carried along {axis}" if made is None else made)

@@ -40,7 +40,7 @@ class Row:
 
 
 def is_model(name: str) -> bool:
-    """Whether a word names a model: one that ships, or a file with blocks."""
+    """True if a word names a model: one that ships, or a file with blocks."""
     if name in catalog.names("models"):
         return True
     if not name.endswith(".toml") or not Path(name).is_file():

@@ -251,14 +251,14 @@ def problem_of(
     kv_heads = heads if kv_heads is None else kv_heads
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
-    return Problem(
-        axes=tuple(axis.split("+")),
-        lengths=tuple((size, size) for size in lengths) if keys is None else ((n, m),),
-        batch=batch,
+    length = dict(zip(axis.split("+"), lengths)) if keys is None else (n, m)
+    return Problem.of(
+        axis,
+        length,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        value_dim=head_dim,
+        batch=batch,
         dtype=dtype_named(dtype),
         device=device_type(device),
         mask=mask_named(mask, n, m, batch),
@@ -266,7 +266,7 @@ def problem_of(
 
 
 def batch_of(batch: int | None, mask: str, parts: int) -> int:
-    """How many sequences a call has: as given, as its mask names, or one per part of the batch.
+    """Number of sequences of a call: as given, as its mask names, or one per part of the batch.
 
     >>> batch_of(None, "padding:5:7", 1), batch_of(None, "causal", 4), batch_of(3, "full", 1)
     (2, 4, 3)
@@ -283,7 +283,7 @@ def refuse_given(context: typer.Context, names: Collection[str], why: str) -> No
 
 
 def console() -> Terminal:
-    """Where commands print: as wide as the terminal, and uncut in files and pipes."""
+    """The console of commands: as wide as the terminal, and uncut in files and pipes."""
     width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE
     return Terminal(width=width)
 
@@ -300,7 +300,7 @@ def layout_named(text: str, order: str | None = None, axis: str | None = None) -
 
 
 def ranks_of(layout: Layout, nproc: int | None) -> int:
-    """How many ranks a layout takes; `nproc` fills a mesh size of -1 and must agree otherwise.
+    """Number of ranks of a layout; `nproc` fills a mesh size of -1 and must agree otherwise.
 
     Where a launcher has started the ranks, it has set their number.
     """

@@ -146,7 +146,7 @@ def predict(
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank needs to know."""
+    """Values that every rank needs."""
 
     train: Path
     test: Path
@@ -161,12 +161,15 @@ class Job:
 
 def _rank(job: Job, tables: Pair | None) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """One rank: the classes, their probabilities for every test row, and the warnings."""
+    from weft.checkpoint.same_files import agree_on_file
     from weft_models.tables.classifier import TabularClassifier
 
     tables = tables or read_pair(job.train, job.test, *job.columns)
     bound = None
     if job.layout is not None:
         bound = options.layout_named(job.layout).build(job.device, timeout=job.timeout)
+        for path in (job.train, job.test):
+            agree_on_file(bound, path)
     classifier = TabularClassifier(
         job.n_estimators,
         checkpoint=job.checkpoint,
@@ -247,7 +250,7 @@ def _counted(count: int, one: str, several: str = "") -> str:
 
 
 def prediction_table(tables: Pair, classes: np.ndarray, probabilities: np.ndarray) -> pd.DataFrame:
-    """What is written: the rows' names, the most probable class, the probability of every class."""
+    """The written table: rows' names, the most probable class, the probability of every class."""
     import pandas as pd
 
     columns = {} if tables.ids is None else {tables.ids.name: tables.ids.to_numpy()}

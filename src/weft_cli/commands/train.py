@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +13,13 @@ from rich.markup import escape
 from typer.models import OptionInfo
 
 from weft.declare import catalog
-from weft.errors import WeftError
+from weft.errors import DeclarationError, WeftError
 from weft.launch import launcher as launch
 from weft.launch import trace
 from weft.launch.environment import already_launched, ranks_here
 from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
-from weft_models.declare.run_file import WEIGHTS, RunSpec, changed
+from weft_models.declare.run_file import WEIGHTS, RunSpec, changed, layout_for
 
 from . import options
 from .options import console
@@ -91,6 +91,15 @@ def train(
     restarts: Annotated[
         int, options.of_run("How often to start again, from the last checkpoint.", min=0)
     ] = 0,
+    elastic: Annotated[
+        str | None,
+        options.of_run(
+            "Numbers of ranks with which the run goes on after some died, each with a layout that "
+            "fits it; under torchrun those of its --nnodes.",
+            metavar="MIN:MAX",
+            show_default="as many as it began with",
+        ),
+    ] = None,
     log_dir: Annotated[
         Path | None,
         _of_files("The run's folder: run.toml, curves, weights.", "runs/MODEL-LAYOUT"),
@@ -130,18 +139,26 @@ def train(
 
         weft train tabular tabular-2x2 --checkpoint-dir runs/a --checkpoint-every 50 --restarts 3
 
+        weft train causal_lm 'tokens: ring=-1' --elastic 2:4 --restarts 3 --checkpoint-dir runs/a
+        --checkpoint-every 50
+
         torchrun --nproc-per-node 4 -m weft train tabular tabular-2x2
     """
     typed = {"model": model, "layout": layout, "seed": seed, "dtype": dtype}
     typed_train = {"steps": steps, "batch": batch, "lr": lr, "checkpoint_every": checkpoint_every}
     run = _run_file(config, settings or [], typed, typed_train)
     spec = run.spec()
-    chosen = Layout.single() if run.layout is None else options.layout_named(run.layout)
-    ranks = options.ranks_of(chosen, nproc)
+    sizes, ranks = _sizes(elastic, nproc, run.layouts)
+    if elastic is not None:
+        _refuse_sizes(spec, run.layouts, sizes, checkpoint_dir, run.train, restarts)
+    chosen = (
+        options.layout_named(layout_for(run.layouts, ranks)) if run.layouts else Layout.single()
+    )
     if run.train.get("checkpoint_every") and checkpoint_dir is None:
         raise typer.BadParameter("--checkpoint-every needs --checkpoint-dir, the folder for them")
     _refuse_early(spec, evaluate, resume, checkpoint_dir)
-    where = "one-device" if run.layout is None else re.sub(r"[^\w.=-]+", "-", chosen.name)
+    first = options.layout_named(run.layouts[0]).name if run.layouts else "one-device"
+    where = re.sub(r"[^\w.=-]+", "-", first)
     log_dir = log_dir or Path("runs") / f"{spec.name}-{where}"
     given = {
         "seed": run.seed,
@@ -154,8 +171,10 @@ def train(
     }
     place = options.device_for(device, ranks)
     _announce(spec, chosen, ranks, place, log_dir)
-    job = (spec, run.layout, place, timeout, given)
-    seconds = launch.run(_rank, *job, ranks=ranks, restarts=restarts, on_restart=_print)
+    job = (spec, run.layouts, place, timeout, given)
+    seconds = launch.run(
+        _rank, *job, ranks=ranks, restarts=restarts, on_restart=_print, fewest=sizes[0]
+    )
     if seconds is not None:
         console().print(
             f"trained in {seconds:.0f} s; weights in {log_dir / WEIGHTS}", highlight=False
@@ -214,11 +233,81 @@ def _print(text: str) -> None:
     console().print(escape(text), highlight=False, soft_wrap=True)
 
 
-def _rank(spec: ModelSpec, layout: str | None, device: str, timeout: float, given: dict) -> float:
+def _sizes(elastic: str | None, nproc: int | None, layouts: Sequence[str]) -> tuple[range, int]:
+    """Numbers of ranks that the run may have, and that which it has now."""
+    started = already_launched()
+    if elastic is None:
+        if len(layouts) > 1 and (started is not None or nproc is not None):
+            ranks = nproc if started is None else started.world_size
+        else:
+            chosen = options.layout_named(layouts[0]) if layouts else Layout.single()
+            ranks = options.ranks_of(chosen, nproc)
+        assert ranks is not None
+        return range(ranks, ranks + 1), ranks
+    low, _, high = elastic.partition(":")
+    if not (low.isdecimal() and high.isdecimal() and 0 < int(low) <= int(high)):
+        raise typer.BadParameter(
+            f"--elastic {elastic!r}: write MIN:MAX, two numbers of ranks, such as 2:4"
+        )
+    sizes = range(int(low), int(high) + 1)
+    if nproc is not None:
+        raise typer.BadParameter("--nproc beside --elastic, which says how many ranks there are")
+    if started is None:
+        return sizes, sizes[-1]
+    if started.world_size not in sizes:
+        raise WeftError(
+            f"--elastic {elastic}, but {started.launcher} started {started.world_size} ranks; give "
+            "the numbers that it may start"
+        )
+    return sizes, started.world_size
+
+
+def _refuse_sizes(
+    spec: ModelSpec,
+    layouts: Sequence[str],
+    sizes: range,
+    checkpoint_dir: Path | None,
+    train: Mapping[str, Any],
+    restarts: int,
+) -> None:
+    """Raise unless the run could go on with every number of ranks."""
+    from weft_models.models.composer import check_fit
+    from weft_models.train.data import check_batch
+
+    if checkpoint_dir is None or not train.get("checkpoint_every"):
+        raise typer.BadParameter(
+            "--elastic needs --checkpoint-dir and --checkpoint-every: a run goes on with other "
+            "ranks from a checkpoint"
+        )
+    if already_launched() is None and not restarts:
+        raise typer.BadParameter("--elastic needs --restarts, how often to start again")
+    if not layouts:
+        raise typer.BadParameter("--elastic needs a LAYOUT, such as 'tokens: ring=-1'")
+    wrong = []
+    for ranks in sizes:
+        try:
+            layout = options.layout_named(layout_for(layouts, ranks)).resolve(ranks)
+            check_fit(spec, layout)
+            check_batch(spec, layout)
+        except WeftError as error:
+            wrong.append(f"{ranks} ranks: {error}")
+    if wrong:
+        raise DeclarationError(
+            f"--elastic {sizes[0]}:{sizes[-1]} allows numbers of ranks with which the run could not"
+            f" go on. {'. '.join(wrong)}. Give other layouts, in [elastic] of a run file one for"
+            " each number of ranks, or other numbers"
+        )
+
+
+def _rank(
+    spec: ModelSpec, layouts: Sequence[str], device: str, timeout: float, given: dict
+) -> float:
     """One rank of `weft train`; returns the seconds it took."""
     from weft_models.train import fit as run
 
-    chosen = Layout.single() if layout is None else options.layout_named(layout)
+    place = already_launched()
+    ranks = 1 if place is None else place.world_size
+    chosen = options.layout_named(layout_for(layouts, ranks)) if layouts else Layout.single()
     trace.write_to(given["log_dir"])
     bound = chosen.build(device, timeout=timeout)
     return run(spec, bound, device=device, **given).seconds

@@ -146,7 +146,7 @@ def _of_class(kind: Any, read: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _not_auto(name: str, path: Path) -> str:
-    """What to name in place of an auto class."""
+    """Classes to name in place of an auto class."""
     read = _read(path)
     known = _classes(read, "name", name) or "; name the model's own class"
     return f"{name} does not name an architecture{known}"

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.carry.choose import Carried, Ways, time_ways, ways_of
-from weft.carry.fragments import ChainExchange, HaloExchange, StateExchange, by_heads, fragments
+from weft.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
 from weft.carry.tree import TreeExchange
 from weft.declare import catalog
 from weft.declare.hardware import Hardware
@@ -22,9 +22,10 @@ from weft.inspect import words
 from weft.layout import Layout
 from weft.masks.names import MASKS
 from weft.plan.predict import Forecast
-from weft.plan.problem import Problem
+from weft.plan.problem import LocalProblem
 from weft.proof.symbolic import Claim
 from weft.relayout.plan import placement, plan_redistribution
+from weft.relayout.windows import TakePass, Windows
 
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) -> Table:
@@ -208,15 +209,15 @@ def claims_table(title: str, claims: Sequence[Claim]) -> Table:
 
 
 def states(
-    layout: Layout, axis: str, problem: Problem, machine: Hardware | None = None, taps: int = 4
+    layout: Layout, axis: str, problem: LocalProblem, machine: Hardware | None = None, taps: int = 4
 ) -> Table | None:
     """Bytes that a recurrent layer along the axis would receive, where it can run on the layout.
 
     It is a gated delta rule of the call's heads (Gated DeltaNet, KDA), whose states are fp32, after
-    a convolution of `taps` over its queries, keys and values. `problem` is one rank's, as a plan
-    has it. Where the layout leaves the way of the states open, the clock of `machine` decides, by
-    default at the layout's rates, or assumed ones, as calls decide. Raises `UnsupportedError` for
-    striped tokens, of which a rank has too many runs.
+    a convolution of `taps` over its queries, keys and values. Where the layout leaves the way of
+    the states open, the clock of `machine` decides, by default at the layout's rates, or assumed
+    ones, as calls decide. Raises `UnsupportedError` for striped tokens, of which a rank has too
+    many runs.
     """
     by_heads_dims = layout.carries_by_heads(axis)
     other = by_heads(layout, axis) if by_heads_dims else layout
@@ -245,7 +246,8 @@ def states(
             passing = TreeExchange(plan, chunk, state, state + matrix)
         else:
             passing = StateExchange(plan, chunk, state + matrix)
-        halo = HaloExchange(plan, chunk, taps - 1, problem.batch * column)
+        left = plan.around(Windows(taps, 1, 1 - taps, problem.n, taps - 1))
+        halo = TakePass(left, chunk, problem.batch * column)
         for name, traffic in zip(moved, (passing.traffic, halo.traffic)):
             moved[name].append((traffic(False).bytes, traffic(True).bytes))
     if by_heads_dims:
@@ -277,7 +279,9 @@ def _why(timed: Ways) -> str:
     )
 
 
-def _traded(layout: Layout, other: Layout, axis: str, problem: Problem) -> list[tuple[int, int]]:
+def _traded(
+    layout: Layout, other: Layout, axis: str, problem: LocalProblem
+) -> list[tuple[int, int]]:
     """Bytes that ranks receive, forward and backward, where tokens are traded for heads.
 
     Queries, keys, values and two gates go there, outputs come back; gradients the other way.

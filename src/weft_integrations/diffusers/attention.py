@@ -60,7 +60,7 @@ class Region(TorchFunctionMode):
         return self._all_text(out) if state.whole_text else out
 
     def _own_text(self, t: Tensor, dim: int) -> Tensor:
-        """Of the whole text and this rank's image tokens, this rank's of both."""
+        """This rank's tokens of both, from the full text and its image tokens."""
         state = self.state
         sizes = [state.text, t.shape[dim] - state.text]
         if state.plan.family.text_first:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from weft.errors import DeclarationError, UnsupportedError, WeftError
 from weft.layout import Layout
 
-from ..common import check_not_placed, check_splits_only, named_arguments, scale_gradient
+from ..common import Placed, check_not_placed, check_splits_only, named_arguments, scale_gradient
 from .attention import Region
 from .plans import TokenSplit, read_plan
 from .streams import Streams
@@ -83,7 +83,7 @@ def parallelize_diffusers(
     plan = read_plan(transformer)
     _check(transformer, layout, axis)
     _check_modules(transformer, (tokenwise,) if isinstance(tokenwise, str) else tuple(tokenwise))
-    undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], object]] = []
     state = _Hooks(layout, axis, plan, text == "whole" and plan.family.joint)
 
     def before(module: nn.Module, hook: Callable) -> None:
@@ -103,7 +103,7 @@ def parallelize_diffusers(
             after(module, state.leave_attention, always_call=True)
     after(plan.gather[0], state.gather_output)
     after(transformer, state.leave, always_call=True)
-    transformer.__dict__["_weft"] = undo
+    transformer.__dict__["_weft"] = Placed(undo)
     return transformer
 
 

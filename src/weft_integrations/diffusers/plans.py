@@ -33,7 +33,7 @@ class TokenSplit:
 
 @dataclass(frozen=True)
 class Family:
-    """How a kind of transformer is split.
+    """The split of one kind of transformer.
 
     Attributes:
         joint: whether text and image attend each other in one sequence; otherwise the image attends

@@ -37,7 +37,7 @@ class Streams:
         return tokens_per_chunk(self.layout, self.axis, length)
 
     def own(self, stream: str, length: int) -> tuple[int, int]:
-        """Where this rank's tokens of a stream begin, and how many there are.
+        """First position and number of this rank's tokens of a stream.
 
         A rank's tokens of both streams together are its chunk of the joined sequence.
         """

@@ -23,7 +23,7 @@ from weft.masks import FirstKeys
 from weft.torch_interop.sdpa import sdpa
 
 from .. import Foreign
-from ..common import check_not_placed, check_rows, check_splits_only, scale_gradient
+from ..common import Placed, check_not_placed, check_rows, check_splits_only, scale_gradient
 from .tabpfn_rows import gather_rows
 
 
@@ -35,7 +35,7 @@ class _Rows:
         self.rows = self.train = 0
 
     def split(self, x: Tensor, train: int | None) -> Tensor:
-        """Of (..., R, e) this rank's rows, (..., r, e)."""
+        """This rank's rows, (..., r, e), of a tensor (..., R, e)."""
         self.rows = x.shape[-2]
         self.train = self.rows if train is None else train
         return self.layout.shard(x, {self.axis: -2})
@@ -121,7 +121,7 @@ def parallelize_tabicl(model: Foreign, layout: Layout, axis: str = "rows") -> nn
         model.register_forward_hook(lambda module, args, out: scale_gradient(out, share)),
     ]
     own = [functools.partial(vars(part).pop, "forward") for part in (columns, icl)]
-    model.__dict__["_weft"] = [*own, *(hook.remove for hook in hooks)]
+    model.__dict__["_weft"] = Placed([*own, *(hook.remove for hook in hooks)])
     return model
 
 

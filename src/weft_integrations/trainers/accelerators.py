@@ -141,7 +141,7 @@ def _gather_for_metrics(
 
 
 def once_per_group(group: ContextGroup, gathered: Any) -> Any:
-    """Of rows gathered from all ranks, in their order, those of the groups' first ranks.
+    """Rows of the groups' first ranks, from rows gathered from all ranks in their order.
 
     >>> import torch
     >>> group = ContextGroup(2, 0, 2, True)

@@ -416,7 +416,7 @@ class ShardedCache(DynamicCache):
         return layer, past, new
 
     def _latents(self, module: Foreign, k: Tensor, v: Tensor) -> tuple[LatentLayer, Tensor, Tensor]:
-        """The layer of a module that expands latents, and what it made of them."""
+        """The latent cache layer of an MLA module and its expanded keys and values."""
         layer = self.layers[module.layer_idx] if expands(module) else None
         if isinstance(layer, LatentLayer) and (both := layer.expanded(k, v)) is not None:
             return layer, *both

@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from weft.checkpoint.blocks import Block, write_blocks
-from weft.checkpoint.folder import CheckpointError, Index, read_index
-from weft.checkpoint.run import verify_share
+from weft.checkpoint.folder import CheckpointError, Index
+from weft.checkpoint.same_files import agreed_index
 from weft.checkpoint.shards import everywhere
 from weft.layout import Layout
 
@@ -52,17 +52,15 @@ def read(
     `CheckpointError` on every rank if the folder is damaged, or of another model.
     """
 
-    def check() -> None:
-        facts = _facts(folder, read_index(folder))
+    def check(index: Index) -> None:
+        facts = _facts(folder, index)
         if facts.model != model:
             raise CheckpointError(
                 f"{folder} does not belong to this {name}: a {facts.name} of other weights or of "
                 "another dtype made it"
             )
-        verify_share(folder, layout)
 
-    everywhere(layout, check)
-    index = read_index(folder)
+    index = agreed_index(folder, layout, check)
     everywhere(layout, lambda: fill(_facts(folder, index), index))
 
 

@@ -222,7 +222,7 @@ class ShardedLayer(DynamicLayer):
         return self.held.positions(self.shards.part).to(device)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last positions: of each rank what it has of them."""
+        """Drop the last positions; each rank drops those it holds."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop({tokens_to_remove}): give a negative number, how many to remove"
@@ -424,7 +424,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer):
-    """Of a layer that carries a state and attends: the state on every rank, its own keys."""
+    """Cache of a layer that carries a state and attends: the state on every rank, keys split."""
 
     # transformers' two bases have them with different types.
     device: Any
@@ -438,7 +438,7 @@ class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentio
         return made
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
-        """Of keys and values, by position, or of a state, by name, as transformers' own."""
+        """Initialise keys and values, by position, or a state, by name, as transformers does."""
         kind = ShardedLayer if args else StateLayer
         kind.lazy_initialization(self, *args, **kwargs)
 

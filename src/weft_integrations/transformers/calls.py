@@ -115,7 +115,7 @@ class Calls:
         self.droppers = refused.layer_droppers(model)
         self.recurrent = list(recurrent)
         self.leaves_padding_out = leaves_padding_out(model)
-        self.entered = consistency.Entered()
+        self.entered, self.all_weights = consistency.Entered(), consistency.AllWeights()
         self.warned: set[str] = set()
 
     def __deepcopy__(self, memo: dict) -> Calls:
@@ -142,7 +142,7 @@ class Calls:
             refused.layer_drop(self.droppers, self.layout, self.axis)
             refused.replaced_layers(self.recurrent)
             if self.whole:
-                state = consistency.state(module, kwargs, self.entered)
+                state = consistency.state(module, kwargs, self.entered, self.all_weights)
                 call, kwargs = self._of_whole_rows(kwargs, module)
             else:
                 call = self._of_local_rows(kwargs, module)
@@ -158,6 +158,8 @@ class Calls:
                 verdict = f"refused: {call}"
             elif self.whole:
                 verdict = f"{verdict}; {state.text}; {call.how}"
+            elif all_weights := self.all_weights.described(module):
+                verdict = f"{verdict}; {all_weights}"
             channel = self.agree(_ROWS if self.whole else "a call of the model", verdict, state)
         if isinstance(call, WeftError):
             raise call

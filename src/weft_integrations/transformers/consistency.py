@@ -1,7 +1,8 @@
 """Checks that the ranks of a context group make the same call on the same full rows.
 
 They pass the same rows, hold the same weights, and compute the same loss of the same outputs. Ids
-and a few weights are compared bit by bit before every call; embeddings, and the gradients that
+and a few weights are compared bit by bit before every call, and all weights in the first call, in
+every 64th, and where the model was put into train or eval mode; embeddings, and the gradients that
 entered the outputs of the previous call, by their norms and a few products, as ranks may round
 otherwise.
 """
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.consistency import fingerprint, probe
+from weft.comm.consistency import digest_of_all, fingerprint, probe
 from weft.comm.once_differentiable import once
 from weft.errors import ShapeError
 
@@ -61,6 +62,27 @@ def recorded(x: Tensor, entered: Entered, factor: float = 1.0) -> Tensor:
     return _Recorded.apply(x, entered, factor) if x.requires_grad else x
 
 
+#: Calls from one comparison of all weights to the next.
+EVERY = 64
+
+
+@dataclass(eq=False)
+class AllWeights:
+    """When ranks compare all weights of a model: now and then, as it takes reading them all."""
+
+    calls: int = 0
+    training: bool | None = None
+
+    def described(self, model: nn.Module) -> str:
+        """The digest of all plain weights in words where it is due, else nothing."""
+        due = self.calls % EVERY == 0 or model.training != self.training
+        self.calls, self.training = self.calls + 1, model.training
+        if not due:
+            return ""
+        digest = digest_of_all(filter(_is_plain, model.parameters())).item()
+        return f"all weights [{digest & 0xFFFFFFFF:08x}]"
+
+
 @dataclass(frozen=True)
 class GroupState:
     """State of a rank that is compared with the other ranks of its context group.
@@ -79,7 +101,9 @@ class GroupState:
 NOTHING = GroupState("", (), (0.0,) * 6)
 
 
-def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> GroupState:
+def state(
+    model: nn.Module, kwargs: Mapping[str, Any], entered: Entered, weights_of: AllWeights
+) -> GroupState:
     """The state of this rank before a call; forgets the gradients that entered."""
     tensors = {n: v for n, v in kwargs.items() if isinstance(v, Tensor) and not v.is_meta}
     real = {n: t for n, t in tensors.items() if t.is_floating_point()}
@@ -94,7 +118,8 @@ def state(model: nn.Module, kwargs: Mapping[str, Any], entered: Entered) -> Grou
     numbers = entered.take()
     for numbers_of in _read([probe(t.reshape(-1)[:_LOOKED_AT]) for t in real.values()]):
         numbers += [1.0, *numbers_of]
-    return GroupState(f"{', '.join(rows)}; weights {' '.join(left)}", tuple(real), tuple(numbers))
+    text = f"{', '.join(rows)}; weights {' '.join([*left, weights_of.described(model)])}"
+    return GroupState(text.rstrip(), tuple(real), tuple(numbers))
 
 
 def _read(tensors: Sequence[Tensor]) -> list[Any]:

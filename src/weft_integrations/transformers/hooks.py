@@ -23,7 +23,7 @@ from weft.layout import Layout
 from weft.same_bits import modules as reproducible
 
 from .. import Foreign
-from ..common import check_axis, check_not_placed, refuse_split_heads
+from ..common import Placed, check_axis, check_not_placed, refuse_split_heads
 from . import calls, generation, interface, refused, whole
 from .cache import looked_at
 from .rebinding import calls as calls_of
@@ -33,8 +33,8 @@ from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, without
 
 
-@dataclass
-class _Installed:
+@dataclass(kw_only=True)
+class _Installed(Placed):
     """Changes to a model, to be undone. A copy of the model has a copy of it.
 
     Attributes:
@@ -73,6 +73,20 @@ class _Installed:
         """Let a model have the loss that it had before."""
         return without(model, "_loss_function", self.before)
 
+    def undo(self, model: Foreign) -> None:
+        """Remove hooks, modules' functions and attributes of weft from a model."""
+        for handle in self.hooks:
+            handle.remove()
+        for module in self.recurrent:
+            put_back(module)
+        for name in self.replaced:
+            if name in self.before:
+                setattr(model, name, self.before[name])
+            else:
+                model.__dict__.pop(name, None)
+        model.set_attn_implementation(self.implementation)
+        model.__dict__.pop(AVERAGED, None)
+
 
 def install(
     model: Foreign,
@@ -85,7 +99,13 @@ def install(
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
     known_by = looked_at(model)
-    installed = _Installed(model.config._attn_implementation, layout, axis, known_by, rows=rows)
+    installed = _Installed(
+        implementation=model.config._attn_implementation,
+        layout=layout,
+        axis=axis,
+        looked_at=known_by,
+        rows=rows,
+    )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
     model.set_attn_implementation(name)
@@ -99,26 +119,6 @@ def install(
     if hasattr(model, "generate"):
         for attribute, function in generation.REPLACED[rows].items():
             _replace(model, attribute, types.MethodType(function, model), installed)
-    return model
-
-
-def uninstall(model: Foreign) -> nn.Module:
-    """Undo `install`."""
-    installed = model.__dict__.get("_weft")
-    if installed is None:
-        raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
-    for handle in installed.hooks:
-        handle.remove()
-    for module in installed.recurrent:
-        put_back(module)
-    for name in installed.replaced:
-        if name in installed.before:
-            setattr(model, name, installed.before[name])
-        else:
-            model.__dict__.pop(name, None)
-    model.set_attn_implementation(installed.implementation)
-    model.__dict__.pop(AVERAGED, None)
-    del model._weft
     return model
 
 

@@ -55,7 +55,7 @@ class LazyPlace:
     entered: Entered
 
     def shape(self, local: Tensor) -> tuple[int, ...]:
-        """Of the rows that a rank's tokens stand for."""
+        """Shape of the rows that a rank's tokens stand for."""
         rows, kept = local.shape[0], self.stop - self.start
         return (*((rows * kept,) if self.flat else (rows, kept)), *local.shape[2:])
 
@@ -200,7 +200,7 @@ def _gathered(value: Any) -> Any:
 
 
 def _map(func: Callable, rows: LazyRows, *args: Any, **kwargs: Any) -> Any:
-    """Of every number, or of every token's numbers."""
+    """Apply a function to every number, or to every token's numbers."""
     if any(isinstance(a, Tensor) and a.dim() for a in (*args, *kwargs.values())):
         return NotImplemented
     result = func(_Local.apply(rows), *args, **kwargs)

@@ -102,7 +102,7 @@ def is_ours(module: Foreign) -> bool:
 
 
 def calls(module: Foreign, names: Iterable[str]) -> list[str]:
-    """Those of some functions that the module's own `forward` calls as globals."""
+    """Functions, of those given, that the module's own `forward` calls as globals."""
     function = inspect.unwrap(type(module).forward)
     used = getattr(getattr(function, "__code__", None), "co_names", ())
     return [name for name in names if name in used and name in function.__globals__]

@@ -49,7 +49,7 @@ _STATES = 1 << 22
 
 
 def recurrence(what: str) -> LocalPieces | None:
-    """Where states cross ranks in the call that this thread is in; None: it is not split."""
+    """The recurrence of the call that this thread is in; None if it is not split."""
     return now(what).state
 
 
@@ -417,7 +417,7 @@ def fused(stock: Callable) -> Callable:
 
 
 def one_token(stock: Callable) -> Callable:
-    """A step behind a cache, of which every rank has the state."""
+    """One decoding step; every rank holds the full recurrent state."""
     return stock
 
 
@@ -452,7 +452,7 @@ REPRODUCIBLE = frozenset(
 def _asked(
     options: dict[str, Any], last: str, before: str | None = None
 ) -> tuple[bool, Tensor | None]:
-    """Whether a layer asks for its last state, for a cache of a split row, and the cached one."""
+    """A layer's request for its last state, for a cache of a split row, and the cached one."""
     call = running()
     if call is None or call.cache is None or not options.pop(last, False):
         return False, None

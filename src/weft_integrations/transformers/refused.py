@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from weft._torch import in_transform
+from weft.comm.once_differentiable import transformed
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.losses.labels import IGNORED
@@ -44,10 +45,7 @@ def another_attention(modules: Sequence[Foreign], implementation: str) -> None:
 def transform(name: str) -> None:
     """Raise within a transform of `torch.func`, whose levels do not reach other ranks."""
     if in_transform():
-        raise UnsupportedError(
-            f"{name} is called within a transform of torch.func (grad, vjp, vmap, jvp), which does "
-            "not go through other ranks; use loss.backward() or torch.autograd.grad"
-        )
+        raise transformed(name)
 
 
 def adalora(model: Foreign) -> None:

@@ -141,7 +141,7 @@ class Last:
 
     @classmethod
     def of(cls, keep: int, length: int, layout: Layout, axis: str) -> Last:
-        """Those that `logits_to_keep` keeps."""
+        """Rows that `logits_to_keep` keeps."""
         count = min(keep, length)
         places = layout.positions(axis, length) - (length - count)
         local = (places >= 0).nonzero().flatten()

@@ -77,7 +77,7 @@ class ModelCall:
 
     @property
     def how(self) -> str:
-        """How the call runs, in words."""
+        """The way in which the call runs, in words."""
         cached = "" if self.cache is None else f", {self.cache.described}"
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 

@@ -16,7 +16,7 @@ from pydantic import (
     field_validator,
 )
 
-from weft.declare.numbers import Positive, Real
+from weft.declare.numbers import Positive, Real, Width
 from weft.errors import did_you_mean, shown
 
 #: Blocks of a model, repeats written out.
@@ -75,8 +75,8 @@ class AttendBlock(Frozen):
     rope: bool | tuple[str, ...] = False
     gate: bool = False
     qk_norm: bool = False
-    heads: Positive | None = None
-    kv_heads: Positive | None = None
+    heads: Width | None = None
+    kv_heads: Width | None = None
     scale: Real | None = Field(None, gt=0)
     init_k_from_q: bool = False
     routing: dict[str, Any] | None = None
@@ -223,7 +223,7 @@ class MlpBlock(Frozen):
     gated: multiply f(W1 x) by another projection of x (GLU, arXiv:2002.05202).
     """
 
-    mlp: Positive
+    mlp: Width
     activation: Literal["gelu", "silu", "relu"] = "gelu"
     gated: bool = False
 
@@ -236,7 +236,7 @@ class TriangleBlock(Frozen):
     """
 
     triangle: Literal["outgoing", "incoming"]
-    hidden: Positive | None = None
+    hidden: Width | None = None
 
 
 class CarryBlock(Frozen):
@@ -249,9 +249,9 @@ class CarryBlock(Frozen):
     """
 
     carry: str
-    heads: Positive | None = None
-    head_dim: Positive | None = None
-    conv: Positive = 4
+    heads: Width | None = None
+    head_dim: Width | None = None
+    conv: Width = 4
 
 
 class GroupBlock(Frozen):

@@ -10,7 +10,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from weft.declare import catalog
 from weft.declare.explain import explain_validation
-from weft.declare.numbers import Limit, Positive, Real
+from weft.declare.numbers import Limit, Positive, Real, Width
 from weft.errors import DeclarationError, did_you_mean, shown
 
 from .heads import HEADS
@@ -21,11 +21,15 @@ from .model_blocks import (
     Block,
     CarryBlock,
     Frozen,
+    MlpBlock,
     Plain,
     TriangleBlock,
     count_blocks,
     flatten,
 )
+
+#: Numbers in the weights of a model; the largest have a tenth of that.
+MOST_WEIGHTS = 1 << 44
 
 Range = tuple[Positive, Positive]
 Beta = Annotated[Real, Field(ge=0, lt=1)]
@@ -43,13 +47,13 @@ class Sizes(Frozen):
     """
 
     model_config = ConfigDict(defer_build=True, frozen=True, extra="allow")
-    __pydantic_extra__: dict[str, Positive]
+    __pydantic_extra__: dict[str, Width]
 
-    embed: Positive
-    heads: Positive
-    kv_heads: Positive | None = None
-    classes: Positive | None = None
-    vocabulary: Positive | None = None
+    embed: Width
+    heads: Width
+    kv_heads: Width | None = None
+    classes: Width | None = None
+    vocabulary: Width | None = None
 
     @model_validator(mode="after")
     def _divide(self) -> Sizes:
@@ -129,7 +133,7 @@ class ContextSpec(Frozen):
     """
 
     axes: tuple[str, ...]
-    embed: Positive | None = None
+    embed: Width | None = None
 
 
 class ModelSpec(Frozen):
@@ -236,6 +240,27 @@ class ModelSpec(Frozen):
         """The recurrent blocks among `blocks`."""
         return tuple(b for b in self.blocks if isinstance(b, CarryBlock))
 
+    @property
+    def least_weights(self) -> int:
+        """Numbers in the model's weights, at least: the products of blocks and head alone.
+
+        >>> ModelSpec.load("tabular").least_weights
+        0
+        """
+        embed = self.sizes.embed
+        count = embed * ((self.sizes.vocabulary or 0) + (self.sizes.classes or 0))
+        for block in self.blocks:
+            if isinstance(block, MlpBlock):
+                count += 2 * embed * block.mlp
+            elif isinstance(block, TriangleBlock):
+                count += 2 * embed * (block.hidden or embed)
+            elif isinstance(block, CarryBlock):
+                heads = block.heads or self.sizes.heads
+                count += 2 * embed * heads * (block.head_dim or embed // heads)
+            else:
+                count += 2 * embed * embed
+        return count
+
     # -- whether the parts fit together --------------------------------------------------------
 
     @model_validator(mode="after")
@@ -256,6 +281,11 @@ class ModelSpec(Frozen):
             elif isinstance(block, TriangleBlock):
                 self._check_pair(f"block with triangle = {block.triangle!r}")
         self._check_lengths()
+        if self.least_weights > MOST_WEIGHTS:
+            raise ValueError(
+                f"sizes: its weights are {self.least_weights:,} numbers at least, and a model has"
+                f" at most {MOST_WEIGHTS:,}; make embed, or the width of a block, smaller"
+            )
         return self
 
     def _check_lengths(self) -> None:

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field, ValidationError
 
 from weft.declare import catalog
 from weft.declare.explain import explain_validation
+from weft.declare.layout import LayoutDeclaration
 from weft.declare.numbers import Whole
 from weft.errors import DeclarationError, did_you_mean, shown
 
@@ -22,6 +23,16 @@ from .model_file import ModelSpec, TrainSpec
 RUN_FILE, WEIGHTS = "run.toml", "model.safetensors"
 
 
+class Elastic(Frozen):
+    """Layouts of a run whose number of ranks may change.
+
+    layouts: names, paths or lines; a start takes the first whose mesh fits its ranks. A mesh size
+        of -1 takes all that are left.
+    """
+
+    layouts: list[str] = Field(min_length=1)
+
+
 class RunSpec(Frozen):
     """One run of `weft train`.
 
@@ -29,6 +40,7 @@ class RunSpec(Frozen):
     layout: name or path of a layout file, or a layout on one line; default one device.
     seed: of weights and data.
     dtype: of parameters and computation.
+    elastic: layouts by number of ranks, in the place of `layout`.
     train: keys of the model file's `[train]` section that this run has otherwise.
 
     Raises:
@@ -44,6 +56,7 @@ class RunSpec(Frozen):
     layout: str | None = None
     seed: Whole = Field(0, ge=0, lt=1 << 63)
     dtype: str = "float32"
+    elastic: Elastic | None = None
     train: dict[str, Any] = Field(default_factory=dict)
 
     @classmethod
@@ -59,11 +72,23 @@ class RunSpec(Frozen):
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, cls)) from None
         run.spec(source)
+        if run.elastic is not None and run.layout is not None:
+            raise DeclarationError(
+                f"{source}: layout = {shown(run.layout)} beside [elastic] layouts: name it among"
+                " them"
+            )
         return run
 
     def spec(self, source: str = "run") -> ModelSpec:
         """The model file, trained as this run says."""
         return ModelSpec.load(self.model).training(self.train, f"{source}: [train]")
+
+    @property
+    def layouts(self) -> list[str]:
+        """Layouts from which a start takes the first that fits its ranks; none: one device."""
+        if self.elastic is not None:
+            return list(self.elastic.layouts)
+        return [] if self.layout is None else [self.layout]
 
     def resolved(self) -> RunSpec:
         """The same run with every key of `[train]`, whatever the model file will say one day."""
@@ -78,6 +103,25 @@ class RunSpec(Frozen):
         data = self.model_dump(mode="json", exclude_none=True)
         train = {key: value for key, value in data.pop("train").items() if value is not None}
         return tomli_w.dumps({**data, "train": train} if train else data)
+
+
+def layout_for(layouts: Sequence[str], ranks: int) -> str:
+    """The first of some layouts whose mesh fits a number of ranks.
+
+    Raises `DeclarationError` with what each says, where none does.
+
+    >>> layout_for(["tile-2x2", "tokens: ring=-1"], 3)
+    'tokens: ring=-1'
+    """
+    wrong = []
+    for text in layouts:
+        try:
+            LayoutDeclaration.named(text).resolve(ranks)
+        except DeclarationError as error:
+            wrong.append(str(error))
+        else:
+            return text
+    raise DeclarationError(f"no layout fits {ranks} ranks: {'; '.join(wrong)}")
 
 
 def changed(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:

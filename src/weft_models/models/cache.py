@@ -256,7 +256,7 @@ class KeyValueCache:
         object.__setattr__(self, "lengths", whole)
 
     def _held(self) -> dict[str, int]:
-        """How many of each axis this rank holds; of the encoded one, at rest."""
+        """Number of positions of each axis on this rank; of the encoded one, at rest."""
         kept = next(kept for name, kept in self.tensors.items() if name.startswith("block."))
         here = zip(kept.axes, kept.local.shape)
         return {axis: n for axis, n in here if axis not in (HEADS, None)}

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from weft.checkpoint.blocks import numbers_at, write_blocks
-from weft.checkpoint.folder import CheckpointError, Index, read_index
-from weft.checkpoint.run import verify_share
+from weft.checkpoint.folder import CheckpointError, Index
+from weft.checkpoint.same_files import agreed_index
 from weft.checkpoint.shards import everywhere
 from weft.declare.blocks import BlockOrder
 from weft.declare.layout_file import MOST_RANKS
@@ -99,15 +99,13 @@ def read_cache(
     `CheckpointError` on every rank if the cache is damaged, or of another model.
     """
 
-    def check() -> None:
-        metadata = _metadata(folder, read_index(folder))
+    def check(index: Index) -> None:
+        metadata = _metadata(folder, index)
         if metadata.model != model:
             other = "other weights" if metadata.model[:16] == model[:16] else "another model file"
             raise CheckpointError(f"{folder} does not belong to model {name!r}: {other} made it")
-        verify_share(folder, layout)
 
-    everywhere(layout, check)
-    index = read_index(folder)
+    index = agreed_index(folder, layout, check)
     metadata, parts = _metadata(folder, index), {}
 
     def fill() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def compose(
         dtype: of the parameters, default torch's.
 
     Raises:
-        DeclarationError: the layout shards an axis that the model lacks, heads do not divide, or
-            one of `layouts` routes its blocks by a learned router.
+        DeclarationError: the layout shards an axis that the model lacks, heads do not divide,
+            one of `layouts` routes its blocks by a learned router, or the weights are larger than
+            the machine's memory. On device "meta" there are shapes alone.
 
     >>> import weft
     >>> model = weft.compose("tabular")
@@ -61,12 +63,7 @@ def compose(
     torch.Size([1, 8, 10])
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
-    if layout is None:
-        layout = Layout.single()
-    elif not isinstance(layout, Layout):
-        layout = Layout.load(layout)
-    if layout.transport is None:
-        layout = layout.build()
+    layout = bound_layout(layout)
     own = {block.kind for block in spec.attends}.difference(layouts or {})
     check_fit(spec, layout, own)
     _check_carries(spec, layout)
@@ -79,10 +76,36 @@ def compose(
     make = Trunk if spec.head is None else HEADS[spec.head].maker()
     if others:
         make = functools.partial(make, layouts=others)
-    made = make(spec, layout, generator).to(device=device, dtype=dtype)
+    if str(device) == "meta":  # shapes alone
+        with torch.device("meta"):
+            made = make(spec, layout, generator).to(device="meta", dtype=dtype)
+    else:
+        _check_room(spec, layout)
+        made = make(spec, layout, generator).to(device=device, dtype=dtype)
     if layout.reproducible:
         make_reproducible(made, layout)
     return made
+
+
+def _check_room(spec: ModelSpec, layout: Layout) -> None:
+    """Refuse weights that this machine cannot hold, before any is made."""
+    least = spec.least_weights // layout.size("heads") * torch.get_default_dtype().itemsize
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if least > memory:
+        raise DeclarationError(
+            f"model {spec.name!r} has weights of {least / 2**30:,.0f} GiB at least on every rank,"
+            f" and this machine {memory / 2**30:,.0f} GiB of memory, where they are drawn; make"
+            " sizes.embed or the width of a block smaller, or split heads over more ranks"
+        )
+
+
+def bound_layout(layout: str | Path | Layout | None) -> Layout:
+    """A layout by name or path, bound to all ranks if it was not yet; None is one device."""
+    if layout is None:
+        layout = Layout.single()
+    elif not isinstance(layout, Layout):
+        layout = Layout.load(layout)
+    return layout.build() if layout.transport is None else layout
 
 
 def _beside(spec: ModelSpec, layout: Layout, kind: str, other: str | Path | Layout) -> Layout:

@@ -79,7 +79,7 @@ def _looks_ahead(block: Plain, axis: str) -> str:
 
 
 def _mixes(spec: ModelSpec, block: Plain, axis: str) -> str:
-    """How a block lets positions of the axis depend on more than the encoded ones, or ""."""
+    """The way in which a block mixes positions of the axis with others, or ""."""
     if isinstance(block, MlpBlock):
         return ""
     if isinstance(block, CarryBlock):

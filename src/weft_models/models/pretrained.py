@@ -19,6 +19,7 @@ from torch import nn
 
 from weft._opening import replacing
 from weft.checkpoint.folder import CheckpointError, failing, open_tensors
+from weft.checkpoint.same_files import agree_on_file
 from weft.checkpoint.shards import (
     MODEL,
     Shard,
@@ -35,7 +36,7 @@ from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
 
 from ..declare.model_file import ModelSpec
-from .composer import compose
+from .composer import bound_layout, compose
 from .model import Model
 
 FORMAT = "weft weights 1"
@@ -100,20 +101,26 @@ def from_pretrained(
         dtype: of the weights, default the file's.
 
     Raises:
-        DeclarationError: no such file.
-        CheckpointError: on every rank, if it is damaged, not of weft, or has weights that are not
-            finite.
+        DeclarationError: on every rank, if one of them has no such file.
+        CheckpointError: on every rank, if ranks have files of other contents, or the file is
+            damaged, not of weft, or has weights that are not finite.
 
     >>> import tempfile
     >>> path = save_pretrained(compose("pair"), tempfile.mkdtemp() + "/pair.safetensors")
     >>> from_pretrained(path, dtype=torch.float64).spec.head
     'pair'
     """
-    path, spec = _path(name_or_path), pretrained_spec(name_or_path)
+    layout = bound_layout(layout)
+    everywhere(layout, lambda: _path(name_or_path) and None)
+    path = _path(name_or_path)
+    agree_on_file(layout, path)
+    spec = pretrained_spec(name_or_path)
     with failing(path, "read"), open_tensors(path, links=True) as file:
         if dtype is None:
             dtype = next((file.get_tensor(name).dtype for name in file.keys()), None)  # noqa: SIM118
-    model = compose(spec, layout, device=device, dtype=dtype)
+    shapes = compose(spec, layout, device="meta", dtype=dtype)
+    everywhere(shapes.layout, lambda: _check_shapes(path, _weights(shapes, shapes.layout)))
+    model = compose(spec, shapes.layout, device=device, dtype=dtype)
     everywhere(model.layout, lambda: _fill(path, _weights(model, model.layout)))
     model.eval()
     return model
@@ -170,18 +177,24 @@ def _path(name_or_path: str | Path) -> Path:
     return folder / f"{text}.safetensors"
 
 
-@torch.no_grad()
-def _fill(path: Path, parts: Mapping[str, Shard]) -> None:
-    """Copies this rank's parts of the stored tensors into the model's; all must be finite."""
+def _check_shapes(path: Path, parts: Mapping[str, Shard]) -> None:
+    """Refuses a file with other tensors than its model's, before the model is made."""
     with failing(path, "read"), open_tensors(path, links=True) as file:
         names = {*file.keys()}
         if names != parts.keys():
             odd = sorted(names ^ parts.keys())[0]
             raise CheckpointError(f"{path} does not fit its model file: tensor {odd!r}")
         for name, part in parts.items():
-            stored = file.get_slice(name)
-            if (shape := tuple(stored.get_shape())) != part.shape:
+            if (shape := tuple(file.get_slice(name).get_shape())) != part.shape:
                 raise CheckpointError(f"{path}: {name!r} has shape {shape}, not {part.shape}")
+
+
+@torch.no_grad()
+def _fill(path: Path, parts: Mapping[str, Shard]) -> None:
+    """Copies this rank's parts of the stored tensors into the model's; all must be finite."""
+    with failing(path, "read"), open_tensors(path, links=True) as file:
+        for name, part in parts.items():
+            stored = file.get_slice(name)
             cut = tuple(slice(at, at + n) for at, n in zip(part.start, part.local.shape))
             local = stored[cut] if cut else file.get_tensor(name)
             if not local.isfinite().all():

@@ -195,7 +195,7 @@ class TableModel(Model):
         return self(cells, train=0, lengths=lengths, cache=cache)
 
     def _fingerprint(self) -> str:
-        """Of the weights as they are; worked out again where one was written to.
+        """Fingerprint of the weights, cached until one is written.
 
         Ranks work it out together. FSDP fills the same buffers with new weights, and no version of
         its tensors counts that: there each rank looks at the numbers that it holds, and a vote says

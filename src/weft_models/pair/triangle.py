@@ -29,9 +29,7 @@ from weft.nn.attention import MultiAxisAttention
 from weft.nn.parameters import HeadWeight, LayerNorm, linear, replicate
 from weft.nn.sequences import sequence_order
 from weft.plan.order import Spans, count, positions
-from weft.plan.plan import Plan
-from weft.plan.problem import Problem
-from weft.plan.sides import Side
+from weft.plan.plan import score_tile
 
 from .plan import ProductRule, pair_mesh, plan_boxes, plan_product
 from .product import boxed, sharded_product
@@ -267,22 +265,8 @@ def _box(
     layout: LayoutDeclaration, axis: str, length: int, heads: int, place: tuple
 ) -> tuple[Spans, Spans, Spans]:
     """Positions of the queries and keys of the scores that a rank computes, and its heads."""
-    problem = Problem(
-        axes=(axis,),
-        lengths=((length, length),),
-        batch=1,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=1,
-        value_dim=1,
-        dtype=torch.float32,
-        device="cpu",
-        batches=(),
-        bias_tensor=True,
-    )
-    plan = Plan(layout, problem, dict(place))
-    rows, columns = (plan.forward.tile_spans(side) for side in Side)
-    return rows, columns, plan.compute.query.head_spans
+    tile = score_tile(layout, (axis,), ((length, length),), dict(place), heads)
+    return tile.rows, tile.columns, tile.heads
 
 
 @cached(64)

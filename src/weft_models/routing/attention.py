@@ -36,6 +36,7 @@ from weft.masks import Full, Mask
 from weft.plan.call import Call, read_length
 from weft.plan.order import count, positions
 from weft.plan.plan import Plan
+from weft.plan.sides import Side
 from weft.runtime import calls
 from weft.runtime.autocast import as_autocast, without_autocast
 
@@ -49,7 +50,7 @@ from .router import Router
 
 @dataclass(frozen=True, eq=False)
 class Routes:
-    """How one call was routed.
+    """The routes of one call.
 
     Shapes: b batch, r routes per sample, i this rank's and I all query blocks, J key blocks.
 
@@ -90,7 +91,7 @@ class Routes:
 
     @property
     def fan_out(self) -> Tensor:
-        """How many query blocks chose each key block: (b r J)."""
+        """Number of query blocks that chose each key block: (b r J)."""
         return self.chosen.sum(2)
 
     def penalty(self, routing: Routing) -> Tensor:
@@ -275,18 +276,16 @@ class _Run:
     def _heads(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """The router's heads of this rank: its weights are split like the tensors at rest."""
         found = []
-        for resharding, entry, repeat in (
-            (self.plan.resharding.query, self.plan.compute.query, 1),
-            (self.plan.resharding.key, self.plan.compute.key, self.plan.kv_repeat),
-        ):
-            rest = positions(resharding.state(0, self.plan.coords).head_spans, device)
-            found.append((positions(entry.head_spans, device) - rest[0]) // repeat)
-        return found[0], found[1]
+        for side in (Side.QUERY, Side.KEY):
+            rest = self.plan.resharding[side].state(0, self.plan.coords).head_spans[0].start
+            found.append(positions(self.plan.compute[side].head_spans, device) - rest)
+        sent = torch.tensor(self.plan.head_shares.sent, device=device)
+        return found[0], sent[found[1]]
 
     def _mean_over_heads(self, logits: Tensor, heads: int) -> Tensor:
         """One route for all heads, or one per key/value head: (b g i J) -> (b r i J)."""
         if self.routing.per_head:
-            if self.plan.kv_repeat > 1:
+            if max(self.plan.head_shares.counts) > 1:
                 raise UnsupportedError(
                     f"{self.layout.source}: per_head routing needs key/value heads that divide "
                     "over the mesh dims that split heads while computing; use routes shared by "
@@ -339,7 +338,7 @@ class _Run:
         return whole[..., :dim], attention_weight
 
     def _valid(self, slots: Tensor) -> Tensor:
-        """Where a slot holds a token: (b r i s l) bool."""
+        """Mask of the slots that hold a token: (b r i s l) bool."""
         lengths = uploaded(self.partition.lengths, slots.device)[slots.clamp_min(0)]
         token = torch.arange(self.partition.longest, device=slots.device)
         return (slots >= 0).unsqueeze(-1) & (token < lengths.unsqueeze(-1))

@@ -127,7 +127,7 @@ def _askers(partition: BlockPartition, level: int, coord: int | None) -> Tensor:
 
 
 def _numbers(partition: BlockPartition, fits: Callable[[tuple[int, ...]], bool]) -> Tensor:
-    """Which blocks' owners have coordinates that fit: (blocks,) bool."""
+    """Mask of the blocks whose owners' coordinates fit: (blocks,) bool."""
     places = itertools.product(*(range(size) for size in partition.sizes))
     return torch.tensor([fits(place) for place in places]).repeat_interleave(partition.blocks)
 
@@ -135,7 +135,7 @@ def _numbers(partition: BlockPartition, fits: Callable[[tuple[int, ...]], bool])
 def _others(
     plan: Plan, dims: Sequence[str], total: int, partition: BlockPartition, routing: Routing
 ) -> Iterator[RoutedBytes]:
-    """What does not depend on weights: summaries, routing weights, exchanges of heads."""
+    """Traffic that no weight decides: summaries, routing weights, exchanges of heads."""
     p = plan.problem
     number = accumulate_dtype(p.dtype).itemsize
     entry = plan.compute.key

@@ -49,12 +49,12 @@ def is_routed(layout: Layout, axes: tuple[str, ...]) -> bool:
 
 
 def lowest(dtype: torch.dtype) -> float:
-    """What a key without a token gets for a column, in place of how much its block weighs."""
+    """Column value of a key without a token, in place of its block's weight."""
     return torch.finfo(dtype).min / 16
 
 
 def unusable_scale(scale: float | None, dtype: torch.dtype) -> UnsupportedError | None:
-    """What to raise for a scale under which the `lowest` logit has a weight, or is none."""
+    """Error for scales that give masked logits non-zero weight, or overflow them."""
     least = math.log(2.0**-149) / lowest(dtype)
     if scale is None or least <= scale < math.inf:
         return None

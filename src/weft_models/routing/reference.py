@@ -71,7 +71,7 @@ def routed_reference(
 def _seen_blocks(
     seen: Tensor, query_blocks: Sequence[Tensor], key_blocks: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Of which blocks (i j) a query block sees some key with some query, and all with all."""
+    """Pairs of blocks (i j) in which some query sees some key, and in which all see all."""
     parts = [[seen[rows][:, columns] for columns in key_blocks] for rows in query_blocks]
     some, every = (
         [[bool(f(part)) for part in row] for row in parts] for f in (torch.any, torch.all)

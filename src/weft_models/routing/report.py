@@ -72,7 +72,7 @@ def heaviest_blocks(how: Routes, top_k: int) -> Tensor:
 
 
 def hit_rate(how: Routes, sources: Tensor) -> float:
-    """How often the heaviest block is the true one, (b, I); -1 where there is none to find."""
+    """Frequency with which the heaviest block is the true one, (b, I); -1 where none is."""
     if sources.shape[1] != how.matrix.shape[2]:
         return math.nan
     counted = (sources >= 0)[:, None].expand(how.matrix.shape[:3])

@@ -112,7 +112,7 @@ def split_blocks(spans: Spans, blocks: int) -> tuple[Spans, ...]:
 def block_visibility(
     mask: Mask, queries: tuple[Spans, ...], keys: tuple[Spans, ...], device: torch.device = CPU
 ) -> BlockVisibility:
-    """What each query block surely sees of each key block, from positions alone."""
+    """Visibility of each key block to each query block, from positions alone."""
     if device != CPU:
         there = block_visibility(mask, queries, keys)
         eligible, whole = (upload(t, device) for t in (there.eligible, there.whole))

@@ -108,7 +108,7 @@ def _numbers(cells: pd.Series, signs: str) -> pd.Series:
 
 
 def _doubts(values: pd.Series) -> list[str]:
-    """What a user may not have meant with a column of text."""
+    """Doubts about a column of text, as notes to the user."""
     form = _date_form(values)
     if values.str.fullmatch(_NEARLY).mean() >= MOSTLY:
         return [
@@ -131,7 +131,7 @@ def _doubts(values: pd.Series) -> list[str]:
 
 
 def _date_form(values: pd.Series) -> dict[str, Any]:
-    """How pandas is to read values that mostly begin like dates; empty if they do not.
+    """Arguments with which pandas reads values that mostly begin like dates; empty if they do not.
 
     `dayfirst` is None where dates such as 1/2/2024 leave open which it is.
 

@@ -27,7 +27,7 @@ def _silent(work: int) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """How an ensemble predicts: the mean of `n_estimators` views of a table.
+    """Settings of an ensemble: the mean of `n_estimators` views of a table.
 
     Scores are divided by `temperature` before the softmax. A mean is flatter than its summands: of
     the numbers from 0.5 to 1, 0.9 gave the best log loss on tables of the generator, which is also
@@ -51,7 +51,7 @@ DEFAULTS = Settings()
 
 @dataclass(frozen=True, eq=False)
 class MemberView:
-    """How one member sees a table: some features, in the order of `columns`.
+    """One member's view of a table: some features, in the order of `columns`.
 
     `ids` maps a class to the number that the model knows it by, `codes` a feature to the number
     that each of its codes becomes. `normal`: features are normal scores, and not as they are.
@@ -223,7 +223,7 @@ class Ensemble:
             yield group, cache
 
     def _check_weights(self, cache: KeyValueCache) -> None:
-        """Refuses weights other than those of `encode`, such as of a later version of a file."""
+        """Raise if the weights changed since `encode`."""
         self._weights = self._weights or cache.model
         if cache.model != self._weights:
             raise DeclarationError(

@@ -51,13 +51,13 @@ class Split:
 
     @property
     def classes(self) -> int:
-        """How many classes the training rows have."""
+        """Number of classes of the training rows."""
         return int(self.y_train.max()) + 1
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well classes were predicted, a mean over splits.
+    """Scores of predicted classes, a mean over splits.
 
     Attributes:
         accuracy: share of the test rows whose most probable class is theirs.

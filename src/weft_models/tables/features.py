@@ -85,7 +85,7 @@ class Features:
         return tuple(one.clip(-FURTHEST, FURTHEST).astype(np.float32) for one in both)
 
     def deal(self, members: int, rng: np.random.Generator) -> list[np.ndarray]:
-        """Which features each member sees, in random order."""
+        """Features of each member, in random order."""
         order, own = rng.permutation(self.own), self.taken
         found = self.own + np.arange(self._count)
         dealt = [order[(i * own + np.arange(own)) % self.own] for i in range(members)]
@@ -93,11 +93,11 @@ class Features:
 
     @property
     def taken(self) -> int:
-        """How many of the table's own columns a member sees."""
+        """Number of the table's own columns that a member sees."""
         return self.width - self._count
 
     def seen_by(self, members: int) -> int:
-        """How many of the table's own columns so many members see together."""
+        """Number of the table's own columns that several members see together."""
         return min(self.own, members * self.taken)
 
     def _scaled(self, x: np.ndarray) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -15,6 +17,7 @@ from weft.errors import WeftError, did_you_mean, printable, shown
 
 from .columns import listed, tidy_column
 from .progress import progress
+from .unpack import open_table
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -119,16 +122,15 @@ def _read(
         raise WeftError(f"{path} is no table: {why}") from None
     except pd.errors.ParserWarning:
         raise _more_fields(path) from None
-    except OSError as error:
-        raise WeftError(f"{path} cannot be read: {error.strerror or error}") from None
     if not len(frame):
         raise WeftError(f"{path} has a header, and no rows")
     return frame, separator
 
 
 def _decoded(path: Path, separator: str, shows: bool) -> tuple[pd.DataFrame, str]:
-    with path.open("rb") as file:
+    with open_table(path) as (file, _):
         wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
+    _check_width(path)
     for encoding in ("utf-16",) if wide else ENCODINGS:
         try:
             return _parse(path, separator, encoding, shows)
@@ -142,12 +144,12 @@ def _parse(path: Path, separator: str, encoding: str, shows: bool) -> tuple[pd.D
 
     read: dict[str, Any] = {"encoding": encoding, "index_col": False, "skipinitialspace": True}
     headers = {
-        sep: pd.read_csv(path, sep=sep, nrows=0, **read).columns for sep in (separator, *SEPARATORS)
+        sep: _read_csv(path, sep=sep, nrows=0, **read).columns for sep in (separator, *SEPARATORS)
     }
     separator = max(headers, key=lambda sep: len(headers[sep]))
     header = headers[separator]
     # pandas renames a second column "a" to "a.1" where it knows the first line as a header.
-    names = pd.read_csv(
+    names = _read_csv(
         path, sep=separator, header=None, nrows=1, dtype=str, keep_default_na=False, **read
     )
     _check_header(names.iloc[0].tolist(), path)
@@ -157,13 +159,28 @@ def _parse(path: Path, separator: str, encoding: str, shows: bool) -> tuple[pd.D
     with warnings.catch_warnings(), progress(f"reading {printable(path.name)}", None, shows):
         warnings.simplefilter("error", pd.errors.ParserWarning)
         try:
-            frame = pd.read_csv(path, **read)
+            frame = _read_csv(path, **read)
         except pd.errors.ParserWarning:
-            frame = pd.read_csv(path, names=[*header, MORE], header=0, **read)
-            _check_more(frame.pop(MORE), path)
+            more = MORE
+            while more in header:
+                more += " "
+            frame = _read_csv(path, names=[*header, more], header=0, **read)
+            _check_more(frame.pop(more), path)
         _check_size(len(frame), most, path)
         frame = frame.apply(lambda cells: cells.str.strip()).rename(columns=str.strip)
     return frame, separator
+
+
+def _read_csv(path: Path, **options: Any) -> pd.DataFrame:
+    import pandas as pd
+
+    with open_table(path) as (file, stream):
+        try:
+            return pd.read_csv(file, **options)
+        except Exception:
+            if stream.refused:  # which pandas says in other words
+                raise WeftError(stream.refused) from None
+            raise
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -180,6 +197,23 @@ def _check_file(path: Path) -> None:
         raise WeftError(f"there is no file {shown(str(path))}{meant if 'mean' in meant else ''}")
 
 
+def _check_width(path: Path) -> None:
+    """Refuse a header of too many columns before it is parsed, once for every separator."""
+    with open_table(path) as (file, _):
+        lines = itertools.islice(file, 100)
+        header = next((line for line in lines if line.strip()), b"")
+    unquoted = re.sub(rb'"[^"]*"', b"", header)
+    _check_columns(1 + max(unquoted.count(sep.encode()) for sep in SEPARATORS), path)
+
+
+def _check_columns(count: int, path: Path) -> None:
+    if count > MOST_COLUMNS:
+        raise WeftError(
+            f"{path} has {count:,} columns, and weft predict reads at most {MOST_COLUMNS:,}; write"
+            " a file with those that matter most: each view of a table sees some 24 features"
+        )
+
+
 def _check_header(columns: Sequence[str], path: Path) -> None:
     counts = Counter(column.strip() for column in columns)
     twice = [name for name, count in counts.items() if name and count > 1]
@@ -188,12 +222,7 @@ def _check_header(columns: Sequence[str], path: Path) -> None:
             f"{path} has two columns {shown(twice[0])}; spaces around a name do not count: rename"
             " one of them"
         )
-    if len(columns) > MOST_COLUMNS:
-        raise WeftError(
-            f"{path} has {len(columns):,} columns, and weft predict reads at most"
-            f" {MOST_COLUMNS:,}; write a file with those that matter most: each view of a table"
-            " sees some 24 features"
-        )
+    _check_columns(len(columns), path)
 
 
 def _check_size(rows: int, most: int, path: Path) -> None:

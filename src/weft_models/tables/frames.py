@@ -101,7 +101,7 @@ def _plain(column: pd.Series) -> pd.Series:
 
 
 def _kind(column: pd.Series) -> str:
-    """What a column holds: numbers, dates, durations or text."""
+    """Kind of a column: numbers, dates, durations or text."""
     import pandas as pd
     from pandas.api import types
 
@@ -172,7 +172,7 @@ def _codes(column: pd.Series, known: list[str]) -> np.ndarray:
 
 
 def _meaning(text: str) -> Decimal | str:
-    """What spellings of one number, to the last digit, or of one truth value have in common.
+    """Common form of all spellings of one number, to the last digit, or of one truth value.
 
     >>> _meaning("01") == _meaning("1.0"), _meaning("TRUE"), _meaning("Red")
     (True, 'true', 'Red')
@@ -189,8 +189,9 @@ def _numbers(column: pd.Series, name: str) -> np.ndarray:
 
     kind = _kind(column)
     if kind == "dates":
-        since = pd.to_datetime(column, utc=True) - pd.Timestamp(0, tz="UTC")
-        return since.dt.total_seconds().to_numpy(np.float64)
+        # In the column's own unit: nanoseconds end in 2262, and databases write 9999-12-31.
+        values = pd.to_datetime(column, utc=True).dt.tz_localize(None).to_numpy()
+        return (values - np.datetime64(0, "s").astype(values.dtype)) / np.timedelta64(1, "s")
     if kind == "durations":
         return pd.to_timedelta(column).dt.total_seconds().to_numpy(np.float64)
     if kind == "text":

@@ -119,7 +119,7 @@ def draw_graph(rng: Generator, features: int) -> Graph:
 
 
 def propagate(rng: Generator, graph: Graph, rows: int) -> list[Nodes]:
-    """What every node holds: causes at the roots, then sums over edges, with noise at each edge.
+    """Values of every node: causes at the roots, then sums over edges, with noise at each edge.
 
     The standard deviation of the noise is log-uniform between 1e-4 and 0.3 [I]; d is between 1 and
     3 [ours]. A table leans to some kinds of edges: their weights are Dirichlet around [I]'s [ours].
@@ -143,7 +143,7 @@ def propagate(rng: Generator, graph: Graph, rows: int) -> list[Nodes]:
 
 
 class Causes:
-    """What roots of the graph hold: normal, uniform, or for each root one of them [P].
+    """Values at the roots of the graph: normal, uniform, or for each root one of them [P].
 
     In 15 of 100 tables [ours] rows are not independent [P]: they are mixtures of 3 out of a share
     of 5 to 50 % of the rows, their prototypes, with weights Dirichlet(beta), beta log-uniform

@@ -10,6 +10,7 @@ layout. So a run goes on with the next sample on any other.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from weft.packing.assignment import Assignment, Fragment
 
 #: Labels that count for nothing, as everywhere in torch.
 IGNORED = -100
+#: How many blocks of how many bytes of a file of tokens ranks compare.
+_BLOCKS, _BLOCK = 1024, 4096
 
 
 class TokenSource(Protocol):
@@ -83,6 +86,15 @@ class TokenFile:
                 f"{path}: {len(self._tokens)} tokens of {self._tokens.dtype}, but the documents'"
                 f" lengths add up to {self._starts[-1]}"
             )
+
+    def digest(self) -> str:
+        """A digest by which ranks compare the files that they read: 4 MB of it, spread evenly."""
+        blocks = self._tokens.view(np.uint8)
+        starts = np.linspace(0, max(0, len(blocks) - _BLOCK), _BLOCKS, dtype=np.int64)
+        found = hashlib.sha256(f"{self._tokens.dtype} {len(blocks)}".encode())
+        for start in np.unique(starts):
+            found.update(blocks[start : start + _BLOCK])
+        return found.hexdigest()[:16]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) of a document; nothing else is read.
@@ -148,7 +160,7 @@ class TokenDataset:
 
 
 class ReaderPlace(NamedTuple):
-    """Where in the documents a step begins: plain numbers, for a checkpoint."""
+    """Place in the documents at which a step begins: plain numbers, for a checkpoint."""
 
     epoch: int = 0
     document: int = 0  # in the order of the epoch
@@ -200,8 +212,8 @@ class PackedReader(IterableDataset):
     A step is `rows` rows of `length` tokens. Documents follow each other in an order that the seed
     and the epoch give; one that does not fit a row goes on in the next, as a new document.
     The rows of a rank that splits the batch are packed into one, and `layout.pack` balances it over
-    the ranks that split the tokens. No message is sent: all that ranks agree on follows from the
-    lengths.
+    the ranks that split the tokens. Ranks compare the documents' lengths, and the digest of a
+    `TokenFile`, when a reader is made: all of them make it. Steps need no message.
 
     Args:
         source: the documents.
@@ -215,7 +227,8 @@ class PackedReader(IterableDataset):
     Raises:
         DeclarationError: rows that the ranks which split the batch do not divide, an axis that
             `layout.pack` refuses, or a `DataLoader` of several workers.
-        ShapeError: there are no documents, one is empty, or `length` or `rows` is below 1.
+        ShapeError: there are no documents, one is empty, or `length` or `rows` is below 1; on every
+            rank, if documents or settings differ between ranks.
 
     >>> reader = PackedReader(TokenDataset([[5, 6, 7], [8, 9]]), weft.Layout.single(), 4, seed=None)
     >>> batch = next(iter(reader))
@@ -251,9 +264,20 @@ class PackedReader(IterableDataset):
         self._own_rows = set(layout.positions("batch", rows).tolist())
         self._chunk = layout.chunk(axis)
         self._order: tuple[int, np.ndarray] | None = None
+        layout.bound.agree("the documents of a reader", self._described())
+
+    def _described(self) -> str:
+        """Documents and settings in words, for a comparison between ranks."""
+        numbers = hashlib.sha256(np.array(self._lengths, np.int64).tobytes()).hexdigest()[:8]
+        digest = getattr(self.source, "digest", None)
+        content = f", sha256 {digest()}" if callable(digest) else ""
+        return (
+            f"{len(self._lengths)} documents of {sum(self._lengths)} tokens, lengths [{numbers}]"
+            f"{content}, {self.rows} rows of {self.length}, seed {self.seed}, window {self.window}"
+        )
 
     def state_dict(self) -> dict[str, int]:
-        """Where the next step begins. The same on every rank, and fit for any layout."""
+        """Place at which the next step begins: the same on every rank, fit for any layout."""
         return self.place._asdict()
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -57,6 +57,30 @@ class TrainingBatch:
         return TrainingBatch(inputs, targets, counted, self.given, self.tokens)
 
 
+def check_batch(
+    spec: ModelSpec, layout: Layout, batch: int | None = None, parts: int | None = None
+) -> int:
+    """Examples of one part of a batch; refuses ranks without any.
+
+    Args:
+        spec: the model.
+        layout: bound or not.
+        batch: examples of a step; default the model's.
+        parts: in which it is computed; default the model's.
+
+    Raises:
+        DeclarationError: a rank that splits the batch would have no example.
+    """
+    whole, parts = batch or spec.train.batch, parts or spec.train.accumulate
+    size, shards = whole // parts, layout.size(spec.axes[0])
+    if min(shard_sizes(size, (shards,))) == 0:
+        raise DeclarationError(
+            f"batch={whole} in {parts} parts leaves some of the {shards} ranks that split"
+            f" axis {spec.axes[0]!r} without an example; use a multiple of {shards * parts}"
+        )
+    return size
+
+
 class Stream:
     """Batches of one kind for a model on a layout; subclasses say how an example is drawn.
 
@@ -69,20 +93,14 @@ class Stream:
     ) -> None:
         self.spec, self.layout, self.seed = spec, layout, seed
         whole, self.parts = batch or spec.train.batch, spec.train.accumulate if not batch else 1
-        self.size, shards = whole // self.parts, layout.size(spec.axes[0])
-        if min(shard_sizes(self.size, (shards,))) == 0:
-            raise DeclarationError(
-                f"batch={whole} in {self.parts} parts leaves some of the {shards} ranks that split"
-                f" axis {spec.axes[0]!r} without an example; use a multiple of"
-                f" {shards * self.parts}"
-            )
+        self.size = check_batch(spec, layout, whole, self.parts)
 
     def batch(self, step: int, part: int = 0) -> TrainingBatch:
         """The local shard of the batch of one step, or of one of its `parts`."""
         raise NotImplementedError
 
     def sources(self, step: int, part: int = 0) -> Tensor | None:
-        """Where learned routing should look, (local batch, blocks), if the task plants it."""
+        """Blocks that learned routing should choose, (local batch, blocks), if planted."""
         return None
 
     def _rng(self, stream: int, index: int) -> np.random.Generator:

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from weft.checkpoint.folder import CheckpointError
-from weft.checkpoint.run import Checkpoints, missing
+from weft.checkpoint.run import Checkpoints, missing, notes_of, step_folder
+from weft.checkpoint.shards import everywhere, on_first
 from weft.errors import UnsupportedError, WeftError
 from weft.gradients.data_parallel import data_parallel
 from weft.inspect.picture import writing
-from weft.launch.environment import restarted
+from weft.launch.environment import launch_id, restarted
 from weft.layout import Layout
 
 from ..declare.model_file import TrainSpec
@@ -31,7 +32,8 @@ from .data import stream
 from .monitor import Monitor, Record
 from .step import take_step
 
-FILE = "model file"  # whose digest a checkpoint's notes have by this name
+#: Names in a checkpoint's notes: the model file's digest, and the launch that wrote it.
+FILE, LAUNCH = "model file", "launch"
 
 
 @dataclass
@@ -94,7 +96,8 @@ def fit(
         resume: go on from the latest whole checkpoint there, on whatever layout it was written,
             as the `train` section says now; seed and batch stay as they were. A run that its
             launcher starts again (`torchrun --max-restarts`, a requeued SLURM job) does so by
-            itself, and from the beginning where there is none yet.
+            itself, and from the beginning where there is none yet; so does one that goes on with
+            other ranks under the same `torchrun --rdzv-id`.
         evaluate_tables: at the end, try a table model on real tables.
         quiet: print nothing. Only rank 0 prints in any case.
         device: where to compute, default the device of the layout's mesh, else the CPU.
@@ -118,12 +121,14 @@ def fit(
     _check_reproducible(plan, layout)
     inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     layout = inner.layout
+    layout.bound.agree("the run", _described(spec, seed, dtype, resume, evaluate_tables))
     model = inner if plan.gradients == "sync" else data_parallel(inner, layout, plan.gradients)
     options = plan.model_dump(include={"lr", "betas", "weight_decay"})
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     data, run, began = stream(spec, layout, seed), Run(inner), time.perf_counter()
     checkpoints = None if checkpoint_dir is None else Checkpoints(checkpoint_dir, layout)
     facts = {"model": spec.name, "seed": seed, "batch": plan.batch, FILE: spec_digest(spec)}
+    launch = launch_id()
     with contextlib.ExitStack() as entered:
         if checkpoints and (not resume or checkpoints.steps()):
             entered.enter_context(checkpoints.alone())
@@ -142,7 +147,7 @@ def fit(
             if monitor.due(step):
                 monitor.pictures(figures(inner), step)
             if checkpoints and _is_due(step + 1, plan.steps, plan.checkpoint_every):
-                checkpoints.save(step + 1, model, optimizer, facts)
+                checkpoints.save(step + 1, model, optimizer, facts | {LAUNCH: launch})
             if spec.head == "table" and _is_due(step + 1, None, plan.evaluate_every):
                 monitor.scores(curves(evaluate(inner, seed=seed, others=False)), step + 1)
         run.seconds = time.perf_counter() - began
@@ -155,6 +160,13 @@ def fit(
             monitor.results(run.results, plan.steps)
             monitor.print(results_table(run.results))
     return run
+
+
+def _described(spec: ModelSpec, seed: int, dtype: Any, resume: bool, tables: bool) -> str:
+    """A run's arguments in words, for a comparison between ranks."""
+    train = ", ".join(f"{key} {value}" for key, value in spec.train.model_dump(mode="json").items())
+    settings = f"seed {seed}, dtype {dtype}, resume {resume}, evaluate {tables}"
+    return f"model {spec.name} [{spec_digest(spec)[:8]}], {settings}, {train}"
 
 
 def _check_reproducible(plan: TrainSpec, layout: Layout) -> None:
@@ -184,6 +196,26 @@ def _notes(run: Run, layout: Layout, plan: TrainSpec, seed: int) -> dict[str, An
     }
 
 
+def _starts_again(checkpoints: Checkpoints, found: list[int]) -> bool:
+    """True on every rank if a launcher started this run again, or is the one that began it.
+
+    Agents of torchrun count restarts each for itself, and none that follows a change of membership:
+    one that joins later has counted nothing, and where a run grows nobody has. The latest
+    checkpoint tells by the launch that wrote it.
+    """
+    if any(everywhere(checkpoints.layout, restarted)):
+        return True
+
+    def of_this_launch() -> bool:
+        if not found or launch_id() is None:
+            return False
+        with contextlib.suppress(CheckpointError):  # damaged: reading it says so
+            return notes_of(step_folder(checkpoints.folder, found[-1])).get(LAUNCH) == launch_id()
+        return False
+
+    return on_first(checkpoints.layout, of_this_launch)
+
+
 def _start(
     checkpoints: Checkpoints | None,
     resume: bool,
@@ -191,18 +223,19 @@ def _start(
     optimizer: torch.optim.Optimizer,
     facts: Mapping[str, object],
 ) -> int:
-    """How many steps are done: 0 in a new run, else those of the checkpoint it goes on from."""
+    """Number of steps done: 0 in a new run, else those of the checkpoint it goes on from."""
     if checkpoints is None:
         if resume:
             raise WeftError("resume=True needs checkpoint_dir, the folder to resume from")
         return 0
     folder, found = checkpoints.folder, checkpoints.steps()
-    if not restarted() and found and not resume:
+    again = _starts_again(checkpoints, found)
+    if not again and found and not resume:
         raise CheckpointError(
             f"{folder} has checkpoints of an earlier run, up to step {found[-1]}; resume that run "
             "(weft train --resume), or give this one another folder"
         )
-    if not restarted() and resume and not found:
+    if not again and resume and not found:
         raise CheckpointError(missing(folder))
     checkpoints.check_writable()
     loaded = checkpoints.load(model, optimizer)

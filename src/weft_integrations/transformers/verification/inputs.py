@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
-from weft.plan.problem import Problem
-from weft.plan.rest import kv_copies
+from weft.plan.rest import head_shares
 
 from ... import Foreign
 from ..losses import NEXT, OWN, labels_of
@@ -258,17 +257,15 @@ def check_split_heads(
         return
     mesh = {d: max(1, size) for d, size in layout.mesh.items()}  # -1: as many as there are
     full = _with_mesh(layout, mesh)
-    heads: dict[tuple[int, int, int], str] = {}
+    heads: dict[tuple[int, int], str] = {}
     for visit in recording.visits.values():
         query, key = (visit.outputs.get(side) for side in ("query", "key"))
         if visit.path.endswith(".attention") and query is not None and key is not None:
             path = visit.path.removesuffix(".attention")
-            heads.setdefault((query.shape[1], key.shape[1], query.shape[3]), path)
-    n = full.size(axis)
-    for (h, g, d), path in heads.items():
-        problem = Problem((axis,), ((n, n),), 1, h, g, d, d, torch.float32, "cpu")
+            heads.setdefault((query.shape[1], key.shape[1]), path)
+    for (h, g), path in heads.items():
         try:
-            kv_copies(full.rules(axis), mesh, problem)
+            head_shares(full.rules(axis), mesh, h, g)
         except WeftError as error:
             raise type(error)(
                 f"{type(model).__name__} cannot run on {layout.name}: {path!r}: {error}"

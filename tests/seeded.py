@@ -19,17 +19,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..comm import transport as transports
-from ..comm.threads import ThreadTransport
-from ..comm.transport import Transport
-from ..errors import RankError
+from weft.comm import transport as transports
+from weft.comm.threads import ThreadTransport
+from weft.comm.transport import Transport
+from weft.errors import RankError
 
 #: Seconds of real time after which a run counts as hung: a rank computes on and on.
 HUNG = 120.0
 
 
 class Killed(RankError):
-    """What ends a rank that a seeded run kills."""
+    """The end of a rank that a seeded run kills."""
 
 
 @dataclass(frozen=True)

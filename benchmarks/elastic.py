@@ -1,0 +1,294 @@
+"""One of four torchrun agents is killed, and the run goes on with three: how soon, how exactly.
+
+    python -m benchmarks.elastic                  # 10 kills, table in benchmarks/results/elastic.md
+    python -m benchmarks.elastic --kills 1        # a sample
+    python -m benchmarks.elastic --back           # the agent comes back, and the run grows again
+
+Each run has one agent per rank under `torchrun --nnodes=3:4`, and trains `causal_lm` in fp64 with a
+checkpoint every two steps: four ranks on `batch: dp=2; tokens: ring=2`, three on `tokens: ring=-1`.
+An agent and its rank get SIGKILL at a seeded step. The final weights are compared with those of one
+undisturbed process, and every rank notes which examples it drew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results" / "elastic.md"
+MODEL, STEPS, EVERY, BATCH = "causal_lm", 30, 2, 4
+LAYOUTS = ["batch: dp=2; tokens: ring=2", "tokens: ring=-1"]
+#: torch's agents share a store by default, and one that joins later then waits for an address that
+#: was written in the first round alone (torch 2.13 and 2.14).
+STORE_PER_ROUND = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+LIMIT = 600.0
+
+
+# -- one rank -------------------------------------------------------------------------------------
+
+
+def rank(folder: str, arguments: list[str]) -> None:
+    """`weft train`, with a note of the examples of every step."""
+    import torch
+
+    from weft_cli.cli import app
+    from weft_models.train import trainer
+
+    torch.set_num_threads(1)
+    take_step = trainer.take_step
+
+    def noted(model, layout, optimizer, data, step):
+        record = take_step(model, layout, optimizer, data, step)
+        drawn = [i for part in range(data.parts) for i in data._examples(step, part)]
+        note(folder, rank=layout.rank, ranks=layout.world_size, step=step, drawn=drawn)
+        return record
+
+    trainer.take_step = noted
+    app(arguments, prog_name="weft")
+
+
+def note(folder: str, **what: object) -> None:
+    """One line of what happened; small appends do not mix."""
+    with open(f"{folder}/notes", "a") as file:
+        file.write(json.dumps({"time": time.time(), **what}) + "\n")
+
+
+# -- one run --------------------------------------------------------------------------------------
+
+
+class Run:
+    """Four agents, or one process, in a folder."""
+
+    def __init__(self, folder: str, more: dict[str, str], ranks: int = 4) -> None:
+        self.folder, self.more, self.agents = Path(folder), more, []
+        self.port = random.SystemRandom().randrange(20000, 30000)
+        (self.folder / "run.toml").write_text(
+            f'model = "{MODEL}"\ndtype = "float64"\n'
+            + (f"[elastic]\nlayouts = {json.dumps(LAYOUTS)}\n" if ranks > 1 else "")
+            + f"[train]\nsteps = {STEPS}\nbatch = {BATCH}\ncheckpoint_every = {EVERY}\n"
+        )
+        self.options = ["--config", f"{folder}/run.toml", "--device", "cpu", "--timeout", "60"]
+        self.options += ["--log-dir", f"{folder}/log", "--checkpoint-dir", f"{folder}/steps"]
+
+    def start(self, number: int) -> subprocess.Popen:
+        """Start an agent, with one rank."""
+        rendezvous = f"is_host={int(number == 0)},last_call_timeout=5"
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=3:4"]
+        command += ["--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d"]
+        command += [f"--rdzv-endpoint=localhost:{self.port}", f"--rdzv-id={self.folder.name}"]
+        command += [f"--rdzv-conf={rendezvous}", "--monitor-interval=0.5"]
+        command += ["-m", "benchmarks.elastic", "--rank", str(self.folder), "--"]
+        command += ["train", *self.options, "--elastic", "3:4"]
+        return self._launch(command, number)
+
+    def alone(self) -> None:
+        """The run on one process, from beginning to end."""
+        command = [sys.executable, "-m", "benchmarks.elastic", "--rank", str(self.folder), "--"]
+        code = self._launch([*command, "train", *self.options], 0).wait(LIMIT)
+        if code:
+            raise SystemExit((self.folder / "agent0.log").read_text()[-3000:])
+
+    def _launch(self, command: list[str], number: int) -> subprocess.Popen:
+        environment = os.environ | self.more | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with open(self.folder / f"agent{number}.log", "a") as log:
+            return subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def steps(self) -> int:
+        """Steps of the latest checkpoint."""
+        names = (p.parent.name for p in self.folder.glob("steps/step-*/index.json"))
+        return max((int(name.removeprefix("step-")) for name in names), default=0)
+
+    def notes(self) -> list[dict]:
+        """All that ranks noted, in order."""
+        path = self.folder / "notes"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def until(self, done, end: float) -> bool:
+        """Wait for something; False if all agents ended before, or the time did."""
+        while time.time() < end:
+            if done():
+                return True
+            if all(agent.poll() is not None for agent in self.agents):
+                return bool(done())
+            time.sleep(0.1)
+        return False
+
+    def kill(self, number: int) -> None:
+        """SIGKILL to an agent's rank and to itself."""
+        agent = self.agents[number]
+        for process in (*_children(agent.pid), agent.pid):
+            os.kill(process, signal.SIGKILL)
+        agent.wait()
+
+    def close(self) -> None:
+        """End what is left."""
+        for number, agent in enumerate(self.agents):
+            if agent.poll() is None:
+                self.kill(number)
+
+
+def _children(pid: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True
+    )
+    return [int(word) for word in listed.stdout.split()]
+
+
+def kill_one(number: int, wanted: dict, back: bool) -> tuple[list[str], bool]:
+    """One run with one kill: a row of the table, and whether all is as it should be."""
+    draw = random.Random(number)
+    victim, at = draw.randint(1, 3), 2 * draw.randint(1, 5)  # not the agent that keeps the store
+    with tempfile.TemporaryDirectory(prefix="weft-elastic-") as folder:
+        run, end = Run(folder, STORE_PER_ROUND if back else {}), time.time() + LIMIT
+        run.agents = [run.start(i) for i in range(4)]
+        try:
+            run.until(lambda: run.steps() >= at, end)
+            run.kill(victim)
+            killed, then = time.time(), run.steps()
+            run.until(lambda: run.steps() > then, end)
+            recovered, grown = time.time() - killed, ""
+            if back:
+                joined, before = time.time(), run.steps()
+                run.agents[victim] = run.start(victim)
+                fours = [n for n in run.notes() if n["ranks"] == 4]
+                run.until(lambda: sum(n["ranks"] == 4 for n in run.notes()) > len(fours), end)
+                run.until(lambda: run.steps() > before, end)
+                grown = f"{time.time() - joined:.0f}"
+            run.until(lambda: run.steps() == STEPS and _all_done(run), end)
+            codes = [a.poll() for i, a in enumerate(run.agents) if back or i != victim]
+            sizes = [size for size, _ in _by_size(run.notes())]
+            error, drawn = weights_error(run.folder / "steps", wanted), drawn_once(run.notes())
+        finally:
+            run.close()
+        ok = codes == [0] * len(codes) and error < 1e-10 and drawn and sizes[0] == 4 and 3 in sizes
+        if not ok:
+            for log in sorted(run.folder.glob("agent*.log")):
+                print(log.name, log.read_text()[-2500:], sep="\n", file=sys.stderr)
+    row = [f"{number + 1}", f"{victim}", f"{then}", f"{recovered:.0f}", grown]
+    row += [
+        " -> ".join(map(str, sizes)),
+        f"{error:.1e}",
+        "once" if drawn else "NOT ONCE",
+        f"{codes}",
+    ]
+    return row, ok
+
+
+def _all_done(run: Run) -> bool:
+    return all(agent.poll() is not None for agent in run.agents)
+
+
+def _by_size(notes: list[dict]) -> Iterator[tuple[int, list[dict]]]:
+    """Notes by the number of ranks, one start after another."""
+    start: list[dict] = []
+    for each in notes:
+        if start and each["ranks"] != start[-1]["ranks"]:
+            yield start[-1]["ranks"], start
+            start = []
+        start.append(each)
+    if start:
+        yield start[-1]["ranks"], start
+
+
+def drawn_once(notes: list[dict]) -> bool:
+    """Whether the steps that the final weights consist of drew each example once, and none else.
+
+    A step is done again where its checkpoint was not written: its last time counts. Ranks that
+    split tokens draw the same examples.
+    """
+    last: dict[int, int] = {}
+    for each in notes:
+        last[each["step"]] = each["ranks"]
+    drawn: dict[int, set[int]] = {}
+    for each in notes:
+        if each["ranks"] == last[each["step"]]:
+            drawn.setdefault(each["step"], set()).update(each["drawn"])
+    return drawn == {s: set(range(s * BATCH, (s + 1) * BATCH)) for s in range(STEPS)}
+
+
+def weights(folder: Path) -> dict:
+    """The model's tensors in the last checkpoint."""
+    import torch
+    from safetensors import safe_open
+
+    from weft.checkpoint.folder import read_index
+
+    path, found = folder / f"step-{STEPS:06d}", {}
+    for name, stored in read_index(path).tensors.items():
+        if not name.startswith("model."):
+            continue
+        found[name] = torch.zeros(stored.shape, dtype=torch.float64)
+        for block in stored.blocks:
+            with safe_open(path / block.file, "pt") as file:
+                part = file.get_tensor(name)
+            place = tuple(slice(a, a + n) for a, n in zip(block.start, part.shape))
+            found[name][place] = part
+    return found
+
+
+def weights_error(folder: Path, wanted: dict) -> float:
+    """The largest relative difference of a tensor; infinite where the run did not end."""
+    if not (folder / f"step-{STEPS:06d}" / "index.json").exists():
+        return float("inf")
+    found = weights(folder)
+    assert wanted
+    assert found.keys() == wanted.keys()
+    return max(float((found[n] - w).norm() / w.norm().clamp(min=1e-3)) for n, w in wanted.items())
+
+
+HEAD = [
+    "kill", "agent", "at step", "next checkpoint after, s", "grown after, s", "ranks",
+    "error of the weights", "examples drawn", "exit codes",
+]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--first", type=int, default=0, help="number of the first kill, its seed")
+    parser.add_argument("--back", action="store_true", help="the killed agent comes back")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.rank:
+        rank(given.rank, given.arguments)
+        return 0
+    with tempfile.TemporaryDirectory(prefix="weft-elastic-") as folder:
+        whole = Run(folder, {}, ranks=1)
+        whole.alone()
+        wanted = weights(Path(folder, "steps"))
+        assert drawn_once(whole.notes())
+    rows, bad = [], 0
+    for number in range(given.first, given.first + given.kills):
+        row, ok = kill_one(number, wanted, given.back)
+        rows.append(f"| {' | '.join(row)} |")
+        bad += not ok
+        print(rows[-1], f"load {os.getloadavg()[0]:.0f}", flush=True)
+    if given.write:
+        lines = [
+            "# Kills of one agent of four",
+            "",
+            f"`python -m benchmarks.elastic {' '.join(sys.argv[1:])}`: {__doc__.splitlines()[0]}",
+            "",
+            f"| {' | '.join(HEAD)} |",
+            f"|{' --- |' * len(HEAD)}",
+            *rows,
+        ]
+        RESULTS.write_text("\n".join(lines) + "\n")
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,396 @@
+"""Windows over an axis: the positions that each chunk is to receive, and from where; pure data.
+
+    7 positions over 2 chunks, outputs of 3 positions each, 2 apart, a border of 1 zero
+
+    positions   0 1 2 3 | 4 5 6         output 0 sees . 0 1     the chunk that holds the middle
+    chunk 0     . 0 1 2 3               output 1 sees 1 2 3     of a window computes its output
+    chunk 1             3 4 5 6 .       output 2 sees 3 4 5
+                                        output 3 sees 5 6 .
+
+What a chunk receives is a list of wanted positions, in the order in which it lies in memory. Halos,
+borders, rolls, other chunks of the same axis and the whole axis on every rank are such lists.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .._caching import cached
+from ..declare.traffic import Traffic
+from ..errors import ShapeError, did_you_mean
+from ..plan.order import Span, Spans, count, join
+from .plan import Overlap, Paths, Redistribution, Sizes
+
+#: What lies beyond the ends of an axis.
+BORDERS = ("zeros", "reflect", "replicate", "circular")
+
+
+def nothing(number: int) -> Span:
+    """So many entries that come from no position, and are zero."""
+    return Span(-1, number, 0)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The positions of an axis that every chunk holds, and those that it is to receive.
+
+    Attributes:
+        mesh: the mesh dims that split the axis, outermost first, with their sizes.
+        held: per chunk, its positions in the order of memory.
+        wanted: per chunk, the positions that it receives, in the order of memory; `nothing` among
+            them.
+
+    >>> halo = Wanted((("ring", 2),), ((Span(0, 3),), (Span(3, 3),)), ((), (Span(2, 1),)))
+    >>> halo.take(1).arrived
+    (Overlap(source=0, target=1, taken=((2,),), put=((0,),)),)
+    """
+
+    mesh: Sizes
+    held: tuple[Spans, ...]
+    wanted: tuple[Spans, ...]
+
+    def take(self, chunk: int) -> Redistribution:
+        """The messages of the rank that holds a chunk, and what arrives."""
+        return _take(self, chunk)
+
+    def received(self, chunk: int) -> int:
+        """The number of entries that a chunk receives from others."""
+        return sum(o.numel for o in self.take(chunk).arrived if o.source != chunk)
+
+
+@dataclass(frozen=True)
+class TakePass:
+    """A pass that brings wanted positions to every rank, or their gradients back, as planned.
+
+    nbytes: of one position, over everything but the axis.
+    """
+
+    wanted: Wanted
+    chunk: int
+    nbytes: int
+    label: str = "halo"
+
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
+        label = f"d{self.label}" if backward else self.label
+        move = self.wanted.take(self.chunk)
+        return move.traffic(self.wanted.mesh, self.nbytes, label, backward)
+
+
+@cached(1024)
+def _take(plan: Wanted, chunk: int) -> Redistribution:
+    routes, arrived = _routes(plan)
+    shape = (count(plan.wanted[chunk]),)
+    return Redistribution(chunk, routes.of(chunk), tuple(arrived.get(chunk, ())), shape)
+
+
+@cached(256)
+def _routes(plan: Wanted) -> tuple[Paths, dict[int, list[Overlap]]]:
+    """The messages of all ranks, and the overlaps that arrive at each."""
+    arrived: dict[int, list[Overlap]] = {}
+    overlaps = _overlaps(plan)
+    for overlap in overlaps:
+        arrived.setdefault(overlap.target, []).append(overlap)
+    return Paths(overlaps, plan.mesh), arrived
+
+
+def _overlaps(plan: Wanted) -> tuple[Overlap, ...]:
+    """Of all chunks: the entries that `target` takes from `source`, as indices in both."""
+    held = sorted(
+        (low, high, chunk, offset)
+        for chunk, spans in enumerate(plan.held)
+        for low, high, offset in _with_offsets(spans)
+    )
+    taken: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for target, spans in enumerate(plan.wanted):
+        put = 0
+        for low, high, forward in _stretches(spans):
+            at = low
+            while at < high:
+                start, end, source, offset = held[bisect.bisect_right(held, (at + 1,)) - 1]
+                end = min(end, high)
+                give, places = taken.setdefault((source, target), ([], []))
+                give += range(offset + at - start, offset + end - start)
+                # Of a span that runs down, a later position comes to an earlier place.
+                places += (put + p - low if forward else put + high - 1 - p for p in range(at, end))
+                at = end
+            put += high - low if low >= 0 else -low
+    return tuple(
+        Overlap(source, target, (tuple(give),), (tuple(places),))
+        for (source, target), (give, places) in sorted(taken.items())
+    )
+
+
+def _stretches(spans: Spans) -> Iterator[tuple[int, int, bool]]:
+    """(first, last + 1, whether upward) of runs of positions; (-n, -n, ...) of n of nothing."""
+    for s in spans:
+        if s.start < 0:
+            yield -s.count, -s.count, True
+        elif s.step == 1:
+            yield s.start, s.start + s.count, True
+        elif s.step == -1:
+            yield s.last, s.start + 1, False
+        else:
+            for i in range(s.count):
+                yield s.start + i * s.step, s.start + i * s.step + 1, True
+
+
+def runs(spans: Spans) -> list[tuple[int, int]]:
+    """(start, end) of the runs of consecutive positions in spans."""
+    made: list[tuple[int, int]] = []
+    for s in spans:
+        if s.step == 1 or s.count == 1:
+            made.append((s.start, s.start + s.count))
+        else:
+            made += ((s.start + i * s.step, s.start + i * s.step + 1) for i in range(s.count))
+    return made
+
+
+def _with_offsets(spans: Spans) -> Iterator[tuple[int, int, int]]:
+    """Runs of positions, and where in memory they begin."""
+    offset = 0
+    for low, high in runs(spans):
+        yield low, high, offset
+        offset += high - low
+
+
+def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
+    """The positions low, ..., high - 1 of an axis, those beyond its ends as its border says.
+
+    Raises `ShapeError` where a border needs more of the axis than there is.
+
+    >>> [(s.start, s.count, s.step) for s in bordered(-2, 7, 5, "reflect")]
+    [(2, 2, -1), (0, 5, 1), (3, 2, -1)]
+    """
+    if high <= low:
+        return ()
+    below, above = range(low, min(high, 0)), range(max(low, length), high)
+    inside = range(max(low, 0), min(high, length))
+    if border != "zeros" and (below or above):
+        beyond = max(-low if below else 0, high - length if above else 0)
+        room = length - 1 if border == "reflect" else length
+        if (beyond > room and border != "replicate") or not length:
+            raise ShapeError(
+                f"a {border} border of {beyond} positions needs an axis of"
+                f" {beyond + (border == 'reflect')} or more, found {length}"
+            )
+    ends = []
+    for part in (below, above):
+        n = len(part)
+        if border == "zeros":
+            ends.append(nothing(n))
+        elif border == "replicate":
+            ends.append(Span(0 if part is below else length - 1, n, 0))
+        elif border == "circular":
+            ends.append(Span(part.start % length if n else 0, n, 1))
+        else:
+            start = -part.start if part is below else 2 * (length - 1) - part.start
+            ends.append(Span(start, n, -1))
+    spans = (ends[0], Span(inside.start, len(inside)), ends[1])
+    return tuple(s for s in spans if s.count)
+
+
+def check_border(border: object) -> str:
+    """A border by its name.
+
+    Raises `ShapeError` for any other.
+    """
+    if border not in BORDERS:
+        raise ShapeError(f"border {border!r:.80}{did_you_mean(str(border), BORDERS)}")
+    return str(border)
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a convolution, a pool or the like over an axis, one per output.
+
+    Output o sees the `extent` positions from `first + o stride` on. The chunk that holds position
+    `first + o stride + anchor` computes it, the first or the last where there is no such position.
+
+    Attributes:
+        extent: positions from the first to the last of a window, both counted.
+        stride: from one window to the next.
+        first: where the window of output 0 begins; below 0 beyond the border.
+        outputs: how many there are.
+        anchor: within a window.
+        border: what is beyond the ends of the axis.
+    """
+
+    extent: int
+    stride: int
+    first: int
+    outputs: int
+    anchor: int
+    border: str = "zeros"
+
+    @classmethod
+    def over(
+        cls,
+        length: int,
+        kernel: int,
+        stride: int = 1,
+        padding: tuple[int, int] = (0, 0),
+        dilation: int = 1,
+        border: str = "zeros",
+        *,
+        ceil: bool = False,
+        anchor: int | None = None,
+    ) -> Windows:
+        """The windows of torch's convolutions and pools.
+
+        Args:
+            length: of the axis.
+            kernel: positions that a window sees.
+            stride: from one window to the next.
+            padding: positions added at the beginning and at the end.
+            dilation: from one position that a window sees to the next.
+            border: what is added.
+            ceil: whether a last window may reach beyond the padding, as torch's `ceil_mode`.
+            anchor: within a window, default its middle.
+
+        >>> Windows.over(13, 3, 2, (1, 1)).outputs
+        7
+        """
+        extent = dilation * (kernel - 1) + 1
+        room = length + sum(padding) - extent
+        outputs = (-(-room // stride) if ceil else room // stride) + 1
+        if ceil and (outputs - 1) * stride >= length + padding[0]:
+            outputs -= 1
+        middle = (extent - 1) // 2 if anchor is None else anchor
+        return cls(extent, stride, -padding[0], max(outputs, 0), middle, border)
+
+    def describe(self) -> str:
+        """The windows in words."""
+        after = self.extent - 1 - self.anchor
+        return (
+            f"{self.anchor} columns before and {after} after, {self.outputs} windows from"
+            f" {self.first} on, {self.stride} apart, border {self.border}"
+        )
+
+    def computed(self, low: int, high: int) -> tuple[int, int]:
+        """[first, last) of the outputs whose anchors are positions low, ..., high - 1."""
+        base = self.first + self.anchor
+        first, last = (-(-(p - base) // self.stride) for p in (low, high))
+        return (min(max(first, 0), self.outputs), min(max(last, 0), self.outputs))
+
+    def edges(self, starts: Sequence[int]) -> tuple[int, ...]:
+        """The first output of every chunk, and the number of outputs.
+
+        Args:
+            starts: the first position of every chunk of contiguous positions, and the length.
+
+        >>> Windows.over(7, 3, 2, (1, 1)).edges((0, 4, 7))
+        (0, 2, 4)
+        """
+        inner = [self.computed(p, p)[0] for p in starts[1:-1]]
+        return (0, *inner, self.outputs)
+
+    def seen(self, low: int, high: int) -> tuple[int, int]:
+        """[first, last) of the positions that outputs low, ..., high - 1 see; (0, 0) of none."""
+        if high <= low:
+            return 0, 0
+        return self.first + low * self.stride, self.first + (high - 1) * self.stride + self.extent
+
+    def ranges(self, edges: Sequence[int]) -> tuple[tuple[int, int], ...]:
+        """What the outputs of every chunk see, by their `edges`."""
+        return tuple(self.seen(low, high) for low, high in itertools.pairwise(edges))
+
+
+class SeenPart(NamedTuple):
+    """The part of a chunk that its windows see, and how much they see on either side of it.
+
+    Attributes:
+        before: entries before the part.
+        low, high: the part, as indices in the chunk.
+        after: entries after it.
+    """
+
+    before: int
+    low: int
+    high: int
+    after: int
+
+
+def cut_run(start: int, count: int, window: Windows) -> tuple[SeenPart, int]:
+    """The cut of a run of positions by the windows whose anchors it holds, and their number.
+
+    >>> cut_run(4, 3, Windows.over(9, 3, 2, (1, 1)))
+    (SeenPart(before=1, low=0, high=3, after=1), 2)
+    """
+    first, last = window.computed(start, start + count)
+    return _cut(start, start + count, *window.seen(first, last)), last - first
+
+
+def _cut(start: int, end: int, low: int, high: int) -> SeenPart:
+    """The run [start, end) of positions beside [low, high), which windows see."""
+    if low >= high:
+        return SeenPart(0, 0, 0, 0)
+    if low >= end or high <= start:
+        return SeenPart(high - low, 0, 0, 0)
+    own = max(low, start) - start, min(high, end) - start
+    return SeenPart(max(start - low, 0), *own, max(high - end, 0))
+
+
+class RangePlan(NamedTuple):
+    """Consecutive positions for every chunk, around its own.
+
+    Attributes:
+        wanted: what every chunk receives: the entries before its part and then those after it.
+        cuts: the parts that chunks keep.
+    """
+
+    wanted: Wanted
+    cuts: tuple[SeenPart, ...]
+
+
+@cached(1024)
+def plan_ranges(
+    mesh: Sizes,
+    starts: tuple[int, ...],
+    ranges: tuple[tuple[int, int], ...],
+    border: str = "zeros",
+) -> RangePlan:
+    """The plan that gives contiguous chunks of an axis other positions than they hold.
+
+    Args:
+        mesh: the mesh dims that split the axis, outermost first, with their sizes.
+        starts: the first position of every chunk, and the length of the axis.
+        ranges: [first, last) of the positions that every chunk is to have, which may be beyond the
+            ends of the axis.
+        border: what is there.
+
+    Raises:
+        ShapeError: a border that needs a longer axis.
+
+    >>> plan = plan_ranges((("ring", 2),), (0, 4, 7), ((-1, 5), (3, 8)))
+    >>> plan.cuts[1], [(s.start, s.count) for s in plan.wanted.wanted[1]]
+    (SeenPart(before=1, low=0, high=3, after=1), [(3, 1), (-1, 1)])
+    """
+    cuts, wanted = [], []
+    for start, end, (low, high) in zip(starts, starts[1:], ranges):
+        part = _cut(start, end, low, high)
+        cuts.append(part)
+        before = bordered(low, low + part.before, starts[-1], border)
+        wanted.append((*before, *bordered(high - part.after, high, starts[-1], border)))
+    held = tuple(join((Span(a, b - a),)) for a, b in itertools.pairwise(starts))
+    return RangePlan(Wanted(mesh, held, tuple(wanted)), tuple(cuts))
+
+
+__all__ = [
+    "BORDERS",
+    "RangePlan",
+    "SeenPart",
+    "TakePass",
+    "Wanted",
+    "Windows",
+    "bordered",
+    "check_border",
+    "cut_run",
+    "nothing",
+    "plan_ranges",
+    "runs",
+]
