@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
@@ -165,29 +164,13 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class ProductCounter(TorchDispatchMode):
-    """Counts floating-point operations of matrix products inside the block, 2 a multiply-add.
-
-    >>> with ProductCounter() as counter:
-    ...     _ = torch.ones(3, 4) @ torch.ones(4, 5)
-    >>> counter.flops
-    120
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        self.flops += product_flops(func, args, out) or 0
-        return out
-
-
 def product_flops(func: Any, args: tuple, out: Any) -> int | None:
-    """Floating-point operations of a dispatched matrix product, None for any other function."""
+    """Floating-point operations of a dispatched matrix product, None for any other function.
+
+    >>> a = torch.ones(3, 4)
+    >>> product_flops(torch.ops.aten.mm.default, (a, a.T), a @ a.T)
+    72
+    """
     dim = _PRODUCTS.get(func.overloadpacket)
     return None if dim is None else 2 * out.numel() * args[dim].shape[-1]
 

@@ -13,7 +13,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from weft.declare.hardware import Hardware
 from weft.errors import DeclarationError, UnsupportedError, WeftError, shown
@@ -128,7 +128,11 @@ class Groups:
         probe = Layout.parse("tokens: ring=2")  # a call on one rank has no plan
         short = self.model.shortened(min(self.model.layers, self.model.period))
         counted = count_model(short, probe, max(2, self.tokens), recompute=False)
-        calls = {str(plan.problem.mask): plan.problem for plan, _ in counted.plans}
+        calls: dict[str, Problem] = {}
+        for plan, _ in counted.plans:  # of tokens alone, so batch and heads are those of all ranks
+            sizes = {f.name: getattr(plan.problem, f.name) for f in fields(Problem)}
+            sizes["device"] = self.hardware.device.kernels
+            calls[str(plan.problem.mask)] = Problem(**sizes)
         if not calls:
             raise UnsupportedError(f"{self.model.name}: no layer attends, so no layout is needed")
         full = [key for key, p in calls.items() if getattr(p.mask, "window", None) is None]

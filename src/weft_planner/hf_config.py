@@ -174,7 +174,7 @@ class HFModel:
 
     def small(self) -> HFModel:
         """A copy of a period of layers whose weights are a few thousand, of the same heads."""
-        data = {k: v for k, v in _SMALL.items() if getattr(self.config, k, None)}
+        data: dict[str, Any] = {k: v for k, v in _SMALL.items() if getattr(self.config, k, None)}
         heads, _, _ = self.heads
         data["hidden_size"] = heads * _HEAD
         if getattr(self.config, "head_dim", None):
@@ -185,7 +185,7 @@ class HFModel:
         return self._with(data)
 
     def _with(self, changes: Mapping[str, Any]) -> HFModel:
-        data = self.config.to_dict() | changes
+        data = {**self.config.to_dict(), **changes}
         for key in ("layer_types", "mlp_layer_types"):
             if data.get(key):
                 data[key] = data[key][: data["num_hidden_layers"]]

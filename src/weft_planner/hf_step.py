@@ -8,7 +8,7 @@ repeating layers, so two short models are counted and extended.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from weft._torch import fake_ranks
 from weft.layout import Layout
 from weft.losses import cross_entropy
 from weft.plan.plan import Plan
+from weft_integrations import Foreign
 from weft_integrations.parallelize import parallelize
 from weft_integrations.transformers.batches import Batch
 
@@ -66,7 +67,7 @@ class ModelCount:
 
 
 def forward_loss(
-    model: nn.Module, layout: Layout, ids: Tensor, length: int, loss: str, chunk: int = CHUNK
+    model: Foreign, layout: Layout, ids: Tensor, length: int, loss: str, chunk: int = CHUNK
 ) -> Tensor:
     """Loss of this rank's rows: full logits by the model itself, or weft's chunked loss.
 
@@ -86,7 +87,7 @@ def forward_loss(
     return cross_entropy(states, head, ids, layout, chunk=chunk)
 
 
-def place(model: nn.Module, layout: Layout, loss: str, recompute: bool) -> nn.Module:
+def place(model: Foreign, layout: Layout, loss: str, recompute: bool) -> Foreign:
     """Put a model on a layout as its loss needs it, with or without recomputation of layers."""
     inner = model if loss == "full" else model.base_model
     parallelize(inner, layout, rows="local", verify=False)
@@ -137,14 +138,14 @@ def count_model(
             _free_gradients(built, layers)
         local = bound.local_length("tokens", length)
         ids = torch.zeros(batch, local, dtype=torch.long, device="meta")
-        watch = bound.bound.watch()
+        watch = bound.bound.watches.begin()
         with Live([*built.parameters(), *built.buffers()]) as live:
             live.phase = "forward"
             out = forward_loss(built, bound, ids, length, loss)
             kept, flops, moved = live.now, live.flops, live.moved
             live.phase = "backward"
             out.backward()
-        bound.bound.unwatch(watch)
+        bound.bound.watches.end(watch)
         sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
         return ModelCount(
             model.layers,
@@ -192,7 +193,7 @@ def count_whole(model: HFModel, layout: Layout, length: int, **options: object) 
     )
 
 
-def _free_gradients(model: nn.Module, layers: list[nn.Module]) -> None:
+def _free_gradients(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Have gradients leave when those of their layer are complete, others at once."""
     layer_of = {p: i for i, layer in enumerate(layers) for p in layer.parameters()}
     left = Counter(layer_of.values())

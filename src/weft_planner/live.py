@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from weft._torch import memory_of, product_flops
+from weft.comm.consistency import local_tensor
 
 #: Functions that move no bytes: views, and tensors whose numbers nobody writes.
 _STILL = {
@@ -50,7 +51,7 @@ class Live(TorchDispatchMode):
         self.now = self.flops = self.moved = 0
         self.peaks: dict[str, int] = {}
         self.phase = ""
-        self._ignored: Collection[int] = {memory_of(t)[0] for t in ignored}
+        self._ignored: Collection[int] = {memory_of(local_tensor(t))[0] for t in ignored}
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -88,7 +89,7 @@ class Live(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [t for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+    return [local_tensor(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
 __all__ = ["Live"]
