@@ -110,7 +110,7 @@ def worker(length: int, own: bool) -> None:
         counted = scope.enter_context(weft.traffic(layout)) if layout else None
         made = model.generate(
             ids,
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=TOKENS,
             do_sample=False,
             pad_token_id=0,

@@ -58,6 +58,25 @@ def test_work_and_tokens_are_balanced(name, ranks, window):
     assert [sum(f.stop - f.start for f in chunk) for chunk in chunks] == sizes
 
 
+@pytest.mark.parametrize("ranks", [4, 16])
+def test_work_is_balanced_from_256_tokens_a_rank_on(ranks):
+    """Of any lengths: skewed ones, one of half or most of the tokens at either end, one of all."""
+    total = 256 * ranks + 3
+    skew = np.maximum(np.random.default_rng(0).lognormal(4, 2, total), 1).astype(int)
+    some = skew[: np.searchsorted(skew.cumsum(), total)].tolist()
+    half, third = [1] * (total // 2), [3] * (total // 9)
+    for lengths in (
+        [*some, total - sum(some)],
+        [total - len(half), *half],
+        [*half, total - len(half)],
+        [*third, total - sum(third)],
+        [1] * total,
+        [total],
+    ):
+        work = Layout.parse(f"tokens: ring={ranks}").pack(lengths).work
+        assert max(work) <= 1.05 * sum(work) / ranks, lengths[:9]
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_every_token_is_on_one_rank(seed):
     draw = np.random.default_rng(seed)

@@ -219,6 +219,12 @@ def test_documents_and_steps_without_tokens_are_refused_before_a_step(tmp_path):
         TokenFile(tmp_path / "tokens.bin", [6, -1])
     with pytest.raises(ShapeError, match="1 lengths for 2 documents"):
         TokenDataset([[5], [6]], [1])
+    (tmp_path / "nothing.bin").touch()
+    with pytest.raises(ShapeError, match=r"nothing.bin is empty"):
+        TokenFile(tmp_path / "nothing.bin", [1])
+    for iterated in (iter([[5]]), (ids for ids in [[5]])):
+        with pytest.raises(TypeError, match=r"has no items by number.* map-style dataset"):
+            TokenDataset(iterated)
     for length, rows in ((0, 1), (-1, 1), (4, 0)):
         with pytest.raises(ShapeError, match="at least 1 row of 1 token"):
             PackedReader(TokenDataset([[5]]), Layout.single(), length, rows)

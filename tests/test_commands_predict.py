@@ -1,6 +1,7 @@
 """`weft predict`: two CSV files as people have them, and what is said about them."""
 
 import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +146,7 @@ def test_files_are_read_however_they_were_written(files, text, how):
     found = pair()
     pd.testing.assert_frame_equal(found.x_train, wanted.x_train)
     assert list(found.y_train) == list(wanted.y_train)
-    assert not found.notes
+    assert found.notes == wanted.notes
 
 
 def test_decimal_commas_are_numbers_where_semicolons_separate(files):
@@ -299,6 +300,42 @@ def test_text_that_names_rows_is_noticed(files):
     assert "column 'who' is text that differs in most rows" in pair(name=None).notes[0]
 
 
+def test_words_for_gaps_are_words_among_words(files):
+    """Of numbers they are gaps; a category of other case is met, an unknown one is said."""
+    files(
+        train="where,size,kind\nNA,1,a\nDE,NA,b\n,null,b\nNone,2,a\n",
+        test="where,size,kind\nNA,None,a\nde,1,b\nXX,2,b\n,?,b\n",
+    )
+    found = pair(name=None)
+    assert found.x_train["where"].fillna("").tolist() == ["NA", "DE", "", "None"]
+    assert found.x_test["where"].fillna("").tolist() == ["NA", "de", "XX", ""]
+    np.testing.assert_array_equal(found.x_train["size"], [1, np.nan, np.nan, 2])
+    np.testing.assert_array_equal(found.x_test["size"], [np.nan, 1, 2, np.nan])
+    assert found.notes == (
+        "test.csv: column 'where': categories that train.csv lacks are missing: 1 of 4 cells"
+        " ('XX')",
+    )
+
+
+def test_a_column_of_unknown_categories_is_said(files, weights):
+    files(test=TEST.replace("red", "rouge").replace("blue", "bleu"))
+    said = " ".join(
+        run("train.csv", "test.csv", "-t", "kind", "--checkpoint", weights).stderr.split()
+    )
+    assert "column 'colour': no training row has any of its categories" in said
+    assert "'rouge', 'bleu', 'green'; the training rows have 'blue', 'red'" in said
+
+
+def test_names_of_columns_meet_in_either_normal_form(files):
+    files(train="größe,kind\n1,a\n2,b\n", test=unicodedata.normalize("NFD", "größe\n1\n"))
+    assert list(pair(name=None).x_test) == ["größe"]
+
+
+def test_a_header_within_the_rows_is_said(files):
+    files(train=TRAIN + TRAIN)
+    assert "train.csv: the header stands again in line 32; delete it" in pair().notes
+
+
 NUMBERS = "size,price\n" + "".join(f"{i},{i * 1.5}\n" for i in range(50))
 
 KIND = {"target": "kind", "name": None}
@@ -340,7 +377,7 @@ REFUSED = {
     "names without a header": (
         {"train": "size,kind\nr1,1,a\nr2,2,b\n"},
         KIND,
-        "train.csv has rows with more fields than its header has names",
+        "train.csv has rows with more fields than its header, line 1, has names; if line 1 is a",
     ),
     "two of a name": (
         {"train": "size,size ,kind\n1,2,a\n2,1,b\n"},
@@ -351,6 +388,17 @@ REFUSED = {
         {"train": "size,kind,kind\n1,a,a\n2,b,b\n", "test": "size,kind,kind\n1,a,a\n"},
         KIND,
         "train.csv has two columns 'kind'",
+    ),
+    "a line for Excel": ({"train": "sep=;\n" + TRAIN}, KIND, "train.csv: line 1 tells Excel which"),
+    "a workbook": (
+        {"train": b"PK\x03\x04" + bytes(26) + b"[Content_Types].xml" + bytes(99)},
+        KIND,
+        "train.csv is no CSV file but an Excel workbook; save or export",
+    ),
+    "a web page": (
+        {"test": "\n<!DOCTYPE html><p>log in, please"},
+        {},
+        "no CSV file but a web page",
     ),
     "nothing left": ({}, {"drop": ("size", "colour")}, "has no column other than"),
 }

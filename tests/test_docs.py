@@ -45,7 +45,7 @@ OPTIONAL = {
     "weft_integrations.transformers.masks": "transformers",
     **{
         f"weft_integrations.transformers.{name}": "transformers"
-        for name in ("consistency", "interface", "lazy", "noise", "replicated", "rows")
+        for name in ("consistency", "defaults", "interface", "lazy", "noise", "replicated", "rows")
     },
     **{
         f"weft_integrations.transformers.{name}": "transformers"
@@ -121,6 +121,18 @@ def test_every_public_name_has_an_api_page():
     public = {name for m in PUBLIC for name in m.__all__}
     errors = {name for name in public if name.endswith("Error")}  # the page of the module
     assert public - named - errors == set()
+
+
+def test_pages_name_tests_that_exist():
+    named = [
+        (page.name, file, name)
+        for page in (ROOT / "docs").glob("*.md")
+        for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text())
+    ]
+    assert {page for page, *_ in named} >= {"packed.md", "rows.md", "trainers.md"}
+    for page, file, name in named:
+        text = (ROOT / "tests" / file).read_text()
+        assert re.search(rf"^def {name}\(", text, re.MULTILINE), (page, file, name)
 
 
 def test_every_tutorial_is_in_the_navigation():

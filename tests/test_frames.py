@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from weft_models.tables.features import Features
+from weft_models.tables.files import read_pair
 from weft_models.tables.frames import Numbers
 
 pd = pytest.importorskip("pandas")
@@ -130,6 +131,98 @@ def test_categories_meet_however_a_program_guessed_a_column_s_type(train, guesse
     np.testing.assert_array_equal(numbers(pd.DataFrame({"x": guessed}))[:, 0], wanted)
 
 
+#: training cells, test cells, and the numbers of these: the same in a DataFrame, an array, a file
+ONE_RULE = {
+    "numbers": (["1", "2.5", "NA"], ["3", "None", "null", ""], [3, GAP, GAP, GAP]),
+    "mostly numbers": (["1"] * 9 + ["few"], ["many", "7"], [GAP, 7]),
+    "words": (["1"] * 8 + ["few", "NA"], ["FEW", "NA", "8", ""], [2, 1, GAP, GAP]),
+    "truth values": (["TRUE", "false", ""], ["True", "FALSE", "1", "maybe"], [1, 0, 1, GAP]),
+    "dates": (["1970-01-02", "1970-01-03"], ["1970-01-04 12:00", "?"], [3.5 * DAY, GAP]),
+    "other case": (["Yes", "no"], ["yes", "NO", " no"], [0, 1, 1]),
+    "two of another case": (["us", "US", "de"], ["Us", "US"], [GAP, 0]),
+    "other letters": (["caf\u00e9", "bar"], ["cafe\u0301", "Bar"], [1, 0]),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("kind", ["frame", "strings", "array", "objects", "file"])
+@pytest.mark.parametrize("case", ONE_RULE)
+def test_one_rule_reads_cells_of_text(case, kind, tmp_path):
+    train, test, wanted = ONE_RULE[case]
+    if kind == "file":
+        frames = [pd.DataFrame({"x": cells, "y": "a"}) for cells in (train, test)]
+        paths = [tmp_path / name for name in ("train.csv", "test.csv")]
+        for frame, path in zip(frames, paths):
+            frame.to_csv(path, index=False)
+        pair = read_pair(*paths, "y")
+        tables = [pair.x_train, pair.x_test]
+    else:
+        make = {
+            "frame": lambda cells: pd.DataFrame({"x": cells}),
+            "strings": lambda cells: pd.DataFrame({"x": pd.array(cells, "string")}),
+            "array": lambda cells: np.array(cells)[:, None],
+            "objects": lambda cells: np.array(cells, dtype=object)[:, None],
+        }[kind]
+        tables = [make(train), make(test)]
+    np.testing.assert_array_equal(Numbers(tables[0])(tables[1])[:, 0], wanted)
+
+
+@pytest.mark.parametrize("as_object", [False, True])
+def test_periods_are_dates(as_object):
+    months = pd.Series(pd.period_range("1970-01", periods=2, freq="M"))
+    numbers = Numbers(pd.DataFrame({"x": months}))
+    later = pd.Series([pd.Period("1970-03", "M"), pd.NaT], dtype=object if as_object else None)
+    np.testing.assert_array_equal(numbers(pd.DataFrame({"x": later}))[:, 0], [59 * DAY, GAP])
+    dates = pd.DataFrame({"x": pd.to_datetime(["1970-03-01"])})
+    np.testing.assert_array_equal(numbers(dates)[:, 0], [59 * DAY])
+
+
+def test_unknown_categories_are_warned_of_where_none_is_known(recwarn):
+    numbers = Numbers(pd.DataFrame({"x": ["red", "blue"]}))
+    numbers(pd.DataFrame({"x": ["RED", "green", None]}))
+    assert not recwarn.list
+    with pytest.warns(
+        UserWarning, match=r"'x': no training row has any of its .* 2 cells .*'green'"
+    ):
+        numbers(pd.DataFrame({"x": ["green", "white", None]}))
+    numbers(pd.DataFrame({"x": [None, None]}))
+
+
+def test_cells_that_a_column_of_text_cannot_hold_are_warned_of():
+    numbers = Numbers(pd.DataFrame({"x": ["1", "2"]}))
+    with pytest.warns(
+        UserWarning, match=r"'x': cells other than a number .* 1 of 2 cells \('two'\)"
+    ):
+        numbers(pd.DataFrame({"x": ["two", "NA"]}))
+
+
+#: a typed training column -> cells that it can hold, and one that it cannot, with the words for it
+TYPED = {
+    "numbers": ([1.5, 2.0], ["3", True], "old", "held numbers in the rows"),
+    "truth values": ([True, False], ["True", "FALSE", "1", 0], "maybe", "held truth values"),
+    "dates": (pd.to_datetime(["1970-01-02", "1970-01-03"]), ["1970-01-04"], "soon", "held dates"),
+    "durations": (pd.to_timedelta([1, 2], "h"), ["3 hours"], "long", "held durations"),
+    "dates, not numbers": (pd.to_datetime(["1970-01-02", "1970-01-03"]), [None], 7.0, "held dates"),
+}
+
+
+@pytest.mark.parametrize("case", TYPED)
+def test_typed_columns_read_text_of_their_kind_and_refuse_other(case):
+    train, fitting, other, words = TYPED[case]
+    numbers = Numbers(pd.DataFrame({"x": train}))
+    for cell in fitting:
+        assert np.isfinite(numbers(pd.DataFrame({"x": [cell]}))).all() == (cell is not None)
+    with pytest.raises(ValueError, match=f"column 'x' {words}.*; replace it by a "):
+        numbers(pd.DataFrame({"x": [other]}))
+
+
+@pytest.mark.parametrize("nothing", [[GAP, GAP], pd.array([None, None], "Int64"), [None, None]])
+def test_a_column_that_held_nothing_takes_anything(nothing):
+    numbers = Numbers(pd.DataFrame({"x": nothing}))
+    for cells in (["words"], [3.0], [pd.Timestamp(0)]):
+        assert np.isnan(numbers(pd.DataFrame({"x": cells}))).all()
+
+
 def test_rows_that_were_given_are_not_changed():
     table = np.array([[1.0, np.inf]])
     Numbers(table)(table)
@@ -148,6 +241,15 @@ def test_what_no_number_can_stand_for_is_refused():
 
 
 # -- features --------------------------------------------------------------------------------------
+
+
+def test_settings_of_scikit_learn_change_nothing():
+    x = np.random.default_rng(0).normal(size=(30, 8))
+    wanted = Features(x, widest=4)(x)
+    sklearn = pytest.importorskip("sklearn")
+    for output in ("pandas", "default"):
+        with sklearn.config_context(transform_output=output):
+            np.testing.assert_array_equal(Features(x, widest=4)(x), wanted)
 
 
 def test_a_small_spread_on_a_large_mean_keeps_its_digits():

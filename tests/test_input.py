@@ -28,6 +28,8 @@ FILES = {
     "nested tables": (b"a." * 60 + b"a = 1", "nested too deeply"),
     "dotted": (b".".join([b"k"] * 100_000) + b" = 1", "larger than 65,536 bytes"),
     "dots": (b".".join([b"k"] * 32_000) + b" = 1", "nested too deeply"),
+    "nothing": (b"", "is empty"),
+    "a comment": (b"# ring = 2\n", "is empty"),
     "digits": (b"[mesh]\nring = " + b"9" * 5000, "not valid TOML: .*digits"),
     "ranks": (b"[mesh]\nring = 9999999\n[shard]\nt = 'ring'", "more than 1,048,576 ranks"),
 }

@@ -107,6 +107,14 @@ def test_ranks_must_agree_on_the_rates_that_programs_are_planned_by():
     assert rated.digest != Layout.from_dict(RING).digest
 
 
+def test_a_byte_order_mark_before_a_layout_is_no_part_of_it(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(Layout.load("ring-2").to_toml(), encoding="utf-8-sig")
+    assert Layout.load(path).mesh == {"ring": 2}
+    with pytest.raises(DeclarationError, match=r"is a folder; give a \.toml file in it"):
+        Layout.load(tmp_path)
+
+
 def test_a_file_of_ones_own_is_read_by_path(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text((catalog.folder("layouts") / "tile-2x4.toml").read_text())

@@ -352,9 +352,11 @@ def test_rows_that_do_not_fit_are_refused_on_every_rank(rows, message):
 def test_cumulative_lengths_are_taken(make):
     assert Documents.from_cu_seqlens(make([0, 3, 7])) == Documents((3, 4))
     assert Documents.from_cu_seqlens([make([0, 3, 7]), make([0, 7])]) == Documents([(3, 4), (7,)])
+    padded = make([0, 0, 3, 7, 7, 7])  # an end that is repeated is that of no document
+    assert Documents.from_cu_seqlens(padded) == Documents((3, 4))
 
 
-@pytest.mark.parametrize("wrong", [[1, 3], [0, 3, 3], [], [0, 2.5]])
-def test_cumulative_lengths_begin_at_0_and_increase(wrong):
+@pytest.mark.parametrize("wrong", [[1, 3], [0, 3, 2], [], [0, 2.5]])
+def test_cumulative_lengths_begin_at_0_and_never_decrease(wrong):
     with pytest.raises(weft.ShapeError, match="cu_seqlens"):
         Documents.from_cu_seqlens(wrong)

@@ -415,7 +415,7 @@ def test_one_rank_has_flops_only(tmp_path):
         (("ring-2", "--device", "tpu"), "known are auto, cpu and cuda"),
         (("ring-2", "--nproc", "3"), "has 2 ranks, but there are 3"),
         (("rnig-2",), "did you mean 'ring-2'"),
-        (("ulysses-4", "--heads", "6"), "6 local heads cannot be split 4 ways"),
+        (("ulysses-4", "--heads", "3"), "3 local heads cannot be split 4 ways"),
     ],
 )
 def test_what_cannot_be_measured_or_written_is_refused_before_a_rank_starts(

@@ -33,9 +33,9 @@ TOKENS = ModelSpec.from_dict(
     },
     name="tokens",
 )
-TABLES = ModelSpec.load("tabular").training(
-    {"steps": 2, "batch": 2, "length": {"rows": [13, 29], "features": [2, 5]}}
-)
+TABLES = ModelSpec.load("tabular")  # with heads of 9 numbers
+TABLES = TABLES.model_copy(update={"sizes": TABLES.sizes.model_copy(update={"embed": 36})})
+TABLES = TABLES.training({"steps": 2, "batch": 2, "length": {"rows": [13, 29], "features": [2, 5]}})
 SINGLE = Layout.single(reproducible=True)
 BY_HEADS = {
     "reproducible": True,

@@ -266,6 +266,86 @@ def test_documents_of_varlen_kernels_are_those_of_positions():
 
 
 @split
+@pytest.mark.filterwarnings("ignore:.*position_ids start anew, and the call asks for a cache")
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
+def test_position_ids_that_start_anew_are_documents_only_without_cache(name):
+    """By default, or by an argument, with gradients and without, as on one device."""
+    model = build(name)
+    batch = {"input_ids": IDS[:1], "position_ids": POSITIONS}
+
+    def step(model):
+        with torch.no_grad():
+            made = [model(**batch).logits.detach() + 0]
+        for options in ({}, {"use_cache": False}):
+            made.append(model(**batch, **options).logits.detach() + 0)
+        model.config.use_cache = False
+        made.append(model(**batch).logits.detach() + 0)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.config.use_cache = True
+        return [*made, model.train()(**batch).logits.detach() + 0]
+
+    want = step(copy.deepcopy(model).eval())
+    assert (want[0] - want[2]).abs().max() > 0.01
+    ranks = weft.on_threads(
+        Layout.parse("tokens(zigzag): ring=2"),
+        lambda layout: step(parallelize(copy.deepcopy(model).eval(), layout, verify=False)),
+    )
+    for got in ranks:
+        for g, w in zip(got, want, strict=True):
+            assert (g - w).abs().max() < FP32 * w.abs().max()
+
+
+BERT = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"} | {"type_vocab_size": 2}
+ENCODERS = {
+    "bert": (hf.BertModel, hf.BertConfig(**BERT)),
+    "roberta": (hf.RobertaModel, hf.RobertaConfig(**BERT)),
+    "electra": (hf.ElectraModel, hf.ElectraConfig(**BERT, embedding_size=16)),
+    "albert": (hf.AlbertModel, hf.AlbertConfig(**BERT, embedding_size=16)),
+    "distilbert": (
+        hf.DistilBertModel,
+        hf.DistilBertConfig(vocab_size=VOCABULARY, dim=32, hidden_dim=48, n_layers=2, n_heads=4),
+    ),
+    "modernbert": (
+        hf.ModernBertModel,
+        hf.ModernBertConfig(**BERT, local_attention=8, pad_token_id=0, cls_token_id=1),
+    ),
+}
+
+
+@split
+@pytest.mark.parametrize("name", ENCODERS)
+def test_position_ids_of_encoders_are_positions_and_no_documents(name):
+    """A question and a passage, each counted from the start, see each other; rows may differ."""
+    kind, config = ENCODERS[name]
+    torch.manual_seed(0)
+    model = kind(copy.deepcopy(config)).double().eval()
+    first = 2 if name == "roberta" else 0
+    pair = [torch.cat([torch.arange(k), torch.arange(LENGTH - k)]) + first for k in (14, 14, 5)]
+    batches = [
+        {"input_ids": IDS[:1], "position_ids": pair[0][None]},
+        {"input_ids": IDS, "position_ids": torch.stack(pair[:2])},
+        {"input_ids": IDS, "position_ids": torch.stack(pair[1:])},
+        {"input_ids": IDS, "position_ids": torch.stack(pair[1:]), "attention_mask": RIGHT.long()},
+    ]
+    if "position_ids" not in inspect.signature(kind.forward).parameters:
+        pytest.skip(f"{name} takes no position ids in this transformers")
+
+    def step(model):
+        with torch.no_grad():
+            return [model(**batch).last_hidden_state.detach() + 0 for batch in batches]
+
+    want = step(model)
+    ranks = weft.on_threads(
+        Layout.parse("tokens(zigzag): ring=2"),
+        lambda layout: step(parallelize(copy.deepcopy(model), layout, verify=False)),
+    )
+    for got in ranks:
+        for batch, g, w in zip(batches, got, want, strict=True):
+            seen = RIGHT if "attention_mask" in batch else torch.ones(len(w), LENGTH).bool()
+            assert (g - w)[seen].abs().max() < FP32 * w[seen].abs().max()
+
+
+@split
 def test_pooled_rows_and_their_labels_are_whole():
     config = hf.BertConfig(
         **{n: v for n, v in SMALL.items() if n != "num_key_value_heads"},
@@ -347,6 +427,59 @@ def test_hidden_states_and_routers_logits_are_whole():
     assert gap(grads, expected) < FP32
 
 
+EMBEDDINGS = torch.randn(ROWS, LENGTH, 32, generator=torch.Generator().manual_seed(1)).double()
+
+
+@split
+@pytest.mark.parametrize("line", [*LAYOUTS, "tokens: ring=3"])
+def test_gradients_of_full_inputs_are_full_on_every_rank(line):
+    """Of leaves and of tensors made on the way; weights' gradients are averaged as ever."""
+
+    def step(model):
+        leaf = EMBEDDINGS.clone().requires_grad_()
+        made = leaf * 1.5
+        made.retain_grad()
+        logits = model(inputs_embeds=made).logits
+        loss = logits[:, 5].sin().sum() + smoothed(logits)
+        (saliency,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        loss.backward()
+        return saliency, made.grad
+
+    model = build("gpt2")
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, line, step)
+    for every in got:
+        for g, w in zip(every, want, strict=True):
+            assert (g - w).abs().max() < FP64
+    assert gap(grads, expected) < FP64
+
+
+@split
+@pytest.mark.parametrize("rows", ["whole", "local"])
+def test_gradients_of_images_are_full_on_every_rank(rows):
+    config = hf.ViTConfig(**BERT | {"image_size": 32, "patch_size": 8})
+    torch.manual_seed(0)
+    model = hf.ViTModel(config, add_pooling_layer=False).double().eval()
+    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
+
+    def step(model):
+        x = pixels.clone().requires_grad_()
+        states = model(pixel_values=x).last_hidden_state
+        if rows == "local" and hasattr(model, "_weft"):
+            states = weft_states(model, states)
+        return torch.autograd.grad(states.sin().sum(), x)[0]
+
+    def weft_states(model, states):
+        return model._weft.layout.gather(states, {"tokens": 1})
+
+    want = step(copy.deepcopy(model))
+    for got in weft.on_threads(
+        Layout.parse("tokens: ring=2"),
+        lambda la: step(parallelize(copy.deepcopy(model), la, verify=False, rows=rows)),
+    ):
+        assert (got - want).abs().max() < FP32 * want.abs().max()
+
+
 # -- logits that nobody gathers -------------------------------------------------------------------
 
 
@@ -376,6 +509,7 @@ USES = {
     # name: a loss of logits, and whether they are gathered
     "label smoothing": (smoothed, False),
     "log-probabilities": (selected, False),
+    "probabilities": (lambda x: x.softmax(-1).gather(-1, IDS[..., None]).mean(), False),
     "cross-entropy": (crossed("mean"), False),
     "smoothed cross-entropy": (crossed("sum", label_smoothing=0.1), False),
     "cross-entropy of tokens": (crossed("none"), False),
@@ -416,6 +550,148 @@ def test_uses_of_logits_are_those_of_one_device(loss, gathers):
     assert max(abs(value - want) for value in got) < FP64 * max(1, abs(want))
     assert gap(average(grads), expected) < (FP32 if loss is selected else FP64)
     assert all((nbytes >= of_logits) == gathers for nbytes in moved)
+
+
+def without_gradient(change):
+    """The change within `torch.no_grad`, then a loss of the logits."""
+
+    def loss(x):
+        with torch.no_grad():
+            change(x)
+        return crossed("mean")(x) + x.sin().mean()
+
+    return loss
+
+
+def flat_is_changed(x):
+    flat = x.view(-1, VOCABULARY)
+    flat.div_(3)
+    return smoothed(x) + flat.sin().mean()
+
+
+def slice_is_changed(x):
+    y = x[:, 1:]
+    y *= 0.5
+    return smoothed(x)
+
+
+def siblings_of_a_slice(x):
+    """A view that was made before another one is changed; a copy that was, too."""
+    flat, copied, cut = x.flatten(0, 1), x[..., 2:, :].reshape(-1, VOCABULARY), x[:, 3:]
+    cut.mul_(0.5)
+    return F.cross_entropy(flat, IDS.flatten()) + copied.log_softmax(-1).sin().mean()
+
+
+def same_dtype(x):
+    y = x.double().contiguous().to(torch.float64)
+    y[..., :5] *= 0.5
+    return smoothed(x)
+
+
+def contiguous_slice(x):
+    y = x[:, :-1].contiguous()
+    y.mul_(0.5)
+    return smoothed(x) + y.sin().mean()
+
+
+def read_by_numpy(x):
+    x.detach().numpy()[..., 3] = 0.5
+    return smoothed(x)
+
+
+def change_of_detached(x):
+    x.detach().mul_(0.5)
+    return smoothed(x)
+
+
+def change_of_a_view_of_data(x):
+    x.data.view(-1, VOCABULARY)[5::7] = 0.25
+    return smoothed(x)
+
+
+def change_of_rows(x):
+    for row in x:
+        row.data.clamp_(-0.1, 0.1)
+    return smoothed(x)
+
+
+def two_views_in_turn(x):
+    y, z = x[:, 1:], x[:, :-1]
+    y.mul_(0.5)
+    z.exp_()
+    return y.sin().mean() + smoothed(x)
+
+
+CHANGES = {
+    "items": without_gradient(lambda x: x.__setitem__((..., torch.arange(9)), -1.0)),
+    "clamp": without_gradient(lambda x: x.clamp_(-0.1, 0.1)),
+    "masked fill": without_gradient(lambda x: x.masked_fill_(x < 0, -2.0)),
+    "a slice": without_gradient(lambda x: x[..., :-1, :].mul_(0.5)),
+    "zero": without_gradient(lambda x: x[:, 4:9, 3].zero_()),
+    "out": without_gradient(lambda x: torch.mul(x, 0.5, out=x)),
+    "foreach": without_gradient(lambda x: torch._foreach_mul_([x], 0.5)),
+    "data": without_gradient(lambda x: x.data.__setitem__((..., 3), 0.7)),
+    "new data": without_gradient(lambda x: setattr(x, "data", x.data * 0.5)),
+    "data with a gradient": change_of_a_view_of_data,
+    "detached": change_of_detached,
+    "a flattened view": flat_is_changed,
+    "a slice with a gradient": slice_is_changed,
+    "views and copies made before": siblings_of_a_slice,
+    "casts that do nothing": same_dtype,
+    "a contiguous copy of a slice": contiguous_slice,
+    "numpy": read_by_numpy,
+    "rows": change_of_rows,
+    "two views": two_views_in_turn,
+}
+
+
+@split
+def test_changes_of_logits_in_place_are_those_of_one_device():
+    """Views, slices and data of logits share memory: no form of writing is lost."""
+    model = build("gpt2")
+
+    def step(model, change):
+        model.zero_grad()
+        loss = change(model(input_ids=IDS).logits)
+        loss.backward()
+        return loss.item(), {n: g.clone() for n, g in gradients(model).items()}
+
+    def evaluated(model, change):
+        with torch.no_grad():
+            return change(model(input_ids=IDS).logits).item()
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        return [(*step(own, c), evaluated(own, c)) for c in CHANGES.values()]
+
+    want = [(*step(model, c), evaluated(model, c)) for c in CHANGES.values()]
+    plain = [step(model, lambda x: smoothed(x))[0], step(model, without_gradient(id))[0]]
+    assert all(abs(loss - p) > 1e-5 for loss, *_ in want for p in plain), "nothing was changed"
+    for case, wanted, *got in zip(CHANGES, want, *weft.on_threads(Layout.parse(LAYOUTS[1]), work)):
+        losses, grads, evaluations = zip(*got)
+        assert max(abs(loss - wanted[0]) for loss in losses) < FP64, case
+        assert gap(average(grads), wanted[1]) < FP64, case
+        assert max(abs(e - wanted[2]) for e in evaluations) < FP64, case
+
+
+@split
+def test_logits_that_are_given_a_gradient_after_they_were_read_have_it():
+    model = build("gpt2")
+
+    def step(model):
+        with torch.no_grad():
+            logits = model(input_ids=IDS).logits
+        logits[..., 0] = 0.5  # gathered, and changed
+        logits.requires_grad_()
+        smoothed(logits).backward()
+        return logits.grad.detach() + 0
+
+    want = step(copy.deepcopy(model))
+    ranks = weft.on_threads(
+        Layout.parse("tokens: ring=2"),
+        lambda la: step(parallelize(build("gpt2"), la, verify=False)),
+    )
+    assert max((got - want).abs().max() for got in ranks) < FP64
 
 
 @split
@@ -493,6 +769,83 @@ def test_gathering_large_rows_is_a_warning(monkeypatch):
 
     with pytest.warns(UserWarning, match=r"full rows \(2, 47, 97\) are gathered"):
         weft.on_threads(Layout.parse("tokens: ring=2"), work)
+
+
+# -- what the configuration asks for --------------------------------------------------------------
+
+
+def decoded(model):
+    """Six tokens by a loop of hand, as people write it; and a prompt that is read in two parts."""
+    model.eval()
+    with torch.no_grad():
+        cache, ids, tokens = None, IDS[:1, :21], []
+        for _ in range(6):
+            out = model(input_ids=ids, cache=cache)
+            cache, ids = out.cache, out.logits[:, -1:].argmax(-1)
+            tokens.append(ids.item())
+        first = model(input_ids=IDS[:, :13]).cache
+        second = model(input_ids=IDS[:, 13:], cache=first)
+        tokens += model.generate(IDS[:, :9], max_new_tokens=3, do_sample=False).tolist()
+        return tokens, second.logits[:, -1] + 0, second.cache.get_seq_length()
+
+
+@split
+@pytest.mark.filterwarnings("error::FutureWarning")  # weft uses no name that is on its way out
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize("line", ["tokens: ring=1", "tokens(zigzag): ring=2"])
+def test_loops_of_hand_have_the_cache_of_the_configuration(name, line):
+    model = build(name)
+    tokens, last, length = decoded(copy.deepcopy(model))
+    ranks = weft.on_threads(
+        Layout.parse(line), lambda la: decoded(parallelize(copy.deepcopy(model), la, verify=False))
+    )
+    for got in ranks:
+        assert (got[0], got[2]) == (tokens, length)
+        assert (got[1] - last).abs().max() < FP32 * last.abs().max()
+
+
+@split
+def test_a_cache_that_is_not_there_raises_where_it_is_used():
+    """With gradients a call keeps no cache: its place in the outputs is as on one device."""
+
+    def work(layout, use):
+        own = parallelize(build("llama"), layout, verify=False)
+        out = own(input_ids=IDS, output_hidden_states=True)
+        assert list(out) == ["logits", "cache", "hidden_states"]
+        names = own(input_ids=IDS, output_hidden_states=True, return_dict=False)
+        assert [type(v).__name__ for v in names] == ["LazyRows", "Absent", "tuple"]
+        assert out.cache
+        assert not hasattr(out.cache, "dtype")
+        assert own(input_ids=IDS, use_cache=False).cache is None
+        use(own, out.cache)
+
+    uses = [
+        lambda own, cache: own(input_ids=IDS[:, :1], cache=cache),
+        lambda own, cache: build("llama")(input_ids=IDS[:, :1], cache=cache),
+        lambda own, cache: cache.get_seq_length(),
+        lambda own, cache: len(cache),
+        lambda own, cache: cache[0],
+        lambda own, cache: cache.layers,
+    ]
+    for use in uses:
+        message = "may be differentiated is split without one.*no_grad"
+        fails_on_every_rank(functools.partial(work, use=use), UnsupportedError, message)
+
+
+def test_the_configuration_asks_for_attention_weights():
+    def step(model):
+        loss = own_loss(model)
+        out = model(input_ids=IDS, output_hidden_states=True)
+        return loss, len(out.attentions), tuple(out.attentions[1].shape), len(out.hidden_states)
+
+    model = build("llama")
+    model.config.output_attentions = True  # which only eager attention may have
+    want, expected = one_device(model, step)
+    assert want[1] == 2
+    with pytest.warns(UserWarning, match="output_attentions in the configuration"):
+        got, grads = on_ranks(model, "tokens: ring=2", step)
+    assert got == (want,) * 2
+    assert gap(grads, expected) < FP64
 
 
 # -- calls that have no parts ---------------------------------------------------------------------
@@ -782,6 +1135,117 @@ def test_restore_gives_the_model_back():
         assert (loss, gap(grads, want[1])) == (want[0], 0)
 
 
+class Halved(torch.nn.Module):
+    def forward(self, weight):
+        return 0.5 * weight
+
+
+def parametrized(model):
+    for layer in model.model.layers:
+        torch.nn.utils.parametrize.register_parametrization(
+            layer.self_attn.q_proj, "weight", Halved()
+        )
+    return model
+
+
+def with_fewer_layers(model):
+    model.model.layers = model.model.layers[:1]
+    return model
+
+
+def with_a_new_head(model):
+    head = torch.nn.Linear(32, VOCABULARY, bias=False).double()
+    head.weight.data.copy_(0.7 * model.model.embed_tokens.weight.data)
+    model.lm_head = head
+    return model
+
+
+@pytest.mark.parametrize("change", [parametrized, with_fewer_layers, with_a_new_head])
+def test_weights_with_other_names_since_generate_as_on_one_device(change):
+    model = build("llama").eval()
+    options = {"max_new_tokens": 5, "do_sample": False}
+    want = change(copy.deepcopy(model)).generate(IDS[:, :9], **options)
+
+    def work(layout):
+        own = change(parallelize(copy.deepcopy(model), layout, verify=False))
+        return torch.equal(own.generate(IDS[:, :9], **options), want)
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
+def test_a_configuration_that_models_share_is_left_alone():
+    """One made from the same object before, and one made since, run as ever; so does restore."""
+    kind, config = MODELS["llama"]
+    config = copy.deepcopy(config)
+    before = kind(config).double()
+    want = before(input_ids=IDS).logits
+
+    def work(layout):
+        shared = copy.deepcopy(config)
+        first, own = kind(shared).double(), kind(shared).double()
+        for model in (first, own):
+            model.load_state_dict(before.state_dict())
+        parallelize(own, layout, verify=False)
+        second = kind(shared).double()
+        second.load_state_dict(before.state_dict())
+        assert shared._attn_implementation == config._attn_implementation
+        assert own.config is own.model.config is own.model.layers[0].self_attn.config
+        own.config.use_cache = False
+        assert shared.use_cache
+        return [(m(input_ids=IDS).logits.detach() + 0) for m in (own, first, second, restore(own))]
+
+    for every in weft.on_threads(Layout.parse("tokens: ring=2"), work):
+        assert all((got - want).abs().max() < FP32 for got in every)
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        (hf.BertForMaskedLM, hf.BertConfig(**BERT)),
+        (hf.DistilBertForMaskedLM, ENCODERS["distilbert"][1]),
+        (hf.BertForTokenClassification, hf.BertConfig(**BERT, num_labels=VOCABULARY)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@split
+def test_cross_entropies_that_models_make_themselves_are_of_all_ranks(kind, config):
+    """With full rows and with local ones; other labels on each rank, and none on one of them."""
+    torch.manual_seed(0)
+    model = kind(copy.deepcopy(config)).double().eval()
+
+    def step(model):
+        loss = model(input_ids=IDS, labels=LABELS, num_items_in_batch=31).loss
+        model(input_ids=IDS[1:], labels=LABELS[1:], return_dict=False)[0].backward()
+        loss.backward()
+        return loss.item()
+
+    want, expected = one_device(model, step)
+    got, grads = on_ranks(model, "tokens: tile=2x2", step)
+    assert max(abs(loss - want) for loss in got) < FP64
+    assert gap(grads, expected) < FP64
+
+    def local(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="local")
+        loss = own(**shard_batch({"input_ids": IDS, "labels": LABELS}, layout)).loss
+        own(**shard_batch({"input_ids": IDS[1:], "labels": LABELS[1:]}, layout)).loss.backward()
+        loss.backward()
+        layout.sync_gradients(own)
+        return loss.item(), gradients(own)
+
+    for loss, grads in weft.on_threads(Layout.parse("tokens: ring=2"), local):
+        assert abs(loss - want) < FP64
+        assert gap(grads, expected) < FP64
+
+
+def test_refuses_models_that_are_exported_or_traced():
+    own = parallelize(build("llama").eval(), Layout.single(), verify=False)
+    ids = {"input_ids": IDS, "use_cache": False}
+    with pytest.raises(UnsupportedError, match=r"exported or traced.*weft\.restore"):
+        torch.export.export(own, (), ids, strict=False)
+    with pytest.raises(UnsupportedError, match="exported or traced"):
+        torch.jit.trace(own, example_kwarg_inputs={"input_ids": IDS})
+
+
 # -- packages around the model --------------------------------------------------------------------
 
 peft = pytest.importorskip("peft") if importlib.util.find_spec("peft") else None
@@ -848,6 +1312,21 @@ def test_refuses_adalora_by_name():
 
     for work in (first, after):
         fails_on_every_rank(work, UnsupportedError, r"AdaLoRA: peft calls .*\.forward itself")
+
+
+@with_peft
+@pytest.mark.parametrize("end", ["merge_and_unload", "unload"])
+def test_adapters_that_are_gone_since_leave_a_model_that_generates(end):
+    model, options = build("llama").eval(), {"max_new_tokens": 5, "do_sample": False}
+    alone = getattr(adapted(copy.deepcopy(model), "LoraConfig", r=4), end)()
+    want = alone.generate(IDS[:, :9], **options)
+
+    def work(layout):
+        own = parallelize(adapted(copy.deepcopy(model), "LoraConfig", r=4), layout, verify=False)
+        assert own.config is own.get_base_model().config
+        return torch.equal(getattr(own, end)().generate(IDS[:, :9], **options), want)
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
 
 
 @with_peft

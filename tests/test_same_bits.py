@@ -51,9 +51,11 @@ def drawn(n: int, dtype: torch.dtype, dim: int = 20) -> list[torch.Tensor]:
     return [torch.randn(2, h, n, dim, generator=random).to(dtype) for h in (4, 2, 2, 4)]
 
 
-def attend(line: str | None, n: int, mask: str, dtype: torch.dtype, return_lse: bool) -> list:
+def attend(
+    line: str | None, n: int, mask: str, dtype: torch.dtype, return_lse: bool, dim: int = 20
+) -> list:
     """Output (and logsumexp) and gradients, whole."""
-    q, k, v, dout = drawn(n, dtype)
+    q, k, v, dout = drawn(n, dtype, dim)
 
     def rank(layout: Layout) -> list:
         own = [layout.shard(t, DIMS).detach().clone().requires_grad_() for t in (q, k, v)]
@@ -77,16 +79,16 @@ def alone(*case) -> list:
     return attend(None, *case)
 
 
-@covering("line mask dtype", LINES, MASKS, [torch.float32, torch.bfloat16])
-def test_a_layout_changes_no_bit(line, mask, dtype):
-    case = 43, mask, dtype, mask in ("window", "packed")
+@covering("line mask dtype dim", LINES, MASKS, [torch.float32, torch.bfloat16], [20, 5, 9, 17, 33])
+def test_a_layout_changes_no_bit(line, mask, dtype, dim):
+    case = 43, mask, dtype, mask in ("window", "packed"), dim
     assert all(map(torch.equal, attend(line, *case), alone(*case)))
 
 
 @pytest.mark.parametrize("line", [LINES[1], LINES[3], LINES[8], LINES[11]])
 def test_longer_blocks_change_no_bit(line):
     """Full blocks of 32 and 64 rows by one key block are one kernel call."""
-    case = 777, "causal", torch.float32, False
+    case = 777, "causal", torch.float32, False, 7
     assert all(map(torch.equal, attend(line, *case), alone(*case)))
 
 

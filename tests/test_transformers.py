@@ -475,15 +475,27 @@ def test_refuses_models_outside_the_attention_interface():
         parallelize_transformers(torch.nn.Linear(2, 2), Layout.single(), rows="local")
 
 
-def test_refuses_a_loss_that_the_model_makes_of_its_shard():
+class LikelihoodForMaskedLM(hf.BertForMaskedLM):
+    """A model whose loss is neither transformers' nor a cross-entropy of its labels."""
+
+    def forward(self, labels=None, **kwargs):
+        out = super().forward(**kwargs)
+        if labels is not None:
+            out.loss = F.nll_loss(out.logits.log_softmax(-1).flatten(0, 1), labels.flatten())
+        return out
+
+
+@pytest.mark.parametrize("loss", ["layout.mean", "its full logits as on one device"])
+def test_refuses_a_loss_that_the_model_makes_of_its_shard(loss):
     torch.manual_seed(0)
-    model = parallelize(
-        hf.BertForMaskedLM(hf.BertConfig(**SMALL)).eval(), Layout.single(), rows="local"
-    )
-    with pytest.raises(UnsupportedError, match="computed a loss"):
-        model(input_ids=IDS, labels=IDS, weft=Batch())
-    with pytest.raises(UnsupportedError, match="are not shifted; pass labels"):
-        model(input_ids=IDS, shift_labels=IDS, weft=Batch())
+    rows = "local" if loss == "layout.mean" else "whole"
+    model = LikelihoodForMaskedLM(hf.BertConfig(**SMALL)).eval()
+    model = parallelize(model, Layout.single(), rows=rows, verify=False)
+    with pytest.raises(UnsupportedError, match=f"computed a loss.*{loss}"):
+        model(input_ids=IDS, labels=IDS, **{"weft": Batch()} if rows == "local" else {})
+    if rows == "local":
+        with pytest.raises(UnsupportedError, match="are not shifted; pass labels"):
+            model(input_ids=IDS, shift_labels=IDS, weft=Batch())
 
 
 def test_a_refusal_on_one_rank_reaches_every_rank():

@@ -251,9 +251,12 @@ def dispatched(*tensors: Tensor) -> bool:
     return not plain or torch._C._len_torch_dispatch_stack() > 0
 
 
-def wrapper(kind: type[Tensor], shape: Sequence[int], like: Tensor) -> Tensor:
+def wrapper(
+    kind: type[Tensor], shape: Sequence[int], like: Tensor, strides: Sequence[int] | None = None
+) -> Tensor:
     """A tensor of a class with `__torch_dispatch__` that has a shape, and no numbers."""
-    return Tensor._make_wrapper_subclass(kind, shape, dtype=like.dtype, device=like.device)
+    facts = {"dtype": like.dtype, "device": like.device}
+    return Tensor._make_wrapper_subclass(kind, shape, strides, **facts)
 
 
 def as_torch_does(func: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -8,10 +8,11 @@ logsumexp (b h n).
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ._compile import flattened, restored
 from ._digest import is_plain
 from ._torch import constant_in_graphs, in_graph, in_transform, with_tangent
 from .bias import Bias
+from .comm.channel import refused_everywhere
 from .comm.once_differentiable import transformed
 from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
@@ -30,13 +32,10 @@ from .plan.call import Call, Length, read_length
 from .plan.order import positions
 from .plan.plan import score_tile
 from .plan.problem import shard_batches
-from .runtime import (
-    calls,
-    ops,  # noqa: F401 (registers torch.ops.weft)
-)
-from .runtime.alone import attend_alone
+from .runtime import calls
 from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
+from .runtime.ops import attend_alone
 
 
 @overload
@@ -163,7 +162,9 @@ def attention(
         _check_placed(q, k, v, options)
         return attend_dtensors(attention, q, k, v, return_lse, options)
     if in_transform():
-        _refuse_transform(layout, axes, mask, bias)
+        _check_layout(layout)
+        with refused_everywhere(functools.partial(_refuse, layout, axes, mask, bias)):
+            raise transformed("weft.attention")
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
@@ -198,16 +199,6 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-def _refuse_transform(
-    layout: Layout, axes: tuple[str, ...], mask: Mask | None, bias: Bias | Tensor | None
-) -> NoReturn:
-    """Refuse a call within a transform of `torch.func`, whose levels do not reach other ranks."""
-    _check_layout(layout)
-    error = transformed("weft.attention")
-    _refuse(layout, axes, mask, bias, error)
-    raise error
-
-
 def _bound(
     layout: Layout,
     axes: tuple[str, ...],
@@ -227,7 +218,7 @@ def _bound(
     _check_layout(layout)
     plain = bias is None and not learned and layout.__class__ is Layout and _is_value(key)
     bound = BoundCall.kept(layout, key) if plain else None
-    try:
+    with refused_everywhere(functools.partial(_refuse, layout, axes, mask, bias)):
         if bound is None:
             call = Call(
                 axes,
@@ -244,9 +235,6 @@ def _bound(
             bound = BoundCall.keep(layout, key, call) if plain else BoundCall(layout, call)
         if tensors:
             _check_kinds(*tensors)
-    except WeftError as error:
-        _refuse(layout, axes, mask, bias, error)
-        raise
     return bound
 
 
@@ -254,12 +242,9 @@ def _check_placed(q: DTensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) 
     """Raise if DTensors are not placed as the layout says."""
     layout, axes, mask, bias = (options[name] for name in ("layout", "axis", "mask", "bias"))
     _check_layout(layout)
-    try:
+    tell = functools.partial(_refuse, layout, axes, mask, bias)
+    with contextlib.nullcontext() if in_graph(q) else refused_everywhere(tell):
         check_dtensors(q, k, v, layout, axes, options["length"])
-    except WeftError as error:
-        if not in_graph(q):
-            _refuse(layout, axes, mask, bias, error)
-        raise
 
 
 def _check_layout(layout: object) -> None:

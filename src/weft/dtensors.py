@@ -17,6 +17,7 @@ from .layout import Layout
 
 def rest_placements(layout: Layout, axes: Sequence[str], side: str) -> tuple:
     """DTensor placements of query ("query") or key and value ("key") at rest, per mesh dim."""
+    layout.refuse_shares("a DTensor")
     return tuple(getattr(rule, side).rest for rule in layout.rules(tuple(axes)).values())
 
 

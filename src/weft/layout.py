@@ -270,6 +270,7 @@ class Layout(LayoutDeclaration, Traceable):
             )
         if self.reproducible:
             raise DeclarationError(_CUTS_BLOCKS.format("pack"))
+        self.refuse_shares("packing")
         if -1 in self.mesh.values():
             raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
         counts: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
@@ -462,8 +463,8 @@ class Layout(LayoutDeclaration, Traceable):
     def _dims(self, axis: str, keys: bool) -> tuple[str, ...]:
         return self.key_dims(axis) if keys else self.shard_dims(axis)
 
-    def _parts(self, axis: str, keys: bool) -> tuple[int, ...]:
-        return tuple(self.mesh[d] for d in self._dims(axis, keys))
+    def _parts(self, axis: str, keys: bool) -> sequence.Parts:
+        return self.parts(self._dims(axis, keys))
 
     def spans(
         self,
@@ -611,6 +612,7 @@ class Layout(LayoutDeclaration, Traceable):
             keys: as for `shard`.
         """
         self._check_axes(dims, None, keys)
+        self.refuse_shares("a DTensor")
         split = {d: dims[axis] for axis in dims for d in self._dims(axis, axis in keys)}
         return tuple(Shard(split[d]) if d in split else Replicate() for d in self.mesh)
 

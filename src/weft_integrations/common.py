@@ -29,7 +29,7 @@ def check_not_placed(model: nn.Module) -> None:
 
 
 @dataclass
-class Placed:
+class Parallelized:
     """The changes of `parallelize` to a model, which has them as `model._weft`.
 
     Attributes:
@@ -70,7 +70,7 @@ def refuse_split_heads(layout: Layout, axis: str) -> None:
 
 def chunks(layout: Layout, axis: str, length: int) -> tuple[Spans, ...]:
     """The positions of every chunk of an axis of some length."""
-    parts = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
+    parts = layout.parts(layout.shard_dims(axis))
     return shard_spans(length, parts, layout.order.get(axis, "contiguous"))
 
 

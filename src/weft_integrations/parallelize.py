@@ -15,7 +15,7 @@ from torch import nn
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
-from .common import Placed
+from .common import Parallelized
 
 #: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
 _PACKAGES = {
@@ -96,7 +96,7 @@ def restore(model: nn.Module) -> nn.Module:
     Traceback (most recent call last):
     weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
     """
-    placed: Placed | None = _inner(model).__dict__.pop("_weft", None)
+    placed: Parallelized | None = _inner(model).__dict__.pop("_weft", None)
     if placed is None:
         raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
     placed.undo(_inner(model))

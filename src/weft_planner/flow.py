@@ -42,12 +42,14 @@ class Timing:
         compute: seconds of the busiest rank's blocks, forward and backward, on a device alone.
         bytes_of_levels: bytes that the replayed ranks send per level, forward and backward,
             innermost first.
+        compute_of_ranks: seconds of each replayed rank's blocks, both passes together.
     """
 
     forward: float
     backward: float
     compute: tuple[float, float]
     bytes_of_levels: tuple[int, ...]
+    compute_of_ranks: tuple[float, ...] = ()
 
     @property
     def total(self) -> float:
@@ -212,13 +214,17 @@ def time_call(
             )
         raise RuntimeError("a program waits for a message that nobody sends")
     forward = max(rank.ends[0] for rank in ranks)
-    first, second = (
-        max(_compute(getattr(plan, name), hardware.device) for plan in plans)
-        for name in ("forward", "backward")
-    )
+    compute = [_seconds(plan, hardware.device, i) for i, plan in enumerate(plans)]
+    first, second = (max(seconds[i] for seconds in compute) for i in (0, 1))
     sent = tuple(network.sent[i] for i in range(len(hardware.level)))
     backward = max(rank.ends[1] for rank in ranks) - forward
-    return Timing(forward, backward, (first, second), sent)
+    return Timing(forward, backward, (first, second), sent, tuple(map(sum, compute)))
+
+
+def _seconds(plan: Plan, device: Device, rank: int) -> tuple[float, float]:
+    """Seconds of a rank's blocks, forward and backward, on its device alone."""
+    speed = device.speed(rank)
+    return _compute(plan.forward, device) / speed, _compute(plan.backward, device) / speed
 
 
 def _compute(tile: Pass, device: Device) -> float:
@@ -272,6 +278,8 @@ def one_node(layout: Layout, problem: AnyProblem, hardware: Hardware) -> int | N
     rules = layout.rules(problem.axes).items()
     split = any(r.role in (Role.QUERY, Role.KEY) and layout.mesh[d] > 1 for d, r in rules)
     balanced = all(layout.order.get(axis, "contiguous") in BALANCED for axis in problem.axes)
+    if any(layout.mesh[d] > 1 for d in layout.share):
+        return None
     same_work = isinstance(problem.mask, Full) or not split or (is_causal(problem) and balanced)
     return image_group(hardware, layout.mesh) if same_work else None
 

@@ -328,7 +328,8 @@ def fragments(
 
 
 def check_carried(layout: LayoutDeclaration, axis: str) -> None:
-    """Refuse a named order in which no state can be carried along an axis."""
+    """Refuse an order or shares in which no state can be carried along an axis."""
+    layout.refuse_shares("a recurrence")
     if layout.order.get(axis) == "striped" and layout.size(axis) != 1:
         raise _too_many(layout, axis, "striped order has a fragment for every token")
 

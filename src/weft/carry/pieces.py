@@ -24,9 +24,10 @@ from torch import Tensor
 
 from .._compile import flattened, restored
 from .._torch import constant_in_graphs, in_graph, outside_graphs
+from ..comm.channel import refused_everywhere
 from ..comm.origin import UNKNOWN, origin
 from ..declare.blocks import block_edges
-from ..errors import ShapeError, WeftError
+from ..errors import ShapeError
 from ..masks import Documents
 from ..relayout.take import TakePassing
 from ..relayout.windows import TakePass, Windows, cut_run
@@ -517,11 +518,10 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
         WeftError: on every rank that takes part.
     """
     bound, packed = restored(layout), restored(documents)
-    try:
+    with refused_everywhere(
+        lambda error: _exchange(bound, axis, length, packed, name, _STATES, "", None).refuse(error)
+    ):
         plan = fragments(bound.unbound, axis, length, packed)
-    except WeftError as error:
-        _exchange(bound, axis, length, packed, name, _STATES, "", None).refuse(error)
-        raise
     chunk = chunk_of(bound, axis, bound.coords)
     return (
         tuple(tuple(piece) for piece in plan.chunks[chunk]),

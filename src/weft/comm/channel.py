@@ -11,8 +11,9 @@ is read when the next pass begins.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -174,6 +175,22 @@ def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> Shap
     if not differ_in_origin(texts.values()):
         return error
     return ShapeError(f"{error}\n{advice(texts.values())}")
+
+
+@contextlib.contextmanager
+def refused_everywhere(tell: Callable[[WeftError], object]) -> Iterator[None]:
+    """Raise what is refused within on all ranks: `tell` those that wait for this one, then raise.
+
+    >>> with refused_everywhere(print):
+    ...     raise ShapeError("3 heads")
+    Traceback (most recent call last):
+    weft.errors.ShapeError: 3 heads
+    """
+    try:
+        yield
+    except WeftError as error:
+        tell(error)
+        raise
 
 
 def refuse(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,9 @@ def read_declaration(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or _is_path(text)
     path = Path(text) if is_path else folder(kind) / f"{text}.toml"
-    if not _is_file(path):
+    if not _is(path.is_file):
+        if is_path and _is(path.is_dir):
+            raise DeclarationError(f"{shown(text)} is a folder; give a .toml file in it")
         if is_path:
             where = "" if path.is_absolute() else f" in {shown(os.getcwd(), 200)}"
             raise DeclarationError(f"there is no file {shown(text)}{where}")
@@ -54,6 +57,8 @@ def read_declaration(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any
             " to a .toml)"
         )
     data = parse(path)
+    if not data:
+        raise DeclarationError(f"{path} is empty; the files in {folder(kind)} show what it needs")
     if kind == "layouts" and is_path:
         _place_strategies(data, path.absolute().parent)
     return data, f"{kind}/{path.name}" if not is_path else str(path)
@@ -73,9 +78,9 @@ def _place_strategies(data: dict[str, Any], directory: Path) -> None:
                 entry["strategy"] = os.path.normpath(directory / strategy)
 
 
-def _is_file(path: Path) -> bool:
+def _is(kind: Callable[[], bool]) -> bool:
     try:
-        return path.is_file()
+        return kind()
     except (OSError, ValueError):  # a name that no file system takes
         return False
 
@@ -92,7 +97,7 @@ def parse(path: Path) -> dict[str, Any]:
     Raises `DeclarationError` if it cannot be read, or is no TOML.
     """
     try:
-        text = read_bytes(path, MOST_BYTES, links=True).decode()
+        text = read_bytes(path, MOST_BYTES, links=True).decode("utf-8-sig")  # Notepad adds a BOM
         if _DOTTED.search(text):
             raise RecursionError
         data = tomllib.loads(text)

@@ -87,6 +87,8 @@ class Device(BaseModel):
     memory_rate: bytes per second that merges and packing reach; default: they cost nothing.
     host: seconds of a core outside the kernels.
     cores: where several ranks share the cores that compute.
+    speeds: of the ranks, in mesh order and again from the first, relative to these rates; default
+        all 1.
     kernels: those that compute on it, "cpu" or "cuda".
     """
 
@@ -98,6 +100,7 @@ class Device(BaseModel):
     memory_rate: AboveZero | None = None
     host: Host = Host.model_validate({})
     cores: Cores | None = None
+    speeds: tuple[AboveZero, ...] = ()
     kernels: Literal["cpu", "cuda"] = "cuda"
 
     @field_validator("flops", "backward", "causal")
@@ -115,6 +118,14 @@ class Device(BaseModel):
         """
         rates = self.flops if self.backward is None or not backward else self.backward
         return _interpolated(rates, math.sqrt(max(entries, 1.0)))
+
+    def speed(self, rank: int) -> float:
+        """A rank's speed relative to these rates.
+
+        >>> Device(flops=1e14, speeds=(1.0, 0.5)).speed(3)
+        0.5
+        """
+        return self.speeds[rank % len(self.speeds)] if self.speeds else 1.0
 
     def causal_share(self, rows: int) -> float:
         """Share of its full rate that a call with this many rows along the diagonal reaches.

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +14,7 @@ from typing import Any, Self
 from pydantic import ValidationError
 from torch.distributed.tensor import Shard
 
-from ..errors import DeclarationError, ShapeError, did_you_mean, shown
+from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
 from . import catalog, one_line
 from .blocks import BlockOrder
 from .explain import explain_validation
@@ -46,6 +46,7 @@ class LayoutDeclaration:
     rates: Mapping[str, Any] = field(default_factory=dict)
     reproducible: bool = False
     carry: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
+    share: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     # -- declaring -----------------------------------------------------------------------------
 
@@ -146,6 +147,7 @@ class LayoutDeclaration:
             parsed.rates.model_dump(exclude_defaults=True),
             parsed.reproducible,
             carry,
+            dict(parsed.share),
         )
 
     @functools.cached_property
@@ -171,6 +173,7 @@ class LayoutDeclaration:
             "rates": dict(self.rates),
         } | ({"reproducible": True} if self.reproducible else {})
         content |= {"carry": carry} if carry else {}
+        content |= {"share": dict(self.share)} if self.share else {}
         return json.dumps(content, sort_keys=True)
 
     @functools.cached_property
@@ -212,6 +215,32 @@ class LayoutDeclaration:
             axis: the axis.
         """
         return tuple(self.sharding.get(axis, ()))
+
+    def parts(self, dims: Iterable[str]) -> tuple[int | tuple[float, ...], ...]:
+        """Into how many parts each of some mesh dims cuts an axis; where they are unequal, shares.
+
+        Args:
+            dims: mesh dims, outermost first.
+
+        >>> weft.Layout.parse("tokens: ulysses=2 x ring=4").parts(["ulysses", "ring"])
+        (2, 4)
+        """
+        return tuple(self.share.get(d) or self.mesh[d] for d in dims)
+
+    def refuse_shares(self, what: str) -> None:
+        """Refuses a layout that splits tokens unequally, for what takes equal parts.
+
+        Args:
+            what: that cannot be done with it.
+
+        Raises:
+            UnsupportedError: it has `[share]`.
+        """
+        if self.share:
+            raise UnsupportedError(
+                f"{self.source}: {what} needs equal parts of tokens, and [share] gives"
+                f" {dict(self.share)}; leave it out of the layout"
+            )
 
     def size(self, axis: str) -> int:
         """Into how many chunks an axis is split.

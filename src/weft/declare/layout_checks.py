@@ -22,6 +22,7 @@ def check_file(
     """Raise `DeclarationError` with what does not fit and what would."""
     _check_mesh(layout)
     _check_sharding(layout)
+    _check_shares(layout)
     for key, bindings in attend.items():
         _check_claims(layout, key, bindings)
     for axis, bindings in carry.items():
@@ -48,6 +49,30 @@ def _check_mesh(layout: LayoutFile) -> None:
         raise DeclarationError(
             f"rates.level: the levels join {math.prod(joined)} ranks, but the mesh has {ranks}; "
             "leave out ranks of the outermost level, which then joins all"
+        )
+
+
+def _check_shares(layout: LayoutFile) -> None:
+    """Shares are of mesh dims that split tokens, one per coordinate."""
+    for name, shares in layout.share.items():
+        entry = f"share.{name} = {list(shares)}"
+        if name not in layout.mesh:
+            raise DeclarationError(f"share: no mesh dim {name!r}{did_you_mean(name, layout.mesh)}")
+        if layout.mesh[name] != len(shares):
+            raise DeclarationError(
+                f"{entry}: mesh dim {name!r} has {layout.mesh[name]} coordinates; give one share"
+                " for each"
+            )
+        axis = next((axis for axis, dims in layout.shard.items() if name in dims), None)
+        if axis in (None, HEADS, "batch"):
+            holder = "nothing" if axis is None else repr(axis)
+            raise DeclarationError(
+                f"{entry}: this mesh dim splits {holder}; shares are of mesh dims that split tokens"
+                " (weights are split equally, and so are the sequences of a batch)"
+            )
+    if layout.share and layout.reproducible:
+        raise DeclarationError(
+            "share: a reproducible layout keeps blocks whole, which shares would cut; leave one out"
         )
 
 

@@ -37,6 +37,7 @@ class MeasuredRates(BaseModel):
     flops: floating-point operations per second of a rank.
     bandwidth: bytes per second each way of a rank's link to all others.
     latency: seconds until a message begins to arrive.
+    speeds: of the ranks, in mesh order, relative to `flops`; default all 1.
     level: levels of links between ranks, innermost first, as a hardware file has them; in place of
         `bandwidth` and `latency`.
     """
@@ -45,6 +46,7 @@ class MeasuredRates(BaseModel):
     flops: AboveZero | None = None
     bandwidth: AboveZero | None = None
     latency: ZeroOrMore | None = None
+    speeds: tuple[AboveZero, ...] | None = None
     level: Levels | None = None
 
     @model_validator(mode="after")
@@ -66,6 +68,8 @@ class LayoutFile(BaseModel):
         `heads` splits query and key/value heads.
     replicate: mesh dims that nothing is split over.
     order: of the tokens of a split axis: `contiguous`, `zigzag` or `striped`.
+    share: per mesh dim, shares of tokens and of heads by coordinate, for ranks that differ in
+        speed; default equal ones.
     attend: per axis, or axes joined by `+`, the strategies that are stacked on it.
     carry: per axis, the strategies of recurrent layers and short convolutions along it: `state`, or
         `ulysses`, by which they run over whole sequences of some heads; default `state`, on all
@@ -81,6 +85,7 @@ class LayoutFile(BaseModel):
     shard: dict[str, tuple[str, ...]] = {}
     replicate: tuple[str, ...] = ()
     order: dict[str, str] = {}
+    share: dict[str, tuple[AboveZero, ...]] = {}
     attend: dict[str, tuple[Entry, ...]] = {}
     carry: dict[str, tuple[Entry, ...]] = {}
     inside_node: tuple[str, ...] = ()

@@ -43,7 +43,8 @@ def rates_for(device: str, measured: Mapping[str, Any] | None = None) -> Hardwar
     rates = DEFAULT_RATES.get(device, DEFAULT_RATES["cpu"]) | dict(measured or {})
     links = {"name": "links", "rate": rates["bandwidth"], "latency": rates["latency"]}
     level = rates.get("level", [links])
-    return Hardware.from_dict({"device": {"flops": rates["flops"]}, "level": level})
+    device_rates = {"flops": rates["flops"], "speeds": rates.get("speeds") or ()}
+    return Hardware.from_dict({"device": device_rates, "level": level})
 
 
 def rates_of(hardware: Hardware) -> dict[str, Any]:
@@ -57,4 +58,5 @@ def rates_of(hardware: Hardware) -> dict[str, Any]:
     flops = hardware.device.flops
     longest = flops[max(flops)] if isinstance(flops, dict) else flops
     levels = [level.model_dump(exclude_defaults=True) for level in hardware.level]
-    return {"flops": longest, "level": levels}
+    speeds = {"speeds": hardware.device.speeds} if hardware.device.speeds else {}
+    return {"flops": longest, **speeds, "level": levels}

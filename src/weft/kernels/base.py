@@ -39,6 +39,22 @@ class Request:
     packed: bool = False  # rectangles of new shapes in every call: documents
     fixed_blocks: bool = False  # the same bits whatever else is in the call
 
+    def __str__(self) -> str:
+        dims = f"head dim {self.head_dim}"
+        if self.value_dim != self.head_dim:
+            dims += f" (values: {self.value_dim})"
+        words = {
+            "a mask": self.masked,
+            "a bias": self.bias,
+            "a soft cap": self.softcap,
+            "a gradient through the logsumexp": self.lse_grad,
+            "a gradient of the bias": self.bias_grad,
+            "packed documents": self.packed,
+            "the same bits on every layout": self.fixed_blocks,
+        }
+        asked = "".join(f", {word}" for word, is_asked in words.items() if is_asked)
+        return f"attention on {self.device} in {str(self.dtype)[6:]}, {dims}{asked}"
+
 
 @dataclass(frozen=True)
 class MaskContext:
@@ -79,6 +95,7 @@ class TileView:
     mask_context: MaskContext | None = None
     varlen_segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
     overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
+    fixed_blocks: bool = False  # the same bits whatever else is in the call, and wherever it lies
 
 
 class Kernel(abc.ABC):

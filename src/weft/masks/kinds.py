@@ -293,12 +293,13 @@ class Documents(Mask):
 
         Args:
             cu_seqlens: 0, then where each document ends: a tensor or a sequence; or one such
-                sequence per row of the batch.
+                sequence per row of the batch. An end that is repeated, as padding of the sequence
+                is, stands for no document.
 
         Raises:
-            ShapeError: they do not begin with 0, or do not increase.
+            ShapeError: they do not begin with 0, or they decrease.
 
-        >>> Documents.from_cu_seqlens(torch.tensor([0, 3, 7]))
+        >>> Documents.from_cu_seqlens(torch.tensor([0, 3, 7, 7]))
         Documents(lengths=(3, 4), offset=None)
         """
         offsets = _sequence("cu_seqlens", cu_seqlens)
@@ -306,9 +307,9 @@ class Documents(Mask):
             rows: Any = (cls.from_cu_seqlens(row).lengths for row in offsets)
             return cls(tuple(rows))
         ends = _lengths("cu_seqlens", offsets)
-        if not ends or ends[0] or any(a >= b for a, b in itertools.pairwise(ends)):
-            raise ShapeError(f"cu_seqlens begin with 0 and increase, found {ends!r:.80}")
-        return cls(tuple(b - a for a, b in itertools.pairwise(ends)))
+        if not ends or ends[0] or any(a > b for a, b in itertools.pairwise(ends)):
+            raise ShapeError(f"cu_seqlens begin with 0 and never decrease, found {ends!r:.80}")
+        return cls(tuple(b - a for a, b in itertools.pairwise(ends) if a < b))
 
     @property
     def per_sample(self) -> bool:  # type: ignore[override]

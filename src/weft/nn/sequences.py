@@ -137,8 +137,7 @@ def positions_at(
     `length` is global; `dims` split the axis, default those that do so at rest.
     """
     dims = layout.shard_dims(axis) if dims is None else dims
-    parts = tuple(layout.mesh[d] for d in dims)
-    spans = shard_spans(length, parts, layout.order.get(axis, "contiguous"))
+    spans = shard_spans(length, layout.parts(dims), layout.order.get(axis, "contiguous"))
     return positions(spans[index_at(layout.mesh, dims, place)], device)
 
 

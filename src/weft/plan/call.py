@@ -93,6 +93,11 @@ class Call:
                 "length does not say how its tokens divide"
             )
         participants = reach(layout, self.axes)
+        if any(d in layout.share for d in participants.moving):
+            raise ShapeError(
+                f"{layout.source} splits axis {self.axes[0]!r} in unequal shares; give the global"
+                " length: length=..."
+            )
         order = layout.order.get(self.axes[0])
         if (
             isinstance(order, TokenOrder)

@@ -129,7 +129,7 @@ class Network:
         self.sent: Counter[int] = Counter()
         capacity: dict[Resource, float] = {}
         for rank in range(ranks):
-            capacity["rank", rank] = 1.0
+            capacity["rank", rank] = hardware.device.speed(rank)
             for level in range(len(hardware.level)):
                 capacity |= hardware.way(rank, rank, level)
         cores = hardware.device.cores

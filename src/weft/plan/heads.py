@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard
 from ..declare.placements import HEAD
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError
+from .order import apportion
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,10 @@ class HeadShares:
         return self.counts[0] if len(set(self.counts)) == 1 else None
 
 
-def share_heads(heads: int, kv_heads: int, ways: int) -> HeadShares:
+def share_heads(heads: int, kv_heads: int, ways: int, weights: Sequence[float] = ()) -> HeadShares:
     """Heads in shares that differ by one at most; equal ones where the ranks divide the heads.
+
+    With weights, one per rank, in that proportion, and one head at least for each rank.
 
     Raises `ShapeError` for query heads that key/value heads do not divide, and for fewer heads than
     ranks.
@@ -72,6 +75,8 @@ def share_heads(heads: int, kv_heads: int, ways: int) -> HeadShares:
     (4, 3, 4, 3, 4, 3, 4, 3)
     >>> share_heads(8, 2, 4).copies
     ((0,), (0,), (1,), (1,))
+    >>> share_heads(8, 8, 4, (1, 1, 2, 4)).queries
+    (1, 1, 2, 4)
     """
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
@@ -79,14 +84,25 @@ def share_heads(heads: int, kv_heads: int, ways: int) -> HeadShares:
         raise ShapeError(f"{heads} local heads cannot be split {ways} ways")
     group = heads // kv_heads
     bounds = [-(-i * heads // ways) for i in range(ways + 1)]
-    queries = tuple(high - low for low, high in pairwise(bounds))
-    if heads % ways == 0:
+    if len(set(weights)) > 1:
+        bounds = [0, *accumulate(_at_least_one(apportion(heads, weights)))]
+    elif heads % ways == 0:
         repeats = range(1, group + 1)
         repeat = next(r for r in repeats if kv_heads * r % ways == 0 and group % r == 0)
         sent = [head for head in range(kv_heads) for _ in range(repeat)]
         size = len(sent) // ways
-        return HeadShares(queries, tuple(tuple(sent[i * size :][:size]) for i in range(ways)))
+        parts = tuple(tuple(sent[i * size :][:size]) for i in range(ways))
+        return HeadShares((heads // ways,) * ways, parts)
+    queries = tuple(high - low for low, high in pairwise(bounds))
     return HeadShares(queries, tuple(_copies(low, high, group) for low, high in pairwise(bounds)))
+
+
+def _at_least_one(sizes: list[int]) -> list[int]:
+    """Sizes of which those of 0 take one from the largest."""
+    while 0 in sizes:
+        sizes[sizes.index(max(sizes))] -= 1
+        sizes[sizes.index(0)] += 1
+    return sizes
 
 
 def _copies(low: int, high: int, group: int) -> tuple[int, ...]:

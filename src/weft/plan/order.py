@@ -45,18 +45,33 @@ class Span(NamedTuple):
 Spans = tuple[Span, ...]
 
 
-def chunk_sizes(length: int, parts: int) -> list[int]:
-    """DTensor's chunk sizes: ceil(length / parts) each until nothing is left.
+#: Into how many parts mesh dims cut an axis, outermost first; or a tuple of shares.
+Parts = tuple[int | tuple[float, ...], ...]
 
-    >>> chunk_sizes(10, 4)
-    [3, 3, 3, 1]
+
+def chunk_sizes(length: int, parts: int | tuple[float, ...]) -> list[int]:
+    """DTensor's chunk sizes: ceil(length / parts) each until nothing is left; or by shares.
+
+    >>> chunk_sizes(10, 4), chunk_sizes(10, (1, 1, 2))
+    ([3, 3, 3, 1], [3, 2, 5])
     """
+    if isinstance(parts, tuple):
+        return apportion(length, parts)
     size = math.ceil(length / parts) if length else 0
     return [max(0, min(size, length - i * size)) for i in range(parts)]
 
 
+def apportion(length: int, shares: Sequence[float]) -> list[int]:
+    """Whole numbers in the proportion of shares: the largest remainders are rounded up."""
+    exact = [length * share / math.fsum(shares) for share in shares]
+    sizes = [math.floor(size) for size in exact]
+    for i in sorted(range(len(sizes)), key=lambda i: sizes[i] - exact[i])[: length - sum(sizes)]:
+        sizes[i] += 1
+    return sizes
+
+
 @cached(4096)
-def shard_sizes(length: int, parts: tuple[int, ...]) -> tuple[int, ...]:
+def shard_sizes(length: int, parts: Parts) -> tuple[int, ...]:
     """Sizes of nested chunks, outermost mesh dim first, as DTensor splits.
 
     >>> shard_sizes(9, (2, 2))
@@ -111,7 +126,7 @@ ORDERS = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
 
 @cached(4096)
 def shard_spans(
-    length: int, parts: tuple[int, ...], order: str | TokenOrder | BlockOrder = "contiguous"
+    length: int, parts: Parts, order: str | TokenOrder | BlockOrder = "contiguous"
 ) -> tuple[Spans, ...]:
     """The spans of every shard of an axis split over mesh dims of sizes `parts`.
 
@@ -121,7 +136,7 @@ def shard_spans(
     (Span(start=0, count=2, step=1), Span(start=6, count=2, step=1))
     """
     if isinstance(order, BlockOrder):
-        chunks = order.chunks(length, math.prod(parts))
+        chunks = order.chunks(length, len(shard_sizes(length, parts)))
         return tuple(join(Span(*run) for run in chunk) for chunk in chunks)
     sizes = shard_sizes(length, parts)
     if isinstance(order, TokenOrder):
@@ -233,7 +248,7 @@ def positions(spans: Spans, device: torch.device | str | None = None) -> torch.T
 @cached(1024)
 def gather_order(
     length: int,
-    parts: tuple[int, ...],
+    parts: Parts,
     order: str | TokenOrder | BlockOrder,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:

@@ -106,7 +106,9 @@ class Plan:
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
-        self.head_shares = head_shares(self.rules, self.sizes, problem.heads, problem.kv_heads)
+        self.head_shares = head_shares(
+            self.rules, self.sizes, problem.heads, problem.kv_heads, layout.share
+        )
         self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
         self.replicated = Sides(*map(self._replicated, Side))
         self.biased = problem.bias or problem.bias_tensor

@@ -182,6 +182,6 @@ def pass_costs(
 def shard_batches(layout: LayoutDeclaration, axes: tuple[str, ...], batch: int) -> tuple[int, ...]:
     """Local batch of every rank at rest, in rank order."""
     dims = layout.batch_dims(axes)
-    sizes = shard_sizes(batch, tuple(layout.mesh[d] for d in dims))
+    sizes = shard_sizes(batch, layout.parts(dims))
     ranks = range(layout.world_size)
     return tuple(sizes[index_at(layout.mesh, dims, coordinates(layout.mesh, r))] for r in ranks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 
@@ -21,13 +22,19 @@ from .sides import Side, Sides
 
 
 def head_shares(
-    rules: Mapping[str, Rule], sizes: Mapping[str, int], heads: int, kv_heads: int
+    rules: Mapping[str, Rule],
+    sizes: Mapping[str, int],
+    heads: int,
+    kv_heads: int,
+    shares: Mapping[str, tuple[float, ...]] | None = None,
 ) -> HeadShares:
     """The heads of every rank while computing; raises `ShapeError` for fewer heads than ranks."""
     cuts = head_dims(rules, sizes)
     ways = math.prod(cuts.values())
+    each = ((shares or {}).get(d, (1.0,) * size) for d, size in cuts.items())
+    weights = [math.prod(weights) for weights in itertools.product(*each)]
     try:
-        return share_heads(heads, kv_heads, ways)
+        return share_heads(heads, kv_heads, ways, weights)
     except ShapeError as error:
         if heads >= ways:
             raise
@@ -92,8 +99,7 @@ def reshardings(
             """Positions of this side's tokens at rest; several axes flatten, the first major."""
             spans: Spans | None = None
             for pair, order, dims in zip(problem.lengths, orders, seq_dims[side], strict=True):
-                parts = tuple(sizes[d] for d in dims)
-                own = shard_spans(pair[side], parts, order)[index_at(sizes, dims, at)]
+                own = shard_spans(pair[side], layout.parts(dims), order)[index_at(sizes, dims, at)]
                 spans = own if spans is None else product(spans, own, pair[side])
             return spans or ()
 

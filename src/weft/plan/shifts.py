@@ -113,6 +113,7 @@ def image_group(hardware: Hardware, sizes: Mapping[str, int]) -> int | None:
         hardware.widths[-2] if len(hardware.widths) > 1 else 1,
         hardware.level[-1].card_ranks,
         cores.ranks if cores else 1,
+        max(1, len(hardware.device.speeds)),
     )
     inner = 1
     for size in reversed([*sizes.values()]):

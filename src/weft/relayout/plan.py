@@ -145,7 +145,8 @@ class Redistribution:
 
 
 def placement(layout: LayoutDeclaration, axes: Iterable[str]) -> Placed:
-    """Placement of a tensor of some axes on a layout."""
+    """Placement of a tensor of some axes on a layout; refuses one with unequal shares."""
+    layout.refuse_shares("moving tensors between layouts")
     splits = ((a, layout.shard_dims(a), layout.order.get(a, "contiguous")) for a in axes)
     return Placed(tuple(layout.mesh.items()), tuple(splits))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from .._compile import flattened, restored
 from .._torch import constant_in_graphs, in_graph
 from ..comm import Transport
-from ..comm.channel import Channel
+from ..comm.channel import Channel, refused_everywhere
 from ..comm.origin import UNKNOWN, origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
@@ -107,14 +107,14 @@ def _planned(
         device == "cuda",
         where,
     )
-    if local != expected:
-        error = ShapeError(
-            f"redistribute: rank {transport.world_ranks[rank]} holds {dict(zip(dims, local))}, but"
-            f" its chunks of lengths {dict(zip(dims, global_lengths))} hold {expected}; pass"
-            " lengths= where they are uneven"
-        )
-        call.refuse(error)
-        raise error
+    with refused_everywhere(call.refuse):
+        if local != expected:
+            raise ShapeError(
+                f"redistribute: rank {transport.world_ranks[rank]} holds"
+                f" {dict(zip(dims, local))}, but its chunks of lengths"
+                f" {dict(zip(dims, global_lengths))} hold {expected}; pass lengths= where they are"
+                " uneven"
+            )
     road = source.mesh  # of both passes
     passing = RedistributionPass(
         plan_redistribution(source, target, global_lengths, rank, road),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .. import _caching as caching
 from .._digest import is_plain, number_of
-from ..comm.channel import Channel, refuse
+from ..comm.channel import Channel, refuse, refused_everywhere
 from ..comm.origin import UNKNOWN, Origin, origin
 from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
@@ -143,7 +143,7 @@ class BoundCall:
         rank that takes part and before anything else is sent, another's.
         """
         gradients = self.gradients or gradients_wanted(q, k, v, bias)
-        try:
+        with refused_everywhere(self.refuse):
             checks.check_tensors(q, k, v)
             rest = rest_shape(q, k, v)
             plan = self._checked_plan(rest, q)
@@ -157,9 +157,6 @@ class BoundCall:
                 batch = None if self.asks_batches else plan.compute.query.batch
                 checks.check_bias(plan, bias, batch)
             content = self.call.content
-        except WeftError as error:
-            self.refuse(error)
-            raise
         described = content, rest, q, f", gradients {gradients}"
         where = self._origin()
         batches: tuple[int, ...] = ()
@@ -226,21 +223,19 @@ class BoundCall:
 
         Raises `UnsupportedError` where functions see other values than in that pass.
         """
-        try:
+        with refused_everywhere(self.refuse):
             content = self.call.content
-        except UnsupportedError as error:
-            self.refuse(error)
-            raise
-        if self.has_functions and number_of(content) != agreed.tolist()[-1]:
-            functions = {"mask": not is_plain(self.call.mask), "bias": self.call.bias is not None}
-            named = " and the ".join(name for name, is_used in functions.items() if is_used)
-            changed = UnsupportedError(
-                f"the backward pass calls the {named} again, and values it refers to have changed"
-                " since the forward pass; give every call separate functions, over values that"
-                " stay until its backward pass has run"
-            )
-            self.refuse(changed)
-            raise changed
+            if self.has_functions and number_of(content) != agreed.tolist()[-1]:
+                functions = {
+                    "mask": not is_plain(self.call.mask),
+                    "bias": self.call.bias is not None,
+                }
+                named = " and the ".join(name for name, is_used in functions.items() if is_used)
+                raise UnsupportedError(
+                    f"the backward pass calls the {named} again, and values it refers to have"
+                    " changed since the forward pass; give every call separate functions, over"
+                    " values that stay until its backward pass has run"
+                )
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
         return self._channel(_BACKWARD, content, rest, like, number)
 

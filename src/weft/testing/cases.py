@@ -253,8 +253,8 @@ def shard(
     for i, (axis, size) in enumerate(zip(axes, sizes)):
         splitting = {*layout.shard_dims(axis), *(layout.replicate if i == 0 else ())}
         dims = [d for d in layout.mesh if d in splitting and rest[d] == Shard(SEQ)]
-        spans = shard_spans(
-            size, tuple(layout.mesh[d] for d in dims), layout.order.get(axis, "contiguous")
-        )[index_at(layout.mesh, dims, coords)]
+        spans = shard_spans(size, layout.parts(dims), layout.order.get(axis, "contiguous"))[
+            index_at(layout.mesh, dims, coords)
+        ]
         x = x.index_select(2 + i, positions(spans, x.device))
     return x.flatten(2, 1 + len(sizes))

@@ -334,6 +334,9 @@ def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
     levels = zip(machine.level, timing.bytes_of_levels)
     moved = ", ".join(f"{level.name} {words.nbytes(n)}" for level, n in levels)
     made.caption = f"bytes sent by all ranks replayed, by level: {moved}"
+    if len(set(machine.device.speeds)) > 1:
+        each = ", ".join(words.show_time(seconds) for seconds in timing.compute_of_ranks)
+        made.caption += f"\ncompute alone, rank by rank: {each}"
     made.caption_justify = "left"
     return made
 

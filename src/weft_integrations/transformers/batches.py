@@ -37,6 +37,8 @@ class Batch:
         documents: lengths of the packed documents, the same in every row; None: one per row.
         mask: an additional mask, such as `KeyPadding`.
         last_position: the largest position id, where position ids were given and cut.
+        by_positions: position ids start anew, which transformers takes for documents under causal
+            masks alone.
 
     >>> Batch(length=6, documents=(2, 4)).length
     6
@@ -46,6 +48,7 @@ class Batch:
     documents: tuple[int, ...] | None = None
     mask: Mask | None = None
     last_position: int | None = None
+    by_positions: bool = False
 
 
 def shard_batch(
@@ -87,6 +90,17 @@ def shard_batch(
     >>> batch["input_ids"].shape, batch["weft"].length
     (torch.Size([1, 6]), 6)
     """
+    return sharded(batch, layout, axis, documents)
+
+
+def sharded(
+    batch: Mapping[str, Any],
+    layout: Layout,
+    axis: str,
+    documents: Documents | Iterable[int] | None = None,
+    jumps: bool = False,
+) -> dict[str, Any]:
+    """`shard_batch`; with `jumps` position ids may start anew, and are cut as they are."""
     check_axis(layout, axis)
     full, local = _tensors(batch)
     positions, padding = full.pop("position_ids", None), full.pop("attention_mask", None)
@@ -101,7 +115,7 @@ def shard_batch(
     local |= {name: layout.shard(t, {"batch": 0, axis: 1}) for name, t in full.items()}
     last = None
     if positions is not None:
-        last = _check_positions(positions, (rows, length), lengths, padding)
+        last = _check_positions(positions, (rows, length), lengths, padding, jumps)
         dims = {axis: -1} if positions.dim() < 2 or positions.shape[-2] != rows else {"batch": -2}
         local["position_ids"] = layout.shard(positions, dims | {axis: -1})
     mask = None if padding is None else _padding(padding)
@@ -191,12 +205,13 @@ def _check_positions(
     size: tuple[int, int],
     documents: tuple[int, ...] | None,
     padding: Tensor | None,
+    jumps_allowed: bool,
 ) -> int:
     """The largest of whole position ids; models read packing off ids that do not count by one."""
     rows, length = size
     if positions.shape[-1] != length or (positions.dim() == 2 and len(positions) not in (1, rows)):
         raise ShapeError(f"position_ids {tuple(positions.shape)} are not of {size} tokens")
-    if positions.dim() < 3:
+    if positions.dim() < 3 and not jumps_allowed:
         jumps = positions.diff(dim=-1) != 1
         if documents is not None:  # each may begin at any position
             jumps[..., torch.tensor(documents).cumsum(0)[:-1].to(jumps.device) - 1] = False

@@ -84,7 +84,7 @@ class ShardedCache(DynamicCache):
     >>> model = LlamaForCausalLM(config).eval()
     >>> model = weft.parallelize(model, weft.Layout.single(), verify=False)
     >>> cache = ShardedCache(model)
-    >>> model.generate(torch.tensor([[3, 1, 4]]), past_key_values=cache, max_new_tokens=4).shape
+    >>> model.generate(torch.tensor([[3, 1, 4]]), cache=cache, max_new_tokens=4).shape
     torch.Size([1, 7])
     >>> cache.get_seq_length()
     6
@@ -106,6 +106,7 @@ class ShardedCache(DynamicCache):
             )
         if not isinstance(block, numbers.Integral) or block < 1:
             raise DeclarationError(f"block={block!r}: a whole number of tokens, one at least")
+        installed.layout.refuse_shares("a sharded cache")
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "recurrent_kv_cache_mode", None) is not None:
             raise UnsupportedError(
@@ -132,6 +133,11 @@ class ShardedCache(DynamicCache):
     def _of_kind(self, number: int, layer: Any) -> Any:
         if type(layer) is DynamicLayer:
             return ShardedLayer(self.shards)
+        if type(layer) is DynamicSlidingWindowLayer and layer.sliding_window < 2:
+            raise UnsupportedError(
+                f"{self.name}: layer {number} has a window of {layer.sliding_window} token, of"
+                " which transformers' cache keeps every key; generate with use_cache=False"
+            )
         if type(layer) is DynamicSlidingWindowLayer:
             return WindowLayer(layer.sliding_window, self.shards)
         if type(layer) is LinearAttentionLayer:
@@ -447,26 +453,20 @@ def expands(module: Foreign) -> bool:
     return hasattr(module, "expand_kv") and hasattr(module, "layer_idx")
 
 
-def looked_at(model: Foreign) -> tuple[str, tuple[str, ...]]:
-    """A digest of a model's class and of its weights' names and shapes, and the names of three."""
-    digest = hashlib.blake2b(type(model).__name__.encode(), digest_size=8)
-    weights = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    digest.update(repr(weights).encode())
-    names = list(weights)
-    few = sorted({0, len(names) // 2, len(names) - 1}) if names else []
-    return digest.hexdigest(), tuple(names[i] for i in few)
-
-
 def digest_of(model: Foreign) -> str:
     """16 hex digits of a parallelized model: of its weights' names and shapes, and of a few.
 
-    Of no numbers where ranks have shards of the weights.
+    Of no numbers where ranks have shards of the weights. Weights are those that it has now:
+    adapters come and go.
     """
-    described, names = model._weft.looked_at
-    digest = hashlib.blake2b(described.encode(), digest_size=8)
+    weights = dict(model.named_parameters())
+    described = hashlib.blake2b(type(model).__name__.encode(), digest_size=8)
+    described.update(repr({name: tuple(p.shape) for name, p in weights.items()}).encode())
+    digest = hashlib.blake2b(described.hexdigest().encode(), digest_size=8)
     if isinstance(model, FSDPModule):
         return digest.hexdigest()  # weights come and go, in another dtype perhaps
-    for p in map(model.get_parameter, names):
+    every = list(weights.values())
+    for p in (every[i] for i in sorted({0, len(every) // 2, len(every) - 1}) if every):
         if isinstance(p, DTensor):
             continue
         few = p.detach().reshape(-1)[:_LOOKED_AT].double()
@@ -474,4 +474,4 @@ def digest_of(model: Foreign) -> str:
     return digest.hexdigest()
 
 
-__all__ = ["ShardedCache", "digest_of", "looked_at"]
+__all__ = ["ShardedCache", "digest_of"]

@@ -111,7 +111,7 @@ class Shards:
         if self.step is None:
             raise DeclarationError(
                 "a ShardedCache is updated outside of the forward pass of the parallelized model "
-                "that it was made for; pass it there as past_key_values="
+                "that it was made for; pass it there as cache="
             )
         return self.step
 

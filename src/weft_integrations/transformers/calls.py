@@ -31,6 +31,7 @@ from . import consistency, losses, refused, rows
 from .batches import Batch, tokens_of, unpadded
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
+from .defaults import CACHES, Absent, cache_name, differentiated, keeps_cache, put_cache
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
@@ -39,6 +40,7 @@ from .running import Fused, ModelCall, during, running
 from .whole import (
     accepts_positions,
     balances,
+    encodes,
     leaves_padding_out,
     makes_positions,
     may_skip_padding,
@@ -54,6 +56,20 @@ _ROWS = (
 _NO_LAST_STATES = (
     "recurrent states: its layers, or this version of transformers, do not take the states of split"
     " rows"
+)
+#: Why the cache of an output that one device would have is not there.
+_MAKE_ONE = "cache=weft.ShardedCache(model) in every call of a loop gives one"
+_NOT_MADE = "a call makes none"
+_IN_A_GRAPH = (
+    "a call that may be differentiated is split without one; call the model within"
+    " torch.no_grad(), or with use_cache=True, and every rank computes all of it"
+)
+_OF_LOCAL_ROWS = "with rows='local' a model keeps no keys; parallelize with rows='whole'"
+#: Said where one device takes no documents, and a user may think that it does.
+_DOCUMENTS = (
+    "position_ids start anew, and the call asks for a cache, as by config.use_cache: transformers"
+    " takes them for packed documents only without one, so tokens see earlier documents; pass"
+    " use_cache=False to keep documents apart"
 )
 #: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
 SPLIT_FROM = 16
@@ -72,8 +88,10 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         items, aux = call.fused.items, call.fused.aux
         output["loss"] = rows.fused_loss(output, items, call.layout, call.axis, aux)
     elif not call.pooled:
-        losses.check_loss(output, type(module).__name__, call.labelled)
+        losses.check_loss(output, type(module).__name__, call.labelled, call.outputs is not None)
     output = losses.plain(output)
+    if call.absent:
+        put_cache(output, call.absent)
     if call.outputs is not None:
         output = call.outputs(output, call.length)
         if call.fused is not None and call.fused.cut:
@@ -101,7 +119,6 @@ class Calls:
         self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, full
         self.model = model
         self.implementation = model.config._attn_implementation
-        self.returns_dict = getattr(model.config, "return_dict", True)
         self.configured = refused.configured(model, self.implementation)
         parameters = inspect.signature(model.forward).parameters
         self.names = tuple(parameters)
@@ -110,7 +127,7 @@ class Calls:
         self.takes_positions = accepts_positions(model)
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
-        self.labels = losses.labels_of(model)
+        self.labels, self.encoder = losses.labels_of(model), encodes(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model)
         self.recurrent = list(recurrent)
@@ -134,6 +151,7 @@ class Calls:
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
+        refused.exported(type(module).__name__, kwargs)
         call: ModelCall | WeftError
         state = consistency.NOTHING
         try:
@@ -207,6 +225,12 @@ class Calls:
             stacklevel=5,
         )
 
+    def _tell(self, text: str) -> None:
+        """Warn once."""
+        if text not in self.warned:
+            self.warned.add(text)
+            warnings.warn(f"{type(self.model).__name__}: {text}", stacklevel=6)
+
     @outside_graphs
     def enter_part(self, part: Foreign, args: tuple, kwargs: dict) -> None:
         """Before a part of the model, which runs as it was where it is called by itself."""
@@ -255,10 +279,14 @@ class Calls:
                 "this rank's chunk; call model(**shard_batch(batch, layout)), or parallelize with "
                 "rows='whole' and pass full rows"
             )
-        refused.arguments(kwargs, self.axis, self.splits_inside)
+        refused.arguments(kwargs, module, self.axis, self.splits_inside)
         if torch.is_grad_enabled():
             check_not_averaged(module, self.layout)  # its gradients are to be summed
+        if self.splits_inside:
+            kwargs |= rows.with_full_gradients(kwargs, self.layout, self.axis, averaged=False)
+        keeps = keeps_cache(module, kwargs)
         call = self._complete(kwargs, batch or Batch(), type(module).__name__)
+        call.absent = _OF_LOCAL_ROWS if keeps else ""
         if call.labelled and call.length:
             self._check_labels({"shift_labels": kwargs["labels"]}, call.batch, module, call.length)
         return call
@@ -291,20 +319,55 @@ class Calls:
                 f"{type(module).__name__} was parallelized with rows='whole' and takes full rows, "
                 "and shard_batch has cut these: pass them whole, or parallelize with rows='local'"
             )
-        cache_name = next((n for n in refused.CACHES if kwargs.get(n) is not None), "")
-        if isinstance(kwargs.get(cache_name), ShardedCache):
-            return self._with_cache(kwargs, module, cache_name)
+        name = next((n for n in CACHES if kwargs.get(n) is not None), "")
+        if isinstance(kwargs.get(name), Absent):
+            kwargs[name].raise_()
+        if isinstance(kwargs.get(name), ShardedCache):
+            return self._with_cache(kwargs, module, name)
+        keeps = not name and keeps_cache(module, kwargs)
+        cache, absent = self._new_cache(kwargs, module) if keeps else (None, "")
+        local = dict(kwargs) if cache is None else _without_cache(kwargs)
         try:
-            return self._split(kwargs, dict(kwargs), module)
+            call, local = self._split(kwargs, local, module, cached=keeps)
+            if cache is not None:
+                call.cache = cache
+                local |= {cache_name(module): cache, "use_cache": True}
+            call.absent = absent
+            if keeps and not self.encoder and rows.start_anew(kwargs):
+                self._tell(_DOCUMENTS)
+            return call, local
         except UnsupportedError as error:
             if self.layout.reproducible:
                 raise
             return ModelCall(self.layout, self.axis, replicated=str(error)), kwargs
 
-    def _with_cache(self, kwargs: dict, module: Foreign, cache_name: str) -> tuple[ModelCall, dict]:
+    def _new_cache(self, kwargs: dict, module: Foreign) -> tuple[ShardedCache | None, str]:
+        """The cache that a call without one makes, or why a split call makes none."""
+        if differentiated(module, kwargs):
+            return None, _IN_A_GRAPH
+        if kwargs.get("cu_seq_lens_q") is not None:
+            return None, f"{_NOT_MADE} of documents that are packed by cu_seq_lens_q"
+        if self.layout.reproducible:
+            return None, f"{_NOT_MADE} on a reproducible layout"
+        if any(m.__dict__.get("_compiled_call_impl") is not None for m in module.modules()):
+            return None, f"{_NOT_MADE} by compiled layers; {_MAKE_ONE}"
+        if (
+            not cache_name(module)
+            or not getattr(module, "_supports_default_dynamic_cache", lambda: True)()
+        ):
+            return None, f"{_NOT_MADE} of this model; weft.restore(model) gives one device's"
+        try:
+            cache = ShardedCache(module)
+        except UnsupportedError as error:
+            return None, str(error)
+        if cache.recurrent and not self._gives_states(cache, 0):
+            return None, _NO_LAST_STATES
+        return cache, ""
+
+    def _with_cache(self, kwargs: dict, module: Foreign, name: str) -> tuple[ModelCall, dict]:
         """The same of a call with a `ShardedCache`: split, or whole tokens on every rank."""
         refused.caches(kwargs, module)
-        cache, ids = kwargs[cache_name], tokens_of(kwargs)
+        cache, ids = kwargs[name], tokens_of(kwargs)
         cache.check(module, self.layout, None if ids is None else len(ids))
         past = cache.get_seq_length()
         held = ModelCall(self.layout, self.axis, cache=cache, held=True, past=past)
@@ -316,7 +379,7 @@ class Calls:
         if cache.recurrent and not self._gives_states(cache, past):
             held.unsplit = "" if past else _NO_LAST_STATES
             return held, kwargs
-        local = {n: v for n, v in kwargs.items() if n not in (*refused.CACHES, "use_cache")}
+        local = _without_cache(kwargs)
         if past and not self._cut_past(held, cache, local):
             return held, kwargs
         try:
@@ -326,7 +389,7 @@ class Calls:
             held.unsplit = "" if few else str(error)
             return held, kwargs
         call.cache, call.past, call.padding = cache, past, held.padding
-        return call, local | {cache_name: cache, "use_cache": True}
+        return call, local | {name: cache, "use_cache": True}
 
     def _split(
         self, kwargs: dict, local: dict, module: Foreign, cached: bool = False, past: int = 0
@@ -335,9 +398,10 @@ class Calls:
         keep = 0
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
-        refused.arguments(local, self.axis, self.splits_inside)
+        refused.arguments(local, module, self.axis, self.splits_inside)
+        local = rows.with_full_gradients(local, self.layout, self.axis)
         if not self.splits_inside:
-            local = rows.cut(local, self.layout, self.axis, cached)
+            local = rows.cut(local, self.layout, self.axis, cached, self.encoder)
             self._check_labels(kwargs, local["weft"], module)
         call = self._complete(local, local.pop("weft", Batch()), type(module).__name__, past)
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
@@ -380,15 +444,17 @@ class Calls:
 
     def _complete(self, kwargs: dict, batch: Batch, name: str, past: int = 0) -> ModelCall:
         named_outputs = kwargs.get("return_dict")
-        as_tuple = not (self.returns_dict if named_outputs is None else named_outputs)
+        if named_outputs is None:
+            named_outputs = getattr(self.model.config, "return_dict", True)
+        as_tuple = not named_outputs
         if as_tuple:  # until the end: weft reads outputs by name
             kwargs["return_dict"] = True
         refused.padded(kwargs)
-        refused.documents(batch.documents, self.scaling)
+        refused.documents(None if batch.by_positions else batch.documents, self.scaling)
         if self.pooled:
             refused.pooled_labels(kwargs, self.layout, name)
         else:
-            losses.choose_labels(kwargs, self.labels, name)
+            losses.choose_labels(kwargs, self.labels, name, self.layout)
         if "use_cache" in self.names or (self.recurrent and self.open):
             kwargs["use_cache"] = False  # a recurrent layer would be asked for its last state
         length, positions, last = batch.length or 0, None, 0
@@ -476,6 +542,10 @@ class Calls:
         if takes and not self.own_positions:
             kwargs["position_ids"] = positions[None]
         return positions, last
+
+
+def _without_cache(kwargs: dict) -> dict:
+    return {n: v for n, v in kwargs.items() if n not in (*CACHES, "use_cache")}
 
 
 def _within_documents(documents: Iterable[int]) -> Tensor:

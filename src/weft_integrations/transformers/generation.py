@@ -14,12 +14,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, QuantizedCache, StaticCache
 
+from weft.comm.channel import refused_everywhere
 from weft.comm.consistency import fingerprint
-from weft.errors import UnsupportedError, WeftError
+from weft.errors import UnsupportedError
 
 from .. import Foreign
 from .cache import ShardedCache
-from .refused import CACHES
+from .defaults import CACHES
 
 #: Names of caches that transformers' `generate` makes, and that weft's stands for. Older
 #: checkpoints (Gemma's) name "hybrid" in their generation config, which transformers takes as None.
@@ -29,11 +30,8 @@ _KNOWN = (None, "dynamic", "hybrid", "offloaded")
 def generate(self: Foreign, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on a layout, see `weft.parallelize`."""
     own, name = _own(self), f"{type(self).__name__}.generate"
-    try:
+    with refused_everywhere(self._weft.calls.refuse):
         kwargs = _with_cache(self, own, args, kwargs, name)
-    except WeftError as error:
-        self._weft.calls.refuse(error)
-        raise
     made = own(*args, **kwargs)
     _agree(self, made, name)
     return made

@@ -23,9 +23,8 @@ from weft.layout import Layout
 from weft.same_bits import modules as reproducible
 
 from .. import Foreign
-from ..common import Placed, check_axis, check_not_placed, refuse_split_heads
+from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
 from . import calls, generation, interface, refused, whole
-from .cache import looked_at
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
@@ -34,14 +33,13 @@ from .replicated import Own, configurations, own_attention, without
 
 
 @dataclass(kw_only=True)
-class _Installed(Placed):
+class _Installed(Parallelized):
     """Changes to a model, to be undone. A copy of the model has a copy of it.
 
     Attributes:
         implementation: of attention, before.
         layout: that the model is on.
         axis: the layout's name for the tokens.
-        looked_at: by which caches know the model, see `cache.looked_at`.
         hooks: handles of hooks on the model and its modules.
         replaced: names of attributes that weft set on the model.
         before: their earlier values, where the model had any.
@@ -54,7 +52,6 @@ class _Installed(Placed):
     implementation: Any
     layout: Layout
     axis: str
-    looked_at: tuple[str, tuple[str, ...]]
     hooks: list[RemovableHandle] = field(default_factory=list)
     replaced: list[str] = field(default_factory=list)
     before: dict[str, Any] = field(default_factory=dict)
@@ -98,12 +95,10 @@ def install(
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
-    known_by = looked_at(model)
     installed = _Installed(
         implementation=model.config._attn_implementation,
         layout=layout,
         axis=axis,
-        looked_at=known_by,
         rows=rows,
     )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]

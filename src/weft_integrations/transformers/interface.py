@@ -19,9 +19,9 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.masks import Causal, Full
 
 from . import decoding, losses
+from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
-from .masks import behind, translate
-from .refused import CACHES
+from .masks import behind, looks_for_documents, translate
 from .running import cache_of_call, running
 
 NAME = "weft"
@@ -59,7 +59,8 @@ def make_mask(
         raise UnsupportedError("attention_mask: the model makes another padding mask")
     packed = call.batch.documents is not None
     try:
-        return call.sharded(behind(translate(mask_function, call.length, packed), call.past), past)
+        mask = behind(translate(mask_function, call.length, packed), call.past)
+        return call.sharded(mask, past, looks_for_documents(mask_function))
     except UnsupportedError as error:  # models make masks that none of their layers uses
         return replace(call.sharded(Full()), refusal=str(error))
 

@@ -6,6 +6,9 @@
 Copies, casts, scaling, `log_softmax`, `argmax` and `gather` over the last dim, `cross_entropy` and
 cutting off the first or last tokens work on this rank's tokens; their results of single numbers per
 token are gathered. Anything else gathers the rows first, on every rank of the context group.
+
+What shares memory on one device does here: a slice, a flattened view, `.detach()` and `.data` know
+the rows that they are of. Once the rows are gathered, all of them read, and change, that tensor.
 """
 
 from __future__ import annotations
@@ -79,14 +82,14 @@ class _Lift(torch.autograd.Function):
     """A rank's tokens as full rows; their gradient may be of full rows or of the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, local: Tensor, place: LazyPlace) -> Tensor:
+    def forward(ctx: Any, local: Tensor, place: LazyPlace, strides: Any) -> Tensor:
         ctx.place = place
-        return LazyRows(local.detach(), place)
+        return LazyRows(local.detach(), place, strides)
 
     @staticmethod
     @once("an output of a model with rows='whole'")
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad.local if isinstance(grad, LazyRows) else ctx.place.part(grad), None
+        return grad.local if isinstance(grad, LazyRows) else ctx.place.part(grad), None, None
 
 
 class _Local(torch.autograd.Function):
@@ -103,22 +106,37 @@ class _Local(torch.autograd.Function):
         return LazyRows(grad, ctx.place)
 
 
+class _Required(torch.autograd.Function):
+    """Gathered rows with the gradient that lazy ones were given afterwards."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: LazyRows, gathered: Tensor) -> Tensor:
+        return gathered.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad, None
+
+
 class LazyRows(Tensor):
     """Full rows (b, n, ...), of which this rank holds its tokens until all are needed.
 
     Attributes:
-        local: this rank's tokens (b, n/P, ...), without a gradient.
+        local: this rank's tokens (b, n/P, ...), without a gradient; nobody writes to them.
         place: which rows they are of.
     """
 
     local: Tensor
     place: LazyPlace
     _whole: Tensor | None
+    _of_rows: LazyRows | None  # the rows that these are a view of
+    _again: Callable[[Tensor], Tensor] | None  # makes these of the gathered ones
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: LazyPlace) -> LazyRows:
-        rows: Any = wrapper(cls, place.shape(local), local)
-        rows.local, rows.place, rows._whole = local, place, None
+    def __new__(cls, local: Tensor, place: LazyPlace, strides: Any = None) -> LazyRows:
+        rows: Any = wrapper(cls, place.shape(local), local, strides)
+        rows.local, rows.place = local, place
+        rows._whole = rows._of_rows = rows._again = None
         return rows
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
@@ -126,18 +144,38 @@ class LazyRows(Tensor):
 
     def whole(self) -> Tensor:
         """All rows as an ordinary tensor, gathered once; every rank of the group calls it."""
-        graph = self.requires_grad and torch.is_grad_enabled()
-        if self._whole is None or self._whole.requires_grad < graph:
-            nbytes = self.numel() * self.element_size()
-            if nbytes >= _LARGE:
-                warnings.warn(
-                    f"full rows {tuple(self.shape)} are gathered on every rank,"
-                    f" {nbytes / 2**30:.1f} GiB; log_softmax, gather and cross_entropy over the"
-                    " last dim are not, and give the model labels where its loss will do",
-                    stacklevel=3,
-                )
-            self._whole = self.place.gather(_Local.apply(self))
+        if self._whole is None and self._of_rows is not None:
+            self._whole = self._viewing(self._of_rows)
+        elif self._whole is None:
+            with torch.set_grad_enabled(self.requires_grad):
+                self._whole = self._gather()
+        elif self.requires_grad and not self._whole.requires_grad:  # since `requires_grad_`
+            with torch.enable_grad():
+                self._whole = _Required.apply(self, self._whole)
         return self._whole
+
+    @property
+    def gathered(self) -> bool:
+        """True if the rows that these share memory with are an ordinary tensor by now."""
+        return self._whole is not None if self._of_rows is None else self._of_rows.gathered
+
+    def _gather(self) -> Tensor:
+        nbytes = self.numel() * self.element_size()
+        if nbytes >= _LARGE:
+            warnings.warn(
+                f"full rows {tuple(self.shape)} are gathered on every rank,"
+                f" {nbytes / 2**30:.1f} GiB; log_softmax, gather and cross_entropy over the"
+                " last dim are not, and give the model labels where its loss will do",
+                stacklevel=4,
+            )
+        return self.place.gather(_Local.apply(self)).contiguous()  # as these say they are
+
+    def _viewing(self, base: LazyRows) -> Tensor:
+        """A view of the gathered rows of another, which is changed in place where this one is."""
+        assert self._again is not None  # with every base
+        # One that was made without gradient, of rows that have one, has none.
+        with torch.set_grad_enabled(self.requires_grad or not base.requires_grad):
+            return self._again(base.whole())
 
     @classmethod
     def __torch_function__(
@@ -149,7 +187,7 @@ class LazyRows(Tensor):
         if name in _ABOUT or (name in ("__get__", "__set__") and of not in _VIEWS):
             return as_torch_does(func, *args, **kwargs)
         first, rule = args[0] if args else None, _RULES.get(of if name == "__get__" else name)
-        if rule is not None and isinstance(first, LazyRows) and first._whole is None:
+        if rule is not None and isinstance(first, LazyRows) and not first.gathered:
             result = rule(func, first, *args[1:], **kwargs)
             if result is not NotImplemented:
                 return result
@@ -167,9 +205,16 @@ class LazyRows(Tensor):
         return func(*_gathered(args), **_gathered(kwargs or {}))
 
 
-def lazy(local: Tensor, place: LazyPlace) -> Tensor:
+def lazy(local: Tensor, place: LazyPlace, strides: Any = None) -> Tensor:
     """Full rows (b, n, ...) of this rank's tokens, not gathered yet."""
-    return _Lift.apply(local, place)
+    return _Lift.apply(local, place, strides)
+
+
+def _viewed(rows: Tensor, base: LazyRows, func: Callable, *args: Any) -> Tensor:
+    """Rows that share memory with others, as what a function makes of these does."""
+    assert isinstance(rows, LazyRows)
+    rows._of_rows, rows._again = base, lambda full: func(full, *args)
+    return rows
 
 
 def _fits(value: Any, rows: LazyRows) -> bool:
@@ -203,12 +248,15 @@ def _map(func: Callable, rows: LazyRows, *args: Any, **kwargs: Any) -> Any:
     """Apply a function to every number, or to every token's numbers."""
     if any(isinstance(a, Tensor) and a.dim() for a in (*args, *kwargs.values())):
         return NotImplemented
-    result = func(_Local.apply(rows), *args, **kwargs)
+    local = _Local.apply(rows)
+    result = func(local, *args, **kwargs)
+    if result is local and (func.__name__ != "contiguous" or rows.is_contiguous()):
+        return rows  # as torch does where there is nothing to do
     return lazy(result, rows.place) if result.device == rows.device else NotImplemented
 
 
 def _detach(func: Callable, rows: LazyRows) -> Tensor:
-    return LazyRows(rows.local, rows.place)
+    return _viewed(LazyRows(rows.local, rows.place, rows.stride()), rows, func)
 
 
 def _last(rows: LazyRows, dim: int | None) -> bool:
@@ -288,7 +336,7 @@ def _index(func: Callable, rows: LazyRows, index: Any) -> Any:
     place = replace(
         rows.place, start=rows.place.start + start, stop=rows.place.start + max(start, stop)
     )
-    return lazy(_Local.apply(rows), place)
+    return _viewed(lazy(_Local.apply(rows), place, rows.stride()), rows, func, index)
 
 
 def _view(func: Callable, rows: LazyRows, *shape: Any) -> Any:
@@ -299,9 +347,11 @@ def _view(func: Callable, rows: LazyRows, *shape: Any) -> Any:
     flat = len(sizes) == 2 and sizes[0] in (-1, tokens) and sizes[1] in (rows.shape[-1], -1)
     if rows.dim() != 3 or not (flattens or (flat and func.__name__ != "flatten")):
         return NotImplemented
-    if tuple(sizes) == (-1, -1):
+    contiguous = rows.is_contiguous()
+    if tuple(sizes) == (-1, -1) or (func.__name__ == "view" and not contiguous):
         return NotImplemented
-    return lazy(_Local.apply(rows), replace(rows.place, flat=True))
+    made = lazy(_Local.apply(rows), replace(rows.place, flat=True))
+    return _viewed(made, rows, func, *shape) if contiguous else made  # torch copies
 
 
 #: Methods that read no numbers.

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.loss import loss_utils as hf
 
+from weft._torch import as_torch_does
 from weft.errors import ShapeError, UnsupportedError
 from weft.layout import Layout
 
@@ -35,6 +37,7 @@ USE_LOGITS = (
     "call it without labels, and make the loss of its logits: layout.mean(sum, count), or "
     "weft_integrations.transformers.token_loss"
 )
+USE_FULL_LOGITS = "call it without labels, and make the loss of its full logits as on one device"
 
 
 def labels_of(model: Foreign) -> str:
@@ -54,7 +57,7 @@ def labels_of(model: Foreign) -> str:
     return getattr(loss, "__qualname__", type(loss).__name__)
 
 
-def choose_labels(kwargs: dict, labels: str, name: str) -> None:
+def choose_labels(kwargs: dict, labels: str, name: str, layout: Layout) -> None:
     """Leave one kind of labels among a call's arguments: those that the model's loss takes."""
     shifted, own = kwargs.get("shift_labels"), kwargs.get("labels")
     if shifted is None and own is None:
@@ -75,6 +78,7 @@ def choose_labels(kwargs: dict, labels: str, name: str) -> None:
             "them"
         )
     kwargs.pop("shift_labels", None)
+    kwargs["labels"] = TokenLabels.of(own, layout)
 
 
 def loss_of(
@@ -87,7 +91,7 @@ def loss_of(
     """
     if kind not in (NEXT, OWN):
         raise UnsupportedError(f"{kind} is not a loss that weft makes; {USE_LOGITS}")
-    items = kwargs.get("num_items_in_batch")
+    labels, items = plain(labels), kwargs.get("num_items_in_batch")
     if items is not None and not full_rows:
         raise UnsupportedError(
             "num_items_in_batch: with rows='local' weft counts the tokens of all ranks itself; "
@@ -133,6 +137,49 @@ class Replicated(Tensor):
         return result
 
 
+class TokenLabels(Tensor):
+    """Labels of this rank's tokens, of which a model makes a cross-entropy by itself.
+
+    `cross_entropy` of them is that of all ranks' tokens, and replicated; flattened they stay
+    labels. Of anything else they are an ordinary tensor, so that a loss made so is a rank's own.
+    """
+
+    on: Layout
+
+    @classmethod
+    def of(cls, labels: Tensor, layout: Layout) -> TokenLabels:
+        """Mark labels (b, n/P) of this rank's tokens."""
+        marked = labels.as_subclass(cls)
+        marked.on = layout
+        return marked
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        labels = next(t for t in _tensors((args, kwargs)) if isinstance(t, cls))
+        if func is F.cross_entropy:
+            return _cross_entropy(labels.on, *args, **kwargs)
+        result = as_torch_does(func, *args, **kwargs)
+        if not isinstance(result, Tensor):
+            return result
+        result = as_torch_does(result.as_subclass, Tensor)
+        flat = getattr(func, "__name__", "") in ("view", "reshape", "flatten", "to", "long")
+        return cls.of(result, labels.on) if flat else result
+
+
+def _cross_entropy(
+    layout: Layout, logits: Tensor, target: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    """`cross_entropy` of all ranks' tokens; of a rank's own where it is no plain mean over them."""
+    target = plain(target)
+    usual = {"ignore_index": IGNORED, "reduction": "mean", "label_smoothing": 0.0}
+    if args or any(value not in (None, usual.get(name)) for name, value in kwargs.items()):
+        return F.cross_entropy(logits, target, *args, **kwargs)
+    return token_loss(logits, target, layout).to(logits.dtype).as_subclass(Replicated)
+
+
 class Constants(TorchFunctionMode):
     """While it is entered, new tensors of zeros or ones are replicated."""
 
@@ -150,7 +197,7 @@ def is_replicated(t: Tensor) -> bool:
 
 def plain(value: Any) -> Any:
     """The same tensors without the mark, also in tuples, lists and a model's outputs by name."""
-    if isinstance(value, Replicated):
+    if isinstance(value, Replicated | TokenLabels):
         return Tensor.__torch_function__(Tensor.as_subclass, (), (value, Tensor))
     if type(value) in (tuple, list):
         return type(value)(map(plain, value))
@@ -160,7 +207,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def check_loss(output: Any, name: str, labelled: bool) -> None:
+def check_loss(output: Any, name: str, labelled: bool, full_rows: bool) -> None:
     """Raise unless the loss among a model's outputs is replicated."""
     losses = [getattr(output, "loss", None)]
     if labelled and isinstance(output, tuple | list | Tensor):
@@ -170,7 +217,7 @@ def check_loss(output: Any, name: str, labelled: bool) -> None:
         if loss is not None and not (isinstance(loss, Tensor) and is_replicated(loss)):
             raise UnsupportedError(
                 f"{name} computed a loss, or a part of it, from this rank's tokens "
-                f"only; {USE_LOGITS}"
+                f"only; {USE_FULL_LOGITS if full_rows else USE_LOGITS}"
             )
 
 
@@ -188,6 +235,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 __all__ = [
     "Constants",
     "Replicated",
+    "TokenLabels",
     "check_loss",
     "choose_labels",
     "labels_of",

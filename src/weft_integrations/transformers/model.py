@@ -20,6 +20,7 @@ from weft.errors import DeclarationError
 from weft.layout import Layout
 
 from .hooks import check_kind, check_layout, install, without_adapters
+from .replicated import unshare_configurations
 from .rows import check_context_group
 from .verification import verify as verification
 
@@ -62,7 +63,7 @@ def parallelize_transformers(
 
     `model.generate` is transformers' own, with a `ShardedCache` of which every rank holds a part:
     prompts are split over ranks, and then every rank computes every new token, attends to its own
-    keys, and gets the same tokens as one device. A call with `past_key_values=ShardedCache(model)`
+    keys, and gets the same tokens as one device. A call with `cache=ShardedCache(model)`
     runs likewise.
 
     A call that has no parts runs *replicated*, with a warning: the model's attention as it was, on
@@ -161,5 +162,6 @@ def parallelize_transformers(
         check_context_group(layout, axis)
     if verify:
         verification.verify(inner, layout, axis, embeddings)
+    unshare_configurations(model)
     install(inner, layout, axis, embeddings, rows=rows)
     return model

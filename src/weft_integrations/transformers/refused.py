@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from weft._torch import in_transform
+from weft._torch import in_transform, traced
 from weft.comm.once_differentiable import transformed
 from weft.errors import UnsupportedError
 from weft.layout import Layout
@@ -19,6 +19,7 @@ from weft.masks import And, KeyPadding, Mask
 
 from .. import Foreign
 from .batches import OTHER_INPUTS, KeySpans, unpadded
+from .defaults import CACHES, asked, differentiated
 from .rebinding import is_ours
 
 
@@ -48,6 +49,17 @@ def transform(name: str) -> None:
         raise transformed(name)
 
 
+def exported(name: str, kwargs: dict) -> None:
+    """Raise where a call is recorded: one rank's operations, without messages."""
+    tensors = (v for v in kwargs.values() if isinstance(v, Tensor))
+    if torch.compiler.is_exporting() or torch.jit.is_tracing() or any(map(traced, tensors)):
+        raise UnsupportedError(
+            f"{name} is exported or traced (torch.export, torch.jit.trace, fake tensors), which"
+            " records the operations of one rank and no messages; export the model after"
+            " weft.restore(model)"
+        )
+
+
 def adalora(model: Foreign) -> None:
     """Raise for AdaLoRA, which calls the model's `forward` past the hooks that split its rows."""
     for module in model.modules():
@@ -58,19 +70,14 @@ def adalora(model: Foreign) -> None:
             )
 
 
-#: Names of the argument that is a cache: transformers 5.24 renamed the first to the second.
-CACHES = ("past_key_values", "cache")
-
-
 def caches(kwargs: dict, model: Foreign) -> None:
     """Raise for arguments that a call with a `ShardedCache` cannot have."""
-    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+    if differentiated(model, kwargs):
         raise UnsupportedError(
             "past_key_values: a ShardedCache keeps no graph, so nothing could be differentiated "
             "through it; call the model within torch.no_grad(), or without a cache"
         )
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+    attentions(kwargs, model)
     if kwargs.get("cu_seq_lens_q") is not None:
         raise UnsupportedError(
             "cu_seq_lens_q: documents that are packed in a row have no cache of keys, as later "
@@ -79,7 +86,14 @@ def caches(kwargs: dict, model: Foreign) -> None:
         )
 
 
-def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
+def attentions(kwargs: dict, model: Foreign) -> None:
+    """Raise where attention weights are asked for, by an argument or by the configuration."""
+    if asked(model, kwargs, "output_attentions"):
+        where = "" if kwargs.get("output_attentions") else " in the configuration"
+        raise UnsupportedError(f"output_attentions{where}: no rank ever holds the weights")
+
+
+def arguments(kwargs: dict, model: Foreign, axis: str, splits_inside: bool) -> None:
     """Raise for arguments that cannot be split over ranks, by name."""
     if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES):
         raise UnsupportedError(
@@ -92,8 +106,7 @@ def arguments(kwargs: dict, axis: str, splits_inside: bool) -> None:
                 f"{name}: attention to another sequence is not sharded, and would get this one's "
                 "padding; leave it out, or call the model on one device"
             )
-    if kwargs.get("output_attentions"):
-        raise UnsupportedError("output_attentions: no rank ever holds the attention weights")
+    attentions(kwargs, model)
     keep = kwargs.get("logits_to_keep")
     if isinstance(keep, Tensor) or keep:
         raise UnsupportedError(

@@ -8,6 +8,7 @@ their average.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,19 @@ def configurations(model: nn.Module) -> list[Any]:
         inner = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
         pending += [c for c in inner if c is not None]
     return list(by_id.values())
+
+
+def unshare_configurations(model: nn.Module) -> None:
+    """Give a model copies of its configuration objects, which other models may have, too.
+
+    One object stays one: modules that shared a configuration share its copy.
+    """
+    memo: dict[int, Any] = {}
+    copies = {id(c): copy.deepcopy(c, memo) for c in configurations(model)}
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if id(value) in copies:
+                vars(module)[name] = copies[id(value)]
 
 
 @contextlib.contextmanager

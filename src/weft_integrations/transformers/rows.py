@@ -17,19 +17,23 @@ torch's DDP and FSDP2, trainers and gradient clipping need to know nothing else.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm.collectives import partial_to_invariant, scale_backward
+from weft.comm.collectives import (
+    invariant_to_replicate,
+    partial_to_invariant,
+    scale_backward,
+)
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.losses.labels import shift_labels
 
 from ..common import tokens_per_chunk
-from .batches import shard_batch, tokens_of
+from .batches import sharded, tokens_of
 from .consistency import Entered, recorded
 from .lazy import LazyPlace, lazy
 
@@ -64,14 +68,18 @@ def check_context_group(layout: Layout, axis: str) -> None:
 
 
 def cut(
-    kwargs: Mapping[str, Any], layout: Layout, axis: str, cached: bool = False
+    kwargs: Mapping[str, Any],
+    layout: Layout,
+    axis: str,
+    cached: bool = False,
+    encoder: bool = False,
 ) -> dict[str, Any]:
     """This rank's part of a call's full rows, as keyword arguments with their `weft=Batch`.
 
     Labels are shifted before the cut, over the full row, as transformers' own loss shifts them.
-    Documents are those of `cu_seq_lens_q`, or of position ids that start anew, unless keys are
-    `cached`: with a cache transformers looks for none in position ids. Rows that have no parts,
-    which a model runs replicated, are an `UnsupportedError`.
+    Documents are those of `cu_seq_lens_q`, or of position ids that start anew where transformers
+    looks for some: under causal masks, without padding and unless keys are `cached`. Rows that have
+    no parts, which a model runs replicated, are an `UnsupportedError`.
     """
     full = {n: v for n, v in kwargs.items() if n not in (*_VARLEN, "cache_position")}
     ids = tokens_of(full)
@@ -88,30 +96,53 @@ def cut(
             raise UnsupportedError(
                 f"{name}: {tuple(value.shape)} is not of {(rows, length)} tokens"
             )
-    documents = _documents(kwargs, rows, length, cached)
-    if documents is not None and full.get("position_ids") is None:
-        full["position_ids"] = torch.arange(length, device=ids.device)[None]
+    documents, bounds = None, kwargs.get("cu_seq_lens_q")
+    by_positions = False
+    if bounds is not None and rows == 1:
+        documents = tuple(bounds.unique_consecutive().diff().tolist())  # an end twice: an empty one
+        if full.get("position_ids") is None:
+            full["position_ids"] = torch.arange(length, device=ids.device)[None]
+    elif not cached and start_anew(kwargs):
+        documents, by_positions = _documents(kwargs["position_ids"], length, encoder), True
     labels = full.get("labels")
     of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
     if of_tokens and full.get("shift_labels") is None:
         full["shift_labels"] = shift_labels(full["labels"])
-    return shard_batch(full, layout, axis, documents)
+    local = sharded(full, layout, axis, documents, jumps=True)
+    return local | {"weft": replace(local["weft"], by_positions=by_positions)}
 
 
-def _documents(
-    kwargs: Mapping[str, Any], rows: int, length: int, cached: bool
-) -> tuple[int, ...] | None:
-    """Lengths of the documents that are packed in every row; None: one per row."""
-    bounds, positions = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-    if bounds is not None and rows == 1:
-        return tuple(bounds.diff().tolist())
-    padded = kwargs.get("attention_mask") is not None
-    if padded or cached or positions is None or positions.dim() != 2:
-        return None  # where transformers looks for no documents
+def with_full_gradients(
+    kwargs: Mapping[str, Any], layout: Layout, axis: str, averaged: bool = True
+) -> dict[str, Any]:
+    """The same arguments; a gradient of one is that of all ranks' tokens, on every rank.
+
+    A rank's own backward pass knows its tokens' part, times P where gradients are averaged.
+    """
+    dims, share = layout.shard_dims(axis), 1 / factor(layout, axis) if averaged else 1.0
+
+    def full(x: Any) -> Any:
+        if not (isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()):
+            return x
+        return invariant_to_replicate(scale_backward(x, share), dims, layout.bound)
+
+    return {name: full(value) for name, value in kwargs.items()}
+
+
+def start_anew(kwargs: Mapping[str, Any]) -> bool:
+    """True if position ids start anew where transformers takes them for packed documents."""
+    positions = kwargs.get("position_ids")
+    if kwargs.get("attention_mask") is not None or positions is None or positions.dim() != 2:
+        return False
+    return bool((positions.diff(dim=-1) != 1).any())
+
+
+def _documents(positions: Tensor, length: int, encoder: bool) -> tuple[int, ...] | None:
+    """Lengths of the documents that position ids tell of; None: an encoder's, which differ."""
     starts = positions.diff(dim=-1) != 1
-    if not starts.any():
-        return None
     if not (starts == starts[:1]).all():
+        if encoder:
+            return None
         raise UnsupportedError("position_ids: rows have documents of different lengths")
     ends = [*(starts[0].nonzero().flatten() + 1).tolist(), length]
     return tuple(b - a for a, b in zip([0, *ends], ends))
@@ -172,15 +203,24 @@ class Outputs:
                 "rows cannot be made of them; parallelize with rows='local'"
             )
         if self.layout.size(self.axis) > 1:
+            made: list[tuple[Tensor, Tensor]] = []
             for name in list(output):
-                output[name] = self._entry(name, output[name], length)
+                output[name] = self._entry(name, output[name], length, made)
         return output
 
-    def _entry(self, name: str, value: Any, length: int) -> Any:
+    def _entry(self, name: str, value: Any, length: int, made: list[tuple[Tensor, Tensor]]) -> Any:
         if isinstance(value, tuple | list):
-            return type(value)(self._entry(name, v, length) for v in value)
+            return type(value)(self._entry(name, v, length, made) for v in value)
         if not isinstance(value, Tensor):
             return value
+        # The last hidden state is in `hidden_states`, too: one tensor stays one.
+        rows = next((full for local, full in made if local is value), None)
+        if rows is None:
+            rows = self._tensor(name, value, length)
+            made.append((value, rows))
+        return rows
+
+    def _tensor(self, name: str, value: Tensor, length: int) -> Tensor:
         if name in POOLED_OUTPUTS or (self.pooled and name in ("logits", "loss")):
             return recorded(value, self.entered)  # every rank computes them of gathered states
         if value.dim() == 0 or name == "router_logits":

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from weft.carry.pieces import LocalPieces
-from weft.errors import DeclarationError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Documents, Mask
 from weft.torch_interop.equal_masks import kept
@@ -67,6 +67,7 @@ class ModelCall:
     past: int = 0  # tokens in the cache before
     padding: Tensor | None = None  # (b, past), which of them are none
     unsplit: str = ""  # why they are whole, where no token was cached before
+    absent: str = ""  # why there is no cache among the outputs, where one device makes one
     state: LocalPieces | None = None  # where recurrent layers' states cross ranks
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -81,14 +82,22 @@ class ModelCall:
         cached = "" if self.cache is None else f", {self.cache.described}"
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
-    def sharded(self, mask: Mask, past: OfCache | None = None) -> Sharded:
+    def sharded(
+        self, mask: Mask, past: OfCache | None = None, looks_for_documents: bool = False
+    ) -> Sharded:
         """The mark for a mask of the call's tokens among themselves, and for those cached before.
 
-        Documents and padding of the batch are added.
+        Documents and padding of the batch are added; documents by position ids only to a mask for
+        which transformers looks for some.
         """
-        extra = self.batch.mask
-        if self.batch.documents is not None:
-            mask = mask & Documents(self.batch.documents)
+        extra, documents = self.batch.mask, self.batch.documents
+        if self.batch.by_positions and looks_for_documents and documents is None:
+            raise UnsupportedError(
+                "position_ids: rows have documents of different lengths; give each document a row,"
+                " or all rows the same lengths"
+            )
+        if documents is not None and (looks_for_documents or not self.batch.by_positions):
+            mask = mask & Documents(documents)
         if not self.length:
             raise DeclarationError(
                 "the number of tokens is not known yet: name the module that makes tokens, "
@@ -96,7 +105,11 @@ class ModelCall:
             )
         mask = mask if extra is None else mask & extra
         # Chunks of whole blocks differ in length even where the ranks divide it.
-        uneven = self.layout.reproducible or self.length % self.layout.size(self.axis)
+        uneven = (
+            self.layout.reproducible
+            or self.layout.share
+            or self.length % self.layout.size(self.axis)
+        )
         length = str(self.length) if uneven else None
         return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
 
@@ -137,7 +150,7 @@ def cache_of_call() -> ShardedCache:
     if cache is None:
         raise DeclarationError(
             "a layer was called with the mask of another call, which had a ShardedCache: pass"
-            " past_key_values= to the model, and no masks of other calls"
+            " cache= to the model, and no masks of other calls"
         )
     return cache
 

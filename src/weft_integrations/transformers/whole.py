@@ -127,6 +127,18 @@ def accepts_positions(model: Foreign) -> bool:
     return open_ and any("position_ids" in inspect.signature(f).parameters for f in inner)
 
 
+def encodes(model: Foreign) -> bool:
+    """True if a model makes no causal masks, for all that its modules and configuration say."""
+    parts = [m for m in model.modules() if hasattr(m, "config")]
+    for part in parts:
+        names = vars(sys.modules[type(part).__module__])
+        causal = any(n.startswith("create_") and "causal_mask" in n for n in names)
+        decoder = getattr(part.config, "is_decoder", None)
+        if causal and not ("create_bidirectional_mask" in names and decoder is False):
+            return False
+    return True
+
+
 def takes_positions(module: Foreign) -> bool:
     """True if a position table counts 0, 1, 2, ... itself where it is given no position ids."""
     if "PositionalEmbedding" not in type(module).__name__:

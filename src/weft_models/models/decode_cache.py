@@ -44,6 +44,7 @@ class DecodeCache:
         self, spec: ModelSpec, layout: Layout, modules: Iterable[nn.Module], further: int
     ) -> None:
         batch, self.axis, _ = spec.axes
+        layout.refuse_shares("decoding")
         self.layout, self.further = layout, further
         self.masks = decodable_blocks(spec, modules, self.axis)
         split, keys = layout.shard_dims(self.axis), layout.key_dims(self.axis)

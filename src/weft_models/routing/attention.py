@@ -27,6 +27,7 @@ from weft._digest import describe_value, number_of
 from weft._torch import traced
 from weft._uploads import upload, uploaded
 from weft.comm import collectives
+from weft.comm.channel import refused_everywhere
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
 from weft.errors import ShapeError, UnsupportedError
@@ -173,9 +174,9 @@ def routed_attention(
     )
     bound = calls.BoundCall(layout, call)
     q, k, v = as_autocast(q, k, v)
-    if error := unusable_scale(scale, q.dtype):
-        bound.refuse(error)
-        raise error
+    with refused_everywhere(bound.refuse):
+        if error := unusable_scale(scale, q.dtype):
+            raise error
     rest = calls.rest_shape(q, k, v)
     plan, channel, agreed = bound.begin(q, k, v)
     channel.check()

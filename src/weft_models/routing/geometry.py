@@ -22,6 +22,7 @@ from .router import split_blocks
 
 def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str, ...]:
     """The routed mesh dims, outermost first; refuses rules that routing cannot be combined with."""
+    layout.refuse_shares("learned routing")
     if mask.per_sample:
         raise UnsupportedError(
             "routing takes masks of positions (Full, Causal, Window, FirstKeys, Documents and "

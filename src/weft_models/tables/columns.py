@@ -1,17 +1,24 @@
-"""Columns of text cells as numbers, booleans, dates or text, by the types of the training rows."""
+"""Kinds of columns of text, by their training cells: numbers, truth values, dates or words.
+
+One rule for the cells of CSV files, of DataFrames and of arrays.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import printable
 
+from .categories import meanings
+
 if TYPE_CHECKING:
     import pandas as pd
 
-#: Cells without a value, except in the columns with the class and with the rows' names.
+#: Cells without a value among numbers, truth values and dates. Among words only the empty cell is
+#: one: NA may be Namibia, and None an answer.
 MISSING = ("", "?", "NA", "N/A", "n/a", "<NA>", "#N/A", "NaN", "nan", "NULL", "null", "None")
 #: A column of so many numbers, or dates, is one of them; its other cells count as missing.
 MOSTLY = 0.9
@@ -21,6 +28,37 @@ _LOCAL_DATE = re.compile(r"(\d\d?)([/.-])(\d\d?)\2\d{4}\b")
 #: What may follow such a date: pandas takes other text for times.
 _TIME = r"(?:[T ]+\d\d?:\d\d(?::\d\d(?:\.\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?)?"
 _NEARLY = r"\W{0,3}\d{1,3}(?:[.,' ]?\d{3})*(?:[.,]\d*)?\W{0,3}"
+
+
+@dataclass(frozen=True)
+class Reader:
+    """Reads text cells as a number, truth value, date or duration, the `kind`; others are NaN.
+
+    `signs` are the decimal signs of numbers, `form` is how pandas reads the dates.
+
+    >>> import pandas as pd
+    >>> Reader("number", ",")(pd.Series(["1,5", "NA"])).tolist()
+    [1.5, nan]
+    """
+
+    kind: str
+    signs: str = "."
+    form: tuple[tuple[str, Any], ...] = (("format", "ISO8601"),)
+
+    def __call__(self, cells: pd.Series) -> pd.Series:
+        import pandas as pd
+
+        cells = cells.mask(cells.isin(MISSING))
+        if self.kind == "number":
+            return _numbers(cells, self.signs)
+        if self.kind == "truth value":
+            return cells.str.lower().map(TRUTH).fillna(_numbers(cells, self.signs))
+        if self.kind == "duration":
+            return pd.to_timedelta(cells, errors="coerce")
+        form = dict(self.form)
+        if "dayfirst" in form:
+            cells = cells.where(cells.str.fullmatch(_LOCAL_DATE.pattern + _TIME, na=False))
+        return pd.to_datetime(cells, errors="coerce", utc=True, **form)
 
 
 def tidy_column(
@@ -35,55 +73,72 @@ def tidy_column(
     Cells are text. `names` are those of the two files; `commas` says of each whether commas in it
     may be decimal signs.
     """
-    notes = []
-    for frame in (x_train, x_test):
-        frame[column] = frame[column].mask(frame[column].isin(MISSING))
-    values = x_train[column].dropna()
-    kind, read = _reader(values, commas)
+    read = reader_of(x_train[column], commas)
     if read is None:
-        return [f"column {column!r} is text{why}" for why in _doubts(values)]
+        return _tidy_words(x_train, x_test, column, names)
+    notes = []
     for frame, name in zip((x_train, x_test), names):
-        found = read(frame[column])
-        odd = frame[column][found.isna() & frame[column].notna()]
+        cells, found = frame[column], read(frame[column])
+        odd = cells[found.isna() & cells.notna() & ~cells.isin(MISSING)]
         frame[column] = found
         if len(odd):
-            notes.append(
-                f"{name}: column {column!r}: cells other than a {kind} are missing:"
-                f" {len(odd)} of {len(frame)} cells ({listed(list(map(repr, odd.unique())))})"
-            )
+            notes.append(f"{name}: {other_cells(column, read.kind, odd, len(frame))}")
     return notes
 
 
-def _reader(
-    values: pd.Series, commas: Sequence[bool]
-) -> tuple[str, Callable[[pd.Series], pd.Series] | None]:
-    """The kind of training cells, and a function that reads such cells; None for text.
+def other_cells(column: str, kind: str, odd: pd.Series, count: int) -> str:
+    """A sentence on the cells of a column of `count` that are of no use to its reader."""
+    cells = listed(list(map(repr, odd.unique())))
+    return (
+        f"column {column!r}: cells other than a {kind} are missing: {len(odd)} of {count} cells"
+        f" ({cells})"
+    )
+
+
+def _tidy_words(
+    x_train: pd.DataFrame, x_test: pd.DataFrame, column: str, names: Sequence[str]
+) -> list[str]:
+    for frame in (x_train, x_test):
+        frame[column] = frame[column].mask(frame[column].eq(""))
+    values, given = x_train[column].dropna(), x_test[column].dropna()
+    notes = [f"column {column!r} is text{why}" for why in _doubts(values[~values.isin(MISSING)])]
+    known = meanings(values.unique())
+    unknown = given[[known(cell) is None for cell in given]]
+    if 0 < len(unknown) < len(given):  # of a column without a known category `predict` warns
+        notes.append(
+            f"{names[1]}: column {column!r}: categories that {names[0]} lacks are missing:"
+            f" {len(unknown)} of {len(x_test)} cells ({listed(list(map(repr, unknown.unique())))})"
+        )
+    return notes
+
+
+def reader_of(cells: pd.Series, commas: Sequence[bool] = (False, False)) -> Reader | None:
+    """The reader of training cells and of all others of their column; None for words.
+
+    `commas` says of the training and of the test table whether commas may be decimal signs.
 
     >>> import pandas as pd
-    >>> kind, read = _reader(pd.Series(["1,5", "2"]), (True, True))
-    >>> kind, read(pd.Series(["3,5", "many"])).tolist()
+    >>> read = reader_of(pd.Series(["1,5", "2", "NA"]), (True, True))
+    >>> read.kind, read(pd.Series(["3,5", "many"])).tolist()
     ('number', [3.5, nan])
+    >>> reader_of(pd.Series(["NA", "DE"])) is None
+    True
     """
-    import pandas as pd
+    values = cells[cells.notna() & ~cells.isin(MISSING)]
 
-    def mostly(read: Callable[[pd.Series], pd.Series]) -> bool:
+    def mostly(read: Reader) -> bool:
         return not len(values) or read(values).notna().mean() >= MOSTLY
 
-    signs = _decimal_signs(values, commas)
-    if mostly(lambda cells: _numbers(cells, signs)):
-        return "number", lambda cells: _numbers(cells, signs)
+    numbers = Reader("number", _decimal_signs(values, commas))
+    if mostly(numbers):
+        return numbers
     if values.str.lower().isin(list(TRUTH)).all():
-        return "truth value", lambda cells: cells.str.lower().map(TRUTH)
+        return Reader("truth value")
     form = _date_form(values)
-
-    def dates(cells: pd.Series) -> pd.Series:
-        if "dayfirst" in form:
-            cells = cells.where(cells.str.fullmatch(_LOCAL_DATE.pattern + _TIME, na=False))
-        return pd.to_datetime(cells, errors="coerce", utc=True, **form)
-
+    dates = Reader("date", form=tuple(form.items()))
     if not form or form.get("dayfirst", False) is None or not mostly(dates):
-        return "text", None
-    return "date", dates
+        return None
+    return dates
 
 
 def _decimal_signs(values: pd.Series, commas: Sequence[bool]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -56,16 +57,16 @@ class Features:
         largest = np.nanmax(np.abs(x[:, self.columns]), axis=0)
         self.exponents = np.frexp(np.where(largest > 0, largest, 1.0))[1]
         scaled = self._scaled(x)
-        self.scaler = StandardScaler().fit(scaled)
+        self.scaler = _plain(StandardScaler()).fit(scaled)
         plain = self.scaler.transform(scaled)
         count = min(widest // 2, *plain.shape) if self.own > widest else 0
         if count:
-            self.components = PCA(count, random_state=seed).fit(np.nan_to_num(plain))
-        self.quantiles = QuantileTransformer(
-            n_quantiles=min(1000, len(x)),
-            subsample=SAMPLE,
-            random_state=seed,
-        ).fit(plain)
+            pca = _plain(PCA(count, random_state=seed))
+            self.components = pca.fit(np.nan_to_num(plain))
+        quantiles = QuantileTransformer(
+            n_quantiles=min(1000, len(x)), subsample=SAMPLE, random_state=seed
+        )
+        self.quantiles = _plain(quantiles).fit(plain)
 
     def __call__(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The features of rows as they are, and as normal scores: (rows, features) float32 each.
@@ -108,6 +109,11 @@ class Features:
     @property
     def _count(self) -> int:
         return 0 if self.components is None else self.components.n_components_
+
+
+def _plain(transformer: Any) -> Any:
+    """A transformer that gives arrays, whatever `sklearn.set_config` asks of the user's own."""
+    return transformer.set_output(transform="default")
 
 
 def _normal_scores(quantiles: np.ndarray) -> np.ndarray:

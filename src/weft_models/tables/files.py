@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import unicodedata
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from weft.errors import WeftError, did_you_mean, printable, shown
 
 from .columns import listed, tidy_column
 from .progress import progress
-from .unpack import open_table
+from .unpack import open_table, read_start
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,6 +28,14 @@ SEPARATORS = (",", ";", "\t", "|")
 ENCODINGS = ("utf-8-sig", "cp1252")
 #: Files of other programs that are often meant, and are no text.
 OTHERS = (".xlsx", ".xls", ".ods", ".parquet", ".feather")
+#: First bytes of files that are no CSV, whatever their name.
+FIRST_BYTES = {
+    rb"PK\x03\x04.{26}(\[content_types]|_rels/|xl/|docprops/)": "an Excel workbook",
+    rb"PK\x03\x04.{26}mimetype": "a workbook of LibreOffice",
+    rb"\xd0\xcf\x11\xe0": "an Excel workbook",
+    rb"PAR1": "a Parquet file",
+    rb"(\xef\xbb\xbf)?\s*<(!doctype|html)": "a web page",
+}
 #: More different numbers than this are a quantity, and no classes.
 MOST_NUMBERS = 100
 MOST_FRACTIONS = 20
@@ -67,6 +76,8 @@ def read_pair(
     `target` has the classes; `name` names the rows and, like the columns in `drop`, is no feature.
     Raises `WeftError` with the file, the column, the value found, and a fix.
     """
+    target, name = _name(target), None if name is None else _name(name)
+    drop = list(map(_name, drop))
     _check_choice(target, name, drop)
     known, separator = _read(train, shows=shows)
     unknown, other = _read(test, separator, shows)
@@ -77,7 +88,7 @@ def read_pair(
         _check_column(unknown, test, name, "--id")
     labels = known[target].to_numpy(str)
     _check_labels(labels, train, target)
-    notes: list[str] = []
+    notes = _repeated_headers(known, train)
     apart = {target, *drop} | ({name} if name else set())
     unnamed = [c for c in known.columns if c.startswith("Unnamed: ") and c not in apart]
     if unnamed:
@@ -128,6 +139,7 @@ def _read(
 
 
 def _decoded(path: Path, separator: str, shows: bool) -> tuple[pd.DataFrame, str]:
+    _check_kind(path)
     with open_table(path) as (file, _):
         wide = file.read(2) in (b"\xff\xfe", b"\xfe\xff")
     _check_width(path)
@@ -167,8 +179,25 @@ def _parse(path: Path, separator: str, encoding: str, shows: bool) -> tuple[pd.D
             frame = _read_csv(path, names=[*header, more], header=0, **read)
             _check_more(frame.pop(more), path)
         _check_size(len(frame), most, path)
-        frame = frame.apply(lambda cells: cells.str.strip()).rename(columns=str.strip)
+        frame = frame.apply(lambda cells: cells.str.strip()).rename(columns=_name)
     return frame, separator
+
+
+def _name(column: str) -> str:
+    """A column's name without spaces around it, of the letters that other files write it with.
+
+    >>> _name(" o\u0308l") == "\u00f6l"
+    True
+    """
+    return unicodedata.normalize("NFC", column.strip())
+
+
+def _repeated_headers(frame: pd.DataFrame, path: Path) -> list[str]:
+    """A note on rows that have the names of the columns, as of files that were joined."""
+    names = np.array(frame.columns, dtype=object)
+    rows = np.flatnonzero((frame.to_numpy(object) == names).all(axis=1))
+    lines = listed([str(row + 2) for row in rows])
+    return [f"{path.name}: the header stands again in line {lines}; delete it"] if len(rows) else []
 
 
 def _read_csv(path: Path, **options: Any) -> pd.DataFrame:
@@ -197,6 +226,13 @@ def _check_file(path: Path) -> None:
         raise WeftError(f"there is no file {shown(str(path))}{meant if 'mean' in meant else ''}")
 
 
+def _check_kind(path: Path) -> None:
+    first = read_start(path)
+    for pattern, kind in FIRST_BYTES.items():
+        if re.match(pattern, first, re.DOTALL | re.IGNORECASE):
+            raise WeftError(f"{path} is no CSV file but {kind}; save or export the table as CSV")
+
+
 def _check_width(path: Path) -> None:
     """Refuse a header of too many columns before it is parsed, once for every separator."""
     with open_table(path) as (file, _):
@@ -215,7 +251,11 @@ def _check_columns(count: int, path: Path) -> None:
 
 
 def _check_header(columns: Sequence[str], path: Path) -> None:
-    counts = Counter(column.strip() for column in columns)
+    if columns[0].lower().startswith("sep="):
+        raise WeftError(
+            f"{path}: line 1 tells Excel which separator the file has, and is no header: delete it"
+        )
+    counts = Counter(map(_name, columns))
     twice = [name for name, count in counts.items() if name and count > 1]
     if twice:
         raise WeftError(
@@ -241,8 +281,9 @@ def _check_more(cells: pd.Series, path: Path) -> None:
 
 def _more_fields(path: Path) -> WeftError:
     return WeftError(
-        f"{path} has rows with more fields than its header has names; if the first of them names"
-        " the row, as write.table of R has it, give that column a name in the header"
+        f"{path} has rows with more fields than its header, line 1, has names; if line 1 is a"
+        " comment, delete it; if the first field names the row, as write.table of R has it, give"
+        " that column a name in the header"
     )
 
 

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from decimal import Decimal, InvalidOperation
+import warnings
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .categories import meanings
+from .columns import MISSING, Reader, listed, other_cells, reader_of
+
 if TYPE_CHECKING:
     import pandas as pd
 
-#: What pandas finds in a column of objects that are all numbers, or all dates.
-NUMBERS = ("integer", "floating", "mixed-integer-float", "decimal", "boolean", "empty")
-DATES = ("datetime64", "datetime", "date")
-DURATIONS = ("timedelta64", "timedelta")
+#: Kinds of typed columns, by what pandas finds in a column of objects.
+KINDS = {
+    "number": ("integer", "floating", "mixed-integer-float", "decimal"),
+    "truth value": ("boolean",),
+    "date": ("datetime64", "datetime", "date", "period"),
+    "duration": ("timedelta64", "timedelta"),
+    "nothing": ("empty",),
+}
+#: What a training column of a kind takes from a typed one: truth values count as 0 and 1.
+ALIKE = {"number": ("number", "truth value"), "truth value": ("number", "truth value")}
 
 
 class Numbers:
     """Turns tables into float64 arrays, as it was fitted on training rows.
 
         numbers, booleans   as they are; infinite ones count as missing
-        dates, durations    seconds
-        categories, text    a code per category, in the order of a pandas category, else sorted;
+        dates, durations    seconds; of a period, those of its beginning
+        text                numbers, truth values or dates, if nine of ten cells are (`columns`)
+        categories, words   a code per category, in the order of a pandas category, else sorted;
                             one that no training row has counts as missing
 
     The training rows alone decide how a cell is read. A category is met by its text or, where that
-    is unknown, by its meaning: 1 and "1.0" meet "01", True meets "TRUE". Programs that guess the
-    type of a column write one cell in several ways.
+    is unknown, by what it spells: 1 and "1.0" meet "01", True meets "TRUE", "YES" meets "yes".
+    Programs that guess the type of a column write one cell in several ways.
 
     `names` are the columns', for messages. Per column, `categories` has their text in the order of
     the codes, None for numbers; `unordered` how many codes without an order it has, 0 for none.
@@ -37,46 +47,134 @@ class Numbers:
     >>> numbers = Numbers(table)
     >>> numbers(table).tolist()
     [[1.0, 1.0], [2.0, 0.0], [nan, 1.0]]
-    >>> numbers(pd.DataFrame({"size": [5], "colour": ["green"]})).tolist()
-    [[5.0, nan]]
+    >>> numbers(pd.DataFrame({"size": ["5"], "colour": ["Red"]})).tolist()
+    [[5.0, 1.0]]
     """
 
     def __init__(self, table: Any) -> None:
-        import pandas as pd
-
         frame = _frame(table)
-        if not isinstance(table, pd.DataFrame):
-            frame = frame.apply(_plain)
-        self.names = [str(name) for name in frame.columns]
-        columns = [frame.iloc[:, j] for j in range(len(self.names))]
-        self.categories = [_categories(column) for column in columns]
-        self.unordered = [
-            0 if known is None or getattr(column.dtype, "ordered", False) else len(known)
-            for column, known in zip(columns, self.categories)
+        self.columns = [_fitted(frame.iloc[:, j]) for j in range(frame.shape[1])]
+
+    @property
+    def names(self) -> list[str]:
+        return [column.name for column in self.columns]
+
+    @property
+    def categories(self) -> list[list[str] | None]:
+        return [column.categories for column in self.columns]
+
+    @property
+    def unordered(self) -> list[int]:
+        return [
+            0 if column.ordered or column.categories is None else len(column.categories)
+            for column in self.columns
         ]
 
     def __call__(self, table: Any) -> np.ndarray:
         """The numbers of a table with the columns of the fitted one: (rows, columns) float64.
 
-        From a pandas DataFrame or a 2-d array. Raises `ValueError` for text in a column of numbers.
+        From a pandas DataFrame or a 2-d array. Raises `ValueError` for cells that a typed training
+        column cannot hold; warns of cells that a column of text cannot, and of a column whose
+        categories are all unknown.
         """
-        if isinstance(table, np.ndarray) and table.dtype.kind in "biuf" and not any(self._coded):
+        plain = isinstance(table, np.ndarray) and table.dtype.kind in "biuf"
+        if plain and all(column.kind in ALIKE for column in self.columns):
             found = table.astype(np.float64)
         else:
             frame = _frame(table)
-            columns = [
-                _numbers(frame.iloc[:, j], name)
-                if known is None
-                else _codes(frame.iloc[:, j], known)
-                for j, (name, known) in enumerate(zip(self.names, self.categories))
-            ]
-            found = np.column_stack(columns) if columns else np.empty((len(frame), 0))
+            found = np.empty((len(frame), len(self.columns)))
+            for j, column in enumerate(self.columns):
+                found[:, j] = column(frame.iloc[:, j])
         found[~np.isfinite(found)] = np.nan
         return found
 
-    @property
-    def _coded(self) -> list[bool]:
-        return [known is not None for known in self.categories]
+
+@dataclass(frozen=True)
+class _Column:
+    """How the cells of one column become numbers; the training cells decided it.
+
+    `kind` is one of `KINDS` or "text". A `reader` reads cells of text, strictly where the training
+    column was typed.
+    """
+
+    name: str
+    kind: str
+    categories: list[str] | None = None
+    ordered: bool = False
+    reader: Reader | None = None
+    strict: bool = True
+
+    def __call__(self, column: pd.Series) -> np.ndarray:
+        kind = _kind(column)
+        if self.kind == "nothing":
+            return np.full(len(column), np.nan)
+        if self.categories is not None:
+            return self._codes(column, self.categories)
+        if kind == "text":
+            return self._read(column)
+        if kind in ALIKE.get(self.kind, (self.kind,)):
+            return _typed(column, kind)
+        given = column[column.notna()]
+        if len(given):
+            raise self._other(given.iloc[0])
+        return np.full(len(column), np.nan)
+
+    def _read(self, column: pd.Series) -> np.ndarray:
+        texts = _texts(column)
+        reader = self.reader or Reader(self.kind)
+        found = reader(texts)
+        odd = texts[found.isna() & texts.notna() & ~texts.isin(MISSING)]
+        if len(odd) and self.strict:
+            raise self._other(odd.iloc[0])
+        if len(odd):
+            _warn(other_cells(self.name, self.kind, odd, len(column)))
+        return _typed(found, self.kind)
+
+    def _other(self, cell: Any) -> ValueError:
+        return ValueError(
+            f"column {self.name!r} held {self.kind}s in the rows that were fitted, and here"
+            f" {cell!r}; replace it by a {self.kind} or by None, for a missing value"
+        )
+
+    def _codes(self, column: pd.Series, known: list[str]) -> np.ndarray:
+        import pandas as pd
+
+        values, uniques = pd.factorize(_texts(column))  # -1: missing
+        index = {category: float(code) for code, category in enumerate(known)}
+        find = meanings(known)
+        met = [find(text) for text in uniques]
+        if len(met) and not any(text is not None for text in met) and known:
+            _warn(
+                f"column {self.name!r}: no training row has any of its categories, so that all its"
+                f" {int((values >= 0).sum())} cells count as missing:"
+                f" {listed(list(map(repr, uniques)))}; the training rows have"
+                f" {listed(list(map(repr, known)))}"
+            )
+        codes = [np.nan if text is None else index[text] for text in met]
+        return np.array([*codes, np.nan])[values]
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, UserWarning, stacklevel=6)  # the line that asks for a prediction
+
+
+def _fitted(column: pd.Series) -> _Column:
+    """How a training column is read, and any other of its name."""
+    import pandas as pd
+
+    name, kind = str(column.name), _kind(column)
+    if kind == "nothing" or not column.notna().any():
+        return _Column(name, "nothing")
+    if kind != "text":
+        return _Column(name, kind)
+    if isinstance(column.dtype, pd.CategoricalDtype):
+        known = list(dict.fromkeys(map(_text, column.cat.categories)))
+        return _Column(name, "text", known, bool(column.dtype.ordered))
+    texts = _texts(column)
+    reader = reader_of(texts)
+    if reader is None:
+        return _Column(name, "text", sorted(texts.dropna().unique()))
+    return _Column(name, reader.kind, reader=reader, strict=False)
 
 
 def _frame(table: Any) -> pd.DataFrame:
@@ -90,18 +188,8 @@ def _frame(table: Any) -> pd.DataFrame:
     return pd.DataFrame(table.astype(object))
 
 
-def _plain(column: pd.Series) -> pd.Series:
-    """A column of an array of objects as numbers if it has nothing else, whatever their type."""
-    import pandas as pd
-
-    try:
-        return pd.to_numeric(column)
-    except (ValueError, TypeError):
-        return column
-
-
 def _kind(column: pd.Series) -> str:
-    """Kind of a column: numbers, dates, durations or text."""
+    """Kind of a column by its type: one of `KINDS`, or text."""
     import pandas as pd
     from pandas.api import types
 
@@ -110,17 +198,18 @@ def _kind(column: pd.Series) -> str:
         raise ValueError(f"Complex data not supported, found in column {column.name!r}")
     if isinstance(dtype, pd.CategoricalDtype):
         return "text"
-    if types.is_bool_dtype(dtype) or types.is_numeric_dtype(dtype):
-        return "numbers"
-    if types.is_datetime64_any_dtype(dtype):
-        return "dates"
+    if types.is_bool_dtype(dtype):
+        return "truth value"
+    if types.is_numeric_dtype(dtype):
+        return "number"
+    if types.is_datetime64_any_dtype(dtype) or isinstance(dtype, pd.PeriodDtype):
+        return "date"
     if types.is_timedelta64_dtype(dtype):
-        return "durations"
+        return "duration"
     found = types.infer_dtype(column, skipna=True)
     if found.startswith("mixed"):
         _check_scalars(column)
-    kinds = {"numbers": NUMBERS, "dates": DATES, "durations": DURATIONS}
-    return next((kind for kind, names in kinds.items() if found in names), "text")
+    return next((kind for kind, names in KINDS.items() if found in names), "text")
 
 
 def _check_scalars(column: pd.Series) -> None:
@@ -134,20 +223,13 @@ def _check_scalars(column: pd.Series) -> None:
             )
 
 
-def _categories(column: pd.Series) -> list[str] | None:
-    """The categories of a column as text in the order of their codes, or None for numbers."""
-    import pandas as pd
-
-    if _kind(column) != "text":
-        return None
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        return list(dict.fromkeys(map(_text, column.cat.categories)))
-    return sorted(_texts(column).dropna().unique())
-
-
 def _texts(column: pd.Series) -> pd.Series:
-    """Cells by their text, which tells True from the 1 that it equals; gaps stay gaps."""
-    return column.astype(object).map(_text, na_action="ignore")
+    """Cells by their text, which tells True from the 1 that it equals; gaps stay gaps.
+
+    An empty cell is a gap.
+    """
+    texts = column.astype(object).map(_text, na_action="ignore").astype(object)
+    return texts.mask(texts.eq(""))
 
 
 def _text(value: Any) -> str:
@@ -157,59 +239,24 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _codes(column: pd.Series, known: list[str]) -> np.ndarray:
+def _typed(column: pd.Series, kind: str) -> np.ndarray:
+    """The numbers of a typed column; seconds of dates and durations."""
     import pandas as pd
 
-    values, uniques = pd.factorize(_texts(column))  # -1: missing
-    index = {category: float(code) for code, category in enumerate(known)}
-    spelled = Counter(map(_meaning, known))
-    alike = {_meaning(c): code for c, code in index.items() if spelled[_meaning(c)] == 1}
-
-    def code(text: str) -> float:
-        return index[text] if text in index else alike.get(_meaning(text), np.nan)
-
-    return np.array([*map(code, uniques), np.nan])[values]
-
-
-def _meaning(text: str) -> Decimal | str:
-    """Common form of all spellings of one number, to the last digit, or of one truth value.
-
-    >>> _meaning("01") == _meaning("1.0"), _meaning("TRUE"), _meaning("Red")
-    (True, 'true', 'Red')
-    """
-    try:
-        number = Decimal(text)
-    except InvalidOperation:
-        return text.lower() if text.lower() in ("true", "false") else text
-    return number if number.is_finite() else text
-
-
-def _numbers(column: pd.Series, name: str) -> np.ndarray:
-    import pandas as pd
-
-    kind = _kind(column)
-    if kind == "dates":
+    if kind == "date":
+        if isinstance(column.dtype, pd.PeriodDtype) or _has_periods(column):
+            column = pd.Series(pd.PeriodIndex(column).to_timestamp())
         # In the column's own unit: nanoseconds end in 2262, and databases write 9999-12-31.
         values = pd.to_datetime(column, utc=True).dt.tz_localize(None).to_numpy()
         return (values - np.datetime64(0, "s").astype(values.dtype)) / np.timedelta64(1, "s")
-    if kind == "durations":
+    if kind == "duration":
         return pd.to_timedelta(column).dt.total_seconds().to_numpy(np.float64)
-    if kind == "text":
-        return _parsed(column, name)
     if column.dtype == object:
         column = column.where(column.notna(), np.nan).astype(np.float64)
     return column.to_numpy(dtype=np.float64, na_value=np.nan)
 
 
-def _parsed(column: pd.Series, name: str) -> np.ndarray:
-    """Numbers that are written as text."""
-    import pandas as pd
+def _has_periods(column: pd.Series) -> bool:
+    from pandas.api import types
 
-    found = pd.to_numeric(column.astype(object), errors="coerce").to_numpy(np.float64)
-    wrong = column.notna().to_numpy() & np.isnan(found)
-    if wrong.any():
-        raise ValueError(
-            f"column {name!r} held numbers in the rows that were fitted, and here"
-            f" {column[wrong].iloc[0]!r}; replace it by a number or by None, for a missing value"
-        )
-    return found
+    return column.dtype == object and types.infer_dtype(column, skipna=True) == "period"

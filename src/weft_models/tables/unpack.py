@@ -95,6 +95,18 @@ def open_table(path: Path) -> Iterator[tuple[io.BufferedReader, UnpackedTable]]:
         yield io.BufferedReader(stream, 1 << 18), stream
 
 
+def read_start(path: Path) -> bytes:
+    """The first bytes of a file as it lies on disk.
+
+    Raises `WeftError` for a file that cannot be read.
+    """
+    try:
+        with open_to_read(path, links=True) as file:
+            return file.read(512)
+    except OSError as error:
+        raise WeftError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
 _Opened = contextlib.ExitStack
 _Unpack = Callable[[_Opened, IO[bytes], Path], IO[bytes]]
 

@@ -66,7 +66,7 @@ class TokenFile:
         bytes_read: how many bytes of it were asked for.
 
     Raises:
-        ShapeError: a length below 1, or the file does not hold that many tokens.
+        ShapeError: a length below 1, or the file is empty or does not hold that many tokens.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/tokens.bin"
@@ -80,6 +80,8 @@ class TokenFile:
     ) -> None:
         self.lengths, self.bytes_read = _lengths(lengths), 0
         self._starts = np.cumsum([0, *self.lengths])
+        if not Path(path).stat().st_size:
+            raise ShapeError(f"{path} is empty; it should have the tokens of the documents")
         self._tokens = np.memmap(path, dtype, mode="r")
         if len(self._tokens) != self._starts[-1]:
             raise ShapeError(
@@ -123,6 +125,7 @@ class TokenDataset:
     Raises:
         ShapeError: a length below 1, or another number of lengths than documents; when a document
             is read, one of another length.
+        TypeError: a dataset that is only iterated.
 
     >>> TokenDataset([[5, 6, 7], [8, 9]]).read(0, 1, 3)
     array([6, 7])
@@ -131,6 +134,12 @@ class TokenDataset:
     def __init__(
         self, dataset: Any, lengths: Sequence[int] | None = None, column: str = "input_ids"
     ) -> None:
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise TypeError(
+                f"{type(dataset).__name__} has no items by number, as ranks need that read other"
+                " documents than each other: give a map-style dataset, such as"
+                " list(dataset), or datasets.Dataset.from_generator"
+            )
         self._dataset, self._column = dataset, column
         if lengths is None:
             lengths = [len(self._item(i)) for i in range(len(dataset))]

@@ -28,9 +28,9 @@ from weft.threads import on_threads
 
 from ... import Foreign
 from ..batches import shard_batch
+from ..defaults import CACHES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
-from ..refused import CACHES
 from ..whole import accepts_positions, base
 from .copies import Copies, InFP64, random_states_kept
 from .inputs import Trial, check_split_heads, options, random_batch, reduced, trials
