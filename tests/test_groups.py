@@ -106,7 +106,7 @@ def test_windows_are_priced_by_masks_of_their_own():
     full, windowed = (
         Groups(
             HFModel(hf.AutoConfig.for_model("mistral", **WIDE, sliding_window=window), "mistral"),
-            16384,
+            65536,
             H100,
             2,
             **options,

@@ -15,7 +15,7 @@ from .flow import RankScript, Timing, time_call
 
 
 @dataclass(frozen=True)
-class Computed:
+class PlayedBlock:
     """A block: its rank, its step in the program of a pass, when it began and ended."""
 
     rank: int
@@ -27,7 +27,7 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class Message:
+class PlayedMessage:
     """Bytes from one rank to another along a mesh dim, over links of a level of the hardware."""
 
     source: int
@@ -48,8 +48,8 @@ class Played:
         timing: the same as without recording.
     """
 
-    blocks: Sequence[Computed]
-    messages: Sequence[Message]
+    blocks: Sequence[PlayedBlock]
+    messages: Sequence[PlayedMessage]
     timing: Timing
 
 
@@ -77,8 +77,8 @@ def play(plans: Sequence[Plan], hardware: Hardware) -> Played:
 class _Recorder(Network):
     def __init__(self, hardware: Hardware, ranks: int) -> None:
         super().__init__(hardware, ranks)
-        self.blocks: list[Computed] = []
-        self.messages: list[Message] = []
+        self.blocks: list[PlayedBlock] = []
+        self.messages: list[PlayedMessage] = []
         self.begun: tuple[bool, int, Block] | None = None
 
     def compute(self, rank: int, seconds: float, done: Done) -> None:
@@ -86,7 +86,7 @@ class _Recorder(Network):
 
         def ended() -> None:
             if block is not None:
-                self.blocks.append(Computed(rank, *block, begin, self.clock.now))
+                self.blocks.append(PlayedBlock(rank, *block, begin, self.clock.now))
             done()
 
         super().compute(rank, seconds, ended)
@@ -96,7 +96,7 @@ class _Recorder(Network):
 
         def arrived() -> None:
             end = self.clock.now
-            self.messages.append(Message(source, target, lane[0], nbytes, level, begin, end))
+            self.messages.append(PlayedMessage(source, target, lane[0], nbytes, level, begin, end))
 
         both.append(arrived)
         super()._move(source, target, level, lane)
@@ -112,4 +112,4 @@ class _Script(RankScript):
             self.network.begun = None
 
 
-__all__ = ["Computed", "Message", "Played", "play"]
+__all__ = ["PlayedBlock", "PlayedMessage", "Played", "play"]
