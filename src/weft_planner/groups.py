@@ -32,6 +32,8 @@ from .search import SAME, Choice, Search
 _GATHERED, _REDUCED = 2 + 2, 4
 #: Work of the search for each group's layout, and rows of the answer that try full logits.
 _WORK, _TRIED = 1.2e4, 2
+#: Tokens of the short row whose attention calls are counted.
+_PROBED = 2048
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class Groups:
         """The attention calls of the model, the widest mask first, by what they are."""
         probe = Layout.parse("tokens: ring=2")  # a call on one rank has no plan
         short = self.model.shortened(min(self.model.layers, self.model.period))
-        counted = count_model(short, probe, max(2, self.tokens), recompute=False)
+        counted = count_model(short, probe, max(2, self.tokens), recompute=False, loss="full")
         calls: dict[str, Problem] = {}
         for plan, _ in counted.plans:  # of tokens alone, so batch and heads are those of all ranks
             sizes = {f.name: getattr(plan.problem, f.name) for f in fields(Problem)}
@@ -144,7 +146,8 @@ class Groups:
         if recompute in self._runs:
             return self._runs[recompute]
         probe = Layout.parse("tokens: ring=2")
-        counted = count_whole(self.model, probe, max(2, self.tokens), recompute=recompute)
+        few = min(max(2, self.tokens), _PROBED)  # a call is one at any length
+        counted = count_whole(self.model, probe, few, recompute=recompute, loss="full")
         calls: Counter[tuple[str, bool]] = Counter()
         for (plan, backward), times in counted.plans.items():
             calls[str(plan.problem.mask), backward] += times

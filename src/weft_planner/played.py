@@ -112,4 +112,4 @@ class _Script(RankScript):
             self.network.begun = None
 
 
-__all__ = ["PlayedBlock", "PlayedMessage", "Played", "play"]
+__all__ = ["Played", "PlayedBlock", "PlayedMessage", "play"]
