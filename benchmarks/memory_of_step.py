@@ -1,10 +1,10 @@
-"""Counted peaks of training steps against resident sets of CPU processes that run them.
+"""Counted peaks of training steps against the memory of CPU processes that run them.
 
     python -m benchmarks.memory_of_step                  # 24 settings on 1, 2 and 4 processes
     python -m benchmarks.memory_of_step --only 0,9,22    # some of them
 
 A small model takes a step in fp32 in every process of a layout; large blocks are mapped by
-themselves and unmapped when freed, so the growth of the peak of the resident set is what the step
+themselves and unmapped when freed, so the growth of the peak of VmHWM is what the step
 needs. The same model is counted without numbers (`weft_planner.hf_step`). Needs `transformers`, a
 few hundred MiB, and some seconds a setting. Prints a Markdown table.
 """
@@ -98,7 +98,7 @@ def counted(setting: Setting) -> int:
 
 
 def measured(setting: Setting) -> int:
-    """Bytes by which the resident set of the largest process grows in a step."""
+    """Bytes by which the memory of the largest process grows in a step."""
     ranks = Layout.parse(setting.line).world_size
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

@@ -222,7 +222,7 @@ def plan(
         return Search(problem, machine, devices, names, memory, forward_only)
 
     if length is not None and "," in length:
-        options.refuse_given(context, ("write", "png"), "it is for one length")
+        options.refuse_given(context, ("write", "png", "html"), "it is for one length")
         plan_lengths(length, search_of)
         return
     search = search_of(length or options.LENGTH)
@@ -239,7 +239,8 @@ def plan(
         from weft_cli.inspect.page import write_page
 
         best = [c.layout for c in choices.choices[:top]]
-        write_page(best, problem, machine, f"{problem.n:,} tokens on {hardware}", html)
+        title = f"{search.problem.n:,} tokens on {hardware}"
+        write_page(best, search.problem, machine, title, html)
         console().print(f"page: {html}", markup=False)
 
 
