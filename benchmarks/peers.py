@@ -14,20 +14,20 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.testing import Call
+from weft.testing import RankCall
 
 
-def _bnhd(call: Call) -> list[Tensor]:
+def _bnhd(call: RankCall) -> list[Tensor]:
     """Queries, keys and values as (b, n, h, d), which most of the packages take."""
     return [t.transpose(1, 2).contiguous() for t in (call.q, call.k, call.v)]
 
 
-def _square(call: Call) -> None:
+def _square(call: RankCall) -> None:
     if call.n != call.m:
         raise NotImplementedError("it takes as many keys as queries")
 
 
-def _even(call: Call, where: str) -> None:
+def _even(call: RankCall, where: str) -> None:
     """For packages that say so themselves: without it they mix up memory of other ranks."""
     if call.n % call.ranks or call.m % call.ranks:
         raise NotImplementedError(f"{where}: lengths must be multiples of the ranks")
@@ -53,7 +53,7 @@ def _deepspeed(causal: bool):
     return DistributedAttention(local, dist.group.WORLD, 2, 1)
 
 
-def deepspeed_ulysses(call: Call) -> Tensor:
+def deepspeed_ulysses(call: RankCall) -> Tensor:
     """DeepSpeed 0.19.8, `DistributedAttention`."""
     _even(call, "its UlyssesSPDataLoaderAdapter refuses others")
     q, k, v = _bnhd(call)
@@ -77,7 +77,7 @@ def _torch_context():
     return context
 
 
-def torch_context_parallel(call: Call) -> Tensor:
+def torch_context_parallel(call: RankCall) -> Tensor:
     """torch's own `context_parallel` round scaled_dot_product_attention: it is not for CPUs."""
     _torch_context()
     grouped = call.q.shape[1] != call.k.shape[1]
@@ -86,7 +86,7 @@ def torch_context_parallel(call: Call) -> Tensor:
     )
 
 
-def torch_context_parallel_flex(call: Call) -> Tensor:
+def torch_context_parallel_flex(call: RankCall) -> Tensor:
     """torch's own context parallelism round flex_attention: no backward pass on CPUs."""
     from torch.distributed.tensor.experimental._attention import _ContextParallel
     from torch.distributed.tensor.parallel import parallelize_module
@@ -132,7 +132,7 @@ class _TorchRing(torch.autograd.Function):
         return *grads[:3], None
 
 
-def torch_ring(call: Call) -> Tensor:
+def torch_ring(call: RankCall) -> Tensor:
     """torch's `_templated_ring_attention`, which `context_parallel` runs, with its CPU kernel."""
     return _TorchRing.apply(call.q, call.k, call.v, call.causal)
 
@@ -149,13 +149,13 @@ def _ring_flash_attn():
     return importlib.import_module("ring_flash_attn").ring_flash_attn_func
 
 
-def ring_flash_attention(call: Call) -> Tensor:
+def ring_flash_attention(call: RankCall) -> Tensor:
     """ring-flash-attn 0.1.8, `ring_flash_attn_func`; flash-attn's functions in plain torch."""
     _square(call)
     return _ring_flash_attn()(*_bnhd(call), causal=call.causal).transpose(1, 2)
 
 
-def ring_attention_pytorch(call: Call) -> Tensor:
+def ring_attention_pytorch(call: RankCall) -> Tensor:
     """ring-attention-pytorch 0.5.20, `ring_flash_attn` (its CPU path)."""
     from ring_attention_pytorch.ring_flash_attention import ring_flash_attn
 
@@ -176,24 +176,24 @@ def _mosaic_mesh(shape: tuple[int, int]):
     return create_2d_mesh(shape)[:2]
 
 
-def _mosaic(call: Call, shape: tuple[int, int]) -> Tensor:
+def _mosaic(call: RankCall, shape: tuple[int, int]) -> Tensor:
     from mosaic.backends.mesh2d import mesh2d_attention
 
     rows, columns = _mosaic_mesh(shape)
     return mesh2d_attention(call.q, call.k, call.v, rows, columns, is_causal=call.causal)
 
 
-def mosaic_mesh2d_column(call: Call) -> Tensor:
+def mosaic_mesh2d_column(call: RankCall) -> Tensor:
     """mosaic-attention 0.3.0, `mesh2d_attention` on a mesh of P x 1."""
     return _mosaic(call, (call.ranks, 1))
 
 
-def mosaic_mesh2d_square(call: Call) -> Tensor:
+def mosaic_mesh2d_square(call: RankCall) -> Tensor:
     """mosaic-attention 0.3.0, `mesh2d_attention` on a mesh of 2 x P/2."""
     return _mosaic(call, (2, call.ranks // 2))
 
 
-def yunchang_ulysses(call: Call) -> Tensor:
+def yunchang_ulysses(call: RankCall) -> Tensor:
     """yunchang 0.6.4, `UlyssesAttention` with torch's kernel, which is for GPUs."""
     from yunchang.kernels import AttnType
     from yunchang.ulysses.attn_layer import UlyssesAttention
@@ -214,13 +214,13 @@ def _usp(ranks: int):
     return yunchang.LongContextAttention(ring_impl_type="basic")
 
 
-def yunchang_usp(call: Call) -> Tensor:
+def yunchang_usp(call: RankCall) -> Tensor:
     """yunchang 0.6.4, `LongContextAttention` (USP): Ulysses of 2 by rings; flash-attn as above."""
     _square(call)
     return _usp(call.ranks)(*_bnhd(call), causal=call.causal).transpose(1, 2)
 
 
-def ringmaster_ring(call: Call) -> Tensor:
+def ringmaster_ring(call: RankCall) -> Tensor:
     """axolotl-ringmaster 0.2.7, `ring_p2p_attention`."""
     from ringmaster.ring.p2p_attn import ring_p2p_attention
 
@@ -240,17 +240,17 @@ def _layout(line: str):
     return layout.build("cpu")
 
 
-def weft_ring(call: Call) -> Tensor:
+def weft_ring(call: RankCall) -> Tensor:
     """weft, for comparison: a ring."""
     return _weft(call, _layout(f"tokens: ring={call.ranks}"))
 
 
-def weft_tile(call: Call) -> Tensor:
+def weft_tile(call: RankCall) -> Tensor:
     """weft, for comparison: a tile of 2 x 2; ranks are threads, which hold what the layout says."""
     return _weft(call, call.layout)
 
 
-def _weft(call: Call, layout) -> Tensor:
+def _weft(call: RankCall, layout) -> Tensor:
     import weft
 
     length = (call.n, call.m)
@@ -265,7 +265,7 @@ class Peer:
     line: a layout of weft, whose ranks are threads; else the ranks are processes.
     """
 
-    attend: Callable[[Call], Tensor]
+    attend: Callable[[RankCall], Tensor]
     dtype: torch.dtype = torch.float32
     cases: tuple[str, ...] = ()
     line: str = ""

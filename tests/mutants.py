@@ -716,7 +716,7 @@ BUGS = (
     ),
     Bug(
         "parts over ranks are summed in the input's dtype",
-        "weft/runtime/reduce.py",
+        "weft/runtime/resharding.py",
         "sum_over.add",
         "parts.to(accum_dtype).sum(0).to(parts.dtype)",
         "sum(parts[1:], parts[0])",

@@ -29,7 +29,7 @@ from weft_integrations.diffusers.attention import _Keys
 from weft_integrations.tabular.tabpfn_rows import QueriesFrom
 from weft_integrations.transformers.batches import KeySpans
 
-PACKAGE = Path(weft.__file__).parent
+SRC = Path(weft.__file__).parent.parent
 N, BATCH, HEADS = 24, 2, 4
 
 SPANS = KeySpans(((0, 12), (3, 20)))
@@ -117,7 +117,7 @@ def _classes() -> set[str]:
     masks, functions = {"Mask"}, set()
     nodes = [
         node
-        for path in PACKAGE.rglob("*.py")
+        for path in SRC.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ClassDef)
     ]

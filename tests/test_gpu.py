@@ -10,7 +10,7 @@ from benchmarks.gpu import compiled, exactness, host, messages
 from benchmarks.gpu.parts import Where
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, choose, named
-from weft.runtime import packing
+from weft.runtime import buffers
 
 pytestmark = pytest.mark.gpu
 WHERE = Where("cuda")
@@ -55,9 +55,9 @@ def test_a_second_call_never_waits_for_the_gpu() -> None:
 def test_parts_of_a_packed_buffer_can_be_read_where_they_lie() -> None:
     """5 heads of 1,001 rows of bf16, behind lse and delta."""
     shapes = [((1, 5, 1001), torch.float32)] * 2 + [((1, 5, 1001, 64), torch.bfloat16)] * 2
-    _, _, q, dout = packing.unpack(packing.buffer_for(shapes, "cuda"), shapes)
+    _, _, q, dout = buffers.unpack(buffers.buffer_for(shapes, "cuda"), shapes)
     for t in (q, dout):
-        assert t.data_ptr() % packing.ALIGNMENT == 0
+        assert t.data_ptr() % buffers.ALIGNMENT == 0
     kernel = named("cuda-flash")
     q.normal_()
     out, _ = kernel.forward(q, q, q, weft.kernels.TileView(0.125))

@@ -134,3 +134,33 @@ def test_a_command_names_the_extra_that_it_lacks(monkeypatch: pytest.MonkeyPatch
     made = CliRunner().invoke(app, ["predict", "a.csv"])
     assert made.exit_code == 1
     assert "weft predict needs pandas: pip install 'weft-attention[tables]'" in made.output
+
+
+def test_what_benchmarks_and_tutorials_import_is_there() -> None:
+    """Read from the sources: most of them need packages, ranks or hours to run."""
+    sources = {".".join(_parts(path.relative_to(ROOT / "src"))): path for path in SOURCES}
+    missing = []
+    for folder in ("benchmarks", "tutorials", "docs", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ImportFrom) and not node.level:
+                    package, *inner = (node.module or "").split(".")
+                    if package not in PACKAGES:
+                        continue
+                    if package == "weft" and inner and inner[0] in _doors.MODULES:
+                        package, inner = _doors.MODULES[inner[0]], inner[1:]
+                    module = ".".join((package, *inner))
+                    for alias in node.names:
+                        if f"{module}.{alias.name}" in sources:
+                            continue
+                        text = sources[module].read_text() if module in sources else ""
+                        if alias.name not in (*dir(weft),) * (module == "weft") and not re.search(
+                            rf"\b{alias.name}\b", text
+                        ):
+                            missing.append(f"{path.relative_to(ROOT)}: {module}.{alias.name}")
+    assert not missing
+
+
+def _parts(path: Path) -> tuple[str, ...]:
+    parts = path.with_suffix("").parts
+    return parts[:-1] if parts[-1] == "__init__" else parts

@@ -6,11 +6,9 @@ import json
 import re
 
 import pytest
-from typer.testing import CliRunner
 
+from benchmarks import papers
 from weft import DeclarationError, Layout
-from weft_cli.cli import app
-from weft_planner import papers
 
 
 @pytest.mark.parametrize("name", papers.setups())
@@ -54,15 +52,13 @@ def test_bars_of_attention2d_come_out_within_a_fifth():
     assert point.speedup("tile") == pytest.approx(point.reported["speedup"], rel=0.2)
 
 
-def test_the_command_says_what_is_assumed_and_writes_numbers_and_a_picture(tmp_path, monkeypatch):
+def test_the_benchmark_prints_assumptions_and_writes_numbers(tmp_path, monkeypatch, capsys):
     declared, point = first("attention2d")
     monkeypatch.setattr(papers, "setup", lambda _: declared)
     monkeypatch.setattr(papers, "points", lambda _: iter([point, point]))
     png, numbers = tmp_path / "a.png", tmp_path / "a.json"
-    words = ["simulate", "attention2d", "--png", str(png), "--json", str(numbers)]
-    result = CliRunner().invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
-    assert result.exit_code == 0, result.output
-    shown = re.sub(r"\s+", " ", result.output)
+    papers.main(["attention2d", "--png", str(png), "--json", str(numbers)])
+    shown = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert all(each in shown for each in declared["assumed"])
     assert f"tile tile=8x8 64 8,192 {point.ways['tile'].seconds * 1e3:.3g} ms" in shown
     assert json.loads(numbers.read_text())[0]["ways"]["ring"]["layout"] == "ring=64"

@@ -189,6 +189,25 @@ def test_dims_that_split_something_else_may_be_traded_for_any_side(splits, role)
 
 # -- recurrences ----------------------------------------------------------------------------------
 
+WINDOW = {"query": "S(seq)", "key": "S(seq) -> R", "out": "S(seq)"}
+WINDOW |= {"input": "S(seq) + around", "norm": "P(moments) -> R"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"input": "S(seq) + left(k - 1)"}, "nothing else would be exact"),
+        ({"norm": "P(sum) -> R"}, "nothing else would be exact"),
+        ({"norm": None}, "windows have both"),
+        ({"query": "S(seq) -> R", "key": "S(seq)", "out": "P(softmax) -> S(seq)"}, "query is S"),
+    ],
+)
+def test_windows_are_declared_in_one_way(changes, message):
+    assert Rule.parse(**WINDOW).windows
+    with pytest.raises(DeclarationError, match=message):
+        Rule.parse(**{**WINDOW, **changes})
+
+
 CARRY = {"state": "P(affine) -> S(seq)", "halo": "S(seq) + left(k - 1)"}
 
 

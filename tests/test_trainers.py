@@ -216,6 +216,9 @@ MISTAKES = {
     cases.chunks_as_rows: "input_ids",
     cases.nobody_averages: "weights",
     cases.other_advantages: "gradients that entered",
+    cases.other_accumulation: "rank 1: gradient_accumulation_steps=2",
+    cases.other_evaluation: "rank 1: logging_steps=2, eval_on_start=True",
+    cases.other_accelerators: "rank 1: gradient_accumulation_steps=2",
 }
 
 

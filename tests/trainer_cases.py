@@ -545,6 +545,36 @@ def other_rows(rank):
     together(rank, build)
 
 
+def other_arguments(rank, **changes):
+    """One rank has other arguments, which change how many calls it makes."""
+
+    def build():
+        changed = changes if rank == 1 else {}
+        args = arguments(per_device_train_batch_size=2, max_steps=2, **changed)
+        make = kind(hf.Trainer, RING)
+        make(llama(), args, train_dataset=rows(16), data_collator=collate).train()
+
+    together(rank, build)
+
+
+def other_accumulation(rank):
+    other_arguments(rank, gradient_accumulation_steps=2)
+
+
+def other_evaluation(rank):
+    other_arguments(rank, eval_on_start=True, logging_steps=2)
+
+
+def other_accelerators(rank):
+    from accelerate import Accelerator
+
+    def build():
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=1 + (rank == 1))
+        trainers.attach(accelerator, trainers.layout(RING, "cpu", timeout=30))
+
+    together(rank, build)
+
+
 def chunks_as_rows(rank):
     from weft import parallelize
     from weft_integrations.transformers import shard_batch

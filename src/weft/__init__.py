@@ -11,6 +11,7 @@ from .carry.scan import halo, scan
 from .declare.placements import AffinePartial, SoftmaxPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
+from .fields import Field
 from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
@@ -22,6 +23,7 @@ __all__ = [
     "Causal",
     "DeclarationError",
     "Documents",
+    "Field",
     "FirstKeys",
     "Full",
     "KeyPadding",

@@ -251,11 +251,15 @@ def dispatched(*tensors: Tensor) -> bool:
 
 
 def wrapper(
-    kind: type[Tensor], shape: Sequence[int], like: Tensor, strides: Sequence[int] | None = None
+    kind: type[Tensor],
+    shape: Sequence[int],
+    like: Tensor,
+    strides: Sequence[int] | None = None,
+    requires_grad: bool = False,
 ) -> Tensor:
     """A tensor of a class with `__torch_dispatch__` that has a shape, and no numbers."""
-    facts = {"dtype": like.dtype, "device": like.device}
-    return Tensor._make_wrapper_subclass(kind, shape, strides, **facts)
+    facts: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    return Tensor._make_wrapper_subclass(kind, shape, strides, requires_grad=requires_grad, **facts)
 
 
 def as_torch_does(func: Callable, *args: Any, **kwargs: Any) -> Any:

@@ -32,13 +32,10 @@ from .plan.call import Call, Length, read_length
 from .plan.order import positions
 from .plan.plan import score_tile
 from .plan.problem import shard_batches
-from .runtime import (
-    calls,
-    ops,  # noqa: F401 (registers torch.ops.weft)
-)
-from .runtime.alone import attend_alone
+from .runtime import calls
 from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
+from .runtime.ops import attend_alone
 
 
 @overload

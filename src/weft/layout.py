@@ -26,6 +26,7 @@ from .declare.mesh import index_at
 from .declare.orders import TokenOrder
 from .errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, slip_of
 from .gradients import sync as gradients
+from .launch.environment import wait_limit
 from .masks import Causal, Documents
 from .packing.assignment import Assignment
 from .packing.balance import SLACK, assign_together
@@ -81,6 +82,7 @@ class Layout(LayoutDeclaration, Traceable):
         rates: measured speeds of compute and links.
         carry: axes that recurrent layers run along -> the strategies on them; by default states are
             carried along all mesh dims that split an axis.
+        share: mesh dim -> shares of tokens and heads by coordinate, where these are not equal.
         reproducible: whether attention computes in fixed blocks, so that no layout of this kind
             changes a bit of a result.
         transport: moves bytes between ranks; None until the layout is bound.
@@ -238,7 +240,8 @@ class Layout(LayoutDeclaration, Traceable):
             axis: the axis of their tokens.
             window: keys that a query of sliding-window attention sees; None: its whole document.
             slack: share of the mean work by which a group may exceed it, so that fewer documents
-                are cut and fewer tokens travel.
+                are cut and fewer tokens travel; `choose_slack`
+                of the planner chooses it on the clock.
 
         Returns:
             The fragments of each rank, their order, their mask, and what a loss divides by.
@@ -318,7 +321,7 @@ class Layout(LayoutDeclaration, Traceable):
 
     # -- binding -------------------------------------------------------------------------------
 
-    def build(self, device_type: str | None = None, timeout: float = 300.0) -> Layout:
+    def build(self, device_type: str | None = None, timeout: float | None = None) -> Layout:
         """This layout bound to the whole world: makes the `DeviceMesh` and takes this rank's place.
 
         All ranks call it; it checks that they have the same layout. The process group is joined
@@ -326,7 +329,7 @@ class Layout(LayoutDeclaration, Traceable):
 
         Args:
             device_type: "cpu" (gloo) or "cuda" (NCCL); default cuda where there is one.
-            timeout: seconds that any wait for another rank may last.
+            timeout: seconds that a wait for another rank may last; default 300, or `WEFT_TIMEOUT`.
 
         Raises:
             DeclarationError: on every rank, if the mesh is not the world's size, or a mesh dim of
@@ -336,6 +339,7 @@ class Layout(LayoutDeclaration, Traceable):
         if not self.mesh:
             return self
         device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+        timeout = wait_limit(timeout)
         limit = datetime.timedelta(seconds=timeout)
         init_process_group(device_type, limit)
         # On GPUs a timeout is the groups': ranks with others would make other meshes.
@@ -366,7 +370,7 @@ class Layout(LayoutDeclaration, Traceable):
         self,
         device_mesh: DeviceMesh,
         rename: Mapping[str, str] | None = None,
-        timeout: float = 300.0,
+        timeout: float | None = None,
     ) -> Layout:
         """This layout bound to a mesh of yours, or to a slice of it; nobody else takes part.
 
@@ -379,9 +383,9 @@ class Layout(LayoutDeclaration, Traceable):
         Args:
             device_mesh: has a dim for every mesh dim of the layout, in the layout's order.
             rename: the layout's name of a mesh dim -> the mesh's name of it.
-            timeout: seconds that any wait for another rank may last. Groups of the mesh keep the
-                timeout that they were made with: over NCCL all that moves between GPUs waits by
-                that one instead, and over gloo sums end by whichever is shorter.
+            timeout: seconds that a wait for another rank may last; default 300, or `WEFT_TIMEOUT`.
+                Groups of the mesh keep the timeout that they were made with: over NCCL all that
+                moves between GPUs waits by that one, and over gloo sums end by the shorter.
 
         Raises:
             DeclarationError: a mesh dim is missing or has another size.
@@ -404,7 +408,7 @@ class Layout(LayoutDeclaration, Traceable):
                     f"{self.source}: mesh dim {name!r} has size {size}, but the device mesh has "
                     f"{sizes[name]} ranks along it; change the layout, or write -1 to take them all"
                 )
-        return replace(self, mesh=sizes)._bound_to(part, timeout)
+        return replace(self, mesh=sizes)._bound_to(part, wait_limit(timeout))
 
     def _check_rename(self, device_mesh: DeviceMesh, rename: Mapping, names: list[str]) -> None:
         for name in rename:

@@ -13,7 +13,7 @@ from .layout import Layout
 
 
 def on_threads(
-    layout: Layout, fn: Callable[..., Any], *args: Any, timeout: float = 60.0
+    layout: Layout, fn: Callable[..., Any], *args: Any, timeout: float | None = None
 ) -> list[Any]:
     """Call `fn(layout, *args)` once per rank, each on a thread; the results in rank order.
 
@@ -29,7 +29,7 @@ def on_threads(
         layout: as declared; its mesh says how many ranks there are.
         fn: called with the bound layout of a rank, and `args`.
         args: for every rank the same.
-        timeout: seconds that any wait for another rank may last.
+        timeout: seconds that a wait for another rank may last; default 300, or `WEFT_TIMEOUT`.
 
     Raises:
         DeclarationError: a mesh size is -1.

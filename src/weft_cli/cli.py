@@ -49,10 +49,6 @@ COMMANDS = {
         "rates",
         "Measure this machine or cluster: for a hardware file, and for \\[rates] of a layout.",
     ),
-    "simulate": Command(
-        "simulate",
-        "Rebuild a paper's scaling figure, its numbers next to weft's.",
-    ),
     "bench": Command(
         "bench",
         "Time layouts side by side: which is the fastest here?",

@@ -29,7 +29,7 @@ def check_not_placed(model: nn.Module) -> None:
 
 
 @dataclass
-class Placed:
+class Parallelized:
     """The changes of `parallelize` to a model, which has them as `model._weft`.
 
     Attributes:

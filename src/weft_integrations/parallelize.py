@@ -15,7 +15,8 @@ from torch import nn
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
-from .common import Placed
+from .common import Parallelized
+from .fields import parallelize_fields, splits_fields
 
 #: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
 _PACKAGES = {
@@ -38,11 +39,13 @@ def parallelize(
     | transformers, PEFT | "tokens" | `rows`, `verify`, `embeddings` | averaged, or summed |
     | diffusers | "tokens" | `text`, `tokenwise` | `layout.sync_gradients(model)` |
     | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
+    | VAEs, UNets, Swin, ... | of the layout | `dims`, `output` | `layout.sync_gradients(model)` |
     | weft's own | that of its modules | | `weft.data_parallel` or `layout.sync_gradients` |
 
     Each package's function, in `weft_integrations`, documents its options and refusals:
     `parallelize_transformers`, `parallelize_diffusers`, `parallelize_tabpfn`,
-    `parallelize_tabicl`. A model of weft's modules is made on a layout and returned as it is.
+    `parallelize_tabicl`, and `parallelize_fields` for any model on a layout that splits `height`,
+    `width` or `time`. A model of weft's modules is made on a layout and returned as it is.
     FSDP2 and DDP come afterwards: `weft.data_parallel(model, layout)`.
 
     Args:
@@ -69,6 +72,8 @@ def parallelize(
             "FSDP2 and DDP are put around a model by weft.data_parallel(model, layout, 'fsdp' or "
             "'ddp'); weft.parallelize puts models of other packages on a layout"
         )
+    if axis is None and not _layouts(model) and (splits_fields(layout) or "dims" in options):
+        return parallelize_fields(model, layout, **options)
     package = _package(model)
     if package == "weft":
         _check_own(model, layout, axis, options)
@@ -96,7 +101,7 @@ def restore(model: nn.Module) -> nn.Module:
     Traceback (most recent call last):
     weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
     """
-    placed: Placed | None = _inner(model).__dict__.pop("_weft", None)
+    placed: Parallelized | None = _inner(model).__dict__.pop("_weft", None)
     if placed is None:
         raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
     placed.undo(_inner(model))

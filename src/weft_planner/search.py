@@ -93,11 +93,11 @@ class Choices:
         refused: why others were left out -> how many.
         passes: seconds of "forward" alone, or of "both" passes, by which choices are ranked.
 
-    >>> found = choose_layout(4096, "ethernet-laptops", 2, heads=7, only=["ring", "ulysses"])
+    >>> found = choose_layout(4096, "ethernet-laptops", 2, heads=1, only=["ring", "ulysses"])
     >>> [choice.layout.name for choice in found.choices], found.considered, found.gap
     (['tokens: ring=2'], 1, 0.0)
     >>> found.refused
-    {'7 heads do not divide over the ranks of tp and ulysses': 1}
+    {'1 heads leave some of the ranks of tp and ulysses without one': 1}
     """
 
     choices: tuple[Choice, ...]

@@ -214,7 +214,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = step_folder(self.folder, step)
             try:
-                index = agreed_index(path, self.layout, lambda _, path=path: _check_step(path))
+                index = agreed_index(path, self.layout, _check_step)
             except DifferentFilesError:
                 raise  # an earlier step may differ as well
             except CheckpointError as error:
@@ -254,7 +254,7 @@ class Checkpoints:
         return Loaded(number, notes if isinstance(notes, Mapping) else {}, path)
 
 
-def _check_step(path: Path) -> None:
+def _check_step(path: Path, index: Index) -> None:
     with failing(path, "read"):
         check_folder(path)
 

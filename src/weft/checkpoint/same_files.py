@@ -45,7 +45,7 @@ def agree_on_file(layout: Layout, path: Path, name: str = "") -> None:
 
 
 def agreed_index(
-    folder: Path, layout: Layout, check: Callable[[Index], None] = lambda index: None
+    folder: Path, layout: Layout, check: Callable[[Path, Index], None] = lambda folder, index: None
 ) -> Index:
     """The index of a folder of tensors, the same on every rank, once its files are verified.
 
@@ -59,7 +59,7 @@ def agreed_index(
 
     def look() -> list:
         found.append(read_index(folder))
-        check(found[0])
+        check(folder, found[0])
         return [index_digest(found[0]), _identity(folder / INDEX)]
 
     rows = everywhere(layout, look)

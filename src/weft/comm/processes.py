@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .._torch import is_fake
 from .._version import __version__
 from ..errors import RankError, ShapeError, UnsupportedError, WeftError
-from ..launch import failures, trace
+from ..launch import failures, peers, trace
 from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport
 from .world import node
@@ -81,6 +81,7 @@ class ProcessTransport(Transport):
         self.name = f"{'-'.join(map(str, self.world_ranks))}/{_bindings[self.world_ranks]}"
         self.title, self.nodes = title, {self.rank: node()}
         self.box = None if self.fake else trace.of_process(timeout.total_seconds())
+        peers.begin(self.box)
         self._along: dict[tuple[str, ...], trace.Ranges] = {}  # mesh dims -> world ranks
         if not self.fake:
             self._meet(fingerprint)
@@ -345,16 +346,16 @@ class ProcessTransport(Transport):
         self.note_failure(f"while {moving}: {reason}")
         noticed = f"noticed by {self._who([self.rank])} while {moving}: {reason}"
         lost = [] if self.box is None else failures.lost(self.box.lost, reason)
-        named = failures.who(lost) if lost else self._who(who())
-        limit = f"{self.timeout.total_seconds():g} s"
-        cause = f"{named} ended or did not answer within {limit}, {noticed}"
+        limit = f"ended or did not answer within {self.timeout.total_seconds():g} s"
+        cause = f"{failures.who(lost) if lost else self._who(who())} {limit}, {noticed}"
+        if lost and self.box is not None and "SIGSTOP" in (words := self.box.in_words(lost)):
+            cause = f"{words}, {noticed}"
         first = failures.first(self.name, cause)
         if first is None:  # a peer may have ended because of another rank
             first = cause if lost else f"{failures.without_store()}; {noticed}"
         if self.box is None:
             return RankError(first)
-        where = trace.trace_folder(self.box.run)
-        return RankError(f"{first}; `weft blackbox {where}` says who waited for whom")
+        return RankError(f"{first}; {self.box.hint}")
 
     def _who(self, ranks: Sequence[int]) -> str:
         return failures.who([self.world_ranks[r] for r in ranks])

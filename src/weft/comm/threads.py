@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .._torch import trace_on_threads
 from ..errors import RankError
+from ..launch.environment import wait_limit
 from .origin import together
 from .transport import P2PBatch, Shuffle, Transport, rank_of_thread
 
@@ -121,7 +122,7 @@ class ThreadTransport(Transport):
 
 
 def run_threads(
-    sizes: Mapping[str, int], fn: Callable[[Transport], Any], timeout: float = 60.0
+    sizes: Mapping[str, int], fn: Callable[[Transport], Any], timeout: float | None = None
 ) -> list[Any]:
     """Call `fn(transport)` once per rank of a mesh, each on a thread; the results in rank order.
 
@@ -132,8 +133,8 @@ def run_threads(
     [0, 1]
     """
     trace_on_threads()
-    size = math.prod(sizes.values())
-    post = Post(size, timeout)
+    size, limit = math.prod(sizes.values()), wait_limit(timeout)
+    post = Post(size, limit)
     results: list[Any] = [None] * size
     errors: list[tuple[int, BaseException]] = []
 
@@ -151,7 +152,7 @@ def run_threads(
     ]
     for thread in threads:
         thread.start()
-    _join(threads, errors, timeout)
+    _join(threads, errors, limit)
     if errors:
         raise errors[0][1]
     return results

@@ -214,10 +214,17 @@ def compare_over_world(what: str, detail: str, timeout: datetime.timedelta) -> N
 
     Raises `RankError` where not all of them come.
     """
+    texts = gather_over_world(what, detail, timeout)
+    if len(set(texts.values())) > 1:
+        raise ShapeError(disagreement(what, texts))
+
+
+def gather_over_world(what: str, detail: str, timeout: datetime.timedelta) -> dict[int, str]:
+    """The `detail` of every rank of the world; `RankError` where not all of them come."""
     step, world = next(_met), range(dist.get_world_size())
     group = control_group(world, timeout)
     try:
-        texts = group.all_gather_text(detail, timeout)
+        return group.all_gather_text(detail, timeout)
     except RuntimeError as error:
         absent = failures.missing_ranks("world", step, dist.get_rank(), world)
         raise RankError(
@@ -227,5 +234,3 @@ def compare_over_world(what: str, detail: str, timeout: datetime.timedelta) -> N
             else f"ranks cannot agree on {what}, as an earlier failure closed the connections"
             f" between them ({failures.reason(error)}); start them anew"
         ) from error
-    if len(set(texts.values())) > 1:
-        raise ShapeError(disagreement(what, texts))

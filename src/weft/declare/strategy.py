@@ -95,6 +95,7 @@ class Rule:
             QUERY and backward_role KEY. None: whichever of the two moves fewer bytes.
         transport: "ring", "gather" or "auto".
         forward_role: `role`, or None: whichever of QUERY and KEY moves fewer bytes in a call.
+        windows: whether the mesh dim is declared to split an axis that windows run over.
     """
 
     query: Arrow
@@ -104,6 +105,7 @@ class Rule:
     backward_role: Role | None
     transport: str
     forward_role: Role | None
+    windows: bool = False
 
     @classmethod
     def parse(
@@ -114,6 +116,8 @@ class Rule:
         transport: str = "auto",
         backward: str | None = None,
         forward: str | None = None,
+        input: str | None = None,
+        norm: str | None = None,
     ) -> Rule:
         """Read a rule in the grammar of `weft.declare.placements`.
 
@@ -126,6 +130,8 @@ class Rule:
                 pass.
             forward: "auto" lets every call choose the role that moves fewer bytes, whichever of
                 the two is written; default the one that is written.
+            input: of windows along the axis: "S(seq) + around".
+            norm: of norms over the axis: "P(moments) -> R".
 
         Raises:
             DeclarationError: the rule is illegal; the message has the reason.
@@ -171,7 +177,9 @@ class Rule:
             raise DeclarationError("R(top_k) routes keys to queries: forward 'auto' is not for it")
         backward = backward or forward
         after = role if backward is None else _other_role("backward", role, backward, q, k)
-        return cls(q, k, o, role, after, transport, either)
+        windows = input is not None or norm is not None
+        _check_windows(input, norm, q, role)
+        return cls(q, k, o, role, after, transport, either, windows)
 
     @property
     def top_k(self) -> bool:
@@ -190,11 +198,33 @@ class Rule:
             f"key {arrow(self.key.rest, self.key.compute, self.top_k)}, "
             f"out {arrow(self.out.compute, self.out.rest)}"
         )
+        if self.windows:
+            text = f"{text}, input {INPUT}, norm {NORM}"
         if self.forward_role is None:
             text = f"{text}, forward auto"
         if self.backward_role is None:
             return f"{text}, backward auto"
         return text if self.backward_role == self.role else f"{text}, backward {self.backward_role}"
+
+
+#: What windows see, and what norms merge, on a mesh dim that splits their axis.
+INPUT, NORM = "S(seq) + around", "P(moments) -> R"
+
+
+def _check_windows(input: str | None, norm: str | None, query: Arrow, role: Role) -> None:
+    """Raise unless windows and norms are written in the one way in which they are exact."""
+    for name, found, legal in (("input", input, INPUT), ("norm", norm, NORM)):
+        if found is not None and "".join(found.split()) != "".join(legal.split()):
+            raise DeclarationError(
+                f"{name} = {found!r}: along an axis that is split it is {name} = {legal!r} and"
+                " nothing else would be exact"
+            )
+    if (input is None) != (norm is None):
+        raise DeclarationError(f"windows have both: input = {INPUT!r} and norm = {NORM!r}")
+    if input is not None and (query.rest != Shard(SEQ) or role is not Role.QUERY):
+        raise DeclarationError(
+            "input and norm belong to a rule whose query is S(seq), at rest and while computing"
+        )
 
 
 def _other_role(which: str, role: Role, asked: str, q: Arrow, k: Arrow) -> Role | None:
@@ -220,6 +250,8 @@ class _RuleFile(BaseModel):
     transport: how what moves travels: `ring`, `gather` or `auto`.
     backward: the role in the backward pass: `query`, `key` or `auto`; default that of the forward.
     forward: `auto`: in every call the role that moves fewer bytes; default that of the placements.
+    input: of windows along the axis, such as convolutions: `S(seq) + around`.
+    norm: of norms over the axis: `P(moments) -> R`.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -229,6 +261,8 @@ class _RuleFile(BaseModel):
     transport: str = "auto"
     backward: str | None = None
     forward: str | None = None
+    input: str | None = None
+    norm: str | None = None
 
 
 class _StateRuleFile(BaseModel):

@@ -37,6 +37,35 @@ def number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     return int(text)
 
 
+#: Seconds that any wait for another rank may last.
+LIMIT = 300.0
+#: Environment variable with another limit, in seconds.
+TIMEOUT = "WEFT_TIMEOUT"
+
+
+def wait_limit(timeout: float | None = None, environ: Mapping[str, str] | None = None) -> float:
+    """Seconds that a wait may last: as an argument says, else the environment, else `LIMIT`.
+
+    Raises `DeclarationError` for a number of seconds that is not above 0.
+
+    >>> wait_limit(environ={}), wait_limit(environ={"WEFT_TIMEOUT": "1800"}), wait_limit(20)
+    (300.0, 1800.0, 20.0)
+    """
+    env = os.environ if environ is None else environ
+    given = (env.get(TIMEOUT) or LIMIT) if timeout is None else timeout
+    try:
+        seconds = float(given)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0.0 < seconds < 1e9:
+        name = TIMEOUT if timeout is None else "timeout"
+        raise DeclarationError(
+            f"{name}={shown(str(given))}: give the seconds that a wait for another rank may last,"
+            " a number above 0"
+        )
+    return seconds
+
+
 def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
     """This process's place if torchrun or SLURM started it as one of several ranks, else None.
 

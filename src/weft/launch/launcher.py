@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from ..errors import RankError, WeftError
-from . import trace
+from . import peers, trace
 from .environment import already_launched, number, tell_torch
 from .monitor import Ending, LauncherMonitor, MonitoredRank
 
@@ -225,6 +225,8 @@ class _Endings:
         All ranks end where one fails. torch asks them to, and one that is stopped (SIGSTOP) does
         not hear it, for which torch waits 30 s.
         """
+        if ending.silent and trace.why_killed(ending.pid):
+            ending.stopped = True
         for other in () if ending.done else self.monitor.running(ending.attempt):
             if trace.state_of(other.pid) == "stopped":
                 other.stopped = True
@@ -294,12 +296,14 @@ def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
     # Blocked while it was starting; from here on torch takes it quietly.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     attempt = number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    peers.silence()
     monitored = MonitoredRank(address, int(os.environ["RANK"]), attempt)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         result = fn(*args)
     except Exception as error:
         is_weft, is_of_others = isinstance(error, WeftError), isinstance(error, RankError)
+        is_of_others |= bool(peers.add_lost(error)) and not is_weft
         message = f"{type(error).__name__}: {error}" if is_weft else traceback.format_exc()
         if not is_of_others:  # the rank that noticed the failure has written
             trace.failed(f"{type(error).__name__}: {error}")

@@ -51,6 +51,8 @@ from . import failures
 VARIABLE = "WEFT_BLACKBOX"
 #: Used as a step where there is no trace.
 NOTHING = contextlib.nullcontext()
+#: Seconds for which a rank is stopped (SIGSTOP) and waited for until it counts as frozen.
+FROZEN = 15.0
 #: How many calls and steps are kept, after a line for the process and one for its failure.
 CALLS, STEPS = 32, 256
 #: Bytes of a line, and of the file.
@@ -112,8 +114,9 @@ class Trace:
         self._steps, self._calls = itertools.count(1), itertools.count(1)
         self._turns: Counter[tuple[str, Ranges]] = Counter()
         self._map, self._has_failed = _mapped(self.path), False
-        process = {"kind": "process", "run": run, "rank": rank, "ranks": ranks}
-        self.write_line(0, _encode(process | {"host": _host(), "pid": os.getpid()}))
+        process = {"kind": "process", "run": run, "rank": rank, "ranks": ranks, "host": _host()}
+        process |= {"pid": os.getpid(), "started": _status(os.getpid())[1]}
+        self.write_line(0, _encode(process))
 
     def call(self, what: str, number: int, ranks: Ranges, tag: int, detail: str) -> None:
         """A pass of a call begins; its steps have the same tag."""
@@ -157,7 +160,10 @@ class Trace:
         fields = {"kind": "failure", "at": time.time(), "error": error}
         self.write_line(1, _fitting(fields, WIDTH))
         self._has_failed = True
-        # A full disk must not hide the failure.
+        self.copy_all()
+
+    def copy_all(self) -> None:
+        """Copy the last steps of all ranks of this machine; a full disk must hide no failure."""
         with contextlib.suppress(OSError), _in_turn(self.path.parent):
             _copy(self.content(), self.rank)
             for path in self._others():
@@ -168,22 +174,70 @@ class Trace:
         """The lines as they are now."""
         return self._map[:]
 
+    def peers(self) -> dict[int, dict[str, Any]]:
+        """The processes of the other ranks of this machine whose files are there, by rank."""
+        heads = filter(None, map(_head, self._others()))
+        return {head["rank"]: head for head in heads if head["host"] == _host()}
+
     def lost(self) -> list[int]:
         """World ranks of this machine that were killed or stopped before they noticed a failure."""
         return sorted(
-            head["rank"]
-            for path in self._others()
-            if (head := _head(path)) and head["host"] == _host()
-            if state_of(head["pid"]) != "runs" and not _has_noticed(path)
+            rank
+            for rank, head in self.peers().items()
+            if _state(head) != "runs" and not _has_noticed(self._path_of(rank))
         )
 
+    def has_failed(self, rank: int) -> bool:
+        """True if a rank of this machine has recorded a failure by itself."""
+        return any("by" not in failure for failure in _failures(self._path_of(rank)))
+
+    def frozen(self) -> dict[int, int]:
+        """Ranks of this machine that a signal has stopped, with their processes."""
+        heads = self.peers().items()
+        return {rank: head["pid"] for rank, head in heads if _letter(head) == "T"}
+
+    def note_frozen(self, rank: int) -> None:
+        """Record in the file of a frozen rank that it is being killed."""
+        why = f"stopped (SIGSTOP) for {FROZEN:g} s while others waited for it, so it was killed"
+        fields = {"kind": "failure", "at": time.time(), "error": f"was {why}", "by": self.rank}
+        with contextlib.suppress(OSError), open(self._path_of(rank), "r+b", opener=_existing) as f:
+            f.seek(WIDTH)
+            f.write(_encode(fields).encode().ljust(WIDTH - 1) + b"\n")
+
+    def in_words(self, ranks: Sequence[int]) -> str:
+        """Lost ranks, and what became of them.
+
+        >>> Trace(0, 2, "a1", Path(tempfile.mkdtemp())).in_words([2, 3])
+        'ranks 2, 3 of this machine were killed, or ended silently'
+        """
+        several = len(ranks) > 1
+        if not several:
+            for failure in _failures(self._path_of(ranks[0])):
+                if "by" in failure:
+                    return f"{failures.who(ranks)} {failure.get('error')}"
+            head = self.peers().get(ranks[0])
+            if head is not None and _state(head) == "stopped":
+                return f"{failures.who(ranks)} is stopped (SIGSTOP)"
+        were = "were" if several else "was"
+        return f"{failures.who(ranks)} of this machine {were} killed, or ended silently"
+
+    @property
+    def hint(self) -> str:
+        """The command that shows who waited for whom."""
+        return f"`weft blackbox {trace_folder(self.run)}` says who waited for whom"
+
     def close(self) -> None:
-        """The process ends: remove its file, and those of killed ranks where this one failed."""
-        if self._has_failed:
-            _remove_of_killed(self.path.parent)
+        """The process ends: remove its file, and as the last one those of killed ranks, too.
+
+        Each looks after it has removed its own, so that of two which end at one time one is last.
+        """
         with contextlib.suppress(OSError):
             self.path.unlink()
-            self.path.parent.rmdir()
+        if all(_state(head) == "gone" for head in self.peers().values()):
+            _remove_of_killed(self.path.parent)
+
+    def _path_of(self, rank: int) -> Path:
+        return self.path.with_name(f"rank-{rank}")
 
     def write_line(self, index: int, text: str) -> None:
         """Replace a line of the file."""
@@ -306,15 +360,40 @@ def _content(path: Path) -> bytes:
 
 
 def _has_noticed(path: Path) -> bool:
-    """True if a rank recorded a failure and has begun nothing since."""
+    """True if a rank itself recorded a failure and has begun nothing since."""
     try:
-        texts = filter(None, (line.strip(b" \0") for line in _content(path).split(b"\n")))
-        lines = [json.loads(text) for text in texts]
-        failed = max((line["at"] for line in lines if line["kind"] == "failure"), default=0.0)
+        lines = _lines(path)
+        own = [line["at"] for line in lines if line["kind"] == "failure" and "by" not in line]
         begun = (line["began"] for line in lines if line["kind"] == "step")
-        return failed > 0 and all(began <= failed for began in begun)
+        return bool(own) and all(began <= max(own) for began in begun)
     except _UNREADABLE:
         return False
+
+
+def _failures(path: Path) -> list[dict[str, Any]]:
+    """The failure that a rank, or another one for it, recorded, if any: the second line."""
+    try:
+        with open_to_read(path) as file:
+            file.seek(WIDTH)
+            line = json.loads(file.read(WIDTH).strip(b" \0\n") or b"{}")
+        return [line] if line.get("kind") == "failure" else []
+    except _UNREADABLE:
+        return []
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    texts = filter(None, (line.strip(b" \0") for line in _content(path).split(b"\n")))
+    return [json.loads(text) for text in texts]
+
+
+def why_killed(pid: int) -> str | None:
+    """What another rank recorded when it killed a process, for its launcher."""
+    for path in (path for run in runs_of(root()) for path in _ranks(run)):
+        head = _head(path)
+        if head and head["pid"] == pid:
+            by_others = [line for line in _failures(path) if "by" in line]
+            return str(by_others[-1].get("error")) if by_others else None
+    return None
 
 
 def remove_traces(pids: Collection[int]) -> None:
@@ -384,20 +463,40 @@ def make_own_folder(path: Path) -> None:
         raise PermissionError(errno.EACCES, "it is not closed to other users", str(path))
 
 
+def _existing(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
 def _closed_to_others(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
 
 
 def state_of(pid: int) -> str:
     """The state of a process of this machine: "runs", "stopped" or "gone"."""
+    letter = _status(pid)[0]
+    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "runs")
+
+
+def _state(head: dict[str, Any]) -> str:
+    """`state_of` the process of a head; "gone" if its number is another process's by now."""
+    return "gone" if _letter(head) == "X" else state_of(head["pid"])
+
+
+def _letter(head: dict[str, Any]) -> str:
+    letter, started = _status(head["pid"])
+    return "X" if started and head.get("started", started) != started else letter
+
+
+def _status(pid: int) -> tuple[str, int]:
+    """The letter of a process's state, and when it started; "R" and 0 where nobody tells."""
     try:
         os.kill(pid, 0)
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], int(fields[19])
     except (ProcessLookupError, OverflowError):
-        return "gone"
-    except OSError:
-        return "runs"  # another process, or a system without /proc
-    return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(state, "runs")
+        return "X", 0
+    except (OSError, ValueError, IndexError):
+        return "R", 0  # another user's process, or a system without /proc
 
 
 def rank_ranges(ranks: Sequence[int]) -> Ranges:

@@ -61,7 +61,7 @@ def window_defects(layout: Layout, axis: str, length: int, window: Windows) -> I
     plan, steps = plan_ranges(mesh, starts, window.ranges(edges), window.border), pairwise(edges)
     if [*edges] != sorted(edges) or (edges[0], edges[-1]) != (0, window.outputs):
         yield f"{window}: chunks compute outputs {edges} of {window.outputs}"
-    for chunk, ((first, last), part) in enumerate(zip(steps, plan.cuts)):
+    for chunk, ((first, last), part) in enumerate(zip(steps, plan.parts)):
         if first == last:
             continue
         own = [*range(starts[chunk] + part.low, starts[chunk] + part.high)]

@@ -57,6 +57,11 @@ class Wanted:
         """The messages of the rank that holds a chunk, and what arrives."""
         return _take(self, chunk)
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything goes from one rank to another."""
+        return bool(_routes(self)[0].moving)
+
     def received(self, chunk: int) -> int:
         """The number of entries that a chunk receives from others."""
         return sum(o.numel for o in self.take(chunk).arrived if o.source != chunk)
@@ -340,11 +345,11 @@ class RangePlan(NamedTuple):
 
     Attributes:
         wanted: what every chunk receives: the entries before its part and then those after it.
-        cuts: the parts that chunks keep.
+        parts: what chunks keep.
     """
 
     wanted: Wanted
-    cuts: tuple[SeenPart, ...]
+    parts: tuple[SeenPart, ...]
 
 
 @cached(1024)
@@ -367,17 +372,17 @@ def plan_ranges(
         ShapeError: a border that needs a longer axis.
 
     >>> plan = plan_ranges((("ring", 2),), (0, 4, 7), ((-1, 5), (3, 8)))
-    >>> plan.cuts[1], [(s.start, s.count) for s in plan.wanted.wanted[1]]
+    >>> plan.parts[1], [(s.start, s.count) for s in plan.wanted.wanted[1]]
     (SeenPart(before=1, low=0, high=3, after=1), [(3, 1), (-1, 1)])
     """
-    cuts, wanted = [], []
+    parts, wanted = [], []
     for start, end, (low, high) in zip(starts, starts[1:], ranges):
         part = _cut(start, end, low, high)
-        cuts.append(part)
+        parts.append(part)
         before = bordered(low, low + part.before, starts[-1], border)
         wanted.append((*before, *bordered(high - part.after, high, starts[-1], border)))
     held = tuple(join((Span(a, b - a),)) for a, b in itertools.pairwise(starts))
-    return RangePlan(Wanted(mesh, held, tuple(wanted)), tuple(cuts))
+    return RangePlan(Wanted(mesh, held, tuple(wanted)), tuple(parts))
 
 
 __all__ = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,11 +13,10 @@ from torch import Tensor
 from .._digest import number_of
 from ..comm import Transport
 from ..comm.channel import Channel, refuse
-from ..comm.once_differentiable import second_derivative
 from ..comm.origin import UNKNOWN, Origin
 from ..errors import WeftError
 from . import handles
-from .handles import op, shapes_of
+from .handles import differentiable, op, shapes_of
 
 
 @dataclass(frozen=True)
@@ -164,8 +163,4 @@ def pass_op(name: str, subject: str) -> None:
         run = getattr(torch.ops.weft, f"{name}_backward")
         return run(grad, *ctx.saved_tensors, ctx.shape, ctx.handle), None
 
-    def twice(ctx: Any, *_: Any) -> NoReturn:
-        raise second_derivative(subject)
-
-    forward.register_autograd(gradient, setup_context=setup)
-    backward.register_autograd(twice, setup_context=lambda ctx, inputs, output: None)
+    differentiable(forward, backward, setup, gradient, subject)

@@ -23,9 +23,9 @@ from .autocast import without_autocast
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
-from .reduce import merge_over, sum_over
-from .rows import Ranges, take
+from .resharding import merge_over, sum_over
 from .tile_run import TileRun
+from .views import Ranges, take
 
 #: q, k, v, out, lse in their compute placement.
 Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
 import torch
 
 from .._torch import traced
+from ..comm.once_differentiable import second_derivative
 
 #: Ranks vote on the CPU in every pass, which a replayed CUDA graph would leave out.
 _TAGS = tuple(tag for tag in (getattr(torch.Tag, "cudagraph_unsafe", None),) if tag is not None)
@@ -75,4 +76,23 @@ def shapes_of(op: Any) -> Callable[[Callable], None]:
     return register
 
 
-__all__ = ["get", "keep", "keep_traced", "name", "new_name", "op", "shapes_of"]
+def differentiable(
+    forward: Any, backward: Any, setup: Callable, gradient: Callable, subject: str
+) -> None:
+    """Register the gradient of an op, which another op computes and which is differentiated once.
+
+    Args:
+        forward, backward: the ops.
+        setup: keeps what `gradient` reads, as torch's `setup_context`.
+        gradient: calls `backward`.
+        subject: the public function, named where a second derivative is refused.
+    """
+
+    def twice(ctx: Any, *_: Any) -> NoReturn:
+        raise second_derivative(subject)
+
+    forward.register_autograd(gradient, setup_context=setup)
+    backward.register_autograd(twice, setup_context=lambda ctx, inputs, output: None)
+
+
+__all__ = ["differentiable", "get", "keep", "keep_traced", "name", "new_name", "op", "shapes_of"]

@@ -23,8 +23,7 @@ from ..plan.program import Payload, Transfer
 from ..plan.sides import Side
 from .buffers import Buffers, Shape, pack, unpack
 from .marks import mark
-from .rows import Rows
-from .views import Views
+from .views import Rows, Views
 
 
 class TransferBatch:

@@ -151,7 +151,8 @@ def gradient_rounding(case: Case, full: Mapping[str, Tensor]) -> dict[str, float
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
     out, lse = reference(q, k, v, case.mask)
     scale = q.shape[-1] ** -0.5
-    visible = visible_pairs(case.mask, *q.shape[:3], k.shape[2])
+    batch, heads, n, _ = q.shape
+    visible = visible_pairs(case.mask, batch, heads, n, k.shape[2])
     scores = ((q @ k.mT) * scale).masked_fill(~visible, float("-inf"))
     p = torch.exp(scores - finite_lse(lse).unsqueeze(-1))  # rounded, as a bound may be
     difference = (dout @ v.mT - (dout * out).sum(-1, keepdim=True)).abs()

@@ -79,7 +79,7 @@ def bench(
     ] = 7,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
-    timeout: options.Timeout = options.TIMEOUT,
+    timeout: options.Timeout = None,
 ) -> None:
     """Time layouts side by side: which is the fastest here?
 
@@ -236,7 +236,7 @@ def _rank(
     dtype: str,
     device: str,
     rounds: int,
-    timeout: float,
+    timeout: float | None,
 ) -> list[TimedPasses]:
     """One rank of `weft bench`."""
     from weft_models.models import ModelSpec

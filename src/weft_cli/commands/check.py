@@ -24,6 +24,7 @@ from weft.layout import Layout
 from weft.masks.names import mask_named
 from weft.plan.predict import plan_for
 from weft.proof.symbolic import prove
+from weft.relayout.proof import prove_windows
 from weft.testing.cases import Case
 from weft.testing.check import Comparison, attend_once, check_rank
 from weft_models.routing.check import attend_routed_once, check_routed_rank
@@ -74,7 +75,7 @@ def check(
     ] = False,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
-    timeout: options.Timeout = options.TIMEOUT,
+    timeout: options.Timeout = None,
     symbolic: Annotated[
         bool,
         options.of_run(
@@ -195,6 +196,8 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
             claims = prove(layout, case.problem)
             if len(case.axes) == 1:
                 claims += prove_states(layout, case.axis, case.queries)
+                if any(rule.windows for rule in layout.rules(case.axis).values()):
+                    claims += prove_windows(layout, case.axis, case.queries)
         seconds = time.perf_counter() - start
         title = (
             f"{case.axis}: {_sizes(case)}, {case.name}, {layout.world_size} ranks, {seconds:.1f} s"
@@ -231,7 +234,7 @@ Result = tuple[list[list[Comparison]], Timeline | None]
 
 
 def _threads(
-    layout: Layout, cases: list[Case], device: str, timeout: float, recorded: Case | None
+    layout: Layout, cases: list[Case], device: str, timeout: float | None, recorded: Case | None
 ) -> Result:
     def on_ranks(work: Callable[[Layout], Any]) -> Any:
         if not layout.mesh:
@@ -252,7 +255,7 @@ def _processes(
     axis: str | None,
     cases: list[Case],
     device: str,
-    timeout: float,
+    timeout: float | None,
     recorded: Case | None,
 ) -> Result:
     """One rank of `weft check`."""

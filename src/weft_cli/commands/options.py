@@ -177,10 +177,14 @@ Gradients = Annotated[
 ]
 
 Timeout = Annotated[
-    float,
-    of_run("Seconds that any wait for another rank may last.", min=1.0, metavar="SECONDS"),
+    float | None,
+    of_run(
+        "Seconds that any wait for another rank may last.",
+        min=1.0,
+        metavar="SECONDS",
+        show_default="300, or $WEFT_TIMEOUT",
+    ),
 ]
-TIMEOUT = 60.0
 
 
 def problem_of(

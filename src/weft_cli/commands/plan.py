@@ -20,6 +20,7 @@ from weft_planner.search import Choices, Search, scaling
 from ..inspect import tables
 from . import options
 from .options import console
+from .plan_lengths import plan_lengths
 from .plan_model import plan_model, print_refused, write_layout
 
 #: Work of replays (see `weft.planner.bound.Bounds.work`) beyond which the search for changes of the
@@ -56,7 +57,8 @@ def plan(
         typer.Option(
             "--length",
             "--tokens",
-            help="Tokens of the whole sequence, over all ranks; of a model 'rows=64,features=5'.",
+            help="Tokens of the whole sequence, over all ranks; several as '4096:3,32768' with how "
+            "often each comes; of a model 'rows=64,features=5'.",
             show_default=f"{options.LENGTH}; {options.OF_MODEL}",
             rich_help_panel=options.CALL,
         ),
@@ -118,6 +120,8 @@ def plan(
 
         weft plan --tokens 32768 --devices 16 --hardware h100-8 --write plan.toml
 
+        weft plan --tokens 4096:8,32768:2,131072 --devices 64 --hardware h100-8
+
         weft plan tabular --length rows=150000,features=5 --devices 64 --hardware h100-8
     """
     machine = Hardware.load(hardware)
@@ -131,22 +135,30 @@ def plan(
         plan_model(model, hardware, devices, *sizes)
         return
     options.refuse_given(context, ["gradients"], options.NO_GRADIENTS)
-    lengths = options.lengths_of(length or options.LENGTH, "tokens", ("tokens",))
-    if not min(lengths):
-        raise ShapeError(f"--tokens {shown(length)}: a plan needs 1 token or more")
-    problem = options.problem_of(
-        "tokens",
-        lengths,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        batch=batch,
-        mask=mask,
-        dtype=dtype,
-        device=kernels,
-    )
     names = [name.strip() for name in (only or "").split(",") if name.strip()]
-    search = Search(problem, machine, devices, names, memory, forward_only)
+
+    def search_of(tokens: str) -> Search:
+        lengths = options.lengths_of(tokens, "tokens", ("tokens",))
+        if not min(lengths):
+            raise ShapeError(f"--tokens {shown(tokens)}: a plan needs 1 token or more")
+        problem = options.problem_of(
+            "tokens",
+            lengths,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            mask=mask,
+            dtype=dtype,
+            device=kernels,
+        )
+        return Search(problem, machine, devices, names, memory, forward_only)
+
+    if length is not None and "," in length:
+        options.refuse_given(context, ("write", "png"), "it is for one length")
+        plan_lengths(length, search_of)
+        return
+    search = search_of(length or options.LENGTH)
     choices = _searched(search)
     _print(choices, search, machine, hardware, top)
     if write is not None:

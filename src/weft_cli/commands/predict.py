@@ -91,7 +91,7 @@ def predict(
     ] = None,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
-    timeout: options.Timeout = options.TIMEOUT,
+    timeout: options.Timeout = None,
 ) -> None:
     r"""Predict the classes of rows from rows whose class is known.
 
@@ -153,7 +153,7 @@ class Job:
     columns: tuple[str, str | None, tuple[str, ...]]
     layout: str | None
     device: str
-    timeout: float
+    timeout: float | None
     n_estimators: int
     checkpoint: str | None
     seed: int

@@ -50,7 +50,7 @@ def rates(
     dtype: options.RunDType = None,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
-    timeout: options.Timeout = options.TIMEOUT,
+    timeout: options.Timeout = None,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -108,7 +108,7 @@ def rates(
         console().print(f"\nhardware file: {escape(str(write))}", soft_wrap=True)
 
 
-def _rank(name: str, problem: Problem, timeout: float) -> Measured:
+def _rank(name: str, problem: Problem, timeout: float | None) -> Measured:
     """One rank of `weft rates`."""
     layout = options.layout_named(name)
     layout = layout.build(problem.device, timeout=timeout)

@@ -87,7 +87,7 @@ def train(
     evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
-    timeout: options.Timeout = options.TIMEOUT,
+    timeout: options.Timeout = None,
     restarts: Annotated[
         int, options.of_run("How often to start again, from the last checkpoint.", min=0)
     ] = 0,
@@ -300,7 +300,7 @@ def _refuse_sizes(
 
 
 def _rank(
-    spec: ModelSpec, layouts: Sequence[str], device: str, timeout: float, given: dict
+    spec: ModelSpec, layouts: Sequence[str], device: str, timeout: float | None, given: dict
 ) -> float:
     """One rank of `weft train`; returns the seconds it took."""
     from weft_models.train import fit as run

@@ -363,6 +363,13 @@ def _became(boxes: Iterable[Box]) -> str:
 def _verdict(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> str:
     edges = {rank: whom for rank, whom in silent.items() if whom}
     if not edges:
+        ended = [rank for rank, box in by_rank.items() if box.process]
+        if ended and len(ended) < len(by_rank):
+            boxes = [by_rank[rank] for rank in ended]
+            return (
+                f"=> {_who(ended)}{_became(boxes)}; others may wait for it outside of weft, as in"
+                " torch's own collectives"
+            )
         return "=> no rank waits for one that has not answered"
     ends = sorted({p for whom in edges.values() for p in whom if p not in edges})
     if ends:

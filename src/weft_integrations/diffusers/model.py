@@ -23,7 +23,13 @@ from torch import Tensor, nn
 from weft.errors import DeclarationError, UnsupportedError, WeftError
 from weft.layout import Layout
 
-from ..common import Placed, check_not_placed, check_splits_only, named_arguments, scale_gradient
+from ..common import (
+    Parallelized,
+    check_not_placed,
+    check_splits_only,
+    named_arguments,
+    scale_gradient,
+)
 from .attention import Region
 from .plans import TokenSplit, read_plan
 from .streams import Streams
@@ -103,7 +109,7 @@ def parallelize_diffusers(
             after(module, state.leave_attention, always_call=True)
     after(plan.gather[0], state.gather_output)
     after(transformer, state.leave, always_call=True)
-    transformer.__dict__["_weft"] = Placed(undo)
+    transformer.__dict__["_weft"] = Parallelized(undo)
     return transformer
 
 

@@ -23,7 +23,7 @@ from weft.masks import FirstKeys
 from weft.torch_interop.sdpa import sdpa
 
 from .. import Foreign
-from ..common import Placed, check_not_placed, check_rows, check_splits_only, scale_gradient
+from ..common import Parallelized, check_not_placed, check_rows, check_splits_only, scale_gradient
 from .tabpfn_rows import gather_rows
 
 
@@ -121,7 +121,7 @@ def parallelize_tabicl(model: Foreign, layout: Layout, axis: str = "rows") -> nn
         model.register_forward_hook(lambda module, args, out: scale_gradient(out, share)),
     ]
     own = [functools.partial(vars(part).pop, "forward") for part in (columns, icl)]
-    model.__dict__["_weft"] = Placed([*own, *(hook.remove for hook in hooks)])
+    model.__dict__["_weft"] = Parallelized([*own, *(hook.remove for hook in hooks)])
     return model
 
 

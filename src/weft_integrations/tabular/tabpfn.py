@@ -20,7 +20,7 @@ from weft.errors import UnsupportedError
 from weft.layout import Layout
 
 from .. import Foreign
-from ..common import Placed, check_not_placed, check_splits_only, scale_gradient
+from ..common import Parallelized, check_not_placed, check_splits_only, scale_gradient
 from . import tabpfn_v3
 from .tabpfn_rows import ContextRows, TrainRows, gather_rows, own_rows, take_rows
 
@@ -68,7 +68,7 @@ def parallelize_tabpfn(model: nn.Module, layout: Layout, axis: str = "rows") -> 
     # The layers after the blocks are replicated, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
     hook = model.register_forward_hook(lambda module, args, output: scale_gradient(output, share))
-    model.__dict__["_weft"] = Placed([*undo, hook.remove])
+    model.__dict__["_weft"] = Parallelized([*undo, hook.remove])
     return model
 
 

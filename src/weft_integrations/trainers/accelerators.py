@@ -16,10 +16,21 @@ from weft.errors import DeclarationError
 from weft.layout import Layout
 
 from . import refused
-from .groups import ContextGroup
+from .groups import ContextGroup, compare_arguments
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+
+#: Settings of an accelerator by which ranks make other calls.
+_ALIKE = (
+    "gradient_accumulation_steps",
+    "mixed_precision",
+    "split_batches",
+    "even_batches",
+    "step_scheduler_with_optimizer",
+    "rng_types",
+)
 
 
 def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
@@ -39,6 +50,7 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
     Raises:
         DeclarationError: the accelerator runs on another number of processes than the world has, or
             has prepared a loader already; the group's ranks are not consecutive.
+        ShapeError: on every rank, if settings of accelerators differ.
         UnsupportedError: DeepSpeed, Megatron, context or sequence parallelism of accelerate's own,
             a compiled model, `dispatch_batches=True`. On `prepare`: a model to train that is not
             parallelized with `rows="whole"`, and AdaLoRA.
@@ -57,6 +69,8 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
     """
     group = ContextGroup.of(layout)
     refused.accelerator(accelerator, group)
+    settings = {name: repr(getattr(accelerator, name, None)) for name in _ALIKE}
+    compare_arguments(settings, accelerator.num_processes)
     # None would have a stream read by rank 0.
     accelerator.dataloader_config.dispatch_batches = False
     accelerator.prepare_data_loader = functools.partial(_load, accelerator, group)

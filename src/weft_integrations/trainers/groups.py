@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from weft.comm.world import init_process_group, world_mesh
-from weft.errors import DeclarationError, UnsupportedError
+from weft.comm.transport import disagreement
+from weft.comm.world import gather_over_world, init_process_group, world_mesh
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.launch.environment import wait_limit
 from weft.layout import Layout
 
 if TYPE_CHECKING:
@@ -67,7 +71,9 @@ class ContextGroup:
         return cls(size, ranks[0] // size, world // size, dist.get_rank() == ranks[0])
 
 
-def layout(text: str | Layout, device_type: str | None = None, timeout: float = 300.0) -> Layout:
+def layout(
+    text: str | Layout, device_type: str | None = None, timeout: float | None = None
+) -> Layout:
     """A layout of context groups, bound on a world that has as many of them as fit.
 
         world of 4, "tokens: ring=2"     mesh ("replicas", "ring") of 2 x 2
@@ -79,7 +85,7 @@ def layout(text: str | Layout, device_type: str | None = None, timeout: float = 
     Args:
         text: the name of a layout, a path, one line such as `"tokens: ring=4"`, or a `Layout`.
         device_type: "cpu" or "cuda"; default cuda where there is one.
-        timeout: seconds that any wait for another rank may last.
+        timeout: seconds that a wait for another rank may last; default 300, or `WEFT_TIMEOUT`.
 
     Raises:
         DeclarationError: on every rank: the world is no multiple of the layout's ranks.
@@ -98,7 +104,7 @@ def layout(text: str | Layout, device_type: str | None = None, timeout: float = 
     if not declared.mesh:
         return declared
     device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
-    limit = datetime.timedelta(seconds=timeout)
+    limit = datetime.timedelta(seconds=wait_limit(timeout))
     init_process_group(device_type, limit)
     if -1 in declared.mesh.values():
         declared = declared.resolve(_world())
@@ -114,6 +120,27 @@ def layout(text: str | Layout, device_type: str | None = None, timeout: float = 
         )
     mesh = world_mesh(device_type, {REPLICAS: _world() // ranks, **declared.mesh}, limit)
     return declared.bind(mesh[tuple(declared.mesh)], timeout=timeout)
+
+
+def compare_arguments(values: Mapping[str, str], processes: int) -> None:
+    """Raise `ShapeError` on every rank of the world unless these are the same on all of them.
+
+    Ranks whose arguments differ make other numbers of calls, and would wait for each other.
+    `processes` are those that train together: the world, or this one alone.
+    """
+    if processes == 1:
+        return
+    what, limit = "the arguments of a trainer", datetime.timedelta(seconds=wait_limit())
+    texts = gather_over_world(what, json.dumps(dict(values)), limit)
+    rows = {rank: json.loads(text) for rank, text in texts.items()}
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    wrong = [name for name in names if len({row.get(name) for row in rows.values()}) > 1]
+    if wrong:
+        differing = {
+            rank: ", ".join(f"{name}={row.get(name)}" for name in wrong)
+            for rank, row in rows.items()
+        }
+        raise ShapeError(disagreement(what, differing))
 
 
 def sampler(

@@ -14,7 +14,7 @@ from .. import Foreign
 from . import refused
 from .accelerators import attach, check_model
 from .generation import generates, with_generation
-from .groups import ContextGroup
+from .groups import ContextGroup, compare_arguments
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -48,6 +48,7 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
     Raises:
         UnsupportedError: another of TRL's trainers. When a trainer is made, before its
             first step, on every rank: settings that would train another model (see the guide).
+        ShapeError: on every rank, on `train()`: arguments or numbers of rows that differ.
         DeclarationError: the group's ranks are not consecutive; a model that is parallelized on
             another layout or takes chunks.
 
@@ -93,6 +94,11 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
 
             self.accelerator.prepare_model = prepare_model
 
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            """The class's own training, once all ranks of the world have the same arguments."""
+            compare_arguments(_arguments(self), self.accelerator.num_processes)
+            return super().train(*args, **kwargs)
+
         def call_model_init(self, trial: Any = None) -> nn.Module:
             return _shard(super().call_model_init(trial), layout, axis, verify)
 
@@ -103,6 +109,22 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
     for name in ("__name__", "__qualname__", "__module__", "__doc__"):
         setattr(Sharded, name, getattr(cls, name))
     return Sharded  # type: ignore[return-value]
+
+
+#: Arguments that ranks may have of their own: where rank 0 writes to, and what it says.
+_OWN = (
+    *("output_dir", "logging_dir", "run_name", "report_to", "disable_tqdm", "local_rank"),
+    *("log_level", "push_to_hub", "hub_", "project", "trackio"),
+)
+
+
+def _arguments(trainer: Foreign) -> dict[str, str]:
+    """Arguments of a trainer, and rows of its data, that are the same on every rank."""
+    values = {k: v for k, v in trainer.args.to_dict().items() if not k.startswith(_OWN)}
+    for name in ("train_dataset", "eval_dataset"):
+        data: Any = getattr(trainer, name, None)
+        values[f"rows of {name}"] = len(data) if hasattr(data, "__len__") else type(data).__name__
+    return {name: repr(value) for name, value in values.items()}
 
 
 def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Module:

@@ -52,7 +52,7 @@ def read(
     `CheckpointError` on every rank if the folder is damaged, or of another model.
     """
 
-    def check(index: Index) -> None:
+    def check(folder: Path, index: Index) -> None:
         facts = _facts(folder, index)
         if facts.model != model:
             raise CheckpointError(

@@ -79,7 +79,7 @@ class AllWeights:
         self.calls, self.training = self.calls + 1, model.training
         if not due:
             return ""
-        digest = digest_of_all(filter(_is_plain, model.parameters())).item()
+        digest = int(digest_of_all(filter(_is_plain, model.parameters())))
         return f"all weights [{digest & 0xFFFFFFFF:08x}]"
 
 

@@ -23,7 +23,7 @@ from weft.layout import Layout
 from weft.same_bits import modules as reproducible
 
 from .. import Foreign
-from ..common import Placed, check_axis, check_not_placed, refuse_split_heads
+from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
 from . import calls, generation, interface, refused, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
@@ -33,7 +33,7 @@ from .replicated import Own, configurations, own_attention, without
 
 
 @dataclass(kw_only=True)
-class _Installed(Placed):
+class _Installed(Parallelized):
     """Changes to a model, to be undone. A copy of the model has a copy of it.
 
     Attributes:

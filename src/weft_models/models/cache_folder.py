@@ -99,7 +99,7 @@ def read_cache(
     `CheckpointError` on every rank if the cache is damaged, or of another model.
     """
 
-    def check(index: Index) -> None:
+    def check(folder: Path, index: Index) -> None:
         metadata = _metadata(folder, index)
         if metadata.model != model:
             other = "other weights" if metadata.model[:16] == model[:16] else "another model file"

@@ -95,7 +95,7 @@ class TokenFile:
         starts = np.linspace(0, max(0, len(blocks) - _BLOCK), _BLOCKS, dtype=np.int64)
         found = hashlib.sha256(f"{self._tokens.dtype} {len(blocks)}".encode())
         for start in np.unique(starts):
-            found.update(blocks[start : start + _BLOCK])
+            found.update(blocks[start : start + _BLOCK].tobytes())
         return found.hexdigest()[:16]
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:

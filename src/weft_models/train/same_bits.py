@@ -41,7 +41,7 @@ def trace(
     *,
     seed: int = 0,
     dtype: torch.dtype | None = None,
-    timeout: float = 300.0,
+    timeout: float | None = None,
     **changes: Any,
 ) -> Trace:
     """Trains a model on a layout whose ranks are threads, and keeps what each step computes.
@@ -52,7 +52,7 @@ def trace(
         steps: how many.
         seed: of weights and data.
         dtype: of parameters and computation.
-        timeout: seconds that a wait for another rank may last.
+        timeout: seconds that a wait for another rank may last; default 300, or `WEFT_TIMEOUT`.
         changes: of the model's `train` section.
 
     Returns:

@@ -1,13 +1,19 @@
-"""Published set-ups on the clock: reported figures against predictions for the same layouts.
+"""Scaling figures of papers on the clock: reported numbers beside predictions for the same layouts.
 
-A set-up lists everything that it assumes, for papers leave out much; so shapes and orders are what
-to compare, not seconds.
+    python -m benchmarks.papers attention2d
+    python -m benchmarks.papers mesh-attention --png scaling.png --json scaling.json
+
+Prints every assumption first, for papers leave out heads, lengths or links: so compare shapes and
+orders, not seconds. Then, for each number of GPUs or tokens, a ring, a mix of heads and ring, a
+square tile, and the fastest of some mixes of the three, as weft would run them. Starts nothing.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +23,12 @@ from weft.declare import catalog
 from weft.declare.hardware import Hardware
 from weft.declare.rates import rates_of
 from weft.errors import DeclarationError, did_you_mean
+from weft.inspect import picture, words
 from weft.layout import Layout
 from weft.masks import Causal, Full
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
-
-from .flow import replayed
+from weft_planner.flow import replayed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -118,3 +124,49 @@ def draw(ax: Axes, found: list[Point], colors: tuple[str, ...]) -> None:
     ax.set_ylabel("times as quick as a ring", fontsize=8)
     ax.tick_params(labelsize=7)
     ax.legend(frameon=False, fontsize=7)
+
+
+def table(found: list[Point]) -> str:
+    """Both passes of one call, a line per way of every point."""
+    lines = ["way   layout                 GPUs      tokens   seconds  x ring  saved  reported"]
+    for point in found:
+        for way in WAYS:
+            chosen = point.ways[way]
+            reported = point.reported if way == "tile" else {}
+            figures = ", ".join(
+                form.format(reported[key])
+                for key, form in (("speedup", "{:.3g} x"), ("saved", "{:.0%}"))
+                if key in reported
+            )
+            lines.append(
+                f"{way:5} {chosen.layout:20} {point.ranks:6} {point.tokens:11,} "
+                f"{words.show_time(chosen.seconds):>9} {point.speedup(way):7.2f} "
+                f"{point.saved(way):6.0%}  {figures}"
+            )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("paper", choices=setups())
+    parser.add_argument("--png", type=Path, help="a picture: speed-up over the ring")
+    parser.add_argument("--json", type=Path, help="a file for every number")
+    options = parser.parse_args(arguments)
+    declared = setup(options.paper)
+    print(declared["about"], "\nassumed:", *(f"- {each}" for each in declared["assumed"]), sep="\n")
+    found = list(points(declared))
+    print(table(found))
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(point) for point in found], indent=1) + "\n")
+    if options.png is not None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(4.2, 3.0))
+        axes = figure.subplots()
+        draw(axes, found, picture.WONG)
+        axes.set_title(declared["about"].split(":")[0], loc="left", fontsize=picture.NORMAL)
+        picture.save(figure, options.png)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""Models whose layers see windows, on fields by `weft.parallelize`: VAEs, UNets, Swin, weather.
+
+Every rank calls the model with whole tensors and gets whole tensors. In between, tensors with axes
+that the layout splits are fields (`weft.Field`), on which the model runs unmodified.
+
+    layout "height: gather=2; width: gather=2"      rank 0: x[..., :13, :11]     and so on
+    vae.decode(z).sample                            convolutions exchange what is around these boxes
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import hashlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.collectives import invariant_to_replicate
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.fields import Field
+from weft.layout import Layout
+
+from .common import Parallelized, check_not_placed
+
+#: The axes of images and fields, and the dims that they have in tensors of four dims or more.
+AXES = {"time": -3, "height": -2, "width": -1}
+#: Ways to call a model.
+METHODS = ("forward", "encode", "decode")
+
+
+def splits_fields(layout: Layout) -> bool:
+    """Whether a layout splits an axis of images or fields."""
+    return any(axis in layout.sharding for axis in AXES)
+
+
+def parallelize_fields(
+    model: nn.Module,
+    layout: Layout,
+    *,
+    dims: Mapping[str, int] | None = None,
+    inputs: tuple[str, ...] | None = None,
+    output: Literal["whole", "field"] = "whole",
+) -> nn.Module:
+    """Split the axes of a model's images or fields over a layout; returns the model.
+
+    It is called as before, by `forward`, `encode` or `decode`, with whole tensors on every rank,
+    and returns whole tensors. After `backward`, which every rank calls on the same loss, call
+    `layout.sync_gradients(model)`: the gradients are those of one process. Gradients of inputs are
+    whole on every rank, so that what comes before and after the model is as in one process.
+
+    Random numbers that the model draws must be the same on all ranks: give them one seed. Where a
+    model drew some and generators differed, the call is refused.
+
+    Args:
+        model: any module of torch's layers, such as a VAE, UNet or ControlNet of diffusers, or an
+            image model of transformers.
+        layout: a bound layout that splits `height`, `width` or `time`, in contiguous order.
+        dims: axis -> dim of the tensors that are split; default the last ones of tensors of four
+            dims or more: time -3, height -2, width -1. A video has five dims.
+        inputs: the arguments that are split; default floating-point tensors of four dims or more,
+            with `dims` those that have these dims.
+        output: "field" leaves outputs split, as `weft.Field`.
+
+    Raises:
+        DeclarationError: a layout that is not bound; a model that is parallelized already; an
+            axis that the layout splits, and `dims` does not have.
+        UnsupportedError: in calls: tiling or slicing of a VAE, which cut along split axes; dropout
+            while training; a function of torch without a rule.
+        ShapeError: on every rank, if ranks call with other shapes.
+
+    >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.GroupNorm(2, 4))
+    >>> layout = Layout.parse("height: gather=2; width: gather=2")
+    >>> def shape(layout):
+    ...     split = parallelize_fields(copy.deepcopy(model), layout)
+    ...     return split(torch.ones(1, 3, 13, 9)).shape
+    >>> weft.on_threads(layout, shape)[0]
+    torch.Size([1, 4, 13, 9])
+    """
+    if output not in ("whole", "field"):
+        raise DeclarationError(f"output={output!r}: write 'whole' or 'field'")
+    check_not_placed(model)
+    _ = layout.bound
+    placed = dict(AXES if dims is None else dims)
+    split = [axis for axis in layout.sharding if layout.size(axis) > 1]
+    if missing := [a for a in split if a not in placed and a not in ("batch", "heads")]:
+        raise DeclarationError(
+            f"{layout.source}: axis {missing[0]!r} is split; dims= says which dim of the tensors it"
+            f" is, such as dims={{{missing[0]!r}: 2}}"
+        )
+    state = _Calls(model, layout, placed, dims is not None, inputs, output == "field")
+    placed_model = Parallelized()
+    for name in METHODS:
+        if callable(getattr(model, name, None)):
+            state.wrap(name, placed_model)
+    model.__dict__["_weft"] = placed_model
+    return model
+
+
+class _Calls:
+    """The calls of a model: whole tensors become fields, and outputs whole tensors again."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        dims: dict[str, int],
+        named: bool,
+        inputs: tuple[str, ...] | None,
+        keeps_fields: bool,
+    ) -> None:
+        self.model, self.layout, self.dims, self.named = model, layout, dims, named
+        self.inputs, self.keeps_fields, self.inside = inputs, keeps_fields, False
+        self.mesh_dims = tuple(d for axis in dims for d in layout.shard_dims(axis))
+
+    def wrap(self, name: str, placed: Parallelized) -> None:
+        """Have a method of the model take and return whole tensors."""
+        run = getattr(self.model, name)
+        signature, held = inspect.signature(run), name in self.model.__dict__
+
+        @functools.wraps(run)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.inside:
+                return run(*args, **kwargs)
+            self.inside = True
+            try:
+                return self.run(name, run, signature, args, kwargs)
+            finally:
+                self.inside = False
+
+        self.model.__dict__[name] = call
+
+        def take_back() -> None:
+            if held:
+                self.model.__dict__[name] = run
+            else:
+                self.model.__dict__.pop(name, None)
+
+        placed.steps.append(take_back)
+
+    def run(
+        self, name: str, run: Callable, signature: inspect.Signature, args: tuple, kwargs: dict
+    ) -> Any:
+        """One call, on all ranks alike."""
+        bound, failure = signature.bind(*args, **kwargs), ""
+        try:
+            self._refuse_flags()
+            for key, value in bound.arguments.items():
+                bound.arguments[key] = self._split(key, value)
+        except (UnsupportedError, ShapeError) as error:
+            failure = f"refused: {error}"
+        tensors = {k: v for k, v in bound.arguments.items() if isinstance(v, Tensor)}
+        shapes = {k: f"{tuple(v.shape)} of {v.dtype}" for k, v in tensors.items()}
+        what = f"a call of {type(self.model).__name__}.{name}"
+        self.layout.bound.agree(what, failure or str(shapes), self.mesh_dims)
+        if failure:
+            raise UnsupportedError(failure.removeprefix("refused: "))
+        before = _generators()
+        made = run(*bound.args, **bound.kwargs)
+        if before != _generators():
+            drawn = f"the state of random generators, from which {what} draws"
+            self.layout.bound.agree(drawn, before, self.mesh_dims)
+        return made if self.keeps_fields else _whole(made)
+
+    def _split(self, name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(self._split(name, v) for v in value)
+        if not isinstance(value, Tensor) or isinstance(value, Field):
+            return value
+        least = max((-d if d < 0 else d + 1) for d in self.dims.values()) if self.named else 4
+        chosen = value.is_floating_point() and value.dim() >= least
+        if self.inputs is not None:
+            chosen = name in self.inputs
+        if not chosen:  # whole on every rank, each of which makes its part of the model's positions
+            return invariant_to_replicate(value, self.mesh_dims, self.layout.bound)
+        at = {a: d for a, d in self.dims.items() if self.named or -d <= value.dim() - 2}
+        return Field.distribute(value, self.layout, at)
+
+    def _refuse_flags(self) -> None:
+        for flag in ("use_tiling", "use_slicing"):
+            if getattr(self.model, flag, False):
+                raise UnsupportedError(
+                    f"{type(self.model).__name__} with {flag}: tiles and slices are cut along axes"
+                    f" that the layout splits; vae.disable_{flag.removeprefix('use_')}()"
+                )
+
+
+def _generators() -> str:
+    """The state of torch's generators on this rank, as a short text."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states.append(torch.cuda.get_rng_state())
+    digests = (hashlib.blake2b(state.numpy().tobytes(), digest_size=8) for state in states)
+    return " ".join(digest.hexdigest() for digest in digests)
+
+
+def _whole(made: Any) -> Any:
+    """Outputs with whole tensors in place of fields."""
+    if isinstance(made, Field):
+        return made.full_tensor()
+    if isinstance(made, Mapping) or type(made) in (list, tuple):
+        keys = made.keys() if isinstance(made, Mapping) else range(len(made))
+        parts = [_whole(made[key]) for key in keys]
+        if type(made) in (list, tuple):
+            return type(made)(parts)
+        changed = copy.copy(made)
+        for key, part in zip(keys, parts):
+            changed[key] = part
+        return changed
+    held = getattr(made, "__dict__", {})
+    if any(isinstance(value, Field) for value in held.values()):
+        changed = copy.copy(made)
+        changed.__dict__.update({name: _whole(value) for name, value in held.items()})
+        return changed
+    return made
+
+
+__all__ = ["parallelize_fields"]

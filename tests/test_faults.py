@@ -1,0 +1,32 @@
+"""A killed or frozen rank ends all others in time, and each of them names it."""
+
+import pytest
+
+from benchmarks import faults
+
+#: One fault of each kind in one program; more of each: `python -m benchmarks.faults`.
+SAMPLE = [
+    pytest.param("fsdp", marks=pytest.mark.sample),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in faults.PROGRAMS if name != "fsdp"),
+]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("program", SAMPLE)
+@pytest.mark.parametrize("kind", ["killed", "frozen"])
+def test_all_ranks_end_in_time_and_name_the_lost_one(program, kind):
+    if program in ("trainer", "generate"):
+        pytest.importorskip("transformers")
+    fault = next(f for f in faults.draw(1, [program]) if f.kind == kind)
+    outcome = faults.run(fault)
+    assert outcome.seconds is not None
+    assert outcome.seconds <= faults.LIMIT
+    assert outcome.named >= outcome.survivors - 1, outcome.output  # a launcher may end one first
+
+
+def test_a_survivor_that_names_another_rank_names_none():
+    text = "weft: rank 1 of this machine was killed, or ended silently"
+    assert faults._names(text, 1)
+    assert not faults._names(text, 2)
+    assert not faults._names("rank 0 ended or did not answer within 300 s", 1)
+    assert not faults._names("Connection closed by peer", 1)

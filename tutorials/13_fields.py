@@ -1,0 +1,133 @@
+# %% [markdown]
+# # 13. A VAE over a grid of ranks: fields
+#
+# A convolution sees the pixels around its own. When an image is split over ranks, those around
+# the edge of a part are on other ranks, and strides, borders, norms and the attention in the middle
+# each need something else from them. You will
+#
+# - decode an image by an unmodified VAE of diffusers on a grid of 2 x 2 ranks,
+# - count what a rank receives, beside what gathering would take,
+# - take a training step, equal to that of one device.
+#
+# Needs `pip install diffusers`. Nothing is downloaded: the VAE is small, with random weights. Ranks
+# are threads of this process.
+
+# %%
+import copy
+
+import torch
+from diffusers import AutoencoderKL
+from torch import nn
+
+import weft
+
+torch.set_num_threads(1)
+torch.manual_seed(0)
+
+vae = AutoencoderKL(
+    block_out_channels=(8, 16),
+    down_block_types=("DownEncoderBlock2D",) * 2,
+    up_block_types=("UpDecoderBlock2D",) * 2,
+    latent_channels=4,
+    norm_num_groups=4,
+    layers_per_block=1,
+).double()
+image = torch.randn(1, 3, 46, 38, dtype=torch.float64)
+
+# %% [markdown]
+# ## The layout
+#
+# Two axes are split, each by `halo`: windows along it take the positions around a rank's own, norms
+# merge their moments, and attention brings the keys of all positions to the queries.
+
+# %%
+layout = weft.Layout.parse("height: halo=2; width: halo=2")
+print(layout.to_toml())
+
+# %% [markdown]
+# ## Decode
+#
+# Every rank calls the VAE with whole tensors, as before. Inside, tensors are fields: they have the
+# shape of the whole image, so that code of the model that asks for shapes is right as it stands.
+
+# %%
+with torch.no_grad():
+    latents = vae.encode(image).latent_dist.mode()
+    expected = vae.decode(latents).sample
+
+
+def decode(layout):
+    split = weft.parallelize(copy.deepcopy(vae), layout)
+    with torch.no_grad(), weft.traffic(layout) as moved:
+        sample = split.decode(latents).sample
+    return sample, moved
+
+
+ranks = weft.on_threads(layout, decode)
+errors = [float((sample - expected).abs().max() / expected.abs().max()) for sample, _ in ranks]
+print("largest error of any rank:", max(errors))
+assert max(errors) < 1e-12
+
+# %% [markdown]
+# ## What moves
+#
+# Halos are strips: a rank receives the surface of its box for every convolution, and no more. To
+# gather the inputs of all convolutions would take this much:
+
+# %%
+gathered = 0
+
+
+def count(module, inputs):
+    global gathered
+    if max(module.kernel_size) > 1:
+        gathered += inputs[0].numel() * inputs[0].element_size() * 3 // 4
+
+
+hooks = [m.register_forward_pre_hook(count) for m in vae.modules() if isinstance(m, nn.Conv2d)]
+with torch.no_grad():
+    vae.decode(latents)
+for hook in hooks:
+    hook.remove()
+
+_, moved = ranks[0]
+by_kind = {}
+for (_, kind), nbytes in moved.received.items():
+    by_kind[kind] = by_kind.get(kind, 0) + nbytes
+for kind, nbytes in by_kind.items():
+    print(f"{kind:10s} {nbytes / 1e3:8.1f} kB")
+print(f"gathering the inputs of convolutions: {gathered / 1e3:.1f} kB")
+assert by_kind["halo"] * 10 < gathered
+
+# %% [markdown]
+# Strips grow with the edge of an image, and what is gathered with its area: at 512 x 512 the ratio
+# is an order of magnitude larger. The label `gather` is the whole output, which is handed to every
+# rank; `weft.parallelize(vae, layout, output="field")` keeps it split.
+#
+# ## A training step
+#
+# Gradients of the weights are shares of each rank's part, which `sync_gradients` adds up.
+
+# %%
+
+
+def step(model, sync=lambda model: None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    latents = model.encode(image).latent_dist.mode()
+    loss = (model.decode(latents).sample - image).square().mean()
+    loss.backward()
+    sync(model)
+    optimizer.step()
+    return loss.item(), {name: p.detach() for name, p in model.named_parameters()}
+
+
+loss, weights = step(copy.deepcopy(vae))
+trained = weft.on_threads(
+    layout,
+    lambda layout: step(weft.parallelize(copy.deepcopy(vae), layout), layout.sync_gradients),
+)
+for split_loss, split_weights in trained:
+    assert abs(split_loss - loss) < 1e-12 * loss
+    for name, weight in weights.items():
+        torch.testing.assert_close(split_weights[name], weight, rtol=1e-9, atol=1e-12)
+print("loss", loss, "and every weight after the step are those of one device")
