@@ -25,7 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results" / "elastic.md"
-MODEL, STEPS, EVERY, BATCH = "causal_lm", 30, 2, 4
+#: Steps of a run, and of one in which the agent comes back.
+STEPS, MORE_STEPS = 30, 150
+MODEL, EVERY, BATCH = "causal_lm", 2, 4
 LAYOUTS = ["batch: dp=2; tokens: ring=2", "tokens: ring=-1"]
 #: torch's agents share a store by default, and one that joins later then waits for an address that
 #: was written in the first round alone (torch 2.13 and 2.14).
@@ -68,13 +70,13 @@ def note(folder: str, **what: object) -> None:
 class Run:
     """Four agents, or one process, in a folder."""
 
-    def __init__(self, folder: str, more: dict[str, str], ranks: int = 4) -> None:
+    def __init__(self, folder: str, more: dict[str, str], steps: int, ranks: int = 4) -> None:
         self.folder, self.more, self.agents = Path(folder), more, []
         self.port = random.SystemRandom().randrange(20000, 30000)
         (self.folder / "run.toml").write_text(
             f'model = "{MODEL}"\ndtype = "float64"\n'
             + (f"[elastic]\nlayouts = {json.dumps(LAYOUTS)}\n" if ranks > 1 else "")
-            + f"[train]\nsteps = {STEPS}\nbatch = {BATCH}\ncheckpoint_every = {EVERY}\n"
+            + f"[train]\nsteps = {steps}\nbatch = {BATCH}\ncheckpoint_every = {EVERY}\n"
         )
         self.options = ["--config", f"{folder}/run.toml", "--device", "cpu", "--timeout", "60"]
         self.options += ["--log-dir", f"{folder}/log", "--checkpoint-dir", f"{folder}/steps"]
@@ -150,7 +152,8 @@ def kill_one(number: int, wanted: dict, back: bool) -> tuple[list[str], bool]:
     draw = random.Random(number)
     victim, at = draw.randint(1, 3), 2 * draw.randint(1, 5)  # not the agent that keeps the store
     with tempfile.TemporaryDirectory(prefix="weft-elastic-") as folder:
-        run, end = Run(folder, STORE_PER_ROUND if back else {}), time.time() + LIMIT
+        steps = MORE_STEPS if back else STEPS
+        run, end = Run(folder, STORE_PER_ROUND if back else {}, steps), time.time() + LIMIT
         run.agents = [run.start(i) for i in range(4)]
         try:
             run.until(lambda: run.steps() >= at, end)
@@ -165,13 +168,15 @@ def kill_one(number: int, wanted: dict, back: bool) -> tuple[list[str], bool]:
                 run.until(lambda: sum(n["ranks"] == 4 for n in run.notes()) > len(fours), end)
                 run.until(lambda: run.steps() > before, end)
                 grown = f"{time.time() - joined:.0f}"
-            run.until(lambda: run.steps() == STEPS and _all_done(run), end)
+            run.until(lambda: run.steps() == steps and _all_done(run), end)
             codes = [a.poll() for i, a in enumerate(run.agents) if back or i != victim]
             sizes = [size for size, _ in _by_size(run.notes())]
-            error, drawn = weights_error(run.folder / "steps", wanted), drawn_once(run.notes())
+            error, drawn = weights_error(run.folder, steps, wanted), drawn_once(run.notes(), steps)
         finally:
             run.close()
-        ok = codes == [0] * len(codes) and error < 1e-10 and drawn and sizes[0] == 4 and 3 in sizes
+        ok = (
+            codes == [0] * len(codes) and error < 1e-10 and drawn and sizes == [4, 3, 4][: 2 + back]
+        )
         if not ok:
             for log in sorted(run.folder.glob("agent*.log")):
                 print(log.name, log.read_text()[-2500:], sep="\n", file=sys.stderr)
@@ -201,7 +206,7 @@ def _by_size(notes: list[dict]) -> Iterator[tuple[int, list[dict]]]:
         yield start[-1]["ranks"], start
 
 
-def drawn_once(notes: list[dict]) -> bool:
+def drawn_once(notes: list[dict], steps: int) -> bool:
     """Whether the steps that the final weights consist of drew each example once, and none else.
 
     A step is done again where its checkpoint was not written: its last time counts. Ranks that
@@ -214,17 +219,17 @@ def drawn_once(notes: list[dict]) -> bool:
     for each in notes:
         if each["ranks"] == last[each["step"]]:
             drawn.setdefault(each["step"], set()).update(each["drawn"])
-    return drawn == {s: set(range(s * BATCH, (s + 1) * BATCH)) for s in range(STEPS)}
+    return drawn == {s: set(range(s * BATCH, (s + 1) * BATCH)) for s in range(steps)}
 
 
-def weights(folder: Path) -> dict:
-    """The model's tensors in the last checkpoint."""
+def weights(folder: Path, steps: int) -> dict:
+    """The model's tensors in the checkpoint of a run's last step."""
     import torch
     from safetensors import safe_open
 
     from weft.checkpoint.folder import read_index
 
-    path, found = folder / f"step-{STEPS:06d}", {}
+    path, found = folder / "steps" / f"step-{steps:06d}", {}
     for name, stored in read_index(path).tensors.items():
         if not name.startswith("model."):
             continue
@@ -237,11 +242,11 @@ def weights(folder: Path) -> dict:
     return found
 
 
-def weights_error(folder: Path, wanted: dict) -> float:
+def weights_error(folder: Path, steps: int, wanted: dict) -> float:
     """The largest relative difference of a tensor; infinite where the run did not end."""
-    if not (folder / f"step-{STEPS:06d}" / "index.json").exists():
+    if not (folder / "steps" / f"step-{steps:06d}" / "index.json").exists():
         return float("inf")
-    found = weights(folder)
+    found = weights(folder, steps)
     assert wanted
     assert found.keys() == wanted.keys()
     return max(float((found[n] - w).norm() / w.norm().clamp(min=1e-3)) for n, w in wanted.items())
@@ -266,10 +271,11 @@ def main() -> int:
         rank(given.rank, given.arguments)
         return 0
     with tempfile.TemporaryDirectory(prefix="weft-elastic-") as folder:
-        whole = Run(folder, {}, ranks=1)
+        steps = MORE_STEPS if given.back else STEPS
+        whole = Run(folder, {}, steps, ranks=1)
         whole.alone()
-        wanted = weights(Path(folder, "steps"))
-        assert drawn_once(whole.notes())
+        wanted = weights(Path(folder), steps)
+        assert drawn_once(whole.notes(), steps)
     rows, bad = [], 0
     for number in range(given.first, given.first + given.kills):
         row, ok = kill_one(number, wanted, given.back)

@@ -7,8 +7,12 @@
 An input is made from the seed and its number alone, so what fails can be had again. Files are
 shipped layouts, strategies and models with lines, words and bytes changed; lines are layouts on
 one line; checkpoints, caches, weights and black boxes are damaged and forged, see `fuzz_folders`;
+tables, plain and packed, run files, configurations and files of tokens are those of `fuzz_tables`;
 command lines run `weft list`, `explain`, `check --threads`, `train` and `rates` in this
 process, the last two only with options that must be refused.
+
+What is accepted is run to its end on threads: a small call of every layout, a small forward pass of
+every model. What is too large for that is only read.
 """
 
 from __future__ import annotations
@@ -18,8 +22,10 @@ import collections
 import contextlib
 import faulthandler
 import io
+import math
 import os
 import random
+import re
 import resource
 import tempfile
 import time
@@ -27,6 +33,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import typer
 
 import weft
@@ -34,11 +41,17 @@ from weft.declare import catalog
 from weft.declare.hardware import Hardware
 from weft_cli.cli import app
 from weft_models.declare.model_file import ModelSpec
+from weft_planner.work import lengths_of_model, model_work
 
 from .fuzz_folders import Folders
+from .fuzz_tables import Tables
 
-#: Seconds that one input may take; a command may draw a picture or plan some dozens of ranks.
+#: CPU seconds that one input may take; a command may draw a picture or plan some dozens of ranks.
 LIMIT = 5.0
+#: Bytes by which one input may raise the most that the process has held.
+PEAK = 1 << 30
+#: Ranks, weights and blocks of what is run.
+MOST_RANKS, MOST_WEIGHTS, MOST_BLOCKS = 8, 1 << 20, 24
 #: Seconds after which the process says where it is, and ends.
 HANG = 60.0
 #: Bytes that all inputs together may take: what takes more raises MemoryError.
@@ -131,6 +144,7 @@ class Outcome:
     kind: str
     message: str
     seconds: float
+    nbytes: int = 0
 
     @property
     def wrong(self) -> str:
@@ -141,6 +155,8 @@ class Outcome:
             return f"a refusal of {len(self.message)} characters: {self.message[:200]!r}"
         if self.seconds > LIMIT:
             return f"took {self.seconds:.1f} s"
+        if self.nbytes > PEAK:
+            return f"took {self.nbytes:,} bytes"
         return ""
 
 
@@ -149,7 +165,7 @@ class Fuzz:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder = seed, folder
-        self.folders = Folders(folder)
+        self.folders, self.tables = Folders(folder), Tables(folder, mutated)
         self.files = {
             kind: [path.read_text() for path in sorted(catalog.folder(kind).glob("*.toml"))]
             for kind in catalog.KINDS
@@ -158,25 +174,25 @@ class Fuzz:
     def run(self, number: int) -> tuple[str, object, Outcome]:
         """The reader's name, the input, and what became of it."""
         rng = random.Random(f"{self.seed}/{number}")
-        feeds = (self._file, self._line, self._command, self.folders.feed)
-        feed = rng.choices(feeds, (30, 20, 15, 35))[0]
+        feeds = (self._file, self._line, self._command, self.folders.feed, self.tables.feed)
+        feed = rng.choices(feeds, (25, 15, 10, 30, 20))[0]
         name, given, call = feed(rng)
-        start = time.perf_counter()
+        start, before = time.process_time(), _peak()
         try:
             kind, message = call()
         except weft.WeftError as error:
             kind, message = "refused", str(error)
         except Exception as error:
             kind, message = type(error).__name__, str(error)
-        return name, given, Outcome(kind, message, time.perf_counter() - start)
+        took = time.process_time() - start
+        return name, given, Outcome(kind, message, took, _peak() - before)
 
     def _file(self, rng: random.Random) -> tuple[str, object, Callable]:
         kind = rng.choice(catalog.KINDS)
         text = rng.choice(self.files[kind])
-        for _ in range(rng.randint(1, 4)):
-            text = mutated(rng, text)
+        text = varied(rng, text)
         data = text.encode(errors="surrogatepass")
-        if rng.random() < 0.15:
+        if rng.random() < 0.08:
             at = rng.randrange(len(data) + 1)
             data = data[:at] + rng.randbytes(rng.randint(1, 4)) + data[at:]
         path = self.folder / "input.toml"
@@ -192,18 +208,19 @@ class Fuzz:
             loaded = load(path)
             if kind == "layouts":
                 weft.Layout.from_dict(loaded.declaration).to_toml()
-            return "taken", ""
+                return run_layout(loaded, str(path))
+            return run_model(loaded) if kind == "models" else ("taken", "")
 
         return kind, data, call
 
     def _line(self, rng: random.Random) -> tuple[str, object, Callable]:
         line = rng.choice(LINES)
-        for _ in range(rng.randint(1, 4)):
-            line = mutated(rng, line)
+        line = varied(rng, line)
 
         def call() -> tuple[str, str]:
-            weft.Layout.parse(line).to_toml()
-            return "taken", ""
+            parsed = weft.Layout.parse(line)
+            parsed.to_toml()
+            return run_layout(parsed, line)
 
         return "line", line, call
 
@@ -239,6 +256,25 @@ def _value(rng: random.Random) -> str:
     return rng.choice(rng.choice((NUMBERS, WORDS, VALUES, VALUES)))
 
 
+def varied(rng: random.Random, text: str) -> str:
+    """The text with changes: half of the time such that it may still be accepted."""
+    change = exchanged if rng.random() < 0.5 else mutated
+    for _ in range(rng.randint(1, 4)):
+        text = change(rng, text)
+    return text
+
+
+def exchanged(rng: random.Random, text: str) -> str:
+    """The text with another small number, or another of its words, in one place."""
+    tokens = [match.span() for match in re.finditer(r"[A-Za-z_]+|[0-9]+", text)]
+    if not tokens:
+        return text
+    (low, high), (first, last) = rng.choice(tokens), rng.choice(tokens)
+    digits = text[low:high].isdigit()
+    other = str(rng.choice((1, 2, 2, 3, 4, 6, 8))) if digits else text[first:last]
+    return text[:low] + other + text[high:]
+
+
 def mutated(rng: random.Random, text: str) -> str:
     """The text with one change: a word, number, line or run of characters."""
     how = rng.randrange(7)
@@ -266,6 +302,41 @@ def mutated(rng: random.Random, text: str) -> str:
         i = rng.randrange(len(quoted) - 1)
         return text[: quoted[i] + 1] + rng.choice(WORDS + VALUES) + text[quoted[i + 1] :]
     return text + rng.choice(WORDS)
+
+
+def run_layout(layout: weft.Layout, name: str) -> tuple[str, str]:
+    """Attend on threads, on every axis that an accepted layout attends, if its ranks are few."""
+    if math.prod(map(abs, layout.mesh.values())) > MOST_RANKS or -1 in layout.mesh.values():
+        return "taken", "not run"
+    for axis in layout.attend:
+        length = ",".join(f"{part}=6" for part in axis.split("+"))
+        words = ["check", name, "--threads", "--axis", axis, "--length", length]
+        kind, message = run_command([*words, "--heads", "4", "--head-dim", "4", "--batch", "2"])
+        if kind not in ("taken", "refused"):
+            return kind, message
+    return "taken", ""
+
+
+def run_model(spec: ModelSpec) -> tuple[str, str]:
+    """A forward pass of an accepted model, if it is small, on two threads that split an axis."""
+    if spec.least_weights > MOST_WEIGHTS or len(spec.blocks) > MOST_BLOCKS:
+        return "taken", "not run"
+    lengths = lengths_of_model(spec, {}) | dict.fromkeys(spec.axes[1:-1], 6)
+    axis = next((block.axes[0] for block in spec.attends), spec.axes[0])
+    if max(lengths.values()) > 64:
+        return "taken", "not run"
+
+    def rank(layout: weft.Layout) -> None:
+        with torch.no_grad():
+            model_work(layout, spec, 2, lengths, torch.float32, "cpu").forward()
+
+    weft.on_threads(weft.Layout.parse(f"{axis}: ring=2"), rank)
+    return "taken", ""
+
+
+def _peak() -> int:
+    """The most bytes that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def run_command(words: list[str]) -> tuple[str, str]:
@@ -307,7 +378,7 @@ def main() -> int:
         for number in numbers:
             faulthandler.dump_traceback_later(HANG, exit=True)
             name, given, outcome = fuzz.run(number)
-            seen[name, outcome.kind] += 1
+            seen[name, (outcome.kind == "taken" and outcome.message) or outcome.kind] += 1
             slowest = max(slowest, outcome.seconds)
             if chosen.only is not None:
                 print(f"{name}: {str(given)[:2000]}\n{outcome}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import shutil
 import warnings
@@ -92,11 +93,14 @@ class Folders:
         if forged and INDEX in files:
             _seal(files)
         shutil.rmtree(self.folder, ignore_errors=True)
-        path = self.folder / ("step-000001" if kind == "checkpoint" else kind)
+        path, odd = self.folder / ("step-000001" if kind == "checkpoint" else kind), []
         path.mkdir(parents=True)
         for file, content in files.items():
-            if rng.random() > 0.02:
+            how = rng.random()
+            if how > 0.06:
                 (path / file).write_bytes(content)
+            elif how > 0.02:
+                odd.append(_put_odd(rng, path / file, content, self.folder))
         read = {
             "checkpoint": self._checkpoint,
             "cache": self._cache,
@@ -110,17 +114,19 @@ class Folders:
                 same = read(path)
             if same is False and not forged:
                 return "other data", f"{kind}: a damaged folder was taken"
+            if odd and not forged and same is not None:
+                return "odd file", f"{kind}: {odd} was taken for a file"
             return "taken", ""
 
         return kind, {n: c for n, c in files.items() if c != self.files[kind].get(n)}, call
 
-    def _checkpoint(self, path: Path) -> bool:
-        """Reads it by weft, and by dcp; True if both give what was saved."""
+    def _checkpoint(self, path: Path) -> bool | None:
+        """Reads it by weft, and by dcp; True if both give what was saved, None if none is there."""
         layer = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         optimizer = torch.optim.AdamW(layer.parameters())
         loaded = Checkpoints(self.folder, weft.Layout.single()).load(layer, optimizer)
         if loaded.path is None:
-            return True
+            return None
         same = [loaded.step == 1, str(optimizer.state_dict()) == str(self.optimizer.state_dict())]
         state = {"model": {k: torch.zeros_like(v) for k, v in self.layer.state_dict().items()}}
         SafetensorsReader(path).read_metadata()
@@ -138,6 +144,22 @@ class Folders:
             torch.equal(kept.local, other.local) and kept.axes == other.axes
             for kept, other in zip(self.cache.tensors.values(), cache.tensors.values())
         )
+
+
+def _put_odd(rng: random.Random, path: Path, content: bytes, folder: Path) -> str:
+    """Put a link to the content, a pipe, a folder or a very large file in place of a file."""
+    kind = rng.choice(("link", "pipe", "folder", "hole"))
+    if kind == "link":
+        (folder / f"linked-{path.name}").write_bytes(content)
+        path.symlink_to(folder / f"linked-{path.name}")
+    elif kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        with path.open("wb") as file:
+            file.truncate(30 << 30)
+    return kind
 
 
 def _damaged(rng: random.Random, data: bytes) -> bytes:

@@ -1,8 +1,11 @@
 """Rows encoded once, for others to attend to: the same numbers as one pass over all of them."""
 
 import functools
+import hashlib
+import json
 import math
 import re
+import time
 from pathlib import Path
 
 import numpy as np
@@ -351,6 +354,53 @@ def test_a_cache_is_stored_in_any_order_and_read_on_any_layout(tmp_path, layout)
         index.write_text(re.sub(r"\[\[\[0,", "[[" + other, text))
         with pytest.raises(CheckpointError, match=re.escape(str(folder))):
             KeyValueCache.load(folder, _model(Layout.single()))
+
+
+FORGED = {
+    "an axis without a name": lambda cache, tensors: _rename_axis(cache, "rows", ""),
+    "an axis without a length": lambda cache, tensors: _rename_axis(cache, "rows", "other"),
+    "an axis without an order": lambda cache, tensors: cache["orders"].pop("rows"),
+    "a million parts": lambda cache, tensors: cache["orders"]["rows"].__setitem__(0, [1 << 20]),
+    "parts of nothing": lambda cache, tensors: cache["orders"]["rows"].__setitem__(0, [0, 1]),
+    "an unknown order": lambda cache, tensors: cache["orders"]["rows"].__setitem__(1, "random"),
+    "no blocks": lambda cache, tensors: [tensors.pop(n) for n in [*tensors] if "block" in n],
+    "one tensor less": lambda cache, tensors: tensors.pop("block.1.key"),
+    "one block less": lambda cache, tensors: _drop(cache, tensors, "block.1"),
+    "no keys": lambda cache, tensors: _drop(cache, tensors, "block.1.key"),
+    "no mean": lambda cache, tensors: _drop(cache, tensors, "mean"),
+    "terabytes of nothing": lambda cache, tensors: _empty(tensors["mean"]),
+}
+
+
+def _rename_axis(cache: dict, name: str, other: str) -> None:
+    cache["axes"] = {t: [other if a == name else a for a in x] for t, x in cache["axes"].items()}
+
+
+def _drop(cache: dict, tensors: dict, prefix: str) -> None:
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        del tensors[name], cache["axes"][name]
+
+
+def _empty(tensor: dict) -> None:
+    tensor["shape"] = [0, *([1 << 44] * (len(tensor["shape"]) - 1))]
+    for block in tensor["blocks"]:
+        block |= {"start": [0] * len(tensor["shape"]), "shape": tensor["shape"]}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_cache_is_refused_in_words(name, tmp_path):
+    """Its digests are made anew, as whoever can write a folder can do."""
+    cells, model = _cells(6), _model(Layout.single())
+    index = model.fit(cells).save(tmp_path / "cache") / "index.json"
+    content = json.loads(index.read_text())["index"]
+    FORGED[name](content["values"]["cache"], content["tensors"])
+    text = json.dumps(content)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    index.write_text(f'{{"sha256":"{digest}","index":{text}}}')
+    begin = time.process_time()
+    with pytest.raises(CheckpointError, match=re.escape(str(tmp_path))):
+        KeyValueCache.load(tmp_path / "cache", model)
+    assert time.process_time() - begin < 2
 
 
 # -- any model -------------------------------------------------------------------------------------

@@ -17,10 +17,11 @@ ROOT = Path(__file__).parent.parent
 def test_run_goes_on_after_an_agent_is_killed(back, monkeypatch, tmp_path):
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
-    alone = elastic.Run(str(tmp_path), {}, ranks=1)
+    steps = elastic.MORE_STEPS if back else elastic.STEPS
+    alone = elastic.Run(str(tmp_path), {}, steps, ranks=1)
     alone.alone()
-    assert elastic.drawn_once(alone.notes())
-    row, ok = elastic.kill_one(0, elastic.weights(tmp_path / "steps"), back)
+    assert elastic.drawn_once(alone.notes(), steps)
+    row, ok = elastic.kill_one(0, elastic.weights(tmp_path, steps), back)
     assert ok, row
 
 
@@ -40,7 +41,11 @@ def notes(ranks: int, steps, shift: int = 0) -> list[dict]:
 
 def test_examples_that_are_lost_or_drawn_twice_are_noticed():
     whole = notes(2, range(11)) + notes(1, range(8, elastic.STEPS))
-    assert elastic.drawn_once(whole)
-    assert not elastic.drawn_once(whole[:-1])
-    assert not elastic.drawn_once(notes(2, range(11)) + notes(1, range(12, elastic.STEPS)))
-    assert not elastic.drawn_once(notes(2, range(11)) + notes(1, range(8, elastic.STEPS), shift=1))
+    assert elastic.drawn_once(whole, elastic.STEPS)
+    assert not elastic.drawn_once(whole[:-1], elastic.STEPS)
+    assert not elastic.drawn_once(
+        notes(2, range(11)) + notes(1, range(12, elastic.STEPS)), elastic.STEPS
+    )
+    assert not elastic.drawn_once(
+        notes(2, range(11)) + notes(1, range(8, elastic.STEPS), shift=1), elastic.STEPS
+    )

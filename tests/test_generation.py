@@ -1,7 +1,9 @@
 """`generate` on ranks gives the tokens of one device, from a cache that no rank holds whole."""
 
 import copy
+import hashlib
 import importlib.util
+import json
 import os
 import re
 from pathlib import Path
@@ -462,6 +464,42 @@ def test_a_prefix_of_another_model_is_not_loaded(tmp_path):
     for other in (model, build("qwen2")):
         with pytest.raises(CheckpointError, match="other weights"):
             on_ranks(RING, other, lambda mine: ShardedCache.load(tmp_path, mine))
+
+
+#: The number of layer 0 and of its tokens; None for that which it has.
+FORGED = {
+    "a layer that is no number": ("x", None),
+    "a layer beyond the last": ("9", None),
+    "a layer before the first": ("-1", None),
+    "very many tokens": ("0", 1 << 50),
+    "fewer tokens": ("0", 3),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_a_forged_prefix_is_refused_in_words(name, tmp_path):
+    """Its digests are made anew, as whoever can write a folder can do."""
+    model = build("llama")
+    layout = Layout.single()
+
+    def write(mine):
+        cache = ShardedCache(mine)
+        read(mine, draw(), cache)
+        return cache.save(tmp_path)
+
+    on_ranks(layout, model, write)
+    index = tmp_path / "index.json"
+    content = json.loads(index.read_text())["index"]
+    lengths, tensors = content["values"]["prefix"]["lengths"], content["tensors"]
+    number, length = FORGED[name]
+    lengths[number] = lengths.pop("0") if length is None else length
+    for what in ("key", "value"):
+        tensors[f"layer.{number}.{what}"] = tensors.pop(f"layer.0.{what}")
+    text = json.dumps(content)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    index.write_text(f'{{"sha256":"{digest}","index":{text}}}')
+    with pytest.raises(CheckpointError, match="holds no prefix: layer"):
+        on_ranks(layout, model, lambda mine: ShardedCache.load(tmp_path, mine))
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])

@@ -3,6 +3,7 @@
 import functools
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +14,25 @@ from benchmarks.fuzz import Fuzz, run_command
 from weft_models.declare.model_file import ModelSpec
 
 
-@pytest.mark.parametrize("start", range(0, 1000, 250))
-def test_a_thousand_mutated_inputs_are_taken_or_refused_in_one_line(start, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    fuzz = Fuzz(seed=1, folder=tmp_path)
-    for number in range(start, start + 250):
+def feed(seed: int, count: int, folder: Path) -> None:
+    """Mutated inputs: each is taken, and run to its end, or refused in a line."""
+    fuzz = Fuzz(seed, folder)
+    for number in range(count):
         name, given, outcome = fuzz.run(number)
         assert not outcome.wrong, f"#{number} {name} {str(given)[:300]}: {outcome.wrong}"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mutated_inputs_are_run_or_refused_in_one_line(seed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    feed(seed, 75, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10, 20))
+def test_thousands_of_inputs_are_run_or_refused(seed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    feed(seed, 1000, tmp_path)
 
 
 FILES = {

@@ -261,6 +261,22 @@ def test_on_cuda_events_are_the_clock_and_the_cpu_waits_once(monkeypatch):
     assert measure.LARGEST["cuda"] == 1 << 30
 
 
+def test_speeds_are_those_of_the_ranks(monkeypatch):
+    """Relative to the slowest, whose rate is the file's; a rank's block may have another size."""
+    layout, seconds = Layout.load("ring-2"), [2.0, 8.0]
+    times = threading.local()
+    monkeypatch.setattr(measure, "_in_turns", lambda *_: [times.seconds] * 3)
+
+    def on_rank(transport: Transport) -> tuple[float, ...]:
+        times.seconds = seconds[transport.rank]
+        return measure._speeds(layout.on(transport), CALL, None)
+
+    assert run_threads(layout.mesh, on_rank) == [(4.0, 1.0)] * 2
+    found = replace(made_up({"ring": 1e8}), speeds=(4.0, 1.0))
+    assert found.rates["speeds"] == [4.0, 1.0]
+    assert measure.described(found)["device"]["speeds"] == [4.0, 1.0]
+
+
 def test_the_slowest_rank_counts():
     """One rank waits four times as long as the others, who do not see it in their own times."""
     rows = [[1.0, 2.0, 9.0], [4.0, 8.0, 5.0]]

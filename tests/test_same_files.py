@@ -66,7 +66,7 @@ READERS = {
     "prefix": (
         _prefix,
         lambda folder, on: cache_files.read(
-            folder / "prefix", on, "m", "Llama", lambda facts, index: None
+            folder / "prefix", on, "m", "Llama", [True], lambda facts, index: None
         ),
     ),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import pytest
@@ -15,7 +16,10 @@ from weft.declare.hardware import Hardware
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.plan.order import chunk_sizes, shard_sizes
 from weft.plan.problem import Problem
+from weft.proof.symbolic import prove
 from weft_cli.cli import app
+from weft_models.models import ModelSpec
+from weft_models.train import fit
 from weft_planner.flow import replayed
 from weft_planner.shares import choose_shares
 
@@ -50,6 +54,12 @@ def test_attention_on_unequal_shares_is_exact(name):
     case = Case(lengths=tokens(29), heads=8, kv_heads=(8, 4)[i % 2], mask=mask, dim=5)
     assert_exact(LAYOUTS[name], case.with_(lse_gradient=True))
     assert_exact(LAYOUTS[name], case.with_(bias=True, mask=weft.Full()))
+
+
+@pytest.mark.parametrize("name", ["ring", "tile", "ulysses x ring", "striped burst"])
+def test_plans_of_unequal_shares_are_proven(name):
+    problem = Problem.of("tokens", 29, heads=8, mask=Causal())
+    assert all(claim.ok for claim in prove(LAYOUTS[name], problem))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -170,9 +180,11 @@ def test_explain_shows_the_seconds_of_each_rank(tmp_path):
     path = tmp_path / "layout.toml"
     path.write_text(layout.to_toml() + "\n[rates]\nspeeds = [1, 3]\n")
     shown = CliRunner().invoke(
-        app, ["explain", str(path), "--length", "64"], env={"COLUMNS": "200"}
+        app, ["explain", str(path), "--length", "4096"], env={"COLUMNS": "200"}
     )
-    assert "compute alone, rank by rank: " in shown.output, shown.output
+    said = " ".join(shown.output.split())
+    assert "compute alone, rank by rank: " in said, said
+    assert "equal shares end first" in said or "shares that end first, [share] ring = [" in said
 
 
 def test_hardware_whose_ranks_are_alike_has_no_shares():
@@ -180,3 +192,32 @@ def test_hardware_whose_ranks_are_alike_has_no_shares():
         choose_shares(
             Layout.parse("tokens: ring=4"), Problem.of("tokens", 64, heads=1), machine(1e9, (2,))
         )
+
+
+# -- models --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["ring x ulysses", "hierarchical"])
+def test_training_on_unequal_shares_has_the_losses_of_one_device(name):
+    options = {"steps": 2, "batch": 2, "quiet": True, "dtype": torch.float64}
+    spec = ModelSpec.load("causal_lm")
+    wanted = fit(spec, Layout.single(), **options).losses
+    for losses in weft.on_threads(LAYOUTS[name], lambda on: fit(spec, on, **options).losses):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+
+
+def test_transformers_models_on_unequal_shares_are_as_on_one_device():
+    models = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 40}
+    config = models.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    torch.manual_seed(0)
+    single = models.LlamaForCausalLM(config)
+    tokens = torch.randint(0, 40, (2, 14))
+    loss = single(tokens, labels=tokens).loss.detach()
+
+    def rank(layout: Layout):
+        model = weft.parallelize(copy.deepcopy(single), layout)
+        return model(tokens, labels=tokens).loss.detach()
+
+    for found in weft.on_threads(LAYOUTS["ulysses x ring"], rank):
+        torch.testing.assert_close(found, loss)

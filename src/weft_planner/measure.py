@@ -195,6 +195,8 @@ class Measured:
     per_pass: float = 0.0
     per_step: float = 0.0
     cores: Mapping[str, int] | None = None
+    #: of the ranks, in mesh order, relative to the slowest; where they were asked for
+    speeds: tuple[float, ...] = ()
 
     @property
     def side_by_side(self) -> bool:
@@ -212,6 +214,7 @@ class Measured:
         do not carry side by side.
         """
         rates: dict[str, Any] = {"flops": self.block.flops}
+        rates |= {"speeds": list(self.speeds)} if self.speeds else {}
         if not self.links:
             return rates
         bandwidths = [link.bandwidth for link in self.links]
@@ -231,7 +234,12 @@ class Measured:
         return rates | {"level": level}
 
 
-def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = None) -> Measured:
+def measure(
+    layout: Layout,
+    problem: Problem,
+    cores: Mapping[str, int] | None = None,
+    by_rank: bool = False,
+) -> Measured:
     """Measure on a bound layout; every rank calls this and gets the same.
 
     Args:
@@ -239,6 +247,7 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
             a half and a quarter of its rows and columns, on tensors of its device, as
             messages are.
         cores: `count` and `ranks` of a machine, where more ranks than cores are on one.
+        by_rank: whether the speed of every rank is kept, for shares of ranks that are not alike.
 
     Raises:
         ShapeError: a block is empty.
@@ -267,8 +276,20 @@ def measure(layout: Layout, problem: Problem, cores: Mapping[str, int] | None = 
     links = tuple(_link(transport, d, device) for d in moving)
     together = _together(transport, links, device) if len(links) > 1 else None
     block = blocks[2 * SCALES.index(1)]
-    made = Measured(block, links, together, tuple(blocks), merge, per_pass, cores=cores)
+    speeds = _speeds(layout, problem, cores) if by_rank else ()
+    made = Measured(
+        block, links, together, tuple(blocks), merge, per_pass, cores=cores, speeds=speeds
+    )
     return replace(made, per_step=_per_step(layout, problem, made))
+
+
+def _speeds(layout: Layout, problem: Problem, cores: Mapping[str, int] | None) -> tuple[float, ...]:
+    """Scores per second of every rank's block, over those of the slowest rank."""
+    compute = _block(layout, problem, 1)
+    seconds = _in_turns(layout.bound, compute.run, REPEATS, problem.device, cores)
+    rate = math.prod(compute.shape) / statistics.median(seconds)
+    rates = [float(text) for text in layout.bound.all_gather_text(repr(rate)).values()]
+    return tuple(float(f"{each / min(rates):.3g}") for each in rates)
 
 
 def check_rates(layout: Layout, problem: Problem) -> None:
@@ -300,6 +321,9 @@ def described(measured: Measured) -> dict[str, Any]:
         source["device.causal"] = (
             "measured: the same along the diagonal, forward, by visible scores"
         )
+    if measured.speeds:
+        device["speeds"] = list(measured.speeds)
+        source["device.speeds"] = "measured: the same block, forward, of every rank"
     if measured.merge:
         device["memory_rate"] = measured.merge.rate
         source["device.memory_rate"] = "measured: a partial output added to another"

@@ -95,9 +95,13 @@ def layouts_for_lengths(
         for choices, choice in zip(found, row)
         if choice
     )
-    ways = [tuple(filter(None, row)) for row in (best, one, two)]
-    times = [tuple(map(c.seconds, column)) for c, column in zip(found, zip(*ways, strict=True))]
-    return LayoutsOfLengths(*ways, tuple(times), (weighed(best), weighed(one), weighed(two)), wrong)
+    ways = tuple(best), *(tuple(filter(None, row)) for row in (one, two))
+    times = tuple(
+        (choices.seconds(a), choices.seconds(b), choices.seconds(c))
+        for choices, a, b, c in zip(found, *ways, strict=True)
+    )
+    seconds = weighed(best), weighed(one), weighed(two)
+    return LayoutsOfLengths(ways[0], ways[1], ways[2], times, seconds, wrong)
 
 
 def _time(search: Search, c: Candidate) -> Choice | None:

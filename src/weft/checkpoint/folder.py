@@ -47,6 +47,8 @@ PICKLED = (
 )
 FORMAT = "weft folder 1"
 _PRIME = 2**127 - 1
+_MOST_EMPTY = 1 << 24  # of a dim of a tensor without numbers, which no file's size bounds
+_FAILURES = (OSError, SafetensorError, MemoryError)
 #: dtypes that safetensors stores, by name.
 DTYPES = {
     name: getattr(torch, name)
@@ -85,7 +87,7 @@ class Stored(_Strict):
     def _check(self) -> Stored:
         if self.dtype not in DTYPES:
             raise ValueError(f"no tensor has dtype {self.dtype[:40]!r}")
-        if any(n < 0 for n in self.shape):
+        if any(n < 0 for n in self.shape) or (0 in self.shape and max(self.shape) > _MOST_EMPTY):
             raise ValueError(f"no tensor has shape {self.shape}")
         for block in self.blocks:
             ends = zip(block.start, block.shape, self.shape, strict=True)
@@ -277,7 +279,7 @@ def failing(path: Path, done: str) -> Iterator[None]:
         raise
     except KeyError as error:
         raise CheckpointError(f"{path} cannot be {done}: it has no {error}") from error
-    except (OSError, SafetensorError, ValueError, TypeError, RecursionError) as error:
+    except (*_FAILURES, ValueError, TypeError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())[:300]
         if isinstance(error, ValidationError):
             first = error.errors(include_url=False, include_context=False)[0]

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from .._opening import check_folder
 from ..layout import Layout
 from .folder import (
     INDEX,
@@ -33,23 +34,31 @@ class DifferentFilesError(CheckpointError):
 def agree_on_file(layout: Layout, path: Path, name: str = "") -> None:
     """Raise on every rank unless all read the same bytes at `path`; all ranks call this.
 
-    Of ranks that see one file the first reads it. `name` stands for the path in messages.
+    Of ranks that see one file the first reads it, and nobody where all do. `name` stands for the
+    path in messages.
 
     Raises:
         DifferentFilesError: ranks have other contents there.
         CheckpointError: a rank cannot read it.
     """
-    _, leader, _ = _sharing(everywhere(layout, lambda: _identity(path)), layout.rank)
+    identities = everywhere(layout, lambda: _identity(path))
+    _, leader, count = _sharing(identities, layout.rank)
+    if count == len(identities):
+        return
     found = everywhere(layout, lambda: digest(path) if leader == layout.rank else None)
     _compare(layout, name or str(path), found)
 
 
 def agreed_index(
-    folder: Path, layout: Layout, check: Callable[[Path, Index], None] = lambda folder, index: None
+    folder: Path,
+    layout: Layout,
+    check: Callable[[Path, Index], None] = lambda folder, index: None,
+    links: bool = True,
 ) -> Index:
     """The index of a folder of tensors, the same on every rank, once its files are verified.
 
-    Ranks that see one folder share its files. `check` refuses an index before anything is read.
+    Ranks that see one folder share its files. `check` refuses an index before anything is read;
+    without `links` the folder is none.
 
     Raises:
         DifferentFilesError: on every rank: ranks see folders of other contents.
@@ -58,6 +67,9 @@ def agreed_index(
     found: list[Index] = []
 
     def look() -> list:
+        if not links:
+            with failing(folder, "read"):
+                check_folder(folder)
         found.append(read_index(folder))
         check(folder, found[0])
         return [index_digest(found[0]), _identity(folder / INDEX)]

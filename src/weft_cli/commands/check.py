@@ -194,7 +194,7 @@ def _prove(layout: Layout, cases: list[Case]) -> None:
         start = time.perf_counter()
         with options.still_here(f"proving {case.axis}, {case.name}"):
             claims = prove(layout, case.problem)
-            if len(case.axes) == 1:
+            if len(case.axes) == 1 and not layout.share:  # no state is carried over shares
                 claims += prove_states(layout, case.axis, case.queries)
                 if any(rule.windows for rule in layout.rules(case.axis).values()):
                     claims += prove_windows(layout, case.axis, case.queries)

@@ -27,6 +27,7 @@ from weft_models.routing.bounds import RoutedBytes, ring_bytes, routed_bounds
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options
 from weft_planner.flow import Timing, replayed
+from weft_planner.shares import choose_shares
 
 from ..inspect import tables
 from ..inspect.ranks import Reading, reading
@@ -37,6 +38,8 @@ from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
 MOST_READ, MOST_PLANNED = 32, 1 << 16
+#: Ranks of which shares are tried: each try replays all of them.
+MOST_SHARED = 64
 #: Options that only a call has, not a model.
 _OF_CALL = (
     *("axis", "keys", "heads", "kv_heads", "head_dim", "mask", "device"),
@@ -282,6 +285,27 @@ def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str
     with console().status("replaying"), options.still_here("replaying the ranks' programs"):
         run = replayed(layout, problem, machine)
     console().print(_on_hardware(run.timing, machine, f"{title}{run.note}"))
+    if len(set(machine.device.speeds)) > 1 and layout.world_size <= MOST_SHARED:
+        _print_shares(layout, problem, machine)
+
+
+def _print_shares(layout: Layout, problem: Problem, machine: Hardware) -> None:
+    """The shares of ranks that are not alike with which the call ends first."""
+    try:
+        with console().status("trying shares"):
+            choice = choose_shares(layout, problem, machine)
+    except (DeclarationError, UnsupportedError):  # it splits no tokens, or has an order as data
+        return
+    if not choice.layout.share:
+        console().print("equal shares end first", highlight=False)
+        return
+    share = ", ".join(f"{dim} = {list(each)}" for dim, each in choice.layout.share.items())
+    console().print(
+        f"shares that end first, [share] {share}: {words.show_time(choice.timing.total)},"
+        f" {choice.timing.total / choice.equal.total:.2f} of equal ones",
+        markup=False,
+        highlight=False,
+    )
 
 
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:

@@ -74,8 +74,8 @@ def _print(found: LayoutsOfLengths, searches: list[Search], weights: list[float]
         second = f"the two {' and '.join(map(repr, names))} take {two / best:.3f} times"
     out.print(
         f"The one layout {found.one[0].layout.name!r} takes {one / best:.3f} times as long as the"
-        f" best of each length; {second}. The best of one length takes up to {found.wrong:.2f} times"
-        " the best at another.",
+        f" best of each length; {second}. The best of one length takes up to {found.wrong:.2f}"
+        " times the best at another.",
         markup=False,
         highlight=False,
     )

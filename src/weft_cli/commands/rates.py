@@ -51,6 +51,14 @@ def rates(
     nproc: options.Nproc = None,
     device: options.Device = "auto",
     timeout: options.Timeout = None,
+    by_rank: Annotated[
+        bool,
+        options.of_run(
+            "Keep the speed of every rank, for shares of ranks that are not alike.",
+            "--by-rank",
+            show_default=False,
+        ),
+    ] = False,
     write: Annotated[
         Path | None,
         typer.Option(
@@ -84,6 +92,8 @@ def rates(
 
         weft rates ring-2
 
+        weft rates ring-4 --by-rank --write mixed.toml
+
         weft rates tile-2x2 --length 16384 --heads 16 --write machine.toml
 
         torchrun --nnodes 2 --nproc-per-node 8 ... -m weft rates layout.toml
@@ -98,7 +108,7 @@ def rates(
     if write is not None and (started is None or started.rank == 0):
         options.check_new_file(write)
     with options.still_here(f"measuring on {ranks} ranks"):
-        found = launch.run(_rank, layout, problem, timeout, ranks=ranks)
+        found = launch.run(_rank, layout, problem, timeout, by_rank, ranks=ranks)
     if found is None:  # not the rank that answers
         return
     _show(chosen, found, f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}")
@@ -108,11 +118,12 @@ def rates(
         console().print(f"\nhardware file: {escape(str(write))}", soft_wrap=True)
 
 
-def _rank(name: str, problem: Problem, timeout: float | None) -> Measured:
+def _rank(name: str, problem: Problem, timeout: float | None, by_rank: bool) -> Measured:
     """One rank of `weft rates`."""
     layout = options.layout_named(name)
     layout = layout.build(problem.device, timeout=timeout)
-    return measure.measure(layout, problem, cores_of(layout.world_size, problem.device))
+    cores = cores_of(layout.world_size, problem.device)
+    return measure.measure(layout, problem, cores, by_rank)
 
 
 def cores_of(ranks: int, device: str) -> dict[str, int] | None:

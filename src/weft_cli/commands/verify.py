@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,6 +21,8 @@ from .options import console
 
 #: Bytes of a configuration that are read: names of 100,000 classes are in some.
 MOST_BYTES = 1 << 24
+#: Layers of a model that is made.
+MOST_LAYERS = 1000
 
 
 def verify(
@@ -89,14 +92,37 @@ def build(name: str, config: Path, layers: int | None = None, seed: int = 0) -> 
     read = _of_class(kind, _read(path), path)
     if layers is not None:
         read = _fewer_layers(read, layers)
-    torch.manual_seed(seed)
     try:
-        return kind(kind.config_class.from_dict(read)).eval()
+        config = kind.config_class.from_dict(read)
+        _check_room(kind, config, name, path)
+        torch.manual_seed(seed)
+        return kind(config).eval()
+    except DeclarationError:
+        raise
     except Exception as error:  # of whatever kind the configuration's own checks raise
         message = " ".join(str(error).split())
         raise DeclarationError(
             f"{path}: {name} cannot be made of it: {type(error).__name__}: {message}"
         ) from error
+
+
+def _check_room(kind: Any, config: Any, name: str, path: Path) -> None:
+    """Refuse a configuration of more weights than this machine holds, before they are made."""
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None) or 0
+    if not isinstance(layers, int) or layers > MOST_LAYERS:
+        raise DeclarationError(f"{path}: {layers} layers, of at most {MOST_LAYERS}; give --layers")
+    try:
+        with torch.device("meta"):
+            shapes = kind(config)
+    except Exception:  # a model that cannot be made of shapes alone
+        return
+    least = sum(p.numel() * p.element_size() for p in shapes.parameters())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if least > memory:
+        raise DeclarationError(
+            f"{path}: {name} has {least / 2**30:,.0f} GiB of weights, and this machine"
+            f" {memory / 2**30:,.0f} GiB of memory; give --layers, or a smaller configuration"
+        )
 
 
 def _axis(layout: Layout, axis: str | None) -> str:

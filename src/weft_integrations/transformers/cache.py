@@ -339,7 +339,8 @@ class ShardedCache(DynamicCache):
                 else:
                     layer.cumulative_length = length
 
-        cache_files.read(folder, cache.layout, cache.model, cache.name, fill)
+        split = [isinstance(layer, ShardedLayer) for layer in cache.layers]
+        cache_files.read(folder, cache.layout, cache.model, cache.name, split, fill)
         cache.record(f"load {[layer.get_seq_length() for layer in cache.sharded()]}")
         return cache
 

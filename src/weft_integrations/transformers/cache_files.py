@@ -7,7 +7,7 @@ rank. A rank of another layout reads its own positions, so no rank holds a layer
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from weft.checkpoint.blocks import Block, write_blocks
 from weft.checkpoint.folder import CheckpointError, Index
 from weft.checkpoint.same_files import agreed_index
 from weft.checkpoint.shards import everywhere
+from weft.errors import shown
 from weft.layout import Layout
 
 
@@ -44,10 +45,16 @@ def write(folder: Path, layout: Layout, facts: Facts, blocks: Mapping[str, Block
 
 
 def read(
-    folder: Path, layout: Layout, model: str, name: str, fill: Callable[[Facts, Index], None]
+    folder: Path,
+    layout: Layout,
+    model: str,
+    name: str,
+    split: Sequence[bool],
+    fill: Callable[[Facts, Index], None],
 ) -> None:
     """Check a folder, and let a rank read its part by `fill`; all ranks call this.
 
+    `split` says of each layer whether ranks hold parts of its tokens, all of which are stored then.
     The model that asks is known by its digest, and named in messages by its class. Raises
     `CheckpointError` on every rank if the folder is damaged, or of another model.
     """
@@ -59,9 +66,29 @@ def read(
                 f"{folder} does not belong to this {name}: a {facts.name} of other weights or of "
                 "another dtype made it"
             )
+        for number, length in facts.lengths.items():
+            for what in ("key", "value"):
+                shape = index.tensors[f"layer.{number}.{what}"].shape
+                _check_layer(folder, number, length, shape, split)
 
     index = agreed_index(folder, layout, check)
     everywhere(layout, lambda: fill(_facts(folder, index), index))
+
+
+def _check_layer(
+    folder: Path, number: str, length: int, shape: Sequence[int], split: Sequence[bool]
+) -> None:
+    """Raise `CheckpointError` for a layer that no model has, or of another number of tokens."""
+    if not (number.isascii() and number.isdecimal() and len(number) < 6):
+        raise CheckpointError(f"{folder} holds no prefix: layer {shown(number)} has no number")
+    if int(number) >= len(split) or len(shape) != 4:
+        raise CheckpointError(
+            f"{folder} holds no prefix: layer {number} of {len(split)} has shape {shown(shape)}"
+        )
+    if not (shape[2] == length if split[int(number)] else shape[2] <= length < 1 << 40):
+        raise CheckpointError(
+            f"{folder} holds no prefix: layer {number} has {shape[2]} tokens, of {length}"
+        )
 
 
 def _facts(folder: Path, index: Index) -> Facts:

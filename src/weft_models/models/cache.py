@@ -27,8 +27,9 @@ from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
 from weft.relayout.fetch import fetch
 from weft.relayout.plan import Placed, plan_redistribution
 
+from ..declare.model_blocks import AttendBlock
 from ..declare.model_file import ModelSpec
-from .cache_folder import read_cache, write_cache
+from .cache_folder import Expected, read_cache, write_cache
 from .model import Model
 
 
@@ -236,8 +237,10 @@ class KeyValueCache:
         """
         layout, made_by = model.layout, model_fingerprint(model)
         device = next(model.parameters()).device
-        place = functools.partial(placed, layout)
-        metadata, parts = read_cache(Path(folder), layout, made_by, model.spec.name, place)
+        place, expected = functools.partial(placed, layout), functools.partial(_expected, model)
+        metadata, parts = read_cache(
+            Path(folder), layout, made_by, model.spec.name, place, expected
+        )
         tensors = {n: CachedTensor(t.to(device), tuple(metadata.axes[n])) for n, t in parts.items()}
         return cls(layout, metadata.axis, metadata.lengths, tensors, made_by)
 
@@ -280,6 +283,21 @@ class KeyValueCache:
         )
         axes = tuple(axis for _, axis in named)
         return placed(layout, axes, self.axis), tuple(i for i, _ in named), lengths
+
+
+def _expected(model: Model, axis: str) -> dict[str, Expected]:
+    """The tensors of a cache of an axis, as `CacheRecording` keeps them."""
+    spec = model.spec
+    tensors: dict[str, Expected] = {name: (axes, ()) for name, axes in model.cached.items()}
+    shared = [a for a in spec.axes[:-1] if a != axis]
+    for number, block in enumerate(spec.blocks):
+        if isinstance(block, AttendBlock) and block.attend == (axis,) and block.context is None:
+            heads = block.heads or spec.sizes.heads
+            kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads) or heads
+            sizes = (*(None for _ in shared), kv_heads, None, spec.sizes.embed // heads)
+            for what in ("key", "value"):
+                tensors[f"block.{number}.{what}"] = ((*shared, HEADS, axis, None), sizes)
+    return tensors
 
 
 class CacheRecording:

@@ -21,13 +21,16 @@ from weft.checkpoint.folder import CheckpointError, Index
 from weft.checkpoint.same_files import agreed_index
 from weft.checkpoint.shards import everywhere
 from weft.declare.blocks import BlockOrder
-from weft.declare.layout_file import MOST_RANKS
-from weft.declare.orders import TokenOrder
+from weft.declare.orders import ORDER_NAMES, TokenOrder
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.plan.order import count, positions, shard_spans
 from weft.relayout.plan import Placed
 
+#: Parts in which a stored axis may lie, each of which is looked at.
+MOST_PARTS = 1 << 16
+#: A tensor of a cache: its axes, and sizes of dims, None for any.
+Expected = tuple[Sequence[str | None], Sequence[int | None]]
 #: A rank's part of a tensor: its axes, its placement, and the dims and lengths that this is of.
 Part = tuple[Tensor, Sequence[str | None], Placed, tuple[int, ...], tuple[int, ...]]
 
@@ -91,12 +94,14 @@ def read_cache(
     model: str,
     name: str,
     place: Callable[[Sequence[str], str], Placed],
+    expected: Callable[[str], Mapping[str, Expected]],
 ) -> tuple[CacheMetadata, dict[str, Tensor]]:
     """The metadata of a cache and this rank's parts; all ranks call this.
 
     `model` is the digest of the model that asks, `name` its name in messages; `place` gives the
-    placement of a tensor of some axes, of which one is encoded, on the layout. Raises
-    `CheckpointError` on every rank if the cache is damaged, or of another model.
+    placement of a tensor of some axes, of which one is encoded, on the layout; `expected`, the
+    tensors of a cache of an axis. Raises `CheckpointError` on every rank if the cache is damaged,
+    or of another model.
     """
 
     def check(folder: Path, index: Index) -> None:
@@ -104,6 +109,12 @@ def read_cache(
         if metadata.model != model:
             other = "other weights" if metadata.model[:16] == model[:16] else "another model file"
             raise CheckpointError(f"{folder} does not belong to model {name!r}: {other} made it")
+        for tensor in sorted(index.tensors.keys() | (wanted := expected(metadata.axis)).keys()):
+            if tensor not in index.tensors or not _is(wanted.get(tensor), metadata, index, tensor):
+                raise CheckpointError(
+                    f"{folder} holds no cache of {metadata.axis!r} for model {name!r}: tensor"
+                    f" {tensor!r} is missing, unknown, or of other axes"
+                )
 
     index = agreed_index(folder, layout, check)
     metadata, parts = _metadata(folder, index), {}
@@ -124,6 +135,14 @@ def read_cache(
 
     everywhere(layout, fill)
     return metadata, parts
+
+
+def _is(expected: Expected | None, metadata: CacheMetadata, index: Index, name: str) -> bool:
+    """True if a stored tensor is of the expected axes and sizes."""
+    if expected is None or metadata.axes[name] != list(expected[0]):
+        return False
+    sizes = zip(expected[1], index.tensors[name].shape)
+    return all(size in (None, stored) for size, stored in sizes)
 
 
 def _metadata(folder: Path, index: Index) -> CacheMetadata:
@@ -147,10 +166,13 @@ def _metadata(folder: Path, index: Index) -> CacheMetadata:
         if len(metadata.axes[name]) != len(stored.shape):
             raise CheckpointError(f"{folder} holds no cache: {name} has shape {stored.shape}")
         for axis, length in zip(metadata.axes[name], stored.shape):
-            parts, order = metadata.orders.get(axis, ([0], "")) if axis else ([], "")
+            parts, order = ([], "") if axis is None else metadata.orders.get(axis, ([0], ""))
             fits = axis is None or metadata.lengths.get(axis, length) == length
-            fits = fits and (isinstance(order, str) or _has_each_once(TokenOrder(order), length))
-            if not fits or min(parts, default=1) < 1 or math.prod(parts) > MOST_RANKS:
+            if not isinstance(order, str):
+                fits = fits and _has_each_once(TokenOrder(order), length)
+            elif axis is not None:
+                fits = fits and order in ORDER_NAMES
+            if not fits or min(parts, default=1) < 1 or math.prod(parts) > MOST_PARTS:
                 raise CheckpointError(f"{folder} holds no cache: {name} has {length} of {axis!r}")
     return metadata
 

@@ -111,7 +111,7 @@ def from_pretrained(
     'pair'
     """
     layout = bound_layout(layout)
-    everywhere(layout, lambda: _path(name_or_path) and None)
+    everywhere(layout, lambda: pretrained_spec(name_or_path) and None)  # before all is read
     path = _path(name_or_path)
     agree_on_file(layout, path)
     spec = pretrained_spec(name_or_path)

@@ -11,6 +11,7 @@ layout. So a run goes on with the next sample on any other.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
+from weft._opening import open_to_read
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Mask
@@ -66,7 +68,8 @@ class TokenFile:
         bytes_read: how many bytes of it were asked for.
 
     Raises:
-        ShapeError: a length below 1, or the file is empty or does not hold that many tokens.
+        ShapeError: a length below 1, or the file cannot be read, is empty, or holds another number
+            of tokens.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/tokens.bin"
@@ -80,9 +83,17 @@ class TokenFile:
     ) -> None:
         self.lengths, self.bytes_read = _lengths(lengths), 0
         self._starts = np.cumsum([0, *self.lengths])
-        if not Path(path).stat().st_size:
-            raise ShapeError(f"{path} is empty; it should have the tokens of the documents")
-        self._tokens = np.memmap(path, dtype, mode="r")
+        try:
+            with open_to_read(path, links=True) as file:
+                if not os.fstat(file.fileno()).st_size:
+                    raise ShapeError(f"{path} is empty; it should have the tokens of the documents")
+                self._tokens: np.memmap = np.memmap(file, dtype, mode="r")
+        except OSError as error:
+            raise ShapeError(f"{path} cannot be read: {error.strerror}") from None
+        except ValueError as error:  # half a token
+            if isinstance(error, ShapeError):
+                raise
+            raise ShapeError(f"{path} is no file of {np.dtype(dtype)}: {error}") from None
         if len(self._tokens) != self._starts[-1]:
             raise ShapeError(
                 f"{path}: {len(self._tokens)} tokens of {self._tokens.dtype}, but the documents'"
