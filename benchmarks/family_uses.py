@@ -95,7 +95,7 @@ def _tried(model: nn.Module, use: Callable[[nn.Module, Tensor], list[Tensor]]) -
     def work(layout: Layout) -> list[Tensor]:
         return use(weft.parallelize(copy.deepcopy(model), layout, verify=False), ids)
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")
         try:
             ranks = weft.on_threads(Layout.parse(LAYOUT), work, timeout=60)
@@ -112,5 +112,5 @@ def _tried(model: nn.Module, use: Callable[[nn.Module, Tensor], list[Tensor]]) -
         off = max(float((g - w).abs().max()) for g, w in zip(got, wanted, strict=True))
         if not off <= TOLERANCE * max(scale, 1e-3):
             return f"differs: {off / scale:.0e}"
-    whole = any("every rank computes all" in str(w.message) for w in said)
+    whole = any("every rank computes all" in str(w.message) for w in raised)
     return "equal, whole" if whole else "equal"
