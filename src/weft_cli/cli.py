@@ -99,7 +99,7 @@ def parser_of(name: str) -> Any:
     """A command with its options, imported.
 
     >>> [option.name for option in parser_of("verify").params][:2]
-    ['model', 'layout']
+    ['model', 'config']
     """
     single = typer.Typer(**_OPTIONS)
     single.command(name)(_loaded(name))
