@@ -245,8 +245,11 @@ def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
         notes.append("offloading is taken to be hidden; nothing prices the host's memory or links")
     for note in notes:
         out.print(note, markup=False, highlight=False, soft_wrap=True)
-    checked = nearest(asked.hardware, asked.devices, "step")
-    out.print(f"\n{checked or 'not checked against anything measured'}", highlight=False)
+    checked = [nearest(asked.hardware, asked.devices, what) for what in ("step", "memory")]
+    lines = [str(each) for each in checked if each is not None]
+    out.print()
+    for line in lines or ["not checked against anything measured"]:
+        out.print(line, highlight=False)
 
 
 def _write_page(rows: Sequence[Row], search: Groups, asked: Asked) -> None:
