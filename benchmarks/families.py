@@ -5,6 +5,7 @@ Every causal, masked and vision family is built with random weights and a tiny c
 
     python -m benchmarks.families --write          # all, and writes docs/families.md
     python -m benchmarks.families llama bert       # some, printed
+    python -m benchmarks.families --uses --write   # what people do with exact families
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import signal
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +29,8 @@ from transformers.models.auto import modeling_auto as auto
 from weft import Layout
 from weft.errors import RankError, WeftError
 from weft_integrations.transformers import verify
+
+from .family_uses import LAYOUT, USES, tried
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
 VERDICTS = ("exact", "refused", "not tried", "FAILED")
@@ -168,6 +171,7 @@ class Row:
     model: str
     verdict: str  # one of VERDICTS
     why: str = ""
+    uses: tuple[str, ...] = ("",) * len(USES)  # found for each of USES; "": not tried
 
 
 def tiny_config(family: str, name: str):
@@ -221,22 +225,56 @@ def limited(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGPROF, before)
 
 
-def judge(kind: str, family: str) -> Row:
-    """Build one family and verify it on every layout."""
+def model_name(kind: str, family: str) -> str:
+    """The class of a family's model, the first of several."""
     name = KINDS[kind][family]
-    name = name[0] if isinstance(name, tuple) else name
+    return name[0] if isinstance(name, tuple) else name
+
+
+def built(family: str, name: str) -> torch.nn.Module:
+    """A tiny model with random weights; biases too, so that nothing is hidden by a zero."""
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(tiny_config(family, name)).eval()
+    for p in model.parameters():
+        if p.dim() == 1 and p.is_floating_point():
+            p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def used(row: Row) -> Row:
+    """The same family with what was found of each use."""
     try:
         with limited(120):
-            torch.manual_seed(0)
-            model = getattr(transformers, name)(tiny_config(family, name)).eval()
+            return replace(row, uses=tuple(tried(built(row.family, row.model)).values()))
+    except (Exception, TooLong) as error:
+        return replace(row, uses=(f"not tried: {one_line(error)[:60]}",) * len(USES))
+
+
+def written() -> list[Row]:
+    """The rows of the page as it is."""
+    rows, kind = [], ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            kind = line[3:].lower()
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        if kind in KINDS and len(cells) >= 4 and cells[0] in KINDS[kind]:
+            family, model, verdict, *uses, why = cells
+            why = why.replace("\\", "").replace("&lt;", "<")
+            rows.append(Row(kind, family, model, verdict, why, tuple(uses) or Row.uses))
+    return rows
+
+
+def judge(kind: str, family: str) -> Row:
+    """Build one family and verify it on every layout."""
+    name = model_name(kind, family)
+    try:
+        with limited(120):
+            model = built(family, name)
             parameters = sum(p.numel() for p in model.parameters())
             if parameters > 300e6:
                 return Row(kind, family, name, "not tried", f"{parameters / 1e6:.0f} M weights")
     except (Exception, TooLong) as error:
         return Row(kind, family, name, "not tried", f"no tiny model: {one_line(error)}")
-    for p in model.parameters():  # biases too, so that nothing is hidden by a zero
-        if p.dim() == 1 and p.is_floating_point():
-            p.data += 0.1 * torch.randn_like(p)
     try:
         with limited(180):
             for line in LAYOUTS:
@@ -275,6 +313,12 @@ def page(rows: list[Row]) -> str:
         'gradients agree to rounding. "refused": `parallelize` raises, and says why. "not '
         "tried\": this page's tiny configuration made no model that runs here; `parallelize` "
         "checks yours.",
+        f"The columns of uses: on `{LAYOUT}` with full rows, by `python -m benchmarks.families "
+        "--uses`. labels: the loss and gradients of labels; default cache: a prompt in two calls, "
+        "the second with the cache that the first gives by default; packed rows: documents by "
+        "`position_ids` that start anew, with `use_cache=False`; generate: eight tokens, greedily. "
+        '"equal": to one device, to rounding in fp32. "equal, whole": so, and every rank computed '
+        'all of the call. "none": one device has no such use of the model. Empty: not tried.',
     ]
     for kind in KINDS:
         mine = [row for row in rows if row.kind == kind]
@@ -282,8 +326,11 @@ def page(rows: list[Row]) -> str:
             continue
         counts = Counter(row.verdict for row in mine)
         summary = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
-        lines = ["| family | model | | why |", "|---|---|---|---|"]
-        lines += [f"| {r.family} | {r.model} | {r.verdict} | {_cell(r.why)} |" for r in mine]
+        lines = [f"| family | model | | {' | '.join(USES)} | why |", "|---" * (4 + len(USES)) + "|"]
+        lines += [
+            f"| {r.family} | {r.model} | {r.verdict} | {' | '.join(r.uses)} | {_cell(r.why)} |"
+            for r in mine
+        ]
         parts += [f"## {kind.capitalize()}", f"{len(mine)} families: {summary}.", "\n".join(lines)]
     return "\n\n".join(parts) + "\n"
 
@@ -292,21 +339,39 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("[", "\\[")
 
 
+def try_uses(families: list[str], kinds: list[str], write: bool) -> None:
+    """Print, and write, the uses of families that the page calls exact; other rows stay."""
+    rows = written()
+    for i, row in enumerate(rows):
+        chosen = row.kind in kinds and (not families or row.family in families)
+        if chosen and row.verdict == "exact" and row.kind != "vision":
+            rows[i] = used(row)
+            print(row.kind, row.family, *rows[i].uses, sep=" | ", flush=True)
+    if write:
+        PAGE.write_text(page(rows))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE}")
+    parser.add_argument("--uses", action="store_true", help="what people do with exact families")
     parser.add_argument("--kind", choices=KINDS, action="append")
     args = parser.parse_args()
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
+    if args.uses:
+        try_uses(args.families, args.kind or list(KINDS), args.write)
+        return
+    before = {(row.kind, row.family): row.uses for row in written()}
     rows = []
     for kind in args.kind or KINDS:
         for family in sorted(KINDS[kind]):
             if args.families and family not in args.families:
                 continue
             row = judge(kind, family)
+            row = replace(row, uses=before.get((kind, family), Row.uses))
             rows.append(row)
             print(row.kind, row.family, row.model, row.verdict, row.why, sep=" | ", flush=True)
     print({v: sum(row.verdict == v for row in rows) for v in VERDICTS})

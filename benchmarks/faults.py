@@ -304,6 +304,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help=f"to {RESULTS.name}")
     parser.add_argument("--verbose", action="store_true", help="print what survivors wrote")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and `run` ends what it started
     outcomes = []
     for fault in draw(options.faults, options.programs):
         if fault.kind not in options.kinds:

@@ -129,6 +129,7 @@ class Group:
     assumed: tuple[str, ...] = ()
     off: str = ""
     devices: tuple[int, int] = (0, 0)
+    what: str = "call"
 
     def of(self, use: str) -> list[float]:
         """The errors of the rows to calibrate, or of those that are predicted."""
@@ -181,6 +182,7 @@ def others() -> Iterator[Group]:
             made.set.assumed,
             made.set.off,
             devices=(min(devices), max(devices)),
+            what=made.set.what,
         )
 
 
@@ -274,6 +276,7 @@ def summary(groups: list[Group]) -> list[dict]:
                     "mean": mean,
                     "worst": worst,
                     "bias": round(statistics.mean(errors), 4),
+                    "what": group.what,
                 }
             )
     return found

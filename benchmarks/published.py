@@ -23,7 +23,10 @@ from weft.declare.hardware import Hardware
 from weft.plan.clock import Network
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
+from weft_planner.choices import OTHER
 from weft_planner.flow import replayed
+from weft_planner.groups import Groups, Row
+from weft_planner.hf_config import HFModel
 
 HERE = Path(__file__).parent
 FREE = ("fixed", "outside", "attention")
@@ -34,6 +37,8 @@ class Set:
     """What rows of one source share; see `published.toml`.
 
     off: why rows are far off, where some are.
+    what: that is predicted: attention "call"s and what is fitted beside them, whole "step"s of
+        transformers models or their "memory", with nothing fitted.
     """
 
     name: str
@@ -46,6 +51,7 @@ class Set:
     steps: int = 1
     mask: str = "causal"
     forward_only: bool = False
+    what: str = "call"
     recomputed: bool = False
 
     @functools.cached_property
@@ -155,6 +161,9 @@ def _fit(
 def _parts(row: Published, group: Set, model: Mapping[str, Any]) -> tuple[float, float, float]:
     """By which the three numbers of a set are multiplied: once, weights x tokens, and attention."""
     layout, tokens = Layout.parse(row.layout), int(row.tokens)
+    if group.what != "call":
+        found = trained(row.model, row.layout, tokens, int(row.devices), row.set)
+        return 1.0, 0.0, found.step if row.part == "step" else found.nbytes - OTHER
     if row.part == "shift":
         shifts = Shifts(group.machine, layout.mesh)
         return 1.0, 0.0, shifts.shift("ring", 1).seconds(tokens)
@@ -188,7 +197,7 @@ def _mask(name: str, tokens: int, keys: int) -> Mask:
 
 def _scale(row: Published, group: Set, models: Mapping[str, Any]) -> tuple[float, int]:
     """(a, p) of value = a x seconds^p, in the unit of a row."""
-    times = {"s": 1.0, "ms": 1e3, "us": 1e6}
+    times = {"s": 1.0, "ms": 1e3, "us": 1e6, "GB": 1e-9}
     if row.unit in times:
         return times[row.unit], 1
     if row.unit == "iter/s":
@@ -205,6 +214,23 @@ def _scale(row: Published, group: Set, models: Mapping[str, Any]) -> tuple[float
     width = model["layers"] * model["heads"] * model["head_dim"]
     flops = 6 * model["weights"] + 12 * width * tokens  # a token, nothing masked
     return flops * each / 1e12, -1
+
+
+@functools.cache
+def trained(config: str, line: str, tokens: int, devices: int, name: str) -> Row:
+    """A step of a transformers model as the set-up of a set has it, sharded over all devices."""
+    machine = read()[1][name].machine
+    search = Groups(
+        HFModel.load(HERE / "configs" / config),
+        tokens,
+        machine,
+        devices,
+        ["chunked"],
+        ["adamw-fp32"],
+        ["offload"],
+        layouts=[Layout.parse(line)],
+    )
+    return next(row for row in search.rows() if row.shards == devices)
 
 
 def all_to_all(machine: Hardware, ranks: int, nbytes: int) -> float:

@@ -970,7 +970,7 @@ BUGS = (
         "full rows: position ids are documents beside a cache, too",
         "weft_integrations/transformers/rows.py",
         "cut",
-        "not cached and start_anew(kwargs)",
+        "look and start_anew(kwargs)",
         "start_anew(kwargs)",
         "rows",
     ),

@@ -61,9 +61,16 @@ OPTIONAL = {
 }
 
 
+PACKAGES = ("weft", "weft_models", "weft_integrations", "weft_planner", "weft_cli")
+
+
 def modules() -> list[str]:
-    found = pkgutil.walk_packages(weft.__path__, "weft.")
-    return ["weft", *(m.name for m in found if m.name != "weft_cli.__main__")]
+    found = [
+        module.name
+        for name in PACKAGES
+        for module in pkgutil.walk_packages([str(ROOT / "src" / name)], f"{name}.")
+    ]
+    return [*PACKAGES, *(name for name in found if not name.endswith("__main__"))]
 
 
 @pytest.mark.parametrize("name", modules())
@@ -85,11 +92,13 @@ def test_the_doctest_run_finds_examples_and_notices_a_wrong_one():
     finder = doctest.DocTestFinder()
     found = [
         test
-        for name in ("weft.masks.kinds", "weft.layout", "weft.declare.strategy")
+        for name in ("weft.masks.kinds", "weft.layout", "weft_models.tables.frames")
         for test in finder.find(importlib.import_module(name))
         if test.examples
     ]
     assert len(found) >= 5
+    assert {name.partition(".")[0] for name in modules()} == set(PACKAGES)
+    assert {"weft_models.tables.frames", "weft_planner.search"} <= set(modules())
     wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
     assert doctest.DocTestRunner().run(wrong, out=lambda _: None).failed == 1
 
@@ -129,7 +138,10 @@ def test_pages_name_tests_that_exist():
         for page in (ROOT / "docs").glob("*.md")
         for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text())
     ]
-    assert {page for page, *_ in named} >= {"packed.md", "rows.md", "trainers.md"}
+    assert {page for page, *_ in named} >= {
+        *("packed.md", "rows.md", "trainers.md", "promises.md", "reproducible.md"),
+        "classification.md",
+    }
     for page, file, name in named:
         text = (ROOT / "tests" / file).read_text()
         assert re.search(rf"^def {name}\(", text, re.MULTILINE), (page, file, name)

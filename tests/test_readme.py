@@ -219,6 +219,23 @@ def test_shipped_files_shown_are_the_shipped_ones():
     assert layout == weft.Layout.load("tabular-2x2")
 
 
+def test_the_grid_of_the_rules_takes_masks_of_the_call():
+    model, split = (_toml(declared(kind)["grid"]) for kind in ("models", "layouts"))
+    make = torch.Generator().manual_seed(0)
+    fields = torch.randn(1, 2, 6, 4, 16, dtype=torch.float64, generator=make)
+    land = torch.rand(24, generator=make) < 0.7
+    (example,) = (block for block in blocks("py", RULES) if "land" in block)
+
+    def rank(layout: weft.Layout) -> torch.Tensor:
+        composed = weft.compose(ModelSpec.from_dict(model), layout, seed=0, dtype=torch.float64)
+        names = {"layout": layout, "model": composed, "fields": fields, "land": land, "weft": weft}
+        exec(example, names)
+        return layout.gather(names["out"].detach(), {"lat": 2})
+
+    found = weft.on_threads(weft.Layout.from_dict(split), rank)[0]
+    torch.testing.assert_close(found, rank(weft.Layout.single()), rtol=0, atol=1e-11)
+
+
 def _toml(text: str) -> dict:
     return tomllib.loads(text)
 

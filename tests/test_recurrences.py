@@ -24,7 +24,7 @@ from pool import Pool
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
-from weft import parallelize, restore
+from weft import on_threads, parallelize, restore
 from weft.carry import ops as state_ops
 from weft.carry.fragments import Fragments
 from weft.carry.pieces import LocalPieces
@@ -91,6 +91,31 @@ def test_a_position_0_within_a_row_starts_a_recurrence_anew():
     found = on_layout(model, "tokens: ring=3", tokens, **batch)
     off, which = found.off(one_device(model, tokens, **batch), seen)
     assert off < EXACT, which
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "bamba"])
+def test_states_go_on_where_position_ids_start_anew(family):
+    """transformers keeps such documents apart in attention alone; `cu_seq_lens_q` stop states."""
+    model, tokens = build(family).eval(), ids()[:1]
+    positions = torch.cat([torch.arange(20), torch.arange(23)])[None]
+    packed = {"input_ids": tokens, "position_ids": positions, "use_cache": False}
+    with torch.no_grad():
+        want = model(**packed).logits
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        bounds = torch.tensor([0, 20, 20, 43, 43])  # with ends that are repeated
+        with torch.no_grad():
+            made = own(**packed).logits, own(**packed, cu_seq_lens_q=bounds).logits
+        return [t + 0 for t in made]
+
+    with pytest.warns(UserWarning, match="states of recurrent layers go on"):
+        ranks = on_threads(Layout.parse("tokens(zigzag): ring=2"), work)
+    for got, apart in ranks:
+        same, other = ((t - want).abs() / want.abs().max() for t in (got, apart))
+        assert same.max() < 2e-6  # stock functions compute in fp32
+        assert other[:, :20].max() < 2e-6
+        assert other[:, 20:].max() > 2e-5
 
 
 @pytest.mark.parametrize("family", KINDS)

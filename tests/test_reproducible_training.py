@@ -44,6 +44,12 @@ BY_HEADS = {
     "attend": {"tokens": [{"strategy": "ulysses", "on": "head"}]},
     "carry": {"tokens": [{"strategy": "ulysses", "on": "head"}]},
 }
+BY_TIME = {
+    "reproducible": True,
+    "mesh": {"t": 2},
+    "shard": {"time": ["t"]},
+    "attend": {"time": [{"strategy": "ring", "on": "t"}]},
+}
 TOKEN_LINES = (
     "tokens: ring=3",
     "tokens(zigzag): ring=6",
@@ -100,6 +106,40 @@ def test_nor_in_half_precision(line):
 @pytest.mark.parametrize("line", TABLE_LINES)
 def test_a_layout_changes_no_bit_of_a_table_model(line):
     assert first_other_bits(_alone("tables"), _bits(TABLES, line)) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "length"),
+    [
+        ("retrieval", "tokens(zigzag): ring=3", {"tokens": (40, 44)}),
+        ("pair", "rows: tile=2x1; columns: ring=2", {"rows": (7, 9), "columns": (7, 9)}),
+    ],
+)
+def test_a_layout_changes_no_bit_of_models_with_other_heads(model, line, length):
+    spec = ModelSpec.load(model).training({"steps": 1, "batch": 2, "length": length})
+    assert first_other_bits(_bits(spec, None), _bits(spec, line)) is None
+
+
+@pytest.mark.parametrize("strategy", ["ring", "pass_q"])
+def test_axes_attended_alone_and_jointly_keep_their_bits(strategy):
+    blocks = [{"attend": "lat"}, {"attend": "lat+lon"}, {"attend": "lon"}, {"mlp": 20}]
+    axes = {"axes": ["batch", "lat", "lon", "embed"], "sizes": {"embed": 18, "heads": 2}}
+    spec = ModelSpec.from_dict({**axes, "block": blocks})
+    make, dims = torch.Generator().manual_seed(0), {"batch": 0, "lat": 1, "lon": 2}
+    x, dout = (torch.randn(2, 7, 5, 18, generator=make) for _ in range(2))
+
+    def rank(layout: Layout) -> list[torch.Tensor]:
+        model = compose(spec, layout, seed=0, dtype=torch.float32)
+        out = model(layout.shard(x, dims), lengths={"lat": 7, "lon": 5})
+        out.backward(layout.shard(dout, dims))
+        layout.sync_gradients(model)
+        return [layout.gather(out.detach(), dims), *(p.grad for p in model.parameters())]
+
+    bound = {"lat": [{"strategy": "ring", "on": "y"}]}
+    bound["lat+lon"] = [{"strategy": strategy, "on": "y"}]
+    split = {"mesh": {"y": 3}, "shard": {"lat": ["y"]}, "attend": bound, "reproducible": True}
+    found = weft.on_threads(Layout.from_dict(split), rank)[0]
+    assert all(map(torch.equal, found, rank(SINGLE)))
 
 
 def test_an_ordinary_layout_changes_some():
@@ -364,6 +404,7 @@ def test_what_gives_other_bits_is_refused_by_every_rank(line, changes, words):
     [
         ("pairformer", Layout.single(reproducible=True), "found TriangleBlock"),
         ("hybrid", Layout.from_dict(BY_HEADS), "states carried by heads"),
+        ("weather", Layout.from_dict(BY_TIME), "context 'forcing', which is whole where 'time' is"),
     ],
 )
 def test_blocks_that_were_not_shown_to_have_the_same_bits_are_refused(model, layout, words):

@@ -295,6 +295,34 @@ def test_position_ids_that_start_anew_are_documents_only_without_cache(name):
             assert (g - w).abs().max() < FP32 * w.abs().max()
 
 
+@split
+@pytest.mark.filterwarnings("ignore:.*gives its masks none")
+@pytest.mark.parametrize("name", ["gpt_oss", "opt"])
+def test_position_ids_are_no_documents_where_masks_are_given_none(name):
+    """GPT-OSS and OPT give their masks no position ids, so that one device keeps nothing apart."""
+    if name == "opt":
+        config = hf.OPTConfig(
+            **{n: v for n, v in SMALL.items() if n not in ("intermediate_size",)},
+            **{"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+        )
+        torch.manual_seed(0)
+        model = hf.OPTForCausalLM(config).double().eval()
+    else:
+        model = build(name).eval()
+    packed = {"input_ids": IDS[:1], "position_ids": POSITIONS, "use_cache": False}
+
+    def step(model):
+        with torch.no_grad():
+            return model(**packed).logits + 0
+
+    want = step(model)
+    ranks = weft.on_threads(
+        Layout.parse("tokens(zigzag): ring=2"),
+        lambda la: step(parallelize(copy.deepcopy(model), la, verify=False)),
+    )
+    assert max((got - want).abs().max() for got in ranks) < 8 * FP32 * want.abs().max()
+
+
 BERT = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"} | {"type_vocab_size": 2}
 ENCODERS = {
     "bert": (hf.BertModel, hf.BertConfig(**BERT)),

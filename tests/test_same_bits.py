@@ -35,6 +35,7 @@ LINES = (
     "tokens: hierarchical=2x3",
     "heads: tp=2; tokens(zigzag): ring=2",
     "batch: dp=2; tokens: tile=2x2",
+    "tokens: ring=20",  # more ranks than blocks
 )
 DIMS = {"batch": 0, "heads": 1, "tokens": 2}
 MASKS = {
@@ -83,6 +84,38 @@ def alone(*case) -> list:
 def test_a_layout_changes_no_bit(line, mask, dtype, dim):
     case = 43, mask, dtype, mask in ("window", "packed"), dim
     assert all(map(torch.equal, attend(line, *case), alone(*case)))
+
+
+OTHER_CALLS = {
+    "cross-attention": ((30, 77, 9, 13), {}),
+    "queries that end with the keys": ((30, 77, 9, 9), {"mask": Causal(offset=47)}),
+    "a bias of positions": ((43, 43, 7, 5), {"mask": Causal(), "bias": weft.alibi(4)}),
+    "a mask that is a function": (
+        (43, 43, 7, 7),
+        {"mask": weft.MaskMod(lambda b, h, q, k: (q + k) % 3 != 0)},
+    ),
+    "padding": ((43, 43, 7, 5), {"mask": weft.KeyPadding([43, 9])}),
+    "a negative scale": ((33, 33, 6, 6), {"scale": -0.7}),
+    "one token": ((1, 1, 5, 5), {}),
+}
+
+
+@pytest.mark.parametrize("line", [LINES[1], LINES[7]])
+@pytest.mark.parametrize("call", OTHER_CALLS)
+def test_calls_of_any_kind_keep_their_bits(call, line):
+    (n, m, dim, value_dim), options = OTHER_CALLS[call]
+    make = torch.Generator().manual_seed(n)
+    shapes = (4, n, dim), (2, m, dim), (2, m, value_dim), (4, n, value_dim)
+    *tensors, dout = (torch.randn(2, *shape, generator=make) for shape in shapes)
+
+    def rank(layout: Layout) -> list:
+        leaves = [layout.shard(t, DIMS).detach().clone().requires_grad_() for t in tensors]
+        out = weft.attention(*leaves, layout, "tokens", length=(n, m), **options)
+        out.backward(layout.shard(dout, DIMS))
+        return [layout.gather(t.detach(), DIMS) for t in (out, *(x.grad for x in leaves))]
+
+    found = weft.on_threads(Layout.parse(f"{line}; reproducible"), rank)[0]
+    assert all(map(torch.equal, found, rank(Layout.single(reproducible=True))))
 
 
 @pytest.mark.parametrize("line", [LINES[1], LINES[3], LINES[8], LINES[11]])

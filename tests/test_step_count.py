@@ -256,3 +256,15 @@ def test_inside_node_is_checked_before_there_are_nodes(tmp_path, apart):
 def test_words_that_name_no_model_are_refused():
     assert "is no model" in explain("ring-2", "ring-4", code=1)
     assert "which layouts" in explain("causal_lm", code=1)
+
+
+def test_peak_is_counted_as_of_other_models():
+    """Activations are alive at once, with temporaries and gradients beside them."""
+    spec = ModelSpec.load("causal_lm")
+    counts = [
+        count_steps(Layout.parse(f"tokens: ring={n}"), spec, 2, {"tokens": 512}, ranks=[0])[0]
+        for n in (1, 2)
+    ]
+    for count in counts:
+        assert count.memory["activations"] < count.peak
+    assert counts[1].peak - counts[1].memory["gradients"] < counts[0].peak

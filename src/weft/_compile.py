@@ -20,7 +20,7 @@ _named: WeakValueDictionary[str, Traceable] = WeakValueDictionary()
 
 
 #: An attribute that weft adds to an object: it says nothing about a copy.
-OF_THIS_ONE = ("_name", "_contexts", "_broadcasts", "_by_heads")
+OF_THIS_ONE = ("_name", "_contexts", "_broadcasts")
 
 
 class Traceable:

@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
@@ -165,26 +164,28 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class ProductCounter(TorchDispatchMode):
-    """Counts floating-point operations of matrix products inside the block, 2 a multiply-add.
+def product_flops(func: Any, args: tuple, out: Any) -> int | None:
+    """Floating-point operations of a dispatched matrix product, None for any other function.
 
-    >>> with ProductCounter() as counter:
-    ...     _ = torch.ones(3, 4) @ torch.ones(4, 5)
-    >>> counter.flops
-    120
+    >>> a = torch.ones(3, 4)
+    >>> product_flops(torch.ops.aten.mm.default, (a, a.T), a @ a.T)
+    72
     """
+    dim = _PRODUCTS.get(func.overloadpacket)
+    return None if dim is None else 2 * out.numel() * args[dim].shape[-1]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in _PRODUCTS:
-            self.flops += 2 * out.numel() * args[_PRODUCTS[func.overloadpacket]].shape[-1]
-        return out
+@contextlib.contextmanager
+def all_nonzero_on_meta() -> Iterator[None]:
+    """Inside the block `nonzero` of a meta tensor, which has no numbers, finds every element."""
+    import torch.fx.experimental._config as config
+
+    before = config.meta_nonzero_assume_all_nonzero
+    config.meta_nonzero_assume_all_nonzero = True
+    try:
+        yield
+    finally:
+        config.meta_nonzero_assume_all_nonzero = before
 
 
 #: Which argument of a product has the summed dim last.

@@ -42,12 +42,13 @@ _CUTS_BLOCKS = (
     "zigzag order, or a layout that is not reproducible"
 )
 #: Attributes that do not outlive the process, as they belong to its process groups.
-_OF_THIS_PROCESS = ("unbound", "calls", "_name")
+_OF_THIS_PROCESS = ("unbound", "calls", "by_heads", "_name")
 #: Questions of the engine: `dir(layout)` leaves them out, as users do not need them.
 _OF_THE_ENGINE = {
     "batch_dims",
     "batch_parts",
     "bound",
+    "by_heads",
     "calls",
     "check_heads",
     "device_dims",
@@ -99,6 +100,8 @@ class Layout(LayoutDeclaration, Traceable):
     calls: OrderedDict[tuple, Any] = field(
         default_factory=OrderedDict, init=False, repr=False, compare=False
     )
+    #: Axis -> the layout on which its recurrent layers have more tokens of fewer heads.
+    by_heads: dict[str, Layout] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.mesh and self.transport is None:
@@ -123,7 +126,12 @@ class Layout(LayoutDeclaration, Traceable):
     def __getstate__(self) -> dict[str, Any]:
         """A pickled layout is a declaration: process groups stay in their process."""
         state = {k: v for k, v in vars(self).items() if k not in _OF_THIS_PROCESS}
-        return state | {"transport": None, "device_mesh": None, "calls": OrderedDict()}
+        return state | {
+            "transport": None,
+            "device_mesh": None,
+            "calls": OrderedDict(),
+            "by_heads": {},
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)

@@ -21,6 +21,10 @@ def on_threads(
     the same function runs under torchrun. What travels is handed over in memory and counted like
     bytes on a wire. Threads start with the caller's gradient mode.
 
+    All threads draw from torch's one default generator, which `torch.manual_seed` seeds for all of
+    them, in whatever order they come. Draw what must be equal on all ranks, such as weights, before
+    the call, or from a generator of the rank (`generator=`; `seed=` of `weft.compose`).
+
         on_threads(layout, fn)     fn(rank 0's layout)   fn(rank 1's layout)   ...
                                         |  <-- messages -->  |
         returns                    [   result 0,             result 1,         ...]

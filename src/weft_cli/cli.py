@@ -79,12 +79,12 @@ COMMANDS = {
 class _Group(TyperGroup):
     """Imports a command when it runs; shows an error of weft as one message, exit code 1."""
 
-    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] in COMMANDS:
             self.commands[args[0]] = parser_of(args[0])
         return super().resolve_command(ctx, args)
 
-    def invoke(self, ctx: typer.Context) -> Any:
+    def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -99,7 +99,7 @@ def parser_of(name: str) -> Any:
     """A command with its options, imported.
 
     >>> [option.name for option in parser_of("verify").params][:2]
-    ['model', 'layout']
+    ['model', 'config']
     """
     single = typer.Typer(**_OPTIONS)
     single.command(name)(_loaded(name))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -31,6 +31,8 @@ ROLES = ("batch", "query", "key", "head", "tensor")
 #: What carries a query role: keys and values in a ring, in one collective, or forward only.
 QUERY_STRATEGIES = ("ring", "gather", "burst")
 STRATEGIES = {"batch": "dp", "key": "pass_q", "head": "ulysses", "tensor": "tp"}
+#: Orders of tokens that candidates have.
+ORDERS = ("contiguous", *BALANCED)
 #: What a search may be told to keep to.
 NAMES = (*QUERY_STRATEGIES, "pass_q", "ulysses", "tile", "dp", "tp")
 
@@ -191,12 +193,14 @@ def candidates(
     devices: int,
     only: Iterable[str] = (),
     refused: Refused | None = None,
+    orders: Collection[str] = ORDERS,
 ) -> Iterator[Candidate]:
     """Every candidate for a call that heads, sequences and lengths allow.
 
     Args:
         only: of `NAMES`; nothing else is used. Default: all of them.
         refused: is told why others were left out.
+        orders: of tokens, of which the best ones are used.
 
     >>> import torch
     >>> p = Problem.of("tokens", 64, heads=4, head_dim=8, dtype=torch.bfloat16)
@@ -230,7 +234,7 @@ def candidates(
                 Dim(role, query if role == "query" else STRATEGIES[role], level, size)
                 for role, level, size in split
             )
-            for order in _orders(problem, ways):
+            for order in _orders(problem, ways, orders):
                 yield Candidate(dims, order)
 
 
@@ -254,7 +258,9 @@ def _unfit(problem: Problem, ways: dict[str, int]) -> str:
     return ""
 
 
-def _orders(problem: Problem, ways: dict[str, int]) -> tuple[str, ...]:
+def _orders(
+    problem: Problem, ways: dict[str, int], known: Collection[str] = ORDERS
+) -> tuple[str, ...]:
     """Orders that may win: where only heads are split, every rank computes all positions.
 
     Of a plain causal mask the last of contiguous chunks has nearly twice the mean work. Zigzag is
@@ -264,4 +270,5 @@ def _orders(problem: Problem, ways: dict[str, int]) -> tuple[str, ...]:
     if ways.get("query", 1) * ways.get("key", 1) == 1 or isinstance(problem.mask, Full):
         return ("contiguous",)
     balanced = BALANCED if ways.get("head", 1) == 1 else BALANCED[:1]
-    return balanced if is_causal(problem) else ("contiguous", *balanced)
+    best = balanced if is_causal(problem) else ("contiguous", *balanced)
+    return tuple(order for order in best if order in known) or ("contiguous",)

@@ -57,7 +57,7 @@ class Timing:
         return self.forward + self.backward
 
 
-class _Rank(Player):
+class RankScript(Player):
     """One rank on its way through both passes."""
 
     def __init__(self, network: Network, plan: Plan, rank: int) -> None:
@@ -80,7 +80,7 @@ class _Rank(Player):
         device = self.network.hardware.device
         waits: dict[object, Gate] = {}
         merged: set[int] = set()
-        for step in tile.program.steps:
+        for number, step in enumerate(tile.program.steps):
             messages = 0
             for t in step.begin:
                 (a, b), (c, d) = tile.transfer_rows(t)
@@ -101,9 +101,13 @@ class _Rank(Player):
                 seconds = block_seconds(tile, tile.block(block).calls, device)
                 if device.memory_rate:
                     seconds += merged_bytes(tile, block, merged) / device.memory_rate
-                yield self.work(seconds)
+                yield self.block(tile, number, block, seconds)
             for t in step.end:
                 yield waits[t]
+
+    def block(self, tile: Pass, step: int, block: Block, seconds: float) -> Gate:
+        """Begin a block of a step; a script that records what happens has its own."""
+        return self.work(seconds)
 
     def _all_to_alls(self, traffic: Traffic, *tag: object) -> Iterator[Gate]:
         """all-to-alls: every message of one is posted at once.
@@ -169,13 +173,19 @@ def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
     return plan.compute.query.batch * numbers * width
 
 
-def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
+def time_call(
+    plans: Sequence[Plan],
+    hardware: Hardware,
+    network: Network | None = None,
+    script: type[RankScript] = RankScript,
+) -> Timing:
     """Replay the programs of the ranks of a call on some hardware.
 
     Args:
         plans: of every rank, in rank order; or, where all ranks compute alike, of the ranks of
             `image_group`: the others are taken for their images.
         hardware: rank i of the call is its rank i, innermost level first.
+        network, script: others, which record what happens.
 
     >>> from weft import Layout
     >>> from weft.plan.predict import plans_for
@@ -188,11 +198,11 @@ def time_call(plans: Sequence[Plan], hardware: Hardware) -> Timing:
     >>> round(found.forward, 3), round(found.compute[0], 3)  # messages are hidden
     (0.172, 0.172)
     """
-    network = Network(hardware, len(plans))
+    network = network or Network(hardware, len(plans))
     sizes = dict(plans[0].sizes)
     if len(plans) not in (math.prod(sizes.values()), image_group(hardware, sizes)):
         raise ValueError(f"{len(plans)} plans for mesh {sizes}: neither all ranks nor one group")
-    ranks = [_Rank(network, plan, number) for number, plan in enumerate(plans)]
+    ranks = [script(network, plan, number) for number, plan in enumerate(plans)]
     for rank in ranks:
         rank.play(rank.passes())
     network.clock.run()

@@ -25,6 +25,8 @@ class Checked:
         rows: how many were predicted; those that numbers were fitted on are not among them.
         mean, worst: of the errors' sizes, predicted over measured less 1.
         bias: the mean error; below 0 where predictions are too quick (of times).
+        what: "call" where attention calls and what was fitted beside them are predicted, "step"
+            where whole steps of transformers models are, with nothing fitted.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Checked:
     mean: float
     worst: float
     bias: float
+    what: str = "call"
 
     def __str__(self) -> str:
         low, high = self.devices
@@ -45,7 +48,7 @@ class Checked:
         )
 
 
-def nearest(hardware: str, ranks: int) -> Checked | None:
+def nearest(hardware: str, ranks: int, what: str = "call") -> Checked | None:
     """The set of measured rows nearest to a case, or None where nothing like it was measured.
 
     A set is near where its hardware file is the same and its ranks reach as far: rows inside one
@@ -54,11 +57,12 @@ def nearest(hardware: str, ranks: int) -> Checked | None:
     Args:
         hardware: the name of a shipped hardware file; of any other there is no set.
         ranks: how many are planned for.
+        what: that is planned, an attention "call" or the "step" of a transformers model.
 
     >>> print(nearest("b200-8", 8).name, nearest("ethernet-laptops", 8))
     simumax None
     """
-    near = [each for each in _sets() if each.hardware == hardware]
+    near = [each for each in _sets() if each.hardware == hardware and each.what == what]
     if not near:
         return None
     machine = Hardware.load(hardware)

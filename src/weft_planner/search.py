@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of
 from weft.plan.problem import Problem
 
-from .candidates import Candidate, Refused, candidates
+from .candidates import ORDERS, Candidate, Refused, candidates
 from .flow import replayed
 from .lower_bound import Bounds, LowerBound, link_seconds, longest
 
@@ -127,6 +127,7 @@ class Search:
     only: strategies to keep to; all, if none.
     memory: bytes of a rank that attention may take, default the device's.
     forward_only: rank by the forward pass alone, and hold no gradients.
+    orders: of tokens, those that a model can be bound to.
     """
 
     problem: Problem
@@ -135,12 +136,14 @@ class Search:
     only: Iterable[str] = ()
     memory: float | None = None
     forward_only: bool = False
+    orders: Collection[str] = ORDERS
 
     def __post_init__(self) -> None:
         self.refused = Refused()
         self.bounds = Bounds(self.problem, self.hardware, self.devices)
         self.limit = self.hardware.device.memory if self.memory is None else self.memory
-        every = candidates(self.problem, self.hardware, self.devices, self.only, self.refused)
+        of_call = self.problem, self.hardware, self.devices, self.only
+        every = candidates(*of_call, self.refused, self.orders)
         self.every = [c for c in every if self._fits(self.bounds.held(c))]
         self._clocked: dict[Candidate, Choice | None] = {}
         self.spent = 0.0

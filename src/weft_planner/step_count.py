@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from weft._torch import ProductCounter, fake_ranks, memory_of
+from weft._torch import fake_ranks, memory_of
 from weft.comm.consistency import local_tensor
 from weft.errors import DeclarationError, UnsupportedError
 from weft.inspect.traffic import TrafficReport, traffic
@@ -27,6 +27,7 @@ from weft.plan.plan import Plan
 from weft_models.declare.model_file import ModelSpec
 from weft_models.routing.geometry import is_routed
 
+from .live import Live
 from .work import model_work
 
 #: What sums gradients over ranks; FSDP2 shards weights and optimizer states as well.
@@ -70,6 +71,8 @@ class StepCount:
             (what autograd keeps), and chunks that attention holds for others at one time.
         flops: of matrix products, forward and backward, attention left out.
         plans: of attention, (plan, backward) -> how often it runs.
+        peak: most bytes that are alive at one time beside weights and optimizer: what autograd
+            keeps, temporaries, and the gradients made so far, before any is sharded.
     """
 
     rank: int
@@ -77,6 +80,7 @@ class StepCount:
     memory: Mapping[str, int]
     flops: tuple[int, int]
     plans: Mapping[tuple[Plan, bool], int]
+    peak: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -164,10 +168,11 @@ def _count(
         with (
             _each(bound.values()) as forward,
             saved_tensors_hooks(keep, lambda saved: saved),
-            ProductCounter() as ahead,
+            Live(weights) as live,
         ):
             out = work.forward()
-        with _each(bound.values()) as backward, ProductCounter() as back:
+        ahead = live.flops
+        with _each(bound.values()) as backward, live:
             out.backward(torch.ones_like(out))
         reports = {"forward": forward, "backward": backward}
         if gradients == "sync":
@@ -191,8 +196,8 @@ def _count(
     }
     runs = [run for watch in watches for run in watch.items()]
     plans = {key: times for key, times in runs if isinstance(key[0], Plan)}
-    flops = ahead.flops, back.flops
-    return StepCount(rank, tuple(moved), memory, flops, plans)
+    flops = ahead, live.flops - ahead
+    return StepCount(rank, tuple(moved), memory, flops, plans, live.peak)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def traded(
     if ranks == 1:
         return run(layout, *inputs, *per_head)
     _keep_by_heads(flattened(layout), axis)
-    other, heads = layout._by_heads[axis], max(x.shape[2] for x in inputs)  # type: ignore[attr-defined]
+    other, heads = layout.by_heads[axis], max(x.shape[2] for x in inputs)
     if heads % ranks:
         raise ShapeError(
             f"{layout.source}: [carry] splits the heads of recurrent layers along {list(dims)}, and"
@@ -86,9 +86,9 @@ def traded(
 @constant_in_graphs
 def _keep_by_heads(layout: tuple, axis: str) -> bool:
     """Have a layout hold the other one, as a graph knows objects by those that hold them."""
-    held = vars(restored(layout)).setdefault("_by_heads", {})
-    if axis not in held:
-        held[axis] = by_heads(restored(layout), axis)
+    whole = restored(layout)
+    if axis not in whole.by_heads:
+        whole.by_heads[axis] = by_heads(whole, axis)
     return True
 
 

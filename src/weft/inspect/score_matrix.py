@@ -56,7 +56,7 @@ def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, l
     queries and columns keys by global position, in whatever order ranks hold them.
     """
     p = plans[0].problem
-    rows, columns = (_samples(total) for total in (p.n, p.m))
+    rows, columns = (sampled(total) for total in (p.n, p.m))
     groups = _groups(plans)
     drawn = np.full((len(rows), len(columns)), -1, dtype=np.int32)
     for number, ranks in enumerate(groups):
@@ -141,7 +141,7 @@ def _groups(plans: Sequence[Plan]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _samples(total: int) -> np.ndarray:
+def sampled(total: int) -> np.ndarray:
     """Positions that are drawn: all of them, or evenly spread ones."""
     if total <= RESOLUTION:
         return np.arange(total)

@@ -109,8 +109,8 @@ class _InUnits(CpuFlash):
     """Calls whose rows have the same bits in any company, at any address, on any number of threads.
 
     Rows, columns and head dims are padded to multiples of 64 bytes, and copied where they do not
-    begin at such a multiple. Columns that are appended are hidden. Rows that are appended see what
-    there is, and their `dout` of 0 adds nothing to any gradient.
+    begin at such a multiple. Appended columns are hidden. Appended rows see nothing where there is
+    a mask, and their `dout` of 0 adds nothing to any gradient.
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
@@ -169,7 +169,7 @@ def _view_in_units(q: Tensor, k: Tensor, view: TileView) -> TileView:
         mask = torch.ones(n, m, dtype=torch.bool, device=q.device)
         mask = mask.tril() if view.causal else mask
     if mask is not None:
-        mask = F.pad(F.pad(mask, (0, columns), value=False), (0, 0, 0, rows), value=True)
+        mask = F.pad(mask, (0, columns, 0, rows), value=False)
     if bias is not None:
         bias = F.pad(bias.expand(*bias.shape[:-2], n, m), (0, columns, 0, rows))
     return replace(view, mask=mask, bias=bias, causal=view.causal and mask is None)

@@ -146,6 +146,8 @@ def _check_shapes(hidden: Tensor, weight: Tensor, labels: Tensor) -> None:
 
 
 def _range(labels: Tensor, ignore_index: int) -> tuple[int, int]:
-    """The lowest and the highest label; (0, -1) where there is none."""
+    """The lowest and the highest label; (0, -1) where there is none, or no numbers (meta)."""
+    if labels.is_meta:
+        return 0, -1
     taken = labels[labels != ignore_index]
     return (int(taken.min()), int(taken.max())) if taken.numel() else (0, -1)

@@ -27,6 +27,7 @@ from weft_models.routing.bounds import RoutedBytes, ring_bytes, routed_bounds
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options
 from weft_planner.flow import Timing, replayed
+from weft_planner.shares import choose_shares
 
 from ..inspect import tables
 from ..inspect.ranks import Reading, reading
@@ -37,11 +38,16 @@ from .options import console
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
 MOST_READ, MOST_PLANNED = 32, 1 << 16
+#: Ranks of which shares are tried: each try replays all of them.
+MOST_SHARED = 64
 #: Options that only a call has, not a model.
 _OF_CALL = (
     *("axis", "keys", "heads", "kv_heads", "head_dim", "mask", "device"),
-    *("state", "every_rank", "score_matrix", "timeline"),
+    *("state", "every_rank", "score_matrix", "timeline", "html"),
 )
+
+
+_ROUTED = "what a routed layout moves and computes depends on the router's weights"
 
 
 def explain(
@@ -112,6 +118,12 @@ def explain(
         Path | None,
         options.of_picture("The program, step by step: tiles and messages in flight."),
     ] = None,
+    html: Annotated[
+        Path | None,
+        options.of_file(
+            "A page that plays one or several layouts on --hardware, for a browser; no network."
+        ),
+    ] = None,
 ) -> None:
     """Show the rules, traffic, memory and work of a layout. Starts nothing.
 
@@ -137,6 +149,9 @@ def explain(
 
         weft explain 'tokens(zigzag): ulysses=2 x ring=4' --mask causal
 
+        weft explain tile-2x4 'tokens(zigzag): ring=8' --mask causal --hardware h100-8 \\
+            --html page.html
+
         weft explain causal_lm head-x-ring tp-x-ring --length tokens=4096 --hardware h100-8
     """
     if is_model(names[0]):
@@ -149,10 +164,13 @@ def explain(
         spec = ModelSpec.load(names[0])
         explain_model(spec, resolved, batch, length, kind, gradients, hardware, ranks_per_node)
         return
-    if len(names) > 1:
+    if html is not None and hardware is None:
+        raise DeclarationError("--html: a page plays layouts on a machine; name it by --hardware")
+    if len(names) > 1 and html is None:
         raise DeclarationError(
             f"{names[0]!r} is no model, and one layout is explained at a time; `weft plan` compares"
-            " layouts for an attention call, `weft explain MODEL LAYOUT...` for a model"
+            " layouts for an attention call, `--html` shows them side by side, and `weft explain"
+            " MODEL LAYOUT...` for a model"
         )
     options.refuse_given(context, ["gradients"], options.NO_GRADIENTS)
     declared = options.layout_named(names[0], order, axis)
@@ -176,11 +194,14 @@ def explain(
         dtype=dtype,
         device=device or options.planned_device(None, machine),
     )
+    if html is not None and machine is not None:
+        _write_page([layout, *names[1:]], problem, machine, f"{mask}, on {hardware}", html)
+        if len(names) > 1:
+            return
     if is_routed(layout, problem.axes):
         if score_matrix or timeline:
             options.refuse_routed_axis(layout, axis)
-        why = "what a routed layout moves and computes depends on the router's weights"
-        options.refuse_given(context, ["hardware", "state", "every_rank", "device"], why)
+        options.refuse_given(context, ["hardware", "state", "every_rank", "device"], _ROUTED)
         _print_routed(layout, axis, problem)
         return
     if layout.world_size > MOST_PLANNED:
@@ -201,6 +222,24 @@ def explain(
     if score_matrix or timeline:
         plans = list(plans_for(layout, problem, range(layout.world_size)))
         _draw(plans, f"{layout.name}, {axis}, {mask}", score_matrix, timeline)
+
+
+def _write_page(
+    layouts: Sequence[Layout | str], problem: Problem, machine: Hardware, where: str, path: Path
+) -> None:
+    """A page of layouts side by side, all of them of one call."""
+    from ..inspect.page import write_page
+
+    found = [options.layout_named(each) if isinstance(each, str) else each for each in layouts]
+    resolved = [each.resolve(options.ranks_of(each, None)) for each in found]
+    for each in resolved:
+        options.attended(each, "+".join(problem.axes))
+        if is_routed(each, problem.axes):
+            raise UnsupportedError(f"--html: {each.source}: {_ROUTED}")
+    title = f"{problem.n:,} tokens, {where}"
+    with console().status("playing"), options.still_here("playing layouts"):
+        write_page(resolved, problem, machine, title, path)
+    console().print(f"page: {path}", markup=False)
 
 
 def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
@@ -282,6 +321,27 @@ def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str
     with console().status("replaying"), options.still_here("replaying the ranks' programs"):
         run = replayed(layout, problem, machine)
     console().print(_on_hardware(run.timing, machine, f"{title}{run.note}"))
+    if len(set(machine.device.speeds)) > 1 and layout.world_size <= MOST_SHARED:
+        _print_shares(layout, problem, machine)
+
+
+def _print_shares(layout: Layout, problem: Problem, machine: Hardware) -> None:
+    """The shares of ranks that are not alike with which the call ends first."""
+    try:
+        with console().status("trying shares"):
+            choice = choose_shares(layout, problem, machine)
+    except (DeclarationError, UnsupportedError):  # it splits no tokens, or has an order as data
+        return
+    if not choice.layout.share:
+        console().print("equal shares end first", highlight=False)
+        return
+    share = ", ".join(f"{dim} = {list(each)}" for dim, each in choice.layout.share.items())
+    console().print(
+        f"shares that end first, [share] {share}: {words.show_time(choice.timing.total)},"
+        f" {choice.timing.total / choice.equal.total:.2f} of equal ones",
+        markup=False,
+        highlight=False,
+    )
 
 
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:

@@ -157,11 +157,16 @@ def _ranks(rows: Sequence[Row]) -> Iterator[str]:
 
 def _memory(rows: Sequence[Row]) -> Table:
     parts = list(rows[0].count.memory)
-    made = tables.table("bytes of a rank", "layout", *parts, "all", right=(*parts, "all"))
+    columns = (*parts, "all", "peak beside weights")
+    made = tables.table("bytes of a rank", "layout", *columns, right=columns)
     for row in rows:
         held = row.count.memory
-        numbers = [words.nbytes(held[part]) for part in parts]
-        made.add_row(escape(row.layout.name), *numbers, words.nbytes(sum(held.values())))
+        numbers = (*(held[part] for part in parts), sum(held.values()), row.count.peak)
+        made.add_row(escape(row.layout.name), *map(words.nbytes, numbers))
+    made.caption = (
+        "peak beside weights: activations, temporaries and gradients that are alive at one time"
+    )
+    made.caption_justify = "left"
     return made
 
 

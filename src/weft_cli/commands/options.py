@@ -57,6 +57,7 @@ RATED_LENGTHS = {"cpu": LENGTH, "cuda": "65536"}
 
 #: Headings in `--help`.
 CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
+CONFIG = "A transformers model"
 
 LayoutName = Annotated[
     str,
@@ -77,6 +78,45 @@ def of_call(what: str, **options: Any) -> OptionInfo:
 def of_run(what: str, *names: str, **options: Any) -> OptionInfo:
     """An option about where and how it runs."""
     return typer.Option(*names, help=what, rich_help_panel=RUN, **options)
+
+
+def of_model(what: str, **options: Any) -> OptionInfo:
+    """An option about the training of a transformers model."""
+    return typer.Option(help=what, rich_help_panel=CONFIG, **options)
+
+
+def chosen(name: str, value: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The values that an option leaves to a search: one that it names, or all with "auto".
+
+    >>> chosen("--loss", "auto", ("chunked", "full"))
+    ('chunked', 'full')
+    """
+    if value != "auto" and value not in known:
+        raise DeclarationError(f"{name} {shown(value)}{did_you_mean(value, (*known, 'auto'))}")
+    return known if value == "auto" else (value,)
+
+
+def is_config(name: str) -> bool:
+    """Whether an argument is a transformers config: a .json, or a folder that is there.
+
+    >>> is_config("llama.json"), is_config("causal_lm")
+    (True, False)
+    """
+    return name.endswith(".json") or Path(name).is_dir()
+
+
+def tokens_of(text: str | None) -> int:
+    """Tokens of a row that `--tokens` gives; 2 or more.
+
+    >>> tokens_of("131072")
+    131072
+    """
+    if text is None:
+        raise ShapeError("--tokens is missing: the tokens of one row")
+    (tokens,) = lengths_of(text, "tokens", ("tokens",))
+    if tokens < 2:
+        raise ShapeError(f"--tokens {shown(text)}: a row to train on has 2 tokens or more")
+    return tokens
 
 
 def of_picture(what: str) -> OptionInfo:

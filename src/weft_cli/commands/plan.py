@@ -15,6 +15,7 @@ from weft.errors import ShapeError, shown
 from weft.inspect import words
 from weft_planner import reasons
 from weft_planner.candidates import NAMES
+from weft_planner.choices import LOSSES, OPTIMIZERS, RECOMPUTE
 from weft_planner.search import Choices, Search, scaling
 
 from ..inspect import tables
@@ -27,7 +28,20 @@ from .plan_model import plan_model, print_refused, write_layout
 #: machine that would change the choice is left out; below which each change tries more layouts.
 _CHANGES, _CHEAP = 1.5e5, 4e3
 #: Options that a model's search does not read.
-_OF_CALL = ("heads", "kv_heads", "head_dim", "mask", "device", "only", "forward_only", "png")
+_OF_CONFIG = ("loss", "optimizer", "recompute", "serve")
+_OF_OWN = ("heads", "kv_heads", "head_dim", "batch", "mask", "dtype", "device", "gradients", "png",
+           "forward_only")  # fmt: skip
+_OF_CALL = (
+    "html",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mask",
+    "device",
+    "only",
+    "forward_only",
+    "png",
+)
 
 
 def plan(
@@ -36,8 +50,8 @@ def plan(
         str | None,
         typer.Argument(
             metavar="[MODEL]",
-            help="A model: its name (see `weft list models`) or a path to a .toml. Without one, "
-            "an attention call of the sizes given.",
+            help="A transformers model: its folder or config.json. Or weft's own: a name (see "
+            "`weft list models`) or a .toml. Without one, an attention call of the sizes given.",
             show_default=False,
         ),
     ] = None,
@@ -89,6 +103,28 @@ def plan(
         options.of_run("Rank by the forward pass alone.", "--forward-only", show_default=False),
     ] = False,
     top: Annotated[int, options.of_run("Layouts to show.", min=1, max=100)] = 5,
+    loss: Annotated[
+        str,
+        options.of_model("Logits: chunked (some tokens at a time), full, or auto: the faster one."),
+    ] = "auto",
+    optimizer: Annotated[
+        str,
+        options.of_model(
+            "adamw-fp32, adamw-bf16 (weights and states), or auto: bf16 where no fp32 fits."
+        ),
+    ] = "auto",
+    recompute: Annotated[
+        str,
+        options.of_model("none, layers, offload (their inputs to the host), or auto: any."),
+    ] = "auto",
+    serve: Annotated[
+        bool,
+        options.of_model("Serving instead: weights and cache of a rank, bytes of a new token."),
+    ] = False,
+    html: Annotated[
+        Path | None,
+        options.of_file("Write a page that plays the layouts, for a browser; no network."),
+    ] = None,
     write: Annotated[
         Path | None, options.of_file("Write the best layout as a layout file, a .toml.")
     ] = None,
@@ -99,19 +135,29 @@ def plan(
 ) -> None:
     """Find the layout for the machine that you have, or may get. Starts nothing.
 
-    Searches how many ways heads, queries and keys are split at each level of the
-    hardware, and over which transport they travel. Every candidate has a lower
-    bound in closed form; programs of the promising ones run on the clock of `weft
-    explain --hardware` until no other can be more than 1 % faster. Says why the
-    best one is, what would change that, and what was refused.
+    Of a transformers model: groups of devices, the layout of a group,
+    recomputation, FSDP's sharding, loss and precision, with the seconds of a step
+    and the memory of a rank by part, counted with the model's own code on tensors
+    without numbers; what does not fit, the longest row that fits, and what to
+    type. Nothing is downloaded.
 
-    Of a model, every axis may be split: a training step on each of the promising
+    Of an attention call it searches how many ways heads, queries and keys are
+    split at each level of the hardware, and over which transport they travel.
+    Every candidate has a lower bound in closed form; programs of the promising
+    ones run on the clock of `weft explain --hardware` until no other can be more
+    than 1 % faster. Says why the best one is, what would change that, and what was refused.
+
+    Of a model of weft's, every axis may be split: a training step on each of the promising
     layouts is counted with the model's own code, resharding, sums and gradients
     with it, and its memory is that of the whole model.
 
     Times are predictions; the last line says against what they were checked.
 
     Examples:
+
+        weft plan Meta-Llama-3-8B/config.json --tokens 131072 --devices 64 --hardware h100-8
+
+        weft plan Meta-Llama-3-8B/ --tokens 131072 --devices 8 --hardware h100-8 --serve
 
         weft plan --tokens 131072 --heads 64 --kv-heads 8 --head-dim 128 --mask causal \\
             --devices 64 --hardware h100-8
@@ -128,6 +174,27 @@ def plan(
     kernels = options.planned_device(device, machine)
     if write is not None:
         options.check_new_file(write)
+    if model is not None and options.is_config(model):
+        from .plan_config import Asked, plan_config, serve_config
+
+        why = "a transformers model has its own; it is for an attention call"
+        options.refuse_given(context, _OF_OWN, why)
+        asked = Asked(
+            options.tokens_of(length),
+            hardware,
+            devices,
+            options.chosen("--loss", loss, LOSSES),
+            options.chosen("--optimizer", optimizer, tuple(OPTIMIZERS)),
+            options.chosen("--recompute", recompute, RECOMPUTE),
+            tuple(name.strip() for name in (only or "").split(",") if name.strip()),
+            memory,
+            top,
+            write,
+            html,
+        )
+        (serve_config if serve else plan_config)(model, asked)
+        return
+    options.refuse_given(context, _OF_CONFIG, "it is for a transformers model, by its config")
     if model is not None:
         why = "it is for an attention call; the search for a model does not read it"
         options.refuse_given(context, _OF_CALL, why)
@@ -155,7 +222,7 @@ def plan(
         return Search(problem, machine, devices, names, memory, forward_only)
 
     if length is not None and "," in length:
-        options.refuse_given(context, ("write", "png"), "it is for one length")
+        options.refuse_given(context, ("write", "png", "html"), "it is for one length")
         plan_lengths(length, search_of)
         return
     search = search_of(length or options.LENGTH)
@@ -168,6 +235,13 @@ def plan(
         console().print(f"layout: {write}", markup=False)
     if png is not None:
         _draw(search, png)
+    if html is not None:
+        from weft_cli.inspect.page import write_page
+
+        best = [c.layout for c in choices.choices[:top]]
+        title = f"{search.problem.n:,} tokens on {hardware}"
+        write_page(best, search.problem, machine, title, html)
+        console().print(f"page: {html}", markup=False)
 
 
 def _searched(search: Search) -> Choices:

@@ -43,6 +43,7 @@ from .whole import (
     encodes,
     leaves_padding_out,
     makes_positions,
+    masks_see_positions,
     may_skip_padding,
     pools,
     scales_by_masked,
@@ -70,6 +71,14 @@ _DOCUMENTS = (
     "position_ids start anew, and the call asks for a cache, as by config.use_cache: transformers"
     " takes them for packed documents only without one, so tokens see earlier documents; pass"
     " use_cache=False to keep documents apart"
+)
+_NOT_GIVEN = (
+    "position_ids start anew, and the model gives its masks none, so transformers takes them for no"
+    " documents: tokens see earlier ones; pass cu_seq_lens_q to keep documents apart"
+)
+_STATES = (
+    "position_ids start anew, by which transformers keeps packed documents apart in attention only:"
+    " states of recurrent layers go on from one to the next; cu_seq_lens_q lets them begin anew"
 )
 #: Tokens for each rank from which those behind cached ones are split: fewer cost more in messages.
 SPLIT_FROM = 16
@@ -128,6 +137,8 @@ class Calls:
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
         self.labels, self.encoder = losses.labels_of(model), encodes(model)
+        flash = "flash" in str(model._weft.implementation)  # whose kernels look by themselves
+        self.masks_see_positions = flash or masks_see_positions(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model)
         self.recurrent = list(recurrent)
@@ -333,8 +344,13 @@ class Calls:
                 call.cache = cache
                 local |= {cache_name(module): cache, "use_cache": True}
             call.absent = absent
-            if keeps and not self.encoder and rows.start_anew(kwargs):
-                self._tell(_DOCUMENTS)
+            if not self.encoder and rows.start_anew(kwargs):
+                if not self.masks_see_positions:
+                    self._tell(_NOT_GIVEN)
+                elif keeps:
+                    self._tell(_DOCUMENTS)
+                elif self.recurrent and call.batch.by_positions:
+                    self._tell(_STATES)
             return call, local
         except UnsupportedError as error:
             if self.layout.reproducible:
@@ -401,7 +417,8 @@ class Calls:
         refused.arguments(local, module, self.axis, self.splits_inside)
         local = rows.with_full_gradients(local, self.layout, self.axis)
         if not self.splits_inside:
-            local = rows.cut(local, self.layout, self.axis, cached, self.encoder)
+            look = self.masks_see_positions and not cached
+            local = rows.cut(local, self.layout, self.axis, look, self.encoder)
             self._check_labels(kwargs, local["weft"], module)
         call = self._complete(local, local.pop("weft", Batch()), type(module).__name__, past)
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
@@ -472,7 +489,8 @@ class Calls:
             refused.mask_of_recurrent(batch.mask, name)
             if self.model._weft.implementation == "eager" and not self.leaves_padding_out:
                 refused.left_padding_in_states(batch.mask, length, name)
-            packed = None if batch.documents is None else Documents(batch.documents)
+            apart = batch.documents is not None and not batch.by_positions
+            packed = Documents(batch.documents or ()) if apart else None
             call.state = LocalPieces(self.layout, self.axis, length, packed)
         call.pooled, call.local, call.as_tuple = self.pooled, local, as_tuple
         call.labelled = kwargs.get("labels") is not None

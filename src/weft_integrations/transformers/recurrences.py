@@ -42,6 +42,7 @@ from weft.same_bits import modules as reproducible
 
 from .batches import unpadded
 from .running import now, running
+from .shapes import SHAPES
 
 #: Numbers of Mamba-1's states, one per token, that exist at once.
 _STATES = 1 << 22
@@ -55,16 +56,20 @@ def recurrence(what: str) -> LocalPieces | None:
 def of_device(stock: Callable) -> Callable:
     """A function of transformers, on a CPU its own code whatever is installed.
 
-    transformers 5.24 takes fla's kernels wherever fla is installed, and Triton runs on no CPU.
+    transformers 5.24 takes fla's kernels wherever fla is installed, and Triton runs on no CPU. On
+    meta tensors, which have shapes alone, a loop over tokens gives way to its shapes.
     """
     own = inspect.unwrap(stock)
-    if own is stock:
+    shapes = SHAPES.get(getattr(own, "__name__", ""))
+    if own is stock and shapes is None:
         return stock
     names = inspect.signature(own).parameters
 
     @functools.wraps(stock)
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if x.device.type != "cpu":
+        if x.is_meta and shapes is not None:
+            return shapes(x, *args, **kwargs)
+        if x.device.type != "cpu" or own is stock:
             return stock(x, *args, **kwargs)
         return own(x, *args, **{name: v for name, v in kwargs.items() if name in names})
 

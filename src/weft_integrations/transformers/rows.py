@@ -71,15 +71,15 @@ def cut(
     kwargs: Mapping[str, Any],
     layout: Layout,
     axis: str,
-    cached: bool = False,
+    look: bool = True,
     encoder: bool = False,
 ) -> dict[str, Any]:
     """This rank's part of a call's full rows, as keyword arguments with their `weft=Batch`.
 
     Labels are shifted before the cut, over the full row, as transformers' own loss shifts them.
     Documents are those of `cu_seq_lens_q`, or of position ids that start anew where transformers
-    looks for some: under causal masks, without padding and unless keys are `cached`. Rows that have
-    no parts, which a model runs replicated, are an `UnsupportedError`.
+    looks for some: for causal masks and no states, without padding, if it may `look`.
+    Rows that have no parts, which a model runs replicated, are an `UnsupportedError`.
     """
     full = {n: v for n, v in kwargs.items() if n not in (*_VARLEN, "cache_position")}
     ids = tokens_of(full)
@@ -102,8 +102,9 @@ def cut(
         documents = tuple(bounds.unique_consecutive().diff().tolist())  # an end twice: an empty one
         if full.get("position_ids") is None:
             full["position_ids"] = torch.arange(length, device=ids.device)[None]
-    elif not cached and start_anew(kwargs):
-        documents, by_positions = _documents(kwargs["position_ids"], length, encoder), True
+    elif look and start_anew(kwargs):
+        documents = _documents(kwargs["position_ids"], length, encoder)
+        by_positions = kwargs.get("seq_idx") is None
     labels = full.get("labels")
     of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
     if of_tokens and full.get("shift_labels") is None:

@@ -9,8 +9,9 @@ tokens are padding, or the hidden states that are pooled.
 from __future__ import annotations
 
 import inspect
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -137,6 +138,42 @@ def encodes(model: Foreign) -> bool:
         if causal and not ("create_bidirectional_mask" in names and decoder is False):
             return False
     return True
+
+
+def masks_see_positions(model: Foreign) -> bool:
+    """True if a model gives position ids to the functions that make its causal masks.
+
+    Without them transformers looks for no packed documents: GPT-OSS, OPT, BERT and BART as decoders
+    and AFMoE give none. Read from the source of its classes; one that cannot be read gives them.
+    """
+    kinds = {type(m) for m in model.modules() if hasattr(m, "config")}
+    given = [given for kind in kinds for given in _given_positions(kind)]
+    return any(given) or not given
+
+
+def _given_positions(kind: type) -> Iterator[bool]:
+    """For each call of a function for causal masks in a class: is `position_ids` an argument?"""
+    methods = [inspect.unwrap(m) for m in vars(kind).values() if inspect.isfunction(m)]
+    for method in (m for m in methods if any("causal_mask" in n for n in m.__code__.co_names)):
+        try:
+            source = inspect.getsource(method)  # a class's is read by `ast`, which threads confuse
+        except OSError:
+            return
+        for call in re.finditer(r"create_(?!bidirectional)\w*causal_mask\(", source):
+            arguments = _until_closed(source, call.end())
+            for name in re.findall(r"\*\*(\w+)", arguments):
+                made = re.search(rf"{name} = {{", source)
+                arguments += _until_closed(source, made.end()) if made else "position_ids"
+            yield "position_ids" in arguments
+
+
+def _until_closed(source: str, start: int) -> str:
+    """The source from behind an opening bracket to the one that closes it."""
+    depth, end = 1, start
+    while depth and end < len(source):
+        depth += (source[end] in "([{") - (source[end] in ")]}")
+        end += 1
+    return source[start:end]
 
 
 def takes_positions(module: Foreign) -> bool:

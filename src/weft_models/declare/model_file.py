@@ -245,7 +245,7 @@ class ModelSpec(Frozen):
         """Numbers in the model's weights, at least: the products of blocks and head alone.
 
         >>> ModelSpec.load("tabular").least_weights
-        0
+        148416
         """
         embed = self.sizes.embed
         count = embed * ((self.sizes.vocabulary or 0) + (self.sizes.classes or 0))

@@ -193,6 +193,10 @@ def _check_reproducible(spec: ModelSpec, layout: Layout, several: bool) -> None:
         others.append("learned routing")
     if any(layout.carries_by_heads(block.carry) for block in spec.carries):
         others.append("states carried by heads ([carry] by ulysses)")
+    for name, context in spec.context.items():
+        split = [axis for axis in spec.axes if layout.size(axis) > 1 and axis not in context.axes]
+        if split:  # keys' gradients are sums over the queries of a rank
+            others.append(f"context {name!r}, which is whole where {split[0]!r} is split")
     if others:
         raise DeclarationError(
             f"model {spec.name!r} on layout {layout.name!r}: a reproducible layout takes blocks of "

@@ -1,0 +1,267 @@
+"""`weft plan CONFIG`: how to train or serve a transformers model, from its config alone."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.markup import escape
+from rich.table import Table
+
+from weft.declare.hardware import Hardware
+from weft.inspect import words
+from weft.layout import Layout
+from weft_planner.choices import OTHER
+from weft_planner.groups import Groups, Row
+from weft_planner.hf_config import HFModel
+from weft_planner.ledger import nearest
+from weft_planner.serving import Served, serving
+
+from ..inspect import tables
+from . import options
+from .options import console
+from .plan_model import write_layout
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command line asks of a transformers model."""
+
+    tokens: int
+    hardware: str
+    devices: int
+    losses: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    recompute: tuple[str, ...]
+    only: tuple[str, ...]
+    memory: float | None
+    top: int
+    write: Path | None
+    html: Path | None
+
+
+def plan_config(path: str, asked: Asked) -> None:
+    """Search groups, layouts, recomputation and sharding; print the fastest and how to run them."""
+    model = HFModel.load(path)
+    machine = Hardware.load(asked.hardware)
+    out = console()
+    what = "counting steps with the model's own code"
+    with out.status(what) as status, options.still_here(what), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+
+        def tell(text: str) -> None:
+            status.update(f"{what}: {text}")
+
+        verified = _verified(model)
+        search = Groups(
+            model,
+            asked.tokens,
+            machine,
+            asked.devices,
+            asked.losses,
+            asked.optimizers,
+            asked.recompute,
+            asked.only,
+            asked.memory,
+        )
+        rows = search.rows(tell)
+    about = "~ " if _rough(model) else ""
+    out.print(
+        f"[bold]{escape(model.class_name)}[/], {model.numbers:.3g} weights, {model.layers} layers:"
+        f" {escape(verified)}\none row of {asked.tokens:,} tokens per group and step; AdamW, FSDP2,"
+        " bf16 activations, eager kernels\n",
+        highlight=False,
+    )
+    fit, unfit = ([r for r in rows if search.fits(r) is fits] for fits in (True, False))
+    if fit:
+        out.print(_table(fit[: asked.top], search, about))
+        for line in _advice(fit[0], search, asked):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+    else:
+        out.print("nothing fits: more devices, fewer tokens, or adapters (LoRA)\n")
+    if unfit:
+        out.print(f"\ndoes not fit in {search.limit / 1e9:.0f} GB, the fastest of {len(unfit)}:")
+        out.print(_table(unfit[:3], search, about))
+    _print_notes(model, search, asked)
+    if fit and asked.write is not None:
+        text = f"Planned for {model.name}, {asked.devices} devices of {asked.hardware}."
+        write_layout(fit[0].layout, text, asked.write)
+        out.print(f"layout: {asked.write}", markup=False)
+    if fit and asked.html is not None:
+        _write_page(fit, search, asked)
+
+
+def serve_config(path: str, asked: Asked) -> None:
+    """Print bytes that a rank holds and receives as a model generates, by the size of its group."""
+    model = HFModel.load(path)
+    machine = Hardware.load(asked.hardware)
+    out = console()
+    found = [serving(model, asked.tokens, n) for n in _powers(asked.devices)]
+    out.print(
+        f"[bold]{escape(model.class_name)}[/], {model.numbers:.3g} weights in bf16 on every rank; "
+        f"a cache of {asked.tokens:,} tokens, split over the ranks of a group\n",
+        highlight=False,
+    )
+    limit = asked.memory or machine.device.memory
+    out.print(_served(found, limit))
+    room = next((each for each in found if limit and each.nbytes + OTHER <= limit), None)
+    if room is None:
+        out.print("nothing fits: more devices, or fewer tokens", highlight=False)
+        return
+    line = "tokens: local" if room.ranks == 1 else f"tokens: ring={room.ranks}"
+    for text in (
+        f"fits from {room.ranks} ranks on",
+        f"type:    weft.parallelize(model, weft.Layout.parse({line!r}).build())",
+        "         model.generate(ids, max_new_tokens=...)        torchrun --nproc-per-node "
+        f"{room.ranks} serve.py",
+    ):
+        out.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _powers(devices: int) -> list[int]:
+    return [n for n in range(1, devices + 1) if devices % n == 0]
+
+
+def _served(found: Sequence[Served], limit: float | None) -> Table:
+    columns = ("ranks", "weights", "cache", "states", "in all", "fits", "received per token")
+    made = tables.table("memory of a rank", *columns, right=columns)
+    for each in found:
+        fits = "?" if limit is None else "yes" if each.nbytes + OTHER <= limit else "no"
+        made.add_row(
+            str(each.ranks),
+            *map(_gb, (each.weights, each.cache, each.states, each.nbytes)),
+            fits,
+            words.nbytes(each.decoded),
+        )
+    made.caption = "received: partial outputs of every layer that attends, in fp32; 4 GB to spare"
+    made.caption_justify = "left"
+    return made
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
+
+
+def _verified(model: HFModel) -> str:
+    """Whether a small copy is the same model on ranks as on one device, in a few words."""
+    from weft_integrations.transformers.verification import verify
+
+    torch.manual_seed(0)
+    try:
+        small = model.small().build(torch.float32, "cpu").eval()
+    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+        return f"no small copy could be made ({type(error).__name__}), so nothing was verified"
+    verify.verify(small, Layout.parse("tokens: ring=2"))
+    return f"exact on ranks (a copy of {model.small().layers} layers was verified)"
+
+
+def _rough(model: HFModel) -> bool:
+    """Whether counts are of something like the model: experts by their mean, recurrences."""
+    return bool(model.experts) or model.recurrent
+
+
+def _table(rows: Sequence[Row], search: Groups, about: str) -> Table:
+    columns = ("s/step", "tokens/s/GPU", "memory", "state", "gathered", "activations")
+    names = ("groups", "layout of a group", "recompute", "FSDP", "loss", "optimizer", *columns)
+    made = tables.table(f"predicted, of {search.limit / 1e9:.0f} GB", *names, right=columns)
+    for row in rows:
+        made.add_row(
+            f"{row.groups} x {row.layout.world_size}",
+            escape(row.layout.name),
+            row.recompute,
+            "none" if row.shards == 1 else str(row.shards),
+            row.loss,
+            row.optimizer.removeprefix("adamw-"),
+            f"{about}{row.step:.3g}",
+            f"{row.rate:,.0f}",
+            about + _gb(row.nbytes),
+            *(_gb(row.memory[part]) for part in ("state", "gathered", "activations")),
+        )
+    made.caption = (
+        f"memory: with {OTHER / 1e9:.0f} GB for CUDA, NCCL and fragmentation, assumed. FSDP: ranks"
+        " that shard weights"
+    )
+    made.caption_justify = "left"
+    return made
+
+
+def _advice(row: Row, search: Groups, asked: Asked) -> list[str]:
+    """The time of the best row by part, the longest that fits, what to type and to check."""
+    parts = ", ".join(f"{name} {words.show_time(s)}" for name, s in row.seconds.items() if s)
+    hidden = "hidden" if not row.seconds["FSDP"] else "not all hidden"
+    fsdp = f"; FSDP's messages {words.show_time(row.fsdp)}, {hidden}" if row.fsdp else ""
+    node = search.hardware.level[0].ranks
+    node = asked.devices if node < 1 else min(node, asked.devices)
+    nodes = asked.devices // node
+    start = f"torchrun --nnodes {nodes} --nproc-per-node {node} train.py"
+    if row.layout.world_size == 1:
+        layout = "no layout: every GPU has rows of its own"
+    else:
+        layout = f'layout = trainers.layout("{row.layout.name}"); trainers.of(SFTTrainer, layout)'
+    recompute = str(row.recompute != "none")
+    lines = [
+        f"best: {parts}{fsdp}; by weft's clock, nothing was measured on your machines",
+        f"longest row that fits so: {search.longest(row):,} tokens",
+        f"type:    {start}",
+        f"         {layout}",
+        f"         SFTConfig(gradient_checkpointing={recompute}, per_device_train_batch_size=1)"
+        + ("" if row.recompute != "offload" else "; and offload the inputs of layers"),
+        f"         FSDP2 {_sharded(row, asked.devices)}, {row.optimizer.removeprefix('adamw-')}"
+        " weights and AdamW states",
+    ]
+    if row.loss == "chunked":
+        lines.append(
+            "         loss: weft.losses.cross_entropy(hidden, head.weight, labels, layout), logits"
+            " of 1,024 tokens at a time"
+        )
+    file = asked.write or "plan.toml"
+    if row.layout.world_size > 1:
+        lines.append(
+            f"check:   weft check {file} --symbolic --mask causal;  weft rates {file} --write"
+            " measured.toml"
+        )
+    return lines
+
+
+def _sharded(row: Row, devices: int) -> str:
+    if row.shards == devices:
+        return f"over all {devices} ranks (fully_shard on one mesh)"
+    if row.shards == 1:
+        return "without sharding (DDP)"
+    return f"hybrid: sharded over {row.shards} ranks, replicated {devices // row.shards} times"
+
+
+def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
+    out = console()
+    notes = [f"not tried: {why}" for why in search.refused]
+    if model.experts:
+        notes.append(f"~: each of {model.experts} experts gets its mean share of the tokens")
+    if model.recurrent:
+        notes.append("~: recurrent layers by the products of their chunked form")
+    if any(row.recompute == "offload" for row in search.tried):
+        notes.append("offloading is taken to be hidden; nothing prices the host's memory or links")
+    for note in notes:
+        out.print(note, markup=False, highlight=False, soft_wrap=True)
+    checked = [nearest(asked.hardware, asked.devices, what) for what in ("step", "memory")]
+    lines = [str(each) for each in checked if each is not None]
+    out.print()
+    for line in lines or ["not checked against anything measured"]:
+        out.print(line, highlight=False)
+
+
+def _write_page(rows: Sequence[Row], search: Groups, asked: Asked) -> None:
+    from weft_cli.inspect.page import write_page
+
+    assert asked.html is not None
+    layouts = [row.layout for row in rows if row.layout.world_size > 1]
+    title = f"{search.model.name}, {asked.tokens:,} tokens, {asked.hardware}"
+    write_page(
+        [*dict.fromkeys(layouts)][: asked.top], search.problem, search.hardware, title, asked.html
+    )
+    console().print(f"page: {asked.html}", markup=False)
+
+
+__all__ = ["Asked", "plan_config", "serve_config"]

@@ -1,0 +1,215 @@
+"""A training step of a transformers model on one rank of a layout, counted with its own code.
+
+The model is built on device "meta", put on the layout by `weft.parallelize` on one rank of torch's
+fake process group, and runs forward and backward without numbers. All is linear in the number of
+repeating layers, so two short models are counted and extended.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from weft._torch import fake_ranks
+from weft.layout import Layout
+from weft.losses import cross_entropy
+from weft.plan.plan import Plan
+from weft_integrations import Foreign
+from weft_integrations.parallelize import parallelize
+from weft_integrations.transformers.batches import Batch
+
+from .hf_config import HFModel, on_meta
+from .live import Live
+
+#: Tokens whose logits exist at once in a chunked loss.
+CHUNK = 1024
+
+
+@dataclass(frozen=True)
+class ModelCount:
+    """One rank's step, weights and their copies left out.
+
+    Attributes:
+        layers: of the model that was counted, or extended to.
+        numbers: weights of the model.
+        of_layer: weights of its largest layer.
+        outside: weights outside of layers.
+        kept: bytes alive between forward and backward.
+        peaks: bytes alive at most, with the gradients of one layer, by phase and function.
+        flops: of matrix products, forward and backward; attention left out.
+        moved: bytes that other functions read and write, forward and backward.
+        plans: of attention, (plan, backward) -> how often it runs.
+    """
+
+    layers: int
+    numbers: int
+    of_layer: int
+    outside: int
+    kept: int
+    peaks: Mapping[str, int]
+    flops: tuple[int, int]
+    moved: tuple[int, int]
+    plans: Mapping[tuple[Plan, bool], int]
+
+    @property
+    def where(self) -> str:
+        """Phase and function of the peak."""
+        return max(self.peaks, key=lambda place: self.peaks[place])
+
+    @property
+    def peak(self) -> int:
+        """Bytes alive at most."""
+        return self.peaks[self.where]
+
+
+def forward_loss(
+    model: Foreign, layout: Layout, ids: Tensor, length: int, loss: str, chunk: int = CHUNK
+) -> Tensor:
+    """Loss of this rank's rows: full logits by the model itself, or weft's chunked loss.
+
+    Args:
+        model: a causal language model, parallelized with `rows="local"`; of a chunked loss its
+            base model.
+        layout: that it is on.
+        ids: this rank's tokens (b, t), labels as well.
+        length: of the whole row.
+        loss: "chunked" or "full".
+        chunk: tokens whose logits exist at once.
+    """
+    if loss == "full":
+        return model(input_ids=ids, weft=Batch(length=length), shift_labels=ids).loss
+    states = model.base_model(input_ids=ids, weft=Batch(length=length)).last_hidden_state
+    head = model.get_output_embeddings().weight
+    return cross_entropy(states, head, ids, layout, chunk=chunk)
+
+
+def place(model: Foreign, layout: Layout, loss: str, recompute: bool) -> Foreign:
+    """Put a model on a layout as its loss needs it, with or without recomputation of layers."""
+    inner = model if loss == "full" else model.base_model
+    parallelize(inner, layout, rows="local", verify=False)
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def count_model(
+    model: HFModel,
+    layout: Layout,
+    length: int,
+    *,
+    loss: str = "chunked",
+    recompute: bool = True,
+    batch: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+    free_gradients: bool = True,
+    rank: int = 0,
+) -> ModelCount:
+    """A step on one rank of a layout, layer by layer.
+
+    Args:
+        model: of transformers.
+        layout: not built.
+        length: tokens of a row over all ranks of the layout.
+        loss: "chunked" or "full".
+        recompute: whether layers are recomputed in the backward pass.
+        batch: rows of the rank.
+        dtype: of weights and activations.
+        free_gradients: whether a layer's gradients leave when all are there, as FSDP2 shards them.
+        rank: which.
+
+    >>> from transformers import LlamaConfig
+    >>> config = LlamaConfig(num_hidden_layers=2, vocab_size=64, hidden_size=64)
+    >>> one, two = (
+    ...     count_model(HFModel(config), Layout.parse(f"tokens: ring={n}"), 4096) for n in (1, 2)
+    ... )
+    >>> one.flops == tuple(2 * flops for flops in two.flops)
+    True
+    """
+    with fake_ranks(rank, layout.world_size), on_meta():
+        bound = layout.build("cpu")
+        built = place(model.build(dtype), bound, loss, recompute)
+        layers = model.units(built)
+        numbers = sum(p.numel() for p in built.parameters())
+        if free_gradients:
+            _free_gradients(built, layers)
+        local = bound.local_length("tokens", length)
+        ids = torch.zeros(batch, local, dtype=torch.long, device="meta")
+        watch = bound.bound.watches.begin()
+        with Live([*built.parameters(), *built.buffers()]) as live:
+            live.phase = "forward"
+            out = forward_loss(built, bound, ids, length, loss)
+            kept, flops, moved = live.now, live.flops, live.moved
+            live.phase = "backward"
+            out.backward()
+        bound.bound.watches.end(watch)
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        return ModelCount(
+            model.layers,
+            numbers,
+            max(sizes),
+            numbers - sum(sizes),
+            kept,
+            live.peaks,
+            (flops, live.flops - flops),
+            (moved, live.moved - moved),
+            {key: times for key, times in watch.items() if isinstance(key[0], Plan)},
+        )
+
+
+def count_whole(model: HFModel, layout: Layout, length: int, **options: object) -> ModelCount:
+    """The same of a model of many layers, by two short ones: all is linear in periods of layers.
+
+    Args:
+        model, layout, length: as for `count_model`.
+        **options: of `count_model`.
+    """
+    period = model.period
+    if model.layers < 3 * period:
+        return count_model(model, layout, length, **options)  # type: ignore[arg-type]
+    one, two = (
+        count_model(model.shortened(k * period), layout, length, **options)  # type: ignore[arg-type]
+        for k in (1, 2)
+    )
+    times = model.layers / period - 1
+
+    def extended(a: int, b: int) -> int:
+        return round(a + times * (b - a))
+
+    return ModelCount(
+        model.layers,
+        extended(one.numbers, two.numbers),
+        two.of_layer,
+        two.outside,
+        extended(one.kept, two.kept),
+        # Each place by itself: in a deep model another may be the highest than in a short one.
+        {place: extended(one.peaks.get(place, n), n) for place, n in two.peaks.items()},
+        (extended(one.flops[0], two.flops[0]), extended(one.flops[1], two.flops[1])),
+        (extended(one.moved[0], two.moved[0]), extended(one.moved[1], two.moved[1])),
+        {key: extended(one.plans.get(key, 0), n) for key, n in two.plans.items()},
+    )
+
+
+def _free_gradients(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Have gradients leave when those of their layer are complete, others at once."""
+    layer_of = {p: i for i, layer in enumerate(layers) for p in layer.parameters()}
+    left = Counter(layer_of.values())
+
+    def complete(p: Tensor) -> None:
+        i = layer_of.get(p)  # type: ignore[call-overload]
+        if i is None:
+            p.grad = None
+            return
+        left[i] -= 1
+        if not left[i]:
+            for other in layers[i].parameters():
+                other.grad = None
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(complete)
+
+
+__all__ = ["CHUNK", "ModelCount", "count_model", "count_whole", "forward_loss", "place"]

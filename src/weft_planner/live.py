@@ -1,0 +1,95 @@
+"""Memory of a step as it runs: every storage from its birth to its death, on tensors of any kind.
+
+The peak is that of eager PyTorch: what autograd keeps, temporaries, recomputation, gradients. On
+device "meta" a step of any size is counted in seconds.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from weft._torch import memory_of, product_flops
+from weft.comm.consistency import local_tensor
+
+#: Functions that move no bytes: views, and tensors whose numbers nobody writes.
+_STILL = {
+    "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "select", "unsqueeze",
+    "squeeze", "detach", "alias", "as_strided", "reshape", "split", "split_with_sizes", "chunk",
+    "unbind", "empty", "new_empty", "empty_like", "empty_strided",
+}  # fmt: skip
+
+
+class Live(TorchDispatchMode):
+    """Bytes of all storages made inside the block, products and traffic of everything else.
+
+    Attributes:
+        now: bytes alive.
+        peaks: most of them as each function began to add some, by phase and function.
+        phase: that the caller is in, for `peaks`.
+        flops: of matrix products, 2 a multiply-add.
+        moved: bytes that other functions read and write.
+
+    Args:
+        ignored: tensors that were there before, such as weights: views of them are no memory.
+
+    >>> with Live() as live:
+    ...     x = torch.ones(256, 256, device="meta")
+    ...     y = x @ x
+    ...     del x, y
+    >>> live.peak // 1024, live.now, live.flops == 2 * 256**3
+    (512, 0, True)
+    """
+
+    def __init__(self, ignored: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.now = self.flops = self.moved = 0
+        self.peaks: dict[str, int] = {}
+        self.phase = ""
+        self._ignored: Collection[int] = {memory_of(local_tensor(t))[0] for t in ignored}
+        self._alive: dict[int, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        outputs = _tensors(out)
+        flops = product_flops(func, args, out)
+        if flops is not None:
+            self.flops += flops
+        elif name not in _STILL and func.namespace != "c10d":
+            self.moved += sum(t.nbytes for t in (*outputs, *_tensors((args, kwargs))))
+        for t in outputs:
+            self._see(t, name)
+        return out
+
+    def _see(self, t: torch.Tensor, name: str) -> None:
+        memory, nbytes = memory_of(t)
+        if memory in self._alive or memory in self._ignored or not nbytes:
+            return
+        self._alive[memory] = nbytes
+        weakref.finalize(t.untyped_storage(), self._gone, memory).atexit = False
+        self.now += nbytes
+        place = f"{self.phase}: {name}"
+        self.peaks[place] = max(self.now, self.peaks.get(place, 0))
+
+    @property
+    def peak(self) -> int:
+        """Most bytes alive at any time."""
+        return max(self.peaks.values(), default=0)
+
+    def _gone(self, memory: int) -> None:
+        self.now -= self._alive.pop(memory)
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [local_tensor(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+
+
+__all__ = ["Live"]

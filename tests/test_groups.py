@@ -1,0 +1,178 @@
+"""Groups, layouts, recomputation and sharding of a transformers model: rows that bind and fit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import weft
+from weft import Layout
+from weft.declare.hardware import Hardware
+from weft_planner.choices import OPTIMIZERS, OTHER
+
+hf = pytest.importorskip("transformers")
+
+from weft_cli.cli import app  # noqa: E402
+from weft_planner.groups import Groups  # noqa: E402
+from weft_planner.hf_config import HFModel  # noqa: E402
+from weft_planner.hf_step import count_model  # noqa: E402
+
+H100 = Hardware.load("h100-8")
+WIDE = {
+    "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "vocab_size": 512,
+    "num_key_value_heads": 4, "num_hidden_layers": 4, "max_position_embeddings": 1 << 17,
+}  # fmt: skip
+
+
+def search(kind: str = "llama", tokens: int = 16384, devices: int = 4, **options) -> Groups:
+    model = HFModel(hf.AutoConfig.for_model(kind, **WIDE), kind)
+    return Groups(model, tokens, H100, devices, **options)
+
+
+def test_rows_are_every_group_size_and_choice():
+    found = search()
+    rows = found.rows()
+    assert {row.layout.world_size for row in rows} == {1, 2, 4}
+    assert {row.recompute for row in rows} == {"none", "layers", "offload"}
+    assert {row.shards for row in rows} == {1, 4}
+    assert {row.loss for row in rows} == {"chunked", "full"}
+    assert all(row.groups * row.layout.world_size == 4 for row in rows)
+    rates = [row.rate for row in rows]
+    assert rates[0] > 0.98 * max(rates)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
+def test_printed_layouts_bind_to_the_model(kind):
+    """Of a hybrid none is striped, and no mesh dim repeats another's work."""
+    found = search(kind, recompute=["layers"], losses=["chunked"])
+    layouts = {row.layout for row in found.rows()}
+    alone = count_model(found.model.shortened(4), Layout.parse("tokens: local"), 4096).flops
+    for layout in layouts:
+        assert layout.declaration == Layout.parse(layout.name).declaration
+        if kind != "llama":
+            assert "striped" not in layout.order.values()
+            continue
+        flops = count_model(found.model.shortened(4), layout, 4096).flops
+        assert tuple(n * layout.world_size for n in flops) == alone
+
+
+def test_memory_is_state_and_gathered_weights_and_activations():
+    found = search(recompute=["layers"], losses=["chunked"])
+    for row in found.rows():
+        weights, gradients, states = OPTIMIZERS[row.optimizer]
+        numbers = found.model.numbers
+        early = numbers * (weights + states) / row.shards
+        assert early <= row.memory["state"] <= early + numbers * gradients / row.shards
+        counted = found.count(row.layout, row.loss, True)
+        assert row.memory["activations"] == counted.peak
+        assert row.memory["other"] == OTHER
+        assert row.nbytes == sum(row.memory.values())
+
+
+def test_bf16_states_are_tried_only_where_fp32_ones_do_not_fit():
+    roomy = search(recompute=["layers"])
+    assert {row.optimizer for row in roomy.rows()} == {"adamw-fp32"}
+    least = min(row.nbytes for row in roomy.tried)
+    tight = search(recompute=["layers"], memory=least - 1)
+    assert {row.optimizer for row in tight.rows()} == {"adamw-fp32", "adamw-bf16"}
+
+
+@pytest.mark.slow
+def test_longest_row_fits_and_a_longer_one_does_not():
+    found = search(recompute=["layers"], losses=["chunked"], memory=OTHER + 1.5e9)
+    row = found.rows()[0]
+    assert found.fits(row)
+    longest = found.longest(row)
+    assert longest > found.tokens
+    for tokens, fits in ((longest // 8 * 8, True), ((longest + 2000) // 8 * 8, False)):
+        again = search(
+            tokens=tokens, recompute=["layers"], losses=["chunked"], memory=found.limit,
+            layouts=[row.layout],
+        )  # fmt: skip
+        same = [r for r in again.rows() if (r.shards, r.optimizer) == (row.shards, row.optimizer)]
+        assert again.fits(same[0]) is fits
+
+
+def test_windows_are_priced_by_masks_of_their_own():
+    """The same layers, all of them windowed, attend for a part of the time."""
+    options = {
+        "recompute": ["layers"],
+        "losses": ["chunked"],
+        "layouts": [Layout.parse("tokens: ring=2")],
+    }
+    full, windowed = (
+        Groups(
+            HFModel(hf.AutoConfig.for_model("mistral", **WIDE, sliding_window=window), "mistral"),
+            65536,
+            H100,
+            2,
+            **options,
+        ).rows()[0]
+        for window in (None, 512)
+    )
+    assert windowed.seconds["attention"] < 0.5 * full.seconds["attention"]
+    assert windowed.seconds["products"] == full.seconds["products"]
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def said(*words: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "220", "NO_COLOR": "1"})
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return re.sub(r"\s+", " ", result.output)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    hf.AutoConfig.for_model("llama", **WIDE).save_pretrained(folder)
+    return str(folder)
+
+
+def test_command_says_what_fits_and_what_to_type(config, tmp_path):
+    path = tmp_path / "plan.toml"
+    told = said(
+        config, "--tokens", "16384", "--devices", "2", "--hardware", "h100-8",
+        "--recompute", "layers", "--only", "ring", "--write", str(path),
+    )  # fmt: skip
+    assert "exact on ranks (a copy of 2 layers was verified)" in told
+    assert "torchrun --nnodes 1 --nproc-per-node 2 train.py" in told
+    assert "longest row that fits so:" in told
+    assert "SFTConfig(gradient_checkpointing=True" in told
+    assert Layout.load(path).world_size in (1, 2)
+
+
+def test_command_serves(config):
+    told = said(config, "--tokens", "16384", "--devices", "4", "--hardware", "h100-8", "--serve")
+    assert "fits from 1 ranks on" in told
+    assert re.search(r" 4 0\.0 GB .*yes 24\.4 KiB", told)  # 4 layers x 3 x 8 x 65 x 4 bytes
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (["--heads", "3"], "--heads: a transformers model has its own"),
+        (["--loss", "chunky"], "--loss 'chunky'; did you mean 'chunked'?"),
+        (["--tokens", "1"], "--tokens '1': a row to train on has 2 tokens or more"),
+        (["--only", "tp"], "--only 'tp': a transformers model is bound to ring"),
+    ],
+)
+def test_command_refuses_what_a_config_does_not_take(config, words, refused):
+    given = {"--tokens": "4096"} | dict(zip(words[::2], words[1::2]))
+    flat = [word for pair in given.items() for word in pair]
+    assert refused in said(config, *flat, "--devices", "2", "--hardware", "h100-8", code=1)
+
+
+def test_options_of_a_config_are_refused_for_a_call():
+    told = said("--tokens", "64", "--devices", "2", "--hardware", "h100-8", "--serve", code=1)
+    assert "--serve: it is for a transformers model" in told
+
+
+def test_counting_leaves_no_process_group_and_no_dispatch_mode():
+    search(devices=2).rows()
+    assert not torch.distributed.is_initialized()
+    assert weft.Layout.parse("tokens: local").world_size == 1
