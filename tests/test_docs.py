@@ -58,6 +58,7 @@ OPTIONAL = {
     "weft_integrations.diffusers": "diffusers",
     "weft_integrations.tabular.tabicl": "tabicl",
     "weft_integrations.tabular.tabpfn": "tabpfn",
+    "weft_planner.hf_config": "transformers",
 }
 
 

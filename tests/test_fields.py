@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import Pool
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -462,3 +463,40 @@ def test_attention_over_an_axis_that_is_not_attended_is_refused():
         return True
 
     assert all(weft.on_threads(layout, rank))
+
+
+# -- processes ------------------------------------------------------------------------------------
+
+
+def _layers() -> torch.nn.Module:
+    torch.manual_seed(0)
+    layers = [torch.nn.Conv2d(3, 4, 3, 2, 1, bias=False), torch.nn.BatchNorm2d(4), torch.nn.SiLU()]
+    more = [torch.nn.Upsample(scale_factor=2), torch.nn.Conv2d(4, 3, 3, padding=1)]
+    return torch.nn.Sequential(*layers, *more).double()
+
+
+def _on_processes(rank: int) -> tuple[dict[str, float], str]:
+    """Errors of gradients under DDP on four processes, and what FSDP2 inside a model meets."""
+    layout = Layout.load("field-2x2").build("cpu")
+    x = torch.randn(1, 3, 13, 9, generator=torch.Generator().manual_seed(1)).double()
+    base = _layers()
+    base(x).square().mean().backward()
+    model = weft.parallelize(_layers(), layout)
+    wrapped = weft.data_parallel(model, layout, "ddp")
+    wrapped(x).square().mean().backward()
+    pairs = zip(base.named_parameters(), model.parameters())
+    found = {name: error(p.grad, right.grad) for (name, right), p in pairs}
+    sharded = weft.data_parallel(weft.parallelize(_layers(), layout), layout, "fsdp")
+    try:
+        sharded(x)
+    except UnsupportedError as refusal:
+        return found, str(refusal)
+    return found, ""
+
+
+@pytest.mark.sample
+def test_four_processes_do_the_same_under_ddp():
+    with Pool(4) as pool:
+        for found, refusal in pool.run(_on_processes):
+            assert max(found.values()) < 1e-11, found
+            assert "a unit of FSDP2 inside the model" in refusal

@@ -42,7 +42,7 @@ class HFModel:
     >>> from transformers import LlamaConfig
     >>> model = HFModel(LlamaConfig(num_hidden_layers=3, vocab_size=64, hidden_size=64))
     >>> model.layers, model.period, model.numbers
-    (3, 1, 8609216)
+    (3, 1, 6398400)
     """
 
     def __init__(self, config: PretrainedConfig, name: str = "config") -> None:

@@ -223,6 +223,15 @@ def set_requires_grad(x: Field, requires_grad: bool) -> None:
     require_gradient(x, requires_grad)
 
 
+@rule(attribute("_base"), Tensor.register_hook)
+def _refuse_hooks(x: Field, *_: Any) -> None:
+    raise refused(
+        "a hook on gradients, such as that of a unit of FSDP2 inside the model,",
+        x,
+        "; give weft.data_parallel(model, layout, 'ddp') the model, or sync_gradients",
+    )
+
+
 @rule(Tensor.retain_grad)
 def retain_gradient(x: Field) -> None:
     x._local.retain_grad()
