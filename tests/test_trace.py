@@ -134,6 +134,15 @@ def test_a_folder_that_another_user_made_first_gets_nothing(name, trap, shared):
     assert not list((shared / name).iterdir())
 
 
+@pytest.mark.parametrize("name", ["weft-steps-a1", "weft-blackbox-a1"])
+def test_root_writes_nothing_into_folders_of_others(name, shared):
+    as_user(ATTACKER, lambda: (shared / name).mkdir(mode=0o755))
+    box = Trace(0, 1, "a1", trace.root())
+    box.failed("secret")
+    assert not list((shared / name).iterdir())
+    box.close()
+
+
 def test_steps_of_a_run_are_closed_to_other_users(shared):
     def leave() -> None:
         Trace(0, 1, "a1", trace.root()).step("ring-2", "ring", "kv", 1, 0, ZERO, ZERO, 512)
