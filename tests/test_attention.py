@@ -349,7 +349,7 @@ def test_calls_that_do_not_fit_are_refused(changes, error, reason):
         _call(Layout.single(), **changes)
 
 
-def test_fewer_heads_than_ranks_are_refused_with_the_dims_that_would_cut_them():
+def test_fewer_heads_than_ranks_are_refused_with_alternatives():
     layout = Layout.load("ulysses-4")
 
     def rank(transport):
@@ -359,7 +359,7 @@ def test_fewer_heads_than_ranks_are_refused_with_the_dims_that_would_cut_them():
     run_threads(layout.mesh, rank, timeout=20)
 
 
-def test_two_calls_that_differ_in_head_dim_or_layout_only_do_not_share_a_plan():
+def test_calls_of_other_head_dims_or_layouts_share_no_plan():
     narrow, wide = Case(dim=2, mask=Causal()), Case(dim=8, value_dim=3, mask=Causal())
     wholes = [problem(case) for case in (narrow, wide)]
     first, second = layout_in("ring-4", "contiguous"), layout_in("ring-4", "striped")
@@ -383,7 +383,7 @@ def test_two_calls_that_differ_in_head_dim_or_layout_only_do_not_share_a_plan():
     run_threads(first.mesh, rank, timeout=20)
 
 
-def test_sequences_that_ring_members_do_not_share_are_refused_on_every_rank():
+def test_sequences_not_shared_along_a_ring_are_refused():
     layout = Layout.load("ring-4")
 
     def rank(transport):
@@ -394,7 +394,7 @@ def test_sequences_that_ring_members_do_not_share_are_refused_on_every_rank():
     run_threads(layout.mesh, rank, timeout=20)
 
 
-def test_a_view_or_a_transposed_input_is_as_good_as_a_contiguous_one():
+def test_view_or_transposed_input_is_as_good_as_contiguous_one():
     q, k, v = (torch.randn(2, 6, 4, 8, dtype=torch.float64).transpose(1, 2) for _ in range(3))
     for layout in (Layout.single(),):
         found = weft.attention(q, k, v, layout, "tokens", Causal())

@@ -94,7 +94,7 @@ def test_ranks_together_have_the_step_of_one_device(file, name):
 
 
 @pytest.mark.parametrize("later", LAYOUTS)
-def test_a_run_goes_on_with_the_next_sample_on_any_layout(file, later):
+def test_run_goes_on_with_the_next_sample_on_any_layout(file, later):
     """From the third of eight steps; the epoch ends on the way."""
     straight = [b.assignment.lengths for b in steps(reader(file, LAYOUTS["one device"]), 8)]
     before = reader(file, LAYOUTS["one device"])
@@ -231,7 +231,7 @@ def test_documents_and_steps_without_tokens_are_refused_before_a_step(tmp_path):
 
 
 @pytest.mark.parametrize("lengths", [[2, 2], [4, 2]])
-def test_a_document_of_another_length_is_refused_when_it_is_read(lengths):
+def test_document_of_another_length_is_refused_when_it_is_read(lengths):
     reader = PackedReader(TokenDataset([[5, 6, 7], [8, 9]], lengths), Layout.single(), 4, seed=None)
     with pytest.raises(ShapeError, match="document 0 has 3 tokens"):
         next(iter(reader))

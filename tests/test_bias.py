@@ -105,7 +105,7 @@ def test_learned_bias_of_samples_that_ranks_hold_unequally_many_of(dims, samples
 
 
 @pytest.mark.parametrize("wrong", [lambda t: t[:2], lambda t: t[..., 1:]], ids=["samples", "keys"])
-def test_a_bias_that_is_wrong_on_one_rank_is_refused_on_all(wrong) -> None:
+def test_bias_that_wrong_on_one_rank_is_refused_on_all(wrong) -> None:
     layout = layout_of([Dim(2, "batch", "head")])
     q, bias = torch.zeros(3, 2, 4, 4), torch.zeros(3, 2, 4, 4)
 

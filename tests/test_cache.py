@@ -94,7 +94,7 @@ def _assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
 @example("rows: tile=2x2", 2, [1, 0, 3], 0)  # ranks without training rows, without test rows
 @example("rows(striped): pass_q=3", 0, [4], 0)
 @settings(max_examples=12, deadline=None)
-def test_test_rows_come_out_as_in_one_pass_over_all_rows(line, train, batches, seed):
+def test_predictions_equal_one_pass_over_all_rows(line, train, batches, seed):
     cells = _cells(train + sum(batches), seed=seed)
     wanted = _one_pass(cells, train).split(batches, dim=1)
 
@@ -179,7 +179,7 @@ def test_one_position_of_an_axis_that_ranks_split_is_refused():
     on_threads(Layout.parse("rows: local; features: ulysses=2"), rank)
 
 
-def test_nothing_is_sent_between_layouts_that_lie_alike_under_other_names():
+def test_nothing_sent_between_layouts_that_lie_alike_under_other_names():
     def rank(layout):
         cache = _fit(layout, _cells(7))
         with weft.traffic(layout) as moved:
@@ -208,7 +208,7 @@ def test_a_cache_is_read_on_any_number_of_ranks(tmp_path, after):
     on_threads(after, rank) if after.mesh else rank(after)
 
 
-def test_memory_per_rank_falls_with_the_ranks_that_split_the_rows():
+def test_memory_per_rank_falls_with_ranks_that_split_the_rows():
     cells = _cells(64)
     held = {
         ranks: on_threads(
@@ -245,7 +245,7 @@ def test_the_page_on_prediction_runs():
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def test_a_cache_of_another_model_or_layout_is_refused_in_one_line(tmp_path):
+def test_cache_of_another_model_or_layout_refused_in_one_line(tmp_path):
     cells, model = _cells(6), _model(Layout.single())
     cache = model.fit(cells)
     other = compose("tabular", seed=6, dtype=torch.float64)
@@ -340,7 +340,7 @@ PACKED = Layout.parse("rows: ring=2").reorder(
 
 
 @pytest.mark.parametrize("layout", [REPRODUCIBLE, PACKED], ids=["blocks", "data"])
-def test_a_cache_is_stored_in_any_order_and_read_on_any_layout(tmp_path, layout):
+def test_cache_stored_in_any_order_and_read_on_any_layout(tmp_path, layout):
     cells, folder = _cells(41), tmp_path / "cache"
     on_threads(layout, lambda on: _fit(on, cells).save(folder))
     wanted = _fit(Layout.single(), cells).tensors
@@ -528,7 +528,7 @@ def _often_under_fsdp(rank: int, line: str) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("line", [TABLES_APART.replace("dp=2", "dp=4"), "rows: ring=4"])
-def test_weights_under_fsdp_are_collected_once_for_any_number_of_predictions(pool, line):
+def test_weights_under_fsdp_collected_once_for_any_number_of_predictions(pool, line):
     for summed, said in pool.run(_often_under_fsdp, line):
         assert summed[0] > summed[-1]
         assert summed[2:] == [summed[-1]] * 3
@@ -578,7 +578,7 @@ def test_classes_that_the_model_does_not_know_are_refused(wrong):
 
 
 @pytest.mark.parametrize("line", ["rows: ring=2", "features: ring=2", "batch: dp=2; rows: ring=2"])
-def test_what_one_rank_finds_wrong_is_raised_on_all_and_the_next_table_is_its_own(line):
+def test_table_refusals_of_one_rank_are_raised_on_all(line):
     """Ranks sum over a table without a word of which table it is."""
     bad, good = _cells(8, seed=1), _cells(8, seed=2)
     bad[:, 0, -1] = 12
@@ -595,7 +595,7 @@ def test_what_one_rank_finds_wrong_is_raised_on_all_and_the_next_table_is_its_ow
     weft.on_threads(Layout.parse(line), rank, timeout=20)
 
 
-def test_a_batch_that_ranks_do_not_divide_is_known_to_all_and_saved(tmp_path):
+def test_batches_that_ranks_do_not_divide_are_known_to_all(tmp_path):
     cells = _cells(9, batch=3)
 
     def rank(layout):
@@ -610,7 +610,7 @@ def test_a_batch_that_ranks_do_not_divide_is_known_to_all_and_saved(tmp_path):
     assert again.lengths["batch"] == 3
 
 
-def test_rows_of_unknown_number_that_ranks_guess_otherwise_are_refused_on_all():
+def test_other_guesses_of_the_number_of_rows_are_refused():
     cells = _cells(5)
 
     def rank(layout):
@@ -675,7 +675,7 @@ def test_a_rank_alone_may_ask_how_much_all_hold():
     weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=20)
 
 
-def test_a_batch_of_unknown_length_moves_and_predicts_before_and_after():
+def test_batch_of_unknown_length_moves_and_predicts_before_and_after():
     cells = _cells(9, batch=3)
     wanted = _one_pass(cells, 6)
 
@@ -693,7 +693,7 @@ def test_a_batch_of_unknown_length_moves_and_predicts_before_and_after():
     weft.on_threads(Layout.parse(TABLES_APART), rank, timeout=20)
 
 
-def test_a_trunk_encodes_axes_that_no_block_attends_without_other_ranks(tmp_path):
+def test_trunk_encodes_axes_that_no_block_attends_without_other_ranks(tmp_path):
     """Rank 0 encodes once more; what is saved is known to be of 3 samples over 5 places."""
     blocks = [{"attend": "time", "mask": "first-keys"}, {"attend": "lat"}, {"mlp": 24}]
     spec = ModelSpec.from_dict({**SPEC, "context": {}, "block": blocks})
@@ -726,7 +726,7 @@ def test_what_is_no_table_and_no_cache_is_refused():
 
 
 @pytest.mark.parametrize("integer", [np.int64, np.uint8, torch.tensor])
-def test_integers_of_numpy_and_tensors_are_the_lengths_that_they_say(integer):
+def test_integers_of_numpy_and_tensors_are_lengths_that_they_say(integer):
     cells, whole = _cells(9), _one_pass(_cells(9), 6)
     model = _model(Layout.single())
     train, test, lengths = cells[:, :6], cells[:, 6:], {"rows": integer(6), "features": integer(5)}
@@ -737,7 +737,7 @@ def test_integers_of_numpy_and_tensors_are_the_lengths_that_they_say(integer):
     _assert_same(found[:, 6:].detach(), whole)
 
 
-def test_ranks_compare_integers_of_any_kind_and_refuse_what_is_none():
+def test_ranks_compare_integers_of_any_kind_and_refuse_what_none():
     cells = _cells(9)
 
     def rank(layout):

@@ -112,7 +112,7 @@ def _micro_batches(rank: int, line: str, mask_name: str) -> float:
 
 @pytest.mark.parametrize("mask", ["full", "padding"])
 @pytest.mark.parametrize("line", ["batch: dp=2; tokens: ring=2", "batch: dp=2; tokens: ulysses=2"])
-def test_a_backward_pass_uses_the_plan_of_its_own_forward_pass(pool, line, mask):
+def test_backward_pass_uses_the_plan_of_its_own_forward_pass(pool, line, mask):
     assert max(pool.run(_micro_batches, line, mask)) < 1e-12
 
 
@@ -136,7 +136,7 @@ def _changed_functions(rank: int, line: str) -> list:
 
 
 @pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ulysses=4"])
-def test_a_function_that_sees_other_values_in_the_backward_pass_is_refused(pool, line):
+def test_function_that_sees_other_values_in_backward_pass_is_refused(pool, line):
     first, *others = pool.run(_changed_functions, line)
     for said, kind in zip(first, ("mask", "bias")):
         assert f"UnsupportedError: the backward pass calls the {kind} again" in said
@@ -173,7 +173,7 @@ def _one_without_gradients(rank: int, line: str) -> list:
 
 
 @pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ulysses=4"])
-def test_inputs_that_need_a_gradient_on_some_ranks_only_are_refused(pool, line):
+def test_inputs_that_need_gradient_on_some_ranks_only_are_refused(pool, line):
     for said in pool.run(_one_without_gradients, line):
         assert "must be the same on every rank" in said
         assert "gradients none" in said
@@ -209,7 +209,7 @@ def _one_with_a_learned_bias(rank: int, line: str, others: str) -> str | float:
 
 
 @pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ulysses=4"])
-def test_a_bias_that_alone_needs_a_gradient_on_one_rank_is_refused(pool, line):
+def test_bias_that_alone_needs_gradient_on_one_rank_is_refused(pool, line):
     for text in pool.run(_one_with_a_learned_bias, line, "nothing"):
         assert "must be the same on every rank" in text
         assert "gradients wanted" in text
@@ -292,7 +292,7 @@ def _fails_within_a_pass(rank: int, line: str, backward: bool) -> int:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_calls_go_on_after_a_function_that_fails_within_a_pass(pool, backward):
+def test_calls_go_on_after_function_that_fails_within_a_pass(pool, backward):
     assert pool.run(_fails_within_a_pass, "tokens: ring=4", backward) == [3] * 4
 
 
@@ -401,7 +401,7 @@ def _skip(rank: int) -> str:
     return text
 
 
-def test_a_call_that_one_rank_leaves_out_is_refused_on_all(pool):
+def test_call_that_one_rank_leaves_out_is_refused_on_all(pool):
     for text in pool.run(_skip, timeout=60.0):
         assert text.startswith("ShapeError")
         assert "rank 2" in text
@@ -429,7 +429,7 @@ def _slices(rank: int) -> tuple[float, int]:
     return worst, stage
 
 
-def test_slices_of_a_mesh_are_bound_and_used_each_by_itself(pool):
+def test_slices_of_mesh_are_bound_and_used_each_by_itself(pool):
     for worst, _ in pool.run(_slices):
         assert worst < 1e-12
 
@@ -501,7 +501,7 @@ def test_what_masks_hold_is_not_kept():
     assert sum(ref() is not None for ref in held) <= 1  # the last one, by the loop's closures
 
 
-def test_plans_are_kept_by_value_and_the_least_recently_used_goes_first():
+def test_plans_kept_by_value_and_least_recently_used_goes_first():
     from weft.plan import cache
 
     weft.clear_caches()
@@ -597,7 +597,7 @@ def _again_by_grad(grad, x):
 
 @pytest.mark.parametrize("again", [_again_by_backward, _again_by_grad])
 @pytest.mark.parametrize("name", MOVES)
-def test_gradients_of_what_moves_are_not_differentiated_again_without_a_word(name, again):
+def test_gradients_of_what_moves_are_not_differentiated_again_without_word(name, again):
     def rank(layout: Layout) -> None:
         x = torch.rand(1, 2, 4, dtype=torch.float64, requires_grad=True)
         loss = MOVES[name](layout, x).square().sum() + x.pow(3).sum()
@@ -610,7 +610,7 @@ def test_gradients_of_what_moves_are_not_differentiated_again_without_a_word(nam
 
 @pytest.mark.parametrize("again", [_again_by_backward, _again_by_grad])
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"kernel": "math"}], ids=str)
-def test_attention_on_one_device_is_not_differentiated_again_without_a_word(options, again):
+def test_attention_on_one_device_is_not_differentiated_again_without_word(options, again):
     """Also where the gradient above is a constant: it depends on the queries all the same."""
     x = torch.rand(1, 2, 4, 8, dtype=torch.float64, requires_grad=True)
     out = weft.attention(x, x, x, Layout.single(), "tokens", **options)
@@ -637,7 +637,7 @@ def test_a_second_derivative_of_what_goes_into_a_sum_stays(of):
 
 @pytest.mark.parametrize("grads", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("mask", [None, Causal()], ids=str)
-def test_a_call_that_moves_nothing_is_the_same_as_its_op(mask, grads):
+def test_call_that_moves_nothing_is_the_same_as_its_op(mask, grads):
     whole = [draw(2, h, 6, 8) for h in (4, 2, 2)]
     weights = draw(2, 4, 6, 8), draw(2, 4, 6)
 
@@ -663,7 +663,7 @@ def test_a_call_that_moves_nothing_is_the_same_as_its_op(mask, grads):
 @pytest.mark.parametrize("mask", [None, Causal()], ids=str)
 @pytest.mark.parametrize("used", [(True, True, True), (False, True, False)], ids=str)
 @pytest.mark.parametrize("lies", ["b h n d", "b n h d", "b h d n"])
-def test_a_call_without_lse_that_moves_nothing_is_the_same_as_its_op(lies, used, mask):
+def test_call_without_lse_that_moves_nothing_same_as_its_op(lies, used, mask):
     whole = [draw(2, h, 6, e) for h, e in ((4, 8), (2, 8), (2, 8))]
     whole = [rearrange(t, f"b h n d -> {lies}").contiguous() for t in whole]
     whole = [rearrange(t, f"{lies} -> b h n d") for t in whole]
@@ -686,7 +686,7 @@ def test_a_call_without_lse_that_moves_nothing_is_the_same_as_its_op(lies, used,
 
 
 @pytest.mark.parametrize("number", [0.0, float("inf"), float("nan"), 1e200])
-def test_logits_that_are_zero_or_not_finite_give_the_same_with_and_without_the_logsumexp(number):
+def test_zero_or_infinite_logits_agree_with_and_without_logsumexp(number):
     keys = 1 if number == 0 else 5
     q, k, v = (draw(1, 2, n, 4, seed=n) for n in (5, keys, keys))
     q[0, 0, 2] = number
@@ -722,7 +722,7 @@ def test_a_scale_of_zero_or_below_is_a_scale(line, scale):
         torch.testing.assert_close(found, wish, rtol=1e-12, atol=1e-12)
 
 
-def test_a_scale_that_is_no_number_is_refused_in_a_graph_too():
+def test_scale_that_is_no_number_is_refused_in_graph_too():
     q, layout = draw(1, 2, 5, 8), Layout.single()
 
     def attend(q, scale):
@@ -734,7 +734,7 @@ def test_a_scale_that_is_no_number_is_refused_in_a_graph_too():
         compiled(q, float("nan"))
 
 
-def test_a_head_without_a_sink_is_a_head_of_plain_attention():
+def test_head_without_a_sink_is_a_head_of_plain_attention():
     q, layout = draw(1, 2, 5, 8).requires_grad_(), Layout.single()
     options = {"mask": weft.KeyPadding((0,)) | Causal(window=2) & MaskMod(lambda b, h, q, k: q > 0)}
     sinks = torch.tensor([float("-inf"), 0.5], dtype=F64)
@@ -784,7 +784,7 @@ def test_heads_that_do_not_divide_are_refused(heads, kv_heads):
         layout.plan("tokens", length=64, heads=heads, kv_heads=kv_heads)
 
 
-def test_what_is_no_layout_bias_or_mask_is_refused_in_words():
+def test_what_no_layout_bias_or_mask_is_refused_in_words():
     q, one = draw(1, 2, 3, 4), Layout.single()
     for what, options, words in (
         ("single", {}, "layout is a bound weft.Layout, found a str"),
@@ -857,7 +857,7 @@ def test_all_public_names_are_listed():
 # -- compiling ------------------------------------------------------------------------------------
 
 
-def test_a_graph_outlives_many_other_calls_and_takes_other_lengths_and_scales():
+def test_a_graph_outlives_calls_of_other_lengths_and_scales():
     torch._dynamo.reset()
     one = Layout.single()
 
@@ -969,7 +969,7 @@ def _refused_early(rank: int, mask: str) -> list[str]:
 
 
 @pytest.mark.parametrize("mask", ["none", "padding", "bias"])
-def test_what_is_refused_before_shapes_are_known_is_refused_on_all_that_ask(pool, mask):
+def test_what_refused_before_shapes_known_refused_on_all_that_ask(pool, mask):
     first, *others = pool.run(_refused_early, mask)
     words = ("finite number", "length is 0 or more", "softcap is above 0", "q is a tensor")
     asking = [first, others[0]] if mask == "none" else [first, *others]

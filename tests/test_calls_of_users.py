@@ -230,7 +230,7 @@ def _one_has_another_mesh(rank: int) -> str:
     return refused(lambda: Layout.parse(line).build("cpu", timeout=20))
 
 
-def test_a_mesh_that_one_rank_alone_has_wrong_is_refused_on_all(pool):
+def test_mesh_that_one_rank_alone_has_wrong_refused_on_all(pool):
     for rank, said in enumerate(pool.run(_one_has_another_mesh)):
         assert "RankError" not in said
         assert ("has 2 ranks, but there are 4" if rank == 2 else "rank 2: refused") in said
@@ -316,7 +316,7 @@ def _one_call_more(rank: int) -> str:
     return said
 
 
-def test_a_call_that_one_rank_alone_makes_is_refused_on_all(pool):
+def test_call_that_one_rank_alone_makes_is_refused_on_all(pool):
     for said in pool.run(_one_call_more, timeout=60.0):
         assert said.startswith("ShapeError")
         assert "rank 2" in said
@@ -368,7 +368,7 @@ def _as_on_cuda(rank: int, then: str) -> list[str]:
 
 
 @pytest.mark.parametrize("then", ["a call", "a sum of gradients"])
-def test_a_disagreement_is_noticed_at_once_the_first_time_and_by_the_next_call_later(pool, then):
+def test_disagreement_is_noticed_at_once_or_by_the_next_call(pool, then):
     wrong = "ShapeError: an attention call must be the same on every rank"
     for new, agreed, known, later, after in pool.run(_as_on_cuda, then):
         assert new.startswith(wrong)
@@ -398,7 +398,7 @@ class Counting(threads.ThreadTransport):
         return look
 
 
-def test_on_cuda_a_new_kind_is_agreed_on_before_a_message_and_a_known_one_after() -> None:
+def test_on_cuda_new_kinds_are_agreed_on_before_messages() -> None:
     """What makes NCCL wait for messages that nobody sends is refused before any is sent."""
 
     def rank(transport) -> list[str]:
@@ -428,7 +428,7 @@ class Asking(threads.ThreadTransport):
         return super()._all_gather_text(*given)
 
 
-def test_batches_are_asked_for_once_per_shape_and_again_where_one_changes() -> None:
+def test_batches_are_asked_for_once_per_shape() -> None:
     """Masks of single sequences, others in every call; rank 0 has as many as before throughout."""
     layout = Layout.parse("batch: dp=2; tokens: ring=1")
     batches = [(2, 2), (2, 2), (2, 1), (2, 1), (2, 2), (2, 2)]
@@ -458,7 +458,7 @@ def test_batches_are_asked_for_once_per_shape_and_again_where_one_changes() -> N
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("wrong", ["refused", "another mask"])
-def test_what_one_rank_refuses_is_refused_on_all_whether_batches_are_known(wrong, known) -> None:
+def test_what_one_rank_refuses_refused_on_all_whether_batches_known(wrong, known) -> None:
     layout = Layout.parse("batch: dp=2; tokens: ring=1")
     x, mask = draw(2, 2, 6, 4), weft.KeyPadding((6, 5, 4, 3))
 
@@ -587,7 +587,7 @@ def _loss_of_the_logsumexp(rank: int, line: str) -> float:
 
 
 @pytest.mark.parametrize("line", ["tokens: pass_q=4", "tokens: burst=4", "tokens: ring=4"])
-def test_ranks_may_differ_in_whether_their_loss_is_of_the_logsumexp(pool, line):
+def test_ranks_may_differ_in_whether_their_loss_is_of_logsumexp(pool, line):
     assert max(pool.run(_loss_of_the_logsumexp, line)) < 1e-11
 
 
@@ -652,7 +652,7 @@ def _some_in_a_graph(rank: int) -> float:
     return worst
 
 
-def test_a_rank_may_compile_what_others_do_not_in_evaluation_too(pool):
+def test_rank_may_compile_what_others_do_not_in_evaluation_too(pool):
     assert max(pool.run(_some_in_a_graph, timeout=120.0)) < 1e-12
 
 
@@ -677,7 +677,7 @@ def _default_device(rank: int) -> float:
     return (layout.gather(out, dims) - want).abs().max().item()
 
 
-def test_a_layout_is_built_where_tensors_are_made_elsewhere_by_default(pool):
+def test_layout_is_built_where_tensors_are_made_elsewhere_by_default(pool):
     assert max(pool.run(_default_device)) < 1e-12
 
 
@@ -865,7 +865,7 @@ class Packing:
         return self.table[q] == self.table[k]
 
 
-def test_a_table_beside_fields_that_changed_is_refused_in_the_backward_pass():
+def test_table_beside_fields_that_changed_is_refused_in_backward_pass():
     packing = Packing(torch.tensor([0, 0, 0, 1, 1, 1]))
     x = draw(1, 1, 6, 4).requires_grad_()
     out = weft.attention(x, x, x, Layout.single(), "tokens", MaskMod(packing))
@@ -908,7 +908,7 @@ def test_a_mask_of_lists_is_taken_by_every_kernel(kernel):
 
 @pytest.mark.parametrize("size", [1e-4, 1.0, 40.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_gradients_through_the_logsumexp_of_any_size_stay_within_the_dtype(dtype, size):
+def test_gradients_through_logsumexp_of_any_size_stay_within_the_dtype(dtype, size):
     n, d = 8, 64
     draws = [torch.randn(1, 1, n, d, generator=torch.Generator().manual_seed(s)) for s in (0, 1)]
     leaves = [*(t.to(dtype) for t in draws), torch.full((1, 1, n, d), 30.0, dtype=dtype)]

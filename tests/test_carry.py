@@ -407,7 +407,7 @@ def test_two_forwards_before_one_backward_and_checkpointing(way, layer):
 
 
 @pytest.mark.parametrize("movement", ["scan", "halo", "redistribute"])
-def test_ranks_that_run_equal_backward_passes_in_other_orders_are_refused(movement):
+def test_ranks_that_run_equal_backward_passes_in_other_orders_refused(movement):
     other = Layout.parse("tokens(zigzag): ring=2")
 
     def run(layout, x):
@@ -428,7 +428,7 @@ def test_ranks_that_run_equal_backward_passes_in_other_orders_are_refused(moveme
 
 
 @pytest.mark.parametrize("way", ["gather", "tree"])
-def test_a_rank_that_uses_no_state_takes_part_in_every_backward_pass(way):
+def test_ranks_without_states_take_part_in_backward_passes(way):
     """The first piece of all needs no state, and its kernel may be called without one."""
 
     def rank(layout):
@@ -617,7 +617,7 @@ def test_a_chain_on_slow_links(hosts, length, rate):
     assert ways.received["chain"] == 2 * 4 * size
 
 
-def test_a_tree_where_ranks_would_wait_for_each_other_for_long():
+def test_tree_where_ranks_would_wait_for_each_other_for_long():
     layout, size = Layout.parse("tokens: ring=64"), 32 * 128 * 128
     ways = ways_of(layout, "tokens", 1 << 20, "cpu", Carried(4 * size, 4 * size, size, 2.0))
     assert ways.way == ways.of_maps == "tree"

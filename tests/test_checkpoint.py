@@ -99,7 +99,7 @@ def test_on_the_same_layout_a_run_goes_on_bitwise(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["tabular-2x2", "tabular-axial-2x2", HEADS], ids=str)
-def test_on_another_layout_it_goes_on_to_rounding_there_and_back(layout, whole, folder):
+def test_on_another_layout_it_goes_on_to_rounding_and_back(layout, whole, folder):
     layout = Layout.load(layout) if isinstance(layout, str) else Layout.from_dict(layout)
     shutil.rmtree(folder / "step-000004")
     losses, _ = run(layout, folder, resume=True)
@@ -110,7 +110,7 @@ def test_on_another_layout_it_goes_on_to_rounding_there_and_back(layout, whole, 
         torch.testing.assert_close(parameters[name], wanted, rtol=1e-10, atol=1e-10)
 
 
-def test_any_module_and_optimizer_go_on_bitwise_with_buffers_notes_and_random_numbers(tmp_path):
+def test_any_module_and_optimizer_go_on_bitwise(tmp_path):
     model, optimizer = small()
     checkpoints = Checkpoints(tmp_path, Layout.single())
     step(model, optimizer)
@@ -191,7 +191,7 @@ def test_schedulers_and_their_optimizers_go_on_bitwise(lr, tmp_path):
     assert str(again[1].state_dict()) == str(first[1].state_dict())
 
 
-def test_a_run_goes_on_with_the_options_that_it_is_given_now(folder, tmp_path):
+def test_run_goes_on_with_options_that_it_is_given_now(folder, tmp_path):
     shutil.rmtree(folder / "step-000004")
     changes = {"before": {}, "none": {"weight_decay": 0.0}, "much": {"weight_decay": 50.0}}
     changes["betas"] = {"weight_decay": 0.0, "betas": (0.5, 0.75)}
@@ -247,9 +247,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("replaces", [False, True])
-def test_a_run_that_dies_at_any_moment_of_writing_leaves_the_last_whole_checkpoint(
-    replaces, tmp_path, monkeypatch
-):
+def test_death_while_writing_leaves_the_last_whole_checkpoint(replaces, tmp_path, monkeypatch):
     checkpoints, (model, _) = Checkpoints(tmp_path, Layout.single()), small()
     checkpoints.save(1, model)
     moments = [(os, "fsync"), (os, "replace"), (os, "open"), (files, "save_file")]
@@ -287,9 +285,7 @@ def test_a_run_that_dies_at_any_moment_of_writing_leaves_the_last_whole_checkpoi
 @pytest.mark.parametrize(
     "error", [OSError(28, "No space left on device"), OSError(30, "Read-only")]
 )
-def test_what_one_rank_cannot_write_is_refused_on_all_and_the_one_before_stays(
-    error, tmp_path, monkeypatch
-):
+def test_failed_writes_of_one_rank_are_refused_on_all(error, tmp_path, monkeypatch):
     def rank(layout, number):
         try:
             Checkpoints(tmp_path, layout).save(number, small()[0])
@@ -376,7 +372,7 @@ def _refused_by_rank_3(rank, folder):
     return told
 
 
-def test_what_one_rank_cannot_keep_is_refused_on_all_before_anything_is_written(pool, tmp_path):
+def test_unstorable_values_of_one_rank_are_refused_before_writing(pool, tmp_path):
     for told in pool.run(_refused_by_rank_3, str(tmp_path)):
         for text, found in told:
             assert text in found, (text, found)
@@ -452,7 +448,7 @@ def unlike(rank, what):
         ("extra", "the extra state of module '1' differs between rank 0 and rank 1"),
     ],
 )
-def test_what_differs_between_ranks_that_hold_the_whole_is_refused_on_all(what, text, tmp_path):
+def test_what_differs_between_ranks_that_hold_whole_refused_on_all(what, text, tmp_path):
     def rank(layout):
         checkpoints = Checkpoints(tmp_path, layout)
         with pytest.raises(CheckpointError, match=text):
@@ -508,7 +504,7 @@ def test_extra_states_of_modules_come_back_equal(wrap, state, tmp_path):
         assert torch.equal(found, state) if isinstance(state, torch.Tensor) else found == state
 
 
-def test_an_extra_state_in_a_file_of_memory_comes_back_as_one(tmp_path):
+def test_extra_state_in_file_of_memory_comes_back_as_one(tmp_path):
     """As modules give it that write it by `torch.save`."""
     torch.save({"scale": torch.ones(2)}, state := io.BytesIO())
     checkpoints = Checkpoints(tmp_path, Layout.single())
@@ -518,7 +514,7 @@ def test_an_extra_state_in_a_file_of_memory_comes_back_as_one(tmp_path):
     assert torch.equal(torch.load(again[1].seen)["scale"], torch.ones(2))
 
 
-def test_extra_states_that_cannot_be_kept_or_given_back_are_refused(tmp_path):
+def test_extra_states_that_cannot_be_kept_or_given_back_refused(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run", Layout.single())
     with pytest.raises(CheckpointError, match=r"the extra state of module '1'\['a'\] is a set"):
         checkpoints.save(1, counting({"a": {1}}))
@@ -649,7 +645,7 @@ def two_saved(tmp_path):
 
 
 @pytest.mark.parametrize("spoil", SPOIL)
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(spoil, two_saved):
+def test_damaged_checkpoint_is_passed_over_for_the_one_before_it(spoil, two_saved):
     spoil(two_saved / "step-000004")
     with pytest.warns(UserWarning, match="step-000004.* cannot be .*; going on from .*step-000002"):
         assert load_on_two(two_saved) == [2, 2]
@@ -684,7 +680,7 @@ class Hostile:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path):
+def test_folder_that_cannot_be_written_is_refused_before_first_step(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file/run cannot be written: Not a directory"):
         run(Layout.load("tabular-2x2"), tmp_path / "file" / "run")
@@ -744,7 +740,7 @@ def test_two_runs_at_once_do_not_share_a_folder(tmp_path, monkeypatch):
     assert checkpoints.steps() == [2, 4]
 
 
-def test_a_run_that_its_launcher_starts_again_goes_on_by_itself(whole, folder, monkeypatch):
+def test_run_that_its_launcher_starts_again_goes_on_by_itself(whole, folder, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     shutil.rmtree(folder / "step-000004")
     assert run(Layout.single(), folder)[0] == whole[1][2:]
@@ -862,7 +858,7 @@ def on_gpus(rank, what):
         ("extra", "the extra state of module '1' differs between rank 0 and rank 1"),
     ],
 )
-def test_on_gpus_ranks_that_split_no_data_may_differ_by_rounding(what, text, tmp_path, monkeypatch):
+def test_on_gpus_ranks_that_split_no_data_differ_by_rounding(what, text, tmp_path, monkeypatch):
     monkeypatch.setattr("weft.checkpoint.replicated.rounds", lambda tensor: True)
 
     def rank(layout):

@@ -132,7 +132,7 @@ def clock(tile: Pass) -> tuple[float, float, float]:
     return blocks, sum(map(costs.transfer, program.transfers)), duration(program, costs)
 
 
-def test_few_chunks_that_take_as_long_as_their_blocks_are_cut():
+def test_few_chunks_that_take_as_long_as_their_blocks_cut():
     for shape in ((1, 2), (2, 1), (2, 2)):
         costs = Costs(block=1.0, kv=2.0)
         q, kv = rings(*shape)

@@ -63,7 +63,7 @@ def _table(rows: int = 30, columns: int = 4, classes: int = 3, seed: int = 0):
 # -- what it computes ------------------------------------------------------------------------------
 
 
-def test_scores_are_the_mean_over_views_of_one_pass_over_all_rows():
+def test_scores_mean_over_views_of_one_pass_over_all_rows():
     x, y = _table()
     made = Ensemble(Source(_model()), x[:20], y[:20], 3, Settings(n_estimators=3, temperature=0.7))
     wanted = []
@@ -111,7 +111,7 @@ def test_batches_and_what_is_kept_change_no_result(options):
     np.testing.assert_allclose(made.predict_proba(x[20:]), wanted, rtol=1e-11)
 
 
-def test_members_of_large_tables_are_encoded_one_by_one_with_the_same_result(monkeypatch):
+def test_members_of_large_tables_are_encoded_one_by_one(monkeypatch):
     x, y = _table()
     wanted = _classifier().fit(x[:20], y[:20]).predict_proba(x[20:])
     monkeypatch.setattr(ensembles, "CELLS", 60)
@@ -145,7 +145,7 @@ def test_other_seeds_are_other_views():
 @pytest.mark.parametrize(
     ("classes", "sizes"), [(1, [1]), (3, [1, 1, 1]), (4, [2, 2]), (8, [2, 3, 3]), (9, [3, 3, 3])]
 )
-def test_classes_are_in_as_few_and_as_equal_groups_as_the_model_allows(classes, sizes):
+def test_classes_are_in_few_and_equal_groups(classes, sizes):
     assert [len(group) for group in groups_of(classes, most=3)] == sizes
 
 
@@ -191,7 +191,7 @@ def test_one_class_is_certain():
 # -- calibration -----------------------------------------------------------------------------------
 
 
-def test_held_out_rows_keep_their_class_in_the_context_and_are_held_out_once():
+def test_held_out_rows_keep_a_class_and_appear_once():
     rng = np.random.default_rng(0)
     for rows in (7, 60, 399, 401, 999, 1000, 2600):
         y = np.unique(rng.choice(9, p=[0.4, 0.3, 0.2] + [0.1 / 6] * 6, size=rows), False, True)[1]
@@ -235,7 +235,7 @@ def test_the_calibration_that_made_probabilities_unsure_is_undone():
     assert fit_calibration(true[:10], y[:10], f) == Calibration()
 
 
-def test_labels_of_held_out_rows_are_in_no_context_that_predicts_them(monkeypatch):
+def test_labels_of_held_out_rows_are_not_in_their_context(monkeypatch):
     x, y = _table(60)
     seen = []
 
@@ -417,7 +417,7 @@ def test_scores_that_overflow_in_few_bits_are_told_of_more():
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", "", 3, "meta"])
-def test_a_device_that_there_is_not_is_refused_with_those_that_there_are(device):
+def test_device_that_there_not_refused_with_those_that_there_are(device):
     x, y = _table()
     with pytest.raises(DeclarationError, match=r"device=.*: torch finds .* give 'cpu'"):
         weft.TabularClassifier(device=device).fit(x, y)
@@ -496,7 +496,7 @@ def test_ranks_with_other_rows_are_refused_on_every_rank():
     assert sum("the test rows" in text for text in seen) == 2
 
 
-def test_axes_of_a_layout_are_looked_at_before_ranks_are_asked_for():
+def test_axes_of_layout_looked_at_before_ranks_are_asked_for():
     x, y = _table(9)
     with pytest.raises(DeclarationError, match="layout 'tile-2x2' shards axis 'tokens', which"):
         weft.TabularClassifier(layout="tile-2x2").fit(x, y)

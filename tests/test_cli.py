@@ -54,7 +54,7 @@ def run(*words: str, code: int = 0) -> str:
 # -- diff -----------------------------------------------------------------------------------------
 
 
-def test_diff_finds_the_same_bits_or_names_the_first_that_differs():
+def test_diff_finds_same_bits_or_names_the_first_that_differs():
     sizes = "--steps", "1", "--batch", "1", "--length", "tokens=21"
     lines = "tokens: ring=2; reproducible", "tokens(zigzag): ring=3; reproducible"
     assert "the same bits: 67 tensors of 1 step of causal_lm" in run("diff", *lines, *sizes)
@@ -198,7 +198,7 @@ def test_explain_draws(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["explain", "check"])
-def test_a_picture_that_cannot_be_written_is_refused_before_anything_runs(command: str, tmp_path):
+def test_picture_that_cannot_be_written_is_refused_before_anything_runs(command: str, tmp_path):
     for path, text in (("a.jpg", "ends in .png, .pdf, .svg"), ("b/c.png", "no folder")):
         assert text in run(command, "tile-2x2", "--timeline", str(tmp_path / path), code=1)
     assert list(tmp_path.iterdir()) == []
@@ -313,7 +313,7 @@ def test_a_proof_takes_a_batch_that_its_layout_divides():
     assert result.exit_code == 0, result.output
 
 
-def test_explain_shows_the_file_that_a_line_stands_for_as_it_was_written():
+def test_explain_shows_the_file_of_a_line_as_written():
     said = run("explain", "tokens: ring=-1", "--nproc", "4")
     assert "ring = -1" in said
 
@@ -327,7 +327,7 @@ def test_a_check_has_the_sequences_that_its_mask_names(way: str):
 
 
 @pytest.mark.parametrize("wrong", [0, 1])
-def test_a_proof_that_fails_is_an_exit_code_whichever_axis_it_is_of(wrong: int, monkeypatch):
+def test_proof_that_fails_exit_code_whichever_axis_it_is_of(wrong: int, monkeypatch):
     """rows and features are two cases of one command."""
     defects = [("a score is missing",) if i == wrong else () for i in range(2)]
     claims = iter([[Claim("every visible score once", "each rank", d)] for d in defects])
@@ -402,7 +402,7 @@ def test_check_finds_a_small_error_in_any_tensor(wrong: str, monkeypatch):
     assert shown.count("WRONG") == 1
 
 
-def test_threads_wait_for_each_other_as_long_as_the_timeout_says(monkeypatch):
+def test_threads_wait_for_each_other_as_long_as_timeout_says(monkeypatch):
     truth = weft.testing.check.results_of
 
     def late(layout, *rest):
@@ -463,7 +463,7 @@ def test_train_runs_in_this_process_on_one_device(tmp_path):
     assert list((tmp_path / "saved").iterdir())
 
 
-def test_a_run_s_folder_says_what_it_was_and_a_refused_one_changes_nothing(tmp_path):
+def test_a_run_s_folder_describes_it_unless_refused(tmp_path):
     words = ("train", "causal_lm", "--batch", "2", "--log-dir", str(tmp_path / "log"))
     words = (*words, "--checkpoint-dir", str(tmp_path / "saved"))
     run(*words, "--steps", "2", "--set", "warmup=0.5")
@@ -676,7 +676,7 @@ def test_cores_are_shared_among_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize(("gpus", "place"), [(0, "cpu"), (3, "cpu"), (4, "cuda")])
-def test_auto_is_cuda_where_every_rank_of_this_machine_has_a_gpu(gpus, place, monkeypatch):
+def test_auto_cuda_where_every_rank_of_this_machine_has_gpu(gpus, place, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     assert device_for("auto", 4) == place
     for name, value in {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "4"}.items():
@@ -693,7 +693,7 @@ def test_auto_is_cuda_where_every_rank_of_this_machine_has_a_gpu(gpus, place, mo
         ({}, "cpu"),
     ],
 )
-def test_auto_is_cuda_where_srun_shows_each_task_its_own_gpu(shown, place, monkeypatch):
+def test_auto_cuda_where_srun_shows_each_task_its_own_gpu(shown, place, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     for name, value in (SLURM | {"SLURM_TASKS_PER_NODE": "4(x2)"} | shown).items():
         monkeypatch.setenv(name, value)
@@ -718,7 +718,7 @@ def test_a_launcher_fills_a_mesh_size_of_minus_1(monkeypatch):
     assert ranks_of(Layout.load("ring-4"), None) == 4  # which launch.run then compares
 
 
-def test_where_there_is_no_terminal_a_line_says_how_long_it_takes(capsys, monkeypatch):
+def test_where_there_no_terminal_line_says_how_long_it_takes(capsys, monkeypatch):
     monkeypatch.setattr(options, "EVERY", 0.05)
     text, until = "", time.monotonic() + 60
     with options.still_here("checking on 4 ranks"):
@@ -733,7 +733,7 @@ def test_where_there_is_no_terminal_a_line_says_how_long_it_takes(capsys, monkey
     assert not capsys.readouterr().err
 
 
-def test_a_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch):
+def test_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr(monitor, "EVERY", 0.0)
     with monitor.Monitor(Layout.single(), steps=1000) as shown:
         for step in range(3):

@@ -87,7 +87,7 @@ def test_the_slurm_script_starts_every_rank_with_the_layout(slurm, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_slurm_script_hands_on_the_refusal_of_a_layout_that_breaks_a_node(slurm, tmp_path):
+def test_slurm_script_hands_on_refusal_of_layout_that_breaks_node(slurm, tmp_path):
     (tmp_path / "rank.py").write_text(RANK)
     one_each = slurm | {"SLURM_GPUS_PER_NODE": "h100:1"}
     job = submit(one_each, layout_file(tmp_path, 2), tmp_path / "rank.py", "x", "LAYOUT")
@@ -104,7 +104,7 @@ def test_the_slurm_script_refuses_a_job_without_a_layout(slurm, words, message):
     assert message in job.stderr
 
 
-def test_the_slurm_script_meets_at_a_port_that_linux_does_not_give_out(slurm, tmp_path):
+def test_the_slurm_script_meets_at_a_fixed_port(slurm, tmp_path):
     """Its first process says the port that it was told; jobs one after another differ."""
     (tmp_path / "python").write_text(
         '#!/bin/bash\nwhile [ "$1" != --master-port ]; do shift; done\necho "$2"\n'

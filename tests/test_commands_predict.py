@@ -83,7 +83,7 @@ def test_one_command_writes_a_probability_per_class(files, weights):
 
 
 @pytest.mark.sample
-def test_ranks_are_started_for_a_layout_and_the_result_is_the_same(files, weights):
+def test_ranks_are_started_for_layout_and_result_is_the_same(files, weights):
     files()
     words = ("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", weights)
     alone = run(*words, "--out", "-").stdout
@@ -169,7 +169,7 @@ ALONE = {
 
 
 @pytest.mark.parametrize("kind", ALONE)
-def test_what_a_cell_means_does_not_depend_on_the_other_rows(files, kind):
+def test_what_cell_means_does_not_depend_on_the_other_rows(files, kind):
     train, test = ALONE[kind]
     rows = "".join(f"{cell},{i % 2}\n" for i, cell in enumerate(train))
     for cells in [[cell] for cell in test] + [list(test)]:
@@ -192,7 +192,7 @@ DECIMALS = {
 
 
 @pytest.mark.parametrize("case", DECIMALS)
-def test_a_test_file_has_the_decimal_sign_of_its_training_column(files, case):
+def test_test_file_has_the_decimal_sign_of_its_training_column(files, case):
     train, test, wanted = DECIMALS[case]
     files(train=train, test=test)
     found = pair(name=None)
@@ -202,7 +202,7 @@ def test_a_test_file_has_the_decimal_sign_of_its_training_column(files, case):
 
 @pytest.mark.parametrize("ending", [" 10:00:00 UTC", " 10:00 CET", "/2024-03-01"])
 @pytest.mark.parametrize("dates", ["2024-01-31 2024-02-01", "31.01.2024 01.02.2024"])
-def test_text_that_begins_like_a_date_stays_text_and_is_said(files, dates, ending):
+def test_text_that_begins_like_date_stays_text_and_is_said(files, dates, ending):
     one, other = (date + ending for date in dates.split())
     files(train=f"day,kind\n{one},a\n{other},b\n", test=f"day,kind\n{other},b\n")
     found = pair(name=None)
@@ -253,7 +253,7 @@ def test_stray_text_among_numbers_is_missing_and_said(files):
     )
 
 
-def test_dates_are_dates_and_an_index_without_a_name_is_left_out(files):
+def test_dates_are_dates_and_index_without_name_is_left_out(files):
     text = ",day,kind\n0,2024-01-31,a\n1,2024-02-01,b\n"
     files(train=text, test=text.replace("2024-02-01", "soon"))
     found = pair(name=None)
@@ -264,7 +264,7 @@ def test_dates_are_dates_and_an_index_without_a_name_is_left_out(files):
 
 
 @pytest.mark.parametrize("dates", ["1/31/2024 2/1/2024", "31.01.2024 01.02.2024"])
-def test_dates_with_the_year_last_are_dates_where_day_and_month_are_told_apart(files, dates):
+def test_dates_with_the_year_last_are_dates_where_unambiguous(files, dates):
     one, other = dates.split()
     text = f"day,kind\n{one},a\n{other} 13:00,b\n"
     files(train=text, test=text.replace(f"{other} 13:00", "31/31/2024"))
@@ -405,7 +405,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_wrong_with_a_file_is_said_in_plain_words(files, what):
+def test_what_is_wrong_with_file_is_said_in_plain_words(files, what):
     contents, asked, text = REFUSED[what]
     files(**contents)
     with pytest.raises(WeftError, match=re.escape(text)):
@@ -420,13 +420,13 @@ def test_what_is_wrong_with_a_file_is_said_in_plain_words(files, what):
         ("sales.1.csv.gz", "sales.1-predicted.csv"),
     ],
 )
-def test_what_is_written_has_the_whole_name_of_the_test_file(files, test, out):
+def test_what_is_written_has_whole_name_of_the_test_file(files, test, out):
     files()
     assert _destination(None, Path("train.csv"), Path(test), False) == Path(out)
 
 
 @pytest.mark.parametrize("name", ["prediction", "probability_cat"])
-def test_a_name_of_rows_that_the_predictions_would_replace_is_refused(files, weights, name):
+def test_name_of_rows_that_the_predictions_would_replace_is_refused(files, weights, name):
     files(train=TRAIN.replace("id,", f"{name},"), test=TEST.replace("id,", f"{name},"))
     words = ("train.csv", "test.csv", "-t", "kind", "--checkpoint", weights)
     shown = " ".join(run(*words, "--id", name, code=1).stderr.split())
@@ -496,7 +496,7 @@ def test_axes_of_a_layout_are_looked_at_before_files_are(files, weights):
     assert "layout 'tile-2x2' shards axis 'tokens', which model 'tiny' does not have" in shown
 
 
-def test_files_too_large_are_refused_before_their_columns_are_looked_at(files, monkeypatch):
+def test_files_too_large_refused_before_their_columns_are_looked_at(files, monkeypatch):
     files()
     monkeypatch.setattr(table_files, "MOST_CELLS", 100)
     with pytest.raises(WeftError, match=r"train.csv has more than 25 rows, which are 100 cells"):

@@ -44,7 +44,7 @@ def same(function, *args) -> None:
     ],
     ids=["no-field", "window", "joined", "function"],
 )
-def test_a_mask_made_inside_a_graph_is_the_mask_of_its_fields(make):
+def test_mask_made_inside_graph_is_the_mask_of_its_fields(make):
     q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
     same(lambda q: attend(q, make(q.shape[2])), q)
 
@@ -76,7 +76,7 @@ class Near(Mask):
         return (q - k).abs() < self.distance
 
 
-def test_what_its_fields_do_not_make_again_is_refused_inside_a_graph_and_taken_from_outside():
+def test_mask_built_in_graph_must_be_rebuildable_from_fields():
     q, near = torch.randn(1, 2, 16, 8, dtype=torch.float64), Near(2)
     with pytest.raises(Exception, match=r"Near made inside a compiled function .*make it outside"):
         compiled(lambda q: attend(q, Near(2)))(q)
@@ -94,7 +94,7 @@ def test_an_exported_module_attends(strict):
     assert torch.equal(exported(x), Attends()(x))
 
 
-def test_the_name_of_a_call_in_a_graph_says_what_it_is():
+def test_the_name_of_call_in_graph_says_what_it_is():
     """torch keeps what it compiled on disk, by the text of the graph."""
     q = torch.randn(1, 2, 16, 8)
 

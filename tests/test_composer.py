@@ -67,7 +67,7 @@ def _same(found, wanted) -> None:
 # -- one attention ---------------------------------------------------------------------------------
 
 
-def test_joint_rotary_positions_turn_an_equal_part_of_the_head_dim_per_axis():
+def test_joint_rotary_positions_share_the_head_dim_equally():
     module = _attention(axis=("lat", "lon"), rope=True)
     grid = torch.meshgrid(torch.arange(3), torch.arange(4), indexing="ij")
     flat = X.flatten(0, 1).flatten(1, 2)
@@ -104,7 +104,7 @@ def test_axes_that_a_context_lacks_see_the_same_keys():
     _same(module(X, context, mask), _grid(wanted))
 
 
-def test_every_token_attends_to_an_axis_that_only_the_context_has():
+def test_every_token_attends_to_axis_that_only_the_context_has():
     module = _attention(axis="notes", context_axes=("notes", "batch", "width"), context_dim=6)
     context = _random(7, 2, 6, seed=1)
     wanted = _dense(module, X.flatten(1, 3), context.transpose(0, 1))
@@ -215,7 +215,7 @@ def _run(layout: Layout, layouts=None, spec=SPEC):
 
 
 @pytest.mark.parametrize("line", LAYOUTS)
-def test_a_trunk_is_the_same_on_every_layout_with_every_gradient(line):
+def test_trunk_is_the_same_on_every_layout_with_every_gradient(line):
     reference, wanted, wanted_x = _run(Layout.single())
 
     def rank(layout):
@@ -303,7 +303,7 @@ def test_layouts_of_kinds_that_are_not_there_are_refused():
         compose("tabular", layouts={"rows": Layout.single()})
 
 
-def test_a_routed_layout_of_one_kind_is_refused_before_anything_runs():
+def test_routed_layout_of_one_kind_is_refused_before_anything_runs():
     """Its router's weights would be nowhere. A context is not routed, nor is one layout two."""
     block = [{"attend": "time"}, {"attend": "lat"}, {"attend": "time", "context": "past"}]
     whole = {"axes": list(AXES), "sizes": {"embed": 16, "heads": 4}, "block": block}
@@ -446,7 +446,7 @@ def _over_a_context(layout: Layout, axes: str, kind, lengths=("batch", "t", "y")
     "line",
     ["t: ring=2", "t: ring=3", "t(zigzag): ring=2", "t: pass_q=5", "batch: dp=2; t: gather=2"],
 )
-def test_biases_over_a_context_count_from_the_first_token_of_all(line, axes, kind):
+def test_biases_over_context_count_from_the_first_token_of_all(line, axes, kind):
     """Ranks hold 4 and 3 of 7 tokens, 3 3 1, or 2 2 2 1 and none."""
     wanted = _over_a_context(Layout.single(), axes, kind)
     for found in on_threads(Layout.parse(line), _over_a_context, axes, kind):
@@ -464,9 +464,7 @@ def test_biases_over_a_context_count_from_the_first_token_of_all(line, axes, kin
         (("batch", "t", "embed"), ("batch", "t", "k", "embed"), "k", []),
     ],
 )
-def test_distances_to_a_context_need_as_many_axes_on_either_side(
-    axes, of_context, attended, queries
-):
+def test_distances_to_context_need_as_many_axes_on_either_side(axes, of_context, attended, queries):
     block = {"attend": attended, "context": "far", "bias": {"relative": 3}}
     spec = {"axes": list(axes), "sizes": {"embed": 8, "heads": 2}, "block": [block]}
     spec["context"] = {"far": {"axes": list(of_context)}}

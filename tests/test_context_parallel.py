@@ -61,7 +61,7 @@ def _trained(rank: int, name: str, tokens: int) -> list[float]:
 
 @pytest.mark.parametrize("tokens", [32, 37])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layer_in_the_block_is_the_layer_on_one_device(pool, name: str, tokens: int):
+def test_layer_in_the_block_is_the_layer_on_one_device(pool, name: str, tokens: int):
     for errors in pool.run(_trained, name, tokens):
         assert max(errors) < 1e-11
 
@@ -90,7 +90,7 @@ def _refused(rank: int) -> list[str]:
     return texts
 
 
-def test_what_does_not_fit_is_refused_and_buffers_stay_as_they_were(pool):
+def test_misfitting_values_are_refused_and_buffers_unchanged(pool):
     wanted = [
         "one dim for each buffer",
         "[8, 9] tokens",

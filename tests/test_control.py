@@ -88,7 +88,7 @@ def _begun_by_many(rank: int) -> list[bool]:
     return [answer() for answer in answers]
 
 
-def test_votes_meet_in_the_order_in_which_they_began_whichever_thread_begins_them(pool):
+def test_votes_meet_in_order_whichever_thread_begins_them(pool):
     assert pool.run(_begun_by_many) == [[True] * 8] * 4
 
 
@@ -109,7 +109,7 @@ def _odd_number(rank: int) -> list:
     return found
 
 
-def test_numbers_of_ranks_that_have_no_small_factors_vote_in_phases_too(pool):
+def test_prime_numbers_of_ranks_vote_in_phases_too(pool):
     *voting, beside = pool.run(_odd_number)
     assert voting == [[True, False, False, False, True, True]] * 3
     assert beside == []
@@ -131,7 +131,7 @@ def _limits(rank: int) -> bool:
     return control.control_group(range(4), LIMIT) is control.control_group(range(4), 2 * LIMIT)
 
 
-def test_who_votes_waits_as_long_as_it_says_whoever_made_the_group(pool):
+def test_a_vote_waits_as_long_as_its_binding_says(pool):
     assert pool.run(_limits) == [True] * 4
 
 
@@ -173,7 +173,7 @@ def _alive(rank: int) -> list[bool]:
     return [ref() is not None and ref()._use_count() > 1 for ref in seen]
 
 
-def test_no_thread_of_gloo_is_the_last_to_hold_what_ranks_exchange(pool):
+def test_no_thread_of_gloo_last_to_hold_what_ranks_exchange(pool):
     assert pool.run(_alive) == [[True] * 6] * 4
 
 
@@ -223,7 +223,7 @@ if rank != 0:
 @pytest.mark.parametrize(
     ("size", "together"), [(2, 16), pytest.param(4, 2, marks=pytest.mark.slow)]
 )
-def test_a_rank_ends_as_it_would_while_others_have_not_voted_yet(tmp_path, size, together):
+def test_a_rank_may_end_before_others_have_voted(tmp_path, size, together):
     ranks = subprocess.Popen(
         [sys.executable, "-c", ENDING, *map(str, (size, together, tmp_path))],
         stdout=subprocess.PIPE,

@@ -112,7 +112,7 @@ def test_the_parts_of_a_batch_are_its_examples(model):
     assert sum(part.tokens for part in drawn) == whole.tokens
 
 
-def test_tables_of_a_step_have_few_features_more_often_than_many():
+def test_tables_of_step_have_few_features_more_often_than_many():
     lengths = {"rows": (8, 9), "features": (2, 33)}
     spec = ModelSpec.load("tabular").training({"batch": 1, "length": lengths})
     drawn = stream(spec, Layout.single(), seed=0)

@@ -162,7 +162,7 @@ def _unsummed_heads(rank: int) -> float:
     return clip_grad_norm_(model, 1e9, layout).item()
 
 
-def test_a_norm_of_split_heads_that_are_not_summed_is_refused(pool):
+def test_norm_of_split_heads_that_are_not_summed_is_refused(pool):
     assert len(set(pool.run(_unsummed_heads))) == 1
 
 
@@ -343,7 +343,7 @@ def _clipped_stages(rank: int) -> tuple[str, float, float]:
     return str(refused.value), abs(found - wanted).item(), gap
 
 
-def test_norms_over_pipeline_stages_are_refused_or_of_all_of_them(pool):
+def test_norms_over_pipeline_stages_refused_or_of_all_of_them(pool):
     for message, of_norm, of_gradients in pool.run(_clipped_stages):
         assert "stages=mesh['pp']" in message
         assert max(of_norm, of_gradients) < 1e-5

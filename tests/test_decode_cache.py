@@ -157,7 +157,7 @@ def test_rows_end_with_the_end_of_their_text(name: str, continued: torch.Tensor)
 
 
 @pytest.mark.parametrize("name", ["ring, zigzag", "queries whole, keys split"])
-def test_every_rank_holds_a_part_and_a_step_costs_the_same_at_any_length(name: str) -> None:
+def test_a_decoding_step_costs_the_same_at_any_length(name: str) -> None:
     """A rank receives b h (d + 1) numbers per layer from each other one, and nothing else."""
     ids = draw(2, 101)
 

@@ -164,7 +164,7 @@ def test_layouts_text_and_lengths_of_all_kinds():
         _assert_exact(line, *_seeded(_flux, text, image), how)
 
 
-def test_a_transformer_runs_with_other_sizes_next_and_can_be_restored():
+def test_transformer_runs_with_other_sizes_next_and_can_be_restored():
     whole, _ = _seeded(_flux)
 
     def rank(layout: Layout) -> None:
@@ -303,7 +303,7 @@ def test_modules_that_are_said_to_be_tokenwise_are_taken():
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
-def test_image_tokens_that_leave_a_rank_without_any_are_refused_with_what_would_do():
+def test_too_few_image_tokens_are_refused_with_alternatives():
     whole, inputs = _seeded(_flux, text=1, image=8)
 
     def rank(layout: Layout) -> None:

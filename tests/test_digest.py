@@ -181,7 +181,7 @@ def test_equal_values_have_equal_texts_and_others_have_others(make):
         ("here.WINDOW", lambda q: q < here.WINDOW),
     ],
 )
-def test_a_global_that_a_function_reads_is_a_part_of_it(monkeypatch, change, fn):
+def test_global_that_a_function_reads_is_a_part_of_it(monkeypatch, change, fn):
     before = describe_value(fn)
     assert describe_value(fn) == before
     monkeypatch.setattr(f"{__name__}.{change}".replace("here.", ""), 5)
@@ -395,7 +395,7 @@ def test_a_kept_mask_over_a_tensor_that_changes_between_steps():
     assert blocks == [[2 * [[row, row]]] for row in ([1, 0], [1, 1])]
 
 
-def test_a_copy_of_a_mask_in_a_compiled_function_is_another_mask():
+def test_copy_of_mask_in_a_compiled_function_is_another_mask():
     x, first, layout = whole(), MaskMod(Below(3)), Layout.single()
     compiled = torch.compile(
         lambda x, m: weft.attention(x, x, x, layout, "tokens", m),

@@ -256,7 +256,7 @@ def movements_captured() -> list[str]:
     return said
 
 
-def test_calls_of_several_ranks_are_not_captured_in_a_cuda_graph(apart) -> None:
+def test_calls_of_several_ranks_are_not_captured_in_cuda_graph(apart) -> None:
     ring, ulysses, alone = apart(captured)
     assert "cannot be captured in a CUDA graph" in ring
     assert "cannot be captured in a CUDA graph" in ulysses

@@ -113,7 +113,7 @@ def test_meta_tensors_on_other_transports_get_shapes_and_move_nothing():
     assert run_threads(layout.mesh, rank) == [((1, 4, 2, 8), "meta", 0)] * 2
 
 
-def test_the_kernel_of_shapes_runs_where_there_are_no_numbers_and_nowhere_else():
+def test_kernel_of_shapes_runs_where_no_numbers_and_nowhere_else():
     assert choose(Request("meta", torch.bfloat16, 8, 6, masked=True)).name == "meta"
     for device in ("cpu", "cuda"):
         with pytest.raises(UnsupportedError, match=f"on device meta only, not {device}"):

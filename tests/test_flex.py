@@ -96,7 +96,7 @@ def views(case: dict) -> tuple[TileView, TileView]:
 
 
 @pytest.mark.parametrize("name", VIEWS)
-def test_a_rectangle_has_the_same_share_of_all_gradients_as_by_the_formula(name: str) -> None:
+def test_rectangle_has_same_share_of_all_gradients_as_by_formula(name: str) -> None:
     """Given lse and delta of full rows, of which the rectangle is a part."""
     case = VIEWS[name]
     q, k, v, dout, elsewhere, delta = rectangle(N if case.get("causal") else M)

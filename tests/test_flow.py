@@ -125,7 +125,7 @@ def test_small_messages_do_not_reach_the_rate_of_a_link():
     assert seconds[1] - seconds[0] == pytest.approx(3 * 1e5 / 1e6, rel=1e-6)
 
 
-def test_a_node_that_is_no_box_of_the_mesh_has_no_images():
+def test_node_that_is_no_box_of_mesh_has_no_images():
     assert image_group(nodes(4), {"a": 4, "b": 6}) is None
     assert image_group(nodes(8), {"a": 4, "b": 4}) == 8
     assert image_group(nodes(16), {"a": 4, "b": 4}) is None
@@ -236,13 +236,13 @@ def test_merges_cost_what_they_read_and_write():
     assert slow.backward - fast.backward == pytest.approx(gradients / 1e9, rel=1e-6)
 
 
-def test_ranks_that_are_no_images_under_a_mask_are_refused_as_images():
+def test_ranks_that_no_images_under_mask_are_refused_as_images():
     window = Causal(window=40)
     with pytest.raises(UnsupportedError, match=r"under Causal\(40\) ranks are no images"):
         time_call(plans("tokens: ring=16", window)[:4], nodes())
 
 
-def test_sequences_with_documents_of_their_own_take_the_time_of_their_own_scores():
+def test_sequences_of_documents_take_the_time_of_their_scores():
     """Two rows packed differently: half of what each packing takes on both rows, together."""
     rows = ((512,), (128,) * 4)
 

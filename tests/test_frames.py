@@ -107,7 +107,7 @@ ALONE = [
 
 @pytest.mark.parametrize("kind", [np.array, pd.DataFrame])
 @pytest.mark.parametrize(("train", "test"), ALONE)
-def test_what_a_cell_means_does_not_depend_on_the_other_rows(train, test, kind):
+def test_what_cell_means_does_not_depend_on_the_other_rows(train, test, kind):
     numbers = Numbers(kind(np.array(train, dtype=object)[:, None]))
     rows = np.array(test, dtype=object)[:, None]
     alone = [numbers(kind(rows[i : i + 1])) for i in range(len(rows))]
@@ -188,7 +188,7 @@ def test_unknown_categories_are_warned_of_where_none_is_known(recwarn):
     numbers(pd.DataFrame({"x": [None, None]}))
 
 
-def test_cells_that_a_column_of_text_cannot_hold_are_warned_of():
+def test_cells_that_column_of_text_cannot_hold_are_warned_of():
     numbers = Numbers(pd.DataFrame({"x": ["1", "2"]}))
     with pytest.warns(
         UserWarning, match=r"'x': cells other than a number .* 1 of 2 cells \('two'\)"
@@ -268,7 +268,7 @@ def test_columns_that_tell_no_rows_apart_are_left_out():
     assert not plain.any()
 
 
-def test_members_see_a_wide_table_s_components_and_its_columns_in_turn():
+def test_members_alternate_between_components_and_columns_of_wide_tables():
     rng = np.random.default_rng(0)
     hidden = rng.normal(size=(60, 3))
     x = hidden @ rng.normal(size=(3, 40)) + 7
@@ -289,7 +289,7 @@ def test_members_see_a_wide_table_s_components_and_its_columns_in_turn():
     assert all(set(c) == set(range(40)) for c in narrow.deal(2, np.random.default_rng(0)))
 
 
-def test_normal_scores_do_not_see_how_far_out_a_value_is():
+def test_normal_scores_do_not_see_how_far_out_value_is():
     x = np.random.default_rng(0).normal(size=(40, 1))
     further = np.where(x == x.max(), 1e6, x)
     np.testing.assert_array_equal(

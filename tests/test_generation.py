@@ -214,7 +214,7 @@ def states(cache):
         ("nemotron_h", ("ring", "state_chain"), [43]),
     ],
 )
-def test_prompts_of_hybrids_are_split_and_every_rank_gets_the_last_states(family, line, lengths):
+def test_prompts_of_hybrids_split_and_every_rank_gets_last_states(family, line, lengths):
     layout = Layout.parse(line) if isinstance(line, str) else carried(*line)
     model, more = hybrid(family), draw(len(lengths), 16 * layout.world_size + 5)
     ids, mask = padded(lengths, max(lengths))
@@ -288,7 +288,7 @@ class Listener(hf.generation.streamers.BaseStreamer):
         self.heard.append("end")
 
 
-def test_streamers_and_stopping_criteria_see_what_they_see_on_one_device():
+def test_streamers_and_stopping_criteria_see_one_device_s_values():
     model = build("llama")
 
     def generate(mine):
@@ -340,7 +340,7 @@ def test_a_conversation_goes_on_with_one_cache():
         assert torch.equal(ids, want)
 
 
-def test_the_cache_that_older_checkpoints_name_is_left_to_the_model():
+def test_cache_that_older_checkpoints_name_is_left_to_the_model():
     model = build("qwen2")
     model.generation_config.cache_implementation = "hybrid"  # as Gemma's checkpoints have it
     assert_same(model, RING, draw())
@@ -356,7 +356,7 @@ def read(model, ids, cache):
         return model(input_ids=ids, past_key_values=cache).logits
 
 
-def test_position_ids_with_gaps_are_no_documents_where_keys_are_cached():
+def test_position_ids_with_gaps_no_documents_where_keys_are_cached():
     model, ids = build("llama"), draw(2, 80)
 
     def steps(mine):
@@ -375,7 +375,7 @@ def test_position_ids_with_gaps_are_no_documents_where_keys_are_cached():
         torch.testing.assert_close(logits, steps(model), rtol=0, atol=1e-11)
 
 
-def test_a_prefix_is_forked_cropped_moved_and_continues_as_a_cold_run(tmp_path):
+def test_prefix_is_forked_cropped_moved_and_continues_as_cold_run(tmp_path):
     model, prefix = build("qwen2"), draw(1, 90)
     ids = torch.cat([prefix, MORE], 1)
     want = model.generate(ids, **OPTIONS)
@@ -530,7 +530,7 @@ def test_memory_per_rank_is_a_share_and_a_block():
         assert each <= nbytes / 4 + block
 
 
-def test_masks_of_many_tokens_are_made_for_some_of_them_at_a_time(monkeypatch):
+def test_masks_of_many_tokens_are_made_in_pieces(monkeypatch):
     """Of all tokens of a long row and all keys there would be more numbers than memory."""
     model, most, own = build("llama"), [], held.TileView
     watched = lambda *args, mask=None, **kw: (  # noqa: E731

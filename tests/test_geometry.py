@@ -161,7 +161,7 @@ def all_need_the_same(group: list[Plan], which: str, side: Side) -> bool:
 
 @settings(max_examples=60, deadline=None)
 @given(plans())
-def test_a_group_decides_as_if_every_rank_were_asked_about_every_chunk(made):
+def test_a_group_decides_as_all_ranks_would(made):
     for which in ("forward", "backward"):
         for group in groups(made, getattr(made[0], which)):
             found = {getattr(plan, which).relayed for plan in group}
@@ -171,7 +171,7 @@ def test_a_group_decides_as_if_every_rank_were_asked_about_every_chunk(made):
 
 @settings(max_examples=30, deadline=None)
 @given(plans())
-def test_what_is_sent_is_what_is_received_and_holds_all_that_is_seen(made):
+def test_what_sent_what_received_and_holds_all_that_is_seen(made):
     by_coords = {tuple(plan.coords.values()): plan for plan in made}
     p = made[0].problem
     seen = seen_by(p.mask, 1, 1, p.n, p.m)[0, 0]
@@ -199,7 +199,7 @@ def test_what_is_sent_is_what_is_received_and_holds_all_that_is_seen(made):
 
 
 @pytest.mark.parametrize("line", ["ring=8", "tile=4x2", "ulysses=2 x ring=4"])
-def test_equal_documents_of_one_rank_each_are_relayed_and_nothing_moves(line):
+def test_equal_documents_of_one_rank_each_relayed_and_nothing_moves(line):
     layout = weft.Layout.parse(f"tokens: {line}")
     mask = weft.Documents((4,) * 16) & weft.Causal()
     problem = Problem(("tokens",), ((64, 64),), 1, 2, 2, 4, 4, torch.float32, "cpu", mask=mask)

@@ -52,7 +52,7 @@ def test_a_second_call_never_waits_for_the_gpu() -> None:
     assert "WRONG" not in "\n".join(host.run_sync(WHERE))
 
 
-def test_parts_of_a_packed_buffer_can_be_read_where_they_lie() -> None:
+def test_parts_of_packed_buffer_can_be_read_where_they_lie() -> None:
     """5 heads of 1,001 rows of bf16, behind lse and delta."""
     shapes = [((1, 5, 1001), torch.float32)] * 2 + [((1, 5, 1001, 64), torch.bfloat16)] * 2
     _, _, q, dout = buffers.unpack(buffers.buffer_for(shapes, "cuda"), shapes)

@@ -131,7 +131,7 @@ def test_flex_is_last_and_stays_below_its_limit_of_kinds() -> None:
     assert {case.how for case in cases} == {"alone", "part", "lse"}
 
 
-def test_the_report_of_a_cpu_says_that_no_gpu_ran_it() -> None:
+def test_the_report_of_cpu_says_that_no_gpu_ran_it() -> None:
     assert "**No GPU ran this.**" in command.heading("cpu")
     assert torch.__version__ in command.heading("cpu")
 

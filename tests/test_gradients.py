@@ -91,7 +91,7 @@ def test_ranks_have_gradients_of_other_parameters_and_rows(pool, case, three, fo
     assert pool.run(_of_processes, case) == [four] * 4
 
 
-def test_a_second_sum_is_refused_and_a_next_step_is_not():
+def test_second_sum_is_refused_and_a_next_step_is_not():
     def rank(layout):
         texts = []
         model = Three()
@@ -276,7 +276,7 @@ def _with_a_cache(rank: int, line: str) -> list[float]:
     return [gap.item() for gap in gaps]
 
 
-def test_a_cache_is_predicted_from_and_tuned_for_where_only_keys_are_split(pool):
+def test_cache_predicted_from_and_tuned_for_where_only_keys_split(pool):
     for gaps in pool.run(_with_a_cache, "batch: dp=2; rows: kv_parallel=2; features: local"):
         assert len(gaps) > 10
         assert max(gaps) < 1e-9
@@ -364,9 +364,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
-def test_every_way_trains_like_one_device_and_goes_on_from_its_checkpoint(
-    name, way, pool, tmp_path
-):
+def test_every_way_trains_like_one_device_and_resumes(name, way, pool, tmp_path):
     wanted = steps(Layout.single(), "sync", count=4)
     for found in pool.run(_three_ways, name, way, str(tmp_path)):
         assert found == pytest.approx(wanted[:6], rel=1e-10)
@@ -397,7 +395,7 @@ def _on_a_slice(rank):
     return norms
 
 
-def test_parameters_on_a_larger_mesh_than_the_layouts_have_one_norm(pool):
+def test_parameters_on_larger_mesh_than_the_layouts_have_one_norm(pool):
     for norms in pool.run(_on_a_slice):
         assert norms == pytest.approx(norms[:1] * 7, rel=1e-12)
 
@@ -546,7 +544,7 @@ def _other_shape(rank, way):
 
 
 @pytest.mark.parametrize("way", ["sync", "fsdp"])
-def test_shapes_that_differ_in_one_column_of_the_mesh_are_named_on_all_ranks(way, pool):
+def test_differing_shapes_are_named_on_all_ranks(way, pool):
     texts = pool.run(_other_shape, way)
     assert len({*texts}) == 1
     assert "parameter 0 along mesh dims ring must be the same" in texts[0]
@@ -564,7 +562,7 @@ def _other_call(rank):
     return str(refused.value)
 
 
-def test_a_sum_of_gradients_where_others_attend_is_refused_on_all(pool):
+def test_sum_of_gradients_where_others_attend_is_refused_on_all(pool):
     for text in pool.run(_other_call):
         assert "rank 2: a comparison of a model's parameters (sync_gradients" in text
         assert "rank 0, 1, 3: an attention call" in text
@@ -668,7 +666,7 @@ def _scaled(rank: int, unscale_first: bool) -> tuple[str, bool]:
     return "", bool(model.weight.isfinite().all())
 
 
-def test_a_scaler_that_unscales_before_the_sum_is_refused_and_after_it_is_right(pool):
+def test_scaler_that_unscales_before_sum_refused_and_after_it_right(pool):
     assert pool.run(_scaled, False) == [("", True)] * 4
     for message, _ in pool.run(_scaled, True):
         assert "call layout.sync_gradients(model) first, then unscale_" in message

@@ -72,7 +72,7 @@ def test_memory_is_state_and_gathered_weights_and_activations():
         assert row.nbytes == sum(row.memory.values())
 
 
-def test_bf16_states_are_tried_only_where_fp32_ones_do_not_fit():
+def test_bf16_states_tried_only_where_fp32_ones_do_not_fit():
     roomy = search(recompute=["layers"])
     assert {row.optimizer for row in roomy.rows()} == {"adamw-fp32"}
     least = min(row.nbytes for row in roomy.tried)

@@ -53,7 +53,7 @@ def test_config_of_no_known_decoder_is_refused_by_name(tmp_path, data, refused):
         HFModel.load(written(tmp_path, data))
 
 
-def test_name_that_is_no_path_is_refused_with_what_to_pass():
+def test_name_that_no_path_is_refused_with_what_to_pass():
     with pytest.raises(DeclarationError, match="pass the folder of a transformers model"):
         HFModel.load("meta-llama/Meta-Llama-3-8B")
 

@@ -358,3 +358,28 @@ def test_files_of_tests_are_named_after_modules():
     names = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
     other = {n for n in names - homes if not n.startswith(tuple(f"{room}_" for room in rooms))}
     assert other == {*OTHER_TESTS}
+
+
+def test_names_of_tests_have_at_most_ten_words():
+    names = [
+        node.name
+        for path in (ROOT / "tests").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert not [name for name in names if len(name.split("_")) > 11]
+
+
+def test_first_lines_of_docstrings_have_a_noun():
+    """None is a relative clause: "what it moves" is written "bytes that it moves"."""
+    clause = re.compile(
+        r"(What|Of which|Those|Which|By what|The one|Of the|How|Whether|Of)\b(?!.*\?)"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+        for path in SOURCES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
+        if clause.match(ast.get_docstring(node) or "")
+    ]
+    assert not found

@@ -287,7 +287,7 @@ def test_fixed_blocks_have_the_bits_of_their_sequences_alone(kind, low):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_surrogate_output_has_the_row_sums_of_the_true_one(dtype):
+def test_surrogate_output_has_the_row_sums_of_the_true_one(dtype):
     dout, out = torch.randn(2, 5, 64, 32, dtype=torch.float64).to(dtype).unbind(0)
     wide = accumulate_dtype(dtype)
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
@@ -307,7 +307,7 @@ def test_a_surrogate_output_has_the_row_sums_of_the_true_one(dtype):
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-6, 1e-12, 1e-21, 1e-30, 1e25])
-def test_a_surrogate_output_does_not_depend_on_the_scale_of_the_loss(size):
+def test_surrogate_output_does_not_depend_on_scale_of_the_loss(size):
     dout, out = torch.randn(2, 64, 32).unbind(0)
     delta = (dout * out).sum(-1)
     whole = surrogate_out(dout, delta)
@@ -318,7 +318,7 @@ def test_a_surrogate_output_does_not_depend_on_the_scale_of_the_loss(size):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_a_surrogate_output_is_the_same_to_the_last_bit_for_any_power_of_two(dtype):
+def test_surrogate_outputs_are_bitwise_equal_for_powers_of_two(dtype):
     dout, out = torch.randn(2, 64, 32, dtype=torch.float64).to(dtype).unbind(0)
     wide = accumulate_dtype(dtype)
     delta = (dout.to(wide) * out.to(wide)).sum(-1)
@@ -339,7 +339,7 @@ def test_rows_of_a_surrogate_output_do_not_meet():
 
 @pytest.mark.parametrize("size", [1e-21, 1e-30])
 @pytest.mark.parametrize("name", ["ring-4", "pass-q-4", "tile-2x2"])
-def test_gradients_of_a_small_loss_are_those_of_the_loss_made_small(name, size):
+def test_gradients_of_small_loss_are_those_of_loss_made_small(name, size):
     leaves, gout = torch.randn(3, 1, 2, 64, 16), torch.randn(1, 2, 64, 16)
 
     def gradients(layout, dtype, size):

@@ -207,7 +207,7 @@ def cudnn_stand_in(monkeypatch):
 @pytest.mark.parametrize("lse_grad", [False, True])
 @pytest.mark.parametrize("name", ["contiguous", "b n h d", "sliced", "transposed"])
 @pytest.mark.parametrize("queries", ["b n h d", "expanded batch", "expanded heads"])
-def test_cudnn_gets_outputs_and_gradients_in_the_strides_of_its_forward_pass(
+def test_cudnn_gets_tensors_in_its_forward_pass_s_strides(
     cudnn_stand_in, queries: str, name: str, lse_grad: bool
 ) -> None:
     """Its compiled graphs are kept by the strides of q, k and v alone."""
@@ -319,7 +319,7 @@ def test_generation_3_of_the_tag_283_is_called_as_declared(
     assert made.calls == {"forward": [1, 4], "backward": [1, 4]}
 
 
-def test_a_release_that_asks_for_more_is_passed_over_with_a_reason(install, monkeypatch) -> None:
+def test_release_that_asks_for_more_is_passed_over_with_reason(install, monkeypatch) -> None:
     """It loads, and would raise at the first call: found when it is loaded."""
     install(2, 3)
 
@@ -336,7 +336,7 @@ def test_a_release_that_asks_for_more_is_passed_over_with_a_reason(install, monk
         choose(request, "flash-attn")
 
 
-def test_generation_3_leaves_room_for_messages_and_follows_torch_in_determinism(install) -> None:
+def test_generation_3_follows_torch_in_determinism(install) -> None:
     install(3)
     made, kernel = sys.modules["flash_attn_interface"], named("flash-attn")
     q, k, v, dout = draw(4, 1, 2, 9, 16).unbind(0)
@@ -442,7 +442,7 @@ def test_every_release_is_loaded_with_the_signatures_it_has(install, release: st
 
 
 @pytest.mark.parametrize("error", [OSError, RuntimeError, TypeError, KeyError, SyntaxError])
-def test_a_package_that_does_not_load_is_passed_over_with_its_reason(
+def test_package_that_does_not_load_passed_over_with_its_reason(
     install, monkeypatch, error: type[Exception]
 ) -> None:
     """libcudart of another release, symbols that are not there, a CUTLASS that does not fit."""
@@ -464,7 +464,7 @@ def test_a_package_that_does_not_load_is_passed_over_with_its_reason(
         choose(request, "flash-attn")
 
 
-def test_a_triton_that_does_not_load_leaves_the_merge_to_torch(monkeypatch) -> None:
+def test_triton_that_does_not_load_leaves_the_merge_to_torch(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "weft.kernels.merge_triton", None)
     merging._fused.cache_clear()
     assert merging._fused() is None

@@ -89,7 +89,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.sample
-def test_a_rank_that_is_being_started_when_ctrl_c_comes_says_nothing(tmp_path):
+def test_rank_that_being_started_when_ctrl_c_comes_says_nothing(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_INTERRUPTED)
     done = subprocess.run(
@@ -200,7 +200,7 @@ def test_the_ending_that_others_follow_from_is_named(case):
     monitor.close()
 
 
-def test_last_words_that_no_thread_has_come_to_read_are_waited_for(monkeypatch):
+def test_unread_last_words_are_waited_for(monkeypatch):
     """As on a machine so busy that the launcher's threads run late."""
     read = LauncherMonitor._read
 
@@ -265,7 +265,7 @@ def test_a_program_that_srun_starts_builds_its_layout():
         assert out == f"{rank} [0.0, 1.0]\n", err
 
 
-def test_a_batch_script_and_an_interactive_shell_are_no_step_of_srun(monkeypatch):
+def test_batch_script_and_interactive_shell_are_no_step_of_srun(monkeypatch):
     """SLURM tells both the number of tasks that a step would have."""
     step = _of_step(0, 1, tasks=4)
     assert place.already_launched(step) == place.Place(0, 4, 0, "slurm")
@@ -354,7 +354,7 @@ for run in runs:
 
 
 @pytest.mark.sample
-def test_survivors_name_the_rank_that_was_killed_whoever_keeps_the_store(tmp_path):
+def test_survivors_name_rank_that_was_killed_whoever_keeps_the_store(tmp_path):
     """Also one that comes late, when the ranks that noticed have ended and the store with them."""
     runs = [(0, 9), (1, 2), (1, 0)]
     words = [f"{free_port()}:{victim}:{slow}" for victim, slow in runs]
@@ -367,7 +367,7 @@ def test_survivors_name_the_rank_that_was_killed_whoever_keeps_the_store(tmp_pat
             assert text.startswith(f"rank {victim} ended or did not answer"), (victim, slow, text)
 
 
-def test_who_keeps_the_store_is_named_where_nobody_can_tell_who_failed(monkeypatch):
+def test_who_keeps_store_named_where_nobody_can_tell_who_failed(monkeypatch):
     """As on another machine: the rank at the other end may have ended because of a third."""
 
     class Gone(ProcessTransport):

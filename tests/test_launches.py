@@ -32,7 +32,7 @@ DELTA = {
 
 
 @pytest.mark.parametrize("name", DELTA)
-def test_delta_is_made_where_a_kernel_reads_it_and_nowhere_else(monkeypatch, name: str) -> None:
+def test_delta_is_made_where_kernel_reads_it_and_nowhere_else(monkeypatch, name: str) -> None:
     """Flash kernels make it themselves: at a million tokens it is gigabytes of products."""
     line, mask, kernel, options, wanted = DELTA[name]
     made, real, attention = [], executor.row_sums, weft.attention
@@ -66,7 +66,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("ranks", [2, 8])
-def test_what_goes_to_all_ranks_is_one_copy_however_many_there_are(monkeypatch, ranks: int) -> None:
+def test_what_goes_to_all_ranks_one_copy_however_many_there(monkeypatch, ranks: int) -> None:
     layout = weft.Layout.parse(f"tokens: ulysses={ranks}")
     call = Call(("tokens",), weft.Full(), length=((16, 16),))
 
@@ -114,7 +114,7 @@ def test_q_k_and_v_move_in_one_exchange(monkeypatch, name: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(16, 16), (13, 7)])
-def test_tensors_of_two_dtypes_in_one_exchange_arrive_bit_by_bit(lengths) -> None:
+def test_tensors_of_two_dtypes_arrive_bit_by_bit(lengths) -> None:
     """An output in half precision takes its logsumexp with it."""
     layout = weft.Layout.parse("tokens: ulysses=2")
     call = Call(("tokens",), weft.Full(), length=(lengths,))

@@ -91,7 +91,7 @@ def test_a_bad_layout_is_refused_by_file_and_reason(data, reason):
 
 
 @pytest.mark.parametrize("name", catalog.names("layouts"))
-def test_shipped_layouts_load_say_what_they_are_and_attend_what_they_split(name):
+def test_shipped_layouts_load_and_attend_what_they_split(name):
     layout = Layout.load(name)
     assert layout.about
     assert set(layout.sharding) - {"heads", "batch"} <= {
@@ -101,13 +101,13 @@ def test_shipped_layouts_load_say_what_they_are_and_attend_what_they_split(name)
         assert set(layout.rules(axis)) == set(layout.mesh)
 
 
-def test_ranks_must_agree_on_the_rates_that_programs_are_planned_by():
+def test_ranks_must_agree_on_rates_that_programs_are_planned_by():
     rated = Layout.from_dict(_ring(rates={"bandwidth": 1e9}))
     assert rated.rates == {"bandwidth": 1e9}
     assert rated.digest != Layout.from_dict(RING).digest
 
 
-def test_a_byte_order_mark_before_a_layout_is_no_part_of_it(tmp_path):
+def test_byte_order_mark_before_layout_is_no_part_of_it(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(Layout.load("ring-2").to_toml(), encoding="utf-8-sig")
     assert Layout.load(path).mesh == {"ring": 2}
@@ -123,7 +123,7 @@ def test_a_file_of_ones_own_is_read_by_path(tmp_path):
         Layout.load(tmp_path / "none.toml")
 
 
-def test_paths_of_strategies_are_relative_to_the_file_that_names_them(tmp_path, monkeypatch):
+def test_paths_of_strategies_are_relative_to_file_that_names_them(tmp_path, monkeypatch):
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "mine.toml").write_text(
         (catalog.folder("strategies") / "ring.toml").read_text()
@@ -151,7 +151,7 @@ def test_one_size_may_be_what_the_world_leaves():
         Layout.from_dict(TILE).resolve(3)
 
 
-def test_an_axis_that_is_split_but_not_attended_is_refused_when_asked_for():
+def test_axis_that_split_but_not_attended_refused_when_asked_for():
     with pytest.raises(DeclarationError, match=r"'rows' is split over .* \[attend\] does not say"):
         Layout.from_dict(RING | {"shard": {"rows": ["ring"]}, "attend": {}}).rules("rows")
 
@@ -179,7 +179,7 @@ def _split(name: str, order: str) -> Layout:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", SPLITS)
-def test_shard_and_gather_are_inverse_and_positions_say_where_tokens_are(name, order):
+def test_shard_and_gather_inverse_and_positions_say_where_tokens_are(name, order):
     layout = _split(name, order)
     for n, m in ((12, 6), (7, 5), (3, 1)):
         whole = torch.randn(2, n, 3, m, dtype=torch.float64)
@@ -228,7 +228,7 @@ def test_a_mean_is_over_tokens_not_ranks_with_its_gradient(counts):
         torch.testing.assert_close(grad, weight.grad, rtol=1e-13, atol=1e-14)
 
 
-def test_gradients_are_summed_over_dims_that_split_data_and_not_over_heads_or_replicas():
+def test_gradients_are_summed_over_dims_that_split_data():
     layout = Layout.from_dict(
         {
             "mesh": {"tp": 2, "dp": 2, "copy": 2},
@@ -248,7 +248,7 @@ def test_gradients_are_summed_over_dims_that_split_data_and_not_over_heads_or_re
     assert run_threads(layout.mesh, rank, timeout=20) == [11.0] * 4 + [22.0] * 4
 
 
-def test_sums_over_an_axis_and_its_heads_have_their_transposes_as_gradients():
+def test_gradients_of_sums_over_axes_are_their_transposes():
     layout = Layout.from_dict(
         {"mesh": {"tp": 2, "s": 3}, "shard": {"heads": ["tp"], "tokens": ["s"]}}
     )
@@ -334,7 +334,7 @@ def carry(*strategies: str) -> dict:
     return {"carry": {"tokens": [{"strategy": s, "on": d} for s, d in zip(strategies, "ur")]}}
 
 
-def test_a_layout_that_says_nothing_carries_states_on_all_mesh_dims():
+def test_layout_that_says_nothing_carries_states_on_all_mesh_dims():
     silent, explicit = Layout.from_dict(USP), Layout.from_dict(USP | carry("state", "state"))
     for layout in (silent, explicit):
         assert layout.state_transport("tokens") == "auto"

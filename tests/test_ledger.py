@@ -38,7 +38,7 @@ def test_own_rows_are_near_and_in_order():
     assert max(burst.measured, burst.predicted) <= 2.5
 
 
-def test_context_parallel_steps_are_predicted_within_their_own_planner_s_error():
+def test_context_parallel_steps_predicted_within_their_own_planner_s_error():
     errors = groups()["simumax"].of("predict")
     assert len(errors) == 6
     assert max(map(abs, errors)) <= 0.09
@@ -63,7 +63,7 @@ def test_published_orders_are_right():
         assert heads.predicted > ring.predicted
 
 
-def test_every_published_row_is_in_a_set_or_says_why_not():
+def test_every_published_row_is_in_set_or_says_why_not():
     rows, sets, models = published.read()
     assert len(rows) == 191
     for row in rows:
@@ -77,7 +77,7 @@ def test_every_published_row_is_in_a_set_or_says_why_not():
 
 
 @pytest.mark.parametrize("name", published.read()[1])
-def test_a_set_fits_two_numbers_at_most_and_says_where_it_is_off(name):
+def test_a_set_fits_two_numbers_and_lists_its_errors(name):
     made, group = groups()[name], published.read()[1][name]
     assert len(group.free) <= 2
     assert len(group.free) <= len(made.of("calibrate"))

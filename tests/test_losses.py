@@ -224,7 +224,7 @@ def test_sums_of_documents_of_another_length_are_refused():
     "documents", [None, (11,), (3, 1, 2, 5), np.array([6, 5]), [1] * 11], ids=str
 )
 @pytest.mark.parametrize("by", [1, 2, 3, np.int64(4), 11, 30])
-def test_a_label_is_the_token_so_many_places_later_in_its_document(documents, by):
+def test_label_is_token_so_many_places_later_in_its_document(documents, by):
     lengths = [N] if documents is None else [int(n) for n in documents]
     ends = list(itertools.accumulate(lengths))
     end_of = [ends[next(i for i, e in enumerate(ends) if t < e)] for t in range(N)]
@@ -248,7 +248,7 @@ def test_labels_are_shifted_by_whole_documents_only():
 
 
 @pytest.mark.parametrize("vocab_dims", [(), ("ring",)], ids=["whole", "vocab-parallel"])
-def test_verl_5983_a_rank_whose_shard_is_all_padding_is_ordinary(vocab_dims):
+def test_verl_5983_rank_whose_shard_is_all_padding_is_ordinary(vocab_dims):
     """Its part is 0 of 0 tokens: the loss is the others', and its own gradients are 0, not NaN."""
     labels = LABELS.clone()
     labels[:, 3:] = -100
@@ -267,7 +267,7 @@ SEAMS = ("tokens: ring=2", "tokens(zigzag): ring=2", "tokens(striped): ring=3")
 
 
 @pytest.mark.parametrize("line", SEAMS)
-def test_mcore_bridge_173_a_document_s_last_token_does_not_predict_the_next_document(line):
+def test_mcore_bridge_173_last_tokens_predict_no_next_document(line):
     """Seams of documents within a rank's chunk, at the chunk's border, and beyond it."""
     documents = (3, 3, 1, 4)
     pairs = [(a, a + 1) for a in range(N - 1) if a + 1 not in itertools.accumulate(documents)]
@@ -285,7 +285,7 @@ def test_mcore_bridge_173_a_document_s_last_token_does_not_predict_the_next_docu
 
 @pytest.mark.parametrize("line", SEAMS)
 @pytest.mark.parametrize("by", [2, 3])
-def test_miles_2215_a_further_head_predicts_within_its_document_on_any_shard(line, by):
+def test_miles_2215_a_further_head_predicts_within_its_document(line, by):
     """Labels of multi-token prediction are made of full rows: no rank shifts its own chunk."""
     documents = (5, 2, 4)
     begins = (0, 5, 7)
@@ -328,7 +328,7 @@ def test_micro_batches_over_all_labels_add_up_to_one_mean(line):
     weft.on_threads(Layout.parse(line), rank)
 
 
-def test_without_any_label_the_mean_is_nan_and_the_sum_over_a_number_is_0():
+def test_without_any_label_mean_nan_and_sum_over_number_0():
     def rank(layout):
         hidden, labels = layout.shard(HIDDEN, TOKENS), layout.shard(LABELS * 0 - 100, TOKENS)
         assert cross_entropy(hidden, WEIGHT, labels, layout).isnan()
@@ -606,7 +606,7 @@ def _train_on_processes(rank: int, way: str | None) -> tuple[float, list]:
 
 
 @pytest.mark.parametrize("way", [None, "ddp", "fsdp"])
-def test_a_model_trains_as_on_one_process_whatever_sums_its_gradients(pool, way):
+def test_model_trains_as_on_one_process_whatever_sums_its_gradients(pool, way):
     wanted = _trained(SINGLE, None)
     for loss, weights in pool.run(_train_on_processes, way):
         assert math.isclose(loss, wanted[0], rel_tol=1e-11)
@@ -636,7 +636,7 @@ def _dtensors(rank: int, line: str, name: str) -> list:
     ("line", "name"),
     [("heads: tp=2; tokens: ring=2", "tp"), ("heads: tp=2; tokens: ring=2", "ring")],
 )
-def test_a_head_that_is_a_dtensor_says_how_it_is_cut(pool, line, name):
+def test_head_that_is_a_dtensor_says_how_it_is_cut(pool, line, name):
     wanted = _with_gradients(lambda h, w: _reference(h, w, LABELS), HIDDEN, WEIGHT)
     for found in pool.run(_dtensors, line, name):
         _same([torch.tensor(t, dtype=torch.float64) for t in found], wanted)
@@ -659,7 +659,7 @@ def test_the_guide_s_examples_run():
 
 
 @pytest.mark.parametrize("vocab_dims", [("col", "row"), ("row", "row")])
-def test_refuses_words_cut_in_another_order_than_that_of_the_ranks(vocab_dims):
+def test_refuses_words_cut_in_another_order_than_that_of_ranks(vocab_dims):
     def work(layout):
         hidden, labels = torch.zeros(1, 2, 4), torch.zeros(1, 2, dtype=torch.int64)
         with pytest.raises(DeclarationError, match="in the order of the ranks"):

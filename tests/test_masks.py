@@ -243,7 +243,7 @@ UNLIMITED = {
 
 
 @pytest.mark.parametrize("kernel", [None, "flex"])
-def test_a_window_that_no_axis_fills_is_no_limit_to_any_kernel(kernel):
+def test_window_that_no_axis_fills_no_limit_to_any_kernel(kernel):
     q = torch.randn(1, 2, 12, 8, dtype=torch.float64)
     for mask, plain in UNLIMITED.items():
         found, want = (
@@ -257,7 +257,7 @@ def test_a_window_that_no_axis_fills_is_no_limit_to_any_kernel(kernel):
     "line",
     ["tokens: ring=4", "tokens: pass_q=4", "tokens(zigzag): burst=4", "tokens: tile=2x2"],
 )
-def test_a_window_that_no_axis_fills_is_no_limit_on_any_layout(line):
+def test_window_that_no_axis_fills_no_limit_on_any_layout(line):
     q = torch.randn(1, 2, 12, 8, dtype=torch.float64)
     dims = {"tokens": 2}
 
@@ -353,7 +353,7 @@ INDEXED = {
     ["ring=2", "pass_q=2", "ulysses=2", "tile=2x2"],
     [None, "math", "flex"],
 )
-def test_indices_in_each_others_results_mean_what_flex_attention_takes_them_for(name, line, kernel):
+def test_nested_indices_mean_the_same_as_in_flex_attention(name, line, kernel):
     """8 heads and 8 tokens: a wrong broadcast would have a right shape."""
     layout = weft.Layout.parse(f"tokens: {line}")
     make = torch.Generator().manual_seed(0)

@@ -165,7 +165,7 @@ def _beside(rank: int) -> tuple[float, str]:
     return other.bound.timeout.total_seconds(), str(refused.value)
 
 
-def test_a_second_layout_waits_as_long_as_the_first_and_a_slice_binds_its_own(pool):
+def test_bindings_share_limits_and_slices_have_their_own(pool):
     for timeout, said in pool.run(_beside):
         assert timeout == 20
         assert "to a slice of the same mesh yourself" in said
@@ -176,7 +176,7 @@ def test_a_mean_of_whole_numbers_is_no_whole_number():
     assert weft.Layout.single().mean(right, 3) == pytest.approx(2 / 3)
 
 
-def test_a_kind_of_pass_that_ranks_never_agreed_on_is_settled_before_its_first_message():
+def test_new_kinds_of_passes_are_agreed_on_before_messages():
     """As where the CPU runs ahead of a GPU: a new shape or mask is where ranks differ.
 
     Once they agreed on one of the kind, a disagreement is raised when the next pass begins.
@@ -210,7 +210,7 @@ def test_a_kind_of_pass_that_ranks_never_agreed_on_is_settled_before_its_first_m
 
 
 @pytest.mark.parametrize("dim", ["row", "col"])
-def test_calls_that_differ_along_one_of_two_mesh_dims_are_refused_on_all(dim):
+def test_differences_along_one_mesh_dim_are_refused_on_all(dim):
     """Ranks vote along every mesh dim that the call moves something along."""
     layout = weft.Layout.parse("tokens: tile=2x2")
 
@@ -223,7 +223,7 @@ def test_calls_that_differ_along_one_of_two_mesh_dims_are_refused_on_all(dim):
     assert all(run_threads(dict(layout.mesh), rank, timeout=20))
 
 
-def test_a_pass_that_sends_nothing_is_agreed_on_when_it_ends():
+def test_pass_that_sends_nothing_is_agreed_on_when_it_ends():
     def rank(transport: Transport) -> str:
         digest = transport.rank
         alone = Channel(transport, ("ring",), digest, "a pass", lambda: f"its digest {digest}")

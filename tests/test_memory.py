@@ -109,7 +109,7 @@ def test_a_ring_holds_two_chunks_however_many_ranks_there_are(ranks):
         assert found.forward_bound == (3 if ranks > 2 else 2) * chunk(6)  # and its own, packed
 
 
-def test_the_declared_bound_of_a_ring_does_not_grow_with_its_ranks():
+def test_declared_bound_of_ring_does_not_grow_with_its_ranks():
     bounds = set()
     for ranks in (4, 16, 64):
         lengths = ((64 * ranks, 64 * ranks),)
@@ -155,7 +155,7 @@ def test_a_pass_that_moves_nothing_holds_nothing():
 
 @pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_executor_holds_as_many_chunks_as_the_program_replayed_says(name, monkeypatch):
+def test_executor_holds_as_many_chunks_as_the_program_replayed_says(name, monkeypatch):
     most: dict[tuple[int, bool], tuple[int, int]] = {}
     count = tile_run.TileRun._count
 
@@ -183,7 +183,7 @@ def test_a_program_that_gathers_exceeds_the_bound_of_a_ring():
     assert gather.backward > ring.backward_bound
 
 
-def test_chunks_that_are_never_dropped_exceed_the_bound_of_a_ring(monkeypatch):
+def test_chunks_that_are_never_dropped_exceed_the_bound_of_ring(monkeypatch):
     layout = Layout.parse("tokens: ring=8")
     kept = property(lambda tile: tuple(() for _ in tile.program.steps))
     monkeypatch.setattr(Pass, "drops", kept)
@@ -277,7 +277,7 @@ def test_all_memory_that_is_alive_is_counted_and_nothing_else(name, mask, monkey
     assert max(witness.moments) == max(max(p.forward, p.backward) for p in found) > 0
 
 
-def test_the_witness_sees_a_buffer_that_is_kept_after_it_was_sent(monkeypatch):
+def test_witness_sees_buffer_that_is_kept_after_it_was_sent(monkeypatch):
     Witness(monkeypatch)
     packed, kept = tile_run.TileRun._packed, []
 

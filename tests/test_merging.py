@@ -32,7 +32,7 @@ def test_weights_of_parts_are_as_exact_where_logits_are_large(merge):
 
 
 @pytest.mark.parametrize("merge", [accumulated, merge_softmax])
-def test_rows_that_no_part_sees_are_zero_and_others_those_of_the_part_that_sees(merge):
+def test_merged_rows_are_zero_or_of_the_seeing_part(merge):
     outs, lses = torch.randn(2, 1, 1, 4, 3), torch.randn(2, 1, 1, 4)
     lses[0, ..., :2] = lses[1, ..., 1:3] = float("-inf")  # only 1; neither; only 0; both
     outs = outs.masked_fill(lses.isneginf().unsqueeze(-1), 0.0)

@@ -38,7 +38,7 @@ def planned(rows: int, columns: int, **options) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_resharding_wins_most_where_attention_is_too_short_to_hide_messages(apart):
+def test_resharding_wins_most_where_attention_too_short_to_hide_messages(apart):
     """Rings hide keys and values behind long rows; then only their merges are to be saved."""
 
     def gain(choices: list[tuple]) -> float:
@@ -109,7 +109,7 @@ def run(*words: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_command_plans_a_table_model_and_writes_a_layout_that_runs(tmp_path, apart):
+def test_the_command_plans_table_model_and_writes_layout_that_runs(tmp_path, apart):
     path = str(tmp_path / "plan.toml")
     said = apart(
         run, "plan", "tabular", "--length", "rows=300,features=5", "--devices", "4",
@@ -121,7 +121,7 @@ def test_the_command_plans_a_table_model_and_writes_a_layout_that_runs(tmp_path,
     assert "proven" in run("check", path, "--symbolic", "--length", "rows=40,features=9")
 
 
-def test_the_command_writes_a_file_per_layout_where_blocks_have_their_own(tmp_path, apart):
+def test_command_writes_file_per_layout_where_blocks_have_their_own(tmp_path, apart):
     model = tmp_path / "grid.toml"
     model.write_text(
         'axes = ["batch", "rows", "columns", "embed"]\nsizes = { embed = 64, heads = 4 }\n'

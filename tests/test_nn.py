@@ -86,7 +86,7 @@ def _run(name: str, layout: Layout, example=None):
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_a_model_computes_the_same_on_a_layout_as_on_one_device(name, layout):
+def test_model_computes_the_same_on_layout_as_on_one_device(name, layout):
     _check_same(name, _layout(layout))
 
 
@@ -128,7 +128,7 @@ def spec_heads(weight: torch.Tensor, model: nn.Module) -> int:
     return weight.shape[0] // (sizes.embed // sizes.heads)
 
 
-def test_attention_of_rows_among_themselves_is_refused_where_queries_lie_whole():
+def test_attention_of_rows_among_themselves_refused_where_queries_lie_whole():
     layout = {"mesh": {"kv": 2}, "replicate": ["kv"]}
     layout |= {"attend": {"rows": [{"strategy": "kv_parallel", "on": "kv"}]}}
 
@@ -140,7 +140,7 @@ def test_attention_of_rows_among_themselves_is_refused_where_queries_lie_whole()
 
 
 @pytest.mark.parametrize("features", ["local", "ring=2"])
-def test_a_loss_of_gathered_logits_counts_once_where_ranks_split_features(features):
+def test_loss_of_gathered_logits_counts_once_where_ranks_split_features(features):
     cells, given, dims, out_dims = _example("table")
     classes = cells[:, 8:, -1].long().flatten()
 
@@ -273,7 +273,7 @@ def test_attention_and_its_gradients_are_the_same_on_a_layout(layout, options, c
         ("rows: ring=2 x shared_context=2", ("rows", "features")),
     ],
 )
-def test_rotary_keys_may_be_whole_over_one_mesh_dim_and_split_over_another(line, axis):
+def test_rotary_keys_may_be_replicated_and_split(line, axis):
     x, weights = _drawn(2, 7, 3, 16), _drawn(2, 7, 3, 16, seed=1)
     context, dims = _drawn(2, 5, 3, 16, seed=2), {"rows": 1, "features": 2}
 
@@ -317,7 +317,7 @@ def test_rejects_tensors_with_other_axes_and_missing_contexts():
 
 
 @pytest.mark.parametrize("given_to", ["module", "forward"])
-def test_a_mask_of_the_module_or_of_the_call_is_honoured(given_to):
+def test_mask_of_the_module_or_of_the_call_is_honoured(given_to):
     mask = weft.FirstKeys(3)
     at_rest, in_call = (mask, None) if given_to == "module" else (None, mask)
     module = MultiAxisAttention(16, 2, axis=1, axes=GRID, mask=at_rest, dtype=torch.float64)
@@ -533,7 +533,7 @@ def test_columns_are_standardised_before_they_are_rounded(dtype):
         ({"rope": True}, "rope"),
     ],
 )
-def test_kept_keys_are_attended_by_calls_that_say_where_they_are(options, what):
+def test_kept_keys_attended_by_calls_that_say_where_they_are(options, what):
     attend, z = MultiAxisAttention(16, 2, axis="tokens", **options), torch.randn(1, 5, 16)
     k, v = attend.keys_values(z)
     with pytest.raises(DeclarationError, match=f"this attention has .*{what}"):
@@ -544,7 +544,7 @@ def test_kept_keys_are_attended_by_calls_that_say_where_they_are(options, what):
 
 
 @pytest.mark.parametrize("line", [None, "tokens(zigzag): ring=2", "tokens: ulysses=2"])
-def test_later_queries_attend_to_kept_keys_under_a_mask_and_rope(line):
+def test_later_queries_attend_to_kept_keys_under_mask_and_rope(line):
     """Eight tokens, then five: keys of both, and of queries of the five alone."""
     x, lengths, first = torch.randn(2, 13, 16).double(), {"tokens": 13}, {"tokens": 8}
 

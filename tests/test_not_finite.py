@@ -56,7 +56,7 @@ def one_kind(lse):
 )
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("side", ["q", "k", "v"])
-def test_rows_are_what_one_device_makes_of_the_keys_they_see(side, bad, line, kernel):
+def test_rows_are_what_one_device_makes_of_keys_they_see(side, bad, line, kernel):
     make = torch.Generator().manual_seed(5)
     for n, at in ((3, 1), (8, 0)):
         q, k, v = torch.randn(3, 1, 2, n, 4, dtype=torch.float64, generator=make).unbind(0)

@@ -189,7 +189,7 @@ def test_odd_names_in_a_run_reach_no_file_elsewhere(kind, name, run):
     assert untouched(elsewhere)
 
 
-def test_a_step_that_is_a_link_is_neither_written_nor_read(run):
+def test_step_that_is_a_link_is_neither_written_nor_read(run):
     checkpoints, model, elsewhere = run
     (checkpoints.folder / "step-000002").symlink_to(elsewhere)
     with pytest.raises(CheckpointError, match=r"step-000002 cannot be made: it is a link"):

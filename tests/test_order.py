@@ -36,7 +36,7 @@ def _nested_chunks(x: torch.Tensor, parts: tuple[int, ...]) -> list[torch.Tensor
 
 
 @pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_chunks_have_the_sizes_of_torch_chunk_nested_as_dtensor_nests(parts):
+def test_chunks_have_sizes_of_torch_chunk_nested_as_dtensor_nests(parts):
     for length in LENGTHS:
         chunks = _nested_chunks(torch.arange(length), parts)
         assert list(shard_sizes(length, parts)) == [len(c) for c in chunks]
@@ -46,7 +46,7 @@ def test_chunks_have_the_sizes_of_torch_chunk_nested_as_dtensor_nests(parts):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("parts", PARTS, ids=str)
-def test_every_order_places_every_token_once_in_chunks_of_the_same_sizes(order, parts):
+def test_every_order_places_every_token_once(order, parts):
     for length in LENGTHS:
         spans = shard_spans(length, parts, order)
         assert [count(s) for s in spans] == list(shard_sizes(length, parts))
@@ -86,7 +86,7 @@ def test_spans_join_and_cut_without_changing_positions():
             assert torch.equal(positions(cut_spans(spans, low, high)), whole[low:high])
 
 
-def test_positions_of_a_product_of_axes_are_the_outer_axis_major():
+def test_positions_of_product_of_axes_are_the_outer_axis_major():
     for (n, m), parts, orders in itertools.product(
         [(4, 3), (5, 7), (6, 1)], [(2, 1), (1, 2), (2, 3)], itertools.product(ORDERS, repeat=2)
     ):
@@ -103,7 +103,7 @@ def test_more_chunks_than_tokens_leave_empty_ones_at_the_end():
     assert [count(s) for s in shard_spans(2, (2, 2), "zigzag")] == [1, 0, 1, 0]
 
 
-def test_positions_brought_together_ascend_in_as_few_spans_as_there_are_progressions():
+def test_positions_brought_together_ascend_in_as_few_spans_as_progressions():
     for length, parts, order in itertools.product((24, 25, 37), PARTS, ORDERS):
         chunks = shard_spans(length, parts, order)
         for some in itertools.islice(itertools.combinations(chunks, 2), 10):

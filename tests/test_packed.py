@@ -53,7 +53,7 @@ def _rectangles(calls) -> list[tuple]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_group_is_of_one_kind_and_shares_no_row_or_column(seed):
+def test_group_of_one_kind_and_shares_no_row_or_column(seed):
     draw = random.Random(seed)
     for _ in range(30):
         calls = _random_calls(draw)

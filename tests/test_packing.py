@@ -142,7 +142,7 @@ def made(monkeypatch):
     return found
 
 
-def test_a_ring_receives_into_two_buffers_however_many_ranks_there_are(made):
+def test_ring_receives_into_two_buffers_however_many_ranks_there_are(made):
     layout = weft.Layout.parse("tokens: ring=8")
     q = torch.randn(1, 2, 64, 8)
 
@@ -176,7 +176,7 @@ def test_a_buffer_is_kept_for_the_next_step_only():
     assert not buffers.kept()
 
 
-def test_a_buffer_of_which_a_part_is_on_its_way_out_is_not_taken_again():
+def test_a_buffer_in_flight_is_not_reused():
     """Queries of one sequence and head are packed without a copy: some rows of what came."""
     whole, rows = ((1, 1, 8, 4), torch.float32), slice(2, 6)
     buffers = Buffers(torch.device("cpu"), [[[whole]]] * 3)

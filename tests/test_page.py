@@ -33,7 +33,7 @@ def call(mask=None, tokens: int = 4096) -> Problem:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_bytes_and_the_last_event_are_those_of_plan_and_clock(line):
+def test_bytes_and_last_event_are_those_of_plan_and_clock(line):
     layout, problem = Layout.parse(line), call()
     data = layout_data(layout, problem, H100)
     planned = layout.plan(

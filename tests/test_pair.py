@@ -133,7 +133,7 @@ def test_a_rank_keeps_its_share_for_the_backward_pass(ranks):
     assert most <= 1.3 * kept(Layout.single()) / ranks
 
 
-def test_what_is_no_square_and_what_ranks_do_not_share_is_refused_on_all():
+def test_pair_tensors_that_are_no_squares_are_refused_on_all():
     def rank(layout: Layout) -> None:
         triangle = TriangleMultiplication(4, "outgoing", layout=layout)
         attend = TriangleAttention(4, 2, axis="rows", layout=layout)
@@ -150,7 +150,7 @@ def test_what_is_no_square_and_what_ranks_do_not_share_is_refused_on_all():
 
 @pytest.mark.parametrize("line", ["rows: ring=2", "columns: pass_q=2", RANKS[4]])
 @pytest.mark.parametrize("wrong", ["rows", "samples", "width", "dims", "dtype"])
-def test_a_single_that_is_wrong_on_one_rank_is_refused_on_all(wrong, line):
+def test_single_that_wrong_on_one_rank_is_refused_on_all(wrong, line):
     def rank(layout: Layout) -> None:
         attend = PairBiasedAttention(8, 2, pair_dim=4, layout=layout)
         pair = layout.shard(torch.zeros(1, 4, 4, 4), PAIR)

@@ -12,7 +12,7 @@ from weft import DeclarationError, Layout
 
 
 @pytest.mark.parametrize("name", papers.setups())
-def test_a_set_up_lists_what_it_assumes_and_layouts_of_its_ranks(name):
+def test_a_set_up_lists_its_assumptions_and_layouts(name):
     declared = papers.setup(name)
     assert len(declared["assumed"]) >= 4
     for point in declared["point"]:
@@ -36,7 +36,7 @@ def first(name: str) -> tuple[dict, papers.Point]:
         for n in papers.setups()
     ],
 )
-def test_a_tile_is_quicker_than_a_ring_and_a_mix_than_both(name):
+def test_tile_is_quicker_than_ring_and_a_mix_than_both(name):
     _, point = first(name)
     assert point.speedup("ring") == 1
     assert point.speedup("mix") >= point.speedup("heads") > 1

@@ -83,7 +83,7 @@ def test_a_table_model_is_restored(kind: str):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_transformers_model_is_known_in_adapters_and_by_its_own_class():
+def test_transformers_model_known_in_adapters_and_by_its_own_class():
     peft = pytest.importorskip("peft")
     layout = Layout.parse("tokens: ring=2")
 
@@ -109,7 +109,7 @@ def attend(layout: Layout) -> nn.Module:
     return weft.MultiAxisAttention(8, 2, axis="rows", axes=("batch", "rows", "e"), layout=layout)
 
 
-def test_a_model_of_weft_s_own_is_on_its_layout_already():
+def test_model_of_weft_s_own_is_on_its_layout_already():
     def work(layout: Layout) -> None:
         own = nn.Sequential(attend(layout))
         with pytest.warns(UserWarning, match=r"weft\.data_parallel"):

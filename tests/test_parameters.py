@@ -113,11 +113,11 @@ def _load(rank: int) -> None:
         model.load_state_dict(state)
 
 
-def test_weights_of_one_device_are_loaded_on_ranks_that_split_heads(pool):
+def test_weights_of_one_device_loaded_on_ranks_that_split_heads(pool):
     pool.run(_load)
 
 
-def test_weights_of_one_device_are_loaded_on_threads_that_split_heads():
+def test_weights_of_one_device_loaded_on_threads_that_split_heads():
     other = _model(Layout.single(), seed=9)
     wanted = _loss(other, Layout.single()).item()
 

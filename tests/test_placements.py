@@ -36,7 +36,7 @@ def test_a_word_is_a_placement_and_shows_as_itself(word):
 
 @pytest.mark.parametrize("first", WORDS)
 @pytest.mark.parametrize("last", WORDS)
-def test_an_arrow_goes_from_rest_to_compute_and_for_outputs_back(first, last):
+def test_arrow_goes_from_rest_to_compute_and_for_outputs_back(first, last):
     assert parse_arrow(f"{first} -> {last}") == Arrow(WORDS[first], WORDS[last])
     assert parse_arrow(f" {first}->{last} ", reverse=True) == Arrow(WORDS[last], WORDS[first])
 
@@ -70,7 +70,7 @@ def test_softmax_partial_is_one_value():
     assert SoftmaxPartial().is_partial()
 
 
-def test_parts_of_attention_merge_to_the_whole_and_unseen_rows_stay_empty():
+def test_partial_outputs_merge_and_unseen_rows_stay_empty():
     q, k, v = torch.randn(3, 2, 3, 8, 4, dtype=torch.float64).unbind(0)
     parts = [attention(q, k[:, :, a:b], v[:, :, a:b]) for a, b in ((0, 3), (3, 4), (4, 8), (0, 0))]
     out, lse = merge_softmax(*(torch.stack(side) for side in zip(*parts)))

@@ -122,7 +122,7 @@ def assert_predicted(name: str | Layout, asked: Problem) -> None:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal", "padding"])
-def test_where_the_mesh_does_not_divide_the_batch_each_rank_runs_what_is_planned(mask, monkeypatch):
+def test_ranks_with_uneven_batches_run_what_is_planned(mask, monkeypatch):
     """Two sequences on ranks 0 to 3, one on the others, which is a small block to gather."""
     layout = Layout.from_dict(
         {
@@ -260,7 +260,7 @@ def test_the_picture_colours_exactly_what_is_visible(name: str, axis: str, mask:
     assert sorted(rank for ranks in groups for rank in ranks) == list(everyone)
 
 
-def test_rows_of_a_ring_belong_to_the_rank_that_holds_them():
+def test_rows_of_ring_belong_to_the_rank_that_holds_them():
     asked = problem("tokens", MASKS["causal"])
     drawn, _ = score_matrix.owners(plans("ring-zigzag-4", asked))
     for rank, plan in enumerate(plans("ring-zigzag-4", asked)):
@@ -391,7 +391,7 @@ def test_a_transfer_is_drawn_where_its_chunk_is_used():
             assert drawn == {f"{payload} {other}" for other in range(rank)}
 
 
-def test_a_chrome_trace_has_a_process_per_rank_and_a_thread_per_lane(tmp_path):
+def test_chrome_trace_has_process_per_rank_and_thread_per_lane(tmp_path):
     from_plans(plans("tile-2x2", problem("tokens"))).chrome(tmp_path / "trace.json")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     lanes = {e["args"]["name"] for e in events if e["name"] == "thread_name"}

@@ -153,7 +153,7 @@ def test_the_promise_holds_where_scores_are_large(line, dtype, spread):
 
 
 @pytest.mark.parametrize(("dtype", "spread"), [(torch.float16, 50), (torch.bfloat16, 100)])
-def test_gradients_of_peaked_rows_are_off_by_no_more_without_the_output_than_with_it(dtype, spread):
+def test_surrogate_outputs_keep_the_error_of_peaked_rows(dtype, spread):
     """Where all weight is on one key a gradient is what is left of two equal numbers."""
 
     def gradients(line: str, seed: int) -> torch.Tensor:

@@ -65,7 +65,7 @@ class Shaped(torch.Tensor):
         return private.wrapper(cls, args[0].shape, args[0])
 
 
-def test_a_tensor_without_numbers_is_copied_and_added_by_known_operators():
+def test_tensor_without_numbers_is_copied_and_added_by_known_operators():
     x = private.wrapper(Shaped, (2, 3), torch.zeros((), dtype=torch.float64))
     assert (x.shape, x.dtype, x.device.type) == ((2, 3), torch.float64, "cpu")
     Shaped.seen.clear()
@@ -76,7 +76,7 @@ def test_a_tensor_without_numbers_is_copied_and_added_by_known_operators():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_cpu_flash_kernel_gives_output_and_logsumexp_and_takes_global_ones_back(dtype):
+def test_the_cpu_flash_kernel_takes_global_outputs_back(dtype):
     q, k, v, dout = torch.randn(4, 2, 4, 6, 8, dtype=dtype).unbind(0)
     k, v = k[:, :2], v[:, :2]
     out, lse = private.cpu_flash_forward(q, k, v, 0.0, True, attn_mask=None, scale=0.5)
@@ -94,7 +94,7 @@ def test_the_cpu_flash_kernel_gives_output_and_logsumexp_and_takes_global_ones_b
         torch.testing.assert_close(lse, wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_the_cpu_flash_kernel_reports_zero_for_rows_that_see_nothing():
+def test_cpu_flash_kernel_reports_zero_for_rows_that_see_nothing():
     """Why `CpuFlash` sets those rows itself; if this ever fails, that code can go."""
     q = torch.randn(1, 1, 2, 4)
     mask = torch.tensor([[float("-inf")] * 2, [0.0] * 2])
@@ -279,7 +279,7 @@ def test_constants_in_graphs_are_marked_as_torch_marks_them():
     assert vars(ours)
 
 
-def test_a_method_is_constant_in_graphs_and_the_id_of_its_object_a_guard():
+def test_method_constant_in_graphs_and_id_of_its_object_guard():
     """The object need not be a constant to torch: 2.11 refuses one as an argument."""
 
     @dataclass(frozen=True)
@@ -383,7 +383,7 @@ def test_reentrant_checkpoints_are_found_while_their_forward_passes_run():
     assert private.reentrant_checkpoints() == []
 
 
-def test_a_reentrant_checkpoint_reads_its_inputs_where_modes_see_it_before_its_block_runs():
+def test_reentrant_checkpoints_are_seen_before_their_block_runs():
     class Swaps(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):
             if func == private.read_by_checkpoints:
@@ -406,7 +406,7 @@ def test_operators_are_told_by_their_names():
 
 
 @pytest.mark.filterwarnings("ignore:TF32")  # torch's own, of `flags`
-def test_inference_multiplies_as_torch_does_and_by_onednn_where_that_is_faster(monkeypatch):
+def test_inference_multiplies_by_onednn_where_that_is_faster(monkeypatch):
     torch.manual_seed(0)
     product, taken = private._onednn_linear(), []
 

@@ -348,7 +348,7 @@ def _other_layout(rank: int) -> str:
     return "not refused"
 
 
-def test_a_layout_that_differs_between_ranks_is_refused_on_every_rank(pool):
+def test_layout_that_differs_between_ranks_is_refused_on_every_rank(pool):
     for text in pool.run(_other_layout):
         assert text.startswith("the layout must be the same on every rank, but:\n  rank 0, 1, 3: {")
         assert "\n  rank 2: {" in text
@@ -362,7 +362,7 @@ def _wrong_size(rank: int) -> str:
     return "not refused"
 
 
-def test_a_mesh_that_is_not_the_world_is_refused_on_every_rank(pool):
+def test_mesh_that_is_not_world_is_refused_on_every_rank(pool):
     for text in pool.run(_wrong_size):
         assert "has 2 ranks, but there are 4; start 2 ranks or set one mesh size to -1" in text
 
@@ -393,7 +393,7 @@ def _attend_until_it_fails(rank: int, victim: int, how: str, limit: float) -> tu
 
 
 @pytest.mark.parametrize("how", ["killed", pytest.param("silent", marks=pytest.mark.sample)])
-def test_a_rank_that_is_gone_is_named_by_the_others_within_the_limit(how):
+def test_rank_that_is_gone_is_named_by_others_within_limit(how):
     """And not after as long as the program's own groups wait, which is a minute here."""
     victim, limit = 2, 4.0
     with Pool(4) as group:
@@ -410,7 +410,7 @@ def test_a_rank_that_is_gone_is_named_by_the_others_within_the_limit(how):
         assert seconds < 30
 
 
-def test_the_pool_kills_what_hangs_and_shows_the_end_of_standard_error():
+def test_pool_kills_what_hangs_and_shows_end_of_standard_error():
     with Pool(1) as group, pytest.raises(AssertionError, match=r"(?s)did not answer in time.*last"):
         group.run(_hang, timeout=1.0)
 
@@ -440,7 +440,7 @@ def _nothing_sent(rank: int) -> float:
     return took
 
 
-def test_a_message_is_waited_for_as_long_as_the_binding_says(pool):
+def test_message_is_waited_for_as_long_as_the_binding_says(pool):
     """And not as long as the program's own groups wait, which is a minute here."""
     assert all(took < 15 for took in pool.run(_nothing_sent))
 

@@ -65,7 +65,7 @@ def _arrived(end: dict, payload: Payload) -> dict[int, int]:
 
 
 @pytest.mark.parametrize(("q_sizes", "kv_sizes"), PAIRS, ids=str)
-def test_blocks_are_computed_once_after_their_chunks_arrived_in_earlier_steps(q_sizes, kv_sizes):
+def test_blocks_computed_once_after_their_chunks_arrived_in_earlier_steps(q_sizes, kv_sizes):
     a, b = math.prod(q_sizes), math.prod(kv_sizes)
     for program, *_ in _programs(q_sizes, kv_sizes):
         assert (program.a, program.b) == (a, b)
@@ -115,7 +115,7 @@ def _coords(dims: tuple[MovingDim, ...], number: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("q_sizes", "kv_sizes"), PAIRS, ids=str)
-def test_chunks_come_from_where_they_are_and_results_go_home_once(q_sizes, kv_sizes):
+def test_chunks_come_from_where_they_and_results_go_home_once(q_sizes, kv_sizes):
     for program, both, backward in _programs(q_sizes, kv_sizes):
         begin, end = _times(program)
         back = (Payload.DQ, Payload.DKV) if backward else (Payload.OUT,)
@@ -150,7 +150,7 @@ def _complete_before(program, begin, end, t) -> None:
             assert end[other] < begin[t]
 
 
-def test_a_ring_computes_while_the_next_chunk_travels_and_a_gather_computes_at_once():
+def test_a_ring_computes_while_chunks_travel_a_gather_at_once():
     ring = schedule(((), (MovingDim("r", 4, "ring"),)), Costs(), False)
     assert [len(step.blocks) for step in ring.steps] == [1] * 4
     assert all(t.ring_offset == 1 for t in ring.transfers)
@@ -159,7 +159,7 @@ def test_a_ring_computes_while_the_next_chunk_travels_and_a_gather_computes_at_o
     assert [t.ring_offset for t in gather.transfers] == [1, 2, 3]
 
 
-def test_an_outer_ring_prefetches_during_the_whole_turn_of_the_inner_one():
+def test_outer_ring_prefetches_during_whole_turn_of_the_inner_one():
     dims = (MovingDim("inter", 2, "ring"), MovingDim("intra", 4, "ring"))
     level = [
         {"name": "node", "ranks": 4, "rate": 1.0},
@@ -175,7 +175,7 @@ def test_an_outer_ring_prefetches_during_the_whole_turn_of_the_inner_one():
     assert [t.mesh_dim for t in program.transfers].count("inter") == 1
 
 
-def test_a_square_tile_begins_to_return_rows_before_the_last_chunk_is_computed():
+def test_square_tile_begins_to_return_rows_before_last_chunk_computed():
     sides = ((MovingDim("c", 3, "ring"),), (MovingDim("r", 3, "ring"),))
     program = schedule(sides, Costs(), False)
     begin, _ = _times(program)

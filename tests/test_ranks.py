@@ -32,7 +32,7 @@ def moving(layout: Layout, asked: Problem, rank: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("n", [64, 37])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize(("name", "axis"), DENSE)
-def test_ranks_that_are_read_speak_for_all_that_they_are_said_to(name, axis, mask, n):
+def test_ranks_that_read_speak_for_all_that_they_said_to(name, axis, mask, n):
     layout = Layout.load(name)
     if -1 in layout.mesh.values():
         layout = layout.resolve(2 * math.prod(s for s in layout.mesh.values() if s != -1))
@@ -65,7 +65,7 @@ def test_of_many_ranks_a_few_are_read_at_all_coordinates(line):
     assert f"{len(read.ranks)} of 256 ranks, spread over the mesh" in str(read)
 
 
-def test_without_a_mask_one_rank_speaks_for_all_where_shares_are_equal():
+def test_without_mask_one_rank_speaks_for_all_where_shares_equal():
     assert asked_of("ring=4096", weft.Full()).ranks == (0,)
     assert asked_of("ring=64", weft.Full(), n=4097).ranks == tuple(range(64))
 

@@ -129,7 +129,7 @@ def made_up(
 # -- what is measured -----------------------------------------------------------------------------
 
 
-def test_small_messages_are_not_priced_by_the_slope_of_large_ones():
+def test_small_messages_are_not_priced_by_slope_of_large_ones():
     """Seconds of messages between processes of one machine; one line fits each within a fifth."""
     seconds = {18: 0.46e-3, 20: 1.05e-3, 22: 3.78e-3, 24: 12.4e-3, 26: 45.1e-3}
     samples = {1 << k: Sample(each, each, each) for k, each in seconds.items()}
@@ -140,7 +140,7 @@ def test_small_messages_are_not_priced_by_the_slope_of_large_ones():
         assert link.latency + n / link.bandwidth == pytest.approx(sample.median, rel=0.2)
 
 
-def test_sizes_quicker_than_the_small_one_do_not_make_a_rate_negative():
+def test_sizes_quicker_than_small_one_do_not_make_rate_negative():
     """Seen on a machine whose small messages another job held up."""
     small, large, middle = (Sample(x, x, x) for x in (20e-3, 21e-3, 20.9e-3))
     others = {1 << k: Sample(x, x, x) for k, x in ((18, 1e-3), (20, 4e-3))}
@@ -188,7 +188,7 @@ def test_a_latency_is_that_of_a_level_where_they_differ(clock):
     assert "level" not in alike.rates
 
 
-def test_plans_take_the_latency_of_the_level_that_a_transfer_crosses():
+def test_plans_take_the_latency_of_the_level_that_transfer_crosses():
     declared = Layout.parse("tokens: hierarchical=2x2").declaration
     ends = {}
     for latency in (1e-6, 1e-2):
@@ -203,7 +203,7 @@ def test_plans_take_the_latency_of_the_level_that_a_transfer_crosses():
 
 
 @pytest.mark.slow
-def test_on_a_real_clock_a_slow_link_is_not_measured_faster_than_it_is(monkeypatch):
+def test_on_real_clock_slow_link_not_measured_faster_than_it(monkeypatch):
     """Nor slower than the whole measurement; how well lines are fitted, the made-up clock shows."""
     monkeypatch.setattr(measure, "SMALL_REPEATS", 5)
     monkeypatch.setattr(measure, "SMALL_RUN", 2)
@@ -252,7 +252,7 @@ class StreamEvent:
         return other.at - self.at
 
 
-def test_on_cuda_events_are_the_clock_and_the_cpu_waits_once(monkeypatch):
+def test_on_cuda_events_are_clock_and_the_cpu_waits_once(monkeypatch):
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "Event", stream.event)
     monkeypatch.setattr(torch.cuda, "synchronize", stream.synchronize)
@@ -284,7 +284,7 @@ def test_the_slowest_rank_counts():
     assert got == [Sample(5.0, 4.0, 8.0)] * 2
 
 
-def test_flops_are_those_of_the_plan_s_kernel_on_one_block(clock, monkeypatch):
+def test_flops_are_those_of_plan_s_kernel_on_one_block(clock, monkeypatch):
     """A kernel that takes 20 ms for 2 b h n m (d + e) = 2 * 2 * 128 * 128 * 32 operations."""
     calls = []
 
@@ -434,7 +434,7 @@ def test_one_rank_has_flops_only(tmp_path):
         (("ulysses-4", "--heads", "3"), "3 local heads cannot be split 4 ways"),
     ],
 )
-def test_what_cannot_be_measured_or_written_is_refused_before_a_rank_starts(
+def test_what_cannot_be_measured_or_written_refused_before_rank_starts(
     words, text, tmp_path, monkeypatch
 ):
     def never(*_args, **_options):

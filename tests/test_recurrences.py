@@ -268,7 +268,7 @@ def test_states_are_handed_on_where_the_layout_says_so(family, order, documents,
     assert off < EXACT, which
 
 
-def test_a_chain_cut_as_kernels_cut_their_chunks_has_the_bits_of_one_device():
+def test_chains_at_kernel_chunks_have_one_device_s_bits():
     """Outputs of the stock function in fp32, two groups of heads.
 
     Its gradients are those of one process that calls it on the same pieces in order: autograd adds
@@ -306,7 +306,7 @@ def test_a_chain_cut_as_kernels_cut_their_chunks_has_the_bits_of_one_device():
 
 
 @pytest.mark.parametrize("family", ["mamba", "jamba", "zamba"])
-def test_a_function_that_takes_no_state_is_refused_in_a_chain(family):
+def test_function_that_takes_no_state_is_refused_in_a_chain(family):
     def rank(transport):
         with pytest.raises(UnsupportedError, match=r"mamba_selective_scan of .* takes no state"):
             parallelize(build(family), chained(3).on(transport), verify=False)
@@ -457,7 +457,7 @@ def test_a_layer_that_a_kernel_replaced_since_is_refused():
         model(**batch)
 
 
-def test_a_kernel_that_runs_on_no_cpu_is_not_called_there(monkeypatch):
+def test_kernel_that_runs_on_no_cpu_is_not_called_there(monkeypatch):
     """transformers calls fla's wherever fla is installed, also where Triton has no device."""
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
     for own in [getattr(modeling_qwen3_5, name) for name in names]:
@@ -582,7 +582,7 @@ WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
 @pytest.mark.parametrize(
     ("family", "wrong"), [*(("qwen3_5", wrong) for wrong in WRONG), ("bamba", _forgets)]
 )
-def test_what_is_wrong_is_seen_by_verify_and_by_these_tests(family, wrong, monkeypatch):
+def test_what_wrong_is_seen_by_verify_and_by_these_tests(family, wrong, monkeypatch):
     """verify has a model of random weights, whose states die within a few tokens but in copies."""
     tokens = ids()
     seen = torch.arange(43) >= torch.tensor([[0], [9]])

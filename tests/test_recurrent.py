@@ -136,7 +136,7 @@ def test_chunks_are_the_recurrence():
 
 
 @pytest.mark.parametrize("line", ["tokens: state_chain=4", "tokens(zigzag): state_chain=2"])
-def test_a_chain_at_the_kernels_cuts_has_the_bits_of_one_device(line):
+def test_chain_at_kernels_cuts_has_the_bits_of_one_device(line):
     """Cuts at multiples of 64 tokens, as the kernel cuts its chunks; in fp32."""
     layout, length = Layout.parse(line), 512
     make = torch.Generator().manual_seed(3)

@@ -90,7 +90,7 @@ def test_only_what_a_rank_lacks_travels_and_is_counted():
 
 @pytest.mark.parametrize("after", ["rows: pass_q=4", "tokens: ring=2; rows: pass_q=2"])
 @pytest.mark.parametrize("before", ["tokens: ring=4", "rows: ring=2; tokens: pass_q=2"])
-def test_the_gradient_of_a_weight_is_complete_once_summed_over_ranks(before, after):
+def test_the_gradient_of_weight_is_complete_once_summed_over_ranks(before, after):
     """Ranks that split tokens hold all of a weight, or all of its rows: each gets a share."""
     x, dims = _whole(0)[0, :, 0], {"tokens": None, "rows": 0}
     weights = _whole(1)[0, :, 0]

@@ -155,7 +155,7 @@ def test_an_ordinary_layout_changes_some():
 
 
 @pytest.mark.sample
-def test_a_checkpoint_is_resumed_on_another_layout_with_the_same_bits(tmp_path):
+def test_checkpoint_is_resumed_on_another_layout_with_the_same_bits(tmp_path):
     spec = TOKENS.training({"steps": 5, "checkpoint_every": 2})
 
     def run(line: str | None, folder, **options) -> tuple[list, dict]:
@@ -202,7 +202,7 @@ def _drawn(*shape: int, seed: int = 0) -> torch.Tensor:
     )
 
 
-def test_sums_do_not_depend_on_the_order_of_rows_or_on_ranks():
+def test_sums_depend_neither_on_order_nor_on_ranks():
     a, b = _drawn(500, 7), _drawn(500, 69, seed=1)
     b[:, 5:] = nn.functional.normalize(b[:, 5:], dim=0)  # whose norms round to 1 from both sides
     ids = torch.arange(500) % 11
@@ -225,7 +225,7 @@ def test_sums_do_not_depend_on_the_order_of_rows_or_on_ranks():
     assert ((one[2] - a.double().sum(0)).abs() / a.double().abs().sum(0)).max() < 1e-12
 
 
-def test_sums_of_numbers_of_very_different_sizes_depend_on_no_order():
+def test_sums_of_very_different_numbers_depend_on_no_order():
     """fp64 alone does not add these exactly: they span more bits than it has."""
     random = torch.Generator().manual_seed(7)
     sizes = torch.randint(-40, 40, (600, 1), generator=random)
@@ -263,7 +263,7 @@ def test_sums_of_the_smallest_numbers_depend_on_no_order():
     assert (one - a.double().t() @ b.double()).abs().max() < 2.0**-123 * 600 * 2.0**-25
 
 
-def test_norms_next_to_a_power_of_two_depend_on_no_order():
+def test_norms_next_to_power_of_two_depend_on_no_order():
     """One bit of a sum of squares decides the grid of a whole column, so fp32 must not round it."""
     random = torch.Generator().manual_seed(3)
     above = torch.randn(256, 5, generator=random)
@@ -370,7 +370,7 @@ def test_rows_do_not_depend_on_others(how):
         assert torch.equal(layer(rows)[i : i + n], layer(rows[i : i + n]))
 
 
-def test_a_weight_and_its_norm_have_the_gradient_of_one_device():
+def test_weight_and_its_norm_have_the_gradient_of_one_device():
     """As DoRA scales by a magnitude over a norm without gradient."""
     x = torch.randn(37, 4, generator=torch.Generator().manual_seed(0))
 
@@ -407,7 +407,7 @@ def test_what_gives_other_bits_is_refused_by_every_rank(line, changes, words):
         ("weather", Layout.from_dict(BY_TIME), "context 'forcing', which is whole where 'time' is"),
     ],
 )
-def test_blocks_that_were_not_shown_to_have_the_same_bits_are_refused(model, layout, words):
+def test_blocks_that_were_not_shown_to_have_same_bits_refused(model, layout, words):
     def rank(bound: Layout) -> None:
         with pytest.raises(weft.DeclarationError, match=words):
             weft.compose(model, bound)

@@ -141,7 +141,7 @@ def test_a_layout_changes_no_bit_of_a_hybrid(hybrid, line):
 
 
 @pytest.mark.parametrize("kind", ["model", "hybrid"])
-def test_a_checkpoint_is_resumed_on_another_layout_with_the_same_bits(kind, request, tmp_path):
+def test_checkpoint_is_resumed_on_another_layout_with_the_same_bits(kind, request, tmp_path):
     one = request.getfixturevalue(kind)
     undisturbed = train(one, None)
     train(one, "tokens(zigzag): ring=3", folder=tmp_path, until=1)

@@ -183,7 +183,7 @@ def moved(layout: Layout, case: Case, **options):
 
 
 @pytest.mark.parametrize("k", [1, 2, 7])
-def test_bytes_are_those_of_a_ring_times_k_over_the_others_plus_summaries(k):
+def test_bytes_those_of_ring_times_k_over_others_plus_summaries(k):
     case = CASE.with_(n=64, top_k=k, kv_heads=2, dim=16, summary_dim=4)
     eight = Layout.load("routed-8")
     chunk = case.batch * case.kv_heads * (case.n // 8) * (2 * case.dim) * 8
@@ -206,7 +206,7 @@ def test_gradients_travel_back_the_way_keys_came(mesh):
             assert traffic.sent[mesh_dim, "kv"] == traffic.received[mesh_dim, "dkv"]
 
 
-def test_an_outer_link_carries_a_block_once_for_all_ranks_behind_it():
+def test_outer_link_carries_block_once_for_all_ranks_behind_it():
     layout = MESHES["2 x 3 routed"]
     case = CASE.with_(n=24, top_k=5)
     for traffic, _ in moved(layout, case):
@@ -234,7 +234,7 @@ def test_equal_weights_go_to_the_lowest_blocks():
     ]  # fmt: skip
 
 
-def test_a_cap_gives_the_strongest_claims_their_block_and_the_others_their_next_best():
+def test_a_cap_gives_the_strongest_claims_their_block():
     shares = torch.tensor([[0.0, 1.0, 3.0], [2.0, 0.0, 4.0], [5.0, 1.0, 0.0]])[None, None]
     others = ~torch.eye(3, dtype=torch.bool)
     free, capped = choose_keys(shares, others, 1), choose_keys(shares, others, 1, fan_out_cap=1)
@@ -259,7 +259,7 @@ def test_a_causal_query_block_is_summarised_by_its_first_token():
     assert counted(weft.FirstKeys(6), block).tolist() == [0, 1]
 
 
-def test_blocks_see_each_other_wholly_in_part_or_not_at_all():
+def test_blocks_see_all_some_or_none_of_each_other():
     blocks = tuple(b for spans in shard_spans(12, (3,)) for b in split_blocks(spans, 1))
     seen = block_visibility(weft.Causal(), blocks, blocks)
     assert seen.eligible.int().tolist() == [[0, 0, 0], [1, 0, 0], [1, 1, 0]]
@@ -324,7 +324,7 @@ def test_attention_weight_is_what_the_queries_gave_to_each_block(mesh, case):
     assert ranks * case.routing.blocks == len(blocks)
 
 
-def test_entropy_is_one_for_uniform_weights_and_falls_as_they_sharpen():
+def test_entropy_one_for_uniform_weights_and_falls_as_they_sharpen():
     others = ~torch.eye(4, dtype=torch.bool)
     uniform = torch.zeros(1, 1, 4, 4)
     sharp = torch.where(others, torch.tensor([3.0, 1e-9, 1e-9, 3.0]).log(), 0.0)[None, None]
@@ -333,7 +333,7 @@ def test_entropy_is_one_for_uniform_weights_and_falls_as_they_sharpen():
     assert entropy(torch.zeros(1, 1, 1, 2), torch.tensor([[True, False]])).item() == 0.0
 
 
-def test_imbalance_is_one_where_all_blocks_are_chosen_alike_and_grows_with_favourites():
+def test_imbalance_is_one_where_blocks_are_chosen_alike():
     eligible = torch.ones(4, 4, dtype=torch.bool)
     fair = torch.eye(4, dtype=torch.bool)[None, None]
     unfair = torch.zeros(1, 1, 4, 4, dtype=torch.bool)
@@ -361,7 +361,7 @@ def call(layout: Layout, routing: Routing = Routing(top_k=1), **options):  # noq
     return routed_attention(*local(layout), router, layout, "tokens", routing, **options)
 
 
-def test_plain_attention_refuses_a_routed_layout_and_says_what_to_use():
+def test_plain_attention_refuses_routed_layout_and_says_what_to_use():
     names = r"'route' routes keys.*weft\.routing\.RoutedAttention"
     with pytest.raises(UnsupportedError, match=names):
         on_rank(ROUTED, lambda bound: weft.attention(*local(bound), bound, "tokens"))
@@ -403,7 +403,7 @@ def test_ranks_that_disagree_about_routing_are_named():
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.4])
-def test_scales_under_which_padding_would_have_a_weight_are_refused_on_all_ranks(scale):
+def test_scales_that_give_padding_a_weight_are_refused(scale):
     def rank(layout):
         with pytest.raises(weft.UnsupportedError, match="takes a finite scale of at least"):
             _attend(layout, scale)
@@ -411,7 +411,7 @@ def test_scales_under_which_padding_would_have_a_weight_are_refused_on_all_ranks
     weft.on_threads(Layout.load("routed-4"), rank)
 
 
-def test_half_precision_takes_no_scale_that_its_lowest_number_does_not_bear():
+def test_half_precision_refuses_scales_beyond_its_lowest_number():
     with pytest.raises(
         weft.UnsupportedError, match=r"float16 takes .* at least 0\.03, found 0\.01"
     ):

@@ -79,7 +79,7 @@ def test_a_layout_that_does_not_route_computes_full_attention():
         assert found == [count] * 4
 
 
-def test_warm_up_takes_all_blocks_first_and_top_k_in_the_end():
+def test_warm_up_takes_all_blocks_first_then_top_k():
     module = RoutedAttention(8, 2, axis="tokens", routing={"top_k": 2, "chunks": 9, "warm_up": 0.5})
     taken = []
     for progress in (0.0, 0.25, 0.3, 0.4, 0.5, 1.0):
@@ -201,7 +201,7 @@ def test_what_routing_does_is_measured_and_drawn():
         assert all(len(figure.axes) == 2 for figure in pictures.values())
 
 
-def test_every_question_is_answered_by_a_fact_in_its_source_chunk_alone():
+def test_every_question_answered_by_fact_in_its_source_chunk_alone():
     spec = ModelSpec.load("retrieval")
     data = stream(spec, Layout.single(), seed=3)
     batch, sources = data.batch(5), data.sources(5)
@@ -218,7 +218,7 @@ def test_every_question_is_answered_by_a_fact_in_its_source_chunk_alone():
     assert torch.equal(sources >= 0, asks)
 
 
-def test_a_penalty_of_routes_per_head_is_the_same_where_a_rank_has_one_head():
+def test_penalties_of_routes_per_head_are_equal_on_split_heads():
     options = {"top_k": 2, "chunks": 4, "per_head": True, "warm_up": 0.0, "imitate": 1.0}
     seeded = torch.Generator().manual_seed(5)
     x = torch.randn(2, 16, 16, dtype=torch.float64, generator=seeded)
@@ -243,7 +243,7 @@ def test_a_penalty_of_routes_per_head_is_the_same_where_a_rank_has_one_head():
     assert found == [pytest.approx(penalty(Layout.single()), rel=1e-11)] * len(found)
 
 
-def test_the_penalty_is_the_whole_one_on_every_rank_with_its_gradient():
+def test_penalty_is_whole_one_on_every_rank_with_its_gradient():
     """Its value is one process's, and so is the sum of the ranks' gradients."""
     options = {"top_k": 2, "chunks": 4, "warm_up": 0.0, "load": 0.3, "entropy": 0.2}
     seeded = torch.Generator().manual_seed(5)

@@ -703,7 +703,7 @@ def test_changes_of_logits_in_place_are_those_of_one_device():
 
 
 @split
-def test_logits_that_are_given_a_gradient_after_they_were_read_have_it():
+def test_logits_that_given_gradient_after_they_were_read_have_it():
     model = build("gpt2")
 
     def step(model):
@@ -833,7 +833,7 @@ def test_loops_of_hand_have_the_cache_of_the_configuration(name, line):
 
 
 @split
-def test_a_cache_that_is_not_there_raises_where_it_is_used():
+def test_cache_that_is_not_there_raises_where_it_is_used():
     """With gradients a call keeps no cache: its place in the outputs is as on one device."""
 
     def work(layout, use):
@@ -955,7 +955,7 @@ def left_padded(model, labels):
     return out.loss.item()
 
 
-def test_labels_that_padding_predicts_by_eager_attention_are_those_of_one_device():
+def test_labels_that_padding_predicts_are_one_device_s():
     model = build("llama").float()
     model.set_attn_implementation("eager")
     labels = IDS.where(LEFT, -100)  # the first token of a row is predicted by padding
@@ -1098,7 +1098,7 @@ def test_refuses_whole_rows_where_rows_are_local():
     fails_on_every_rank(work, UnsupportedError, "rows='local', where a call carries")
 
 
-def test_refuses_rows_of_another_kind_and_layouts_of_more_than_a_context_group():
+def test_refuses_other_rows_and_layouts_beyond_a_context_group():
     with pytest.raises(DeclarationError, match="known are 'whole' and 'local'"):
         parallelize(build("llama"), Layout.single(), rows="Whole")
 
@@ -1588,7 +1588,7 @@ def _refusals(rank):
         sharded(**shard_batch({"input_ids": IDS}, layout))
 
 
-def test_refuses_two_wrappers_and_averages_of_what_is_to_be_summed(pool):
+def test_refuses_two_wrappers_and_averages_of_what_to_be_summed(pool):
     pool.run(_refusals, timeout=240)
 
 
@@ -1630,7 +1630,7 @@ def _draws(rank, recompute):
     return made[:2], made[2], made[3:]
 
 
-def test_chunks_draw_their_own_numbers_and_outer_states_stay_the_same(pool):
+def test_chunks_draw_their_own_numbers_and_outer_states_stay_same(pool):
     masks, states, grads = zip(*pool.run(_draws, False, timeout=240))
     assert len({mask for each in masks for mask in each}) == 8  # four chunks, two calls
     assert len(set(states)) == 1

@@ -160,7 +160,7 @@ def test_predicted_bytes_are_counted(line, mask):
 
 
 @pytest.mark.parametrize("length", [0, 1, 15, 16, 17, 511, 512, 777, 8192, 8193, 100_000])
-def test_blocks_depend_on_the_length_alone_and_are_none_of_them_empty(length):
+def test_blocks_depend_on_length_alone_and_none_of_them_empty(length):
     edges = block_edges(length)
     assert edges[0] == 0
     assert edges[-1] == length
@@ -234,7 +234,7 @@ def test_double_precision_gradients_are_refused():
         weft.attention(q.requires_grad_(), k, v, layout, "tokens")
 
 
-def test_a_sum_of_many_rows_that_are_large_or_small_is_the_same_in_any_order():
+def test_sums_of_large_and_small_rows_depend_on_no_order():
     """Its grid is that of the whole sum: on one of the largest row, sums round where they grow."""
     sums, make = ExactSums(Alone(), ()), torch.Generator().manual_seed(0)
     rows = torch.cat([torch.ones(4096), torch.rand(4096, generator=make) * 2**-28])[:, None]

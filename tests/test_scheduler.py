@@ -169,7 +169,7 @@ def test_a_balanced_ring_hides_its_traffic():
     assert duration(program, costs) == pytest.approx(8.0)
 
 
-def test_transfers_on_one_link_queue_and_on_two_links_do_not():
+def test_transfers_queue_on_one_link_only():
     begun = (Transfer(Payload.Q, "col", 1, 0, 1), Transfer(Payload.KV, "row", 1, 0, 1))
     program = Program(1, 1, (ProgramStep(begun, (), begun),))
     assert [end for _, _, end in timeline(program, Costs())[0].transfers] == [1.0, 2.0]

@@ -148,7 +148,7 @@ def test_keys_that_every_rank_holds_are_not_moved(name, length):
 @pytest.mark.parametrize(
     "line", ["lat+lon: tile=2x2", "lat+lon: ring=4", "lat: ring=2; lon: axial=2"]
 )
-def test_keys_that_every_rank_holds_are_seen_from_axes_attended_jointly(line):
+def test_keys_that_every_rank_holds_seen_from_axes_attended_jointly(line):
     layout, dims, length = Layout.parse(line), {"lat": 2, "lon": 3}, {"lat": (5, 7), "lon": (6, 1)}
     grid, text = (2, 4, 5, 6, 8), (2, 4, 7, 8)
 
@@ -198,7 +198,7 @@ def test_streams_of_uneven_lengths_attend_each_other(name):
             torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_a_mask_stands_for_the_attn_mask_when_the_user_says_so():
+def test_mask_stands_for_attn_mask_when_the_user_says_so():
     tensors = draw(*[(1, 2, 12, 8)] * 4)
     seen = torch.ones(12, 12, dtype=torch.bool).tril()
 
@@ -610,7 +610,7 @@ def test_refuses_options_that_contradict_each_other(options, message):
         weft.sdpa(ALONE, "tokens", **options)
 
 
-def test_refuses_streams_that_do_not_add_up_and_masks_over_them():
+def test_refuses_inconsistent_streams_and_masks_over_them():
     q, k, v = draw(*[(1, 2, 6, 4)] * 3)
     with weft.sdpa(ALONE, "tokens", streams=(3, 4)), pytest.raises(ShapeError, match="hold"):
         F.scaled_dot_product_attention(q, k, v)
@@ -621,7 +621,7 @@ def test_refuses_streams_that_do_not_add_up_and_masks_over_them():
 
 @pytest.mark.parametrize("made_for", ["this rank", "all tokens"])
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "tokens: pass_q=2"])
-def test_causal_attention_of_other_numbers_of_keys_is_aligned_as_torch_aligns_it(line, made_for):
+def test_causal_attention_to_more_keys_is_aligned_as_torch_s(line, made_for):
     sizes = {"is_causal": (6, 10), "upper_left": (6, 10), "lower_right": (6, 10)}
 
     def options(name, n, m):
@@ -643,7 +643,7 @@ def test_causal_attention_of_other_numbers_of_keys_is_aligned_as_torch_aligns_it
             torch.testing.assert_close(out, wanted)
 
 
-def test_a_causal_bias_that_does_not_fit_or_contradicts_is_refused():
+def test_causal_bias_that_does_not_fit_or_contradicts_is_refused():
     q, k, v = draw((1, 2, 3, 4), (1, 2, 7, 4), (1, 2, 7, 4))
     with weft.sdpa(ALONE, "tokens"), pytest.raises(ShapeError, match=r"for \(3, 6\) .* \(3, 7\)"):
         F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 6))

@@ -71,7 +71,7 @@ def test_outer_levels_are_outer_mesh_dims():
         assert levels == sorted(levels, reverse=True)
 
 
-def test_a_candidate_that_does_not_fit_is_counted_with_its_reason():
+def test_candidate_that_does_not_fit_is_counted_with_its_reason():
     refused = Refused()
     made = list(candidates(call(heads=4, kv_heads=2, batch=3), cluster(), 16, refused=refused))
     assert all(4 % c.ways("tensor", "head") == 0 for c in made)
@@ -103,7 +103,7 @@ def test_a_search_keeps_to_what_it_is_told(only):
         list(candidates(call(), cluster(), 16, only=["ulises"]))
 
 
-def test_a_line_stands_for_the_layout_where_one_line_can_say_it():
+def test_line_stands_for_layout_where_one_line_can_say_it():
     same = others = 0
     for c in candidates(call(batch=4), cluster(), 16):
         made = c.layout()
@@ -324,7 +324,7 @@ def test_changes_never_name_a_slower_layout(rate: float):
     assert all(percent > 100 * SAME for percent in percents)
 
 
-def test_the_gap_is_told_that_layouts_off_the_clock_may_leave():
+def test_gap_is_told_that_layouts_off_the_clock_may_leave():
     problem, machine = call(tokens=8192), cluster(rate=1e7)
     search = Search(problem, machine, 16)
     found = search.run(least=1, gap=0.5)
@@ -335,7 +335,7 @@ def test_the_gap_is_told_that_layouts_off_the_clock_may_leave():
     assert found.gap == pytest.approx(1 - min(bounds) / fastest)
 
 
-def test_the_memory_of_a_call_is_that_of_its_tensors_and_their_gradients():
+def test_memory_of_call_that_of_its_tensors_and_their_gradients():
     """Ulysses holds nothing for other ranks."""
     rows, heads, kv_heads = 4096 // 4, 16, 4
     at_rest = rows * (2 * heads + 2 * kv_heads) * 64 * 2 + rows * heads * 4  # and the logsumexp
@@ -355,7 +355,7 @@ def test_a_slower_link_moves_traffic_away_from_it():
     assert outer.bytes_of_levels[1] < inner.bytes_of_levels[1]
 
 
-def test_one_node_stands_for_all_only_where_all_compute_the_same():
+def test_one_node_stands_for_all_only_where_all_compute_same():
     machine = cluster()
     ring, heads = Layout.parse("tokens: ring=16"), Layout.parse("tokens: ulysses=16")
     zigzag = Layout.parse("tokens(zigzag): ring=16")
@@ -366,7 +366,7 @@ def test_one_node_stands_for_all_only_where_all_compute_the_same():
     assert one_node(heads, call(mask=Causal(window=99)), machine) == 4
 
 
-def test_ranks_that_are_too_many_to_replay_are_told_how_many_can_be():
+def test_too_many_ranks_to_replay_are_refused_with_the_limit():
     ring = Layout.parse("tokens: ring=512")
     with pytest.raises(UnsupportedError, match=r"512 ranks that do not all .* at most 256;"):
         replayed(ring, call(mask=Causal()), cluster(), most=8)

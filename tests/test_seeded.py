@@ -26,7 +26,7 @@ def test_a_seed_gives_the_same_run_and_another_another():
     assert runs[0].clock == runs[1].clock > 0
 
 
-def test_a_rank_is_killed_at_every_message_and_the_others_name_it():
+def test_rank_is_killed_at_every_message_and_others_name_it():
     layout = weft.Layout.parse("tokens: ring=3")
     q = torch.randn(1, 2, 7, 4, dtype=torch.float64)
     whole = weft.attention(q, q, q, weft.Layout.single(), "tokens")

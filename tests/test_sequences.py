@@ -96,7 +96,7 @@ def test_a_compiled_module_numbers_them_too():
     assert max(weft.on_threads(Layout.parse("features: ring=2; rows: local"), run)) < 1e-6
 
 
-def test_the_first_axis_is_outermost_whatever_the_order_of_a_context():
+def test_the_first_axis_is_outermost_whatever_the_order_of_context():
     x, context = draw(2, 5, 3, 8), draw(3, 5, 8, seed=1)
     pad = [1, 2, 3, 4, 5, 1]
     attend = MultiAxisAttention(
@@ -203,7 +203,7 @@ def test_even_queries_of_a_context_need_no_lengths(line, kind):
     weft.on_threads(Layout.parse(line), rank, timeout=20)
 
 
-def test_a_length_of_one_axis_that_is_wrong_is_refused_where_another_is_compared():
+def test_length_of_one_axis_that_wrong_refused_where_another_compared():
     """Only rank 2 holds other rows than `lengths` says."""
 
     def rank(layout):
@@ -269,7 +269,7 @@ def test_ranks_hold_any_samples_of_a_context(kind, line, held):
     weft.on_threads(Layout.parse(line), _chunks_of_samples, held, kind, timeout=20)
 
 
-def test_samples_of_a_context_that_ranks_share_are_refused_where_unequal():
+def test_samples_of_context_that_ranks_share_are_refused_where_unequal():
     def rank(layout):
         n = 3 if layout.rank == 0 else 2
         attend = MultiAxisAttention(8, 2, layout=layout, **NOTES)
@@ -280,7 +280,7 @@ def test_samples_of_a_context_that_ranks_share_are_refused_where_unequal():
 
 
 @pytest.mark.parametrize("line", ["batch: dp=2; features: ring=2", "features(zigzag): ring=2"])
-def test_sequences_of_several_axes_of_a_context_are_numbered_at_any_lengths(line):
+def test_sequences_of_several_axes_of_context_numbered_at_any_lengths(line):
     axes = {"axes": AXES, "context_axes": ("batch", "features", "notes", "embed")}
     x, far = draw(3, 2, 5, 8), draw(3, 5, 4, 8, seed=1)
     mask = MaskMod(lambda b, h, q, k: (b + q + k) % 4 != 0)
@@ -302,7 +302,7 @@ def test_sequences_of_several_axes_of_a_context_are_numbered_at_any_lengths(line
     weft.on_threads(Layout.parse(f"{line}; notes: local; rows: local"), rank, timeout=20)
 
 
-def test_chunks_of_an_order_are_refused_where_they_are_not_its_own():
+def test_chunks_of_order_refused_where_they_are_not_its_own():
     def rank(layout):
         n = 1 + 3 * layout.rank
         axes = {"axes": AXES, "context_axes": ("batch", "features", "notes", "embed")}
@@ -314,7 +314,7 @@ def test_chunks_of_an_order_are_refused_where_they_are_not_its_own():
 
 
 @pytest.mark.parametrize(("count", "wanted"), [(1, "1"), (3, "2 or 1")])
-def test_a_learned_bias_over_a_context_is_whole_on_every_rank(count, wanted):
+def test_learned_bias_over_a_context_is_whole_on_every_rank(count, wanted):
     def rank(layout):
         bias = draw(count, 1, 9 if layout.rank == 0 else 6, 4)  # the queries that lie here
         with pytest.raises(weft.ShapeError, match=rf"must be \({wanted}, heads or 1, 15, keys\)"):
@@ -338,7 +338,7 @@ HEADED = {
     "line",
     ["heads: tp=2", "heads: tp=2; rows(zigzag): ring=2", "batch: dp=2; heads: tp=2; rows: local"],
 )
-def test_masks_and_biases_over_a_context_know_heads_by_their_numbers(line, kind):
+def test_masks_and_biases_over_context_know_heads_by_their_numbers(line, kind):
     context, weights = draw(2, 4, 8, seed=1), draw(2, 6, 5, 8, seed=7)
     axes = {"axes": AXES, "context_axes": ("batch", "notes", "embed"), "kv_heads": 2}
 
@@ -368,7 +368,7 @@ def test_masks_and_biases_over_a_context_know_heads_by_their_numbers(line, kind)
 
 
 @pytest.mark.sample
-def test_a_compiled_module_knows_heads_of_a_context_by_their_numbers():
+def test_compiled_module_knows_heads_of_a_context_by_their_numbers():
     def run(layout):
         attend = MultiAxisAttention(
             8,
@@ -472,7 +472,7 @@ def test_a_learned_bias_says_how_many_samples_there_are():
 @pytest.mark.parametrize(
     "line", ["other: ring=2; batch: dp=2; rows: local", "batch: dp=2; other: ring=2; rows: local"]
 )
-def test_axes_that_a_module_does_not_name_are_outside_those_that_it_does(line):
+def test_axes_not_named_by_a_module_are_outermost(line):
     y, pad = draw(2, 4, 6, 8), KeyPadding([1 + i % 6 for i in range(8)])  # other batch rows embed
     dims = {"other": 0, "batch": 1}
 

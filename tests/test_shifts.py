@@ -59,7 +59,7 @@ def replayed(hardware: Hardware, sizes: dict[str, int], mesh_dim: str, offset: i
 
 @settings(deadline=None, max_examples=60)
 @given(data=st.data())
-def test_a_hop_takes_what_all_messages_of_a_shift_take_on_the_clock(data):
+def test_hop_takes_what_all_messages_of_shift_take_on_clock(data):
     """Boxes of the mesh and meshes that nodes cut anywhere; levels of equal latency."""
     levels = data.draw(st.sampled_from([UPLINKS, THREE, FLAT, CARDS]))
     hardware = machine([{**level, "latency": 1e-3} for level in levels])
@@ -83,7 +83,7 @@ def test_one_node_shows_what_all_nodes_show(level, monkeypatch):
 
 @pytest.mark.parametrize("line", ["ring=8", "pass_q=8", "tile=4x4", "ulysses=2 x tile=2x2"])
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_transfers_are_priced_by_the_predicted_bytes_and_blocks_by_their_work(line, name):
+def test_transfers_priced_by_predicted_bytes_and_blocks_by_their_work(line, name):
     rated = layout(f"tokens: {line}", flops=1e11, bandwidth=1e6, latency=0.0)
     plan = plan_for(rated, problem(4096, kv_heads=4), rank=0)
     tile = getattr(plan, name)
@@ -106,7 +106,7 @@ def test_slow_links_leave_traffic_and_fast_ones_compute(line):
         assert duration(tile.program, costs) == pytest.approx(max(traffic, compute), rel=0.05)
 
 
-def test_messages_that_share_an_uplink_are_not_all_sent_at_once():
+def test_messages_that_share_uplink_are_not_all_sent_at_once():
     """A short message of every rank to every other: over a flat network yes, over uplinks no."""
     for level, transport in ((FLAT, "gather"), (UPLINKS, "ring")):
         plan = plan_for(layout("tokens: burst=16", level), problem(), rank=0)
@@ -114,7 +114,7 @@ def test_messages_that_share_an_uplink_are_not_all_sent_at_once():
         assert {dim.transport for dim in dims} == {transport}
 
 
-def test_the_role_of_the_backward_pass_follows_where_its_results_go():
+def test_role_of_the_backward_pass_follows_where_its_results_go():
     """dQ and (dK, dV) go to their owners, which are behind uplinks; chunks come from neighbours."""
     asked = problem(1 << 15, int(0.7 * (1 << 15)))
     roles = []
@@ -124,7 +124,7 @@ def test_the_role_of_the_backward_pass_follows_where_its_results_go():
     assert roles == ["query", "key"]
 
 
-def test_a_program_planned_by_the_true_levels_is_quicker_on_them():
+def test_program_planned_by_the_true_levels_is_quicker_on_them():
     for line, better in (("hierarchical=4x4", 0.75), ("burst=16", 0.5), ("tile=4x4", 0.97)):
         seconds = []
         for level in (FLAT, UPLINKS):
@@ -134,7 +134,7 @@ def test_a_program_planned_by_the_true_levels_is_quicker_on_them():
         assert seconds[1] < better * seconds[0]
 
 
-def test_ranks_must_agree_on_levels_and_equal_ones_are_equal_layouts():
+def test_ranks_must_agree_on_levels_and_equal_ones_equal_layouts():
     one = layout("tokens: ring=16", UPLINKS)
     assert one == layout("tokens: ring=16", [dict(level) for level in UPLINKS])
     assert one.digest != layout("tokens: ring=16", FLAT).digest

@@ -33,7 +33,7 @@ def run(layout, kernel=None, tokens=TOKENS):
 
 
 @pytest.mark.parametrize("line", ["ring=4", "burst=4", "pass_q=2", "tile=2x2", "ulysses=2"])
-def test_every_side_runs_the_same_program_and_counts_the_same_bytes(line):
+def test_every_side_runs_same_program_and_counts_the_same_bytes(line):
     layout = weft.Layout.parse(f"tokens: {line}")
 
     def sides(transport):

@@ -47,7 +47,7 @@ def test_ranks_of_a_start_have_one_name_of_their_own(server, late):
     assert len({each[0] for each in names}) == 4
 
 
-def test_ranks_of_a_start_that_was_given_up_join_the_next(server):
+def test_ranks_of_start_that_was_given_up_join_the_next(server):
     """Rank 0 died before it had listed anybody; rank 1 had joined it, and lives on."""
     names: list[str] = []
     waits = threading.Thread(

@@ -74,7 +74,7 @@ def _both_ways(rank: int, folder: str) -> None:
         assert torch.equal(tensor, reference[name]), name
 
 
-def test_dcp_and_weft_read_each_other_s_folders_on_any_layout(pool, tmp_path):
+def test_dcp_and_weft_read_each_other_s_folders(pool, tmp_path):
     pool.run(_both_ways, str(tmp_path))
     model, optimizer = _trained(Layout.single(), seed=3)
     assert Checkpoints(tmp_path, Layout.single()).load(model, optimizer).step == 5
@@ -152,7 +152,7 @@ def _pickles(path):
 
 @pytest.mark.parametrize("kind", range(3))
 @pytest.mark.parametrize("name", ["w.safetensors", "w.pt", "w.bin", "w.ckpt"])
-def test_a_pickle_in_place_of_weights_is_refused_and_never_executed(name, kind, tmp_path):
+def test_pickle_in_place_of_weights_is_refused_and_never_executed(name, kind, tmp_path):
     path, marker = tmp_path / name, tmp_path / "executed"
     path.write_bytes([*_pickles(marker)][kind])
     model = compose("tabular")
@@ -199,7 +199,7 @@ def test_metadata_that_save_pretrained_never_wrote_are_refused(text, refused, tm
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_where_they_are_loaded(number, tmp_path):
+def test_weights_that_not_finite_are_refused_where_they_are_loaded(number, tmp_path):
     model = compose("tabular")
     with torch.no_grad():
         next(model.parameters()).view(-1)[3] = number
@@ -271,7 +271,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
             KeyValueCache.load(folder, model)
 
 
-def test_weights_of_another_width_are_refused_before_a_model_is_made(tmp_path, monkeypatch):
+def test_weights_of_another_width_are_refused_before_model_is_made(tmp_path, monkeypatch):
     """A file of kilobytes may name a width of which the weights take all memory."""
     path = save_pretrained(compose("pair"), tmp_path / "w.safetensors")
     with files.open_tensors(path) as file:

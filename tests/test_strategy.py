@@ -68,7 +68,7 @@ def test_a_forward_role_that_cannot_be_left_open_is_refused(given, reason):
 
 @pytest.mark.parametrize(("words", "role"), LEGAL.items())
 @pytest.mark.parametrize("rest", ["S(batch)", "S(head)", "S(seq)", "R"])
-def test_every_role_is_legal_from_every_rest_that_it_can_come_from(words, role, rest):
+def test_every_role_is_legal_from_every_possible_rest(words, role, rest):
     query, key, out = words
     texts = {"query": f"{rest} -> {query}", "key": f"{rest} -> {key}", "out": f"{out} -> {rest}"}
     if role == "none" and rest != "R":
@@ -147,7 +147,7 @@ def test_a_bad_file_is_refused_by_file_and_key(data, reason):
     assert "my/strategy.toml" in str(caught.value)
 
 
-def test_a_file_of_ones_own_is_read_by_path_and_a_near_miss_is_named(tmp_path):
+def test_files_are_read_by_path_and_near_misses_named(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text((catalog.folder("strategies") / "pass_q.toml").read_text())
     assert Strategy.load(path).rules == Strategy.load("pass_q").rules
@@ -177,7 +177,7 @@ def test_a_strategy_of_ones_own_runs_exactly(dim):
 
 @pytest.mark.parametrize("splits", ["batch", "heads", ""])
 @pytest.mark.parametrize("role", COMPUTE)
-def test_dims_that_split_something_else_may_be_traded_for_any_side(splits, role):
+def test_dims_that_split_something_else_be_traded_for_any_side(splits, role):
     dim = Dim(3, splits, role, key_whole=not splits)
     case = Case(lengths=tokens(7, 10), batch=4, heads=9, kv_heads=3, seed=1)
     if role == "none" and splits:

@@ -246,7 +246,7 @@ def test_calls_that_miss_double_or_add_scores_are_found(mask):
     ["tokens: ring=8", "tokens(zigzag): ring=6", "tokens(striped): ring=5", "tokens: gather=6",
      "tokens(zigzag): tile=3x3"],
 )  # fmt: skip
-def test_blocks_that_are_the_same_up_to_symmetry_make_the_same_calls(line, mask, n, monkeypatch):
+def test_blocks_that_are_same_up_to_symmetry_make_same_calls(line, mask, n, monkeypatch):
     """What stands for all ranks beyond `FEW_BLOCKS`: every other rank has no other calls."""
     monkeypatch.setattr(representatives, "FEW_BLOCKS", 1)
     layout, plans = tiles(line, mask, n, 96)

@@ -215,7 +215,7 @@ def test_queries_from_is_what_it_says():
 
 
 @pytest.mark.parametrize("name", ["v2", "v2.5", "v3"])
-def test_tables_that_leave_a_rank_without_rows_are_refused_with_what_would_do(name):
+def test_tables_with_too_few_rows_are_refused_with_alternatives(name):
     model, (x, y) = build(name), table()
     rows, wanted = (3, 4) if name == "v2.5" else (5, 7)  # v2.5 has 3 thinking rows
 

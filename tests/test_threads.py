@@ -9,7 +9,7 @@ import torch
 import weft
 
 
-def test_every_rank_gets_the_layout_bound_to_itself_and_the_arguments():
+def test_every_rank_gets_layout_bound_to_itself_and_the_arguments():
     def rank(layout, add):
         return layout.rank + add, layout.coords
 
@@ -49,7 +49,7 @@ def test_the_failing_ranks_own_error_is_raised():
         weft.on_threads(weft.Layout.load("ring-2"), fail_on_one)
 
 
-def test_every_rank_may_make_its_own_bias_and_mask_and_no_mailbox_is_left():
+def test_ranks_may_build_masks_and_biases_of_their_own():
     def rank(layout):
         q = layout.shard(torch.ones(1, 4, 8, 4), {"tokens": 2}).requires_grad_()
         for bias in (weft.alibi(4), weft.Bias(lambda b, h, q, k: 0.5 * (q - k))):

@@ -98,7 +98,7 @@ def test_calls_compute_each_visible_score_exactly_once(seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_calls_of_queries_at_an_offset_compute_each_visible_score_exactly_once(seed):
+def test_offset_queries_compute_each_visible_score_once(seed):
     """Queries and keys are split into other numbers of chunks, too."""
     draw = random.Random(100 + seed)
     for _ in range(30):
@@ -174,7 +174,7 @@ def test_positions_of_two_axes_are_tiled_as_truly():
                     assert torch.equal(_times_computed(mask, seen, q, k, 512), seen.int())
 
 
-def test_row_blocks_cover_full_calls_once_and_leave_no_causal_ones():
+def test_row_blocks_cover_full_calls_once():
     calls = (KernelCall(0, 10, 0, 4, Kind.FULL), KernelCall(0, 7, 4, 11, Kind.CAUSAL))
     times = torch.zeros(10, 11, dtype=torch.int)
     for call in in_row_blocks(calls, 3):
@@ -229,7 +229,7 @@ def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list
 
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_causal_work_of_the_busiest_rank_is_at_most_a_twentieth_above_the_mean(name, order):
+def test_causal_work_of_busiest_rank_at_most_twentieth_above_mean(name, order):
     n = 4096
     for backward in (False, True):
         ranks = _calls_by_rank(_layout(name, order), Causal(), n, backward)
@@ -241,7 +241,7 @@ def test_causal_work_of_the_busiest_rank_is_at_most_a_twentieth_above_the_mean(n
 
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_causal_tiles_run_as_few_plain_calls_and_never_with_a_mask(name, order):
+def test_causal_tiles_are_few_plain_calls_without_masks(name, order):
     layout = _layout(name, order)
     for calls in _calls_by_rank(layout, Causal(), 4096):
         assert all(call.kind is not Kind.MASKED for call in calls)

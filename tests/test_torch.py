@@ -218,7 +218,7 @@ def _tensor_parallel(rank):
     return errors(layout, out, x, model)
 
 
-def test_tensor_parallel_heads_and_fsdp_beside_a_ring_are_one_process(pool):
+def test_tensor_parallel_heads_and_fsdp_beside_ring_are_one_process(pool):
     assert_exact(pool, _tensor_parallel)
 
 

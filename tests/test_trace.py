@@ -192,7 +192,7 @@ except weft.WeftError as error:
 
 
 @pytest.mark.slow
-def test_a_run_beside_a_hostile_user_ends_as_it_would_alone(shared):
+def test_run_beside_a_hostile_user_ends_as_it_would_alone(shared):
     """Traps lie there before it begins; its name, which all see, is used for more while it runs."""
     as_user(ATTACKER, lambda: _lay_traps(shared, shared / "a"))
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}

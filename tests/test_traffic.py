@@ -157,7 +157,7 @@ def test_a_window_ships_only_the_halo(transport):
         assert backward.by_tensor().get("dkv", 0) == (5 * TOKEN if rank < 3 else 0)
 
 
-def test_a_window_wider_than_a_chunk_ships_the_chunks_that_it_reaches():
+def test_window_wider_than_chunk_ships_the_chunks_that_it_reaches():
     layout = _layout({"r": 4}, ["ring r"])
     for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=Causal(window=20))):
         assert forward.bytes == min(19, 16 * rank) * TOKEN
@@ -192,7 +192,7 @@ def test_queries_travel_only_to_ranks_that_hold_context():
         assert forward.by_tensor().get("q", 0) == (3 * 16 * QUERY if rank < 2 else 0)
 
 
-def test_contiguous_causal_ships_no_keys_to_ranks_that_do_not_see_them_by_gather():
+def test_gather_sends_no_unseen_keys_in_contiguous_order():
     layout = _layout({"r": 4}, ["gather r"])
     for rank, (forward, _) in enumerate(_measure(layout, 64, 2, mask=Causal())):
         assert forward.bytes == rank * 16 * TOKEN
@@ -307,7 +307,7 @@ def test_a_transport_of_several_layouts_is_counted_once():
         assert several == one
 
 
-def test_everything_that_a_thread_moves_is_counted_on_layouts_beside_too():
+def test_everything_that_thread_moves_is_counted_on_layouts_beside_too():
     attends = [{"attend": "rows"}, {"attend": "cols"}]
     sizes = {"embed": 16, "heads": 2}
     axes = ["batch", "rows", "cols", "embed"]

@@ -49,7 +49,7 @@ def _small(name: str) -> ModelSpec:
 
 
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
-def test_the_loss_curve_of_a_seed_is_the_same_on_every_layout(model, layout):
+def test_loss_curve_of_seed_is_the_same_on_every_layout(model, layout):
     spec, options = _small(model), {"steps": 4, "seed": 7, "batch": 3, "lr": 1e-2, **QUIET}
     expected = fit(spec, Layout.single(), **options)
     layout = _layout(layout)
@@ -75,9 +75,7 @@ def _trained(rank, name, way, parts, folder):
 
 
 @pytest.mark.parametrize(("name", "way", "parts"), WAYS)
-def test_what_sums_gradients_and_parts_of_a_batch_do_not_change_the_curve(
-    name, way, parts, pool, tmp_path
-):
+def test_wrappers_and_accumulation_do_not_change_the_curve(name, way, parts, pool, tmp_path):
     wanted = fit(_small("tabular"), Layout.single(), steps=3, seed=7, batch=4, **QUIET)
     for found in pool.run(_trained, name, way, parts, str(tmp_path)):
         for got, record in zip(found, wanted.records, strict=True):
@@ -87,7 +85,7 @@ def test_what_sums_gradients_and_parts_of_a_batch_do_not_change_the_curve(
         torch.testing.assert_close(loaded.state_dict()[name], tensor, rtol=1e-8, atol=1e-10)
 
 
-def test_parts_of_a_batch_with_unequal_numbers_of_targets_add_up_to_one_mean():
+def test_micro_batches_of_unequal_targets_give_one_mean():
     spec, options = _small("pair"), {"steps": 2, "seed": 7, "batch": 4, **QUIET}
     parts = spec.training({"accumulate": 4, "batch": 4})
     drawn = stream(parts, Layout.single(), seed=7)
@@ -164,9 +162,7 @@ def _weights_and_refusal(layout, spec, value, clip):
 @pytest.mark.parametrize("clip", [1.0, math.inf])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 @pytest.mark.parametrize("layout", [None, "tabular-2x2", HEADS_AND_BATCH], ids=str)
-def test_a_gradient_that_is_not_finite_is_refused_on_all_ranks_before_weights_change(
-    layout, value, clip
-):
+def test_infinite_gradients_are_refused_before_weights_change(layout, value, clip):
     spec = _small("tabular").training({"batch": 4})
     layout = Layout.single() if layout is None else _layout(layout)
     told = on_threads(layout, _weights_and_refusal, spec, value, clip)
@@ -175,7 +171,7 @@ def test_a_gradient_that_is_not_finite_is_refused_on_all_ranks_before_weights_ch
     assert "though the loss is finite; lower lr" in told[0]
 
 
-def test_a_run_whose_gradient_is_not_finite_leaves_no_checkpoint_of_it(tmp_path, monkeypatch):
+def test_run_whose_gradient_not_finite_leaves_no_checkpoint_of_it(tmp_path, monkeypatch):
     def overflowing(*args, **options):
         model = compose(*args, **options)
         next(model.parameters()).register_hook(lambda gradient: gradient * math.inf)
@@ -218,7 +214,7 @@ def test_training_teaches_a_table_model_to_use_the_training_rows():
 
 
 @pytest.mark.slow
-def test_a_trial_on_real_tables_is_progress_and_goes_to_tensorboard(tmp_path, capsys):
+def test_trial_on_real_tables_is_progress_and_goes_to_tensorboard(tmp_path, capsys):
     pytest.importorskip("sklearn")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

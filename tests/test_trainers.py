@@ -129,7 +129,7 @@ def test_trainers_that_generate(four, line, case):
     assert_same(found[0])
 
 
-def test_a_context_group_trains_on_the_completions_of_its_first_rank(four):
+def test_context_group_trains_on_the_completions_of_its_first_rank(four):
     kept = four.run(cases.generated, RING)
     assert kept[0] == kept[1]
     assert kept[2] == kept[3]
@@ -167,7 +167,7 @@ def test_evaluation_counts_each_row_once(four, line, groups):
         assert found["loss"] < 1e-6
 
 
-def test_a_run_resumes_bitwise_and_its_model_is_a_plain_one(four, tmp_path):
+def test_run_resumes_bitwise_and_its_model_is_a_plain_one(four, tmp_path):
     through = four.run(cases.six_steps, RING, str(tmp_path), False)[0]
     resumed = four.run(cases.six_steps, RING, str(tmp_path), True)[0]
     assert resumed == through
@@ -253,7 +253,7 @@ def test_trl_6843_packed_documents_do_not_see_each_other(four):
     assert seen["loss"] > 1e-4
 
 
-def test_transformers_46775_the_loss_is_not_scaled_by_the_ranks_of_a_sequence(four):
+def test_transformers_46775_loss_is_not_scaled_by_ranks_of_sequence(four):
     """Sequence parallelism in a Trainer logged a loss that was scaled by its size."""
     for one, many in four.run(cases.logged_losses):
         assert many == pytest.approx(one, rel=1e-6)

@@ -610,7 +610,7 @@ def test_refuses_fewer_sequences_than_ranks():
 @pytest.mark.parametrize(
     "convert", [torch.Tensor.tolist, torch.Tensor.numpy], ids=["list", "numpy"]
 )
-def test_batches_may_hold_what_torch_takes_and_what_is_no_tensor(convert):
+def test_batches_may_hold_what_torch_takes_and_what_no_tensor(convert):
     number = torch.tensor(3)
     beside = {"labels": None, "position_ids": None, "use_cache": False, "number": number}
     batch = {"input_ids": convert(IDS), "attention_mask": convert(torch.ones_like(IDS))} | beside
@@ -620,7 +620,7 @@ def test_batches_may_hold_what_torch_takes_and_what_is_no_tensor(convert):
     assert made == beside
 
 
-def test_refuses_rows_padded_on_the_left_where_a_table_may_skip_padding():
+def test_refuses_rows_padded_on_left_where_table_may_skip_padding():
     config = hf.OPTConfig(
         vocab_size=VOCABULARY, hidden_size=32, ffn_dim=48, num_hidden_layers=1, dropout=0.0
     )
@@ -839,7 +839,7 @@ def test_the_routers_loss_is_that_of_all_tokens(kind, config, line, padded):
 
 
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "batch: dp=2; tokens: ring=2"])
-def test_routers_of_a_model_without_a_head_are_those_of_all_tokens(line):
+def test_routers_of_model_without_head_are_those_of_all_tokens(line):
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     torch.manual_seed(0)

@@ -348,14 +348,14 @@ def test_other_random_numbers_leave_eval_mode_to_compare():
     assert not any(t.train for t in verify(spliced(fails), RING).trials)
 
 
-def test_heads_are_split_as_the_layout_says_and_not_its_stand_in():
+def test_heads_split_as_layout_says_and_not_its_stand_in():
     model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)))
     assert verify(model, Layout.parse("tokens: ulysses=4 x ring=64")).outputs < 1e-5
     with pytest.raises(ShapeError, match=r"'model\.layers\.0\.self_attn': 4 local heads.* 8 ways"):
         verify(model, Layout.parse("tokens: ulysses=8"))
 
 
-def test_an_axis_that_the_layout_does_not_attend_is_refused_first():
+def test_axis_that_the_layout_does_not_attend_is_refused_first():
     model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)))
     with pytest.raises(DeclarationError, match="no axis 'nope' to split"):
         verify(model, RING, "nope")
@@ -397,7 +397,7 @@ def test_position_ids_reach_a_model_through_keyword_arguments(kind):
         assert (got - want).abs().max() < 1e-5
 
 
-def test_a_forward_that_keeps_position_ids_to_itself_is_told_so():
+def test_forward_that_keeps_position_ids_to_itself_is_told_so():
     model = build(lambda: PassesNothingOn(hf.LlamaConfig(**GROUPED)))
     with pytest.raises(UnsupportedError, match=r"'model' \(LlamaModel\).*name position_ids in"):
         verify(model, RING)
@@ -469,7 +469,7 @@ def test_restore_undoes_parallelize():
         restore(model)
 
 
-def test_the_mark_in_place_of_a_mask_says_who_touched_it():
+def test_the_mark_in_place_of_mask_says_who_touched_it():
     model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED))).eval()
     layer = model.model.layers[0]
     uses = {
@@ -494,7 +494,7 @@ def test_the_mark_in_place_of_a_mask_says_who_touched_it():
     model(**shard_batch({"input_ids": ids}, Layout.single()))
 
 
-def test_a_window_of_nothing_is_refused_where_a_layer_uses_it():
+def test_window_of_nothing_is_refused_where_a_layer_uses_it():
     config = hf.Qwen2Config(
         **GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=0
     )

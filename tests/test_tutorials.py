@@ -41,7 +41,7 @@ def test_a_tutorial_runs_top_to_bottom(path, tmp_path, monkeypatch):
 
 
 @by_name(NOTEBOOKS)
-def test_a_notebook_has_the_cells_of_its_script_and_its_outputs(path):
+def test_notebook_has_the_cells_of_its_script_and_its_outputs(path):
     assert build.read(path) == build.split(path.with_suffix(".py").read_text())
     assert path.stat().st_size <= build.LARGEST
     cells = json.loads(path.read_text())["cells"]

@@ -147,9 +147,7 @@ def _launch(nodes, folder: Path) -> str:
 
 @needs_nodes
 @pytest.mark.sample
-def test_two_nodes_are_exact_and_use_the_cable_after_they_refused_what_breaks_one(
-    two_nodes, tmp_path
-):
+def test_two_nodes_are_exact_and_refuse_broken_layouts(two_nodes, tmp_path):
     for inside in ("inter", "intra"):
         text = Layout.from_dict(HIERARCHICAL | {"inside_node": [inside]}).to_toml()
         (tmp_path / f"{inside}.toml").write_text(text)
@@ -202,9 +200,7 @@ def test_a_mesh_dim_inside_nodes_is_built(pool, inside, per_node, mesh):
 
 
 @pytest.mark.parametrize(("inside", "per_node", "mesh", "message"), BREAKS)
-def test_a_mesh_dim_that_spans_nodes_is_refused_on_every_rank(
-    pool, inside, per_node, mesh, message
-):
+def test_mesh_dim_that_spans_nodes_is_refused_on_every_rank(pool, inside, per_node, mesh, message):
     for text in pool.run(_build, inside, per_node, mesh):
         assert message in text
 

@@ -79,7 +79,7 @@ COUNTED = [
 
 
 @pytest.mark.parametrize("case", COUNTED, ids=str)
-def test_a_rank_of_the_fake_process_group_counts_what_the_plan_says(case, apart):
+def test_rank_of_fake_process_group_counts_what_the_plan_says(case, apart):
     line, group, ranks, tokens, _ = case
     assert apart(volume.count, *case) == volume.exact(line, group, ranks, tokens)
 

@@ -62,7 +62,7 @@ def _on_ranks(rank: int, folder: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_real_ranks_train_as_one_does_and_go_on_upon_other_layouts(pool, tmp_path):
+def test_real_ranks_train_as_one_and_resume_on_other_layouts(pool, tmp_path):
     alone = _train(weft.Layout.single(), str(tmp_path / "alone"), 20)
     for losses in pool.run(_on_ranks, str(tmp_path / "four")):
         assert max(abs(a - b) for a, b in zip(losses, alone, strict=True)) < 1e-10

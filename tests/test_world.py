@@ -68,7 +68,7 @@ def asked(monkeypatch):
     return found
 
 
-def test_a_process_that_sees_one_gpu_takes_it_and_connects_at_once(asked) -> None:
+def test_a_process_that_sees_one_gpu_takes_it(asked) -> None:
     world.init_process_group("cuda", LIMIT)
     assert asked["device"][0] == (torch.device("cuda", 0),)
     named = asked["group"][1]
@@ -77,7 +77,7 @@ def test_a_process_that_sees_one_gpu_takes_it_and_connects_at_once(asked) -> Non
     assert named["pg_options"].is_high_priority_stream
 
 
-def test_every_mesh_dim_has_a_group_with_our_limit_on_a_stream_of_high_priority(asked) -> None:
+def test_every_mesh_dim_has_a_group_with_the_limit(asked) -> None:
     world.world_mesh("cuda", {"ring": 8}, LIMIT)
     own = asked["mesh"][1]["backend_override"]
     assert list(own) == ["ring"]
@@ -103,7 +103,7 @@ def _builds() -> None:
         assert on_cpu[0] is on_cpu[1]  # their waits have limits of their own
 
 
-def test_builds_of_one_mesh_share_its_groups_unless_their_limits_differ(apart) -> None:
+def test_builds_of_one_mesh_share_groups_of_equal_limits(apart) -> None:
     apart(_builds)
 
 
@@ -122,7 +122,7 @@ def _limits() -> dict[str, str]:
     return texts
 
 
-def test_limits_that_differ_between_ranks_on_gpus_are_refused_before_groups(apart) -> None:
+def test_limits_that_differ_between_ranks_on_gpus_refused_before_groups(apart) -> None:
     texts = apart(_limits)
     assert texts["cuda"] == f"{texts['cpu']}, timeout 7 s"
 
@@ -147,7 +147,7 @@ class OnGpus(ProcessTransport):
 
 
 @pytest.mark.parametrize("call", ["gather", "weights", "shuffle"])
-def test_what_lies_on_the_cpu_is_refused_here_and_blamed_on_nobody(call) -> None:
+def test_what_lies_on_cpu_refused_here_and_blamed_on_nobody(call) -> None:
     mine, x = OnGpus(), torch.ones(4)
     calls = {
         "gather": lambda: layout.Layout.parse("tokens: ring=2").on(mine).gather(x, {"tokens": 0}),
@@ -175,7 +175,7 @@ def test_more_processes_than_gpus_are_refused(count) -> None:
 
 
 @pytest.mark.parametrize("gpus", ["aabc", "abab", "aaaa", "abcd"])
-def test_ranks_that_share_a_gpu_are_refused_by_name_on_every_rank(gpus: str) -> None:
+def test_ranks_that_share_gpu_refused_by_name_on_every_rank(gpus: str) -> None:
     """As where CUDA_VISIBLE_DEVICES=0 is set for all processes of a node."""
     store = dist.HashStore()
     store.set_timeout(LIMIT)
@@ -248,7 +248,7 @@ def _splits() -> list[tuple]:
     return given
 
 
-def test_groups_are_split_off_the_world_with_our_limit_and_priority(apart) -> None:
+def test_groups_are_split_off_world_with_our_limit_and_priority(apart) -> None:
     rows = [[0, 4], [1, 5], [2, 6], [3, 7]]
     columns = [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert apart(_splits) == [(True, ranks, True, True) for ranks in (rows, columns)]

@@ -33,7 +33,7 @@ METHODS = ("forward", "encode", "decode")
 
 
 def splits_fields(layout: Layout) -> bool:
-    """Whether a layout splits an axis of images or fields."""
+    """True if a layout splits an axis of images or fields."""
     return any(axis in layout.sharding for axis in AXES)
 
 

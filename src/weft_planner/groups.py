@@ -193,7 +193,7 @@ class Groups:
         return self.tried
 
     def fits(self, row: Row) -> bool:
-        """Whether a rank has the memory for it."""
+        """True if a rank has the memory for it."""
         return row.nbytes <= self.limit
 
     @staticmethod

@@ -130,7 +130,7 @@ class HFModel:
 
     @property
     def recurrent(self) -> bool:
-        """Whether some layers carry a state, which no striped order takes."""
+        """True if some layers carry a state, which no striped order takes."""
         known = (FULL, WINDOW, "chunked_attention")
         return any(kind not in known for kind in self.kinds) or not self._attends_only
 

@@ -1,4 +1,4 @@
-"""The one or two layouts for calls of several lengths, by their times on the clock."""
+"""Choose one or two layouts for calls of several lengths, by their times on the clock."""
 
 from __future__ import annotations
 

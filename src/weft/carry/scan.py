@@ -188,7 +188,7 @@ def halo(
 def _over_box(
     fn: Callable[[Tensor], Tensor], x: Tensor, windows: Sequence[tuple[LocalPieces, Windows, int]]
 ) -> Tensor:
-    """What `fn` gives for a box: axis by axis, each with what is around those before it."""
+    """Results of `fn` for a box: axis by axis, each with the surroundings of those before it."""
     made, strips = [], []
     for pieces, window, dim in windows:
         ((before, after, outputs),) = pieces.around(x, window, dim)
@@ -202,7 +202,7 @@ def _over_box(
 def _results(
     fn: Callable[[Tensor], Tensor], run: Tensor, windows: Sequence[tuple[Windows, int, int]]
 ) -> Tensor:
-    """What `fn` gives for a run; where a dim has no window, of one, of which nothing is taken."""
+    """Results of `fn` for a run; a dim without a window has one of which nothing is taken."""
     for window, outputs, dim in windows:
         if not outputs:
             run = torch.cat([run, run.new_zeros(_with(run, dim, window.extent))], dim)

@@ -83,7 +83,7 @@ def agreed_index(
 
 
 def _identity(path: Path) -> list:
-    """What is equal on ranks that see one file."""
+    """Identity of a file, equal on ranks that see the same one."""
     with failing(path, "read"):
         status = path.stat()
     return [socket.gethostname(), status.st_dev, status.st_ino]

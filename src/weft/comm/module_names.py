@@ -130,7 +130,7 @@ def _entries(value: object, has_attributes: bool) -> Iterator[tuple[Any, Any]]:
 
 
 def _follow(value: Any, way: Way) -> object:
-    """What keys lead to, None where they lead nowhere."""
+    """Object to which keys lead, None where they lead nowhere."""
     for key in way:
         if isinstance(value, nn.Module):
             value = _at(value, str(key))

@@ -117,7 +117,7 @@ def differ_in_origin(texts: Iterable[str]) -> bool:
 
 
 def advice(texts: Iterable[str]) -> str:
-    """What to do where calls, one of each rank, differ in their origin alone.
+    """Advice for calls, one of each rank, that differ in their origin alone.
 
     >>> print(advice(["n 4, called by a.py:3 in f", "n 4, called by a.py:5 in f"])[:54])
     is it one call that ranks make on different lines, say

@@ -68,7 +68,7 @@ def dim_size(dim: Dim) -> int:
 
 
 def is_split_dim(dim: Dim) -> bool:
-    """Whether a factor of a dim is split."""
+    """True if a factor of a dim is split."""
     return any(factor.chunks is not None for factor in dim)
 
 

@@ -85,7 +85,7 @@ def around(
     border: str = "zeros",
     fill: float = 0.0,
 ) -> tuple[Tensor, int, int, Tensor]:
-    """What is before and after this rank's part of a range, and which part that is."""
+    """Positions before and after this rank's part of a range, and that part."""
     plan: RangePlan = plan_ranges(region.mesh(chunks.axis), chunks.starts, ranges, border)
     part = plan.parts[region.layout.chunk(chunks.axis)]
     strips = bring(x, dim, plan.wanted, region, chunks.axis, label, fill)

@@ -66,14 +66,14 @@ IN_PLACE |= _names(_IN_PLACE_OPERATORS, Tensor)
 
 
 def run_function(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """What a function of torch does to fields, on the local tensors."""
+    """Run a function of torch on the local tensors of fields."""
     if func in OF_AUTOGRAD:
         return OF_AUTOGRAD[func](*args, **kwargs)
     return as_torch_does(_run, func, args, kwargs)
 
 
 def _run(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """What a function of torch gives for arguments among which are fields."""
+    """Result of a function of torch for arguments among which are fields."""
     _check(func, (*args, *kwargs.values()))
     if func in _OF_SHAPE:
         return func(*args, **kwargs)
@@ -152,7 +152,7 @@ def _in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
 
 @rule(Tensor.to, Tensor.type_as)
 def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Of another tensor the dtype and device are taken alone."""
+    """Convert; of another tensor only the dtype and device are taken."""
 
     def kind(value: Any) -> Any:
         return local_of(value).new_empty(()) if isinstance(value, Tensor) else value

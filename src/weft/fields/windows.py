@@ -25,7 +25,7 @@ BORDERS["circular"] = "circular"
 
 
 class Strips(NamedTuple):
-    """What is around this rank's part of a dim, for the windows of its outputs.
+    """Strips around this rank's part of a dim, for the windows of its outputs.
 
     Attributes:
         dim: the dim.
@@ -303,7 +303,7 @@ def _counts(
     padding: Sequence[int],
     include: bool,
 ) -> Tensor:
-    """How many positions the windows of this rank's outputs average."""
+    """Number of positions that the windows of this rank's outputs average."""
     total = torch.ones((), device=x.device, dtype=torch.float64)
     for (d, window), k, p in zip(windows.items(), kernel, padding):
         length, chunks = dim_size(x._dims[d]), dims[d][0].chunks

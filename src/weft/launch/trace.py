@@ -387,7 +387,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def why_killed(pid: int) -> str | None:
-    """What another rank recorded when it killed a process, for its launcher."""
+    """Reason that another rank recorded when it killed a process, for its launcher."""
     for path in (path for run in runs_of(root()) for path in _ranks(run)):
         head = _head(path)
         if head and head["pid"] == pid:

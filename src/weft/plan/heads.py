@@ -54,12 +54,12 @@ class HeadShares:
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
-        """How often each key/value head is sent."""
+        """Number of times that each key/value head is sent."""
         return tuple(count for _, count in sorted(Counter(self.sent).items()))
 
     @property
     def repeat(self) -> int | None:
-        """How often, if that is the same for all."""
+        """Number of copies of each head, if it is the same for all."""
         return self.counts[0] if len(set(self.counts)) == 1 else None
 
 
@@ -122,7 +122,7 @@ def head_dims(rules: Mapping[str, Rule], sizes: Mapping[str, int]) -> dict[str, 
 
 
 def nested(leaves: tuple[int, ...], sizes: tuple[int, ...], coords: tuple[int, ...]) -> list[int]:
-    """Of shares that nested mesh dims make, those along the dim after the ones at `coords`.
+    """Shares along the next mesh dim, of nested shares at `coords`.
 
     >>> nested((2, 1, 2, 1), (2, 2), ()), nested((2, 1, 2, 1), (2, 2), (1,))
     ([3, 3], [2, 1])

@@ -59,7 +59,7 @@ class Wanted:
 
     @property
     def moves(self) -> bool:
-        """Whether anything goes from one rank to another."""
+        """True if anything goes from one rank to another."""
         return bool(_routes(self)[0].moving)
 
     def received(self, chunk: int) -> int:
@@ -104,7 +104,7 @@ def _routes(plan: Wanted) -> tuple[Paths, dict[int, list[Overlap]]]:
 
 
 def _overlaps(plan: Wanted) -> tuple[Overlap, ...]:
-    """Of all chunks: the entries that `target` takes from `source`, as indices in both."""
+    """Entries of every chunk that `target` takes from `source`, as indices in both."""
     held = sorted(
         (low, high, chunk, offset)
         for chunk, spans in enumerate(plan.held)
@@ -301,7 +301,7 @@ class Windows:
         return self.first + low * self.stride, self.first + (high - 1) * self.stride + self.extent
 
     def ranges(self, edges: Sequence[int]) -> tuple[tuple[int, int], ...]:
-        """What the outputs of every chunk see, by their `edges`."""
+        """Ranges that the outputs of every chunk see, by their `edges`."""
         return tuple(self.seen(low, high) for low, high in itertools.pairwise(edges))
 
 

@@ -97,7 +97,7 @@ def chosen(name: str, value: str, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def is_config(name: str) -> bool:
-    """Whether an argument is a transformers config: a .json, or a folder that is there.
+    """True for a transformers config: a .json, or a folder that is there.
 
     >>> is_config("llama.json"), is_config("causal_lm")
     (True, False)

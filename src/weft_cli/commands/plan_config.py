@@ -28,7 +28,7 @@ from .plan_model import write_layout
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command line asks of a transformers model."""
+    """Request of the command line about a transformers model."""
 
     tokens: int
     hardware: str
@@ -146,7 +146,7 @@ def _gb(nbytes: float) -> str:
 
 
 def _verified(model: HFModel) -> str:
-    """Whether a small copy is the same model on ranks as on one device, in a few words."""
+    """Outcome of comparing a small copy on ranks with one device, in a few words."""
     from weft_integrations.transformers.verification import verify
 
     torch.manual_seed(0)
@@ -159,7 +159,7 @@ def _verified(model: HFModel) -> str:
 
 
 def _rough(model: HFModel) -> bool:
-    """Whether counts are of something like the model: experts by their mean, recurrences."""
+    """True if counts are approximate: experts by their mean, recurrences."""
     return bool(model.experts) or model.recurrent
 
 

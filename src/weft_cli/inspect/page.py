@@ -62,7 +62,7 @@ def write_page(
 
 
 def layout_data(layout: Layout, problem: Problem, hardware: Hardware) -> dict[str, Any]:
-    """What the page knows of a layout, as plain values.
+    """Data of a layout for the page, as plain values.
 
     Args:
         layout: not built.
@@ -127,7 +127,7 @@ def _held(plan: Plan) -> int:
 
 
 class _Cells:
-    """Which rows or columns of the drawn matrix hold some positions."""
+    """Rows or columns of the drawn matrix that hold some positions."""
 
     def __init__(self, problem: Problem, rows: np.ndarray, columns: np.ndarray) -> None:
         self.samples = [

@@ -91,7 +91,7 @@ class Numbers:
 
 @dataclass(frozen=True)
 class _Column:
-    """How the cells of one column become numbers; the training cells decided it.
+    """Reading of one column's cells as numbers, decided by the training cells.
 
     `kind` is one of `KINDS` or "text". A `reader` reads cells of text, strictly where the training
     column was typed.
@@ -159,7 +159,7 @@ def _warn(text: str) -> None:
 
 
 def _fitted(column: pd.Series) -> _Column:
-    """How a training column is read, and any other of its name."""
+    """Reading of a training column, and of any other of its name."""
     import pandas as pd
 
     name, kind = str(column.name), _kind(column)

@@ -112,7 +112,7 @@ _Unpack = Callable[[_Opened, IO[bytes], Path], IO[bytes]]
 
 
 def _unpacked(start: bytes) -> _Unpack:
-    """How a file that begins so is unpacked."""
+    """Unpacking of a file that begins with these bytes."""
     for magic, unpack in _PACKED.items():
         if start.startswith(magic):
             return unpack
