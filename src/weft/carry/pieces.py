@@ -396,7 +396,7 @@ class LocalPieces:
         ]
 
     def around(self, x: Tensor, window: Windows, dim: int) -> list[tuple[Tensor, Tensor, int]]:
-        """Neighbours that windows see before and after each of this rank's pieces."""
+        """Neighbours that windows see before and after each of this rank's pieces.
 
             rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
 
