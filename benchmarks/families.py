@@ -334,7 +334,7 @@ def page(rows: list[Row]) -> str:
         + '. Made by `python -m benchmarks.families --write`. "exact": outputs, loss and '
         'gradients agree to rounding. "refused": `parallelize` raises, and says why. "not '
         "tried\": this page's tiny configuration made no model that runs here; `parallelize` "
-        "checks yours. Configurations of models that choose their keys choose fewer than a row has.",
+        "checks yours. Models that choose their keys have choices of fewer keys than a row has.",
         f"The columns of uses: on `{LAYOUT}` with full rows, by `python -m benchmarks.families "
         "--uses`. labels: the loss and gradients of labels; default cache: a prompt in two calls, "
         "the second with the cache that the first gives by default; packed rows: documents by "
