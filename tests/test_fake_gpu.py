@@ -12,12 +12,14 @@ from unittest import mock
 import pytest
 import torch
 from fake_gpu import OneOf, backward, both_passes, fake_gpu
+from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
 import weft.pair
 from weft.errors import UnsupportedError
-from weft.plan.call import Call
+from weft.gradients import sync
 from weft.losses.tokens import sequence_sums
+from weft.plan.call import Call
 from weft.runtime.calls import BoundCall
 from weft_models.models import cache
 
@@ -244,12 +246,12 @@ def sums_of_gradients() -> list[str]:
     """
     layout = weft.Layout.parse("tokens: ring=2")
     on, module = layout.on(OneOf(layout.mesh, 0)), torch.nn.Linear(4, 3)
-    with fake_gpu() as crossings, mock.patch.object(torch.Tensor, "tolist", _ones):
+    with fake_gpu() as crossings, mock.patch.object(FakeTensor, "tolist", _ones):
         _to_gpu(module)
         for _ in range(2):
-            module.weight.grad = torch.empty(3, 4, device="cuda")
+            module.weight.grad, module.bias.grad = torch.empty(3, 4, device="cuda"), None
             crossings.found.clear()
-            on.sync_gradients(module)
+            sync._sum([*module.parameters()], ("ring",), on.bound)
         return list(crossings.found)
 
 

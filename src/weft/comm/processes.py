@@ -177,7 +177,9 @@ class ProcessTransport(Transport):
             self._shuffle(shuffle, tag)
             return
         # With lengths torch makes sends and receives of it, even where all are the same.
-        lengths = () if shuffle.even else (list(shuffle.receives), list(shuffle.sends))
+        receives, sends = (
+            (None, None) if shuffle.even else (list(shuffle.receives), list(shuffle.sends))
+        )
         self._together(
             shuffle.label,
             shuffle.mesh_dim,
@@ -185,7 +187,8 @@ class ProcessTransport(Transport):
             lambda: dist.all_to_all_single(
                 shuffle.incoming,
                 shuffle.outgoing,
-                *lengths,
+                receives,
+                sends,
                 group=self._groups[shuffle.mesh_dim],
                 async_op=True,
             ),

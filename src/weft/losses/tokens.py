@@ -187,14 +187,15 @@ def sequence_sums(
     """
     if documents is None:
         return layout.sum(values.sum(1), axis)
-    on_cpu = as_documents(documents).lengths
-    place = layout.positions(axis, sum(on_cpu), values.device)
+    documents = as_documents(documents)
+    total = int(torch.tensor(documents.lengths, device="cpu").sum())
+    place = layout.positions(axis, total, values.device)
     if values.dim() != 2 or values.shape[1] != len(place):
         raise ShapeError(
             f"values {tuple(values.shape)} are not (b, {len(place)}), this rank's tokens of"
-            f" documents of {sum(on_cpu)}"
+            f" documents of {total}"
         )
-    lengths = uploaded(on_cpu, values.device)
+    lengths = uploaded(documents.lengths, values.device)
     number = torch.bucketize(place, lengths.cumsum(0), right=True)
     sums = values.new_zeros(len(values), len(lengths)).index_add(1, number, values)
     return layout.sum(sums, axis)
