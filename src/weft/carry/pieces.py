@@ -50,6 +50,8 @@ if TYPE_CHECKING:
     from ..layout import Layout
 
 _STATES, _TREE, _HALO = "state", "tree", "halo"
+#: Names of the numbers of `Windows`; torch.compile cannot read the fields of a class.
+_OF_WINDOWS = tuple(f.name for f in dataclasses.fields(Windows))
 _OPS = {
     _STATES: torch.ops.weft.states,
     _TREE: torch.ops.weft.states_tree,
@@ -414,7 +416,7 @@ class LocalPieces:
         """
         dim %= x.dim()
         self._check(x, dim)
-        of_window = tuple(getattr(window, f.name) for f in dataclasses.fields(Windows))
+        of_window = tuple(getattr(window, name) for name in _OF_WINDOWS)
         cuts = _plain_cuts(tuple(tuple(piece) for piece in self.pieces), of_window)
         sizes = [n for (before, _, _, after), _ in cuts for n in (before, after)]
         if window.extent > 1 and (self._moves or window.border != "zeros"):

@@ -280,7 +280,7 @@ class _Run:
         for side in (Side.QUERY, Side.KEY):
             rest = self.plan.resharding[side].state(0, self.plan.coords).head_spans[0].start
             found.append(positions(self.plan.compute[side].head_spans, device) - rest)
-        sent = torch.tensor(self.plan.head_shares.sent, device=device)
+        sent = uploaded(tuple(self.plan.head_shares.sent), device)
         return found[0], sent[found[1]]
 
     def _mean_over_heads(self, logits: Tensor, heads: int) -> Tensor:
