@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from dataclasses import replace
 
 import flash_packages
 import flash_releases
@@ -35,7 +36,9 @@ from weft.kernels import (
 from weft.kernels.base import HALF, readable
 from weft.masks.part import Renumbered
 from weft.plan import plan as planning
+from weft.plan.call import Call
 from weft.runtime import merging
+from weft.runtime.calls import BoundCall
 
 MATH = named("math")
 
@@ -503,6 +506,13 @@ WIDE = {"head_dim": 256, "value_dim": 256}
         (9, TODAY, (), {"dtype": torch.float64}, "math"),
         (8, TODAY, ("2.8.3",), {}, "flash-attn"),
         (8, TODAY, ("2.6.3",), {"packed": True}, "flash-attn"),
+        (9, TODAY, ("2.8.3",), {}, "cudnn"),
+        (10, TODAY, ("2.8.3",), {}, "cudnn"),
+        (12, TODAY, ("2.8.3",), {}, "flash-attn"),
+        (9, OLD, ("2.8.3",), {}, "flash-attn"),
+        (9, TODAY, ("2.8.3",), {"packed": True}, "flash-attn"),
+        (10, TODAY, ("2.8.3",), {"head_dim": 129}, "flash-attn"),
+        (9, TODAY, ("2.8.3", "3 of August 2026"), {}, "flash-attn"),
         (9, TODAY, ("3 of August 2026",), {"packed": True}, "flash-attn"),
         (9, TODAY, ("3 of August 2026",), WIDE, "flash-attn"),
         (8, TODAY, ("3 of August 2026",), {}, "cuda-flash"),
@@ -513,21 +523,86 @@ WIDE = {"head_dim": 256, "value_dim": 256}
     ],
 )
 def test_which_kernel_computes_what_where(
-    install, monkeypatch, capability, cudnn_version, releases, asks: dict, kernel: str
+    gpu, capability, cudnn_version, releases, asks: dict, kernel: str
 ) -> None:
-    install(*releases, capability=capability)
-    installed = {flash_attn.PACKAGES[int(release[0])].module for release in releases}
-    for package in flash_attn.PACKAGES.values():
-        if package.module not in installed:
-            monkeypatch.setitem(sys.modules, package.module, None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_version)
+    gpu(*releases, capability=capability, cudnn_version=cudnn_version)
+    assert choose(asked(**asks)).name == kernel
+
+
+def asked(**asks) -> Request:
+    """A plain call on CUDA, with other properties."""
+    return Request("cuda", **{"dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64} | asks)
+
+
+@pytest.fixture
+def gpu(install, monkeypatch):
+    """A GPU of some compute capability, with releases of flash-attn and no others."""
+
+    def put(*releases: str, capability: int, cudnn_version: int = TODAY) -> None:
+        install(*releases, capability=capability)
+        installed = {flash_attn.PACKAGES[int(release[0])].module for release in releases}
+        for package in flash_attn.PACKAGES.values():
+            if package.module not in installed:
+                monkeypatch.setitem(sys.modules, package.module, None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (capability, 0))
+        monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn_version)
+        cudnn._missing.cache_clear()
+        weft.clear_caches()
+
+    yield put
     cudnn._missing.cache_clear()
-    weft.clear_caches()
-    asked = {"dtype": torch.bfloat16, "head_dim": 64, "value_dim": 64} | asks
-    assert choose(Request("cuda", **asked)).name == kernel
-    cudnn._missing.cache_clear()
+
+
+def test_generation_2_that_is_asked_for_is_taken(gpu, monkeypatch) -> None:
+    """The variable decides from the next call on, whatever was chosen before."""
+    gpu("2.8.3", capability=9)
+    assert choose(asked()).name == "cudnn"
+    monkeypatch.setenv(flash_attn.VARIABLE, "2")
+    assert choose(asked()).name == "flash-attn"
+    assert choose(asked()).label == "flash-attn (FlashAttention 2)"
+    monkeypatch.delenv(flash_attn.VARIABLE)
+    assert choose(asked()).name == "cudnn"
+
+
+@pytest.mark.parametrize(
+    ("active", "capability", "asks", "deterministic_backward", "kernel"),
+    [
+        (None, 10, WIDE, False, "cuda-flash"),
+        ("FA3", 9, WIDE, False, "cuda-flash"),
+        ("FA3", 9, WIDE, True, "flex"),
+        ("FA3", 9, {"head_dim": 192}, True, "cuda-flash"),
+        ("FA3", 8, {}, False, "flex"),
+        ("FA4", 10, {"packed": True}, False, "cuda-flash"),
+        ("FA4", 10, WIDE, False, "flex"),
+        ("FA4", 10, {"head_dim": 128, "value_dim": 128, "lse_grad": True}, False, "flex"),
+        ("FA4", 8, {}, False, "flex"),
+        ("FA4", 12, {"packed": True}, False, "flex"),
+        ("another", 9, {"packed": True}, False, "cudnn"),
+    ],
+)
+def test_active_implementation_of_torch_has_its_own_limits(
+    gpu, monkeypatch, active, capability: int, asks: dict, deterministic_backward: bool, kernel: str
+) -> None:
+    """Whether it is activated before the first call or after."""
+    gpu(capability=capability)
+    choose(asked(**asks))
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active)
+    with deterministic() if deterministic_backward else contextlib.nullcontext():
+        assert choose(asked(**asks)).name == kernel
+
+
+def test_plan_follows_an_implementation_that_is_activated_later(gpu, monkeypatch) -> None:
+    gpu(capability=8)
+    q = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16)
+    bound = BoundCall(weft.Layout.single(), Call(("tokens",), weft.Causal(), length=((8, 8),)))
+    plan = bound.plan_alone(q, q, q)
+    monkeypatch.setattr(plan, "problem", replace(plan.problem, device="cuda"))
+    monkeypatch.delitem(vars(plan), "_remembered__kernel", raising=False)
+    assert plan.kernel(False).label == "cuda-flash"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4")
+    assert plan.kernel(False).name == "flex"
+    assert named("cuda-flash").label == "cuda-flash (FA4)"
 
 
 def test_documents_ask_for_a_kernel_without_a_plan_per_shape(monkeypatch) -> None:

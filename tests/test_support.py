@@ -313,4 +313,5 @@ def test_list_support_prints_the_matrix() -> None:
 
     from weft_cli.cli import app
 
-    assert CliRunner().invoke(app, ["list", "--support"]).output == support.markdown()
+    shown = CliRunner().invoke(app, ["list", "--support"]).output
+    assert shown == f"{support.markdown()}\n{support.here()}"

@@ -77,4 +77,4 @@ def sides(machine: Machine, case: Case, slow: tuple[str, ...]) -> Iterator[tuple
         row = []
         for which, seconds in taken.items():
             row += [case.operations(which) / seconds / 1e12, alone[which] / seconds]
-        yield mask, kernel.name, *row
+        yield mask, kernel.label, *row

@@ -37,6 +37,15 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
+def active_flash() -> str | None:
+    """The implementation in the place of torch's own flash kernel: "FA3", "FA4"; None for that.
+
+    Releases of torch without `activate_flash_attention_impl` have no other.
+    """
+    current = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    return None if current is None else current()
+
+
 def _past_modes(op: Callable) -> Callable:
     """An operator that no torch function mode sees: `weft.sdpa` refuses it to anybody else."""
 

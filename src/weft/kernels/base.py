@@ -126,6 +126,11 @@ class Kernel(abc.ABC):
         """Why this kernel cannot run in this process (a package that is not installed), or None."""
         return None
 
+    @property
+    def label(self) -> str:
+        """Its name, with the implementation that runs in this process where there are several."""
+        return self.name
+
     @abc.abstractmethod
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         """(b h n d), (b g m d), (b g m e) -> out (b h n e), lse (b h n).

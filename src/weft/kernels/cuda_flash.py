@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from .._torch import cuda_flash_backward, cuda_flash_forward
+from .._torch import active_flash, cuda_flash_backward, cuda_flash_forward
 from .base import HALF, Request, TileView
 from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
+
+
+@dataclass(frozen=True)
+class Limits:
+    """GPUs and largest head dims of an implementation of the op."""
+
+    capabilities: tuple[int, ...] | None = None  # major compute capabilities, None: all
+    widest: int = 256
+    deterministic: int = 256  # of a deterministic backward pass
+
+
+#: By the name that `torch.nn.attention.activate_flash_attention_impl` takes. FA4 has larger head
+#: dims in some releases, on some GPUs; torch's own checks do not say which.
+_LIMITS = {None: Limits(), "FA3": Limits((9,), 256, 192), "FA4": Limits((9, 10), 128, 128)}
 
 
 class CudaFlash(FlashKernel):
@@ -20,8 +36,30 @@ class CudaFlash(FlashKernel):
     about = "CUDA; bf16, fp16; full and causal tiles; head dims up to 256"
     step = 8
     alignment = 16
-    widest = 256
     varlen = True
+
+    @property
+    def widest(self) -> int:  # type: ignore[override]  # read-only here
+        """Largest head dim of torch's kernel, or of what is active in its place."""
+        limits = _LIMITS.get(active_flash(), Limits())
+        is_deterministic = torch.are_deterministic_algorithms_enabled()
+        return limits.deterministic if is_deterministic else limits.widest
+
+    @property
+    def label(self) -> str:
+        active = active_flash()
+        return self.name if active is None else f"{self.name} ({active})"
+
+    def missing(self) -> str | None:
+        active = active_flash()
+        if active is None:
+            return None
+        if active not in _LIMITS:
+            return f"is replaced by {active!r} in torch, of which weft knows no limits"
+        major, runs_on = capability(), _LIMITS[active].capabilities
+        if runs_on is not None and major is not None and major not in runs_on:
+            return f"is replaced by {active} in torch, which does not run on capability {major}"
+        return None
 
     def refuses(self, request: Request) -> str | None:
         return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
@@ -57,6 +95,11 @@ def _starts(q: Tensor, k: Tensor, view: TileView) -> tuple[Tensor | None, Tensor
     if view.varlen_segments is None:
         return None, None, q.shape[2], k.shape[2]
     return offsets(q, view)
+
+
+def capability() -> int | None:
+    """The GPU's major compute capability, None where there is none."""
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
 
 
 def half_on_cuda(request: Request) -> str | None:

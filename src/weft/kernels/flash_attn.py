@@ -5,7 +5,8 @@
     2   `flash_attn.flash_attn_interface`      Ampere and later (8 up)
 
 are tried in this order (on Blackwell 4 is the first that runs); the environment variable
-WEFT_FLASH_ATTN=2, 3 or 4 names one. Their low-level functions differ between releases, so every
+WEFT_FLASH_ATTN=2, 3 or 4 names one. Generation 2, unless it is named, comes after `cudnn` where
+that runs, except for packed documents. Their low-level functions differ between releases, so every
 call is made by parameter name, read from the function's signature (`flash_signatures`). A release
 that asks for something weft does not know is passed over when it is loaded.
 
@@ -34,6 +35,7 @@ from .._caching import cached
 from ..errors import UnsupportedError
 from .base import Request, TileView
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
+from .cuda_flash import capability as _capability
 from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
 from .flash_signatures import call, check_signatures, parameters
 
@@ -124,6 +126,11 @@ class FlashAttn(FlashKernel):
     about = "CUDA, the flash-attn package; bf16, fp16; full and causal tiles; head dims up to 256"
     step = 8
     alignment = 16
+
+    @property
+    def label(self) -> str:
+        number = generation()
+        return self.name if number is None else f"{self.name} (FlashAttention {number})"
 
     def missing(self) -> str | None:
         try:
@@ -222,6 +229,14 @@ def load(name: str | None = None) -> LoadedPackage:
     return _load(name or "", _capability())
 
 
+def generation() -> int | None:
+    """Number of the generation that runs here, None without one."""
+    try:
+        return load().generation
+    except UnsupportedError:
+        return None
+
+
 @cached(8)
 def _load(name: str, capability: int | None) -> LoadedPackage:
     tried = []
@@ -298,8 +313,3 @@ def _varlen(
     if generation == 2 and "window_size_left" not in parameters(forward):
         return None  # before 2.7 the logsumexp is padded per sequence
     return forward, backward
-
-
-def _capability() -> int | None:
-    """The GPU's major compute capability, None where there is none."""
-    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None

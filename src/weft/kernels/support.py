@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from . import named, refusal_of
+from . import KERNELS, named, refusal_of
 from .base import Request
 
 
@@ -139,3 +139,14 @@ def markdown() -> str:
     for label, whys in reasons().items():
         lines += [f"- `{label}` {why}: {', '.join(names)}" for why, names in whys.items()]
     return "\n".join(lines) + "\n"
+
+
+def here() -> str:
+    """The kernels that this machine has, with the implementations that run, and why others do not.
+
+    >>> print(here().splitlines()[2])
+    - `cpu-flash` runs
+    """
+    rows = ((kernel.label, kernel.missing()) for kernel in KERNELS)
+    lines = [f"- `{label}` {why or 'runs'}" for label, why in rows]
+    return "\n".join(["On this machine, on the devices it has:", "", *lines]) + "\n"

@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -27,7 +27,7 @@ from ..declare.placements import SEQ
 from ..declare.rates import rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
-from ..kernels import Kernel, Request, accumulate_dtype, choose
+from ..kernels import Kernel, Request, accumulate_dtype, choose, process_state
 from ..masks import Full, Mask, packs_documents
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
@@ -209,9 +209,14 @@ class Plan:
         except UnsupportedError:  # raised again if a call with a mask is there after all
             return ROW_BLOCK
 
-    @remembered
     def kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
         """The kernel for plain or for explicitly masked calls."""
+        return self._kernel(masked, lse_grad, bias_grad, process_state())
+
+    @remembered
+    def _kernel(
+        self, masked: bool, lse_grad: bool, bias_grad: bool, state: tuple[Hashable, ...]
+    ) -> Kernel:
         p = self.problem
         request = Request(
             device=p.device,

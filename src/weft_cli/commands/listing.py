@@ -49,7 +49,7 @@ def list_(
     """
     out = console()
     if support:
-        typer.echo(kernel_support.markdown(), nl=False)
+        typer.echo(f"{kernel_support.markdown()}\n{kernel_support.here()}", nl=False)
         return
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"{kind!r}; known: {', '.join(KINDS)}")
