@@ -64,12 +64,24 @@ TINY = {
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "mamba_n_heads"), 4),
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "mamba_d_head"), 8),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 8),
+    **dict.fromkeys(("index_head_dim", "indexer_head_dim"), 8),
+    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 4),
+    # Choices of keys: below the length, so that some are dropped.
+    **dict.fromkeys(("index_topk", "keep_window_size"), 5),
+    **dict.fromkeys(("index_topk_blocks",), 2),
+    **dict.fromkeys(("index_block_size", "index_kpool", "indexer_compress_ratio"), 4),
+    **dict.fromkeys(("indexer_budget",), 8),
+    **dict.fromkeys(("indexer_kv_heads",), 1),
     **dict.fromkeys(("image_size",), 32),
     **dict.fromkeys(("patch_size",), 8),
     **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
 }
 #: Set even where the default is None.
-REQUIRED = ("vocab_size", "head_dim", "pad_token_id", "num_key_value_heads")
+REQUIRED = (
+    *("vocab_size", "head_dim", "pad_token_id", "num_key_value_heads"),
+    *("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim", "indexer_budget"),
+    "indexer_compress_ratio",
+)
 #: Further settings that a family needs to be a model.
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_expand": 2, "mamba_d_ssm": 64}
 SWIN = {"depths": [2], "num_heads": [4], "window_size": 2, "embed_dim": 32}
@@ -107,6 +119,16 @@ EXTRA: dict[str, dict] = {
     "zaya": {"num_experts_per_tok": 1},
     "codegen": {"rotary_dim": 4},
     "gptj": {"rotary_dim": 4},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        "index_topk": 2,
+        "sliding_window": 8,
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"] * 2,
+    },
+    "minimax_m3_vl_text": {
+        "layer_types": ["minimax_m3_sparse", "full_attention"] * 2,
+        "index_n_heads": 2,
+    },
     "deepseek_v2": {"topk_method": "greedy", "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "swinv2": SWIN,
     "donut-swin": SWIN,
@@ -312,7 +334,7 @@ def page(rows: list[Row]) -> str:
         + '. Made by `python -m benchmarks.families --write`. "exact": outputs, loss and '
         'gradients agree to rounding. "refused": `parallelize` raises, and says why. "not '
         "tried\": this page's tiny configuration made no model that runs here; `parallelize` "
-        "checks yours.",
+        "checks yours. Models that choose their keys have choices of fewer keys than a row has.",
         f"The columns of uses: on `{LAYOUT}` with full rows, by `python -m benchmarks.families "
         "--uses`. labels: the loss and gradients of labels; default cache: a prompt in two calls, "
         "the second with the cache that the first gives by default; packed rows: documents by "

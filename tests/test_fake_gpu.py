@@ -12,10 +12,13 @@ from unittest import mock
 import pytest
 import torch
 from fake_gpu import OneOf, backward, both_passes, fake_gpu
+from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
 import weft.pair
 from weft.errors import UnsupportedError
+from weft.gradients import sync
+from weft.losses.tokens import sequence_sums
 from weft.plan.call import Call
 from weft.runtime.calls import BoundCall
 from weft_models.models import cache
@@ -173,6 +176,16 @@ def _gather(on: weft.Layout):
     return lambda: on.gather(torch.empty(2, local, 8, device="cuda"), {"tokens": 1})
 
 
+def _sequence_sums(on: weft.Layout):
+    local, documents = on.local_length("tokens", N), (20, 30, 27)
+
+    def call() -> None:
+        values = torch.empty(2, local, device="cuda")
+        assert sequence_sums(values, on, documents=documents).shape == (2, 3)
+
+    return call
+
+
 def _per_sample(on: weft.Layout):
     local = on.local_length("tokens", N)
     mask = weft.KeyPadding((40, 77, 60, 50))
@@ -193,6 +206,7 @@ MODULES = {
     "routed": ("routed-4", _routed),
     "routed, heads within": ("head-x-routed", _routed),
     "cache": ("rows: shared_context=2", _cache),
+    "sums of documents": ("tokens(zigzag): ring=2", _sequence_sums),
     "masks of single sequences": ("batch: dp=2; tokens: ring=2", _per_sample),
 }
 
@@ -217,6 +231,33 @@ def test_a_second_pass_copies_nothing_and_asks_no_rank(name: str, apart) -> None
         reads = [found for found in crossings if "to the CPU" in found]
         assert len(reads) == (name in WAITS)
         assert len(crossings) - len(reads) == 3 * (name in WAITS), crossings
+
+
+def _ones(flags: torch.Tensor) -> list[float]:
+    """What the one read of a sum of gradients finds: every rank has all, and they are finite."""
+    assert flags.is_cuda
+    return [1.0] * flags.numel()
+
+
+def sums_of_gradients() -> list[str]:
+    """Crossings of the second sum of gradients, one of which is missing on this rank, but its read.
+
+    Torch's fake tensors have nothing to read.
+    """
+    layout = weft.Layout.parse("tokens: ring=2")
+    on, module = layout.on(OneOf(layout.mesh, 0)), torch.nn.Linear(4, 3)
+    with fake_gpu() as crossings, mock.patch.object(FakeTensor, "tolist", _ones):
+        _to_gpu(module)
+        for _ in range(2):
+            module.weight.grad, module.bias.grad = torch.empty(3, 4, device="cuda"), None
+            crossings.found.clear()
+            sync._sum([*module.parameters()], ("ring",), on.bound)
+        return list(crossings.found)
+
+
+def test_sums_of_gradients_upload_nothing_again(apart) -> None:
+    """The flags that say which gradients this rank has would wait for the whole step before."""
+    assert apart(sums_of_gradients) == []
 
 
 def captured() -> list[str]:

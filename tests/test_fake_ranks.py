@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import weft
@@ -135,3 +136,26 @@ def test_the_kernel_of_shapes_answers_as_the_formula_does(dtype):
 
     metas = [t.to("meta") for t in (q, k, v, bias)]
     assert run("meta", *metas) == run("math", q, k, v, bias)
+
+
+def even_exchanges(line: str, length: int) -> list[bool]:
+    """Whether torch is given no lengths, for each exchange of both passes."""
+    seen, real = [], dist.all_to_all_single
+
+    def note(incoming, outgoing, *lengths, **named):
+        seen.append(lengths == (None, None))
+        return real(incoming, outgoing, *lengths, **named)
+
+    with fake_ranks(0, 4), pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "all_to_all_single", note)
+        layout = weft.Layout.parse(line).build("cpu")
+        local = layout.local_length("tokens", length)
+        q = torch.empty(1, 4, local, 8, device="meta", requires_grad=True)
+        weft.attention(q, q, q, layout, "tokens", weft.Causal(), length=length).sum().backward()
+    return seen
+
+
+@pytest.mark.parametrize(("length", "even"), [(16, True), (17, False)])
+def test_even_exchanges_are_given_no_lengths(length: int, even: bool, apart) -> None:
+    """With lengths torch makes messages of an all-to-all, which NCCL has itself."""
+    assert apart(even_exchanges, "tokens(zigzag): ulysses=4", length) == [even] * 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 
 import exact
 import pytest
@@ -111,6 +111,31 @@ def test_q_k_and_v_move_in_one_exchange(monkeypatch, name: str) -> None:
     dims = [dim for dim in layout.mesh if "ring" not in dim]
     labels = ("qkv", "out", "dout", "dqkv")
     assert Counter(seen) == {(dim, label): 4 for dim in dims for label in labels}
+
+
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_ranks_agree_which_exchanges_are_even(monkeypatch, name: str) -> None:
+    """An exchange by NCCL's own all-to-all on one rank and by messages on another would hang."""
+    line, lengths, kv_heads = EXCHANGES[name]
+    seen, real = defaultdict(list), Transport.all_to_all
+
+    def note(self, shuffle, *given):
+        others = tuple(self.coords[d] for d in self.sizes if d != shuffle.mesh_dim)
+        counts = {*shuffle.sends, *shuffle.receives}
+        number = self.calls[shuffle.mesh_dim, shuffle.label]
+        seen[shuffle.mesh_dim, others, shuffle.label, number].append((shuffle.even, counts))
+        return real(self, shuffle, *given)
+
+    monkeypatch.setattr(Transport, "all_to_all", note)
+    layout = weft.Layout.parse(line)
+    case = exact.Case(lengths=(lengths,), heads=4, kv_heads=kv_heads, lse_gradient=True)
+    exact.assert_exact(layout, case)
+    for exchange in seen.values():
+        (even,) = {even for even, _ in exchange}
+        assert even is (len(set.union(*(counts for _, counts in exchange))) == 1)
+    wanted = {"even": {True}, "uneven": {False}, "keys of fewer heads": {True}}
+    found = {even for exchange in seen.values() for even, _ in exchange}
+    assert found == wanted.get(name, found)
 
 
 @pytest.mark.parametrize("lengths", [(16, 16), (13, 7)])

@@ -18,10 +18,15 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers as hf
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
 
 from benchmarks import families
 from weft import parallelize, restore
-from weft_integrations.transformers import shard_batch, verify
+from weft_integrations.transformers import interface, refused, shard_batch, verify
+from weft_integrations.transformers.mark import Mark, Sharded
+from weft_integrations.transformers.running import running
+from weft_integrations.transformers.verification import verify as verification
 from weft_integrations.transformers.verification.inputs import trials
 
 hf.logging.set_verbosity_error()
@@ -597,3 +602,127 @@ def test_rounding_that_a_model_magnifies_is_no_difference():
     mixes.register_forward_hook(lambda module, args, out: out + 1e-3 * out.mean(1, keepdim=True))
     with pytest.raises(UnsupportedError, match="is not the model"):
         verify(model, RING)
+
+
+# -- models that choose their keys ----------------------------------------------------------------
+
+#: Families, and configurations whose choice drops nothing within a short row.
+CHOOSING = {
+    "tokens": ("deepseek_v32", {}),
+    "tokens of a choice that layers share": ("hy_v4", {}),
+    "blocks": ("minimax_m3_vl_text", {}),
+    "thousands of tokens": ("glm_moe_dsa", {"index_topk": 2048}),
+    "blocks of hundreds": (
+        "minimax_m3_vl_text",
+        {"index_topk_blocks": 16, "index_block_size": 128},
+    ),
+}
+
+
+def choosing(family, options, monkeypatch, on_ranks=True):
+    """A tiny model of a family, not refused, whose indexers take weft's mark for a causal mask.
+
+    On ranks they choose nothing if not `on_ranks`.
+    """
+    monkeypatch.setattr(refused, "chosen_keys", lambda model: None)
+    monkeypatch.setitem(families.EXTRA, family, families.EXTRA.get(family, {}) | options)
+    model = families.built(family, families.model_name("causal", family))
+    monkeypatch.setattr(Sharded, "__getitem__", lambda mark, index: mark)
+    kinds = {type(m.indexer) for m in model.modules() if getattr(m, "indexer", None) is not None}
+    assert kinds, "no layer of this configuration chooses its keys"
+    for kind in kinds:
+
+        def forward(module, hidden_states, *inputs, stock=kind.forward, **options):
+            if running() is not None and not on_ranks:
+                return torch.zeros(1, 1, 1, dtype=torch.long)
+            n = hidden_states.shape[1]
+            causal = torch.ones(1, n, n, dtype=torch.bool).tril()
+            inputs = [causal if isinstance(t, Mark) else t for t in inputs]
+            return stock(module, hidden_states, *inputs, **options)
+
+        monkeypatch.setattr(kind, "forward", forward)
+    return model
+
+
+def chosen_only(module, query, key, value, mask, indices=None, block_indices=None, **options):
+    """Causal attention to the keys that a model chose, of a rank that has all tokens."""
+    n, repeats = query.shape[2], query.shape[1] // key.shape[1]
+    rows, places = torch.arange(len(query)).view(-1, 1, 1, 1), torch.arange(n)
+    seen = mask.mask.allowed(rows, torch.tensor(0), places[:, None], places)
+    if indices is not None:
+        chosen = torch.zeros(len(query), 1, n, n, dtype=torch.bool)
+        seen = seen & chosen.scatter(-1, indices[:, None].long(), True)
+    if block_indices is not None:
+        blocks = torch.zeros(*block_indices.shape[:3], n + 1, dtype=torch.bool)
+        blocks = blocks.scatter(-1, block_indices % (n + 1), True)[..., :n]
+        kept = blocks.repeat_interleave(module.indexer.block_size, -1)[..., :n]
+        seen = seen & kept.repeat_interleave(query.shape[1] // kept.shape[1], 1)
+    key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+    scores = query @ key.transpose(-1, -2) * options["scaling"]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    sinks = options.get("s_aux")
+    if sinks is not None:
+        column = sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    out = scores.softmax(-1)[..., :n] @ value
+    return out.transpose(1, 2).contiguous(), None
+
+
+def dense(module, query, key, value, mask, indices=None, block_indices=None, **options):
+    """Attention on ranks to every key, whatever a model chose."""
+    return interface.attend(module, query, key, value, mask, **options)
+
+
+@pytest.mark.parametrize("case", CHOOSING.values(), ids=CHOOSING)
+def test_dense_attention_of_models_that_choose_keys_is_noticed(case, monkeypatch):
+    model = choosing(*case, monkeypatch, on_ranks=False)
+    monkeypatch.setattr(verification, "attend", dense)
+    with pytest.raises(UnsupportedError, match="is the first module whose output differs"):
+        verify(model, RING)
+
+
+@pytest.mark.parametrize("case", CHOOSING.values(), ids=CHOOSING)
+def test_attention_to_chosen_keys_only_is_the_model(case, monkeypatch):
+    model = choosing(*case, monkeypatch)
+    monkeypatch.setattr(verification, "attend", chosen_only)
+    assert verify(model, Layout.parse("tokens: ring=1")).outputs < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    {
+        "deepseek_v32": r"indexer of 'model.layers.0.self_attn' \(DeepseekV32Attention\)",
+        "deepseek_v4": r"compress_rate of 'model.layers.0.self_attn.compressor' \(\w+\)",
+        "doge": r"keep_window_size of 'model.layers.0.self_attn' \(DogeAttention\)",
+        "minimax_m3_vl_text": r"indexer of '.*layers.0.self_attn' \(MiniMaxM3VLAttention\)",
+    }.items(),
+)
+def test_chosen_keys_are_refused_by_name(family, message):
+    model = families.built(family, families.model_name("causal", family))
+    with pytest.raises(UnsupportedError, match=message):
+        verify(model, RING)
+    with pytest.raises(UnsupportedError, match=message):
+        weft.on_threads(RING, lambda layout: parallelize(model, layout, verify=False))
+
+
+class WithoutEager(LlamaAttention):
+    """Attention that takes any implementation by its name, and has no eager function."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **options):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        parts = [p(hidden_states) for p in (self.q_proj, self.k_proj, self.v_proj)]
+        query, key, value = (t.view(shape).transpose(1, 2) for t in parts)
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        inputs = (self, query, key, value, attention_mask)
+        out, _ = attention(*inputs, scaling=self.scaling)
+        return self.o_proj(out.reshape(hidden_states.shape)), None
+
+
+def test_models_without_an_eager_function_are_verified():
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED))
+    for layer in model.model.layers:
+        layer.self_attn.__class__ = WithoutEager
+    assert verify(model, RING).outputs < 1e-5
+    with pytest.raises(ShapeError, match=r"layers\.0\.self_attn"):
+        verify(model, Layout.parse("tokens: ulysses=8"))

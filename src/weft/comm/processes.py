@@ -176,6 +176,10 @@ class ProcessTransport(Transport):
         if not (native or self.fake):  # by tagged messages, which cannot be mistaken
             self._shuffle(shuffle, tag)
             return
+        # With lengths torch makes sends and receives of it, even where all are the same.
+        receives, sends = (
+            (None, None) if shuffle.even else (list(shuffle.receives), list(shuffle.sends))
+        )
         self._together(
             shuffle.label,
             shuffle.mesh_dim,
@@ -183,8 +187,8 @@ class ProcessTransport(Transport):
             lambda: dist.all_to_all_single(
                 shuffle.incoming,
                 shuffle.outgoing,
-                list(shuffle.receives),
-                list(shuffle.sends),
+                receives,
+                sends,
                 group=self._groups[shuffle.mesh_dim],
                 async_op=True,
             ),

@@ -46,6 +46,8 @@ class Shuffle:
     """One rank's part of an all-to-all: flat buffers both ways, by rank along the mesh dim.
 
     `sends` and `receives` count the numbers that go to and come from each rank, this one included.
+    `even` says that all these counts are one number on every rank along the mesh dim, by what all
+    of them know: then NCCL's own all-to-all moves them.
     """
 
     mesh_dim: str
@@ -53,6 +55,7 @@ class Shuffle:
     outgoing: Tensor
     sends: Sequence[int]
     receives: Sequence[int]
+    even: bool = False
 
     @functools.cached_property
     def incoming(self) -> Tensor:

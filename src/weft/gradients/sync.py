@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import active_ddp, version
+from .._uploads import uploaded
 from ..comm import Transport
 from ..comm.consistency import (
     compare_names,
@@ -172,7 +173,7 @@ def _sum(
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     local = [local_tensor(g) for g in grads]
     has_gradient = [float(p.grad is not None) for p in parameters]
-    flags = torch.tensor(has_gradient, dtype=local[0].dtype, device=local[0].device)
+    flags = uploaded(tuple(map(int, has_gradient)), local[0].device).to(local[0].dtype)
     flat = torch.cat([*(g.reshape(-1) for g in local), flags])
     transport.all_reduce(flat, dims, "gradients")
     *sums, flags = flat.split([*(g.numel() for g in local), len(local)])

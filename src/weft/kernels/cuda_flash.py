@@ -83,8 +83,8 @@ class CudaFlash(FlashKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         starts, b = _starts(q, k, view), len(q)
         dout, q, k, v, out = (packed(t, view) for t in (dout, q, k, v, out))
-        zero = torch.zeros(2, dtype=torch.uint64, device=q.device)  # dropout's, unused
-        lse, options = packed_rows(lse, view), (0.0, view.causal, zero, zero[:1])
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's state
+        lse, options = packed_rows(lse, view), (0.0, view.causal, unused, unused[:1])
         grads = cuda_flash_backward(dout, q, k, v, out, lse, *starts, *options, scale=view.scale)
         dq, dk, dv = (unpacked(t, b, view) for t in grads)
         return dq, dk, dv

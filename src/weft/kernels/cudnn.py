@@ -61,7 +61,7 @@ class CuDNN(FlashKernel):
             return self._instead.run_backward(dout, q, k, v, out, lse, view)
         # torch keeps a compiled graph by the strides of q, k and v alone.
         out, dout = (_strided_like(t, q) for t in (out, dout))
-        unused = torch.zeros((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
+        unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset
         return cudnn_backward(
             dout,
             q,

@@ -291,5 +291,5 @@ def _scattered(x: Tensor, mesh_dim: str, transport: Transport) -> Tensor:
     """Parts of this rank's rows on every rank along a mesh dim: (ranks, rows / ranks, ...)."""
     size = transport.sizes[mesh_dim]
     each = [x.numel() // size] * size
-    shuffle = Shuffle(mesh_dim, "loss", x.contiguous().view(-1), each, each)
+    shuffle = Shuffle(mesh_dim, "loss", x.contiguous().view(-1), each, each, even=True)
     return transport.all_to_all(shuffle).view(size, -1, *x.shape[1:])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from .._uploads import uploaded
 from ..comm import collectives
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from ..layout import Layout
@@ -186,13 +187,15 @@ def sequence_sums(
     """
     if documents is None:
         return layout.sum(values.sum(1), axis)
-    lengths = torch.tensor(as_documents(documents).lengths, device=values.device)
-    place = layout.positions(axis, int(lengths.sum()), values.device)
+    documents = as_documents(documents)
+    total = int(torch.tensor(documents.lengths, device="cpu").sum())
+    place = layout.positions(axis, total, values.device)
     if values.dim() != 2 or values.shape[1] != len(place):
         raise ShapeError(
             f"values {tuple(values.shape)} are not (b, {len(place)}), this rank's tokens of"
-            f" documents of {int(lengths.sum())}"
+            f" documents of {total}"
         )
+    lengths = uploaded(documents.lengths, values.device)
     number = torch.bucketize(place, lengths.cumsum(0), right=True)
     sums = values.new_zeros(len(values), len(lengths)).index_add(1, number, values)
     return layout.sum(sums, axis)

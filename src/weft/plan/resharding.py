@@ -32,6 +32,11 @@ class AllToAll:
     cat_dim: int | None
     cat_sizes: tuple[int, ...]
 
+    @property
+    def even(self) -> bool:
+        """True if all parts that move are of one size; ranks along the mesh dim answer alike."""
+        return len({*self.split_sizes}) <= 1 and len({*self.cat_sizes}) <= 1
+
 
 @dataclass(frozen=True)
 class State:

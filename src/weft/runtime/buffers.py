@@ -165,6 +165,7 @@ def _exchange(
         else pack([parts[peer] for peer in range(size) for parts in cuts], 1),
         [sum(parts[peer].numel() for parts in cuts) for peer in range(size)],
         [sum(counts[i : i + len(items)]) for i in range(0, len(counts), len(items))],
+        all(e.even for _, e in items),
     )
     incoming = transport.all_to_all(shuffle)
     del shuffle, cuts  # frees the sent buffer while parts are joined

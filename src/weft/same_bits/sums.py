@@ -47,7 +47,7 @@ def largest(transport: Messages, mesh_dim: str, values: Tensor) -> Tensor:
     ranks, each = transport.sizes[mesh_dim], values.numel()
     sent = values.flatten().repeat(ranks)
     received = transport.all_to_all(
-        Shuffle(mesh_dim, "bounds", sent, [each] * ranks, [each] * ranks)
+        Shuffle(mesh_dim, "bounds", sent, [each] * ranks, [each] * ranks, even=True)
     )
     return received.view(ranks, *values.shape).amax(0)
 

@@ -157,6 +157,7 @@ def check_kind(model: Foreign) -> None:
         )
     if not model._can_set_attn_implementation():
         raise _outside(model)
+    refused.chosen_keys(model)
 
 
 def _outside(model: Foreign) -> UnsupportedError:

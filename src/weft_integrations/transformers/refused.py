@@ -70,6 +70,22 @@ def adalora(model: Foreign) -> None:
             )
 
 
+#: Attributes of modules that choose keys for attention, or compress them.
+_CHOICES = ("indexer", "compress_rate", "keep_window_size")
+
+
+def chosen_keys(model: Foreign) -> None:
+    """Raise for attention that chooses keys by what other ranks hold: learned sparse attention."""
+    for path, module in model.named_modules():
+        found = [name for name in _CHOICES if getattr(module, name, None) is not None]
+        if found:
+            raise UnsupportedError(
+                f"{type(model).__name__} chooses or compresses the keys of each query: {found[0]} "
+                f"of {path!r} ({type(module).__name__}). Every rank would choose among the keys "
+                "that it holds; run this model on one device"
+            )
+
+
 def caches(kwargs: dict, model: Foreign) -> None:
     """Raise for arguments that a call with a `ShardedCache` cannot have."""
     if differentiated(model, kwargs):

@@ -30,8 +30,17 @@ _LENGTHS = frozenset(
     {
         *("sliding_window", "attention_chunk_size", "chunk_size", "window_size", "local_attention"),
         *("block_size", "chunk_length", "floor_scale", "index_block_size"),
+        *("index_topk", "keep_window_size", "indexer_budget"),
     }
 )
+#: Options that give a number of blocks of tokens, which is 1 where they are shortened.
+_BLOCKS = frozenset({"index_topk_blocks"})
+#: Names under which modules keep options, where they are others than the configuration's.
+_KEPT_AS = {
+    "index_block_size": "block_size",
+    "index_topk_blocks": "topk_blocks",
+    "indexer_budget": "token_budget",
+}
 #: Models of so many weights are tried twice; larger ones are to be checked in seconds, too.
 _SMALL = 1 << 28
 #: Options that give a position after which rope changes.
@@ -88,7 +97,8 @@ def trials(model: Foreign, layout: Layout, axis: str) -> list[Trial]:
     if leaves_padding_out(model) and not may_skip_padding(model):
         planned.append(Trial(batch, length, padding=length // 4, left=True))
     longer = {name for name, n in numbers if name in _LENGTHS and n > first // 2}
-    short = sorted((name, length // 3) for name in longer)
+    short = [(name, length // 3) for name in longer]
+    short = sorted(short + [(name, 1) for name, n in numbers if name in _BLOCKS and n > 1])
     if short:
         planned.append(Trial(batch, length, gradients=False, short=tuple(short)))
     if accepts_positions(model) and _dynamic(model.config):
@@ -122,9 +132,11 @@ def lengths(layout: Layout, axis: str) -> tuple[int, int]:
 def shorten(model: nn.Module, trial: Trial) -> None:
     """Set the options of a trial, in the model's configurations and where modules copied them."""
     for owner in (*configurations(model), *model.modules()):
-        for name, value in trial.short:
-            if isinstance(owner.__dict__.get(name), int | float) and owner.__dict__[name] > value:
-                setattr(owner, name, value)
+        for option, value in trial.short:
+            for name in (option, _KEPT_AS.get(option, option)):
+                number = owner.__dict__.get(name)
+                if isinstance(number, int | float) and number > value:
+                    setattr(owner, name, value)
 
 
 def _dynamic(config: Any) -> bool:

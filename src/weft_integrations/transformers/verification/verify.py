@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from ..batches import shard_batch
 from ..defaults import CACHES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
+from ..rebinding import calls, put, rebound
 from ..whole import accepts_positions, base
 from .copies import Copies, InFP64, random_states_kept
 from .inputs import Trial, check_split_heads, options, random_batch, reduced, trials
@@ -215,8 +216,8 @@ class _Check:
     ) -> tuple[_Run, dict[str, Tensor], int]:
         """The reference run, the weights of its outputs in the objective, its number of tokens."""
         model = self.copies.make(trial)
-        model.set_attn_implementation(_FULL)
         run_on_cpu(model)
+        _be_eager(model)
         recording = TrialRecording(model)
         masks = [batch["attention_mask"].bool()] if trial.left else []
         generator, weights = torch.Generator().manual_seed(1), {}
@@ -342,22 +343,43 @@ def _explained(refusal: str) -> Iterator[None]:
 
 # -- attention, recorded --------------------------------------------------------------------------
 
+#: The first is for models without an eager function: transformers' sdpa, with a mask.
 _FULL, _ON_RANKS = "weft_full", "weft_on_ranks"
 
 
-def _attend_full(
-    module: Foreign,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any = None,
-    **kwargs: Any,
-) -> tuple[Tensor, Tensor | None]:
-    """The model's own eager attention."""
-    module._recording.attention(module, query=query, key=key, value=value)
-    own = inspect.unwrap(type(module).forward).__globals__
-    attention = own.get("eager_attention_forward", sdpa_attention_forward)
-    return attention(module, query, key, value, attention_mask, **kwargs)
+def _be_eager(model: Foreign) -> None:
+    """Let a model run its own eager path, as transformers names it, and record attention.
+
+    Models that choose their keys put the choice into the mask for "eager" and "sdpa" only, and hand
+    it to functions of other names as an argument, which their eager function drops.
+    """
+    eager = [(module, _eager_functions(module)) for module in model.modules()]
+    nameless = any(calls(m, ["ALL_ATTENTION_FUNCTIONS"]) and not own for m, own in eager)
+    model.set_attn_implementation(_FULL if nameless else "eager")
+    for module, functions in eager if not nameless else []:
+        values = {name: _recorded(function) for name, function in functions.items()}
+        with contextlib.suppress(UnsupportedError):  # a replaced forward runs, unrecorded
+            if values:
+                put(module, rebound(type(module).forward, values))
+
+
+def _eager_functions(module: Foreign) -> dict[str, Callable]:
+    """The functions of eager attention that a module's `forward` calls."""
+    stock = getattr(inspect.unwrap(type(module).forward), "__globals__", {})
+    named = [name for name in stock if name.endswith("eager_attention_forward")]
+    return {name: stock[name] for name in calls(module, named)}
+
+
+def _recorded(attention: Callable) -> Callable:
+    """The same attention, of which query, key and value are recorded."""
+
+    def attend_and_record(
+        module: Foreign, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        module._recording.attention(module, query=query, key=key, value=value)
+        return attention(module, query, key, value, *args, **kwargs)
+
+    return attend_and_record
 
 
 def _attend_on_ranks(
@@ -372,7 +394,7 @@ def _attend_on_ranks(
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
-AttentionInterface.register(_FULL, _attend_full)
+AttentionInterface.register(_FULL, _recorded(sdpa_attention_forward))
 AttentionMaskInterface.register(_FULL, eager_mask)
 AttentionInterface.register(_ON_RANKS, _attend_on_ranks)
 AttentionMaskInterface.register(_ON_RANKS, make_mask)
