@@ -373,7 +373,9 @@ def test_mask_functions_are_read_back_exactly(fn, mask):
 UNKNOWN = {
     "user's": lambda b, h, q, k: q >= k,
     "blockwise": masking_utils.blockwise_overlay(torch.zeros(1, 12)),
-    "union": masking_utils.or_masks(masking_utils.causal_mask_function),
+    "union with a user's": masking_utils.or_masks(
+        masking_utils.causal_mask_function, lambda b, h, q, k: q >= k
+    ),
     "padding within": masking_utils.and_masks(
         masking_utils.causal_mask_function,
         masking_utils.padding_mask_function(torch.ones(1, 12, dtype=torch.bool)),

@@ -25,7 +25,10 @@ from weft.same_bits.sums import total
 from ..common import check_axis
 
 #: Inputs of multimodal models.
-OTHER_INPUTS = ("pixel_values", "image_", "video_", "input_features", "input_values", "audio_")
+OTHER_INPUTS = (
+    *("pixel_values", "image_", "video_", "input_features", "input_values", "audio_"),
+    "mm_encoder_outputs",  # features of images, which `generate` makes before its first call
+)
 
 
 @dataclass(frozen=True)

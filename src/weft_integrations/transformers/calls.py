@@ -47,6 +47,7 @@ from .whole import (
     may_skip_padding,
     pools,
     scales_by_masked,
+    takes_block_types,
 )
 
 #: What ranks of a context group compare before each call.
@@ -143,6 +144,7 @@ class Calls:
         self.droppers = refused.layer_droppers(model)
         self.recurrent = list(recurrent)
         self.leaves_padding_out = leaves_padding_out(model)
+        self.block_types = takes_block_types(model)
         self.entered, self.all_weights = consistency.Entered(), consistency.AllWeights()
         self.warned: set[str] = set()
 
@@ -291,6 +293,7 @@ class Calls:
                 "rows='whole' and pass full rows"
             )
         refused.arguments(kwargs, module, self.axis, self.splits_inside)
+        refused.local_blocks(kwargs, self.block_types)
         if torch.is_grad_enabled():
             check_not_averaged(module, self.layout)  # its gradients are to be summed
         if self.splits_inside:
@@ -416,6 +419,7 @@ class Calls:
             keep = local.pop("logits_to_keep")
         refused.arguments(local, module, self.axis, self.splits_inside)
         local = rows.with_full_gradients(local, self.layout, self.axis)
+        types = self._whole_types(local, past)
         if not self.splits_inside:
             look = self.masks_see_positions and not cached
             local = rows.cut(local, self.layout, self.axis, look, self.encoder)
@@ -430,7 +434,18 @@ class Calls:
             aux = getattr(config, "router_aux_loss_coef", 0.0)
             cut = kwargs.get("shift_labels") is None
             call.fused = Fused(kwargs.get("num_items_in_batch"), aux, cut)
-        return call, local
+        return call, local | types
+
+    def _whole_types(self, local: dict, past: int) -> dict[str, Tensor]:
+        """Token types that masks alone read, which stay whole: blocks cross borders of ranks."""
+        types = {n: local.pop(n) for n in self.block_types if local.get(n) is not None}
+        x = tokens_of(local)
+        for name, value in types.items():
+            if past or x is None or value.shape != x.shape[:2]:
+                raise UnsupportedError(
+                    f"{name}: {tuple(value.shape)}, not of the tokens of full rows"
+                )
+        return types
 
     def _gives_states(self, cache: ShardedCache, past: int) -> bool:
         """True if recurrent layers, split over ranks, hand a cache the states of full rows."""

@@ -10,7 +10,7 @@ otherwise.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from weft.errors import ShapeError
 
 #: How far real numbers may differ between ranks, relative to their norm.
 _SAME = 1e-2
-#: Numbers of an entering gradient, and of a weight, that ranks compare.
+#: Numbers of an entering gradient, and of a weight, that ranks compare; of rows it is all.
 _LOOKED_AT, _OF_A_WEIGHT = 1 << 22, 64
 
 
@@ -105,7 +105,7 @@ def state(
     model: nn.Module, kwargs: Mapping[str, Any], entered: Entered, weights_of: AllWeights
 ) -> GroupState:
     """The state of this rank before a call; forgets the gradients that entered."""
-    tensors = {n: v for n, v in kwargs.items() if isinstance(v, Tensor) and not v.is_meta}
+    tensors = dict(_tensors(kwargs))
     real = {n: t for n, t in tensors.items() if t.is_floating_point()}
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
@@ -116,10 +116,23 @@ def state(
     rows = [f"{n} {tuple(t.shape)} {'' if n in real else next(left)}" for n, t in tensors.items()]
     rows += [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
     numbers = entered.take()
-    for numbers_of in _read([probe(t.reshape(-1)[:_LOOKED_AT]) for t in real.values()]):
+    for numbers_of in _read([probe(t) for t in real.values()]):
         numbers += [1.0, *numbers_of]
     text = f"{', '.join(rows)}; weights {' '.join([*left, weights_of.described(model)])}"
     return GroupState(text.rstrip(), tuple(real), tuple(numbers))
+
+
+def _tensors(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a call by name, with those in lists and outputs of towers."""
+    for name, value in values.items():
+        path = f"{within}{name}"
+        if isinstance(value, Tensor):
+            if not value.is_meta:
+                yield path, value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value, f"{path}.")
+        elif isinstance(value, list | tuple):
+            yield from _tensors({str(i): item for i, item in enumerate(value)}, f"{path}.")
 
 
 def _read(tensors: Sequence[Tensor]) -> list[Any]:

@@ -171,6 +171,8 @@ def find_embeddings(model: Foreign) -> nn.Module | None:
     """The module that makes tokens of images, where the model has no text."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return None
+    if model.config.get_text_config(decoder=True) is not model.config:
+        return None  # its tokens are those of a text decoder, and its tower stays whole
     candidates = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
     if len(candidates) != 1:
         raise UnsupportedError(

@@ -21,7 +21,7 @@ from weft.masks import Causal, Full
 from . import decoding, losses
 from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
-from .masks import behind, looks_for_documents, translate
+from .masks import behind, is_known, looks_for_documents, translate
 from .running import cache_of_call, running
 
 NAME = "weft"
@@ -44,7 +44,8 @@ def make_mask(
     if call.held:
         keys = kv_length, kwargs.get("kv_offset", 0)
         sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
-        own = "the model makes a custom mask function" if kwargs.get("use_vmap") else ""
+        custom = kwargs.get("use_vmap") and not is_known(mask_function)
+        own = "the model makes a custom mask function" if custom else ""
         return OfCache(mask_function, *sizes, refusal=own)
     past = None
     if call.past:

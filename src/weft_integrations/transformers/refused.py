@@ -5,7 +5,7 @@ Most of these would give every rank an answer over its own chunk alone, without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -129,12 +129,28 @@ def arguments(kwargs: dict, model: Foreign, axis: str, splits_inside: bool) -> N
             "logits_to_keep: every rank would keep some of its own chunk; leave it out, and "
             f"take layout.gather(logits, {{{axis!r}: 1}}) where whole logits are needed"
         )
-    foreign = [n for n in kwargs if n.startswith(OTHER_INPUTS) and kwargs[n] is not None]
+    given = [n for n, value in kwargs.items() if value is not None and not _is_empty(value)]
+    foreign = [name for name in given if name.startswith(OTHER_INPUTS)]
     if foreign and not splits_inside:
         raise UnsupportedError(
             f"{foreign[0]}: weft splits tokens of text, and cannot tell which rank an image or "
             "sound belongs to; pass inputs_embeds that contain them"
         )
+
+
+def _is_empty(value: object) -> bool:
+    """True for features of no images, as `generate` hands them on with text alone."""
+    return isinstance(value, Mapping) and not value
+
+
+def local_blocks(kwargs: dict, names: Sequence[str]) -> None:
+    """Raise for token types of blocks, of which a rank that has local rows sees a part."""
+    for name in names:
+        if kwargs.get(name) is not None and kwargs[name].any():
+            raise UnsupportedError(
+                f"{name}: tokens of an image see each other, and with rows='local' a rank knows"
+                " its own tokens' types only; parallelize with rows='whole' and pass full rows"
+            )
 
 
 def padded(kwargs: dict) -> None:

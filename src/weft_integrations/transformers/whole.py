@@ -140,6 +140,16 @@ def encodes(model: Foreign) -> bool:
     return True
 
 
+def takes_block_types(model: Foreign) -> list[str]:
+    """Names of the token types that a model makes blocks of its masks of, and nothing else.
+
+    Gemma 3 and 4 let the tokens of an image see each other so.
+    """
+    if not any(calls(module, ["get_block_sequence_ids_for_mask"]) for module in model.modules()):
+        return []
+    return ["token_type_ids", "mm_token_type_ids"]
+
+
 def masks_see_positions(model: Foreign) -> bool:
     """True if a model gives position ids to the functions that make its causal masks.
 
