@@ -131,3 +131,7 @@ for split_loss, split_weights in trained:
     for name, weight in weights.items():
         torch.testing.assert_close(split_weights[name], weight, rtol=1e-9, atol=1e-12)
 print("loss", loss, "and every weight after the step are those of one device")
+
+# %% [markdown]
+# [What moves, and when](05_what_moves.ipynb) counts messages of attention; the strips of windows are
+# counted in the same way. [Your own model](07_your_model.ipynb) splits a sequence instead of a grid.
