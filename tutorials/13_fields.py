@@ -133,5 +133,5 @@ for split_loss, split_weights in trained:
 print("loss", loss, "and every weight after the step are those of one device")
 
 # %% [markdown]
-# [What moves, and when](05_what_moves.ipynb) counts messages of attention; the strips of windows are
-# counted in the same way. [Your own model](07_your_model.ipynb) splits a sequence instead of a grid.
+# [What moves, and when](05_what_moves.ipynb) counts messages of attention; strips of windows are
+# counted in the same way. [Your own model](07_your_model.ipynb) splits a sequence, not a grid.
