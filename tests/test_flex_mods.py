@@ -28,6 +28,7 @@ from weft.nn.sequences import FunctionOfPart
 from weft_integrations.diffusers.attention import _Keys
 from weft_integrations.tabular.tabpfn_rows import QueriesFrom
 from weft_integrations.transformers.batches import KeySpans
+from weft_integrations.transformers.masks import Blocks
 
 SRC = Path(weft.__file__).parent.parent
 N, BATCH, HEADS = 24, 2, 4
@@ -41,6 +42,7 @@ MASKS = {
     & (weft.Documents((6, 18)) | weft.KeyPadding((12, 20)))
     & weft.Full(),
     "spans": SPANS | weft.Causal(),
+    "blocks": weft.Causal() | Blocks((((2, 4), (7, 9)), ((0, 5),))),
     "function": weft.MaskMod(lambda b, h, q, k: (q * 3 + k * b + h) % 2 == 0),
     "keys": weft.MaskMod(_Keys(torch.arange(BATCH * N).view(BATCH, N) % 3 > 0)),
     "part": OfPart(SPANS & weft.Documents((6, 18)), (1, 0), tuple(range(N)), BATCH, N),

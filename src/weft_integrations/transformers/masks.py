@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as hf
 
-from weft._uploads import uploaded
+from weft._caching import cached
+from weft._uploads import upload
 from weft.errors import ShapeError, UnsupportedError
 from weft.masks import (
     FAR,
@@ -75,20 +76,14 @@ class Blocks(Mask):
         return self.prepared(k.device)(b, h, q, k)
 
     def prepared(self, device: torch.device) -> Indexed:
-        # A row's borders, where a block begins and behind its end, one row's after another's, so
-        # far apart that no position reaches the next row's: odd numbers are blocks.
-        end = 1 + max((last for row in self.spans for _, last in row), default=0)
-        far = 0 if len(self.spans) == 1 else end + 1  # one row is that of any sequence
-        borders = [
-            b * far + at for b, row in enumerate(self.spans) for a, z in row for at in (a, z + 1)
-        ]
-        ends = uploaded(tuple(borders), device)
+        # Looked up, not searched: a kernel's compiler takes indices and no searches.
+        table = _block_numbers(self.spans, device)
+        last, rows = table.shape[1] - 1, table.shape[0]
 
         def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-            of_q, of_k = (
-                torch.bucketize(x.clamp(max=end) + b * far, ends, right=True) for x in (q, k)
-            )
-            return (of_q == of_k) & (of_q % 2 == 1) & (h >= 0)
+            row = b * 0 if rows == 1 else b  # one row is that of any sequence
+            of_q, of_k = (table[row, x.clamp(max=last)] for x in (q, k))
+            return (of_q == of_k) & (of_q > 0) & (h >= 0)
 
         return seen
 
@@ -114,6 +109,21 @@ class Blocks(Mask):
         last = max((row[-1][1] for row in self.spans if row), default=-1)
         if n != m or last >= m:
             raise ShapeError(f"blocks up to position {last} for {n} queries and {m} keys")
+
+
+@cached(16)
+def _block_numbers(spans: tuple[tuple[Interval, ...], ...], device: torch.device) -> Tensor:
+    """Number of the block at each position, from 1, and 0 outside blocks: (rows, last + 2).
+
+    >>> _block_numbers((((1, 2), (3, 3)),), torch.device("cpu"))
+    tensor([[0, 1, 1, 2, 0]], dtype=torch.int32)
+    """
+    end = 2 + max((last for row in spans for _, last in row), default=-1)
+    table = torch.zeros(len(spans), end, dtype=torch.int32, device="cpu")
+    for numbers, row in zip(table, spans):
+        for i, (first, last) in enumerate(row, 1):
+            numbers[first : last + 1] = i
+    return upload(table, device)
 
 
 def _touched(row: Sequence[Interval], positions: Interval) -> Sequence[Interval]:
