@@ -116,7 +116,9 @@ def test_help_is_shown_without_torch() -> None:
     """And lists what the functions behind the commands say of themselves."""
     code = (
         "import sys\nfrom weft_cli.cli import app\n"
-        "try: app(['--help'])\nexcept SystemExit: pass\nprint('torch' in sys.modules)"
+        "for words in (['--help'], ['trian']):\n"  # misspelt
+        "    try: app(words)\n    except SystemExit: pass\n"
+        "print('torch' in sys.modules)"
     )
     made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert made.stdout.split()[-1] == "False", made.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -141,15 +142,20 @@ def lacks(name: str, error: ModuleNotFoundError) -> str:
 
 
 def _show(error: Exception) -> None:
-    """Print an error of weft on one line; raise any other."""
+    """Print an error of weft on one line; raise any other.
+
+    Before a command has imported weft there are no errors of it, and a misspelt word is answered
+    without torch.
+    """
+    errors = sys.modules.get("weft.errors")
+    kinds = (FloatingPointError,) if errors is None else (FloatingPointError, errors.WeftError)
+    if not isinstance(error, kinds):
+        raise error
     from rich.markup import escape
 
     from weft._terminal import Terminal
-    from weft.errors import WeftError
     from weft.launch.environment import already_launched
 
-    if not isinstance(error, WeftError | FloatingPointError):
-        raise error
     place = already_launched()
     who = f"rank {place.rank}: " if place else ""
     message = f"[bold red]error:[/] {who}{escape(str(error))}"
