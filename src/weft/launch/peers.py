@@ -58,7 +58,7 @@ class PeerWatch:
         try:
             while not self._look():
                 pass
-        except (OSError, ValueError):  # without a system that tells: errors say what they can
+        except (AttributeError, OSError):  # a system that does not tell: errors say what they can
             return
         finally:
             for handle in self._handles.values():
@@ -71,7 +71,10 @@ class PeerWatch:
                 with contextlib.suppress(OSError):
                     self._handles[head["pid"]] = os.pidfd_open(head["pid"])
         watched = {handle: pid for pid, handle in self._handles.items()}
-        ready, _, _ = select.select([self._wake, *watched], [], [], _TICK)
+        poll = select.poll()  # `select.select` takes no descriptor above 1,023
+        for handle in (self._wake, *watched):
+            poll.register(handle, select.POLLIN)
+        ready = {handle for handle, _ in poll.poll(1000 * _TICK)}
         if self._wake in ready:
             return True
         ended = {watched[handle] for handle in ready}
@@ -101,9 +104,11 @@ class PeerWatch:
         looks = {rank: self._stopped.get(rank, 0) + 1 for rank in stopped}
         for rank, looked in looks.items():
             if looked >= FROZEN / _TICK:
-                self.trace.note_frozen(rank)
-                with contextlib.suppress(OSError):
-                    os.kill(stopped[rank], signal.SIGKILL)
+                handle = self._handles.get(stopped[rank])  # of this very process, not of its number
+                if handle is not None:
+                    self.trace.note_frozen(rank)
+                    with contextlib.suppress(OSError):
+                        signal.pidfd_send_signal(handle, signal.SIGKILL)
         self._stopped = looks
 
     def _waits(self) -> bool:
