@@ -680,7 +680,7 @@ BUGS = (
         "TileRun._end",
         "batch.wait()",
         "batch.wait() if t.payload is Payload.Q else None",
-        "attention seeded",
+        "late attention seeded",
     ),
     Bug(
         "a buffer is used again while it is sent",
@@ -688,7 +688,7 @@ BUGS = (
         "Buffers.recycle",
         "[t for t in self._retired if memory_of(t)[0] not in out]",
         "list(self._retired)",
-        "packing seeded processes",
+        "late packing seeded processes",
     ),
     Bug(
         "delta without the logsumexp's gradient",
