@@ -736,7 +736,7 @@ BUGS = (
         "TileRun._end",
         "batch.wait()",
         "batch.wait() if t.payload is Payload.Q else None",
-        "attention seeded",
+        "late attention seeded",
     ),
     Bug(
         "a buffer is used again while it is sent",
@@ -744,7 +744,7 @@ BUGS = (
         "Buffers.recycle",
         "[t for t in self._retired if memory_of(t)[0] not in out]",
         "list(self._retired)",
-        "packing seeded processes",
+        "late packing seeded processes",
     ),
     Bug(
         "delta without the logsumexp's gradient",
@@ -1507,6 +1507,55 @@ BUGS = (
         "forecast_of(plan).rest_bytes * (1 if forward_only else 2)",
         "forecast_of(plan).rest_bytes",
         "search",
+    ),
+    # -- counted steps of transformers models
+    Bug(
+        "outputs are remembered whatever the strides of inputs",
+        "weft_planner/meta_outputs.py",
+        "_key",
+        "value.shape, value.stride(), value.dtype",
+        "value.shape, value.dtype",
+        "meta_outputs",
+    ),
+    Bug(
+        "a number and a truth are the same argument",
+        "weft_planner/meta_outputs.py",
+        "_key",
+        "kind, value",
+        "value",
+        "meta_outputs",
+    ),
+    Bug(
+        "views are remembered as new memory",
+        "weft_planner/meta_outputs.py",
+        "_is_pure",
+        "name not in _VIEWS",
+        "True",
+        "meta_outputs",
+    ),
+    Bug(
+        "weights are counted as activations",
+        "weft_planner/live.py",
+        "Live.__init__",
+        "{memory_of(local_tensor(t))[0] for t in ignored}",
+        "set()",
+        "hf_step live",
+    ),
+    Bug(
+        "layers that are recomputed keep all that they compute",
+        "weft_planner/hf_step.py",
+        "place",
+        "(enable or model.gradient_checkpointing_enable)({'use_reentrant': False})",
+        "pass",
+        "hf_step",
+    ),
+    Bug(
+        "logits in fp32 take no memory",
+        "weft_planner/live.py",
+        "Live._see",
+        "not nbytes",
+        "not nbytes or 'softmax' in name",
+        "hf_step",
     ),
     # -- losses
     Bug(

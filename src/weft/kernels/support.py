@@ -78,6 +78,7 @@ FEATURES = (
     Feature("mask", "key padding", _MASK),
     Feature("mask", "boxes and neighbourhoods of a grid", _MASK),
     Feature("mask", "MaskMod", _MASK),
+    Feature("mask", "chosen keys", {"masked": True, "choice": True}),
     Feature("scores", "bias, a function of positions", {"bias": True}),
     Feature("scores", "bias, learned (with gradient)", {"bias": True, "bias_grad": True}),
     Feature("scores", "soft cap", {"softcap": True}),

@@ -56,8 +56,8 @@ class AttendBlock(Frozen):
         and `{ boxes = [6, 12], shift = [3, 6] }` the windows of Swin; `circular = "lon"`, or a
         list, names axes without ends. `first-keys`, `prefix`, `documents` and `padding` without
         parameters, and `{ given = "name" }`, take theirs from the call. `padding` counts keys of
-        every sequence over all ranks: one for each place on the axes that are not attended, the first
-        axis outermost; of a replicated context, on those it shares with x.
+        every sequence over all ranks: one for each place on the axes that are not attended, the
+        first axis outermost; of a replicated context, on those it shares with x.
     bias: of the scores: `"alibi"`; `{ relative = 8 }`, a learned number per head and distance up
         to 8, over a context that x lacks from each query axis to the key axis in its place;
         `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of positions,
