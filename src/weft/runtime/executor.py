@@ -48,9 +48,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp, all in their compute placement."""
     transport.watches.note(plan, False)
-    if plan.forward.whole:
+    if (whole := plan.forward.whole) is not None:
         with mark(plan.forward, 0, "compute", _WHOLE):
-            out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
+            out, lse = plan.kernel(whole.kind).forward(q, k, v, view_of(plan, whole))
     else:
         run = _Forward(plan, plan.forward, transport, call, bias, chosen, q, k, v)
         run.steps()
@@ -76,10 +76,11 @@ def backward(
     transport.watches.note(plan, True)
     q, k, v, out, lse = entry
     dbias = None
-    if plan.backward.whole and dlse is None and plan.kernel(False).takes_out:
-        view = view_of(plan, plan.backward.whole)
+    whole = plan.backward.whole
+    if whole is not None and dlse is None and plan.kernel(whole.kind).takes_out:
+        view = view_of(plan, whole)
         with mark(plan.backward, 0, "compute", _WHOLE):
-            dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
+            dq, dk, dv, _ = plan.kernel(whole.kind).backward(dout, q, k, v, out, lse, None, view)
     else:
         delta = None
         fixed = plan.edges is not None
@@ -115,7 +116,8 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 def view_of(plan: Plan, call: KernelCall) -> TileView:
     """The view of the scores of a pass that is one kernel call."""
-    return TileView(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
+    causal = call.kind is Kind.CAUSAL
+    return TileView(plan.scale, causal, softcap=plan.problem.softcap, window=call.window)
 
 
 class _Forward(TileRun):
@@ -217,7 +219,7 @@ class _Forward(TileRun):
         self, block: BlockPlan, group: Group, qkv: tuple[Tensor | None, ...]
     ) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
         """(number, first and last row, output, logsumexp) of a kernel call, chunk by chunk."""
-        kernel, samples = self.plan.kernel(group.kind is Kind.MASKED), group.samples
+        kernel, samples = self.plan.kernel(group.kind), group.samples
         q, k, v = (take(t, rows, samples) for t, rows in zip(qkv, _sides(group)) if t is not None)
         if block.leaves:
             q, k, v = (t.contiguous() for t in (q, k, v))
@@ -354,7 +356,7 @@ class _Backward(TileRun):
             return part_of(k, columns, samples), part_of(v, columns, samples)
 
         for group in block.groups:
-            kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
+            kernel = self.plan.kernel(group.kind, **grads)
             rows, columns, samples = group.rows, group.columns, group.samples
             of_dout, of_q, of_out, of_lse, of_delta = of_queries(rows, samples)
             view = self.views.of(block, group, kernel, bool(self.in_flight), **grads)

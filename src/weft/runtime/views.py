@@ -133,6 +133,7 @@ class Views:
                 self.plan.scale,
                 causal,
                 softcap=p.softcap,
+                window=call.window,
                 varlen_segments=group.varlen_segments,
                 overlapped=overlapped,
                 lse_grad=lse_grad,
