@@ -5,6 +5,7 @@ An interval is an inclusive pair (low, high) of global positions; low > high mea
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
@@ -103,6 +104,20 @@ class Mask(Traceable):
             q: the interval of the queries.
         """
         return EVERYTHING
+
+    def key_intervals(self, q: Interval) -> tuple[Interval, ...]:
+        """Intervals that together hold every key that a query sees, default `keys`.
+
+        Where what a query sees has gaps (the first keys and a window), only what is in one of them
+        comes to a rank.
+
+        Args:
+            q: the interval of the queries.
+
+        >>> (weft.FirstKeys(4) | weft.Window(2, 0)).key_intervals((100, 101))
+        ((0, 3), (98, 101))
+        """
+        return (self.keys(q),)
 
     def queries(self, k: Interval) -> Interval:
         """An interval that holds every query that sees a key.
@@ -227,6 +242,10 @@ class And(Mask):
     def keys(self, q: Interval) -> Interval:
         return _meet(self.left.keys(q), self.right.keys(q))
 
+    def key_intervals(self, q: Interval) -> tuple[Interval, ...]:
+        both = itertools.product(self.left.key_intervals(q), self.right.key_intervals(q))
+        return tuple(meet for a, b in both if (meet := _meet(a, b))[0] <= meet[1])
+
     def queries(self, k: Interval) -> Interval:
         return _meet(self.left.queries(k), self.right.queries(k))
 
@@ -269,6 +288,9 @@ class Or(Mask):
 
     def keys(self, q: Interval) -> Interval:
         return _hull(self.left.keys(q), self.right.keys(q))
+
+    def key_intervals(self, q: Interval) -> tuple[Interval, ...]:
+        return *self.left.key_intervals(q), *self.right.key_intervals(q)
 
     def queries(self, k: Interval) -> Interval:
         return _hull(self.left.queries(k), self.right.queries(k))

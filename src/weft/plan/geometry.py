@@ -82,10 +82,12 @@ class ChunkGeometry:
         """The rows of this side that the other side's chunk at a place may see, span by span."""
         key = (side, *place.values())
         if key not in self._asked:
-            ask = (self.mask.queries, self.mask.keys)[side]
-            self._asked[key] = [
-                ask(hull(span)) for span in few(self.chunk(side.other, place), self._most)
-            ]
+            spans = map(hull, few(self.chunk(side.other, place), self._most))
+            self._asked[key] = (
+                [self.mask.queries(span) for span in spans]
+                if side is Side.QUERY
+                else [seen for span in spans for seen in self.mask.key_intervals(span)]
+            )
         return self._asked[key]
 
     def _places(self, side: Side, coords: Coords) -> list[dict[str, int]]:
