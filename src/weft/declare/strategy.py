@@ -147,6 +147,8 @@ class Rule:
         if isinstance(o.rest, SoftmaxPartial):
             raise DeclarationError("out may not rest as P(softmax): write 'P(softmax) -> S(seq)'")
         role = _ROLES.get((q.compute, k.compute, o.compute))
+        if q.seen or o.seen or (k.seen and role is not Role.QUERY):
+            raise DeclarationError(f"{SEEN} belongs to key, in a rule whose query is S(seq)")
         if role is None:
             raise DeclarationError(_why_illegal(q.compute, k.compute, o.compute))
         if o.rest != q.rest:
@@ -156,8 +158,6 @@ class Rule:
             )
         if q.top_k or o.top_k or (k.top_k and role is not Role.QUERY):
             raise DeclarationError("R(top_k) belongs to key, in a rule whose query is S(seq)")
-        if q.seen or o.seen or (k.seen and role is not Role.QUERY):
-            raise DeclarationError(f"{SEEN} belongs to key, in a rule whose query is S(seq)")
         if role is Role.NONE and not q.rest == k.rest == Replicate():
             raise DeclarationError(
                 f"query and key R while computing is the same work on every rank; it needs both at "

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..declare.mesh import coordinates, index_at
+from ..declare.mesh import coordinates, index_at, places
 from ..plan.order import Span, Spans, count
 from ..plan.plan import Pass, Plan
 from ..plan.sides import Side
@@ -34,7 +34,9 @@ def seen_defects(plans: Sequence[Plan]) -> Iterator[str]:
 def _lacking(tile: Pass) -> Iterator[str]:
     plan = tile.plan
     rows = positions_of(tile.tile_spans(Side.QUERY))
-    keys = tile.tile_spans(Side.KEY)
+    # Columns of the tile are here, and those of the ranks along which queries travel are there.
+    group = places(plan.sizes, (d.name for dims in tile.dims for d in dims), plan.coords)
+    keys = [s for place in group for s in tile.geometry.chunk(Side.KEY, place)]
     for run in plan.runs:
         ranges = visible_ranges(run.mask, rows)
         here = count_visible(ranges, keys)
