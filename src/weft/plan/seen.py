@@ -11,7 +11,7 @@ the backward pass, in which their gradients alone travel.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -170,7 +170,7 @@ def _foreign(held: Sequence[Spans], seen: Sequence[Intervals]) -> list[dict[int,
     return found
 
 
-def _join(parts: Sequence[Spans]) -> Spans:
+def _join(parts: Iterable[Spans]) -> Spans:
     return ascending(join(s for spans in parts for s in spans))
 
 

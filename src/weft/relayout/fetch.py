@@ -172,7 +172,8 @@ def _shuffled(
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Overlaps that come in an all-to-all, by source and target."""
     sizes = [[sum(p.numel for p in part) * width for part in side] for side in (sends, receives)]
-    incoming = transport.all_to_all(Shuffle(mesh_dim, label, flat, *sizes))
+    outgoing, coming = sizes
+    incoming = transport.all_to_all(Shuffle(mesh_dim, label, flat, outgoing, coming))
     received = [overlap for part in receives for overlap in part]
     parts = incoming.split([overlap.numel * width for overlap in received])
     return zip([(p.source, p.target) for p in received], parts)
