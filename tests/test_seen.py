@@ -10,7 +10,19 @@ from exact import Case, assert_exact, attend, errors, problem, tokens
 from exact import cut as cut_of
 
 import weft
-from weft import Causal, Documents, FirstKeys, Full, KeyPadding, Layout, MaskMod, Window
+from weft import (
+    Boxes,
+    Causal,
+    ChosenKeys,
+    Documents,
+    FirstKeys,
+    Full,
+    KeyPadding,
+    Layout,
+    MaskMod,
+    Near,
+    Window,
+)
 from weft.comm import run_threads
 from weft.declare.strategy import Rule
 from weft.errors import DeclarationError, UnsupportedError
@@ -102,6 +114,59 @@ def test_every_mask_is_exact_with_keys_by_halo(forced, order, ranks, case):
     layout = layout_of(forced, ranks, order)
     assert by_halo(layout, case)
     assert_exact(layout, case)
+
+
+GRID = {"axes": ("lat", "lon"), "lengths": ((7, 7), (9, 9)), "batch": 1}
+
+
+@pytest.mark.parametrize(
+    ("line", "mask"),
+    [
+        ("lat+lon: seen=2 x seen=2", Near((7, 9), 3, circular=(False, True))),
+        ("lat+lon: seen=2 x seen=3", Boxes((7, 9), (3, 3), (1, 1), circular=(False, True))),
+        ("lat+lon: seen=3", Near((7, 9), (3, 5), dilation=(1, 1))),
+        ("lat+lon: seen=2 x ring=2", Near((7, 9), 3)),
+    ],
+    ids=str,
+)
+def test_neighbourhoods_and_boxes_of_a_grid_are_exact(line, mask):
+    layout, case = Layout.parse(line), Case(mask=mask, **GRID)
+    assert by_halo(layout, case)
+    assert_exact(layout, case)
+    asked = Problem.of(case.axes, {"lat": 7, "lon": 9}, heads=2, head_dim=4, mask=mask)
+    claims = prove(layout, asked)
+    assert all(claim.ok for claim in claims), claims
+
+
+def test_a_neighbourhood_on_a_grid_receives_its_strips_alone():
+    """The row and the column beside its own, and the corner, which another rank passes on."""
+    asked = Problem.of(
+        ("lat", "lon"), {"lat": 8, "lon": 8}, heads=1, head_dim=4, mask=Near((8, 8), 3)
+    )
+    for plan in plans_for(Layout.parse("lat+lon: seen=2 x seen=2"), asked, range(4)):
+        assert count(plan.seen.spans(plan.coords)) == 4 + 4 + 1
+        moved = forecast_of(plan).forward.traffic.by_mesh_dim()
+        assert sorted(n // (2 * 4 * 4) for n in moved.values()) == [4 + 1, 4 + 1]
+
+
+def test_a_choice_of_keys_restricts_what_came():
+    """Of the keys in its window every query sees those that it chose, wherever they rested."""
+    n, mask, make = 17, Causal(window=5), torch.Generator().manual_seed(3)
+    numbers = torch.randint(-1, n, (1, 1, n, 9), generator=make)
+    q, k, v, dout = torch.randn(4, 1, 2, n, 4, dtype=torch.float64, generator=make).unbind(0)
+
+    def on(layout):
+        cut = (layout.shard(t, {"tokens": 2}) for t in (q, k, v, numbers, dout))
+        *leaves, chosen, grad = (t.clone() for t in cut)
+        leaves = [t.requires_grad_() for t in leaves]
+        choice = ChosenKeys(chosen)
+        out = weft.attention(*leaves, layout, "tokens", mask, length=n, choice=choice)
+        found = [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        return [layout.gather(t, {"tokens": 2}) for t in found]
+
+    wanted = on(Layout.single())
+    for found in weft.on_threads(Layout.parse("tokens: seen=4"), on):
+        assert max((a - b).abs().max() for a, b in zip(found, wanted)) < 1e-13
 
 
 def test_documents_that_differ_by_sequence_are_exact(forced):

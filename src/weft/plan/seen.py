@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 
 from ..declare.mesh import index_at, places
-from ..masks import Mask
+from ..masks import Intervals, Mask, merge_intervals
 from ..relayout.plan import Redistribution
 from ..relayout.windows import Wanted
-from .intervals import Intervals, hull, merge_intervals
+from .intervals import hull
 from .order import Span, Spans, ascending, count, join, positions
 from .resharding import Resharding
 

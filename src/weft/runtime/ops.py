@@ -23,8 +23,9 @@ from torch import Tensor
 from .._torch import dispatched, profiling
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
+from ..plan.choices import NUMBER
 from ..plan.plan import Plan
-from . import calls, executor, handles, resharding
+from . import calls, choices, executor, handles, resharding
 from .handles import differentiable, op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
@@ -44,44 +45,57 @@ def _attention_op(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    chosen: Tensor | None,
     scale: float | None,
     softcap: float | None,
     call: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, logsumexp, agreed numbers; then q, k, v, output and logsumexp while computing.
 
-    Each of the last five is empty where it would be an input or an output: nothing is resharded, or
+    Each of these five is empty where it would be an input or an output: nothing is resharded, or
     keys alone come by halo. The logsumexp at rest is empty if it is resharded and nobody asked for
-    it.
+    it. The last are the numbers of chosen keys of the rank's tile, empty where they are those that
+    rest here.
     """
     bound = handles.get(call).with_floats(scale, softcap)
-    plan, channel, agreed = bound.begin(q, k, v, bias)
+    plan, channel, agreed = bound.begin(q, k, v, bias, chosen)
+    moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
+    chosen = chosen if moved is None else moved
+    (kept,) = _none(q, 1) if moved is None else (moved,)
     if not bound.reach.reshards and plan.seen is None:
-        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias)
+        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, chosen)
         channel.finish()
         if not plan.forward.whole or plan.replicated.query:
             out, lse = _unaliased((out, lse), (q, k, v))
-        return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5)
+        return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
     entry_q, entry_k, entry_v = resharding.to_compute(plan, channel, q, k, v)
     if bound.reach.reshards:
         entry_q, entry_k, entry_v = (t.contiguous() for t in (entry_q, entry_k, entry_v))
-    out, lse = executor.forward(plan, channel, bound.call, entry_q, entry_k, entry_v, bias)
+    out, lse = executor.forward(plan, channel, bound.call, entry_q, entry_k, entry_v, bias, chosen)
     out, lse = like_query(out, entry_q), lse.contiguous()
     if not bound.reach.reshards:
         channel.finish()
         out, lse, entry_k, entry_v = _unaliased((out, lse, entry_k, entry_v), (q, k, v))
-        return out, lse, agreed, q.new_empty(0), entry_k, entry_v, *_none(q, 2)
+        return out, lse, agreed, q.new_empty(0), entry_k, entry_v, *_none(q, 2), kept
     rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
     channel.finish()
-    results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse)
+    results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse, kept)
     return _unaliased(results, (q, k, v))
 
 
 @shapes_of(_attention_op)
 def _(
-    q: Tensor, k: Tensor, v: Tensor, bias: object, scale: object, softcap: object, call: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: object,
+    chosen: Tensor | None,
+    scale: object,
+    softcap: object,
+    call: str,
 ) -> tuple[Tensor, ...]:
     bound = handles.get(call)
+    (kept,) = _none(q, 1) if chosen is None else (_moved_shape(bound, q, k, v, chosen),)
     (b, h, n, _), e = q.shape, v.shape[3]
     dtype = accumulate_dtype(q.dtype)
     inside: list[Tensor] = []
@@ -94,11 +108,11 @@ def _(
     if not bound.reach.reshards:
         out, lse = empty_like_query(q, (b, h, n, e)), q.new_empty((b, h, n), dtype=dtype)
         came = inside[1:] or _none(q, 2)
-        return out, lse, _agreed(bound), q.new_empty(0), *came, *_none(q, 2)
+        return out, lse, _agreed(bound), q.new_empty(0), *came, *_none(q, 2), kept
     out = empty_like_query(inside[0], (*inside[0].shape[:3], e))
     lse = q.new_empty(out.shape[:3], dtype=dtype)
     rest = q.new_empty((b, h, n) if bound.call.return_lse else (0,), dtype=dtype)
-    return q.new_empty((b, h, n, e)), rest, _agreed(bound), *inside, out, lse
+    return q.new_empty((b, h, n, e)), rest, _agreed(bound), *inside, out, lse, kept
 
 
 @op("weft::attention_backward")
@@ -111,6 +125,7 @@ def _backward_op(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
+    chosen: Tensor | None,
     agreed: Tensor,
     scale: float | None,
     softcap: float | None,
@@ -127,7 +142,7 @@ def _backward_op(
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if bound.reach.reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, entry, bias)
+    dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, entry, bias, chosen)
     dbias = q.new_empty(0) if learned is None else learned.contiguous()
     if bound.reach.reshards or plan.seen is not None:
         moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
@@ -150,6 +165,7 @@ def _(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
+    chosen: Tensor | None,
     agreed: Tensor,
     scale: float | None,
     softcap: float | None,
@@ -165,19 +181,19 @@ def _(
 
 
 def _setup_attention(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    q, k, v, bias, *ctx.call = inputs
-    out, lse, agreed, *kept = output
+    q, k, v, bias, chosen, *ctx.call = inputs
+    out, lse, agreed, *kept, moved = output
     ctx.keep, ctx.rest = handles.get(ctx.call[-1]), calls.rest_shape(q, k, v)
     # Where a tensor is computed with as it rests, an empty one stands for it.
     entry = (t if t.dim() > 1 else rest for t, rest in zip(kept, (q, k, v, out, lse)))
-    ctx.save_for_backward(*entry, bias, agreed)
+    ctx.save_for_backward(*entry, bias, moved if moved.dim() == 4 else chosen, agreed)
     ctx.set_materialize_grads(False)
 
 
 def _attention_gradient(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    *entry, bias, agreed = ctx.saved_tensors
+    *entry, bias, chosen, agreed = ctx.saved_tensors
     b, h, n, *_, e = ctx.rest
     if dout is None:
         dout = entry[0].new_zeros((b, h, n, e))
@@ -185,11 +201,20 @@ def _attention_gradient(
         dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
     handles.keep(ctx.call[-1], ctx.keep)
     op = torch.ops.weft.attention_backward
-    *grads, dbias = op(dout, dlse, *entry, bias, agreed, *ctx.call, ctx.rest)
-    return (*grads, None if bias is None else dbias, None, None, None)
+    *grads, dbias = op(dout, dlse, *entry, bias, chosen, agreed, *ctx.call, ctx.rest)
+    return (*grads, None if bias is None else dbias, None, None, None, None)
 
 
 differentiable(_attention_op, _backward_op, _setup_attention, _attention_gradient, "weft.attention")
+
+
+def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+    """The numbers of chosen keys of the rank's tile, by their shape."""
+    plan = bound.shapes(q, k, v)
+    if not plan.row_moves:
+        return q.new_empty(0)
+    b, r, _, count = chosen.shape
+    return chosen.new_empty((b, r, plan.tile_shape()[0], count), dtype=NUMBER)
 
 
 def _none(like: Tensor, count: int) -> Iterator[Tensor]:

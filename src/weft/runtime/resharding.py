@@ -26,7 +26,7 @@ from ..declare.placements import merge_softmax
 from ..plan.heads import HeadShares
 from ..plan.order import Spans, ascending, chunk_sizes, positions
 from ..plan.plan import Plan
-from ..plan.seen import Stretch, SeenKeys
+from ..plan.seen import SeenKeys, Stretch
 from ..plan.sides import Side
 from ..relayout.fetch import collect_together, fetch_together
 from .buffers import all_to_all, flat
