@@ -27,6 +27,7 @@ from weft.comm import run_threads
 from weft.declare.strategy import Rule
 from weft.errors import DeclarationError, UnsupportedError
 from weft.inspect.traffic import traffic
+from weft.masks import describe
 from weft.plan.order import Span, count
 from weft.plan.predict import forecast_of, plan_for, plans_for
 from weft.plan.problem import Problem
@@ -35,6 +36,11 @@ from weft.proof.symbolic import prove
 from weft.proof.takes import seen_defects
 
 SINKS = FirstKeys(2) | Causal(window=3)
+
+
+def named(value: object) -> str:
+    """A parameter of a test in short: of a case its mask."""
+    return describe(value.mask) if isinstance(value, Case) else str(value)
 
 
 @pytest.fixture
@@ -87,7 +93,7 @@ def by_halo(layout: Layout, case: Case) -> bool:
         ("tokens: seen=2 x seen=2", Case(mask=Window(2, 2), lengths=tokens(19))),
         ("batch: dp=2; heads: tp=2; tokens: seen=2", Case(mask=Causal(window=3), batch=3)),
     ],
-    ids=str,
+    ids=named,
 )
 def test_windows_are_exact_on_layouts_of_seen_keys(line, case):
     layout = Layout.parse(line)
@@ -108,7 +114,7 @@ def test_windows_are_exact_on_layouts_of_seen_keys(line, case):
         ("striped", 3, Case(mask=SINKS, lengths=tokens(31))),
         ("zigzag", 4, Case(mask=Causal(), lengths=tokens(14))),
     ],
-    ids=str,
+    ids=named,
 )
 def test_every_mask_is_exact_with_keys_by_halo(forced, order, ranks, case):
     layout = layout_of(forced, ranks, order)

@@ -8,7 +8,7 @@ collect      rank 0: da db (dc + dc') (dd + dd')  copies return to their owners,
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,9 +88,8 @@ def collect(
     x is placed as `fetch` leaves a tensor. What this rank gave to it has `shape` along `dims`; sums
     are made in `dtype`.
     """
-    none = x.new_zeros(
-        [n if d not in dims else shape[dims.index(d)] for d, n in enumerate(x.shape)]
-    )
+    whole = [n if d not in dims else shape[dims.index(d)] for d, n in enumerate(x.shape)]
+    none = x.new_zeros(whole, dtype=dtype)
     return collect_together((x,), (none,), dims, plan, transport, dtype, label)[0]
 
 
@@ -111,9 +110,7 @@ def collect_together(
     width = sum(math.prod(x.tail) for x in placed)
     totals = [_PlacedFirst.of(t, dims).tensor.to(dtype) for t in onto]
     retained = {
-        (p.source, p.target): torch.cat(
-            [x.tensor[_put(p, x.tensor.device)].reshape(-1) for x in placed]
-        )
+        (p.source, p.target): _flat(x.tensor[_put(p, x.tensor.device)] for x in placed)
         for p in plan.arrived
     }
 
@@ -159,6 +156,12 @@ class _PlacedFirst(NamedTuple):
     def back(self, x: Tensor) -> Tensor:
         """A tensor of such axes with these as they were."""
         return x.permute(*self.order).contiguous()
+
+
+def _flat(parts: Iterable[Tensor]) -> Tensor:
+    """The numbers of some tensors, one after another."""
+    flat = [t.reshape(-1) for t in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def _shuffled(
