@@ -668,8 +668,8 @@ BUGS = (
     ),
     Bug(
         "a chunk is sent the wrong way round",
-        "weft/runtime/tile_run.py",
-        "TileRun._begin",
+        "weft/plan/steps.py",
+        "_Compiler._begin",
         "own - t.ring_offset",
         "own + t.ring_offset",
         "attention",
@@ -684,10 +684,10 @@ BUGS = (
     ),
     Bug(
         "a buffer is used again while it is sent",
-        "weft/runtime/buffers.py",
-        "Buffers.recycle",
-        "[t for t in self._retired if memory_of(t)[0] not in out]",
-        "list(self._retired)",
+        "weft/plan/steps.py",
+        "_Buffers.recycle",
+        "(entry for entry in self.retired if entry[0] not in sending)",
+        "self.retired",
         "packing seeded processes",
     ),
     Bug(

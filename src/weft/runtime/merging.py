@@ -44,8 +44,11 @@ class PartialOutput:
         total, total_lse = self._widened()
         if total.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
             return
-        rows = slice(None) if samples is None else slice(*samples)
-        own_out, own_lse = total[rows, :, low:high], total_lse[rows, :, low:high]
+        own_out, own_lse = (
+            t if samples is None else t[slice(*samples)] for t in (total, total_lse)
+        )
+        if (low, high) != (0, self.shape[2]):
+            own_out, own_lse = own_out[:, :, low:high], own_lse[:, :, low:high]
         fused = _fused() if own_out.is_cuda and self.accum_dtype == torch.float32 else None
         if fused is not None:
             fused(own_out, own_lse, out, lse)
@@ -72,9 +75,13 @@ class PartialOutput:
         """Retained tensors."""
         return self._parts or ()
 
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp so far, in the dtypes in which they accumulate."""
+        return self._parts or self._widened()
+
     def result(self) -> tuple[Tensor, Tensor]:
         """Output in the input's dtype, logsumexp in the accum_dtype one."""
-        out, lse = self._parts or self._widened()
+        out, lse = self.total()
         return out.to(self.like.dtype), lse.to(self.accum_dtype)
 
 
@@ -100,8 +107,9 @@ class PartialSum:
             self._own = True
         elif not self._own:
             self._widen(self.total)
-        rows = slice(None) if samples is None else slice(*samples)
-        self.total[rows, :, low:high] += part
+        total = self.total if samples is None else self.total[slice(*samples)]
+        rows = total if (low, high) == (0, self.shape[2]) else total[:, :, low:high]
+        rows.add_(part)  # `+=` on an index would copy the sum onto itself
 
     put = add
 
@@ -113,11 +121,15 @@ class PartialSum:
         """Retained tensors."""
         return () if self.total is None else (self.total,)
 
+    def sum(self) -> Tensor:
+        """The sum so far, in the dtype in which it accumulates."""
+        if self.total is None:
+            self.total = empty_by_token(self.like, self.shape).zero_()
+        return self.total
+
     def result(self) -> Tensor:
         """The sum in the input's dtype."""
-        if self.total is None:
-            return empty_by_token(self.like, self.shape).zero_()
-        return self.total.to(self.like.dtype)
+        return self.sum().to(self.like.dtype)
 
 
 def like_query(out: Tensor, q: Tensor) -> Tensor:
