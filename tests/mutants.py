@@ -653,7 +653,7 @@ BUGS = (
     Bug(
         "a merge forgets what it had",
         "weft/runtime/merging.py",
-        "PartialOutput.add",
+        "merge_part",
         "torch.sigmoid(lse - own_lse).masked_fill",
         "torch.sigmoid(lse - own_lse).round().masked_fill",
         "merging attention",
@@ -661,7 +661,7 @@ BUGS = (
     Bug(
         "rows that saw nothing become NaN",
         "weft/runtime/merging.py",
-        "PartialOutput.add",
+        "merge_part",
         "torch.sigmoid(lse - own_lse).masked_fill(torch.isneginf(lse), 0.0)",
         "torch.sigmoid(lse - own_lse)",
         "merging attention not_finite",

@@ -85,7 +85,7 @@ def test_no_content_is_packed_twice(line, mask):
             assert not passed_on, "a chunk is sent on from the buffer that received it"
 
 
-def test_a_sent_chunk_is_copied_once_however_many_ranks_want_it(monkeypatch):
+def test_a_chunk_for_many_ranks_is_copied_once(monkeypatch):
     """Of a causal ring in zigzag order each rank sends its own chunk to all others."""
     copies, real = [], torch.Tensor.copy_
 
@@ -101,4 +101,5 @@ def test_a_sent_chunk_is_copied_once_however_many_ranks_want_it(monkeypatch):
     assert copies == [chunk] * 2  # k and v
     copies.clear()
     backward(out)
-    assert copies == [chunk] * (2 + 2 * 7)  # k and v, and the partial gradients of 7 other chunks
+    # k and v; and the partial gradients of 7 other chunks, half of which this rank's queries see
+    assert Counter(copies) == {chunk: 2, chunk // 2: 2 * 7}

@@ -34,7 +34,7 @@ Shape = tuple[tuple[int, ...], torch.dtype]
 Ranges = tuple[Rows, ...]
 
 
-class Place(NamedTuple):
+class PackedTensor(NamedTuple):
     """A contiguous tensor in a flat buffer: its numbers [low, high), in the buffer's dtype."""
 
     low: int
@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
     numel: int
     dtype: torch.dtype
-    places: tuple[Place, ...]
+    places: tuple[PackedTensor, ...]
 
 
 def form_of(shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> Form:
@@ -66,11 +66,11 @@ def form_of(shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> Form:
         end = low + math.prod(shape) * of_tensor.itemsize
         strides = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
         numbers = low // dtype.itemsize, end // dtype.itemsize
-        places.append(Place(*numbers, shape, strides, of_tensor))
+        places.append(PackedTensor(*numbers, shape, strides, of_tensor))
     return Form(end // dtype.itemsize, dtype, tuple(places))
 
 
-class Chunks(NamedTuple):
+class Joined(NamedTuple):
     """Chunks of one side, side by side: rows of the rank's own chunk, or else their numbers.
 
     own: the rows of its own chunk; whole: these are all of them; each: its chunks one by one.
@@ -79,19 +79,19 @@ class Chunks(NamedTuple):
     numbers: tuple[int, ...]
     own: Rows | None
     whole: bool
-    each: tuple[Chunks, ...] = ()
+    each: tuple[Joined, ...] = ()
 
 
 class Packing(NamedTuple):
-    """How the tensors of a message are packed; `rows` of a chunk, None: all."""
+    """The tensors of a message, to be packed; `rows` of a chunk, None: all."""
 
     form: Form
-    chunk: Chunks
+    chunk: Joined
     rows: Rows | None
 
 
 class Send(NamedTuple):
-    """What a rank sends in a transfer: a buffer, packed first or sent as it is (None)."""
+    """A message out: a buffer, packed first or sent as it is (None)."""
 
     peer: int
     buffer: int
@@ -99,7 +99,7 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """What a rank receives in a transfer.
+    """A message in, and its tensors.
 
     number, low, high: the rows of its results that a partial result is merged into.
     """
@@ -112,7 +112,7 @@ class Receive(NamedTuple):
     high: int
 
 
-class Move(NamedTuple):
+class RankTransfer(NamedTuple):
     """A transfer, in a batch of its step; `frees` lists buffers that are freed when it ends."""
 
     number: int
@@ -123,7 +123,7 @@ class Move(NamedTuple):
     frees: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class PartRows(NamedTuple):
     """Rows of a kernel call that belong to one result: [low, high) there, `rows` of the call.
 
     rows: None if they are all that the call has.
@@ -135,7 +135,7 @@ class Part(NamedTuple):
     rows: slice | None
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """Kernel calls made at once: the rows and columns of the block's chunks, and of results.
 
     rows, columns: None if they are all that the block has.
@@ -146,8 +146,8 @@ class Work(NamedTuple):
     rows: Ranges | None
     columns: Ranges | None
     samples: Rows | None
-    of_queries: tuple[Part, ...]
-    of_keys: tuple[Part, ...]
+    of_queries: tuple[PartRows, ...]
+    of_keys: tuple[PartRows, ...]
 
 
 class BlockSteps(NamedTuple):
@@ -158,20 +158,20 @@ class BlockSteps(NamedTuple):
 
     block: Block
     plan: BlockPlan
-    queries: Chunks
-    keys: Chunks
-    works: tuple[Work, ...]
-    leaves: tuple[tuple[int, tuple[Work, ...]], ...]
+    queries: Joined
+    keys: Joined
+    works: tuple[KernelWork, ...]
+    leaves: tuple[tuple[int, tuple[KernelWork, ...]], ...]
     overlapped: bool
 
 
-class Step(NamedTuple):
+class RankStep(NamedTuple):
     """A step: messages in batches by (mesh dim, label), blocks, and what is let go of."""
 
     batches: tuple[tuple[str, str], ...]
-    begin: tuple[Move, ...]
+    begin: tuple[RankTransfer, ...]
     blocks: tuple[BlockSteps, ...]
-    end: tuple[Move, ...]
+    end: tuple[RankTransfer, ...]
     drops: tuple[Chunk, ...]
     frees: tuple[int, ...]
 
@@ -179,7 +179,7 @@ class Step(NamedTuple):
 class Steps(NamedTuple):
     """All steps of a pass; `heights` has the rows of each result, by side and number."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[RankStep, ...]
     buffers: int
     heights: dict[tuple[Side, int], int]
 
@@ -274,7 +274,7 @@ class _Compiler:
         self.tile, self.plan, self.program = tile, tile.plan, tile.program
         self.coords = tile.plan.coords
         self.rows = {t: tile.transfer_rows(t) for t in self.program.transfers}
-        self.moves: dict[Transfer, Move] = {}
+        self.moves: dict[Transfer, RankTransfer] = {}
         self.buffers = _Buffers()
         #: how often each content is still to be sent, and the buffer that has it
         self.uses = Counter(self._content(t) for t in self.program.transfers if self._sends(t))
@@ -292,7 +292,7 @@ class _Compiler:
         }
         return Steps(steps, self.buffers.count, heights)
 
-    def _step(self, i: int) -> Step:
+    def _step(self, i: int) -> RankStep:
         step = self.program.steps[i]
         batches: dict[tuple[str, str, int], int] = {}
         for t in step.begin:
@@ -308,7 +308,7 @@ class _Compiler:
         needed = [self._form(t, self.rows[t][1]) for t in following if self._receives(t)]
         frees = self.buffers.recycle(+self.sending, needed)
         names = tuple((mesh_dim, label) for mesh_dim, label, _ in batches)
-        return Step(names, begun, blocks, ended, self.tile.drops[i], frees)
+        return RankStep(names, begun, blocks, ended, self.tile.drops[i], frees)
 
     def _height(self, side: Side, number: int) -> int:
         """The rows of the result that is kept under a number."""
@@ -317,12 +317,12 @@ class _Compiler:
         low, high = self.tile.held(side, self.coords, number)
         return high - low
 
-    def _chunks(self, side: Side, numbers: tuple[int, ...]) -> Chunks:
+    def _chunks(self, side: Side, numbers: tuple[int, ...]) -> Joined:
         own = self.tile.own(side, numbers)
         whole = own == (0, count(self.plan.compute[side].spans))
         apart = own is None and len(numbers) > 1
         each = tuple(self._chunks(side, (n,)) for n in numbers) if apart else ()
-        return Chunks(numbers, own, whole, each)
+        return Joined(numbers, own, whole, each)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -352,7 +352,7 @@ class _Compiler:
             rows = self._merged_rows(t)
             peer = (own + t.ring_offset) % size
             receive = Receive(peer, self.buffers.take(form), form, *rows)
-        self.moves[t] = Move(len(self.moves), t, batch, send, receive, ())
+        self.moves[t] = RankTransfer(len(self.moves), t, batch, send, receive, ())
 
     def _packed(self, t: Transfer) -> tuple[int, Packing | None]:
         """The buffer that a transfer sends, and how it is packed if it is not yet."""
@@ -386,7 +386,7 @@ class _Compiler:
         number, first = slot(self.tile, t.payload.side, t.target)
         return number, first + low, first + high
 
-    def _end(self, t: Transfer) -> Move:
+    def _end(self, t: Transfer) -> RankTransfer:
         move, frees = self.moves[t], []
         if move.send is not None:
             content, buffer = self._content(t), move.send.buffer
@@ -422,10 +422,10 @@ class _Compiler:
         works = () if leaves else self._works(made, made.groups)
         return BlockSteps(block, made, queries, keys, works, leaves, overlapped)
 
-    def _works(self, block: BlockPlan, groups: Sequence[Group]) -> tuple[Work, ...]:
+    def _works(self, block: BlockPlan, groups: Sequence[Group]) -> tuple[KernelWork, ...]:
         rows, columns = ((0, count(spans)) for spans in (block.q_spans, block.kv_spans))
         return tuple(
-            Work(
+            KernelWork(
                 group,
                 group.kind is Kind.MASKED,
                 None if group.rows == (rows,) else group.rows,
@@ -437,12 +437,12 @@ class _Compiler:
             for group in groups
         )
 
-    def _parts(self, numbers: tuple[int, ...], ranges: Ranges, side: Side) -> tuple[Part, ...]:
+    def _parts(self, numbers: tuple[int, ...], ranges: Ranges, side: Side) -> tuple[PartRows, ...]:
         """The rows of several ranges, taken one after another, chunk by chunk."""
         parts, base, every = [], 0, sum(high - low for low, high in ranges)
         for low, high in ranges:
             for n, first, last, a, b in rows_by_chunk(self.tile, numbers, low, high, side):
                 rows = None if b - a == every else slice(base + a, base + b)
-                parts.append(Part(n, first, last, rows))
+                parts.append(PartRows(n, first, last, rows))
             base += high - low
         return tuple(parts)

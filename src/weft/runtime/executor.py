@@ -18,7 +18,7 @@ from ..plan.geometry import Rows
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.sides import Side
-from ..plan.steps import BlockSteps, Part, Ranges, Receive, Work, slot
+from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, slot
 from ..plan.tiles import KernelCall, Kind
 from .autocast import without_autocast
 from .fixed_order import GridSum, OutputTree, gradient_bounds
@@ -211,7 +211,7 @@ class _Forward(TileRun):
                 tree.leaf(key_block, made)
 
     def _computed(
-        self, block: BlockSteps, work: Work, qkv: tuple[Tensor | None, ...]
+        self, block: BlockSteps, work: KernelWork, qkv: tuple[Tensor | None, ...]
     ) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of kernel calls that are made at once."""
         q, k, v = (
@@ -319,7 +319,7 @@ class _Backward(TileRun):
         lse_grad = self.others_lse_grad if own is None else self.lse_grad
         fixed = self.bounds is not None
         out = None if own is None or lse_grad or fixed else self.out
-        if out is not None and not block.queries.whole:
+        if own is not None and out is not None and not block.queries.whole:
             out = out[:, :, slice(*own)]
         grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
         #: tensors of some rows or columns: calls of a block share them
@@ -362,7 +362,7 @@ class _Backward(TileRun):
         return tuple(parts)
 
     def _add(
-        self, name: str, gradient: Tensor, parts: tuple[Part, ...], samples: Rows | None
+        self, name: str, gradient: Tensor, parts: tuple[PartRows, ...], samples: Rows | None
     ) -> None:
         for number, low, high, rows in parts:
             part = gradient if rows is None else gradient[:, :, rows]

@@ -23,7 +23,7 @@ from ..plan.call import Call
 from ..plan.memory import held_bytes
 from ..plan.plan import Pass, Plan
 from ..plan.program import Payload, Transfer
-from ..plan.steps import BlockSteps, Chunks, Move, Packing, Receive, steps_of
+from ..plan.steps import BlockSteps, Joined, Packing, RankTransfer, Receive, steps_of
 from .buffers import pack, unpack
 from .marks import mark
 from .views import Views
@@ -80,7 +80,7 @@ class TileRun(abc.ABC):
         #: this rank's chunk of each side; None for tensors that nobody reads
         self.own: dict[Payload, tuple[Tensor | None, ...]] = {}
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
-        self.in_flight: dict[int, tuple[Move, TransferBatch]] = {}
+        self.in_flight: dict[int, tuple[RankTransfer, TransferBatch]] = {}
         #: flat buffers that are sent or received, by the numbers that the steps give them
         self.buffers: list[Tensor | None] = [None] * self.flat.buffers
         self.joined: list[Tensor] = []  # for the block at hand
@@ -147,7 +147,7 @@ class TileRun(abc.ABC):
         yield from self.joined
         yield from self._outstanding()
 
-    def _begin(self, move: Move, batch: TransferBatch) -> None:
+    def _begin(self, move: RankTransfer, batch: TransferBatch) -> None:
         """Pack what a transfer sends, and add it to the batch of transfers that end with it."""
         if (send := move.send) is not None:
             if send.packing is not None:
@@ -176,7 +176,7 @@ class TileRun(abc.ABC):
         assert buffer is not None
         return buffer
 
-    def _end(self, move: Move) -> None:
+    def _end(self, move: RankTransfer) -> None:
         _, batch = self.in_flight.pop(move.number)
         batch.wait()
         t, receive = move.transfer, move.receive
@@ -192,7 +192,7 @@ class TileRun(abc.ABC):
         else:
             self._free(move.frees)
 
-    def _chunk(self, payload: Payload, chunks: Chunks) -> tuple[Tensor | None, ...] | None:
+    def _chunk(self, payload: Payload, chunks: Joined) -> tuple[Tensor | None, ...] | None:
         """A received chunk, or rows of the rank's own; None if they are not one tensor."""
         if chunks.own is None:
             one = len(chunks.numbers) == 1
@@ -203,14 +203,14 @@ class TileRun(abc.ABC):
         rows = slice(*chunks.own)
         return tuple(None if t is None else t[:, :, rows] for t in own)
 
-    def _whole_chunk(self, payload: Payload, chunk: Chunks) -> tuple[Tensor, ...]:
+    def _whole_chunk(self, payload: Payload, chunk: Joined) -> tuple[Tensor, ...]:
         """All tensors of one chunk, as other ranks need them."""
         tensors = self._chunk(payload, chunk)
         whole = tuple(t for t in tensors or () if t is not None)
         assert tensors is not None and len(whole) == len(tensors)  # noqa: PT018
         return whole
 
-    def _joined(self, payload: Payload, chunks: Chunks) -> tuple[Tensor | None, ...]:
+    def _joined(self, payload: Payload, chunks: Joined) -> tuple[Tensor | None, ...]:
         """Several chunks as one, side by side."""
         one = self._chunk(payload, chunks)
         if one is not None:
