@@ -45,6 +45,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp, all in their compute placement."""
     transport.watches.note(plan, False)
@@ -52,7 +53,7 @@ def forward(
         with mark(plan.forward, 0, "compute", _WHOLE):
             out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
     else:
-        run = _Forward(plan, plan.forward, transport, call, bias, q, k, v)
+        run = _Forward(plan, plan.forward, transport, call, bias, chosen, q, k, v)
         run.steps()
         out, lse = run.result()
     if not plan.replicated.query:
@@ -70,6 +71,7 @@ def backward(
     dlse: Tensor | None,
     entry: Entry,
     bias: Tensor | None = None,
+    chosen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias, all in their compute placement."""
     transport.watches.note(plan, True)
@@ -88,7 +90,7 @@ def backward(
             if dlse is not None:
                 delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse)
-        run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows)
+        run = _Backward(plan, plan.backward, transport, call, bias, chosen, q, k, v, *rows)
         run.steps()
         dq, dk, dv = run.result()
         dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)
@@ -127,11 +129,12 @@ class _Forward(TileRun):
         transport: Messages,
         call: Call,
         bias: Tensor | None,
+        chosen: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, q, k)
+        super().__init__(plan, tile, transport, call, bias, chosen, q, k)
         self.v = v
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
         self.partial: dict[int, PartialOutput | OutputTree] = {}
@@ -236,6 +239,7 @@ class _Backward(TileRun):
         transport: Messages,
         call: Call,
         bias: Tensor | None,
+        chosen: Tensor | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -245,7 +249,7 @@ class _Backward(TileRun):
         delta: Tensor | None,
         dlse: Tensor | None,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, q, k)
+        super().__init__(plan, tile, transport, call, bias, chosen, q, k)
         # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
         lse_grad = dlse is not None if plan.edges is None else call.return_lse
         self.bounds: dict[str, Tensor] | None = None

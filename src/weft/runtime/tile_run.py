@@ -60,7 +60,7 @@ class TileRun(abc.ABC):
     """One run of a tile program, on tensors of one rank in their compute placement.
 
     A subclass computes the blocks: those of the forward, or of the backward pass. `bias` is this
-    rank's tile of a learned bias, if there is one.
+    rank's tile of a learned bias, `chosen` the numbers of its rows' chosen keys, if there are any.
     """
 
     def __init__(
@@ -70,13 +70,14 @@ class TileRun(abc.ABC):
         transport: Messages,
         call: Call,
         bias: Tensor | None,
+        chosen: Tensor | None,
         q: Tensor,
         k: Tensor,
     ) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.like, self.k = q, k
         self.flat = steps_of(tile)
-        self.views = Views(plan, tile, call, bias, q)
+        self.views = Views(plan, tile, call, bias, chosen, q)
         #: this rank's chunk of each side; None for tensors that nobody reads
         self.own: dict[Payload, tuple[Tensor | None, ...]] = {}
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
