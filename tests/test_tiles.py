@@ -77,6 +77,7 @@ def _masks(n: int, draw: random.Random) -> list:
     ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_calls_compute_each_visible_score_exactly_once(seed):
     draw = random.Random(seed)
@@ -227,6 +228,7 @@ def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list
     return ranks
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_causal_work_of_busiest_rank_at_most_twentieth_above_mean(name, order):

@@ -62,6 +62,7 @@ def assert_same(found, exact=1e-6):
     assert max(found.values()) < 1e-5
 
 
+@pytest.mark.sample
 @table(cases.TRAINER, {(P4, "smoothing")}, {(DP, "accumulation")})
 def test_trainer(four, line, case):
     found = four.run(cases.compare, cases.trainer_run, line, 4, *cases.TRAINER[case])
@@ -313,6 +314,7 @@ def test_refuses_batches_dealt_by_the_first_rank():
         refused.trainer_arguments(args)
 
 
+@pytest.mark.slow
 def test_refuses_other_trainers_of_trl():
     from trl.experimental.orpo import ORPOTrainer
 
