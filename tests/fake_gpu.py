@@ -29,7 +29,8 @@ from torch.utils._pytree import tree_leaves
 import weft
 from weft._torch import trace_on_threads
 from weft.comm import P2PBatch, Shuffle, Transport, channel
-from weft.runtime import calls, merging
+from weft.kernels import fused
+from weft.runtime import calls
 
 #: weft's custom ops by name: under a mode their bodies run in place of their fakes.
 BODIES = {
@@ -149,7 +150,7 @@ def fake_gpu(capturing: bool = False) -> Iterator[Crossings]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(Tensor, "pin_memory", lambda t: t)
         patched.setattr(channel, "_is_captured", lambda: capturing)
-        patched.setattr(merging, "_fused", lambda: None)  # Triton compiles for a GPU that is there
+        patched.setattr(fused, "launcher", lambda name: None)  # Triton compiles for a GPU there is
         try:
             with FakeTensorMode(allow_non_fake_inputs=True), Crossings() as crossings:
                 yield crossings
@@ -160,9 +161,9 @@ def fake_gpu(capturing: bool = False) -> Iterator[Crossings]:
 def both_passes(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Output and gradients of a call, op by op: autograd on CUDA needs torch's CUDA build."""
     rest, call = calls.rest_shape(q, k, v), (None, None, calls.handle_of(bound))
-    out, lse, agreed, *kept = torch.ops.weft.attention(q, k, v, None, *call)
+    out, lse, agreed, *kept, _ = torch.ops.weft.attention(q, k, v, None, None, *call)
     entry = kept if bound.reach.reshards else (q, k, v, out, lse)
-    given = (torch.empty_like(out), None, *entry, None, agreed)
+    given = (torch.empty_like(out), None, *entry, None, None, agreed)
     *grads, _ = torch.ops.weft.attention_backward(*given, *call, rest)
     return out, *grads
 

@@ -54,6 +54,14 @@ MASKS = [
 
 #: One axis of a shipped layout per combination of rules, and two attended jointly. Every shipped
 #: layout is run by `weft check` in `test_cli`.
+GRIDS = {
+    "near": weft.Near((7, 5), 3),
+    "near, dilated, circular": weft.Near((7, 5), (4, 2), (1, 2), (True, True)),
+    "near, even, dilated": weft.Near((7, 5), (3, 4), (2, 1)),
+    "boxes": weft.Boxes((7, 5), (3, 2)),
+    "boxes, shifted, circular": weft.Boxes((7, 5), (3, 2), (1, 1), (False, True)),
+    "boxes & causal": weft.Boxes((7, 5), 4, 2, True) & Causal(),
+}
 AXES = [*one_per_combination(), ("pair-2x2", "rows+columns"), ("pair-2x2", "columns+rows")]
 
 
@@ -71,7 +79,27 @@ def case_for(axis: str, n: int = 13, m: int | None = None, **changes) -> Case:
     return Case(axes, lengths, **({"batch": 3, "heads": 8, "kv_heads": 4} | changes))
 
 
+<<<<<<< HEAD
 @pytest.mark.few(9)
+=======
+@pytest.mark.parametrize(
+    "mesh", [{"y": 2, "x": 2}, {"y": 3, "x": 1}, {"y": 1, "x": 3}], ids=lambda m: f"{[*m.values()]}"
+)
+@pytest.mark.parametrize("mask", GRIDS)
+def test_masks_of_a_grid_are_exact_wherever_it_is_cut(mask, mesh):
+    rules = dict(zip(mesh, ("ring", "pass_q") if mask < "near" else ("halo", "gather")))
+    layout = Layout.from_dict(
+        {
+            "mesh": mesh,
+            "shard": {"lat": ["y"], "lon": ["x"]},
+            "attend": {"lat+lon": [{"strategy": s, "on": d} for d, s in rules.items()]},
+        }
+    )
+    case = Case(("lat", "lon"), ((7, 7), (5, 5)), mask=GRIDS[mask], lse_gradient=mask == "near")
+    assert_exact(layout, case)
+
+
+>>>>>>> main
 @pytest.mark.parametrize(("name", "axis"), [("single", "tokens"), *AXES])
 def test_all_strides_are_exact_on_every_layout(name, axis):
     """q, k, v and the output's gradient in every way: half on one layout, half on the next."""

@@ -10,6 +10,9 @@ from benchmarks.gpu import compiled, exactness, host, messages
 from benchmarks.gpu.parts import Where
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, choose, named
+from weft.kernels.base import surrogate_out
+from weft.plan.memory import ALIGNMENT
+from weft.plan.steps import form_of
 from weft.runtime import buffers
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +24,17 @@ def _gpu():
     torch.cuda.synchronize()
     yield
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_surrogate_on_the_gpu_has_the_row_sums(dtype) -> None:
+    make = torch.Generator().manual_seed(0)
+    dout = 2.0 ** torch.randint(-3, 3, (1, 4, 300, 96), generator=make).to(dtype)
+    delta = 2.0 ** torch.randint(-3, 3, (1, 4, 300), generator=make).float()
+    found = surrogate_out(dout.cuda(), delta.cuda()).cpu()
+    torch.testing.assert_close(found, surrogate_out(dout, delta), rtol=1e-2, atol=0)
+    sums = (found.double() * dout.double()).sum(-1)
+    torch.testing.assert_close(sums, delta.double(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", exactness.LIMIT, ids=str)
@@ -55,9 +69,11 @@ def test_a_second_call_never_waits_for_the_gpu() -> None:
 def test_parts_of_packed_buffer_can_be_read_where_they_lie() -> None:
     """5 heads of 1,001 rows of bf16, behind lse and delta."""
     shapes = [((1, 5, 1001), torch.float32)] * 2 + [((1, 5, 1001, 64), torch.bfloat16)] * 2
-    _, _, q, dout = buffers.unpack(buffers.buffer_for(shapes, "cuda"), shapes)
+    form = form_of(shapes)
+    buffer = torch.empty(form.numel, dtype=form.dtype, device="cuda")
+    _, _, q, dout = buffers.unpack(buffer, form)
     for t in (q, dout):
-        assert t.data_ptr() % buffers.ALIGNMENT == 0
+        assert t.data_ptr() % ALIGNMENT == 0
     kernel = named("cuda-flash")
     q.normal_()
     out, _ = kernel.forward(q, q, q, weft.kernels.TileView(0.125))

@@ -24,7 +24,7 @@ ROOMS = (
     ("_terminal",),
     ("_torch", "_uploads"),
     ("_compile",),
-    ("masks", "bias"),
+    ("masks", "bias", "choice"),
     ("declare",),
     ("_digest",),
     ("launch",),
@@ -83,6 +83,7 @@ BELOW_PLANS = (
     "_torch",
     "_uploads",
     "bias",
+    "choice",
     "declare",
     "masks",
     "kernels",
@@ -307,6 +308,7 @@ def test_a_public_name_is_defined_once():
 
 #: Files of tests that have more than one module in view, and so are named after none.
 OTHER_TESTS = [
+    "budgets",
     "calls_of_users",
     "idea",
     "faults",
@@ -318,6 +320,7 @@ OTHER_TESTS = [
     "language_model",
     "not_finite",
     "order_of_groups",
+    "late",
     "launches",
     "precision",
     "properties",

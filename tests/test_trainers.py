@@ -62,7 +62,6 @@ def assert_same(found, exact=1e-6):
     assert max(found.values()) < 1e-5
 
 
-@pytest.mark.sample
 @table(cases.TRAINER, {(P4, "smoothing")}, {(DP, "accumulation")})
 def test_trainer(four, line, case):
     found = four.run(cases.compare, cases.trainer_run, line, 4, *cases.TRAINER[case])

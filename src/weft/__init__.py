@@ -8,19 +8,34 @@ from ._version import __version__ as __version__
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
 from .carry.scan import halo, scan
+from .choice import ChosenKeys
 from .declare.placements import AffinePartial, SoftmaxPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
 from .fields import Field
 from .inspect.traffic import traffic
 from .layout import Layout
-from .masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
+from .masks import (
+    Boxes,
+    Causal,
+    Documents,
+    FirstKeys,
+    Full,
+    KeyPadding,
+    Mask,
+    MaskMod,
+    Near,
+    Window,
+    prefix_lm,
+)
 from .threads import on_threads
 
 __all__ = [
     "AffinePartial",
     "Bias",
+    "Boxes",
     "Causal",
+    "ChosenKeys",
     "DeclarationError",
     "Documents",
     "Field",
@@ -31,6 +46,7 @@ __all__ = [
     "Mask",
     "MaskMod",
     "MultiAxisAttention",
+    "Near",
     "RankError",
     "Rule",
     "ShapeError",

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from .._caching import Beside, cached
 from .._digest import describe_value, is_plain
 from ..bias import Bias
+from ..choice import ChoiceKind
 from ..declare.layout import LayoutDeclaration
 from ..declare.orders import TokenOrder
 from ..declare.placements import BATCH, entry_placement
@@ -29,6 +30,7 @@ class Call:
 
     length: (queries, keys) per attended axis, or None: as many on every rank as there are here.
     learned_bias: whether a bias tensor comes with the tensors.
+    choice: the kind of a choice of keys that comes with them, or None.
     routed: for learned routing, its options as text.
     name: which call of the program it is, where that is told by no line of it.
     """
@@ -44,6 +46,7 @@ class Call:
     learned_bias: bool = False
     routed: str = ""
     name: str | None = None
+    choice: ChoiceKind | None = None
 
     def __post_init__(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
@@ -60,6 +63,7 @@ class Call:
             f"axes {'+'.join(self.axes)}, mask {describe(self.mask)}, scale {self.scale}, softcap "
             f"{self.softcap}, lse {self.return_lse}, kernel {self.kernel}, bias "
             f"{self.bias or self.learned_bias}, routing {self.routed or 'none'}"
+            f"{'' if self.choice is None else f', {self.choice}'}"
             f"{'' if self.name is None else f', name {self.name!r}'}"
         )
 
@@ -71,7 +75,8 @@ class Call:
         """
         parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)
         bias = "" if self.bias is None else describe_value(self.bias)
-        return f"{self.axes} {parts} {bias} {self.learned_bias} {self.routed} {self.name!r}"
+        tensors = f"{self.learned_bias} {self.choice}"
+        return f"{self.axes} {parts} {bias} {tensors} {self.routed} {self.name!r}"
 
     @functools.cached_property
     def has_functions(self) -> bool:

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .._caching import cached
-from ..masks import Causal, Mask, Window, is_empty
-from .intervals import MAX_SPANS, few, hull, merge_intervals, visible
+from ..masks import Causal, Mask, Window, is_empty, merge_intervals
+from .intervals import MAX_SPANS, few, hull, visible
 from .order import Span, Spans, bounds, count, cut_spans
 
 #: Rows of an explicitly masked call, where the kernel does not say: bounds the mask, and lets
@@ -338,16 +338,19 @@ def _row_blocks(
 
 
 def in_row_blocks(
-    calls: tuple[KernelCall, ...], row_block: int = ROW_BLOCK
+    calls: tuple[KernelCall, ...], row_block: int = ROW_BLOCK, masked: bool = False
 ) -> tuple[KernelCall, ...]:
-    """The same rectangles in row blocks, causal ones as masked: for an explicit bias."""
+    """The same rectangles in row blocks, causal ones as masked: for an explicit bias.
+
+    masked: full ones as masked too: for a choice of keys.
+    """
     return tuple(
         KernelCall(
             low,
             min(low + row_block, c.q1),
             c.k0,
             c.k1,
-            Kind.FULL if c.kind is Kind.FULL else Kind.MASKED,
+            Kind.FULL if c.kind is Kind.FULL and not masked else Kind.MASKED,
         )
         for c in calls
         for low in range(c.q0, c.q1, row_block)
@@ -356,4 +359,5 @@ def in_row_blocks(
 
 def visible_keys(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
     """Memory indices [low, high) of `k` outside which surely no query in `q` looks."""
-    return visible(k, merge_intervals(mask.keys(hull(span)) for span in few(q)))
+    seen = (mask.key_intervals(hull(span)) for span in few(q))
+    return visible(k, merge_intervals(itertools.chain.from_iterable(seen)))

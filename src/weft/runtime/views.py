@@ -1,27 +1,23 @@
-"""The rows of joined chunks, and the view of their scores that kernels get.
-
-Rows are counted within each chunk's results and within the bias tile; a view is plain, masked, or
-with a bias.
-"""
+"""The view of a block's scores that kernels get: plain, masked, or with a bias."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .._caching import Beside
+from .._caching import Beside, cached
 from .._digest import is_plain, number_of
+from ..choice import chosen
 from ..kernels import Kernel, MaskContext, TileView
 from ..masks import Full, Mask
 from ..plan.call import Call
-from ..plan.order import positions
+from ..plan.order import bounds, cut_spans, positions
 from ..plan.plan import BlockPlan, Pass, Plan
-from ..plan.program import Payload
 from ..plan.sides import Side
+from ..plan.steps import Ranges, rows_by_chunk
 from ..plan.tiles import Group, KernelCall, Kind
 
 #: Mask contexts of plain masks, beside the pass whose blocks they cover.
@@ -30,83 +26,56 @@ _CONTEXTS = Beside[dict](dict)
 _KEPT_CONTEXTS = 16
 
 
-Ranges = tuple[tuple[int, int], ...]  # of rows or columns, [low, high)
-#: Rows that belong to one chunk: (number, first and last row in its results, the same in the call).
-Part = tuple[int, int, int, int, int]
-
-
-def take(t: Tensor, ranges: Ranges, samples: tuple[int, int] | None = None) -> Tensor:
-    """Ranges of rows (b h n d), one after another; of some sequences [low, high), or of all."""
+def take(t: Tensor, ranges: Ranges | None, samples: tuple[int, int] | None = None) -> Tensor:
+    """Ranges of rows (b h n d), default all, one after another; of some sequences [low, high)."""
     t = t if samples is None else t[slice(*samples)]
+    if ranges is None:
+        return t
     parts = [t[:, :, low:high] for low, high in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-class Rows:
-    """Rows of one pass on the rank at `coords`; results of this rank's chunk have the number 0."""
-
-    def __init__(self, tile: Pass, coords: Mapping[str, int]) -> None:
-        self.tile, self.coords = tile, coords
-
-    def low(self, payload: Payload, number: int) -> int:
-        """The first row of a chunk that this rank holds."""
-        return self.tile.held(payload.side, self.coords, number)[0]
-
-    def slot(self, side: Side, number: int) -> tuple[int, int]:
-        """Under which number results of a chunk are kept, and the offset of its first row in them.
-
-        A rank keeps one result of its chunk, also where that travels in sub-chunks.
-        """
-        own = self.tile.own(side, (number,))
-        if own is not None:
-            return 0, own[0]
-        return number, -self.tile.held(side, self.coords, number)[0]
-
-    def parts(self, numbers: tuple[int, ...], ranges: Ranges, side: Side) -> Iterator[Part]:
-        """The rows of several ranges, taken one after another, chunk by chunk."""
-        base = 0
-        for low, high in ranges:
-            for n, first, last, a, b in self._chunks(numbers, low, high, side):
-                yield n, first, last, base + a, base + b
-            base += high - low
-
-    def _chunks(self, numbers: tuple[int, ...], low: int, high: int, side: Side) -> Iterator[Part]:
-        if (own := self.tile.own(side, numbers)) is not None:
-            yield 0, own[0] + low, own[0] + high, 0, high - low
-            return
-        offset = 0
-        for n in numbers:
-            first, last = self.tile.held(side, self.coords, n)
-            number, start = self.slot(side, n)
-            start += first - offset
-            a, b = max(low, offset), min(high, offset + last - first)
-            if a < b:
-                yield number, start + a, start + b, a - low, b - low
-            offset += last - first
-
-    def in_bias(
-        self, numbers: tuple[int, ...], low: int, high: int, side: Side, device: torch.device
-    ) -> Tensor:
-        """Indices in the bias tile of rows (or columns) [low, high) of joined chunks."""
-        parts = [
-            torch.arange(a, b, device=device) + self.tile.offset(side, n)
-            for n, a, b, _, _ in self._chunks(numbers, low, high, side)
-        ]
-        return torch.cat(parts)
+@cached(256)
+def _plain_view(
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    segments: tuple[tuple[int, int], ...] | None,
+    overlapped: bool,
+    lse_grad: bool,
+    bias_grad: bool,
+    fixed: bool,
+) -> TileView:
+    return TileView(
+        scale,
+        causal,
+        softcap=softcap,
+        varlen_segments=segments,
+        overlapped=overlapped,
+        lse_grad=lse_grad,
+        bias_grad=bias_grad,
+        fixed_blocks=fixed,
+    )
 
 
 class Views:
     """Makes the `TileView` of every kernel call of a pass.
 
     `bias` is this rank's tile of a learned bias; a bias that is a function is in `call`, as the
-    mask.
+    mask. `numbers` are those of a choice of keys, of the tile's rows.
     """
 
     def __init__(
-        self, plan: Plan, tile: Pass, call: Call, bias: Tensor | None, like: Tensor, rows: Rows
+        self,
+        plan: Plan,
+        tile: Pass,
+        call: Call,
+        bias: Tensor | None,
+        numbers: Tensor | None,
+        like: Tensor,
     ) -> None:
         self.plan, self.tile, self.call = plan, tile, call
-        self.bias, self.like, self.rows = bias, like, rows
+        self.bias, self.numbers, self.like = bias, numbers, like
 
     def of(
         self,
@@ -121,20 +90,16 @@ class Views:
         p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
         causal = call.kind is Kind.CAUSAL
         if call.kind is not Kind.MASKED and not self.plan.biased:
-            return TileView(
-                self.plan.scale,
-                causal,
-                softcap=p.softcap,
-                varlen_segments=group.varlen_segments,
-                overlapped=overlapped,
-                lse_grad=lse_grad,
-                bias_grad=bias_grad,
-                fixed_blocks=self.plan.edges is not None,
+            fixed = self.plan.edges is not None
+            segments = group.varlen_segments
+            return _plain_view(
+                self.plan.scale, causal, p.softcap, segments, overlapped, lse_grad, bias_grad, fixed
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
             return TileView(
                 self.plan.scale,
+                mask=self._chosen(block, call, mask_context.k),
                 bias=bias,
                 softcap=p.softcap,
                 mask_context=mask_context,
@@ -144,6 +109,9 @@ class Views:
         q = positions(block.q_spans, self.like.device)[call.q0 : call.q1]
         k = positions(block.kv_spans, self.like.device)[call.k0 : call.k1]
         seen = self._seen(call, q, k) if call.kind is Kind.MASKED else None
+        bits = self._chosen(block, call, k)
+        if seen is not None and bits is not None:
+            seen = seen & bits
         bias = self._bias(block, call, q, k)
         return TileView(
             self.plan.scale,
@@ -215,6 +183,29 @@ class Views:
         shape = (len(b), len(h), len(q), len(k))
         return mask.allowed(b, h, q[:, None], k).expand(shape)
 
+    def _chosen(self, block: BlockPlan, call: KernelCall, k: Tensor) -> Tensor | None:
+        """Bits of the keys that the rows of a call choose, (b, 1 or h, n, m); None: no choice."""
+        kind, numbers = self.plan.problem.choice, self.numbers
+        if kind is None or numbers is None:
+            return None
+        rows = self._in_tile(block.q, call.q0, call.q1, Side.QUERY)
+        numbers = numbers if call.samples is None else numbers[slice(*call.samples)]
+        numbers = numbers.index_select(2, rows)
+        if self._choosers is not None:
+            numbers = numbers.index_select(1, self._choosers)
+        first, last = bounds(cut_spans(block.kv_spans, call.k0, call.k1))
+        return chosen(numbers, kind.block, k, first, last)
+
+    @functools.cached_property
+    def _choosers(self) -> Tensor | None:
+        """The choice of each query head, where there are several per query and they differ."""
+        kind, plan = self.plan.problem.choice, self.plan
+        if kind is None or kind.rows == 1:
+            return None
+        rest = plan.resharding.query.state(0, plan.coords).head_spans
+        heads = positions(plan.compute.query.head_spans, self.like.device)
+        return (heads - rest[0].start) * kind.rows // plan.problem.heads
+
     def _samples(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         """Global batch and head indices of a call, (b, 1, 1, 1) and (h, 1, 1)."""
         b = positions(self.plan.compute.query.batch_spans, self.like.device)
@@ -241,6 +232,13 @@ class Views:
 
     def bias_index(self, block: BlockPlan, call: KernelCall) -> tuple[Tensor, Tensor]:
         """The rows and the columns of the bias tile that a call covers."""
-        device = self.like.device
-        rows = self.rows.in_bias(block.q, call.q0, call.q1, Side.QUERY, device)
-        return rows, self.rows.in_bias(block.kv, call.k0, call.k1, Side.KEY, device)
+        rows = self._in_tile(block.q, call.q0, call.q1, Side.QUERY)
+        return rows, self._in_tile(block.kv, call.k0, call.k1, Side.KEY)
+
+    def _in_tile(self, numbers: tuple[int, ...], low: int, high: int, side: Side) -> Tensor:
+        """Indices in the tile of rows (or columns) [low, high) of joined chunks."""
+        parts = [
+            torch.arange(a, b, device=self.like.device) + self.tile.offset(side, n)
+            for n, a, b, _, _ in rows_by_chunk(self.tile, numbers, low, high, side)
+        ]
+        return torch.cat(parts)
