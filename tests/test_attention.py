@@ -79,9 +79,6 @@ def case_for(axis: str, n: int = 13, m: int | None = None, **changes) -> Case:
     return Case(axes, lengths, **({"batch": 3, "heads": 8, "kv_heads": 4} | changes))
 
 
-<<<<<<< HEAD
-@pytest.mark.few(9)
-=======
 @pytest.mark.parametrize(
     "mesh", [{"y": 2, "x": 2}, {"y": 3, "x": 1}, {"y": 1, "x": 3}], ids=lambda m: f"{[*m.values()]}"
 )
@@ -99,7 +96,7 @@ def test_masks_of_a_grid_are_exact_wherever_it_is_cut(mask, mesh):
     assert_exact(layout, case)
 
 
->>>>>>> main
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), [("single", "tokens"), *AXES])
 def test_all_strides_are_exact_on_every_layout(name, axis):
     """q, k, v and the output's gradient in every way: half on one layout, half on the next."""
