@@ -709,7 +709,7 @@ BUGS = (
     Bug(
         "a merge forgets what it had",
         "weft/runtime/merging.py",
-        "PartialOutput.add",
+        "merge_part",
         "torch.sigmoid(lse - own_lse).masked_fill",
         "torch.sigmoid(lse - own_lse).round().masked_fill",
         "merging attention",
@@ -717,15 +717,15 @@ BUGS = (
     Bug(
         "rows that saw nothing become NaN",
         "weft/runtime/merging.py",
-        "PartialOutput.add",
+        "merge_part",
         "torch.sigmoid(lse - own_lse).masked_fill(torch.isneginf(lse), 0.0)",
         "torch.sigmoid(lse - own_lse)",
         "merging attention not_finite",
     ),
     Bug(
         "a chunk is sent the wrong way round",
-        "weft/runtime/tile_run.py",
-        "TileRun._begin",
+        "weft/plan/steps.py",
+        "_Compiler._begin",
         "own - t.ring_offset",
         "own + t.ring_offset",
         "attention",
@@ -740,10 +740,10 @@ BUGS = (
     ),
     Bug(
         "a buffer is used again while it is sent",
-        "weft/runtime/buffers.py",
-        "Buffers.recycle",
-        "[t for t in self._retired if memory_of(t)[0] not in out]",
-        "list(self._retired)",
+        "weft/plan/steps.py",
+        "_Buffers.recycle",
+        "(entry for entry in self.retired if entry[0] not in sending)",
+        "self.retired",
         "late packing seeded processes",
     ),
     Bug(
@@ -2131,8 +2131,7 @@ def run_tests(copy: Path, tests: list[str], answer) -> None:
     failures = Failures()
     options = ["-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
     options += ["--timeout", "120"]  # a bug may make ranks wait for each other
-    if "::" in tests[0]:  # named, and so run even if it is slow
-        options += ["-m", "slow or not slow"]
+    options += ["-m", "slow or not slow" if "::" in tests[0] else "not slow or few"]
     code = pytest.main([*options, *tests], plugins=[failures])
     answer.send((int(code), failures.names))
 

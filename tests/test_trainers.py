@@ -326,6 +326,7 @@ def test_refuses_batches_dealt_by_the_first_rank():
         refused.trainer_arguments(args)
 
 
+@pytest.mark.slow
 def test_refuses_other_trainers_of_trl():
     from trl.experimental.orpo import ORPOTrainer
 

@@ -199,6 +199,7 @@ def build(make):
     return make()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
 def test_these_are_exact(make):
     found = verify(build(make), RING)
@@ -207,6 +208,7 @@ def test_these_are_exact(make):
     assert found.gradients < 1000 * 2.0**-23
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_right_is_refused_by_name(make, message):
     model = build(make)
@@ -309,6 +311,7 @@ PERIODIC = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("line", "function"), PERIODIC.values(), ids=PERIODIC)
 def test_what_mixes_blocks_or_goes_by_periods_is_found(line, function):
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\.mlp' \(Spliced\)"):
@@ -593,6 +596,7 @@ def test_a_model_is_verified_in_its_own_dtype_inside_autocast():
         assert torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.slow
 def test_rounding_that_a_model_magnifies_is_no_difference():
     """In fp32 this attention is so sharp that one device is not the same to 2e-4; mixing stays."""
     torch.manual_seed(0)
@@ -675,6 +679,7 @@ def dense(module, query, key, value, mask, indices=None, block_indices=None, **o
     return interface.attend(module, query, key, value, mask, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CHOOSING.values(), ids=CHOOSING)
 def test_dense_attention_of_models_that_choose_keys_is_noticed(case, monkeypatch):
     model = choosing(*case, monkeypatch, on_ranks=False)
@@ -683,6 +688,7 @@ def test_dense_attention_of_models_that_choose_keys_is_noticed(case, monkeypatch
         verify(model, RING)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CHOOSING.values(), ids=CHOOSING)
 def test_attention_to_chosen_keys_only_is_the_model(case, monkeypatch):
     model = choosing(*case, monkeypatch)
