@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from benchmarks import families
 from weft import parallelize, restore
-from weft_integrations.transformers import interface, refused, shard_batch, verify
+from weft_integrations.transformers import interface, refused, shard_batch, verify, whole
 from weft_integrations.transformers.mark import Mark, Sharded
 from weft_integrations.transformers.running import running
 from weft_integrations.transformers.verification import verify as verification
@@ -47,6 +47,20 @@ IMAGES |= {k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_positi
 ROPE = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
 LONG = {"rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 4}
 LONG |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64}
+
+
+def tempered():
+    temperature = {"floor_scale": 8192, "attn_temperature_tuning": True}
+    return hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(
+            **GROUPED | temperature,
+            head_dim=8,
+            num_local_experts=2,
+            intermediate_size_mlp=32,
+            no_rope_layers=[1, 0],
+        )
+    )
+
 
 EXACT = {
     "windows of thousands": lambda: hf.MistralForCausalLM(
@@ -104,6 +118,7 @@ EXACT = {
             v_head_dim=8,
         )
     ),
+    "temperature by places in a row": lambda: tempered(),
     "latent attention": lambda: hf.DeepseekV3ForCausalLM(
         hf.DeepseekV3Config(
             **SMALL,
@@ -123,7 +138,6 @@ EXACT = {
     ),
 }
 
-TEMPERATURE = {"floor_scale": 8192, "attn_temperature_tuning": True}
 REFUSED = {
     "recurrent": (
         lambda: hf.xLSTMForCausalLM(
@@ -136,18 +150,6 @@ REFUSED = {
     "fourier": (
         lambda: hf.FNetForMaskedLM(hf.FNetConfig(**SMALL)),
         r"FNetBasicFourierTransform\).*mixes tokens",
-    ),
-    "local positions": (
-        lambda: hf.Llama4ForCausalLM(
-            hf.Llama4TextConfig(
-                **GROUPED | TEMPERATURE,
-                head_dim=8,
-                num_local_experts=2,
-                intermediate_size_mlp=32,
-                no_rope_layers=[1, 0],
-            )
-        ),
-        r"'model\.layers\.1\.self_attn' .*local positions.*\(query\).*floor_scale = 6",
     ),
     "pools within": (
         lambda: hf.CLIPTextModel(hf.CLIPTextConfig(**SMALL)),
@@ -732,3 +734,10 @@ def test_models_without_an_eager_function_are_verified():
     assert verify(model, RING).outputs < 1e-5
     with pytest.raises(ShapeError, match=r"layers\.0\.self_attn"):
         verify(model, Layout.parse("tokens: ulysses=8"))
+
+
+def test_places_within_a_chunk_are_refused(monkeypatch):
+    monkeypatch.setattr(whole, "tempers_by_place", lambda module: False)
+    match = r"'model\.layers\.1\.self_attn' .*local positions.*\(query\).*floor_scale = 6"
+    with pytest.raises(UnsupportedError, match=match):
+        verify(build(tempered), RING)
