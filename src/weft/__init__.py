@@ -15,6 +15,7 @@ from .fields import Field
 from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
+from .runtime.expand import Expansion
 from .threads import on_threads
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "Causal",
     "DeclarationError",
     "Documents",
+    "Expansion",
     "Field",
     "FirstKeys",
     "Full",

@@ -24,6 +24,25 @@ Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
 
 @dataclass(frozen=True)
+class Expanded:
+    """The sizes of keys and values that ranks make of what travels in their place.
+
+    Attributes:
+        heads: of keys and values, all of those of a rank at rest.
+        head_dim: of keys.
+        value_dim: of values.
+        carried: head dims of the two tensors that travel.
+        work: floating-point operations that expand one token.
+    """
+
+    heads: int
+    head_dim: int
+    value_dim: int
+    carried: tuple[int, int]
+    work: int = 0
+
+
+@dataclass(frozen=True)
 class Call:
     """The options of a call of `weft.attention`, without its tensors and its layout.
 
@@ -31,6 +50,7 @@ class Call:
     learned_bias: whether a bias tensor comes with the tensors.
     routed: for learned routing, its options as text.
     name: which call of the program it is, where that is told by no line of it.
+    expanded: of latents that travel, the keys and values that each rank makes of them.
     """
 
     axes: tuple[str, ...]
@@ -44,6 +64,7 @@ class Call:
     learned_bias: bool = False
     routed: str = ""
     name: str | None = None
+    expanded: Expanded | None = None
 
     def __post_init__(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
@@ -61,6 +82,7 @@ class Call:
             f"{self.softcap}, lse {self.return_lse}, kernel {self.kernel}, bias "
             f"{self.bias or self.learned_bias}, routing {self.routed or 'none'}"
             f"{'' if self.name is None else f', name {self.name!r}'}"
+            f"{'' if self.expanded is None else f', latents of {self.expanded.carried}'}"
         )
 
     @property
@@ -71,7 +93,8 @@ class Call:
         """
         parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)
         bias = "" if self.bias is None else describe_value(self.bias)
-        return f"{self.axes} {parts} {bias} {self.learned_bias} {self.routed} {self.name!r}"
+        more = self.learned_bias, self.routed, self.name, self.expanded
+        return f"{self.axes} {parts} {bias} {more}"
 
     @functools.cached_property
     def has_functions(self) -> bool:

@@ -58,7 +58,7 @@ def payload_shapes(
         dtype = plan.accum_dtype if payload is Payload.OUT else torch.float64
     entry = plan.compute[payload.side]
     shape = entry.batch, entry.heads, rows
-    tensors = payload.tensors(backward, p.head_dim, p.value_dim, dtype)
+    tensors = payload.tensors(backward, *p.dims(payload.side), dtype)
     return [((*shape, dim) if dim else shape, dtype) for dim, dtype in tensors]
 
 

@@ -143,8 +143,8 @@ def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
 def _input_sides(plan: Plan) -> list[tuple[Side, int]]:
     """Bytes per row and head of query, key and value."""
     item = plan.problem.dtype.itemsize
-    d, e = plan.problem.head_dim * item, plan.problem.value_dim * item
-    return [(Side.QUERY, d), (Side.KEY, d), (Side.KEY, e)]
+    (d, _), (k, v) = map(plan.problem.dims, Side)
+    return [(Side.QUERY, d * item), (Side.KEY, k * item), (Side.KEY, v * item)]
 
 
 def _output_sides(plan: Plan) -> list[tuple[Side, int]]:
@@ -256,5 +256,5 @@ def _rest_bytes(plan: Plan) -> int:
     p, item = plan.problem, plan.problem.dtype.itemsize
     rows = math.prod(_shape(plan.resharding.query, 0, plan.coords))
     keys = p.batch * p.kv_heads * count(plan.resharding.key.state(0, plan.coords).spans)
-    widths = p.head_dim + p.value_dim
-    return rows * (widths * item + plan.accum_dtype.itemsize) + keys * widths * item
+    of_queries, of_keys = (sum(p.dims(side)) for side in Side)
+    return rows * (of_queries * item + plan.accum_dtype.itemsize) + keys * of_keys * item

@@ -20,6 +20,7 @@ from ..plan.program import Block, Payload, Transfer
 from ..plan.sides import Side
 from ..plan.tiles import Group, KernelCall, Kind
 from .autocast import without_autocast
+from .expand import Expander
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
@@ -44,14 +45,15 @@ def forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None = None,
+    expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp, all in their compute placement."""
+    """Output and logsumexp, all in their compute placement; of latents, if an expander is given."""
     transport.watches.note(plan, False)
-    if plan.forward.whole:
+    if plan.forward.whole and expander is None:
         with mark(plan.forward, 0, "compute", _WHOLE):
             out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
     else:
-        run = _Forward(plan, plan.forward, transport, call, bias, q, k, v)
+        run = _Forward(plan, plan.forward, transport, call, bias, q, k, v, expander)
         run.steps()
         out, lse = run.result()
     if not plan.replicated.query:
@@ -69,12 +71,14 @@ def backward(
     dlse: Tensor | None,
     entry: Entry,
     bias: Tensor | None = None,
+    expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias, all in their compute placement."""
     transport.watches.note(plan, True)
     q, k, v, out, lse = entry
     dbias = None
-    if plan.backward.whole and dlse is None and plan.kernel(False).takes_out:
+    alone = plan.backward.whole and expander is None
+    if alone and dlse is None and plan.kernel(False).takes_out:
         view = view_of(plan, plan.backward.whole)
         with mark(plan.backward, 0, "compute", _WHOLE):
             dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
@@ -87,7 +91,7 @@ def backward(
             if dlse is not None:
                 delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse)
-        run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows)
+        run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows, expander)
         run.steps()
         dq, dk, dv = run.result()
         dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)
@@ -129,8 +133,9 @@ class _Forward(TileRun):
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        expander: Expander | None,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, q, k)
+        super().__init__(plan, tile, transport, call, bias, q, k, expander)
         self.v = v
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
         self.partial: dict[int, PartialOutput | OutputTree] = {}
@@ -142,7 +147,7 @@ class _Forward(TileRun):
     def _partial(self, number: int) -> PartialOutput | OutputTree:
         if number not in self.partial:
             rows = self._height(Side.QUERY, number)
-            shape = (*self.like.shape[:2], rows, self.v.shape[-1])
+            shape = (*self.like.shape[:2], rows, self.plan.problem.value_dim)
             arguments = shape, self.like, self.plan.accum_dtype
             self.partial[number] = (
                 PartialOutput(*arguments)
@@ -187,7 +192,7 @@ class _Forward(TileRun):
             self._leaves(block)
         if not block.calls or block.leaves:
             return
-        qkv = *self._joined(Payload.Q, block.q), *self._joined(Payload.KV, block.kv)
+        qkv = *self._joined(Payload.Q, block.q), *self._keys(block.kv)
         for group in block.groups:
             for n, low, high, out, lse in self._computed(block, group, qkv):
                 partial = self._partial(n)
@@ -247,8 +252,9 @@ class _Backward(TileRun):
         lse: Tensor,
         delta: Tensor | None,
         dlse: Tensor | None,
+        expander: Expander | None,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, q, k)
+        super().__init__(plan, tile, transport, call, bias, q, k, expander)
         # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
         lse_grad = dlse is not None if plan.edges is None else call.return_lse
         self.bounds: dict[str, Tensor] | None = None
@@ -266,6 +272,7 @@ class _Backward(TileRun):
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
+        self._settle()
         dq, dk, dv = (self._sum(name, 0).result() for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
@@ -287,6 +294,7 @@ class _Backward(TileRun):
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.payload.is_chunk:
             return self._whole_chunk(t.payload, t.source)
+        self._settle()
         sums = [self._sum(name, t.source) for name in self._names(t.payload)]
         results = tuple(s.sum() if isinstance(s, GridSum) else s.result() for s in sums)
         for name in self._names(t.payload):
@@ -318,7 +326,9 @@ class _Backward(TileRun):
         if not block.calls:
             return
         lse, delta, q, dout = self._joined(Payload.Q, block.q)
-        k, v = self._joined(Payload.KV, block.kv)
+        if self.latents is not None and block.kv != self.latents.numbers:
+            self._settle()
+        k, v = self._keys(block.kv)
         assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
         # Only this rank's own rows have their true output here; for others delta stands in.
         own = self.tile.own(Side.QUERY, block.q)
@@ -362,6 +372,27 @@ class _Backward(TileRun):
                 self._add_bias_gradient(block, group.calls[0], ds)
             for n, low, high, a, b in self.rows.parts(block.q, rows, Side.QUERY):
                 self._sum("dq", n).add(low, high, dq[:, :, a:b], samples)
-            for n, low, high, a, b in self.rows.parts(block.kv, columns, Side.KEY):
-                self._sum("dk", n).add(low, high, dk[:, :, a:b], samples)
-                self._sum("dv", n).add(low, high, dv[:, :, a:b], samples)
+            if self.latents is None:
+                self._add_keys(block.kv, columns, dk, dv, samples)
+            else:
+                self.latents.add(columns, dk, dv, samples)
+
+    def _add_keys(
+        self,
+        numbers: tuple[int, ...],
+        columns: Ranges,
+        dk: Tensor,
+        dv: Tensor,
+        samples: tuple[int, int] | None = None,
+    ) -> None:
+        """Add gradients of keys and values, or of latents, to those of their chunks."""
+        for n, low, high, a, b in self.rows.parts(numbers, columns, Side.KEY):
+            self._sum("dk", n).add(low, high, dk[:, :, a:b], samples)
+            self._sum("dv", n).add(low, high, dv[:, :, a:b], samples)
+
+    def _settle(self) -> None:
+        """Add gradients that went through the expansion of the latents at hand."""
+        settled = None if self.latents is None else self.latents.settle()
+        if settled is not None:
+            numbers, dc, dr = settled
+            self._add_keys(numbers, ((0, dc.shape[2]),), dc, dr)

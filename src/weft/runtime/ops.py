@@ -25,6 +25,7 @@ from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
 from ..plan.plan import Plan
 from . import calls, executor, handles, resharding
+from .expand import Expander
 from .handles import differentiable, op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
@@ -53,10 +54,21 @@ def _attention_op(
     The last five are empty where nothing is resharded: they would be the inputs and outputs. The
     logsumexp at rest is empty if it is resharded and nobody asked for it.
     """
-    bound = handles.get(call).with_floats(scale, softcap)
-    plan, channel, agreed = bound.begin(q, k, v, bias)
+    return _forward(handles.get(call).with_floats(scale, softcap), q, k, v, bias)
+
+
+def _forward(
+    bound: calls.BoundCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    expander: Expander | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    parameters = () if expander is None else expander.parameters
+    plan, channel, agreed = bound.begin(q, k, v, bias, parameters)
     if not bound.reach.reshards:
-        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias)
+        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, expander)
         channel.finish()
         if not plan.forward.whole or plan.replicated.query:
             out, lse = _unaliased((out, lse), (q, k, v))
@@ -64,7 +76,8 @@ def _attention_op(
     entry_q, entry_k, entry_v = (
         t.contiguous() for t in resharding.to_compute(plan, channel, q, k, v)
     )
-    out, lse = executor.forward(plan, channel, bound.call, entry_q, entry_k, entry_v, bias)
+    entry = entry_q, entry_k, entry_v
+    out, lse = executor.forward(plan, channel, bound.call, *entry, bias, expander)
     out, lse = like_query(out, entry_q), lse.contiguous()
     rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
     channel.finish()
@@ -113,12 +126,26 @@ def _backward_op(
     `dout` and `dlse` are at rest; all other tensors in their compute placement.
     """
     bound = handles.get(call).with_floats(scale, softcap)
+    return _backward(bound, dout, dlse, (q, k, v, out, lse), bias, agreed, rest)
+
+
+def _backward(
+    bound: calls.BoundCall,
+    dout: Tensor,
+    dlse: Tensor | None,
+    entry: executor.Entry,
+    bias: Tensor | None,
+    agreed: Tensor,
+    rest: list[int],
+    expander: Expander | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q = entry[0]
     plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
-    entry = (q, k, v, out, lse)
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if bound.reach.reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, entry, bias)
+    options = entry, bias, expander
+    dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, *options)
     dbias = q.new_empty(0) if learned is None else learned.contiguous()
     if bound.reach.reshards:
         moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
@@ -180,6 +207,56 @@ def _attention_gradient(
 
 
 differentiable(_attention_op, _backward_op, _setup_attention, _attention_gradient, "weft.attention")
+
+
+class _OfLatents(torch.autograd.Function):
+    """The same of latents that ranks expand: no op, as autograd is at work within it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        bound: calls.BoundCall,
+        expander: Expander,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, agreed, *kept = _forward(bound, q, k, v, bias, expander)
+        ctx.bound, ctx.expander, ctx.rest = bound, expander, bound.rest_shape(q, k, v)
+        entry = kept if bound.reach.reshards else (q, k, v, out, lse)
+        ctx.save_for_backward(*entry, bias, agreed)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once("weft.attention", linear=False)
+    def backward(
+        ctx: Any, saved: tuple, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *entry, bias, agreed = saved
+        b, h, n, *_, e = ctx.rest
+        if dout is None:
+            dout = entry[0].new_zeros((b, h, n, e))
+        if dlse is None and ctx.bound.reach.reshards and ctx.bound.call.return_lse:
+            dlse = entry[4].new_zeros((b, h, n))
+        call = ctx.bound, dout, dlse, tuple(entry), bias, agreed, ctx.rest, ctx.expander
+        *grads, dbias = _backward(*call)
+        grads.append(None if bias is None else dbias)
+        return None, None, *grads, *ctx.expander.gradients
+
+
+def attend_latents(
+    bound: calls.BoundCall,
+    expander: Expander,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a call whose keys and values are expanded where they arrive."""
+    return _OfLatents.apply(bound, expander, q, k, v, bias, *expander.parameters)
 
 
 def _none(like: Tensor, count: int) -> Iterator[Tensor]:

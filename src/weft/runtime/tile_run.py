@@ -22,6 +22,7 @@ from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload, Transfer
 from ..plan.sides import Side
 from .buffers import Buffers, Shape, pack, unpack
+from .expand import Chunks, Expander
 from .marks import mark
 from .views import Rows, Views
 
@@ -63,9 +64,11 @@ class TileRun(abc.ABC):
         bias: Tensor | None,
         q: Tensor,
         k: Tensor,
+        expander: Expander | None = None,
     ) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.like, self.k = q, k
+        self.latents = None if expander is None else Chunks(expander, plan, tile.backward)
         self.rows = Rows(tile, plan.coords)
         self.views = Views(plan, tile, call, bias, q, self.rows)
         #: this rank's chunk of each side; None for tensors that nobody reads
@@ -233,6 +236,15 @@ class TileRun(abc.ABC):
         joined = tuple(torch.cat(parts, 2) for parts in zip(*chunks))
         self.joined += joined
         return joined
+
+    def _keys(self, numbers: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+        """Keys and values of several chunks, expanded where latents travel."""
+        chunk = self._joined(Payload.KV, numbers)
+        if self.latents is None:
+            return chunk
+        c, r = chunk
+        assert not (c is None or r is None)  # noqa: PT018
+        return self.latents.expand(numbers, c, r)
 
     # -- defined by the forward and by the backward pass --------------------------------------
 
