@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import multiprocessing
+import platform
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
@@ -100,3 +102,14 @@ def apart():
     """Calls a function in another process, where a fake process group may come and go."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as other:
         yield lambda fn, *args: other.submit(fn, *args).result(timeout=240)
+
+
+@pytest.fixture(scope="session")
+def triton():
+    """Triton, which the test extra brings; where it should be there and is not, tests fail."""
+    if importlib.util.find_spec("triton") is None:
+        text = "TRITON IS NOT INSTALLED, a fused kernel went UNTESTED: pip install triton"
+        if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
+            pytest.fail(text)
+        pytest.skip(text)
+    return importlib.import_module("triton")

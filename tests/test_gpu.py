@@ -10,6 +10,7 @@ from benchmarks.gpu import compiled, exactness, host, messages
 from benchmarks.gpu.parts import Where
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, choose, named
+from weft.kernels.base import surrogate_out
 from weft.runtime import buffers
 
 pytestmark = pytest.mark.gpu
@@ -21,6 +22,17 @@ def _gpu():
     torch.cuda.synchronize()
     yield
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_surrogate_on_the_gpu_has_the_row_sums(dtype) -> None:
+    make = torch.Generator().manual_seed(0)
+    dout = 2.0 ** torch.randint(-3, 3, (1, 4, 300, 96), generator=make).to(dtype)
+    delta = 2.0 ** torch.randint(-3, 3, (1, 4, 300), generator=make).float()
+    found = surrogate_out(dout.cuda(), delta.cuda()).cpu()
+    torch.testing.assert_close(found, surrogate_out(dout, delta), rtol=1e-2, atol=0)
+    sums = (found.double() * dout.double()).sum(-1)
+    torch.testing.assert_close(sums, delta.double(), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("dtype", exactness.LIMIT, ids=str)

@@ -31,13 +31,13 @@ from weft.kernels import (
     cudnn,
     flash_attn,
     flash_signatures,
+    fused,
     named,
 )
 from weft.kernels.base import HALF, readable
 from weft.masks.part import Renumbered
 from weft.plan import plan as planning
 from weft.plan.call import Call
-from weft.runtime import merging
 from weft.runtime.calls import BoundCall
 
 MATH = named("math")
@@ -467,20 +467,22 @@ def test_package_that_does_not_load_passed_over_with_its_reason(
         choose(request, "flash-attn")
 
 
-def test_triton_that_does_not_load_leaves_the_merge_to_torch(monkeypatch) -> None:
-    monkeypatch.setitem(sys.modules, "weft.kernels.merge_triton", None)
-    merging._fused.cache_clear()
-    assert merging._fused() is None
+@pytest.mark.parametrize("function", fused.FUSED)
+def test_triton_that_does_not_load_leaves_kernels_to_torch(function, monkeypatch) -> None:
+    module = f"weft.kernels.{fused.FUSED[function]}"
+    monkeypatch.setitem(sys.modules, module, None)
+    fused.launcher.cache_clear()
+    assert fused.launcher(function) is None
 
     class Broken:
         def __getattr__(self, name: str):
             raise RuntimeError("libcuda.so: undefined symbol")
 
-    monkeypatch.delitem(sys.modules, "weft.kernels.merge_triton")
+    monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "triton", Broken())
-    merging._fused.cache_clear()
-    assert merging._fused() is None
-    merging._fused.cache_clear()
+    fused.launcher.cache_clear()
+    assert fused.launcher(function) is None
+    fused.launcher.cache_clear()
 
 
 TODAY, OLD = 92000, 91500

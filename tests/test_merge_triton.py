@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -12,17 +10,6 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parent / "merge_interpreted.py"
-
-
-@pytest.fixture(scope="module")
-def triton():
-    """Triton, which the test extra brings; where it should be there and is not, tests fail."""
-    if importlib.util.find_spec("triton") is None:
-        text = "TRITON IS NOT INSTALLED, the fused merge kernel went UNTESTED: pip install triton"
-        if (platform.system(), platform.machine()) == ("Linux", "x86_64"):
-            pytest.fail(text)
-        pytest.skip(text)
-    return importlib.import_module("triton")
 
 
 @pytest.mark.sample

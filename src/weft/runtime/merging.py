@@ -7,13 +7,13 @@ larger tensor is copied, so that the larger tensor can be freed.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .._torch import memory_of
+from ..kernels import fused
 
 
 class PartialOutput:
@@ -46,9 +46,10 @@ class PartialOutput:
             return
         rows = slice(None) if samples is None else slice(*samples)
         own_out, own_lse = total[rows, :, low:high], total_lse[rows, :, low:high]
-        fused = _fused() if own_out.is_cuda and self.accum_dtype == torch.float32 else None
-        if fused is not None:
-            fused(own_out, own_lse, out, lse)
+        on_gpu = own_out.is_cuda and self.accum_dtype == torch.float32
+        merge_into = fused.launcher("merge_into") if on_gpu else None
+        if merge_into is not None:
+            merge_into(own_out, own_lse, out, lse)
             return
         # From the difference, since exp(lse - total) is off by a rounding of total, which is large
         # where logits are.
@@ -154,13 +155,3 @@ def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None
 def _alone(t: Tensor) -> bool:
     """True if the tensor fills its storage."""
     return memory_of(t)[1] == t.nbytes
-
-
-@functools.cache
-def _fused() -> Callable | None:
-    """The merge as one Triton kernel, or None where Triton is not installed or does not load."""
-    try:
-        from ..kernels.merge_triton import merge_into
-    except Exception:  # torch's own operations compute the same; a broken Triton raises anything
-        return None
-    return merge_into
