@@ -36,7 +36,7 @@ from .plan.problem import shard_batches
 from .runtime import calls
 from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
-from .runtime.expand import Expand, Expander, Expansion, as_expansion
+from .runtime.expand import Expand, Expander, Expansion, Tried, as_expansion
 from .runtime.ops import attend_alone, attend_latents
 
 
@@ -202,13 +202,14 @@ def attention(
         bound = _bound(layout, axes, mask, length, *more, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
         expansion = None if expand is None else as_expansion(expand)
-        sizes = None if expansion is None else _latents(bound, expansion, q, k, v)
-        if expansion is not None and sizes is None:
+        tried = None if expansion is None else _latents(bound, expansion, q, k, v)
+        if expansion is not None and tried is None:
             k, v = expansion(k, v)
-        alone = None if sizes is not None else attend_alone(bound, q, k, v)
-        if expansion is not None and sizes is not None:
-            bound = _bound(layout, axes, mask, length, *more, (), sizes)
-            out, lse = attend_latents(bound, Expander(expansion, q), q, k, v, learned)
+        alone = None if tried is not None else attend_alone(bound, q, k, v)
+        if expansion is not None and tried is not None:
+            bound = _bound(layout, axes, mask, length, *more, (), tried.sizes)
+            expander = Expander(expansion, tried.parameters, q)
+            out, lse = attend_latents(bound, expander, q, k, v, learned)
         elif alone is not None:
             out, lse = alone
         else:
@@ -264,19 +265,19 @@ def _bound(
 
 def _latents(
     bound: BoundCall, expansion: Expansion, q: Tensor, k: Tensor, v: Tensor
-) -> Expanded | None:
-    """The sizes that latents expand to, where they travel; None: keys and values do."""
+) -> Tried | None:
+    """What an expansion makes of latents, where these travel; None: keys and values do."""
     if not bound.mesh_dims or expansion.travel == "keys":
         return None
     with refused_everywhere(bound.refuse):
-        sizes = expansion.sizes(k, v)
-        call = replace(bound.call, expanded=sizes)
+        tried = expansion.tried(k, v)
+        call = replace(bound.call, expanded=tried.sizes)
         travel = BoundCall(bound.layout, call).travel(q, k, v)
         if expansion.travel == "latents" and travel.why:
             raise UnsupportedError(
                 f"travel='latents': {travel.why}; travel='auto' lets keys travel there"
             )
-    return sizes if expansion.travel == "latents" or travel.latents else None
+    return tried if expansion.travel == "latents" or travel.latents else None
 
 
 def _check_placed(q: DTensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +85,14 @@ class Expansion:
         for t in self.given:
             if not isinstance(t, Tensor):
                 raise DeclarationError(f"parameters are tensors, found a {type(t).__name__}")
-        self._known: dict[tuple, Expanded] = {}
+        self._known: dict[tuple, Tried] = {}
 
     def __call__(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        return self.function(c, r)
+        none = c.shape[2] == 0  # of no token functions may not know the heads
+        if none:
+            c, r = (t.new_zeros((*t.shape[:2], 1, t.shape[3])) for t in (c, r))
+        k, v = _checked(self.function(c, r), (c, r))
+        return (k[:, :, :0], v[:, :, :0]) if none else (k, v)
 
     @property
     def parameters(self) -> tuple[Tensor, ...]:
@@ -96,8 +100,8 @@ class Expansion:
         every = self.given if self.module is None else self.module.parameters()
         return tuple(t for t in every if t.requires_grad)
 
-    def sizes(self, c: Tensor, r: Tensor) -> Expanded:
-        """The sizes of keys and values, of one token that is tried once.
+    def tried(self, c: Tensor, r: Tensor) -> Tried:
+        """The sizes of keys and values, and the parameters in use: of one token, tried once.
 
         Raises:
             ShapeError: the function does not make keys and values of tokens.
@@ -114,22 +118,33 @@ class Expansion:
             self._known[key] = self._tried(c, r, parameters)
         return self._known[key]
 
-    def _tried(self, c: Tensor, r: Tensor, parameters: Sequence[Tensor]) -> Expanded:
+    def _tried(self, c: Tensor, r: Tensor, parameters: Sequence[Tensor]) -> Tried:
         one = [t.new_zeros((1, t.shape[1], 1, t.shape[3])) for t in (c, r)]
-        with Observed() as observed:
+        # Within a checkpoint the try is no part of what is recomputed.
+        own = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+        with own, Observed() as observed:
             k, v = _checked(self.function(*one), one)
         if observed.draws:
             raise UnsupportedError(
                 f"the expansion draws random numbers ({observed.draws[0]}), and the backward pass expands"
                 " again: travel='keys' lets keys travel, or set its dropout to 0"
             )
-        if _reaches_others((k, v), parameters):
+        used, others = _reached((k, v), parameters)
+        if others:
             raise UnsupportedError(
                 "the expansion uses tensors with gradients that it was not given; name them:"
                 " weft.Expansion(function, parameters)"
             )
         carried = c.shape[3], r.shape[3]
-        return Expanded(k.shape[1], k.shape[3], v.shape[3], carried, observed.flops)
+        sizes = Expanded(k.shape[1], k.shape[3], v.shape[3], carried, observed.flops)
+        return Tried(sizes, tuple(p for i, p in enumerate(parameters) if i in used))
+
+
+class Tried(NamedTuple):
+    """The sizes of what an expansion makes, and the parameters with gradients that it uses."""
+
+    sizes: Expanded
+    parameters: tuple[Tensor, ...]
 
 
 #: What `weft.attention` takes as `expand`.
@@ -139,6 +154,10 @@ Expand = Expansion | Function
 def as_expansion(expand: Expand) -> Expansion:
     """An `Expansion`, of a function or a module."""
     return expand if isinstance(expand, Expansion) else Expansion(expand)
+
+
+def _as_it_is(t: Tensor) -> Tensor:
+    return t
 
 
 def _checked(made: Any, latents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -158,32 +177,41 @@ def _checked(made: Any, latents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _reaches_others(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> bool:
-    """True if gradients of some tensors reach other leaves than those among the parameters."""
-    leaves, seen = {id(p) for p in parameters}, {p.grad_fn for p in parameters}
+def _reached(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[set[int], bool]:
+    """Which parameters the gradients of some tensors reach, and whether they reach other leaves."""
+    leaves = {id(p): i for i, p in enumerate(parameters) if p.grad_fn is None}
+    made = {p.grad_fn: i for i, p in enumerate(parameters) if p.grad_fn is not None}
     nodes: list[Any] = [t.grad_fn for t in tensors]
+    seen, used, others = {None}, set[int](), False
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
+        if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable") and id(node.variable) not in leaves:
-            return True
-        nodes += [after for after, _ in node.next_functions]
-    return False
+        if node in made:
+            used.add(made[node])
+        elif hasattr(node, "variable"):
+            known = leaves.get(id(node.variable))
+            others |= known is None
+            used |= set() if known is None else {known}
+        else:
+            nodes += [after for after, _ in node.next_functions]
+    return used, others
 
 
 class Expander:
     """An expansion as a call uses it in both passes, under the autocast of its forward pass.
 
     Args:
-        expansion: the function and its parameters.
+        expansion: the function.
+        parameters: those that it uses and that get gradients.
         like: a tensor on the device of the call.
     """
 
-    def __init__(self, expansion: Expansion, like: Tensor) -> None:
-        self.function, self.expansion = expansion.function, expansion
-        self.parameters = expansion.parameters if torch.is_grad_enabled() else ()
+    def __init__(
+        self, expansion: Expansion, parameters: tuple[Tensor, ...], like: Tensor
+    ) -> None:
+        self.function, self.expansion, self.parameters = expansion.function, expansion, parameters
         self._versions = [p._version for p in self.parameters]
         self._autocast = autocast_of(like)
         self._sums: list[Tensor | None] = []
@@ -195,8 +223,7 @@ class Expander:
     def begin_backward(self) -> None:
         """Begin sums of gradients; raises where the expansion is another than in the forward pass."""
         self._sums = [None] * len(self.parameters)
-        now = self.expansion.parameters
-        same = [*map(id, now)] == [*map(id, self.parameters)]
+        same = {*map(id, self.parameters)} <= {*map(id, self.expansion.parameters)}
         if not same or [p._version for p in self.parameters] != self._versions:
             raise UnsupportedError(
                 "the backward pass expands latents again, and the expansion's parameters have"
@@ -212,10 +239,10 @@ class Expander:
                 self._sums[i] = grad.to(dtype) if total is None else total + grad
 
     @property
-    def gradients(self) -> list[Tensor | None]:
+    def gradients(self) -> list[Tensor]:
         """This rank's part of the parameters' gradients."""
         both = zip(self._sums, self.parameters)
-        return [None if total is None else total.to(p.dtype) for total, p in both]
+        return [torch.zeros_like(p) if t is None else t.to(p.dtype) for t, p in both]
 
 
 class Chunks:
@@ -232,8 +259,6 @@ class Chunks:
         self.leaves: list[Tensor] = []
         self.made: tuple[Tensor, Tensor] | None = None
         self._grads: list[Tensor] = []
-        if backward:
-            expander.begin_backward()
 
     def expand(self, numbers: tuple[int, ...], c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of joined chunks, by their numbers; those at hand are not made again."""

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .._torch import dispatched, profiling
+from ..comm.channel import refused_everywhere
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
 from ..plan.plan import Plan
@@ -140,6 +141,9 @@ def _backward(
     expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q = entry[0]
+    if expander is not None:
+        with refused_everywhere(bound.refuse):
+            expander.begin_backward()
     plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if bound.reach.reshards:

@@ -24,7 +24,7 @@ from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import calls, generation, interface, refused, whole
+from . import calls, generation, interface, latents, refused, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
@@ -46,6 +46,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
+        expanding: modules whose latents may travel.
         calls: what begins and ends each forward pass.
     """
 
@@ -58,6 +59,7 @@ class _Installed(Parallelized):
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
+    expanding: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
     @contextlib.contextmanager
@@ -76,6 +78,8 @@ class _Installed(Parallelized):
             handle.remove()
         for module in self.recurrent:
             put_back(module)
+        for module in self.expanding:
+            latents.put_back(module)
         for name in self.replaced:
             if name in self.before:
                 setattr(model, name, self.before[name])
@@ -92,6 +96,7 @@ def install(
     embeddings: nn.Module | None = None,
     name: str = interface.NAME,
     rows: str = "local",
+    travel: latents.Latents = "auto",
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
@@ -103,6 +108,10 @@ def install(
     )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
+    if travel != "keys" and not layout.reproducible:
+        installed.expanding = latents.modules(model)
+        for module in installed.expanding:
+            latents.hand_on(module, layout, axis, travel)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise _outside(model)

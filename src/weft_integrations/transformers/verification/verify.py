@@ -31,6 +31,7 @@ from ..batches import shard_batch
 from ..defaults import CACHES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
+from ..latents import Latents, taken
 from ..rebinding import calls, put, rebound
 from ..whole import accepts_positions, base
 from .copies import Copies, InFP64, random_states_kept
@@ -86,7 +87,11 @@ class _Run:
 
 
 def verify(
-    model: nn.Module, layout: Layout, axis: str = "tokens", embeddings: nn.Module | None = None
+    model: nn.Module,
+    layout: Layout,
+    axis: str = "tokens",
+    embeddings: nn.Module | None = None,
+    latents: Latents = "auto",
 ) -> Verified:
     """Compare a transformers model with itself on a layout; needs no process group.
 
@@ -108,6 +113,7 @@ def verify(
         layout: built or not; any number of ranks.
         axis: the layout's name for the tokens.
         embeddings: as for `parallelize`.
+        latents: likewise; with "auto" they travel, as in long rows.
 
     Raises:
         DeclarationError: an axis that the layout does not attend.
@@ -123,7 +129,8 @@ def verify(
     check_kind(model)
     check_layout(layout, axis)
     embeddings = embeddings or find_embeddings(model)
-    check = _Check(model, layout, axis, None if embeddings is None else _path(model, embeddings))
+    path = None if embeddings is None else _path(model, embeddings)
+    check = _Check(model, layout, axis, path, "latents" if latents == "auto" else latents)
     with random_states_kept(model), _autocast_off(model):
         try:
             results = [check.run(trial) for trial in trials(model, check.layout, axis)]
@@ -146,8 +153,16 @@ def _autocast_off(model: nn.Module) -> Iterator[None]:
 class _Check:
     """One model on one layout: its copies, and their runs."""
 
-    def __init__(self, model: nn.Module, layout: Layout, axis: str, embeddings: str | None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        axis: str,
+        embeddings: str | None,
+        latents: Latents,
+    ) -> None:
         self.model, self.axis, self.embeddings = model, axis, embeddings
+        self.latents = latents
         self.declared = layout
         self.layout = reduced(layout, axis if recurrent(model) else None)
         self.copies = Copies(model)
@@ -243,7 +258,7 @@ class _Check:
     ) -> _Run:
         model = self.copies.make(trial)
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
-        install(model, layout, self.axis, inside, _ON_RANKS)
+        install(model, layout, self.axis, inside, _ON_RANKS, travel=self.latents)
         recording = TrialRecording(model)
         cut = Cut.of(layout, self.axis, trial.batch, length)
         if inside is None:
@@ -390,7 +405,9 @@ def _attend_on_ranks(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    module._recording.attention(module, query=query, key=key, value=value)
+    with torch.no_grad():
+        own_keys, own_values, _ = taken(key, value, whole=True)
+    module._recording.attention(module, query=query, key=own_keys, value=own_values)
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
