@@ -161,9 +161,9 @@ def fake_gpu(capturing: bool = False) -> Iterator[Crossings]:
 def both_passes(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Output and gradients of a call, op by op: autograd on CUDA needs torch's CUDA build."""
     rest, call = calls.rest_shape(q, k, v), (None, None, calls.handle_of(bound))
-    out, lse, agreed, *kept = torch.ops.weft.attention(q, k, v, None, *call)
+    out, lse, agreed, *kept, _ = torch.ops.weft.attention(q, k, v, None, None, *call)
     entry = kept if bound.reach.reshards else (q, k, v, out, lse)
-    given = (torch.empty_like(out), None, *entry, None, agreed)
+    given = (torch.empty_like(out), None, *entry, None, None, agreed)
     *grads, _ = torch.ops.weft.attention_backward(*given, *call, rest)
     return out, *grads
 

@@ -23,7 +23,7 @@ ROOMS = (
     ("_terminal",),
     ("_torch", "_uploads"),
     ("_compile",),
-    ("masks", "bias"),
+    ("masks", "bias", "choice"),
     ("declare",),
     ("_digest",),
     ("launch",),
@@ -82,6 +82,7 @@ BELOW_PLANS = (
     "_torch",
     "_uploads",
     "bias",
+    "choice",
     "declare",
     "masks",
     "kernels",
@@ -306,6 +307,7 @@ def test_a_public_name_is_defined_once():
 
 #: Files of tests that have more than one module in view, and so are named after none.
 OTHER_TESTS = [
+    "budgets",
     "calls_of_users",
     "idea",
     "faults",

@@ -32,6 +32,7 @@ class Call:
     sinks: bool = False
     positional_bias: bool = False
     learned_bias: bool = False
+    chosen: bool = False
     lse_gradient: bool = False
     kv_heads: int = HEADS
     keys: int = LENGTH
@@ -49,6 +50,7 @@ CALLS = {
     "window": Call(weft.Causal(window=4)),
     "key padding": Call(weft.KeyPadding((9, 4))),
     "MaskMod": Call(weft.MaskMod(lambda b, h, q, k: (q + 2 * k + b + 3 * h) % 3 > 0)),
+    "chosen keys": Call(chosen=True),
     "bias, a function of positions": Call(positional_bias=True),
     "bias, learned (with gradient)": Call(learned_bias=True),
     "soft cap": Call(softcap=1.5),
@@ -67,6 +69,17 @@ CALLS = {
 
 def alibi(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return -0.3 * (h + 1).double() * (q - k).abs()
+
+
+def names(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return (k == 2 * q % LENGTH) | (k == q * q % LENGTH) | (k == 3)
+
+
+def numbers() -> Tensor:
+    """The keys that `names` says, a row per query."""
+    q = torch.arange(LENGTH)
+    rows = torch.stack([2 * q % LENGTH, q * q % LENGTH, torch.full_like(q, 3)], -1)
+    return rows.expand(BATCH, 1, -1, -1)
 
 
 @dataclass
@@ -105,7 +118,7 @@ def problem(call: Call, dtype: torch.dtype) -> Problem:
         mine["q"],
         mine["k"],
         mine["v"],
-        call.mask,
+        weft.MaskMod(names) if call.chosen else call.mask,
         softcap=call.softcap,
         sinks=mine.get("sinks"),
         bias=bias,
@@ -135,6 +148,10 @@ def attend(layout: Layout, call: Call, whole: Problem, column: Column, dtype) ->
     bias = weft.Bias(alibi) if call.positional_bias else None
     if call.learned_bias:
         bias = weft.bias_tile(mine["bias"], layout, "tokens")
+    choice = None
+    if call.chosen:
+        rows = layout.shard(numbers(), {"batch": 0, "tokens": 2})
+        choice = weft.ChosenKeys(rows.to(column.device))
     out, lse = weft.attention(
         mine["q"],
         mine["k"],
@@ -147,6 +164,7 @@ def attend(layout: Layout, call: Call, whole: Problem, column: Column, dtype) ->
         bias=bias,
         softcap=call.softcap,
         sinks=mine.get("sinks"),
+        choice=choice,
         kernel=column.kernel,
     )
     dlse = local(whole.dlse)

@@ -8,6 +8,7 @@ from ._version import __version__ as __version__
 from .attention import attention, bias_tile
 from .bias import Bias, alibi
 from .carry.scan import halo, scan
+from .choice import ChosenKeys
 from .declare.placements import AffinePartial, SoftmaxPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
@@ -22,6 +23,7 @@ __all__ = [
     "AffinePartial",
     "Bias",
     "Causal",
+    "ChosenKeys",
     "DeclarationError",
     "Documents",
     "Expansion",

@@ -23,6 +23,7 @@ from ._compile import flattened, restored
 from ._digest import is_plain
 from ._torch import constant_in_graphs, in_graph, in_transform, with_tangent
 from .bias import Bias
+from .choice import ChoiceKind, ChosenKeys
 from .comm.channel import refused_everywhere
 from .comm.once_differentiable import transformed
 from .dtensors import attend_dtensors, check_dtensors
@@ -58,6 +59,7 @@ def attention(
     expand: Expand | None = None,
     kernel: str | None = None,
     name: str | None = None,
+    choice: ChosenKeys | None = None,
 ) -> Tensor: ...
 @overload
 def attention(
@@ -77,6 +79,7 @@ def attention(
     expand: Expand | None = None,
     kernel: str | None = None,
     name: str | None = None,
+    choice: ChosenKeys | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -96,6 +99,7 @@ def attention(
     expand: Expand | None = None,
     kernel: str | None = None,
     name: str | None = None,
+    choice: ChosenKeys | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -114,6 +118,7 @@ def attention(
     expand: Expand | None = None,
     kernel: str | None = None,
     name: str | None = None,
+    choice: ChosenKeys | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale q k^T + mask) v over the whole axis, on any layout of its tokens.
 
@@ -140,6 +145,8 @@ def attention(
         sinks: (h,) logits of a key that every query sees and whose value is 0 (local heads).
         expand: with latents in the place of k and v, the keys and values as a function of them, so
             that latents may travel: a `weft.Expansion`, or what makes one. Not with DTensors.
+        choice: a `weft.ChosenKeys`, the keys that each query of this rank may see besides the mask:
+            chosen by the model as it runs. It moves where queries move, as numbers.
         kernel: one of the kernels by name, for all tiles; `weft list --support` shows what each
             takes.
         name: which call of the program this is. By default it is told by the module that makes it
@@ -166,7 +173,7 @@ def attention(
     if isinstance(q, DTensor):
         options: dict[str, Any] = {"layout": layout, "axis": axes, "mask": mask, "scale": scale}
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
-        options |= {"kernel": kernel, "name": name}
+        options |= {"kernel": kernel, "name": name, "choice": choice}
         if expand is not None:
             raise UnsupportedError("expand: latents are local tensors, found DTensors")
         _check_placed(q, k, v, options)
@@ -182,6 +189,7 @@ def attention(
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
     attend = torch.ops.weft.attention
+    numbers = choice.numbers if isinstance(choice, ChosenKeys) else None
     if in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
         handle = _traced(
@@ -194,11 +202,12 @@ def attention(
             kernel,
             name,
             is_learned,
+            _plain_kind(choice),
             calls.gradients_wanted(q, k, v, learned),
         )
-        out, lse = attend(q, k, v, learned, scale, softcap, handle)[:2]
+        out, lse = attend(q, k, v, learned, numbers, scale, softcap, handle)[:2]
     else:
-        more = (want_lse, kernel, name, function, is_learned, scale, softcap)
+        more = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
         bound = _bound(layout, axes, mask, length, *more, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
         expansion = None if expand is None else as_expansion(expand)
@@ -209,12 +218,12 @@ def attention(
         if expansion is not None and tried is not None:
             bound = _bound(layout, axes, mask, length, *more, (), tried.sizes)
             expander = Expander(expansion, tried.parameters, q)
-            out, lse = attend_latents(bound, expander, q, k, v, learned)
+            out, lse = attend_latents(bound, expander, q, k, v, learned, numbers)
         elif alone is not None:
             out, lse = alone
         else:
-            scale, softcap = bound.call.scale, bound.call.softcap
-            out, lse = attend(q, k, v, learned, scale, softcap, calls.handle_of(bound))[:2]
+            floats = bound.call.scale, bound.call.softcap
+            out, lse = attend(q, k, v, learned, numbers, *floats, calls.handle_of(bound))[:2]
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -230,6 +239,7 @@ def _bound(
     name: str | None,
     bias: Bias | None,
     learned: bool,
+    choice: ChosenKeys | ChoiceKind | None,
     scale: float | None,
     softcap: float | None,
     tensors: tuple,
@@ -238,7 +248,13 @@ def _bound(
     """The call, checked as far as it can be without its tensors' shapes."""
     key: tuple = (axes, mask, scale, length, want_lse, softcap, kernel, name)
     _check_layout(layout)
-    plain = bias is None and not learned and layout.__class__ is Layout and _is_value(key)
+    plain = (
+        bias is None
+        and not learned
+        and choice is None
+        and layout.__class__ is Layout
+        and _is_value(key)
+    )
     if expanded is not None:
         key = (*key, expanded)
     bound = BoundCall.kept(layout, key) if plain else None
@@ -255,6 +271,7 @@ def _bound(
                 _checked_bias(bias, tensors),
                 learned,
                 name=name,
+                choice=_checked_kind(choice),
                 expanded=expanded,
             )
             bound = BoundCall.keep(layout, key, call) if plain else BoundCall(layout, call)
@@ -339,11 +356,13 @@ def _traced(
     kernel: str | None,
     name: str | None,
     learned: bool,
+    choice: tuple[int, int, int, bool] | None,
     gradients: str,
 ) -> str:
     """A handle that a graph may keep."""
     options = restored(layout), axes, restored(mask), length, want_lse, kernel, name
-    bound = _bound(*options, restored(bias), learned, None, None, ())
+    kind = None if choice is None else ChoiceKind(*choice)
+    bound = _bound(*options, restored(bias), learned, kind, None, None, ())
     return calls.handle_of(bound, gradients)
 
 
@@ -374,6 +393,24 @@ def _checked_bias(bias: Bias | None, tensors: tuple) -> Bias | None:
     device = getattr(tensors[0], "device", None) if tensors else None
     bias.check("cpu" if device is None or device.type == "meta" else device)
     return bias
+
+
+def _checked_kind(choice: ChosenKeys | ChoiceKind | None) -> ChoiceKind | None:
+    if choice is None or isinstance(choice, ChoiceKind):
+        return choice
+    if not isinstance(choice, ChosenKeys):
+        raise ShapeError(
+            f"choice is a weft.ChosenKeys for this call, found a {type(choice).__name__}"
+        )
+    return choice.kind
+
+
+def _plain_kind(choice: ChosenKeys | None) -> tuple[int, int, int, bool] | None:
+    """The kind of a choice as plain numbers, on which a graph is specialised."""
+    if choice is None:
+        return None
+    rows, count = (operator.index(size) for size in choice.numbers.shape[1::2])
+    return rows, count, choice.block, choice.check
 
 
 def _number(what: str, value: float) -> float:

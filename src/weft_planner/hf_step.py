@@ -92,7 +92,8 @@ def place(model: Foreign, layout: Layout, loss: str, recompute: bool) -> Foreign
     inner = model if loss == "full" else model.base_model
     parallelize(inner, layout, rows="local", verify=False)
     if recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.24
+        (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model
 
 

@@ -7,15 +7,16 @@ device "meta" a step of any size is counted in seconds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from weft._torch import memory_of, product_flops
 from weft.comm.consistency import local_tensor
+
+from .meta_outputs import on_shapes
 
 #: Functions that move no bytes: views, and tensors whose numbers nobody writes.
 _STILL = {
@@ -57,9 +58,9 @@ class Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = on_shapes(func, args, kwargs or {})
         name = func.overloadpacket.__name__
-        outputs = _tensors(out)
+        outputs = [*_tensors(out)]
         flops = product_flops(func, args, out)
         if flops is not None:
             self.flops += flops
@@ -88,8 +89,14 @@ class Live(TorchDispatchMode):
         self.now -= self._alive.pop(memory)
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [local_tensor(t) for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        yield local_tensor(values)
+    elif isinstance(values, (tuple, list)):
+        for each in values:
+            yield from _tensors(each)
+    elif isinstance(values, dict):
+        yield from _tensors([*values.values()])
 
 
 __all__ = ["Live"]

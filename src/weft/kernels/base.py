@@ -38,6 +38,7 @@ class Request:
     softcap: bool = False
     lse_grad: bool = False
     bias_grad: bool = False
+    choice: bool = False  # of keys, by row: a mask that is another in every call
     packed: bool = False  # rectangles of new shapes in every call: documents
     fixed_blocks: bool = False  # the same bits whatever else is in the call
 
@@ -46,7 +47,8 @@ class Request:
         if self.value_dim != self.head_dim:
             dims += f" (values: {self.value_dim})"
         words = {
-            "a mask": self.masked,
+            "a mask": self.masked and not self.choice,
+            "chosen keys": self.choice,
             "a bias": self.bias,
             "a soft cap": self.softcap,
             "a gradient through the logsumexp": self.lse_grad,
@@ -81,7 +83,7 @@ class TileView:
     """The mask of a rectangle: causal (row i sees column j <= i) or a bool tensor.
 
     A kernel with `positional` gets a `mask_context` instead of `mask`, and instead of a `bias` that
-    is a function of positions.
+    is a function of positions; a `mask` beside it is that of chosen keys, and hides more.
 
     With `varlen_segments` the tensors hold several rectangles, one after another along rows and
     along columns; each sees only itself, causally or fully. For kernels with `varlen`.

@@ -38,7 +38,7 @@ from torch.nn.attention.flex_attention import (
 
 from .._caching import cached
 from .._torch import compiles, flex_unfused, recording
-from .base import HALF, Kernel, Request, TileView, finite_lse
+from .base import HALF, Kernel, MaskContext, Request, TileView, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
 from .math import Math, is_empty_call
 
@@ -169,12 +169,32 @@ def _block_mask(q: Tensor, k: Tensor, view: TileView) -> BlockMask:
     mask_context, n, m = view.mask_context, q.shape[2], k.shape[2]
     if mask_context is None:
         return _plain_block_mask(view.causal, n, m, q.device)
+    if view.mask is not None:  # of chosen keys, others in every call
+        mod, (b, h) = _chosen(view.mask, mask_context), view.mask.shape[:2]
+        b, h = (q.shape[0], q.shape[1]) if _by_sample(mask_context) else (b, h)
+        return _make(mod, b, h, n, m, q.device)
     if q.device not in mask_context.cache:
         mask = mask_mod(mask_context.mask, mask_context)
-        per_sample = mask is not None and mask_context.mask.per_sample
-        shape = (q.shape[0], q.shape[1]) if per_sample else (1, 1)
+        shape = (q.shape[0], q.shape[1]) if _by_sample(mask_context) else (1, 1)
         mask_context.cache[q.device] = _make(mask or _all_visible, *shape, n, m, q.device)
     return mask_context.cache[q.device]
+
+
+def _by_sample(context: MaskContext) -> bool:
+    """True if the mask of positions differs between sequences or heads."""
+    return context.mask is not None and context.mask.per_sample
+
+
+def _chosen(bits: Tensor, context: MaskContext) -> Callable[..., Tensor]:
+    """The mask of bits, (b or 1, h or 1, n, m), that hides what the mask of positions hides."""
+    mask = mask_mod(context.mask, context)
+    b_step, h_step = (int(size > 1) for size in bits.shape[:2])
+
+    def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        chosen = bits[b * b_step, h * h_step, i, j]
+        return chosen if mask is None else chosen & mask(b, h, i, j)
+
+    return mod
 
 
 @cached(64)

@@ -77,6 +77,7 @@ FEATURES = (
     Feature("mask", "window", _MASK),
     Feature("mask", "key padding", _MASK),
     Feature("mask", "MaskMod", _MASK),
+    Feature("mask", "chosen keys", {"masked": True, "choice": True}),
     Feature("scores", "bias, a function of positions", {"bias": True}),
     Feature("scores", "bias, learned (with gradient)", {"bias": True, "bias_grad": True}),
     Feature("scores", "soft cap", {"softcap": True}),

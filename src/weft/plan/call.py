@@ -12,6 +12,7 @@ from torch.distributed.tensor import Shard
 from .._caching import Beside, cached
 from .._digest import describe_value, is_plain
 from ..bias import Bias
+from ..choice import ChoiceKind
 from ..declare.layout import LayoutDeclaration
 from ..declare.orders import TokenOrder
 from ..declare.placements import BATCH, entry_placement
@@ -48,6 +49,7 @@ class Call:
 
     length: (queries, keys) per attended axis, or None: as many on every rank as there are here.
     learned_bias: whether a bias tensor comes with the tensors.
+    choice: the kind of a choice of keys that comes with them, or None.
     routed: for learned routing, its options as text.
     name: which call of the program it is, where that is told by no line of it.
     expanded: of latents that travel, the keys and values that each rank makes of them.
@@ -64,6 +66,7 @@ class Call:
     learned_bias: bool = False
     routed: str = ""
     name: str | None = None
+    choice: ChoiceKind | None = None
     expanded: Expanded | None = None
 
     def __post_init__(self) -> None:
@@ -81,6 +84,7 @@ class Call:
             f"axes {'+'.join(self.axes)}, mask {describe(self.mask)}, scale {self.scale}, softcap "
             f"{self.softcap}, lse {self.return_lse}, kernel {self.kernel}, bias "
             f"{self.bias or self.learned_bias}, routing {self.routed or 'none'}"
+            f"{'' if self.choice is None else f', {self.choice}'}"
             f"{'' if self.name is None else f', name {self.name!r}'}"
             f"{'' if self.expanded is None else f', latents of {self.expanded.carried}'}"
         )
@@ -93,8 +97,8 @@ class Call:
         """
         parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)
         bias = "" if self.bias is None else describe_value(self.bias)
-        more = self.learned_bias, self.routed, self.name, self.expanded
-        return f"{self.axes} {parts} {bias} {more}"
+        tensors = f"{self.learned_bias} {self.choice} {self.expanded}"
+        return f"{self.axes} {parts} {bias} {tensors} {self.routed} {self.name!r}"
 
     @functools.cached_property
     def has_functions(self) -> bool:

@@ -55,6 +55,8 @@ def fixed_edges(
         )
     elif p.bias_tensor:
         wrong = "a learned bias has its gradient by tile; use a weft.Bias of positions"
+    elif p.choice is not None:
+        wrong = "scores by which keys are chosen are not known to have the same bits"
     elif any(layout.shard_dims(axis) for axis in p.axes[1:]):
         wrong = f"axes {p.axes} are attended jointly, and more than the first one is split"
     if wrong is not None:

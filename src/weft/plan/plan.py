@@ -29,6 +29,7 @@ from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose, process_state
 from ..masks import Full, Mask, packs_documents
+from .choices import RowMove, check_travel, row_moves
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
 from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
@@ -112,6 +113,7 @@ class Plan:
         self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
         self.replicated = Sides(*map(self._replicated, Side))
         self.biased = problem.bias or problem.bias_tensor
+        self.chosen = problem.choice is not None
         orders = (layout.order.get(axis) for axis in problem.axes)
         #: How many spans of a chunk a mask is asked about one by one. A chunk in an order that is
         #: data has a span per document, and those between them are other ranks'.
@@ -156,6 +158,13 @@ class Plan:
                 "a bias tensor is the tile of scores that a rank computes, and this layout "
                 "computes another tile in the backward pass; use a strategy with one role for both"
             )
+        if self.chosen:
+            check_travel(self.resharding.query, self.forward.dims, self.backward.dims)
+
+    @property
+    def row_moves(self) -> tuple[RowMove, ...]:
+        """The gathers that bring this rank the rows of a choice of keys."""
+        return row_moves(self.resharding.query, self.forward.dims.query, self.coords)
 
     def tile_shape(self) -> tuple[int, int]:
         """Rows and columns of scores that this rank computes in the forward pass."""
@@ -235,6 +244,7 @@ class Plan:
             softcap=p.softcap is not None,
             lse_grad=lse_grad,
             bias_grad=bias_grad,
+            choice=self.chosen,
             packed=packs_documents(p.mask),
             fixed_blocks=self.edges is not None,
         )
@@ -486,7 +496,7 @@ class Pass:
         if (self.program.a, self.program.b) != (1, 1) or self.plan.edges is not None:
             return None
         block = self.block(Block((0,), (0,)))
-        if len(block.calls) != 1 or self.plan.biased:
+        if len(block.calls) != 1 or self.plan.biased or self.plan.chosen:
             return None
         (call,) = block.calls
         everything = (0, count(block.q_spans), 0, count(block.kv_spans))
@@ -542,8 +552,8 @@ class Pass:
             if groups is not None:
                 return groups
         calls = tile_calls(mask, q_spans, kv_spans, row_block, self.plan.most_spans)
-        if self.plan.biased:
-            calls = in_row_blocks(calls, row_block)
+        if self.plan.biased or self.plan.chosen:
+            calls = in_row_blocks(calls, row_block, self.plan.chosen)
         return tuple(Group((call,)) for call in calls)
 
     @functools.cached_property
@@ -556,7 +566,9 @@ class Pass:
                 kernels.append(self.plan.kernel(False, True))
         except UnsupportedError:  # raised again if there is a plain call after all
             return False
-        return not self.plan.biased and all(kernel.varlen for kernel in kernels)
+        return not (self.plan.biased or self.plan.chosen) and all(
+            kernel.varlen for kernel in kernels
+        )
 
     def takes_out(self, bias_grad: bool) -> bool:
         """True if the kernels of a backward pass need the output alone, and never delta.

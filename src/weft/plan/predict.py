@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import coordinates
+from ..declare.mesh import coordinates, index_at
 from ..declare.traffic import Traffic
+from .choices import NUMBER
 from .memory import payload_bytes
 from .order import chunk_sizes, count
 from .plan import Pass, Plan
@@ -112,6 +113,7 @@ BOUNDS = 5
 
 def _forward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     before, after = Traffic(), Traffic()
+    _choice(before, plan)
     _all_to_alls(before, plan, "qkv", _input_sides(plan))
     rows = math.prod(_entry_shape(plan, Side.QUERY))
     for mesh_dim in plan.replicated.query:
@@ -138,6 +140,23 @@ def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
         _all_reduce(after, plan, mesh_dim, "dkv", keys, v_width)
     _all_to_alls(after, plan, "dqkv", _input_sides(plan), reverse=True)
     return before, _program(plan, plan.backward), after
+
+
+def _choice(moved: Traffic, plan: Plan) -> None:
+    """Gathers of the rows of a choice, along mesh dims innermost first."""
+    kind = plan.problem.choice
+    if kind is None:
+        return
+    row = plan.problem.batch * kind.rows * kind.count * NUMBER.itemsize
+    for dims, rows in plan.row_moves:
+        own, inner = index_at(plan.sizes, dims, plan.coords), 1
+        known = [rows[own]] if dims else []
+        for mesh_dim in reversed(dims):
+            size = plan.sizes[mesh_dim]
+            held, inner = sum(known), inner * size
+            known = list(rows[own // inner * inner :][:inner])
+            through = (size - 1) * held * row, (sum(known) - held) * row
+            _add(moved, mesh_dim, "choice", *through, size - 1)
 
 
 def _input_sides(plan: Plan) -> list[tuple[Side, int]]:

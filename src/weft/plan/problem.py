@@ -10,6 +10,7 @@ from typing import Self
 import torch
 
 from .._caching import cached
+from ..choice import ChoiceKind
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.mesh import coordinates, index_at
@@ -48,6 +49,7 @@ class AnyProblem:
     kernel: str | None = None
     bias: bool = False
     bias_tensor: bool = False
+    choice: ChoiceKind | None = None
     expanded: Expanded | None = None
 
     @property

@@ -338,16 +338,19 @@ def _row_blocks(
 
 
 def in_row_blocks(
-    calls: tuple[KernelCall, ...], row_block: int = ROW_BLOCK
+    calls: tuple[KernelCall, ...], row_block: int = ROW_BLOCK, masked: bool = False
 ) -> tuple[KernelCall, ...]:
-    """The same rectangles in row blocks, causal ones as masked: for an explicit bias."""
+    """The same rectangles in row blocks, causal ones as masked: for an explicit bias.
+
+    masked: full ones as masked too: for a choice of keys.
+    """
     return tuple(
         KernelCall(
             low,
             min(low + row_block, c.q1),
             c.k0,
             c.k1,
-            Kind.FULL if c.kind is Kind.FULL else Kind.MASKED,
+            Kind.FULL if c.kind is Kind.FULL and not masked else Kind.MASKED,
         )
         for c in calls
         for low in range(c.q0, c.q1, row_block)

@@ -46,7 +46,7 @@ class BoundCall:
         self.layout, self.call, self.transport = layout, call, layout.bound
         self.has_functions = call.has_functions
         #: nothing but data: no functions, and no tensors of the user's
-        self.plain = not (self.has_functions or call.learned_bias)
+        self.plain = not (self.has_functions or call.learned_bias or call.choice)
         self.reach = reach(layout.unbound, call.axes)
         self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
         # The indices of this rank's sequences are only known from the other ranks.
@@ -120,6 +120,7 @@ class BoundCall:
             batches=batches,
             bias=c.bias is not None,
             bias_tensor=c.learned_bias,
+            choice=c.choice,
             expanded=c.expanded,
         )
 
@@ -161,6 +162,7 @@ class BoundCall:
         k: Tensor,
         v: Tensor,
         bias: Tensor | None = None,
+        chosen: Tensor | None = None,
         parameters: Sequence[Tensor] = (),
     ) -> tuple[Plan, Channel, Tensor]:
         """The first part of a forward pass: its plan, its channel, and what backward needs.
@@ -186,6 +188,10 @@ class BoundCall:
             if bias is not None:
                 batch = None if self.asks_batches else plan.compute.query.batch
                 checks.check_bias(plan, bias, batch)
+            if chosen is not None:
+                expanded = self.call.expanded
+                heads = k.shape[1] if expanded is None else expanded.heads
+                checks.check_choice(plan, chosen, q, heads)
             content = self.call.content
         described = content, rest, q, f", gradients {gradients}"
         where = self._origin()

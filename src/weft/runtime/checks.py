@@ -110,6 +110,31 @@ def check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
         )
 
 
+def check_choice(plan: Plan, numbers: Tensor, q: Tensor, groups: int) -> None:
+    """Refuses a choice that is not of this rank's queries, or of keys that there are not."""
+    b, h, n = q.shape[:3]
+    if numbers.shape[0] != b or numbers.shape[2] != n or numbers.shape[1] not in (1, groups, h):
+        heads = " or ".join(map(str, dict.fromkeys((1, groups, h))))
+        raise ShapeError(
+            f"the choice must be ({b}, {heads}, {n}, K), a row per query of this rank, found"
+            f" {tuple(numbers.shape)}; whole ones are cut as queries are:"
+            " layout.shard(numbers, {axis: 2})"
+        )
+    if numbers.device != q.device:
+        raise ShapeError(f"the choice is on {numbers.device}, and q on {q.device}")
+    kind = plan.problem.choice
+    if kind is None or not kind.check or not numbers.numel() or numbers.is_meta:
+        return
+    low, high = (int(x) for x in numbers.aminmax())
+    blocks = -(-plan.problem.m // kind.block)
+    if low < -1 or high >= blocks:
+        what = "positions" if kind.block == 1 else f"blocks of {kind.block} keys"
+        raise ShapeError(
+            f"the choice has number {low if low < -1 else high}, and there are {blocks} {what}"
+            f" of {plan.problem.m} keys; numbers are 0 to {blocks - 1}, and -1 is none"
+        )
+
+
 def check_samples(plan: Plan, samples: tuple[int, ...]) -> None:
     """Refuses, on every rank, a bias of other samples than its rank computes with."""
     if set(samples) == {1}:  # or no bias at all

@@ -45,6 +45,7 @@ def forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None = None,
+    chosen: Tensor | None = None,
     expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp, all in their compute placement; of latents, if an expander is given."""
@@ -53,7 +54,8 @@ def forward(
         with mark(plan.forward, 0, "compute", _WHOLE):
             out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
     else:
-        run = _Forward(plan, plan.forward, transport, call, bias, q, k, v, expander)
+        chunks = call, bias, chosen, expander
+        run = _Forward(plan, plan.forward, transport, *chunks, q, k, v)
         run.steps()
         out, lse = run.result()
     if not plan.replicated.query:
@@ -71,6 +73,7 @@ def backward(
     dlse: Tensor | None,
     entry: Entry,
     bias: Tensor | None = None,
+    chosen: Tensor | None = None,
     expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias, all in their compute placement."""
@@ -91,7 +94,8 @@ def backward(
             if dlse is not None:
                 delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse)
-        run = _Backward(plan, plan.backward, transport, call, bias, q, k, v, *rows, expander)
+        chunks = call, bias, chosen, expander
+        run = _Backward(plan, plan.backward, transport, *chunks, q, k, v, *rows)
         run.steps()
         dq, dk, dv = run.result()
         dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)
@@ -130,12 +134,13 @@ class _Forward(TileRun):
         transport: Messages,
         call: Call,
         bias: Tensor | None,
+        chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        expander: Expander | None,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, q, k, expander)
+        super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
         self.v = v
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
         self.partial: dict[int, PartialOutput | OutputTree] = {}
@@ -244,6 +249,8 @@ class _Backward(TileRun):
         transport: Messages,
         call: Call,
         bias: Tensor | None,
+        chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -252,9 +259,8 @@ class _Backward(TileRun):
         lse: Tensor,
         delta: Tensor | None,
         dlse: Tensor | None,
-        expander: Expander | None,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, q, k, expander)
+        super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
         # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
         lse_grad = dlse is not None if plan.edges is None else call.return_lse
         self.bounds: dict[str, Tensor] | None = None
@@ -294,7 +300,8 @@ class _Backward(TileRun):
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         if t.payload.is_chunk:
             return self._whole_chunk(t.payload, t.source)
-        self._settle()
+        if t.payload is Payload.DKV:
+            self._settle()
         sums = [self._sum(name, t.source) for name in self._names(t.payload)]
         results = tuple(s.sum() if isinstance(s, GridSum) else s.result() for s in sums)
         for name in self._names(t.payload):

@@ -24,8 +24,9 @@ from .._torch import dispatched, profiling
 from ..comm.channel import refused_everywhere
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
+from ..plan.choices import NUMBER
 from ..plan.plan import Plan
-from . import calls, executor, handles, resharding
+from . import calls, choices, executor, handles, resharding
 from .expand import Expander
 from .handles import differentiable, op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
@@ -46,16 +47,18 @@ def _attention_op(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    chosen: Tensor | None,
     scale: float | None,
     softcap: float | None,
     call: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, logsumexp, agreed numbers; then q, k, v, output and logsumexp while computing.
 
-    The last five are empty where nothing is resharded: they would be the inputs and outputs. The
-    logsumexp at rest is empty if it is resharded and nobody asked for it.
+    These five are empty where nothing is resharded: they would be the inputs and outputs. The
+    logsumexp at rest is empty if it is resharded and nobody asked for it. The last are the numbers
+    of chosen keys of the rank's tile, empty where they are those that rest here.
     """
-    return _forward(handles.get(call).with_floats(scale, softcap), q, k, v, bias)
+    return _forward(handles.get(call).with_floats(scale, softcap), q, k, v, bias, chosen)
 
 
 def _forward(
@@ -64,38 +67,50 @@ def _forward(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    chosen: Tensor | None,
     expander: Expander | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     parameters = () if expander is None else expander.parameters
-    plan, channel, agreed = bound.begin(q, k, v, bias, parameters)
+    plan, channel, agreed = bound.begin(q, k, v, bias, chosen, parameters)
+    moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
+    options = bias, chosen if moved is None else moved, expander
+    (kept,) = _none(q, 1) if moved is None else (moved,)
     if not bound.reach.reshards:
-        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, expander)
+        out, lse = executor.forward(plan, channel, bound.call, q, k, v, *options)
         channel.finish()
         if not plan.forward.whole or plan.replicated.query:
             out, lse = _unaliased((out, lse), (q, k, v))
-        return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5)
+        return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
     entry_q, entry_k, entry_v = (
         t.contiguous() for t in resharding.to_compute(plan, channel, q, k, v)
     )
     entry = entry_q, entry_k, entry_v
-    out, lse = executor.forward(plan, channel, bound.call, *entry, bias, expander)
+    out, lse = executor.forward(plan, channel, bound.call, *entry, *options)
     out, lse = like_query(out, entry_q), lse.contiguous()
     rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
     channel.finish()
-    results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse)
+    results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse, kept)
     return _unaliased(results, (q, k, v))
 
 
 @shapes_of(_attention_op)
 def _(
-    q: Tensor, k: Tensor, v: Tensor, bias: object, scale: object, softcap: object, call: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: object,
+    chosen: Tensor | None,
+    scale: object,
+    softcap: object,
+    call: str,
 ) -> tuple[Tensor, ...]:
     bound = handles.get(call)
+    (kept,) = _none(q, 1) if chosen is None else (_moved_shape(bound, q, k, v, chosen),)
     (b, h, n, _), e = q.shape, v.shape[3]
     dtype = accumulate_dtype(q.dtype)
     if not bound.reach.reshards:
         out, lse = empty_like_query(q, (b, h, n, e)), q.new_empty((b, h, n), dtype=dtype)
-        return out, lse, _agreed(bound), *_none(q, 5)
+        return out, lse, _agreed(bound), *_none(q, 5), kept
     plan = bound.shapes(q, k, v)
     sides = (plan.compute.query, plan.compute.key, plan.compute.key)
     shapes = ([s.size(i) for i in range(3)] for s in sides)
@@ -103,7 +118,7 @@ def _(
     out = empty_like_query(inside[0], (*inside[0].shape[:3], e))
     lse = q.new_empty(out.shape[:3], dtype=dtype)
     rest = q.new_empty((b, h, n) if bound.call.return_lse else (0,), dtype=dtype)
-    return q.new_empty((b, h, n, e)), rest, _agreed(bound), *inside, out, lse
+    return q.new_empty((b, h, n, e)), rest, _agreed(bound), *inside, out, lse, kept
 
 
 @op("weft::attention_backward")
@@ -116,6 +131,7 @@ def _backward_op(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
+    chosen: Tensor | None,
     agreed: Tensor,
     scale: float | None,
     softcap: float | None,
@@ -127,7 +143,7 @@ def _backward_op(
     `dout` and `dlse` are at rest; all other tensors in their compute placement.
     """
     bound = handles.get(call).with_floats(scale, softcap)
-    return _backward(bound, dout, dlse, (q, k, v, out, lse), bias, agreed, rest)
+    return _backward(bound, dout, dlse, (q, k, v, out, lse), bias, chosen, agreed, rest)
 
 
 def _backward(
@@ -136,6 +152,7 @@ def _backward(
     dlse: Tensor | None,
     entry: executor.Entry,
     bias: Tensor | None,
+    chosen: Tensor | None,
     agreed: Tensor,
     rest: list[int],
     expander: Expander | None = None,
@@ -148,7 +165,7 @@ def _backward(
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if bound.reach.reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    options = entry, bias, expander
+    options = entry, bias, chosen, expander
     dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, *options)
     dbias = q.new_empty(0) if learned is None else learned.contiguous()
     if bound.reach.reshards:
@@ -172,6 +189,7 @@ def _(
     out: Tensor,
     lse: Tensor,
     bias: Tensor | None,
+    chosen: Tensor | None,
     agreed: Tensor,
     scale: float | None,
     softcap: float | None,
@@ -187,18 +205,18 @@ def _(
 
 
 def _setup_attention(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> None:
-    q, k, v, bias, *ctx.call = inputs
-    out, lse, agreed, *kept = output
+    q, k, v, bias, chosen, *ctx.call = inputs
+    out, lse, agreed, *kept, moved = output
     ctx.keep, ctx.rest = handles.get(ctx.call[-1]), calls.rest_shape(q, k, v)
     entry = kept if ctx.keep.reach.reshards else (q, k, v, out, lse)
-    ctx.save_for_backward(*entry, bias, agreed)
+    ctx.save_for_backward(*entry, bias, moved if moved.dim() == 4 else chosen, agreed)
     ctx.set_materialize_grads(False)
 
 
 def _attention_gradient(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_: None
 ) -> tuple[Tensor | None, ...]:
-    *entry, bias, agreed = ctx.saved_tensors
+    *entry, bias, chosen, agreed = ctx.saved_tensors
     b, h, n, *_, e = ctx.rest
     if dout is None:
         dout = entry[0].new_zeros((b, h, n, e))
@@ -206,8 +224,8 @@ def _attention_gradient(
         dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
     handles.keep(ctx.call[-1], ctx.keep)
     op = torch.ops.weft.attention_backward
-    *grads, dbias = op(dout, dlse, *entry, bias, agreed, *ctx.call, ctx.rest)
-    return (*grads, None if bias is None else dbias, None, None, None)
+    *grads, dbias = op(dout, dlse, *entry, bias, chosen, agreed, *ctx.call, ctx.rest)
+    return (*grads, None if bias is None else dbias, None, None, None, None)
 
 
 differentiable(_attention_op, _backward_op, _setup_attention, _attention_gradient, "weft.attention")
@@ -225,12 +243,13 @@ class _OfLatents(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        chosen: Tensor | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        out, lse, agreed, *kept = _forward(bound, q, k, v, bias, expander)
+        out, lse, agreed, *kept, moved = _forward(bound, q, k, v, bias, chosen, expander)
         ctx.bound, ctx.expander, ctx.rest = bound, expander, bound.rest_shape(q, k, v)
         entry = kept if bound.reach.reshards else (q, k, v, out, lse)
-        ctx.save_for_backward(*entry, bias, agreed)
+        ctx.save_for_backward(*entry, bias, moved if moved.dim() == 4 else chosen, agreed)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -239,15 +258,15 @@ class _OfLatents(torch.autograd.Function):
     def backward(
         ctx: Any, saved: tuple, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        *entry, bias, agreed = saved
+        *entry, bias, chosen, agreed = saved
         b, h, n, *_, e = ctx.rest
         if dout is None:
             dout = entry[0].new_zeros((b, h, n, e))
         if dlse is None and ctx.bound.reach.reshards and ctx.bound.call.return_lse:
             dlse = entry[4].new_zeros((b, h, n))
-        call = ctx.bound, dout, dlse, tuple(entry), bias, agreed, ctx.rest, ctx.expander
-        *grads, dbias = _backward(*call)
-        grads.append(None if bias is None else dbias)
+        saved = tuple(entry), bias, chosen, agreed
+        *grads, dbias = _backward(ctx.bound, dout, dlse, *saved, ctx.rest, ctx.expander)
+        grads += [None if bias is None else dbias, None]
         return None, None, *grads, *ctx.expander.gradients
 
 
@@ -258,9 +277,19 @@ def attend_latents(
     k: Tensor,
     v: Tensor,
     bias: Tensor | None,
+    chosen: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of a call whose keys and values are expanded where they arrive."""
-    return _OfLatents.apply(bound, expander, q, k, v, bias, *expander.parameters)
+    return _OfLatents.apply(bound, expander, q, k, v, bias, chosen, *expander.parameters)
+
+
+def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
+    """The numbers of chosen keys of the rank's tile, by their shape."""
+    plan = bound.shapes(q, k, v)
+    if not plan.row_moves:
+        return q.new_empty(0)
+    b, r, _, count = chosen.shape
+    return chosen.new_empty((b, r, plan.tile_shape()[0], count), dtype=NUMBER)
 
 
 def _none(like: Tensor, count: int) -> Iterator[Tensor]:

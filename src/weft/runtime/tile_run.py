@@ -52,7 +52,7 @@ class TileRun(abc.ABC):
     """One run of a tile program, on tensors of one rank in their compute placement.
 
     A subclass computes the blocks: those of the forward, or of the backward pass. `bias` is this
-    rank's tile of a learned bias, if there is one.
+    rank's tile of a learned bias, `chosen` the numbers of its rows' chosen keys, if there are any.
     """
 
     def __init__(
@@ -62,15 +62,16 @@ class TileRun(abc.ABC):
         transport: Messages,
         call: Call,
         bias: Tensor | None,
+        chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
-        expander: Expander | None = None,
     ) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.like, self.k = q, k
         self.latents = None if expander is None else Chunks(expander, plan, tile.backward)
         self.rows = Rows(tile, plan.coords)
-        self.views = Views(plan, tile, call, bias, q, self.rows)
+        self.views = Views(plan, tile, call, bias, chosen, q, self.rows)
         #: this rank's chunk of each side; None for tensors that nobody reads
         self.own: dict[Payload, tuple[Tensor | None, ...]] = {}
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .._caching import Beside
 from .._digest import is_plain, number_of
+from ..choice import chosen
 from ..kernels import Kernel, MaskContext, TileView
 from ..masks import Full, Mask
 from ..plan.call import Call
-from ..plan.order import positions
+from ..plan.order import bounds, cut_spans, positions
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Payload
 from ..plan.sides import Side
@@ -99,14 +100,21 @@ class Views:
     """Makes the `TileView` of every kernel call of a pass.
 
     `bias` is this rank's tile of a learned bias; a bias that is a function is in `call`, as the
-    mask.
+    mask. `numbers` are those of a choice of keys, of the tile's rows.
     """
 
     def __init__(
-        self, plan: Plan, tile: Pass, call: Call, bias: Tensor | None, like: Tensor, rows: Rows
+        self,
+        plan: Plan,
+        tile: Pass,
+        call: Call,
+        bias: Tensor | None,
+        numbers: Tensor | None,
+        like: Tensor,
+        rows: Rows,
     ) -> None:
         self.plan, self.tile, self.call = plan, tile, call
-        self.bias, self.like, self.rows = bias, like, rows
+        self.bias, self.numbers, self.like, self.rows = bias, numbers, like, rows
 
     def of(
         self,
@@ -135,6 +143,7 @@ class Views:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
             return TileView(
                 self.plan.scale,
+                mask=self._chosen(block, call, mask_context.k),
                 bias=bias,
                 softcap=p.softcap,
                 mask_context=mask_context,
@@ -144,6 +153,9 @@ class Views:
         q = positions(block.q_spans, self.like.device)[call.q0 : call.q1]
         k = positions(block.kv_spans, self.like.device)[call.k0 : call.k1]
         seen = self._seen(call, q, k) if call.kind is Kind.MASKED else None
+        bits = self._chosen(block, call, k)
+        if seen is not None and bits is not None:
+            seen = seen & bits
         bias = self._bias(block, call, q, k)
         return TileView(
             self.plan.scale,
@@ -214,6 +226,29 @@ class Views:
         b, h = self._samples(call)
         shape = (len(b), len(h), len(q), len(k))
         return mask.allowed(b, h, q[:, None], k).expand(shape)
+
+    def _chosen(self, block: BlockPlan, call: KernelCall, k: Tensor) -> Tensor | None:
+        """Bits of the keys that the rows of a call choose, (b, 1 or h, n, m); None: no choice."""
+        kind, numbers = self.plan.problem.choice, self.numbers
+        if kind is None or numbers is None:
+            return None
+        rows = self.rows.in_bias(block.q, call.q0, call.q1, Side.QUERY, k.device)
+        numbers = numbers if call.samples is None else numbers[slice(*call.samples)]
+        numbers = numbers.index_select(2, rows)
+        if self._choosers is not None:
+            numbers = numbers.index_select(1, self._choosers)
+        first, last = bounds(cut_spans(block.kv_spans, call.k0, call.k1))
+        return chosen(numbers, kind.block, k, first, last)
+
+    @functools.cached_property
+    def _choosers(self) -> Tensor | None:
+        """The choice of each query head, where there are several per query and they differ."""
+        kind, plan = self.plan.problem.choice, self.plan
+        if kind is None or kind.rows == 1:
+            return None
+        rest = plan.resharding.query.state(0, plan.coords).head_spans
+        heads = positions(plan.compute.query.head_spans, self.like.device)
+        return (heads - rest[0].start) * kind.rows // plan.problem.heads
 
     def _samples(self, call: KernelCall) -> tuple[Tensor, Tensor]:
         """Global batch and head indices of a call, (b, 1, 1, 1) and (h, 1, 1)."""

@@ -1,0 +1,62 @@
+"""Where the rows of a choice of keys go: mesh dims along which ranks gather them, and how many."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+
+from ..declare.placements import HEAD, SEQ
+from ..errors import UnsupportedError
+from .order import count
+from .program import MovingDim, MovingDims
+from .resharding import Resharding
+
+#: Numbers travel in 32 bits: positions of up to 2^31 keys.
+NUMBER = torch.int32
+#: Mesh dims, outermost first, and the rows of every rank along them in row-major order.
+RowMove = tuple[tuple[str, ...], tuple[int, ...]]
+
+
+def row_moves(
+    way: Resharding, moving: Sequence[MovingDim], coords: Mapping[str, int]
+) -> tuple[RowMove, ...]:
+    """The gathers of the rank at `coords`, in order; none where all rows stay where they rest.
+
+    `way` is that of the queries, which then travel along mesh dims `moving`. A gather of no mesh
+    dims stands for sorting rows in between.
+    """
+
+    def places(dims: tuple[str, ...]) -> Iterator[Mapping[str, int]]:
+        for index in itertools.product(*(range(way.sizes[d]) for d in dims)):
+            yield {**coords, **dict(zip(dims, index))}
+
+    gathers: list[RowMove] = []
+    for level, step in enumerate(way.steps):
+        dims: tuple[str, ...] = (step.mesh_dim,)
+        gathers.append((dims, tuple(way.state(level, at).size(SEQ) for at in places(dims))))
+    if gathers:
+        gathers.append(((), ()))
+    if moving:
+        dims = tuple(dim.name for dim in moving)
+        gathers.append((dims, tuple(count(way.entry(at).spans) for at in places(dims))))
+    return tuple(gathers)
+
+
+def check_travel(way: Resharding, forward: MovingDims, backward: MovingDims) -> None:
+    """Raise `UnsupportedError` where a choice cannot go where its queries go."""
+    for step in way.steps:
+        if (step.source, step.target) != (SEQ, HEAD):
+            raise UnsupportedError(
+                f"a choice of keys rests with its queries, whose split mesh dim {step.mesh_dim!r}"
+                " trades for one of the batch; use ring, tile or ulysses"
+            )
+    if forward.query != backward.query:
+        raise UnsupportedError(
+            "a choice of keys is that of the rows which a rank computes, and this layout computes"
+            " other rows in the backward pass; use a strategy with one role for both"
+        )
+
+
+__all__ = ["NUMBER", "RowMove", "check_travel", "row_moves"]

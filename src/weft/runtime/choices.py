@@ -1,0 +1,55 @@
+"""Choices of keys on their way to the ranks that compute their queries' scores.
+
+A rank computes with the rows of its tile: those that all-to-alls bring it (Ulysses: of all tokens,
+for its heads), then those of the ranks whose queries travel to it (pass-Q, tiles). Numbers of keys
+follow both before the tile program begins, and are cut to each kernel call in it (`views`).
+
+before  rank 0: rows 0      rank 1: rows 1
+after   both:   rows 0, 1   where queries travel; where they stay, nothing moves
+
+Shapes: numbers (b r n K), n the rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import gather_flat
+from ..comm.transport import Messages
+from ..plan.choices import NUMBER
+from ..plan.plan import Plan
+from .marks import mark_move
+from .resharding import sort_index
+
+
+def to_tile(plan: Plan, transport: Messages, numbers: Tensor) -> Tensor | None:
+    """The rows of this rank's tile, in its order; None where they are those that rest here."""
+    if not plan.row_moves:
+        return None
+    numbers = numbers.to(NUMBER)
+    for dims, rows in plan.row_moves:
+        if dims == ():  # between the two: rows in ascending order
+            arrival = plan.arrival.query
+            if arrival is not None:
+                numbers = numbers.index_select(2, sort_index(arrival, numbers.device))
+            continue
+        with mark_move(plan, "choice", dims):
+            numbers = _gathered(transport, numbers, dims, rows)
+    return numbers.clone() if not numbers.is_contiguous() else numbers
+
+
+def _gathered(
+    transport: Messages, numbers: Tensor, dims: tuple[str, ...], rows: Sequence[int]
+) -> Tensor:
+    """The rows of all ranks along mesh dims, one after another."""
+    front = numbers.movedim(2, 0).contiguous()
+    width = math.prod(front.shape[1:])
+    parts = gather_flat(front.flatten(), [n * width for n in rows], dims, transport, "choice")
+    return torch.cat(parts).view(sum(rows), *front.shape[1:]).movedim(0, 2)
+
+
+__all__ = ["to_tile"]
