@@ -1,7 +1,7 @@
 """Whether latents travel, or the keys and values that are made of them: bytes against work.
 
-    keys      each rank expands its own tokens once, and g (d + e) numbers of a token travel
-    latents   g' (d' + e') numbers travel, and each rank expands what arrives, in both passes
+keys      each rank expands its own tokens once, and g (d + e) numbers of a token travel
+latents   g' (d' + e') numbers travel, and each rank expands what arrives, in both passes
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from .._caching import cached
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates
 from ..masks import FULL
-from .call import Expanded
 from .plan import Pass, Plan
 from .predict import Prediction, forecast_of
 from .problem import LocalProblem
-from .sides import Side
 from .timing import duration
 
 #: How much longer both passes may take for the fewer bytes: they hold less, and leave links free.
@@ -112,8 +110,8 @@ def _travelling(plan: Plan, work: float) -> Travelling:
 
 def choose_travel(layout: LayoutDeclaration, problem: LocalProblem) -> Travel:
     """Both ways of a call with latents, without its mask, so that all ranks choose alike."""
-    same = {"mask": FULL, "bias": False, "bias_tensor": False, "kernel": None}
-    return _chosen(layout, replace(problem, batches=(), batch_offset=0, **same))
+    plain = replace(problem, mask=FULL, bias=False, bias_tensor=False, choice=None, kernel=None)
+    return _chosen(layout, replace(plain, batches=(), batch_offset=0))
 
 
 __all__ = ["WORTH", "Travel", "Travelling", "choose_travel", "of_keys"]

@@ -30,10 +30,10 @@ def check_latents(q: Tensor, k: Tensor, v: Tensor, expanded: Expanded) -> None:
         _refuse_tensors(q, k, v)
     (b, h, _, d), (kb, g, m, _), (vb, vg, vm, _) = q.shape, k.shape, v.shape
     shapes = f"q {tuple(q.shape)}, latents {tuple(k.shape)} and {tuple(v.shape)}"
-    if not (b == kb == vb and g == vg and m == vm and h and g and h % g == 0):
+    if not (b == kb == vb and g == vg == 1 and m == vm and h):
         raise ShapeError(
-            "latents are two tensors (b, g, m, dim) of one batch, as many tokens and as many heads,"
-            f" which divide the query heads: {shapes}"
+            "latents are two tensors (b, 1, m, dim) of as many tokens, in one head; heads of several"
+            f" are one of them all, t.transpose(1, 2).flatten(2)[:, None]: {shapes}"
         )
     if h % expanded.heads or d != expanded.head_dim:
         raise ShapeError(

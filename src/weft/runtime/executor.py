@@ -54,8 +54,8 @@ def forward(
         with mark(plan.forward, 0, "compute", _WHOLE):
             out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
     else:
-        chunks = call, bias, chosen, expander
-        run = _Forward(plan, plan.forward, transport, *chunks, q, k, v)
+        options = bias, chosen, expander
+        run = _Forward(plan, plan.forward, transport, call, *options, q, k, v)
         run.steps()
         out, lse = run.result()
     if not plan.replicated.query:
@@ -80,9 +80,9 @@ def backward(
     transport.watches.note(plan, True)
     q, k, v, out, lse = entry
     dbias = None
-    alone = plan.backward.whole and expander is None
-    if alone and dlse is None and plan.kernel(False).takes_out:
-        view = view_of(plan, plan.backward.whole)
+    whole = plan.backward.whole if expander is None else None
+    if whole and dlse is None and plan.kernel(False).takes_out:
+        view = view_of(plan, whole)
         with mark(plan.backward, 0, "compute", _WHOLE):
             dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
     else:
@@ -93,9 +93,10 @@ def backward(
             delta = row_sums(upper, lower, plan.accum_dtype)
             if dlse is not None:
                 delta = delta - dlse.to(plan.accum_dtype)
-        rows = (dout, out, lse, delta, dlse)
-        chunks = call, bias, chosen, expander
-        run = _Backward(plan, plan.backward, transport, *chunks, q, k, v, *rows)
+        rows = dout, out, lse, delta, dlse
+        run = _Backward(
+            plan, plan.backward, transport, call, bias, chosen, expander, q, k, v, *rows
+        )
         run.steps()
         dq, dk, dv = run.result()
         dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)

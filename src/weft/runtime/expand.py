@@ -1,9 +1,9 @@
 """Latents that travel in the place of keys and values, which each rank makes of them on arrival.
 
-    rest           c (b g' m d'), r (b g' m e')      latents and what all heads share of the keys
+    rest           c (b 1 m d'), r (b 1 m e')        latents and what all heads share of the keys
     travel         the same: one head, where keys and values are of h
     while computing k, v = expand(c, r)              of the chunk at hand, in either pass
-    back           dc, dr: sums over ranks           of gradients that went through the expansion here
+    back           dc, dr: sums over ranks           of what goes back through the expansion
 
 Each rank adds the gradients of the expansion's parameters over the blocks that it computes, so that
 over all ranks every pair of a query and a key counts once, as it does where keys travel.
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from .._torch import Observed
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..plan.call import Expanded
-from ..plan.plan import Plan
 from ..plan.order import positions
+from ..plan.plan import Plan
 from .autocast import autocast_of
 from .views import Ranges
 
@@ -36,10 +36,10 @@ class Expansion:
 
     Multi-head latent attention projects one latent of each token to keys and values of all heads:
 
-        k, v = expand(c, r)     c (b, g', m, d'), r (b, g', m, e') -> k (b, g, m, d), v (b, g, m, e)
+        k, v = expand(c, r)     c (b, 1, m, d'), r (b, 1, m, e') -> k (b, g, m, d), v (b, g, m, e)
 
     A token's keys and values depend on its own c and r alone. With `weft.attention(q, c, r, ...,
-    expand=Expansion(...))` ranks send each other c and r, g' (d' + e') numbers per token and not
+    expand=Expansion(...))` ranks send each other c and r, d' + e' numbers per token and not
     g (d + e), and each expands what arrives, again in the backward pass. Gradients of `parameters`
     are each rank's part, as those of any other weight: `layout.sync_gradients` adds them.
 
@@ -126,8 +126,8 @@ class Expansion:
             k, v = _checked(self.function(*one), one)
         if observed.draws:
             raise UnsupportedError(
-                f"the expansion draws random numbers ({observed.draws[0]}), and the backward pass expands"
-                " again: travel='keys' lets keys travel, or set its dropout to 0"
+                f"the expansion draws random numbers ({observed.draws[0]}), and the backward pass"
+                " expands again: travel='keys' lets keys travel, or set its dropout to 0"
             )
         used, others = _reached((k, v), parameters)
         if others:
@@ -208,9 +208,7 @@ class Expander:
         like: a tensor on the device of the call.
     """
 
-    def __init__(
-        self, expansion: Expansion, parameters: tuple[Tensor, ...], like: Tensor
-    ) -> None:
+    def __init__(self, expansion: Expansion, parameters: tuple[Tensor, ...], like: Tensor) -> None:
         self.function, self.expansion, self.parameters = expansion.function, expansion, parameters
         self._versions = [p._version for p in self.parameters]
         self._autocast = autocast_of(like)
@@ -221,7 +219,7 @@ class Expander:
             return _checked(self.function(c, r), (c, r))
 
     def begin_backward(self) -> None:
-        """Begin sums of gradients; raises where the expansion is another than in the forward pass."""
+        """Begin sums of gradients; raises where parameters are not those of the forward pass."""
         self._sums = [None] * len(self.parameters)
         same = {*map(id, self.parameters)} <= {*map(id, self.expansion.parameters)}
         if not same or [p._version for p in self.parameters] != self._versions:
@@ -273,9 +271,7 @@ class Chunks:
         k, v = self.made
         return k.detach(), v.detach()
 
-    def add(
-        self, columns: Ranges, dk: Tensor, dv: Tensor, samples: tuple[int, int] | None
-    ) -> None:
+    def add(self, columns: Ranges, dk: Tensor, dv: Tensor, samples: tuple[int, int] | None) -> None:
         """Add gradients of some keys and values of the chunk at hand."""
         assert self.made is not None
         if not self._grads:

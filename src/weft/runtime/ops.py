@@ -32,6 +32,7 @@ from .handles import differentiable, op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
+Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _agreed(bound: calls.BoundCall) -> Tensor:
@@ -69,23 +70,24 @@ def _forward(
     bias: Tensor | None,
     chosen: Tensor | None,
     expander: Expander | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> Nine:
     parameters = () if expander is None else expander.parameters
     plan, channel, agreed = bound.begin(q, k, v, bias, chosen, parameters)
     moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
-    options = bias, chosen if moved is None else moved, expander
+    chosen = chosen if moved is None else moved
     (kept,) = _none(q, 1) if moved is None else (moved,)
     if not bound.reach.reshards:
-        out, lse = executor.forward(plan, channel, bound.call, q, k, v, *options)
+        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, chosen, expander)
         channel.finish()
         if not plan.forward.whole or plan.replicated.query:
             out, lse = _unaliased((out, lse), (q, k, v))
-        return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
+        results = like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
+        return cast(Nine, results)
     entry_q, entry_k, entry_v = (
         t.contiguous() for t in resharding.to_compute(plan, channel, q, k, v)
     )
     entry = entry_q, entry_k, entry_v
-    out, lse = executor.forward(plan, channel, bound.call, *entry, *options)
+    out, lse = executor.forward(plan, channel, bound.call, *entry, bias, chosen, expander)
     out, lse = like_query(out, entry_q), lse.contiguous()
     rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
     channel.finish()
@@ -165,8 +167,9 @@ def _backward(
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if bound.reach.reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    options = entry, bias, chosen, expander
-    dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, *options)
+    dq, dk, dv, learned = executor.backward(
+        plan, channel, bound.call, *above, entry, bias, chosen, expander
+    )
     dbias = q.new_empty(0) if learned is None else learned.contiguous()
     if bound.reach.reshards:
         moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
@@ -266,8 +269,8 @@ class _OfLatents(torch.autograd.Function):
             dlse = entry[4].new_zeros((b, h, n))
         saved = tuple(entry), bias, chosen, agreed
         *grads, dbias = _backward(ctx.bound, dout, dlse, *saved, ctx.rest, ctx.expander)
-        grads += [None if bias is None else dbias, None]
-        return None, None, *grads, *ctx.expander.gradients
+        of_bias = None if bias is None else dbias
+        return None, None, *grads, of_bias, None, *ctx.expander.gradients
 
 
 def attend_latents(

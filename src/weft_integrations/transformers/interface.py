@@ -121,8 +121,7 @@ def attend(
     length = None if where.length is None else int(where.length)
     place = where.layout, where.axis, where.mask, scaling, length
     if where.past is None:
-        options = {"softcap": softcap, "sinks": s_aux, "expand": expand}
-        out = attention(query, key, value, *place, **options)
+        out = attention(query, key, value, *place, softcap=softcap, sinks=s_aux, expand=expand)
     else:
         own = attention(query, key, value, *place, return_lse=True, softcap=softcap)
         row = where.row(tokens)
