@@ -17,7 +17,6 @@ from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 
 
-
 def error_of(found: Tensor, wanted: Tensor) -> float:
     """The largest difference, relative to the largest number."""
     return float(((found - wanted).abs().max() / wanted.abs().max()).detach())
