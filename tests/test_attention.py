@@ -54,6 +54,14 @@ MASKS = [
 
 #: One axis of a shipped layout per combination of rules, and two attended jointly. Every shipped
 #: layout is run by `weft check` in `test_cli`.
+GRIDS = {
+    "near": weft.Near((7, 5), 3),
+    "near, dilated, circular": weft.Near((7, 5), (4, 2), (1, 2), (True, True)),
+    "near, even, dilated": weft.Near((7, 5), (3, 4), (2, 1)),
+    "boxes": weft.Boxes((7, 5), (3, 2)),
+    "boxes, shifted, circular": weft.Boxes((7, 5), (3, 2), (1, 1), (False, True)),
+    "boxes & causal": weft.Boxes((7, 5), 4, 2, True) & Causal(),
+}
 AXES = [*one_per_combination(), ("pair-2x2", "rows+columns"), ("pair-2x2", "columns+rows")]
 
 
@@ -69,6 +77,23 @@ def case_for(axis: str, n: int = 13, m: int | None = None, **changes) -> Case:
     axes = tuple(axis.split("+"))
     lengths = tokens(n, m) if len(axes) == 1 else ((n, n if m is None else m), (1, 1))
     return Case(axes, lengths, **({"batch": 3, "heads": 8, "kv_heads": 4} | changes))
+
+
+@pytest.mark.parametrize(
+    "mesh", [{"y": 2, "x": 2}, {"y": 3, "x": 1}, {"y": 1, "x": 3}], ids=lambda m: f"{[*m.values()]}"
+)
+@pytest.mark.parametrize("mask", GRIDS)
+def test_masks_of_a_grid_are_exact_wherever_it_is_cut(mask, mesh):
+    rules = dict(zip(mesh, ("ring", "pass_q") if mask < "near" else ("halo", "gather")))
+    layout = Layout.from_dict(
+        {
+            "mesh": mesh,
+            "shard": {"lat": ["y"], "lon": ["x"]},
+            "attend": {"lat+lon": [{"strategy": s, "on": d} for d, s in rules.items()]},
+        }
+    )
+    case = Case(("lat", "lon"), ((7, 7), (5, 5)), mask=GRIDS[mask], lse_gradient=mask == "near")
+    assert_exact(layout, case)
 
 
 @pytest.mark.parametrize(("name", "axis"), [("single", "tokens"), *AXES])

@@ -319,6 +319,7 @@ OTHER_TESTS = [
     "language_model",
     "not_finite",
     "order_of_groups",
+    "late",
     "launches",
     "precision",
     "properties",

@@ -177,7 +177,8 @@ def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str,
     def watched(run, *transfers) -> None:
         begin(run, *transfers)
         held = [t for chunk in run.chunks.values() for t in chunk]
-        buffers = [buffer for _, buffer in run.in_flight.values() if buffer is not None]
+        coming = [move.receive for move, _ in run.in_flight.values() if move.receive is not None]
+        buffers = [run.buffers[receive.buffer] for receive in coming]
         now = sum(t.numel() * t.itemsize for t in (*held, *buffers))
         key = (run.transport.rank, run.tile.backward)
         peaks[key] = max(peaks.get(key, 0), now)

@@ -15,13 +15,26 @@ from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, W
 from .fields import Field
 from .inspect.traffic import traffic
 from .layout import Layout
-from .masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
+from .masks import (
+    Boxes,
+    Causal,
+    Documents,
+    FirstKeys,
+    Full,
+    KeyPadding,
+    Mask,
+    MaskMod,
+    Near,
+    Window,
+    prefix_lm,
+)
 from .runtime.expand import Expansion
 from .threads import on_threads
 
 __all__ = [
     "AffinePartial",
     "Bias",
+    "Boxes",
     "Causal",
     "ChosenKeys",
     "DeclarationError",
@@ -35,6 +48,7 @@ __all__ = [
     "Mask",
     "MaskMod",
     "MultiAxisAttention",
+    "Near",
     "RankError",
     "Rule",
     "ShapeError",

@@ -135,7 +135,11 @@ class _Walk:
     def __init__(self, tile: Pass) -> None:
         self.tile, self.plan = tile, tile.plan
         self.outstanding: set[tuple[Side, int]] = set()  # results here, (side, number)
-        self.sending: Counter[tuple] = Counter()  # what flies as (payload, number, rows), how often
+        #: how often each content, (payload, number, rows), is still to be sent; and what is packed
+        self.to_send = Counter(
+            self._content(t) for t in tile.program.transfers if t.payload.is_chunk
+        )
+        self.packed: set[tuple] = set()
         self.results = self.nbytes = 0
 
     def moments(self) -> Iterator[tuple[int, int]]:
@@ -156,8 +160,8 @@ class _Walk:
             self.results += (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes += self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
-        self.sending[t.payload, t.source, send] += 1
-        if self.sending[t.payload, t.source, send] == 1:
+        if self._content(t) not in self.packed:
+            self.packed.add(self._content(t))
             self.nbytes += self._bytes(t.payload, send)
 
     def _arrive(self, t: Transfer) -> None:
@@ -171,9 +175,13 @@ class _Walk:
             self.results -= (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes -= self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
-        self.sending[t.payload, t.source, send] -= 1
-        if not self.sending[t.payload, t.source, send]:
+        self.to_send[self._content(t)] -= 1
+        if not self.to_send[self._content(t)]:
+            self.packed.remove(self._content(t))
             self.nbytes -= self._bytes(t.payload, send)
+
+    def _content(self, t: Transfer) -> tuple:
+        return t.payload, t.source, self.tile.transfer_rows(t)[0]
 
     def _compute(self, block: Block) -> int:
         """A block adds to results of both sides; the bytes of chunks joined for its time."""

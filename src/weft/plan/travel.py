@@ -1,7 +1,7 @@
 """Whether latents travel, or the keys and values that are made of them: bytes against work.
 
-    keys      each rank expands its own tokens once, and g (d + e) numbers of a token travel
-    latents   d' + e' numbers travel, and each rank expands what arrives, in both passes
+keys      each rank expands its own tokens once, and g (d + e) numbers of a token travel
+latents   d' + e' numbers travel, and each rank expands what arrives, in both passes
 """
 
 from __future__ import annotations

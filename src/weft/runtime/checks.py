@@ -32,7 +32,7 @@ def check_latents(q: Tensor, k: Tensor, v: Tensor, expanded: Expanded) -> None:
     shapes = f"q {tuple(q.shape)}, latents {tuple(k.shape)} and {tuple(v.shape)}"
     if not (b == kb == vb and g == vg == 1 and m == vm and h):
         raise ShapeError(
-            "latents are two tensors (b, 1, m, dim) of as many tokens, in one head; of several heads"
+            "latents are two tensors (b, 1, m, dim) of as many tokens, in one head; of several"
             f" make one, t.transpose(1, 2).flatten(2)[:, None]: {shapes}"
         )
     if h % expanded.heads or d != expanded.head_dim:

@@ -24,8 +24,8 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..plan.call import Expanded
 from ..plan.order import positions
 from ..plan.plan import Plan
+from ..plan.steps import Ranges
 from .autocast import autocast_of
-from .views import Ranges
 
 Travel = Literal["auto", "latents", "keys"]
 Function = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -271,14 +271,16 @@ class Chunks:
         k, v = self.made
         return k.detach(), v.detach()
 
-    def add(self, columns: Ranges, dk: Tensor, dv: Tensor, samples: tuple[int, int] | None) -> None:
-        """Add gradients of some keys and values of the chunk at hand."""
+    def add(
+        self, columns: Ranges | None, dk: Tensor, dv: Tensor, samples: tuple[int, int] | None
+    ) -> None:
+        """Add gradients of some keys and values of the chunk at hand; `columns` None: of all."""
         assert self.made is not None
         if not self._grads:
             dtype = self.plan.accum_dtype
             self._grads = [torch.zeros(t.shape, dtype=dtype, device=t.device) for t in self.made]
         rows, base = slice(None) if samples is None else slice(*samples), 0
-        for low, high in columns:
+        for low, high in columns or ((0, dk.shape[2]),):
             for total, part in zip(self._grads, (dk, dv)):
                 total[rows, :, low:high] += part[:, :, base : base + high - low]
             base += high - low

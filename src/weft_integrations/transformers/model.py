@@ -12,7 +12,8 @@ global length, packed documents, padding.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from torch import nn
 
@@ -35,7 +36,7 @@ def parallelize_transformers(
     layout: Layout,
     axis: str = "tokens",
     embeddings: nn.Module | None = None,
-    verify: bool = True,
+    verify: bool | Mapping[str, Any] = True,
     rows: Rows = "whole",
     latents: Latents = "auto",
 ) -> nn.Module:
@@ -72,6 +73,10 @@ def parallelize_transformers(
     full rows, on every rank. So do calls with another cache (prefix tuning), with
     `output_attentions`, with fewer tokens than ranks, and of a part by itself
     (`get_image_features`).
+
+    In a call with images, video or sound, what stands in front of the text decoder sees full rows
+    on every rank, and the decoder's rows are split. An argument of the decoder whose shape does not
+    say of which tokens it is is refused by name.
 
     A training call draws one number from torch's generator and seeds each rank's chunk by it, so
     that chunks drop and add noise otherwise, while generators of the group stay the same.
@@ -115,7 +120,8 @@ def parallelize_transformers(
         embeddings: for models that make their tokens from something else (a ViT): the submodule
             whose output (batch, tokens, embed) is whole on every rank and is to be split. Found by
             itself where the model has one submodule named `embeddings`.
-        verify: check the model now. Without it a model may compute something else on ranks.
+        verify: check the model now; or a call of your own to check it by, whole, as a processor
+            makes it of images and text. Without it a model may compute something else on ranks.
         rows: "whole" or "local".
         latents: of multi-head latent attention (DeepSeek's and others'): "auto", where latents
             travel instead of expanded keys if they are fewer bytes and the call takes no longer by
@@ -169,7 +175,8 @@ def parallelize_transformers(
     if rows == "whole":
         check_context_group(layout, axis)
     if verify:
-        verification.verify(inner, layout, axis, embeddings, latents)
+        batch = verify if isinstance(verify, Mapping) else None
+        verification.verify(inner, layout, axis, embeddings, batch, latents)
     unshare_configurations(model)
     install(inner, layout, axis, embeddings, rows=rows, travel=latents)
     return model

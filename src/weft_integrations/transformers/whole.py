@@ -257,12 +257,13 @@ def balances(model: Foreign) -> bool:
     return has and base(model) is not model and not pools(model)
 
 
-@while_split
-def give_local(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def give_local(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """A pre-hook of the model below a head that reads all tokens: this rank's inputs again."""
-    call, arguments = running(), named_arguments(module, args, kwargs)
-    local = {} if call is None else call.local
-    return (), arguments | {n: v for n, v in local.items() if n in arguments}
+    call = running()
+    if call is None or not call.local:
+        return None
+    arguments = named_arguments(module, args, kwargs)
+    return (), arguments | {n: v for n, v in call.local.items() if n in arguments}
 
 
 @while_split
