@@ -29,7 +29,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
-from torch.utils.flop_counter import flop_registry
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -314,8 +313,10 @@ class Observed(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # it loads Triton
+
         super().__init__()
-        self.flops, self.draws = 0, list[str]()
+        self.flops, self.draws, self._counts = 0, list[str](), flop_registry
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -323,7 +324,7 @@ class Observed(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.draws.append(str(func))
         out = func(*args, **(kwargs or {}))
-        count = flop_registry.get(func._overloadpacket)
+        count = self._counts.get(func._overloadpacket)
         if count is not None:
             self.flops += count(*args, **(kwargs or {}), out_val=out)
         return out

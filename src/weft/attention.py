@@ -283,7 +283,7 @@ def _bound(
 def _latents(
     bound: BoundCall, expansion: Expansion, q: Tensor, k: Tensor, v: Tensor
 ) -> Tried | None:
-    """What an expansion makes of latents, where these travel; None: keys and values do."""
+    """The sizes and parameters of an expansion whose latents travel; None: keys and values do."""
     if not bound.mesh_dims or expansion.travel == "keys":
         return None
     with refused_everywhere(bound.refuse):

@@ -1,4 +1,4 @@
-"""Whether latents travel, or the keys and values that are made of them: bytes against work.
+"""The choice between latents and the keys that are made of them: bytes against work.
 
 keys      each rank expands its own tokens once, and g (d + e) numbers of a token travel
 latents   d' + e' numbers travel, and each rank expands what arrives, in both passes
@@ -38,6 +38,7 @@ class Travelling:
 class Travel:
     """The two ways, and which is taken.
 
+    >>> from weft.plan.call import Expanded
     >>> from weft.plan.problem import Problem
     >>> mla = Expanded(heads=16, head_dim=24, value_dim=16, carried=(32, 8), work=2 * 32 * 16 * 32)
     >>> call = Problem.of("tokens", 65536, heads=16, kv_heads=1, head_dim=24, expanded=mla)

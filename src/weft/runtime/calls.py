@@ -125,7 +125,7 @@ class BoundCall:
         )
 
     def travel(self, q: Tensor, k: Tensor, v: Tensor) -> Travel:
-        """Whether latents travel or what they expand to, by the plans of both; checks shapes."""
+        """The choice between latents and what they expand to, by plans; shapes are checked."""
         rest = self.rest_shape(q, k, v)
         problem = self.problem(rest, q.dtype, q.device.type)
         if self.asks_batches:  # other ranks may have others

@@ -103,6 +103,10 @@ class Expansion:
     def tried(self, c: Tensor, r: Tensor) -> Tried:
         """The sizes of keys and values, and the parameters in use: of one token, tried once.
 
+        Args:
+            c: latents, of any tokens.
+            r: likewise.
+
         Raises:
             ShapeError: the function does not make keys and values of tokens.
             UnsupportedError: it uses weights that are not among its parameters, or draws random
@@ -178,7 +182,7 @@ def _checked(made: Any, latents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def _reached(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[set[int], bool]:
-    """Which parameters the gradients of some tensors reach, and whether they reach other leaves."""
+    """The parameters that gradients of some tensors reach, and True if these reach other leaves."""
     leaves = {id(p): i for i, p in enumerate(parameters) if p.grad_fn is None}
     made = {p.grad_fn: i for i, p in enumerate(parameters) if p.grad_fn is not None}
     nodes: list[Any] = [t.grad_fn for t in tensors]
@@ -243,7 +247,7 @@ class Expander:
         return [torch.zeros_like(p) if t is None else t.to(p.dtype) for t, p in both]
 
 
-class Chunks:
+class ExpandedChunk:
     """The chunk of latents at hand, expanded for the heads that a rank computes.
 
     In the backward pass gradients of its keys and values are added up, and go through the
@@ -320,4 +324,4 @@ def _picked(t: Tensor, heads: list[int]) -> Tensor:
     return t[:, heads]
 
 
-__all__ = ["Chunks", "Expand", "Expander", "Expansion", "as_expansion"]
+__all__ = ["Expand", "ExpandedChunk", "Expander", "Expansion", "as_expansion"]

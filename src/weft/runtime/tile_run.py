@@ -25,7 +25,7 @@ from ..plan.plan import Pass, Plan
 from ..plan.program import Payload, Transfer
 from ..plan.steps import BlockSteps, Joined, Packing, RankTransfer, Receive, steps_of
 from .buffers import pack, unpack
-from .expand import Chunks, Expander
+from .expand import ExpandedChunk, Expander
 from .marks import mark
 from .views import Views
 
@@ -78,7 +78,7 @@ class TileRun(abc.ABC):
     ) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.like, self.k = q, k
-        self.latents = None if expander is None else Chunks(expander, plan, tile.backward)
+        self.latents = None if expander is None else ExpandedChunk(expander, plan, tile.backward)
         self.flat = steps_of(tile)
         self.views = Views(plan, tile, call, bias, chosen, q)
         #: this rank's chunk of each side; None for tensors that nobody reads

@@ -79,7 +79,7 @@ class _Installed(Parallelized):
         for module in self.recurrent:
             put_back(module)
         for module in self.expanding:
-            latents.put_back(module)
+            latents.take_back(module)
         for name in self.replaced:
             if name in self.before:
                 setattr(model, name, self.before[name])

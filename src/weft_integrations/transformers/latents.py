@@ -104,7 +104,7 @@ def hand_on(module: Foreign, layout: Layout, axis: str, travel: Latents) -> None
     module.__dict__[_METHOD] = types.MethodType(expand_kv, module)
 
 
-def put_back(module: Foreign) -> None:
+def take_back(module: Foreign) -> None:
     """Take away what `hand_on` gave."""
     module.__dict__.pop(_METHOD, None)
     module.__dict__.pop(_KEPT, None)
@@ -138,4 +138,4 @@ def _travels(module: Foreign, c: Tensor, r: Tensor) -> bool:
     return not any(isinstance(p, DTensor) or p.is_meta for part in parts for p in part.parameters())
 
 
-__all__ = ["Latents", "Unexpanded", "hand_on", "modules", "put_back", "taken"]
+__all__ = ["Latents", "Unexpanded", "hand_on", "modules", "take_back", "taken"]
