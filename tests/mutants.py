@@ -2131,8 +2131,7 @@ def run_tests(copy: Path, tests: list[str], answer) -> None:
     failures = Failures()
     options = ["-n", "0", "-q", "-x", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
     options += ["--timeout", "120"]  # a bug may make ranks wait for each other
-    if "::" in tests[0]:  # named, and so run even if it is slow
-        options += ["-m", "slow or not slow"]
+    options += ["-m", "slow or not slow" if "::" in tests[0] else "not slow or few"]
     code = pytest.main([*options, *tests], plugins=[failures])
     answer.send((int(code), failures.names))
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from few import cases
 
 from weft._doors import PACKAGES
 
@@ -361,6 +362,15 @@ def test_files_of_tests_are_named_after_modules():
     names = {path.stem.removeprefix("test_") for path in (ROOT / "tests").glob("test_*.py")}
     other = {n for n in names - homes if not n.startswith(tuple(f"{room}_" for room in rooms))}
     assert other == {*OTHER_TESTS}
+
+
+def test_few_cases_have_every_value_of_their_parameters():
+    """Three of nine pairs have all six values; of one parameter, both ends and the middle."""
+    pairs = [{"mask": mask, "layout": line} for mask in "abc" for line in "xyz"]
+    chosen = [pairs[i] for i in cases(pairs, 3)]
+    assert {v for pair in chosen for v in pair.values()} == {*"abcxyz"}
+    assert cases([{"n": n} for n in range(9)], 3) == {0, 4, 8}
+    assert cases(pairs, 20) == {*range(9)}
 
 
 def test_names_of_tests_have_at_most_ten_words():

@@ -222,6 +222,7 @@ BATCHES = {
 }
 
 
+@pytest.mark.few(7)
 @split
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES)
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
@@ -1535,6 +1536,7 @@ def full(p):
     return p.full_tensor() if isinstance(p, DTensor) else p
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("way", ["torch's DDP", "torch's DDP, unused", "torch's FSDP2"])
 def test_torchs_averages_train_as_one_process(pool, way):
     assert max(pool.run(_trains, way, timeout=240)) < FP64

@@ -46,6 +46,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
+        counting: modules that count places of tokens within what they get.
         expanding: modules whose latents may travel.
         calls: what begins and ends each forward pass.
     """
@@ -59,6 +60,7 @@ class _Installed(Parallelized):
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
+    counting: list[nn.Module] = field(default_factory=list)
     expanding: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
@@ -76,7 +78,7 @@ class _Installed(Parallelized):
         """Remove hooks, modules' functions and attributes of weft from a model."""
         for handle in self.hooks:
             handle.remove()
-        for module in self.recurrent:
+        for module in (*self.recurrent, *self.counting):
             put_back(module)
         for module in self.expanding:
             latents.take_back(module)
@@ -108,6 +110,9 @@ def install(
     )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
+    installed.counting = [m for m in model.modules() if whole.tempers_by_place(m)]
+    for module in installed.counting:
+        put(module, rebound(type(module).forward, {"torch": whole.CountsRow()}))
     if travel != "keys" and not layout.reproducible:
         installed.expanding = latents.modules(model)
         for module in installed.expanding:
@@ -222,7 +227,8 @@ def _hook(
         hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
 
     full, inside = installed.rows == "whole", embeddings is not None
-    entered = calls.Calls(model, layout, axis, inside, full, installed.recurrent, decoder)
+    replaced = installed.recurrent, installed.counting
+    entered = calls.Calls(model, layout, axis, inside, full, *replaced, decoder)
     installed.calls = entered
     before(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
