@@ -145,6 +145,8 @@ CASES = {
     "pass-q": ("tokens: pass_q=4", 29, Sizes(), weft.Causal()),
     "burst": ("tokens: burst=4", 29, Sizes(), weft.Causal()),
     "adaptive": ("tokens: adaptive=2", 13, Sizes(), weft.KeyPadding((13, 6))),
+    "seen": ("tokens: seen=4", 29, Sizes(), weft.Causal(5)),
+    "seen-x-ulysses": ("tokens: ulysses=2 x seen=2", 29, Sizes(), weft.Causal(5)),
     "hierarchical": ("tokens: hierarchical=2x2", 32, Sizes(), weft.Causal()),
 }
 
