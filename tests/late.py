@@ -21,7 +21,7 @@ from torch import Tensor
 
 from weft.comm import P2PBatch, threads
 from weft.errors import RankError
-from weft.runtime.buffers import Buffers
+from weft.runtime.tile_run import TileRun
 
 
 class Message:
@@ -103,17 +103,16 @@ def poison(t: Tensor) -> None:
 @contextmanager
 def late_messages(early: bool = False) -> Iterator[None]:
     """Inside the block, `run_threads` has such messages, and buffers that are let go are NaN."""
-    recycle = Buffers.recycle
+    free = TileRun._free
 
-    def poisoned(self, sending) -> None:
-        before = [*self._retired]
-        recycle(self, sending)
-        for t in (*before, *self._spare):
-            if not any(t is kept for kept in self._retired) or any(t is s for s in self._spare):
-                poison(t)
+    def poisoned(run, numbers) -> None:
+        if any(numbers is step.frees for step in run.flat.steps):  # what came, and no result
+            for number in numbers:
+                poison(run.buffers[number])
+        free(run, numbers)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(LateTransport, "early", early)
         patched.setattr(threads, "ThreadTransport", LateTransport)
-        patched.setattr(Buffers, "recycle", poisoned)
+        patched.setattr(TileRun, "_free", poisoned)
         yield
