@@ -418,7 +418,7 @@ class Resample(OverAxes):
     ) -> Tensor:
         """The result of x (b c axes)."""
         after = {**self.lengths_after(lengths), **(to or {})}
-        mode = self.mode
+        mode: str = self.mode
         if mode == "linear":
             mode = ("linear", "bilinear", "trilinear")[len(self.axis) - 1]
         return F.interpolate(x, [after[name] for name in self.axis], mode=mode)

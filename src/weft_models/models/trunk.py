@@ -186,11 +186,15 @@ class Trunk(Model):
 
     def _with_lengths(self, x: Tensor, given: BlockInputs) -> BlockInputs:
         """The inputs with global lengths of axes that blocks change: equal chunks if not given."""
-        changed = [b.block.over_axes for b in self.blocks if _changes_lengths(b)]
-        if not changed:
+        names = {
+            name
+            for block in self.spec.blocks
+            if isinstance(block, OverAxesBlock) and not block.keeps_lengths
+            for name in block.over_axes
+        }
+        if not names:
             return given
         axes, layout = self.spec.axes, self.layout
-        names = {name for over in changed for name in over}
         whole = {name: x.shape[axes.index(name)] * layout.size(name) for name in names}
         whole |= given.lengths
         return dataclasses.replace(given, lengths=whole, first=dict(whole))
