@@ -28,7 +28,7 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     [torch.bfloat16, torch.float64]
     """
     kind = tensors[0].device.type
-    if not _is_on(kind):
+    if not autocast_is_on(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -46,7 +46,7 @@ def without_autocast(function: Callable[Given, Result]) -> Callable[Given, Resul
     @functools.wraps(function)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         kind = next(arg.device.type for arg in args if isinstance(arg, Tensor))
-        if not _is_on(kind):
+        if not autocast_is_on(kind):
             return function(*args, **kwargs)
         with torch.autocast(kind, enabled=False):
             return function(*args, **kwargs)
@@ -54,7 +54,8 @@ def without_autocast(function: Callable[Given, Result]) -> Callable[Given, Resul
     return run
 
 
-def _is_on(kind: str) -> bool:
+def autocast_is_on(kind: str) -> bool:
+    """True inside `torch.autocast` of a kind of device; meta tensors have none."""
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
 
 
