@@ -24,7 +24,7 @@ from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import calls, generation, interface, refused, whole
+from . import calls, chosen_keys, generation, interface, refused, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
@@ -46,6 +46,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
+        choosers: modules whose choice of keys does.
         calls: what begins and ends each forward pass.
     """
 
@@ -58,6 +59,7 @@ class _Installed(Parallelized):
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
+    choosers: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
     @contextlib.contextmanager
@@ -74,7 +76,7 @@ class _Installed(Parallelized):
         """Remove hooks, modules' functions and attributes of weft from a model."""
         for handle in self.hooks:
             handle.remove()
-        for module in self.recurrent:
+        for module in (*self.recurrent, *self.choosers):
             put_back(module)
         for name in self.replaced:
             if name in self.before:
@@ -103,6 +105,7 @@ def install(
     )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
+    installed.choosers = _choose_over_ranks(model, layout)
     model.set_attn_implementation(name)
     if model.config._attn_implementation != name:
         raise _outside(model)
@@ -200,7 +203,9 @@ def _hook(
         hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
 
     full, inside = installed.rows == "whole", embeddings is not None
-    entered = calls.Calls(model, layout, axis, inside, full, installed.recurrent)
+    entered = calls.Calls(
+        model, layout, axis, inside, full, installed.recurrent, installed.choosers
+    )
     installed.calls = entered
     before(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
@@ -243,6 +248,21 @@ def _rebind(model: Foreign, layout: Layout, axis: str) -> list[nn.Module]:
     for module, function, name in changes:
         put(module, function, name)
     return [module for module, _, _ in changes]
+
+
+def _choose_over_ranks(model: Foreign, layout: Layout) -> list[nn.Module]:
+    """Give modules that choose keys functions that go over ranks; returns these modules."""
+    changes = [
+        change for module in model.modules() for change in chosen_keys.replaced_methods(module)
+    ]
+    if changes and layout.reproducible:
+        raise UnsupportedError(
+            f"{layout.source}: {type(model).__name__} chooses its keys by scores that are not known"
+            " to have the same bits on every layout; take a layout that is not reproducible"
+        )
+    for module, function, name in changes:
+        put(module, function, name)
+    return list(dict.fromkeys(module for module, _, _ in changes))
 
 
 def _check_carried(model: Foreign, layout: Layout, axis: str) -> None:
