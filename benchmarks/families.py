@@ -1,7 +1,8 @@
 """Which model families of the installed transformers are exact under weft: a table.
 
 Every causal, masked and vision family is built with random weights and a tiny configuration, and
-`weft_integrations.transformers.verify` compares it with itself on two layouts.
+`weft_integrations.transformers.verify` compares it with itself on two layouts; families of images,
+video or sound with text in a call of `benchmarks.image_families`, whose text decoder is split.
 
     python -m benchmarks.families --write          # all, and writes docs/families.md
     python -m benchmarks.families llama bert       # some, printed
@@ -30,16 +31,25 @@ from weft import Layout
 from weft.errors import RankError, WeftError
 from weft_integrations.transformers import verify
 
+from . import image_families
 from .family_uses import LAYOUT, USES, tried
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
+IMAGE_TEXT = (
+    " A tiny model with images, or sound, across borders of ranks, whose text decoder is seen to be"
+    " split: outputs, loss and the gradients of decoder, projector and tower. Of other families"
+    " `verify(model, layout, batch=...)` tells, by a call of yours."
+)
 VERDICTS = ("exact", "refused", "not tried", "FAILED")
 LAYOUTS = ("tokens(zigzag): ring=2", "tokens: tile=2x2")
 KINDS = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "vision": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "image-text": dict.fromkeys(image_families.FAMILIES, ""),
 }
+#: Kinds whose uses are not tried.
+NO_USES = ("vision", "image-text")
 #: Sizes of a tiny model, for whichever of these options a configuration has.
 TINY = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), 97),
@@ -249,6 +259,8 @@ def limited(seconds: int) -> Iterator[None]:
 
 def model_name(kind: str, family: str) -> str:
     """The class of a family's model, the first of several."""
+    if kind == "image-text":
+        return image_families.FAMILIES[family]().model
     name = KINDS[kind][family]
     return name[0] if isinstance(name, tuple) else name
 
@@ -288,10 +300,14 @@ def written() -> list[Row]:
 
 def judge(kind: str, family: str) -> Row:
     """Build one family and verify it on every layout."""
-    name = model_name(kind, family)
+    name, call = model_name(kind, family), {}
     try:
         with limited(120):
-            model = built(family, name)
+            if kind == "image-text":
+                model = image_families.built(family).float()
+                call = {"batch": image_families.example(family)}
+            else:
+                model = built(family, name)
             parameters = sum(p.numel() for p in model.parameters())
             if parameters > 300e6:
                 return Row(kind, family, name, "not tried", f"{parameters / 1e6:.0f} M weights")
@@ -301,9 +317,9 @@ def judge(kind: str, family: str) -> Row:
         with limited(180):
             for line in LAYOUTS:
                 try:
-                    verify(model, Layout.parse(line))
+                    verify(model, Layout.parse(line), **call)
                 except RankError:  # a machine that stood still, where ranks waited for each other
-                    verify(model, Layout.parse(line))
+                    verify(model, Layout.parse(line), **call)
     except RankError as error:
         return Row(kind, family, name, "FAILED", one_line(error))
     except WeftError as error:
@@ -347,13 +363,15 @@ def page(rows: list[Row]) -> str:
         if not mine:
             continue
         counts = Counter(row.verdict for row in mine)
+        about = IMAGE_TEXT if kind == "image-text" else ""
         summary = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
         lines = [f"| family | model | | {' | '.join(USES)} | why |", "|---" * (4 + len(USES)) + "|"]
         lines += [
             f"| {r.family} | {r.model} | {r.verdict} | {' | '.join(r.uses)} | {_cell(r.why)} |"
             for r in mine
         ]
-        parts += [f"## {kind.capitalize()}", f"{len(mine)} families: {summary}.", "\n".join(lines)]
+        parts += [f"## {kind.capitalize()}", f"{len(mine)} families: {summary}.{about}"]
+        parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
 
@@ -366,7 +384,7 @@ def try_uses(families: list[str], kinds: list[str], write: bool) -> None:
     rows = written()
     for i, row in enumerate(rows):
         chosen = row.kind in kinds and (not families or row.family in families)
-        if chosen and row.verdict == "exact" and row.kind != "vision":
+        if chosen and row.verdict == "exact" and row.kind not in NO_USES:
             rows[i] = used(row)
             print(row.kind, row.family, *rows[i].uses, sep=" | ", flush=True)
     if write:
@@ -386,19 +404,20 @@ def main() -> None:
     if args.uses:
         try_uses(args.families, args.kind or list(KINDS), args.write)
         return
-    before = {(row.kind, row.family): row.uses for row in written()}
+    before = {(row.kind, row.family): row for row in written()}
     rows = []
     for kind in args.kind or KINDS:
         for family in sorted(KINDS[kind]):
             if args.families and family not in args.families:
                 continue
             row = judge(kind, family)
-            row = replace(row, uses=before.get((kind, family), Row.uses))
+            row = replace(row, uses=before.get((kind, family), row).uses)
             rows.append(row)
             print(row.kind, row.family, row.model, row.verdict, row.why, sep=" | ", flush=True)
     print({v: sum(row.verdict == v for row in rows) for v in VERDICTS})
-    if args.write:
-        PAGE.write_text(page(rows))
+    if args.write:  # rows of other families stay
+        now = before | {(row.kind, row.family): row for row in rows}
+        PAGE.write_text(page(sorted(now.values(), key=lambda row: row.family)))
     if any(row.verdict == "FAILED" for row in rows):
         raise SystemExit(1)
 

@@ -54,6 +54,14 @@ MASKS = [
 
 #: One axis of a shipped layout per combination of rules, and two attended jointly. Every shipped
 #: layout is run by `weft check` in `test_cli`.
+GRIDS = {
+    "near": weft.Near((7, 5), 3),
+    "near, dilated, circular": weft.Near((7, 5), (4, 2), (1, 2), (True, True)),
+    "near, even, dilated": weft.Near((7, 5), (3, 4), (2, 1)),
+    "boxes": weft.Boxes((7, 5), (3, 2)),
+    "boxes, shifted, circular": weft.Boxes((7, 5), (3, 2), (1, 1), (False, True)),
+    "boxes & causal": weft.Boxes((7, 5), 4, 2, True) & Causal(),
+}
 AXES = [*one_per_combination(), ("pair-2x2", "rows+columns"), ("pair-2x2", "columns+rows")]
 
 
@@ -71,6 +79,24 @@ def case_for(axis: str, n: int = 13, m: int | None = None, **changes) -> Case:
     return Case(axes, lengths, **({"batch": 3, "heads": 8, "kv_heads": 4} | changes))
 
 
+@pytest.mark.parametrize(
+    "mesh", [{"y": 2, "x": 2}, {"y": 3, "x": 1}, {"y": 1, "x": 3}], ids=lambda m: f"{[*m.values()]}"
+)
+@pytest.mark.parametrize("mask", GRIDS)
+def test_masks_of_a_grid_are_exact_wherever_it_is_cut(mask, mesh):
+    rules = dict(zip(mesh, ("ring", "pass_q") if mask < "near" else ("halo", "gather")))
+    layout = Layout.from_dict(
+        {
+            "mesh": mesh,
+            "shard": {"lat": ["y"], "lon": ["x"]},
+            "attend": {"lat+lon": [{"strategy": s, "on": d} for d, s in rules.items()]},
+        }
+    )
+    case = Case(("lat", "lon"), ((7, 7), (5, 5)), mask=GRIDS[mask], lse_gradient=mask == "near")
+    assert_exact(layout, case)
+
+
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), [("single", "tokens"), *AXES])
 def test_all_strides_are_exact_on_every_layout(name, axis):
     """q, k, v and the output's gradient in every way: half on one layout, half on the next."""
@@ -87,6 +113,7 @@ def turned(place: int) -> Iterator[str]:
     return itertools.islice(itertools.cycle(orders), place % len(orders), None)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_every_mask_is_exact_on_every_layout(name, axis):
     """Any two of layout, mask and order of tokens meet."""
@@ -112,6 +139,7 @@ OFFSETS = [
 ]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_queries_at_an_offset_are_exact_on_every_layout(name, axis):
     """Half of the offsets on one layout, the others on the next."""
@@ -160,6 +188,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_every_shape_and_option_is_exact_on_every_layout(name, axis):
     """Half of the shapes on one layout, the others on the next."""
@@ -221,6 +250,7 @@ def _stack(mesh: dict, entries: list, order: str) -> Layout:
 SOME = [Full(), Causal(), Causal(4), Documents((5, 12, 6)) & Causal(), Window(3, 1) | FirstKeys(2)]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", MESHES)
 def test_odd_meshes_and_turned_dims_are_exact(name, order):
@@ -230,6 +260,7 @@ def test_odd_meshes_and_turned_dims_are_exact(name, order):
         assert_exact(_stack(mesh, [(strategy, on)], order), case)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", STACKS)
 def test_stacked_strategies_are_exact(name, order):
@@ -243,6 +274,7 @@ def test_stacked_strategies_are_exact(name, order):
     assert_exact(_stack(mesh, entries, order), case)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("axes", [("rows", "columns"), ("columns", "rows")], ids="-".join)
 @pytest.mark.parametrize("split", ["both", "rows", "columns"])
@@ -264,6 +296,7 @@ def test_axes_attended_jointly_are_exact_whichever_of_them_is_split(split, axes,
         assert_exact(layout, Case(axes, cross, mask=mask))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_windows_are_exact_whichever_way_chunks_travel(transport, order):
@@ -298,6 +331,7 @@ def _rms_errors(layout: Layout, case: Case, dtype: torch.dtype) -> dict[str, flo
 LOWER = (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("name", "axis", "dtype"),
     [(*named, LOWER[i % 2]) for i, named in enumerate(AXES)]
@@ -410,6 +444,7 @@ WHOLE_QUERIES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("line", WHOLE_QUERIES)
 @pytest.mark.parametrize(("n", "m"), [(13, 13), (1, 17), (0, 4), (3, 2)])
 def test_queries_may_lie_whole_where_keys_are_split(line, n, m):

@@ -12,7 +12,9 @@ from weft import Layout, on_threads
 from weft.declare import catalog
 from weft.errors import DeclarationError, ShapeError
 from weft.nn import MultiAxisAttention
+from weft.nn.named import build_mask
 from weft.nn.parameters import local
+from weft_models.declare.model_blocks import AttendBlock
 from weft_models.models import ModelSpec, compose
 
 AXES = ("batch", "time", "lat", "lon", "embed")
@@ -148,6 +150,8 @@ def test_uneven_chunks_without_lengths_are_refused_by_that_name():
         on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
+@pytest.mark.sample
+@pytest.mark.sample
 def test_a_module_compiles_whole():
     module = _attention(axis=("lat", "lon"), rope=True, mask=weft.Causal())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -175,12 +179,13 @@ SPEC = {
             "block": [
                 {"attend": "time", "mask": {"window": [2, 0]}, "rope": True, "qk_norm": True},
                 {"attend": "lat+lon", "rope": True, "bias": {"relative": 2}},
+                {"attend": "lat+lon", "mask": {"boxes": 2, "shift": [1, 0], "circular": "lat"}},
             ],
         },
         {"attend": "notes", "context": "notes", "heads": 2},
         {"attend": "time", "context": "past"},
         {"attend": "time", "mask": ["causal", "documents"], "bias": {"pair": "z", "width": 3}},
-        {"attend": ["time", "lat"], "scale": 0.3, "bias": "alibi"},
+        {"attend": ["time", "lat"], "scale": 0.3, "bias": "alibi", "mask": {"near": [3, 2]}},
         {"mlp": 24, "gated": True, "activation": "silu"},
     ],
 }
@@ -214,6 +219,7 @@ def _run(layout: Layout, layouts=None, spec=SPEC):
     return model, out.detach(), x.grad
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_trunk_is_the_same_on_every_layout_with_every_gradient(line):
     reference, wanted, wanted_x = _run(Layout.single())
@@ -324,7 +330,7 @@ def test_routed_layout_of_one_kind_is_refused_before_anything_runs():
 def test_blocks_run_in_order_with_groups_repeated():
     spec = ModelSpec.from_dict({**SPEC, "repeat": 2})
     kinds = [b.kind if hasattr(b, "kind") else b.mlp for b in spec.blocks]
-    once = ["time", "lat+lon"] * 2 + ["notes", "past", "time", "time+lat", 24]
+    once = ["time", "lat+lon", "lat+lon"] * 2 + ["notes", "past", "time", "time+lat", 24]
     assert kinds == once * 2
 
 
@@ -336,6 +342,49 @@ def test_more_blocks_than_can_be_written_out_are_refused(repeat):
     ):
         with pytest.raises(DeclarationError, match="repeat"):
             ModelSpec.from_dict(spec)
+
+
+GRID_MASKS = [
+    ({"near": 3}, weft.Near((6, 8), 3)),
+    ({"near": [3, 5], "dilation": [2, 1]}, weft.Near((6, 8), (3, 5), (2, 1))),
+    ({"near": 3, "circular": "lon"}, weft.Near((6, 8), 3, circular=(False, True))),
+    ({"boxes": [3, 4], "shift": [1, 2]}, weft.Boxes((6, 8), (3, 4), (1, 2))),
+    (
+        [{"boxes": 3, "shift": 1, "circular": ["lat", "lon"]}, "causal"],
+        weft.Boxes((6, 8), 3, 1, True) & weft.Causal(),
+    ),
+]
+
+
+@pytest.mark.parametrize(("written", "mask"), GRID_MASKS, ids=str)
+def test_masks_of_a_grid_are_read_and_written(written, mask):
+    block = AttendBlock(attend="lat+lon", mask=written)
+    assert build_mask(block.mask, {}, {"lat": 6, "lon": 8}) == mask
+    assert AttendBlock.model_validate(block.model_dump(exclude_unset=True)) == block
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ({"near": 0}, "near = 0: give a whole number, 1 or more, or one per attended axis"),
+        ({"near": [3, 3, 3]}, r"near = \[3, 3, 3\] needs one number per axis, 2"),
+        ({"boxes": 3, "shift": -1}, "shift = -1: give a whole number, 0 or more"),
+        ({"boxes": 3, "dilation": 2}, "no mask is called 'dilation'"),
+        ({"near": 3, "circular": "long"}, "circular = 'long'.*did you mean 'lon'"),
+        ({"near": 3, "circular": 1}, "circular = 1: name an attended axis"),
+    ],
+    ids=str,
+)
+def test_masks_of_no_grid_are_refused(mask, said):
+    block = {"attend": "lat+lon", "mask": mask}
+    with pytest.raises(DeclarationError, match=said):
+        ModelSpec.from_dict({**SPEC, "block": [block]})
+
+
+def test_a_mask_of_a_grid_is_not_of_a_context():
+    block = {"attend": "time", "context": "past", "mask": {"near": 3}}
+    with pytest.raises(DeclarationError, match="'near' is of x itself, not of a context"):
+        ModelSpec.from_dict({**SPEC, "block": [block]})
 
 
 def test_what_the_call_must_give_is_asked_for_by_name():
@@ -440,6 +489,7 @@ def _over_a_context(layout: Layout, axes: str, kind, lengths=("batch", "t", "y")
     return [*whole, *(p.grad for p in model.parameters()), *([z.grad] if given else [])]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kind", [{"relative": 3}, {"pair": "z", "width": 3}], ids=str)
 @pytest.mark.parametrize("axes", OVER)
 @pytest.mark.parametrize(

@@ -43,6 +43,8 @@ MASKS = {
     & weft.Full(),
     "spans": SPANS | weft.Causal(),
     "blocks": weft.Causal() | Blocks((((2, 4), (7, 9)), ((0, 5),))),
+    "grid": weft.Near((4, 6), (3, 2), (1, 2)) & weft.Boxes((4, 6), 3, 1, (False, True))
+    | weft.Near((4, 6), 3, circular=True),
     "function": weft.MaskMod(lambda b, h, q, k: (q * 3 + k * b + h) % 2 == 0),
     "keys": weft.MaskMod(_Keys(torch.arange(BATCH * N).view(BATCH, N) % 3 > 0)),
     "part": OfPart(SPANS & weft.Documents((6, 18)), (1, 0), tuple(range(N)), BATCH, N),
@@ -51,7 +53,7 @@ MASKS = {
 #: Biases of positions, likewise.
 FUNCTIONS = {"part": FunctionOfPart(alibi(HEADS).fn, (1, 0), tuple(range(N)))}
 #: Without a question of pairs: stands for a function while intervals are looked at.
-NONE = {"Unknown", "Mask"}
+NONE = {"Unknown", "Mask", "_Grid"}
 
 
 class Lowered(Exception):
@@ -84,6 +86,7 @@ def lower(mask: weft.Mask | None, function=None, bias=None, softcap=None) -> Non
         compiled(q, k, k, score_mod=mod, block_mask=block_mask, scale=1.0, enable_gqa=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [n if n == "part" else pytest.param(n, marks=pytest.mark.sample) for n in MASKS],

@@ -12,8 +12,8 @@ from reference import visible as seen_by
 from test_tiles import visible_queries
 
 import weft
-from weft.masks import Mask
-from weft.plan.intervals import SpanTable, merge_intervals, visible
+from weft.masks import Mask, merge_intervals
+from weft.plan.intervals import SpanTable, visible
 from weft.plan.order import ORDERS, Span, count, positions
 from weft.plan.plan import Pass, Plan
 from weft.plan.predict import plan_for

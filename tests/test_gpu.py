@@ -11,6 +11,8 @@ from benchmarks.gpu.parts import Where
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, choose, named
 from weft.kernels.base import surrogate_out
+from weft.plan.memory import ALIGNMENT
+from weft.plan.steps import form_of
 from weft.runtime import buffers
 
 pytestmark = pytest.mark.gpu
@@ -67,9 +69,11 @@ def test_a_second_call_never_waits_for_the_gpu() -> None:
 def test_parts_of_packed_buffer_can_be_read_where_they_lie() -> None:
     """5 heads of 1,001 rows of bf16, behind lse and delta."""
     shapes = [((1, 5, 1001), torch.float32)] * 2 + [((1, 5, 1001, 64), torch.bfloat16)] * 2
-    _, _, q, dout = buffers.unpack(buffers.buffer_for(shapes, "cuda"), shapes)
+    form = form_of(shapes)
+    buffer = torch.empty(form.numel, dtype=form.dtype, device="cuda")
+    _, _, q, dout = buffers.unpack(buffer, form)
     for t in (q, dout):
-        assert t.data_ptr() % buffers.ALIGNMENT == 0
+        assert t.data_ptr() % ALIGNMENT == 0
     kernel = named("cuda-flash")
     q.normal_()
     out, _ = kernel.forward(q, q, q, weft.kernels.TileView(0.125))

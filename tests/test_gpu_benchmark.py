@@ -15,7 +15,7 @@ import torch
 
 import weft
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import exactness, host, messages
+from benchmarks.gpu import exactness, host, messages, step
 from benchmarks.gpu.parts import CannotRun, Where, table
 from benchmarks.gpu.report import Report
 from weft.kernels import flex
@@ -151,3 +151,50 @@ def test_a_rank_that_sends_to_itself_ends(line: str, name: str) -> None:
     out = weft.attention(*leaves, on, "tokens", mask, length=32 * layout.world_size)
     out.sum().backward()
     assert all(t.grad.isfinite().all() for t in leaves)
+
+
+def cells(lines) -> list[list[str]]:
+    """Rows of a table, without its heading."""
+    return [line.strip("| ").split(" | ") for line in lines if line.startswith("| `")]
+
+
+def test_predicted_peak_is_that_of_a_step_of_numbers() -> None:
+    pytest.importorskip("transformers")
+    from weft_planner.hf_step import count_model
+
+    where, layout = Where("cpu"), weft.Layout.parse("tokens: ring=8")
+    model = step.model_of(where)
+    options = {"loss": "full", "recompute": True}
+    predicted = count_model(model, layout, 8 * 64, free_gradients=False, **options).peak
+    assert step.measured(where, model, layout, 64, *options.values()) == [predicted]
+
+
+@pytest.mark.sample
+def test_peaks_are_predicted_in_every_row_of_a_rehearsal() -> None:
+    """In a rehearsal: alone and in a ring, both losses, with and without recomputation."""
+    pytest.importorskip("transformers")
+    found = cells(step.run(Where("cpu")))
+    assert len(found) == 8
+    assert {row[5] for row in found} <= {"+0.0%", "-0.0%"}
+    predicted = {tuple(row[:3]): float(row[3]) for row in found}
+    for layout in ("`tokens: ring=1`", "`tokens: ring=8`"):
+        peaks = [predicted[layout, *k] for k in (("chunked", "yes"), ("full", "yes"))]
+        peaks += [predicted[layout, *k] for k in (("chunked", "no"), ("full", "no"))]
+        assert peaks == sorted({*peaks})
+
+
+def test_what_the_allocator_saw_is_printed_beside_the_prediction(monkeypatch) -> None:
+    """The branch of a GPU, whose allocator is a stand-in: 5 MiB of a step, 1 of weights."""
+    pytest.importorskip("transformers")
+    mib = 1 << 20
+    for name, value in {
+        "memory_allocated": mib, "max_memory_allocated": 6 * mib, "max_memory_reserved": 8 * mib,
+        "mem_get_info": (70 * mib, 80 * mib), "synchronize": None, "empty_cache": None,
+        "reset_peak_memory_stats": None,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    where = type("OnCPU", (Where,), {"rehearsal": False})("cpu")
+    model = step.model_of(Where("cpu"))
+    layout = weft.Layout.parse("tokens: ring=8")
+    seen = step.measured(where, model, layout, 64, "chunked", True)
+    assert seen == [5 * mib, 8 * mib, 4 * mib]

@@ -1,6 +1,7 @@
 """Masks: what each lets be seen, and that what it claims of intervals is true."""
 
 import itertools
+import random
 import sys
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import weft
 from weft import Layout
 from weft.errors import ShapeError
 from weft.masks import (
+    Boxes,
     Causal,
     Documents,
     FirstKeys,
@@ -21,6 +23,7 @@ from weft.masks import (
     KeyPadding,
     Mask,
     MaskMod,
+    Near,
     Window,
     describe,
     is_empty,
@@ -53,6 +56,19 @@ RULES = {
     (Window(0, 3) & FirstKeys(9)) | Documents((6, 6)): lambda b, h, q, k: (
         (q <= k <= q + 3 and k < 9) or (q < 6) == (k < 6)
     ),
+    Near(12, 5): lambda b, h, q, k: 0 <= k - min(max(q - 2, 0), 7) < 5,
+    Near(12, 4, 3): lambda b, h, q, k: (k - q) % 3 == 0,
+    Near((3, 4), (2, 3), circular=(True, False)): lambda b, h, q, k: (
+        (k // 4 - q // 4) % 3 in (2, 0) and 0 <= k % 4 - (q % 4 > 1) < 3
+    ),
+    Boxes((3, 4), 2, (1, 0)): lambda b, h, q, k: (
+        (q // 4 > 0) == (k // 4 > 0) and q % 4 // 2 == k % 4 // 2
+    ),
+    Boxes((3, 4), (1, 3), (0, 2), (False, True)): lambda b, h, q, k: (
+        q // 4 == k // 4 and (q % 4 == 1) == (k % 4 == 1)
+    ),
+    Near((3, 4), 3) & Causal(): lambda b, h, q, k: k <= q and 0 <= k % 4 - (q % 4 > 1) < 3,
+    Boxes(12, 5) | Window(1, 0): lambda b, h, q, k: q // 5 == k // 5 or k == q - 1,
 }
 #: the same for `FEW` queries and `N` keys
 FEW = 5
@@ -121,6 +137,88 @@ def test_what_a_mask_claims_of_intervals_holds(mask, rule, n):
             if diagonal is not None:
                 causal = ahead[q[0] : q[1] + 1, k[0] : k[1] + 1] <= diagonal
                 assert (tile == causal).all(), (q, k)
+
+
+@pytest.mark.parametrize(("mask", "rule", "n"), CASES)
+def test_intervals_hold_all_that_is_seen(mask, rule, n):
+    seen = visible(mask, 2, 3, n, N).flatten(0, 1).any(0)
+    exact = isinstance(mask, Near | Boxes)
+    for q in _intervals(n):
+        held = _positions(mask.key_intervals(q))
+        assert {*seen[q[0] : q[1] + 1].any(0).nonzero().flatten().tolist()} <= held
+        assert not exact or held == {*seen[q[0] : q[1] + 1].any(0).nonzero().flatten().tolist()}
+    for k in _intervals(N):
+        held = _positions(mask.query_intervals(k))
+        assert {*seen[:, k[0] : k[1] + 1].any(1).nonzero().flatten().tolist()} <= held
+        assert not exact or held == {*seen[:, k[0] : k[1] + 1].any(1).nonzero().flatten().tolist()}
+
+
+def _positions(intervals) -> set[int]:
+    assert all(a <= b < c - 1 for (a, b), (c, _) in itertools.pairwise(intervals))
+    return {p for low, high in intervals for p in range(max(low, 0), min(high, N - 1) + 1)}
+
+
+def _near(q: int, length: int, kernel: int, dilation: int, circular: bool) -> set[int]:
+    """The keys of one query along one axis, of its own residue, as NATTEN has them."""
+    if circular:
+        return {(q + dilation * (i - kernel // 2)) % length for i in range(kernel)}
+    residue, index = q % dilation, q // dilation
+    alike = len(range(residue, length, dilation))
+    first = min(max(index - kernel // 2, 0), alike - kernel)
+    return {residue + dilation * i for i in range(first, first + kernel)}
+
+
+def _box(q: int, length: int, size: int, shift: int, circular: bool) -> set[int]:
+    """The places whose box, after an axis is rolled as Swin does, is that of one query."""
+    if length <= size:
+        return set(range(length))
+    box = [(i - shift) % length // size if circular else (i - shift) // size for i in range(length)]
+    return {k for k in range(length) if box[k] == box[q]}
+
+
+def _drawn_grid(draw: random.Random) -> tuple[Mask, list]:
+    """A random mask of a grid, and per axis what each coordinate sees."""
+    lengths = tuple(draw.choice([(13,), (7, 5), (4, 9), (3, 2, 4), (1, 6), (8, 1)]))
+    ends = tuple(draw.random() < 0.5 for _ in lengths)
+    if draw.random() < 0.5:
+        steps = tuple(draw.randint(1, min(3, n)) for n in lengths)
+        kernels = tuple(draw.randint(1, n // d) for n, d in zip(lengths, steps))
+        mask, rule, given = Near(lengths, kernels, steps, ends), _near, (kernels, steps)
+    else:
+        sizes = tuple(draw.randint(1, n + 1) for n in lengths)
+        shifts = tuple(draw.randrange(size) for size in sizes)
+        mask, rule, given = Boxes(lengths, sizes, shifts, ends), _box, (sizes, shifts)
+    axes = zip(lengths, *given, ends)
+    return mask, [[rule(q, *of_axis) for q in range(of_axis[0])] for of_axis in axes]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_masks_of_a_grid_see_what_their_axes_see(seed):
+    draw = random.Random(seed)
+    for _ in range(4):
+        mask, axes = _drawn_grid(draw)
+        places = list(itertools.product(*(range(len(axis)) for axis in axes)))
+        wanted = torch.tensor(
+            [[all(c in axis[a] for axis, a, c in zip(axes, q, k)) for k in places] for q in places]
+        )
+        n = len(places)
+        assert torch.equal(visible(mask, 1, 1, n, n)[0, 0], wanted), mask
+        for _ in range(60):
+            q, k = (tuple(sorted(draw.choices(range(n), k=2))) for _ in range(2))
+            tile = wanted[q[0] : q[1] + 1, k[0] : k[1] + 1]
+            assert is_empty(mask, q, k) == (not tile.any()), (mask, q, k)
+            assert mask.is_full(q, k) <= bool(tile.all()), (mask, q, k)
+            if isinstance(mask, Boxes) or max(mask.dilation) == 1:
+                assert mask.is_full(q, k) == bool(tile.all()), (mask, q, k)
+
+
+def test_intervals_of_a_large_grid_are_few():
+    """Some rows of 721 x 1440 places: where strips are many, one interval holds those of a row."""
+    found = Near((721, 1440), (7, 7), circular=(False, True)).key_intervals((0, 3))
+    assert len(found) == 2 * 7 - 6
+    assert found[-1][1] == 7 * 1440 - 1
+    strips = Near((13, 90, 1440), (5, 61, 61)).key_intervals((700_000, 700_010))
+    assert 1 <= len(strips) <= 4096
 
 
 @pytest.mark.parametrize(("mask", "rule", "n"), CASES)
@@ -198,6 +296,15 @@ def test_masks_of_two_offsets_are_two_masks():
         (lambda: (Full() & Causal()).check(3, 4, 1), "as many keys as queries"),
         (lambda: (Full() | FirstKeys(9)).check(3, 4, 1), "more keys than the 4"),
         (lambda: visible(MaskMod(lambda b, h, q, k: q - k), 1, 1, 2, 2), "bool tensor"),
+        (lambda: Near((5, 9), (7, 3)), "7 keys does not fit on an axis of 5; take a kernel of 5"),
+        (lambda: Near(9, 5, 2), "5 keys times dilation 2 does not fit on an axis of 9"),
+        (lambda: Near((5, 9), (3, 3, 3)), r"kernel = \(3, 3, 3\): one, or one for each of"),
+        (lambda: Near(9, 3, 0), "dilation = 0: 1 or more"),
+        (lambda: Near((), 3), "one axis or more"),
+        (lambda: Near(9, 3, circular="lon"), "circular = 'lon': true or false"),
+        (lambda: Boxes((4, 4), 2, (0, 2)), "a shift is below the size of a box"),
+        (lambda: Boxes((4, 4), 2).check(12, 12, 1), "4 x 4 = 16 places, found 12 queries"),
+        (lambda: Near((4, 4), 2).check(16, 20, 1), "found 16 queries and 20 keys"),
     ],
 )
 def test_masks_that_do_not_fit_are_refused(make, reason):
@@ -347,6 +454,7 @@ INDEXED = {
 }
 
 
+@pytest.mark.few(2)
 @covering(
     "name line kernel",
     INDEXED,

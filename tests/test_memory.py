@@ -92,6 +92,7 @@ def chunk(tokens: int) -> int:
 # -- the bound ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(14)
 @pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 37), (torch.bfloat16, 5)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
@@ -161,7 +162,7 @@ def test_executor_holds_as_many_chunks_as_the_program_replayed_says(name, monkey
 
     def watched_count(run, *more) -> None:
         count(run, *more)
-        coming = sum(t.payload.is_chunk for t in run.in_flight)
+        coming = sum(move.transfer.payload.is_chunk for move, _ in run.in_flight.values())
         key = (run.transport.rank, run.tile.backward)
         held, _ = most.get(key, (0, 0))
         most[key] = max(held, len(run.chunks) + coming), live_chunks(run.tile.program)
@@ -268,6 +269,7 @@ def own_results(run) -> list[torch.Tensor]:
     return [t for part in own for t in part.tensors()]
 
 
+@pytest.mark.few(14)
 @pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -296,7 +298,7 @@ def test_witness_sees_buffer_that_is_kept_after_it_was_sent(monkeypatch):
 @pytest.mark.parametrize("line", ["ring=2", "ring=5", "gather=5"])
 def test_keys_are_packed_once_and_passed_on_as_they_came(line, monkeypatch):
     pack, calls = tile_run.pack, []
-    monkeypatch.setattr(tile_run, "pack", lambda parts: calls.append(1) or pack(parts))
+    monkeypatch.setattr(tile_run, "pack", lambda *given: calls.append(1) or pack(*given))
     layout = Layout.parse(f"tokens: {line}")
 
     def rank(transport) -> None:

@@ -13,8 +13,9 @@ from weft.plan.memory import ALIGNMENT, payload_bytes
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Payload
+from weft.plan.steps import _Buffers, form_of, steps_of
 from weft.runtime import resharding, tile_run
-from weft.runtime.buffers import Buffers, buffer_for, pack, unpack
+from weft.runtime.buffers import pack, unpack
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SHAPES = st.lists(
@@ -31,11 +32,11 @@ def test_what_is_packed_is_unpacked(shapes, name, alignment):
     shapes = [(tuple(t.shape), t.dtype) for t in tensors]
     if alignment == 1 and len({dtype for _, dtype in shapes}) > 1:
         return  # all-to-alls, which are not aligned, are of one dtype
-    buffer = pack(tensors, alignment)
-    empty = buffer_for(shapes, "cpu", alignment)
+    form = form_of(shapes, alignment)
+    buffer = pack(tensors, form)
     assert buffer.is_contiguous()
-    assert (buffer.shape, buffer.dtype) == (empty.shape, empty.dtype)
-    for t, found in zip(tensors, unpack(buffer, shapes, alignment)):
+    assert (buffer.shape, buffer.dtype) == ((form.numel,), form.dtype)
+    for t, found in zip(tensors, unpack(buffer, form)):
         assert torch.equal(t, found)
         assert found.data_ptr() % alignment == 0 or not found.numel() or len(tensors) == 1
 
@@ -45,8 +46,8 @@ def unpacked(monkeypatch):
     """Tensors that arrived, with the buffers in which they did."""
     seen = []
 
-    def spy(buffer, shapes):
-        found = unpack(buffer, shapes)
+    def spy(buffer, form):
+        found = unpack(buffer, form)
         seen.extend((buffer, t) for t in found)
         return found
 
@@ -86,7 +87,8 @@ def test_payload_bytes_are_those_of_the_buffer(dtype, rows):
     for (payload, backward), sizes in shapes.items():
         typed = [(size, accum if len(size) == 3 else dtype) for size in sizes]
         nbytes = payload_bytes(plan, payload, backward, rows)
-        assert nbytes == buffer_for(typed, "cpu").nbytes
+        form = form_of(typed)
+        assert nbytes == form.numel * form.dtype.itemsize
         dense = 5 * rows * problem.row_bytes(payload, backward)
         assert 0 <= nbytes - dense < ALIGNMENT * len(sizes)
 
@@ -119,79 +121,69 @@ def test_odd_rows_are_exact():
 
 
 def test_all_to_alls_are_not_padded():
-    assert pack([torch.ones(3), torch.ones(5)], 1).shape == (8,)
-    assert pack([torch.ones(3), torch.ones(5)]).shape == (4 + 5,)
+    shapes = [((3,), torch.float32), ((5,), torch.float32)]
+    assert form_of(shapes, 1).numel == 8
+    assert form_of(shapes).numel == 4 + 5
 
 
 # -- buffers and indices that are used again ------------------------------------------------------
 
 
-@pytest.fixture
-def made(monkeypatch):
-    """Whether a buffer to receive into was there already, by pass of a rank."""
-    found = {}
-
-    class Spy(Buffers):
-        def take(self):
-            before = {id(t) for t in self.kept()}
-            taken = super().take()
-            found.setdefault(self, []).append(id(taken) in before)
-            return taken
-
-    monkeypatch.setattr(tile_run, "Buffers", Spy)
-    return found
+def buffers_received(plan) -> list[tuple[int, int]]:
+    """How many messages a rank receives in each pass, and into how many buffers."""
+    counts = []
+    for tile in (plan.forward, plan.backward):
+        moves = [move for step in steps_of(tile).steps for move in step.begin]
+        buffers = [move.receive.buffer for move in moves if move.receive is not None]
+        counts.append((len(buffers), len(set(buffers))))
+    return counts
 
 
-def test_ring_receives_into_two_buffers_however_many_ranks_there_are(made):
+def test_ring_receives_into_two_buffers_however_many_ranks_there_are():
+    problem = Problem.of("tokens", 64, heads=2, head_dim=8)
     layout = weft.Layout.parse("tokens: ring=8")
-    q = torch.randn(1, 2, 64, 8)
-
-    def rank(layout):
-        mine = layout.shard(q, {"tokens": 2}).requires_grad_()
-        weft.attention(mine, mine, mine, layout, "tokens").sum().backward()
-
-    weft.on_threads(layout, rank)
-    assert len(made) == 16
-    for again in made.values():
-        assert len(again) >= 7
-        assert again.count(False) <= 4, again  # forward two; backward two of gradients beside them
-    assert [again.count(False) for again in made.values() if len(again) == 7] == [2] * 8
+    for rank in range(8):
+        forward, backward = buffers_received(plan_for(layout, problem, rank))
+        assert forward == (7, 2)
+        assert backward[1] <= 4  # two of gradients beside them
 
 
 def test_a_buffer_is_kept_for_the_next_step_only():
-    four, five = [((4, 4), torch.float32)], [((5, 4), torch.float32)]
-    buffers = Buffers(torch.device("cpu"), [[four], [four], [five, four], [five], [four]])
-    buffers.step()
-    one = buffers.take()
-    buffers.retire(one)
-    buffers.recycle([one])  # still on its way out
-    buffers.step()
-    assert buffers.take() is not one
-    buffers.recycle([])
-    buffers.step()
-    assert buffers.take() is not one  # too small
-    assert buffers.take() is one
-    buffers.retire(one)
-    buffers.recycle([])  # the next step needs a larger one
-    assert not buffers.kept()
+    four, five = (form_of([((n, 4), torch.float32)]) for n in (4, 5))
+    buffers = _Buffers()
+    one = buffers.take(four)
+    buffers.retire(one, four)
+    assert buffers.recycle([one], [four]) == ()  # still on its way out
+    other = buffers.take(four)
+    assert other != one
+    assert buffers.recycle([], [five, four]) == ()
+    assert buffers.take(five) != one  # too small
+    assert buffers.take(four) == one
+    buffers.retire(one, four)
+    assert buffers.recycle([], [five]) == (one,)  # the next step needs a larger one
 
 
-def test_a_buffer_in_flight_is_not_reused():
-    """Queries of one sequence and head are packed without a copy: some rows of what came."""
-    whole, rows = ((1, 1, 8, 4), torch.float32), slice(2, 6)
-    buffers = Buffers(torch.device("cpu"), [[[whole]]] * 3)
-    buffers.step()
-    one = buffers.take()
-    (came,) = unpack(one, [whole])
-    part = pack([came[:, :, rows]])
-    assert part.data_ptr() == came[:, :, rows].data_ptr()
-    buffers.retire(one)
-    buffers.recycle([part])
-    buffers.step()
-    assert buffers.take() is not one
-    buffers.recycle([])
-    buffers.step()
-    assert buffers.take() is one
+@pytest.mark.parametrize("line", ["tokens: pass_q=4", "tokens(zigzag): ring=4", "tokens: tile=2x4"])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_buffer_in_flight_is_not_reused(line, heads):
+    """Queries of one sequence and head are sent without a copy: some rows of what came."""
+    problem = Problem.of("tokens", 64, heads=heads, head_dim=8, mask=weft.Causal(9))
+    layout = weft.Layout.parse(line)
+    for rank in range(layout.world_size):
+        plan = plan_for(layout, problem, rank)
+        for tile in (plan.forward, plan.backward):
+            sending, filled = [], {}
+            for step in steps_of(tile).steps:
+                for move in step.begin:
+                    if move.send is not None:
+                        whole = filled.get((move.transfer.payload, move.transfer.source))
+                        sending.append((move.number, {move.send.buffer, whole}))
+                    if move.receive is not None:
+                        assert all(move.receive.buffer not in read for _, read in sending)
+                for move in step.end:
+                    sending = [(number, read) for number, read in sending if number != move.number]
+                    if move.receive is not None:
+                        filled[move.transfer.payload, move.transfer.target] = move.receive.buffer
 
 
 def test_a_second_call_copies_and_sorts_nothing(monkeypatch):

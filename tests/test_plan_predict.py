@@ -177,7 +177,8 @@ def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str,
     def watched(run, *transfers) -> None:
         begin(run, *transfers)
         held = [t for chunk in run.chunks.values() for t in chunk]
-        buffers = [buffer for _, buffer in run.in_flight.values() if buffer is not None]
+        coming = [move.receive for move, _ in run.in_flight.values() if move.receive is not None]
+        buffers = [run.buffers[receive.buffer] for receive in coming]
         now = sum(t.numel() * t.itemsize for t in (*held, *buffers))
         key = (run.transport.rank, run.tile.backward)
         peaks[key] = max(peaks.get(key, 0), now)
@@ -288,6 +289,7 @@ def draw_program(name: str, path) -> None:
     from_plans(plans(name, problem("tokens", MASKS["causal"]))).draw(path, title=name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("draw", [draw_scores, draw_program])
 @pytest.mark.parametrize("name", ["tile-2x2", "tile-striped-2x2", "ulysses-4", "hierarchical-2x2"])
 def test_a_picture_is_small_and_nothing_is_cut_off(name: str, draw, tmp_path):
@@ -299,6 +301,7 @@ def test_a_picture_is_small_and_nothing_is_cut_off(name: str, draw, tmp_path):
         assert (edge == 1.0).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draw", [draw_scores, draw_program])
 def test_pictures_for_papers(draw, tmp_path):
     for ending, begins in {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}.items():
@@ -351,6 +354,7 @@ def by_rank(events) -> list[list]:
     return [[e for e in events if (e.rank, e.backward) == key] for key in keys]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "mask"),
     [

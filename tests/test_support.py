@@ -49,6 +49,9 @@ CALLS = {
     "prefix": Call(weft.prefix_lm(5)),
     "window": Call(weft.Causal(window=4)),
     "key padding": Call(weft.KeyPadding((9, 4))),
+    "boxes and neighbourhoods of a grid": Call(
+        weft.Near(LENGTH, 4) | weft.Boxes(LENGTH, 5, 2, True)
+    ),
     "MaskMod": Call(weft.MaskMod(lambda b, h, q, k: (q + 2 * k + b + 3 * h) % 3 > 0)),
     "chosen keys": Call(chosen=True),
     "bias, a function of positions": Call(positional_bias=True),
@@ -223,6 +226,7 @@ def layouts(column: Column, feature: Feature) -> list[Layout]:
     return [Layout.single(reproducible=fixed), *several]
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize(("feature", "column"), CELLS)
 def test_cell(feature: Feature, column: Column) -> None:
     refused = support.refusal(feature, column) or named(column.kernel).missing()

@@ -49,7 +49,7 @@ LINES = (
     "replicate: r=2; tokens: pass_q=2",
 )
 NAMED = ("full", "causal", "window:5", "window:3:4", "first-keys:9", "documents",
-         "causal-documents", "prefix:9", "padding")  # fmt: skip
+         "causal-documents", "prefix:9", "padding", "near:6:3", "boxes:5:2:1")  # fmt: skip
 
 
 #: of queries that are fewer than keys, or more
@@ -62,6 +62,7 @@ def problem(mask="full", n=37, batch=2, m=None):
     return Problem(("tokens",), ((n, m),), batch, 8, 4, 4, 4, torch.float32, "cpu", made)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("mask", NAMED)
 @pytest.mark.parametrize("line", LINES)
 def test_right_layouts_are_proven(line, mask):
@@ -69,6 +70,7 @@ def test_right_layouts_are_proven(line, mask):
     assert not [(c.what, c.defects) for c in found if not c.ok]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("mask", OFFSETS)
 @pytest.mark.parametrize("line", LINES)
 def test_right_layouts_of_queries_at_an_offset_are_proven(line, mask):
@@ -94,6 +96,43 @@ def test_visible_ranges_are_what_the_mask_allows(mask):
             found = count_visible(visible_ranges(made, rows, widest), keys)
             assert found.tolist() == allowed[:, columns].sum(1).tolist()
     assert {m.split(":")[0] for m in MASKS} == {m.split(":")[0] for m in NAMED}
+
+
+#: masks of a grid, and others that let more rows be seen
+GRIDS = {
+    "near:3:4": "near:4:4",
+    "near:2:3:1:2:0:1": "near:3:3:1:2:0:1",
+    "near:4:7:2:1": "near:4:7:1:1:1:0",
+    "boxes:4:3:1:2:0:1": "boxes:4:3:3:2:0:1",
+    "boxes:3:9": "boxes:4:9",
+}
+
+
+@pytest.mark.parametrize("mask", GRIDS)
+def test_masks_of_a_grid_are_proven_and_wrong_ones_found(mask):
+    made = mask_named(mask, 9 * 7, 9 * 7, 1, (9, 7))
+    seen = made.allowed(*torch.zeros(2, 1, 1).long(), torch.arange(63)[:, None], torch.arange(63))
+    counted = count_visible(visible_ranges(made, np.arange(63)), [Span(0, 63)])
+    assert counted.tolist() == seen.sum(1).tolist()
+    layout = Layout.from_dict(
+        {
+            "mesh": {"y": 3, "x": 2},
+            "shard": {"lat": ["y"], "lon": ["x"]},
+            "attend": {"lat+lon": [{"strategy": s, "on": d} for s, d in GRID_RULES]},
+        }
+    )
+    sizes = ("lat", "lon"), ((9, 9), (7, 7)), 2, 8, 4, 4, 4, torch.float32, "cpu"
+    found = symbolic.prove(layout, Problem(*sizes, made))
+    assert not [(c.what, c.defects) for c in found if not c.ok]
+    plans = list(plans_for(layout, Problem(*sizes, made), range(6)))
+    assert not any(tile_defects(plan.forward) for plan in plans)
+    for plan in plans:
+        (run,) = plan.runs
+        plan.runs = (run._replace(mask=mask_named(GRIDS[mask], 63, 63, 1, (9, 7))),)
+    assert any(tile_defects(plan.forward) for plan in plans)
+
+
+GRID_RULES = (("ring", "y"), ("pass_q", "x"))
 
 
 def tiles(line, mask="causal", n=37, m=None):
@@ -266,6 +305,7 @@ def test_blocks_that_are_same_up_to_symmetry_make_same_calls(line, mask, n, monk
         assert len(chosen) < 8
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_proven_by_symmetry():
     found = symbolic.prove(Layout.parse("tokens: ring=512"), problem("causal", 2048))
     assert all(c.ok for c in found)

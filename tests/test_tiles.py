@@ -1,5 +1,6 @@
 """Tiles as kernel calls: each visible score once, few calls, equal work on all ranks."""
 
+import itertools
 import random
 
 import pytest
@@ -7,7 +8,19 @@ import torch
 from reference import visible
 
 from weft.layout import Layout
-from weft.masks import Causal, Documents, FirstKeys, Full, MaskMod, Window, describe, prefix_lm
+from weft.masks import (
+    Boxes,
+    Causal,
+    Documents,
+    FirstKeys,
+    Full,
+    MaskMod,
+    Near,
+    Window,
+    describe,
+    merge_intervals,
+    prefix_lm,
+)
 from weft.plan import intervals
 from weft.plan.order import ORDERS, Span, count, join, positions, product, shard_spans
 from weft.plan.tiles import KernelCall, Kind, in_row_blocks, tile_calls, visible_keys
@@ -16,7 +29,8 @@ from weft.plan.tiles import KernelCall, Kind, in_row_blocks, tile_calls, visible
 def visible_queries(mask, q, k) -> tuple[int, int]:
     """Memory indices [low, high) of `q` outside which surely no key in `k` is seen."""
     return intervals.visible(
-        q, intervals.merge_intervals(mask.queries(intervals.hull(span)) for span in k)
+        q,
+        merge_intervals(seen for span in k for seen in mask.query_intervals(intervals.hull(span))),
     )
 
 
@@ -74,9 +88,46 @@ def _masks(n: int, draw: random.Random) -> list:
         prefix_lm(min(c, n)),
         Window(left, right) | FirstKeys(min(c, n)),
         MaskMod(lambda b, h, q, k: (q + k) % 3 != 0) & Causal(),
+        *_grids(n, draw),
     ]
 
 
+def _grids(n: int, draw: random.Random) -> list:
+    rows = draw.choice([d for d in range(1, n + 1) if n % d == 0])
+    grid = rows, n // rows
+    size = tuple(draw.randint(1, length) for length in grid)
+    circular = tuple(draw.random() < 0.5 for _ in grid)
+    step = tuple(draw.randint(1, max(length // k, 1)) for length, k in zip(grid, size))
+    return [
+        Near(grid, size, step, circular),
+        Boxes(grid, size, tuple(draw.randrange(s) for s in size), circular),
+        Boxes(grid, size) & Causal(),
+    ]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tiles_of_a_grid_are_skipped_exactly(seed):
+    """A part of a grid that is split along both axes is a strip of every one of its rows."""
+    draw, skipped = random.Random(seed), 0
+    for _ in range(12):
+        grid = draw.randint(3, 7), draw.randint(3, 8)
+        n = grid[0] * grid[1]
+        boxes = [
+            (a, b) for a in (range(2), range(2, grid[0])) for b in (range(2), range(2, grid[1]))
+        ]
+        chunks = [tuple(Span(y * grid[1] + x[0], len(x)) for y in y_s) for y_s, x in boxes]
+        kernel = draw.choice([(2, 2), (1, 2), (2, 1)])
+        circular = (draw.random() < 0.3, draw.random() < 0.3)
+        for mask in (Near(grid, kernel, circular=circular), Boxes(grid, kernel, (0, 0), circular)):
+            seen = visible(mask, 1, 1, n, n)[0, 0]
+            for q, k in itertools.product(chunks, chunks):
+                tile = seen[positions(q)][:, positions(k)]
+                assert bool(tile_calls(mask, q, k)) == bool(tile.any()), (mask, q, k)
+                skipped += not tile.any()
+    assert skipped > 20
+
+
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_calls_compute_each_visible_score_exactly_once(seed):
     draw = random.Random(seed)
@@ -227,6 +278,7 @@ def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list
     return ranks
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_causal_work_of_busiest_rank_at_most_twentieth_above_mean(name, order):

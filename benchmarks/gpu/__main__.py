@@ -60,6 +60,7 @@ PARTS = {
     "exactness-flex": Part("FlexAttention against fp64", "exactness", "run_flex", 150),
     "overlap": Part("A message during attention", "messages", "run_overlap", 60),
     "peak": Part("Memory of a ring of eight", "messages", "run_peak", 60),
+    "step": Part("Memory of a training step, predicted and allocated", "step", "run", 150),
     "steps": Part("The CPU's work per step", "host", "run_steps", 60),
     "long": Part("A million tokens", "speed", "run_long", 120),
     "flex": Part("FlexAttention of many kinds", "compiled", "run_flex", 150),

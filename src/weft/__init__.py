@@ -15,12 +15,25 @@ from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, W
 from .fields import Field
 from .inspect.traffic import traffic
 from .layout import Layout
-from .masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, MaskMod, Window, prefix_lm
+from .masks import (
+    Boxes,
+    Causal,
+    Documents,
+    FirstKeys,
+    Full,
+    KeyPadding,
+    Mask,
+    MaskMod,
+    Near,
+    Window,
+    prefix_lm,
+)
 from .threads import on_threads
 
 __all__ = [
     "AffinePartial",
     "Bias",
+    "Boxes",
     "Causal",
     "ChosenKeys",
     "DeclarationError",
@@ -33,6 +46,7 @@ __all__ = [
     "Mask",
     "MaskMod",
     "MultiAxisAttention",
+    "Near",
     "RankError",
     "Rule",
     "ShapeError",

@@ -231,10 +231,11 @@ class ModelSearch:
         attended = tuple(self.sizes[axis] for axis in block.attend)
         grid = math.prod(self.sizes[axis] for axis in self.spec.axes[:-1])
         width = self.spec.sizes.embed // self.spec.sizes.heads
-        mask = build_mask(block.mask, masks_of_call(self.spec, self.sizes))
+        lengths = dict(zip(block.attend, attended))
+        mask = build_mask(block.mask, masks_of_call(self.spec, self.sizes), lengths)
         return Problem.of(
             block.attend,
-            dict(zip(block.attend, attended)),
+            lengths,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=width,

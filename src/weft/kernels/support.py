@@ -76,6 +76,7 @@ FEATURES = (
     Feature("mask", "prefix", note=_PLAIN),
     Feature("mask", "window", _MASK),
     Feature("mask", "key padding", _MASK),
+    Feature("mask", "boxes and neighbourhoods of a grid", _MASK),
     Feature("mask", "MaskMod", _MASK),
     Feature("mask", "chosen keys", {"masked": True, "choice": True}),
     Feature("scores", "bias, a function of positions", {"bias": True}),

@@ -6,7 +6,7 @@ An interval is an inclusive pair (low, high) of global positions; low > high mea
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, is_dataclass
 
 import torch
@@ -16,6 +16,7 @@ from .._compile import Traceable
 from ..errors import ShapeError
 
 Interval = tuple[int, int]
+Intervals = tuple[Interval, ...]  # disjoint and ascending
 #: A function of indices (b, h, q, k): a mask's or a bias's.
 Indexed = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 FAR = 1 << 60
@@ -112,6 +113,24 @@ class Mask(Traceable):
         """
         return EVERYTHING
 
+    def key_intervals(self, q: Interval) -> Intervals:
+        """Intervals that hold every key that a query sees, disjoint and ascending.
+
+        By default the one of `keys`. A mask of several axes sees a strip of each row of the grid.
+
+        Args:
+            q: the interval of the queries.
+        """
+        return _some(self.keys(q))
+
+    def query_intervals(self, k: Interval) -> Intervals:
+        """Intervals that hold every query that sees a key, disjoint and ascending.
+
+        Args:
+            k: the interval of the keys.
+        """
+        return _some(self.queries(k))
+
     def is_full(self, q: Interval, k: Interval) -> bool:
         """True if every query surely sees every key.
 
@@ -179,6 +198,33 @@ class Unknown(Mask):
     """Stands for a mask that is a function: nothing is known of its intervals."""
 
 
+def _some(interval: Interval) -> Intervals:
+    return (interval,) if interval[0] <= interval[1] else ()
+
+
+def merge_intervals(intervals: Iterable[Interval]) -> Intervals:
+    """The same whole numbers as disjoint intervals, ascending.
+
+    >>> merge_intervals([(5, 7), (0, 2), (3, 3), (9, 8)])
+    ((0, 3), (5, 7))
+    """
+    joined: list[Interval] = []
+    for low, high in sorted(intervals):
+        if low > high:
+            continue
+        if joined and low <= joined[-1][1] + 1:
+            if high > joined[-1][1]:
+                joined[-1] = (joined[-1][0], high)
+        else:
+            joined.append((low, high))
+    return tuple(joined)
+
+
+def _common(a: Intervals, b: Intervals) -> Intervals:
+    """Intervals of the positions in both."""
+    return merge_intervals(_meet(x, y) for x in a for y in b)
+
+
 def _meet(a: Interval, b: Interval) -> Interval:
     return max(a[0], b[0]), min(a[1], b[1])
 
@@ -230,6 +276,12 @@ class And(Mask):
     def queries(self, k: Interval) -> Interval:
         return _meet(self.left.queries(k), self.right.queries(k))
 
+    def key_intervals(self, q: Interval) -> Intervals:
+        return _common(self.left.key_intervals(q), self.right.key_intervals(q))
+
+    def query_intervals(self, k: Interval) -> Intervals:
+        return _common(self.left.query_intervals(k), self.right.query_intervals(k))
+
     def is_full(self, q: Interval, k: Interval) -> bool:
         return self.left.is_full(q, k) and self.right.is_full(q, k)
 
@@ -273,6 +325,12 @@ class Or(Mask):
     def queries(self, k: Interval) -> Interval:
         return _hull(self.left.queries(k), self.right.queries(k))
 
+    def key_intervals(self, q: Interval) -> Intervals:
+        return merge_intervals(self.left.key_intervals(q) + self.right.key_intervals(q))
+
+    def query_intervals(self, k: Interval) -> Intervals:
+        return merge_intervals(self.left.query_intervals(k) + self.right.query_intervals(k))
+
     def is_full(self, q: Interval, k: Interval) -> bool:
         return self.left.is_full(q, k) or self.right.is_full(q, k)
 
@@ -290,7 +348,8 @@ def prepared(function: Indexed, device: torch.device) -> Indexed:
 
 def is_empty(mask: Mask, q: Interval, k: Interval) -> bool:
     """True if surely no query in `q` sees a key in `k`."""
-    return not _touch(mask.keys(q), k) or not _touch(mask.queries(k), q)
+    seen = any(_touch(keys, k) for keys in mask.key_intervals(q))
+    return not seen or not any(_touch(queries, q) for queries in mask.query_intervals(k))
 
 
 def check_mask(mask: Mask) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..errors import ShapeError, did_you_mean
 from .base import Mask
+from .grid import Boxes, Near
 from .kinds import Causal, Documents, FirstKeys, Full, KeyPadding, Window, prefix_lm
 
 MASKS = {
@@ -18,15 +19,22 @@ MASKS = {
     "causal-documents": "the same, causal within each",
     "prefix:N": "the first N positions see each other both ways, the rest is causal; prefix:N:D",
     "padding": "sequences of different lengths in a batch; padding:A:B:... gives the lengths",
+    "near:K": "the K keys around a query; near:K:K on a grid of two axes, then dilations, then 1"
+    " for each circular axis",
+    "boxes:B": "its own box of B keys; boxes:B:B on a grid of two axes, then shifts, then 1 for"
+    " each circular axis",
 }
 
 
-def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
-    """A mask by its name on a command line; see `MASKS`.
+def mask_named(name: str, n: int, m: int, batch: int, lengths: Sequence[int] | None = None) -> Mask:
+    """A mask by its name on a command line; see `MASKS`. `lengths`: of jointly attended axes.
 
     >>> mask_named("causal:5", 3, 8, 1)
     Causal(window=None, offset=5)
+    >>> mask_named("near:3:5:1:1:0:1", 77, 77, 1, (7, 11))
+    Near(lengths=(7, 11), kernel=(3, 5), dilation=(1, 1), circular=(False, True))
     """
+    grid = tuple(lengths or (n,))
     kind, *texts = name.split(":")
     try:
         numbers = tuple(int(text) for text in texts)
@@ -43,6 +51,8 @@ def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
         "causal-documents": lambda *d: Causal() & Documents(d or _uneven_documents(n)),
         "prefix": lambda p=m // 4, offset=None: prefix_lm(p, offset=offset),
         "padding": lambda *p: KeyPadding(p or _decreasing_lengths(m, batch)),
+        "near": lambda *p: Near(grid, *_per_axis(p, grid, (1, 0))),
+        "boxes": lambda *p: Boxes(grid, *_per_axis(p, grid, (0, 0))),
     }
     if kind not in makers:
         raise ShapeError(f"mask {name!r}{did_you_mean(kind, [x.split(':')[0] for x in MASKS])}")
@@ -54,6 +64,18 @@ def mask_named(name: str, n: int, m: int, batch: int) -> Mask:
         ) from None
     mask.check(n, m, batch)
     return mask
+
+
+def _per_axis(
+    numbers: Sequence[int], grid: Sequence[int], rest: tuple[int, int]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
+    """Three groups of numbers, one per axis each, of which the last two may be left out."""
+    axes = len(grid)
+    if len(numbers) not in (axes, 2 * axes, 3 * axes):
+        raise TypeError
+    every = (*numbers, *[r for r in rest for _ in grid][len(numbers) - axes :])
+    first, second, flags = (tuple(every[i * axes : (i + 1) * axes]) for i in range(3))
+    return first, second, tuple(bool(flag) for flag in flags)
 
 
 def sequences_named(mask: str) -> int | None:

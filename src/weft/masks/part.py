@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._uploads import uploaded
 from ..errors import ShapeError
-from .base import EVERYTHING, Indexed, Interval, Mask
+from .base import EVERYTHING, Indexed, Interval, Intervals, Mask
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class OfPart(Mask):
 
     def keys(self, q: Interval) -> Interval:
         return self.mask.keys(self._whole(q))
+
+    def key_intervals(self, q: Interval) -> Intervals:
+        return self.mask.key_intervals(self._whole(q))
 
     def queries(self, k: Interval) -> Interval:
         return EVERYTHING
@@ -124,6 +127,12 @@ class Renumbered(Mask):
 
     def queries(self, k: Interval) -> Interval:
         return self.mask.queries(k)
+
+    def key_intervals(self, q: Interval) -> Intervals:
+        return self.mask.key_intervals(q)
+
+    def query_intervals(self, k: Interval) -> Intervals:
+        return self.mask.query_intervals(k)
 
     def is_full(self, q: Interval, k: Interval) -> bool:
         return self.mask.is_full(q, k)

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 
 from ..bias import Bias, alibi
 from ..errors import DeclarationError, ShapeError
-from ..masks import Causal, Documents, FirstKeys, Full, KeyPadding, Mask, Window, prefix_lm
+from ..masks import (
+    Boxes,
+    Causal,
+    Documents,
+    FirstKeys,
+    Full,
+    KeyPadding,
+    Mask,
+    Near,
+    Window,
+    prefix_lm,
+)
 from .parameters import linear, local
 
 MADE: dict[str, Callable[..., Mask]] = {
@@ -21,21 +32,37 @@ MADE: dict[str, Callable[..., Mask]] = {
     "padding": KeyPadding,
 }
 
+GRIDS: dict[str, Callable[..., Mask]] = {"near": Near, "boxes": Boxes}
 
-def build_mask(parts: Sequence[tuple[str, Any]], given: Mapping[str, Any]) -> Mask:
+
+def build_mask(
+    parts: Sequence[tuple[str, Any]],
+    given: Mapping[str, Any],
+    lengths: Mapping[str, int] | None = None,
+) -> Mask:
     """The mask that a block names; parameters that it leaves open come from the call.
 
     `given` has parameters by the mask's name, or a full `weft.Mask`; `DeclarationError` for one
-    that neither the file nor the call has.
+    that neither the file nor the call has. `lengths`: of the attended axes, for masks of a grid.
 
     >>> build_mask([("window", (4, 0)), ("documents", None)], {"documents": (5, 7)})
     And(left=Window(left=4, right=0, offset=None), right=Documents(lengths=(5, 7), offset=None))
     """
-    masks = [_one(name, value, given) for name, value in parts]
+    masks = [
+        _on_grid(name, dict(value), lengths or {}) if name in GRIDS else _one(name, value, given)
+        for name, value in parts
+    ]
     whole = masks[0] if masks else Full()
     for mask in masks[1:]:
         whole = whole & mask
     return whole
+
+
+def _on_grid(name: str, options: dict[str, Any], lengths: Mapping[str, int]) -> Mask:
+    ends = set(options.pop("circular", ()))
+    circular = tuple(axis in ends for axis in lengths)
+    sizes = options.pop(name)
+    return GRIDS[name](tuple(lengths.values()), sizes, circular=circular, **options)
 
 
 def _one(name: str, value: Any, given: Mapping[str, Any]) -> Mask:

@@ -12,8 +12,8 @@ import itertools
 from collections.abc import Mapping
 
 from ..declare.mesh import places
-from ..masks import Full, Interval, Mask
-from .intervals import MAX_SPANS, Intervals, SpanTable, few, hull, merge_intervals, visible
+from ..masks import Full, Interval, Intervals, Mask, merge_intervals
+from .intervals import MAX_SPANS, SpanTable, few, hull, visible
 from .order import Spans, chunk_sizes, count, cut_spans
 from .program import MovingDim
 from .resharding import Resharding
@@ -82,10 +82,9 @@ class ChunkGeometry:
         """The rows of this side that the other side's chunk at a place may see, span by span."""
         key = (side, *place.values())
         if key not in self._asked:
-            ask = (self.mask.queries, self.mask.keys)[side]
-            self._asked[key] = [
-                ask(hull(span)) for span in few(self.chunk(side.other, place), self._most)
-            ]
+            ask = (self.mask.query_intervals, self.mask.key_intervals)[side]
+            spans = few(self.chunk(side.other, place), self._most)
+            self._asked[key] = [seen for span in spans for seen in ask(hull(span))]
         return self._asked[key]
 
     def _places(self, side: Side, coords: Coords) -> list[dict[str, int]]:

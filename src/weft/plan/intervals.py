@@ -7,10 +7,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from ..masks import Interval
+from ..masks import Interval, Intervals
 from .order import Span, Spans, bounds, count
-
-Intervals = tuple[Interval, ...]  # disjoint and ascending
 
 #: A mask is asked about this many spans of a chunk one by one; about more as one interval.
 MAX_SPANS = 48
@@ -27,24 +25,6 @@ def few(spans: Spans, most: int = MAX_SPANS) -> Spans:
         return spans
     low, high = bounds(spans)
     return (Span(low, high - low + 1),)
-
-
-def merge_intervals(intervals: Iterable[Interval]) -> Intervals:
-    """The same whole numbers as disjoint intervals, ascending.
-
-    >>> merge_intervals([(5, 7), (0, 2), (3, 3), (9, 8)])
-    ((0, 3), (5, 7))
-    """
-    joined: list[Interval] = []
-    for low, high in sorted(intervals):
-        if low > high:
-            continue
-        if joined and low <= joined[-1][1] + 1:
-            if high > joined[-1][1]:
-                joined[-1] = (joined[-1][0], high)
-        else:
-            joined.append((low, high))
-    return tuple(joined)
 
 
 def visible(spans: Spans, intervals: Intervals) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._caching import remembered
 from .._torch import memory_of
+from .order import count
 from .plan import Pass, Plan
 from .program import CHUNKS, Block, Payload, Transfer
 from .replay import Action, replay
@@ -83,7 +84,7 @@ class MemoryBound:
             way out, or on their way in.
         nbytes: bytes of all those chunks, each at the size of the largest; and the most that the
             program at one time packs to send, joins for a block, and holds as results of other
-            ranks, in the accumulation dtype.
+            ranks, in the accumulation dtype; and keys that came by halo.
 
     >>> from weft import Layout
     >>> Layout.parse("tokens: ring=8").plan("tokens", length=16, heads=2).bound.forward.chunks
@@ -120,7 +121,17 @@ def memory_bound(tile: Pass) -> MemoryBound:
     )
     moments = list(_Walk(tile).moments())
     results = max((results for results, _ in moments), default=0)
+    nbytes += seen_bytes(tile.plan)
     return MemoryBound(chunks, results, nbytes + max((more for _, more in moments), default=0))
+
+
+def seen_bytes(plan: Plan) -> int:
+    """Bytes of other ranks' keys and values that came by halo, and of their gradients."""
+    if plan.seen is None:
+        return 0
+    p, state = plan.problem, plan.compute.key
+    rows = count(plan.seen.spans(plan.coords))
+    return state.batch * state.heads * rows * (p.head_dim + p.value_dim) * p.dtype.itemsize
 
 
 def _largest(tile: Pass, payload: Payload) -> int:
@@ -135,7 +146,11 @@ class _Walk:
     def __init__(self, tile: Pass) -> None:
         self.tile, self.plan = tile, tile.plan
         self.outstanding: set[tuple[Side, int]] = set()  # results here, (side, number)
-        self.sending: Counter[tuple] = Counter()  # what flies as (payload, number, rows), how often
+        #: how often each content, (payload, number, rows), is still to be sent; and what is packed
+        self.to_send = Counter(
+            self._content(t) for t in tile.program.transfers if t.payload.is_chunk
+        )
+        self.packed: set[tuple] = set()
         self.results = self.nbytes = 0
 
     def moments(self) -> Iterator[tuple[int, int]]:
@@ -156,8 +171,8 @@ class _Walk:
             self.results += (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes += self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
-        self.sending[t.payload, t.source, send] += 1
-        if self.sending[t.payload, t.source, send] == 1:
+        if self._content(t) not in self.packed:
+            self.packed.add(self._content(t))
             self.nbytes += self._bytes(t.payload, send)
 
     def _arrive(self, t: Transfer) -> None:
@@ -171,9 +186,13 @@ class _Walk:
             self.results -= (send[0] < send[1]) + (receive[0] < receive[1])
             self.nbytes -= self._bytes(t.payload, send) + self._bytes(t.payload, receive)
             return
-        self.sending[t.payload, t.source, send] -= 1
-        if not self.sending[t.payload, t.source, send]:
+        self.to_send[self._content(t)] -= 1
+        if not self.to_send[self._content(t)]:
+            self.packed.remove(self._content(t))
             self.nbytes -= self._bytes(t.payload, send)
+
+    def _content(self, t: Transfer) -> tuple:
+        return t.payload, t.source, self.tile.transfer_rows(t)[0]
 
     def _compute(self, block: Block) -> int:
         """A block adds to results of both sides; the bytes of chunks joined for its time."""

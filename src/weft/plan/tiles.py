@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .._caching import cached
-from ..masks import Causal, Mask, Window, is_empty
-from .intervals import MAX_SPANS, few, hull, merge_intervals, visible
+from ..masks import Causal, Mask, Window, is_empty, merge_intervals
+from .intervals import MAX_SPANS, few, hull, visible
 from .order import Span, Spans, bounds, count, cut_spans
 
 #: Rows of an explicitly masked call, where the kernel does not say: bounds the mask, and lets
@@ -359,4 +359,5 @@ def in_row_blocks(
 
 def visible_keys(mask: Mask, q: Spans, k: Spans) -> tuple[int, int]:
     """Memory indices [low, high) of `k` outside which surely no query in `q` looks."""
-    return visible(k, merge_intervals(mask.keys(hull(span)) for span in few(q)))
+    seen = (mask.key_intervals(hull(span)) for span in few(q))
+    return visible(k, merge_intervals(itertools.chain.from_iterable(seen)))

@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
-from ..masks import And, Causal, Documents, FirstKeys, Full, KeyPadding, Mask, Or, Window
+from ..masks import (
+    And,
+    Boxes,
+    Causal,
+    Documents,
+    FirstKeys,
+    Full,
+    KeyPadding,
+    Mask,
+    Near,
+    Or,
+    Window,
+)
 from ..plan.order import Span, Spans, cut_spans
 from ..plan.plan import MaskRun, Pass
 from ..plan.program import Block
@@ -54,6 +66,8 @@ def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
     if isinstance(mask, KeyPadding):
         length = (max if widest else min)(mask.lengths)
         return [(np.zeros_like(rows), np.full_like(rows, length - 1))]
+    if isinstance(mask, Near | Boxes):
+        return _on_grid(mask, rows)
     if isinstance(mask, And):
         a, b = (visible_ranges(part, rows, widest) for part in (mask.left, mask.right))
         return [_meet(x, y) for x, y in itertools.product(a, b)]
@@ -63,6 +77,55 @@ def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
             b = [piece for x in b for piece in _without(x, hole)]
         return a + b
     raise UnsupportedError(f"the structure of {mask} is not known, so nothing is proven about it")
+
+
+def _on_grid(mask: Near | Boxes, rows: np.ndarray) -> Ranges:
+    """The keys that queries on a grid see: of each row of the grid that they see, some columns."""
+    places = np.unravel_index(rows, mask.lengths)
+    along = _near_along if isinstance(mask, Near) else _box_along
+    *outer, columns = (along(mask, axis, place) for axis, place in enumerate(places))
+    found = columns
+    for axis in reversed(range(len(outer))):
+        inner = int(np.prod(mask.lengths[axis + 1 :]))
+        found = [
+            (
+                np.where(c < low, 1, c * inner + a),
+                np.where((c < low) | (c > high), 0, c * inner + b),
+            )
+            for low, high in outer[axis]
+            for c in (low + i for i in range(int((high - low).max(initial=-1)) + 1))
+            for a, b in found
+        ]
+    return found
+
+
+def _near_along(mask: Any, axis: int, q: np.ndarray) -> Ranges:
+    """One coordinate after another that queries at coordinates q see along an axis."""
+    length, kernel, step = mask.lengths[axis], mask.kernel[axis], mask.dilation[axis]
+    first = q - kernel // 2 * step
+    if mask.circular[axis]:
+        return [((first + i * step) % length,) * 2 for i in range(kernel)]
+    first = np.where(first < 0, q % step, first)
+    beyond = np.maximum(first + (kernel - 1) * step - (length - 1), 0)
+    first = first - -(-beyond // step) * step
+    return [(first + i * step,) * 2 for i in range(kernel)]
+
+
+def _box_along(mask: Any, axis: int, q: np.ndarray) -> Ranges:
+    """The coordinates in the boxes of queries, in up to two ranges where an axis is circular."""
+    length, size, shift = mask.lengths[axis], mask.size[axis], mask.shift[axis]
+    if size >= length:
+        return [(np.zeros_like(q), np.full_like(q, length - 1))]
+    if not mask.circular[axis]:
+        first = q - (q - shift) % size
+        return [(np.maximum(first, 0), np.minimum(first + size, length) - 1)]
+    turned = (q - shift) % length
+    first = turned - turned % size
+    last = np.minimum(first + size, length) - 1
+    # Turned back, a box that crosses the end of the axis is in two parts.
+    low, high = first + shift, last + shift
+    parts = ((low, np.minimum(high, length - 1)), (np.maximum(low - length, 0), high - length))
+    return [(np.where(a > b, 1, a), np.where(a > b, 0, b)) for a, b in parts]
 
 
 def _meet(x: tuple, y: tuple) -> tuple[np.ndarray, np.ndarray]:

@@ -3,32 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import compress
 
 import torch
 from torch import Tensor
 
-from .._torch import memory_of
 from ..comm import Shuffle
 from ..comm.transport import Messages
-from ..plan.memory import ALIGNMENT
 from ..plan.resharding import AllToAll
+from ..plan.steps import Form, Shape, form_of
 
-Shape = tuple[tuple[int, ...], torch.dtype]
 
+def pack(tensors: Sequence[Tensor], form: Form) -> Tensor:
+    """Tensors as one flat buffer, in the dtypes of its form; one alone is copied only if need be.
 
-def pack(tensors: Sequence[Tensor], alignment: int = ALIGNMENT) -> Tensor:
-    """Tensors as one flat buffer: in their dtype if they share it, else as bytes.
-
-    Each begins at a multiple of `alignment` bytes, so that kernels can read it in place.
+    Each begins where the form says, so that kernels can read it in place.
     """
     if len(tensors) == 1:
-        return flat(tensors[0])
-    shapes = [(tuple(t.shape), t.dtype) for t in tensors]
-    buffer = buffer_for(shapes, tensors[0].device, alignment)
-    for place, t in zip(unpack(buffer, shapes, alignment), tensors):
+        return flat(tensors[0].to(form.places[0].dtype))
+    buffer = tensors[0].new_empty(form.numel, dtype=form.dtype)
+    for place, t in zip(unpack(buffer, form), tensors):
         place.copy_(t)
     return buffer
 
@@ -38,87 +33,15 @@ def flat(t: Tensor) -> Tensor:
     return t.reshape(-1).contiguous()
 
 
-def buffer_for(shapes: Sequence[Shape], device: torch.device, alignment: int = ALIGNMENT) -> Tensor:
-    """An empty buffer that `pack` would fill with tensors of these shapes and dtypes."""
-    numel, dtype = size_of(shapes, alignment)
-    return torch.empty(numel, dtype=dtype, device=device)
-
-
-def size_of(shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> tuple[int, torch.dtype]:
-    """The length and dtype of a buffer for tensors of these shapes and dtypes."""
-    *_, (_, nbytes) = _places(shapes, alignment)
-    dtypes = {dtype for _, dtype in shapes}
-    dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
-    return nbytes // dtype.itemsize, dtype
-
-
-class Buffers:
-    """Buffers to receive into, each used again as soon as its content is no longer needed.
-
-    On a GPU the CPU runs ahead: memory that is freed while a message or a kernel still uses it
-    cannot be given out again at once. The same buffer can: what is received into it waits, on the
-    GPU, for what was launched before.
-
-    `expected` lists the shapes to be received in each step, in order. A buffer that the next
-    step does not need is freed, so that no more is held than without keeping any.
-    """
-
-    def __init__(self, device: torch.device, expected: Iterable[list[Sequence[Shape]]]) -> None:
-        self.device = device
-        self._steps = deque([size_of(shapes) for shapes in step] for step in expected)
-        self._step: list[tuple[int, torch.dtype]] = []
-        self._spare: list[Tensor] = []
-        self._retired: list[Tensor] = []
-
-    def step(self) -> None:
-        """The next step begins."""
-        self._step = self._steps.popleft()
-
-    def take(self) -> Tensor:
-        """The buffer for what is received next in this step."""
-        size = self._step.pop(0)
-        for i, t in enumerate(self._spare):
-            if (t.numel(), t.dtype) == size:
-                return self._spare.pop(i)
-        return torch.empty(size[0], dtype=size[1], device=self.device)
-
-    def retire(self, buffer: Tensor) -> None:
-        """Releases a buffer that this rank no longer needs; it may still be in flight."""
-        self._retired.append(buffer)
-
-    def recycle(self, sending: Iterable[Tensor]) -> None:
-        """A step ends: buffers of which nothing is on its way out are for the next, or freed."""
-        out = {memory_of(t)[0] for t in sending}
-        free = [t for t in self._retired if memory_of(t)[0] not in out]
-        self._retired = [t for t in self._retired if memory_of(t)[0] in out]
-        needed = Counter(self._steps[0]) if self._steps else Counter()
-        self._spare = []
-        for t in free:
-            if needed[t.numel(), t.dtype]:
-                needed[t.numel(), t.dtype] -= 1
-                self._spare.append(t)
-
-    def kept(self) -> list[Tensor]:
-        """All that wait to be taken again."""
-        return [*self._spare, *self._retired]
-
-
-def unpack(buffer: Tensor, shapes: Sequence[Shape], alignment: int = ALIGNMENT) -> list[Tensor]:
+def unpack(buffer: Tensor, form: Form) -> tuple[Tensor, ...]:
     """The inverse of `pack`, as views of the buffer."""
-    return [
-        buffer[low // buffer.itemsize : high // buffer.itemsize].view(dtype).view(shape)
-        for (shape, dtype), (low, high) in zip(shapes, _places(shapes, alignment))
-    ]
-
-
-def _places(shapes: Sequence[Shape], alignment: int) -> list[tuple[int, int]]:
-    """The byte range of each tensor in a packed buffer."""
-    places, end = [], 0
-    for shape, dtype in shapes:
-        begin = -(-end // alignment) * alignment
-        end = begin + math.prod(shape) * dtype.itemsize
-        places.append((begin, end))
-    return places
+    begin = buffer.storage_offset()
+    return tuple(
+        buffer.as_strided(shape, strides, begin + low)
+        if dtype == form.dtype
+        else buffer[low:high].view(dtype).view(shape)
+        for low, high, shape, strides, dtype in form.places
+    )
 
 
 def all_to_all(
@@ -162,18 +85,22 @@ def _exchange(
         label,
         _equal_parts(items, reverse, size)
         if equal
-        else pack([parts[peer] for peer in range(size) for parts in cuts], 1),
+        else _packed([parts[peer] for peer in range(size) for parts in cuts]),
         [sum(parts[peer].numel() for parts in cuts) for peer in range(size)],
         [sum(counts[i : i + len(items)]) for i in range(0, len(counts), len(items))],
         all(e.even for _, e in items),
     )
     incoming = transport.all_to_all(shuffle)
     del shuffle, cuts  # frees the sent buffer while parts are joined
-    parts = unpack(incoming, shapes, 1)
+    parts = unpack(incoming, form_of(shapes, 1))
     return [
         torch.cat(parts[i :: len(items)], e.split_dim if reverse else _joined_along(e)).view(dtype)
         for i, ((_, e), dtype) in enumerate(zip(items, dtypes))
     ]
+
+
+def _packed(parts: list[Tensor]) -> Tensor:
+    return pack(parts, form_of([(tuple(t.shape), t.dtype) for t in parts], 1))
 
 
 def _joined_along(e: AllToAll) -> int:

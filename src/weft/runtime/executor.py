@@ -5,7 +5,6 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 
 import torch
@@ -15,17 +14,19 @@ from ..comm.transport import Messages
 from ..kernels import TileView
 from ..kernels.base import surrogate_out
 from ..plan.call import Call
+from ..plan.geometry import Rows
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.sides import Side
-from ..plan.tiles import Group, KernelCall, Kind
+from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, slot
+from ..plan.tiles import KernelCall, Kind
 from .autocast import without_autocast
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
 from .resharding import merge_over, sum_over
 from .tile_run import TileRun
-from .views import Ranges, take
+from .views import take
 
 #: q, k, v, out, lse in their compute placement.
 Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -143,93 +144,89 @@ class _Forward(TileRun):
         return self._partial(0).result()
 
     def _partial(self, number: int) -> PartialOutput | OutputTree:
-        if number not in self.partial:
-            rows = self._height(Side.QUERY, number)
+        partial = self.partial.get(number)
+        if partial is None:
+            rows = self.flat.heights[Side.QUERY, number]
             shape = (*self.like.shape[:2], rows, self.v.shape[-1])
             arguments = shape, self.like, self.plan.accum_dtype
-            self.partial[number] = (
+            partial = self.partial[number] = (
                 PartialOutput(*arguments)
                 if self.plan.edges is None
                 else OutputTree(*arguments, len(self.plan.edges[1]) - 1)
             )
-        return self.partial[number]
+        return partial
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
-        if t.payload is Payload.OUT:
-            partial = self._partial(t.source)
-            if isinstance(partial, OutputTree):
-                lse, out = partial.leave(self.tile.roots(self.plan.coords, t.source))
-            else:
-                out, lse = partial.result()
-            del self.partial[t.source]
-            return lse, out
-        return self._whole_chunk(t.payload, t.source)
+        partial = self._partial(t.source)
+        del self.partial[t.source]
+        if isinstance(partial, OutputTree):
+            return partial.leave(self.tile.roots(self.plan.coords, t.source))
+        out, lse = partial.total()
+        return lse, out
 
     def _outstanding(self) -> Iterator[Tensor]:
         for number, partial in self.partial.items():
             yield from partial.tensors() if number else ()
 
-    def _merge(
-        self, t: Transfer, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
-    ) -> None:
+    def _merge(self, t: Transfer, receive: Receive, tensors: tuple[Tensor, ...]) -> None:
         lse, out = tensors
-        partial = self._partial(number)
+        partial = self._partial(receive.number)
         if not isinstance(partial, OutputTree):
-            partial.add(low, high, out, lse)
+            partial.add(receive.low, receive.high, out, lse)
             return
-        size = self.plan.sizes[t.mesh_dim]
-        source = {
-            **self.plan.coords,
-            t.mesh_dim: (self.plan.coords[t.mesh_dim] + t.ring_offset) % size,
-        }
+        source = self.tile.source(t, self.plan.coords)
         first = self.tile.held(Side.QUERY, source, t.source)[0]
-        partial.come(self.tile.roots(source, t.source), low + first, lse, out)
+        partial.come(self.tile.roots(source, t.source), receive.low + first, lse, out)
 
-    def _block(self, block: BlockPlan) -> None:
+    def _block(self, block: BlockSteps) -> None:
+        if not (block.works or block.leaves):
+            return
         if block.leaves:
             self._leaves(block)
-        if not block.calls or block.leaves:
             return
-        qkv = *self._joined(Payload.Q, block.q), *self._joined(Payload.KV, block.kv)
-        for group in block.groups:
-            for n, low, high, out, lse in self._computed(block, group, qkv):
-                partial = self._partial(n)
+        qkv = *self._joined(Payload.Q, block.queries), *self._joined(Payload.KV, block.keys)
+        for work in block.works:
+            out, lse = self._computed(block, work, qkv)
+            for number, low, high, rows in work.of_queries:
+                partial = self._partial(number)
                 assert isinstance(partial, PartialOutput)
-                partial.add(low, high, out, lse, group.samples)
+                if rows is None:
+                    partial.add(low, high, out, lse, work.samples)
+                else:
+                    partial.add(low, high, out[:, :, rows], lse[:, :, rows], work.samples)
 
-    def _leaves(self, block: BlockPlan) -> None:
+    def _leaves(self, block: BlockSteps) -> None:
         """The leaves of a block: all rows of a key block's before the next."""
-        numbers = {self.rows.slot(Side.QUERY, n)[0] for n in block.q}
+        numbers = {slot(self.tile, Side.QUERY, n)[0] for n in block.queries.numbers}
         qkv: tuple[Tensor | None, ...] = ()
-        if block.calls:
-            qkv = *self._joined(Payload.Q, block.q), *self._joined(Payload.KV, block.kv)
-        for key_block, groups in block.leaves:
+        if block.plan.calls:
+            qkv = *self._joined(Payload.Q, block.queries), *self._joined(Payload.KV, block.keys)
+        for key_block, works in block.leaves:
             parts: dict[int, list] = {n: [] for n in numbers}
-            for group in groups:
-                for n, low, _, out, lse in self._computed(block, group, qkv):
-                    parts[n].append((low, out, lse, group.samples))
+            for work in works:
+                out, lse = self._computed(block, work, qkv)
+                for n, low, _, rows in work.of_queries:
+                    those = slice(None) if rows is None else rows
+                    parts[n].append((low, out[:, :, those], lse[:, :, those], work.samples))
             for n, made in parts.items():
                 tree = self._partial(n)
                 assert isinstance(tree, OutputTree)
                 tree.leaf(key_block, made)
 
     def _computed(
-        self, block: BlockPlan, group: Group, qkv: tuple[Tensor | None, ...]
-    ) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
-        """(number, first and last row, output, logsumexp) of a kernel call, chunk by chunk."""
-        kernel, samples = self.plan.kernel(group.kind is Kind.MASKED), group.samples
-        q, k, v = (take(t, rows, samples) for t, rows in zip(qkv, _sides(group)) if t is not None)
+        self, block: BlockSteps, work: KernelWork, qkv: tuple[Tensor | None, ...]
+    ) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp of kernel calls that are made at once."""
+        q, k, v = (
+            take(t, rows, work.samples)
+            for t, rows in zip(qkv, (work.rows, work.columns, work.columns))
+            if t is not None
+        )
         if block.leaves:
             q, k, v = (t.contiguous() for t in (q, k, v))
-        out, lse = kernel.forward(
-            q, k, v, self.views.of(block, group, kernel, bool(self.in_flight))
-        )
-        for n, low, high, a, b in self.rows.parts(block.q, group.rows, Side.QUERY):
-            yield n, low, high, out[:, :, a:b], lse[:, :, a:b]
-
-
-def _sides(group: Group) -> tuple[Ranges, Ranges, Ranges]:
-    return group.rows, group.columns, group.columns
+        kernel = self._kernel(work.masked)
+        view = self.views.of(block.plan, work.group, kernel, block.overlapped)
+        return kernel.forward(q, k, v, view)
 
 
 class _Backward(TileRun):
@@ -274,26 +271,25 @@ class _Backward(TileRun):
         return dq, dk, dv
 
     def _sum(self, name: str, number: int) -> PartialSum | GridSum:
-        if (name, number) not in self.sums:
+        total = self.sums.get((name, number))
+        if total is None:
             like = {"dq": self.like, "dk": self.k, "dv": self.v}[name]
-            height = self._height(Side.QUERY if name == "dq" else Side.KEY, number)
+            height = self.flat.heights[Side.QUERY if name == "dq" else Side.KEY, number]
             shape = (*like.shape[:2], height, like.shape[-1])
-            self.sums[name, number] = (
+            total = self.sums[name, number] = (
                 PartialSum(shape, like, self.plan.accum_dtype)
                 if self.bounds is None
                 else GridSum(shape, like, self.bounds[name])
             )
-        return self.sums[name, number]
+        return total
 
     def _names(self, payload: Payload) -> tuple[str, ...]:
         return ("dq",) if payload is Payload.DQ else ("dk", "dv")
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
-        if t.payload.is_chunk:
-            return self._whole_chunk(t.payload, t.source)
-        sums = [self._sum(name, t.source) for name in self._names(t.payload)]
-        results = tuple(s.sum() if isinstance(s, GridSum) else s.result() for s in sums)
-        for name in self._names(t.payload):
+        names = self._names(t.payload)
+        results = tuple(self._sum(name, t.source).sum() for name in names)
+        for name in names:
             del self.sums[name, t.source]
         return results
 
@@ -301,11 +297,9 @@ class _Backward(TileRun):
         for (_, number), total in self.sums.items():
             yield from total.tensors() if number else ()
 
-    def _merge(
-        self, t: Transfer, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
-    ) -> None:
+    def _merge(self, t: Transfer, receive: Receive, tensors: tuple[Tensor, ...]) -> None:
         for name, part in zip(self._names(t.payload), tensors):
-            self._sum(name, number).put(low, high, part)
+            self._sum(name, receive.number).put(receive.low, receive.high, part)
 
     def _add_bias_gradient(self, block: BlockPlan, call: KernelCall, ds: Tensor) -> None:
         assert self.dbias is not None
@@ -318,54 +312,62 @@ class _Backward(TileRun):
         )
         self.dbias[entries, :, rows[:, None], columns] += ds
 
-    def _block(self, block: BlockPlan) -> None:
-        if not block.calls:
+    def _block(self, block: BlockSteps) -> None:
+        works = block.works or [work for _, works in block.leaves for work in works]
+        if not works:
             return
-        lse, delta, q, dout = self._joined(Payload.Q, block.q)
-        k, v = self._joined(Payload.KV, block.kv)
-        assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
+        of_rows = self._joined(Payload.Q, block.queries)
+        of_keys = self._joined(Payload.KV, block.keys)
         # Only this rank's own rows have their true output here; for others delta stands in.
-        own = self.tile.own(Side.QUERY, block.q)
+        own = block.queries.own
         lse_grad = self.others_lse_grad if own is None else self.lse_grad
-        stands_in = lse_grad or self.bounds is not None
-        out = None if own is None or stands_in else self.out[:, :, own[0] : own[1]]
-        grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
         fixed = self.bounds is not None
+        out = None if own is None or lse_grad or fixed else self.out
+        if own is not None and out is not None and not block.queries.whole:
+            out = out[:, :, slice(*own)]
+        grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
+        #: tensors of some rows or columns: calls of a block share them
+        cut: dict[tuple, tuple[Tensor | None, ...]] = {}
 
-        def part_of(t: Tensor, rows: Ranges, samples: tuple[int, int] | None) -> Tensor:
-            part = take(t, rows, samples)
-            return part.contiguous() if fixed else part
-
-        @functools.cache
-        def of_queries(
-            rows: Ranges, samples: tuple[int, int] | None
-        ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-            of_dout, of_q, of_lse = (part_of(t, rows, samples) for t in (dout, q, lse))
-            of_out, of_delta = (
-                None if t is None else part_of(t, rows, samples) for t in (out, delta)
-            )
-            if fixed and not lse_grad:
-                assert of_delta is not None
-                of_out = surrogate_out(of_dout, of_delta)
-            return of_dout, of_q, of_out, of_lse, of_delta
-
-        @functools.cache
-        def of_keys(columns: Ranges, samples: tuple[int, int] | None) -> tuple[Tensor, Tensor]:
-            return part_of(k, columns, samples), part_of(v, columns, samples)
-
-        for group in block.groups:
-            kernel = self.plan.kernel(group.kind is Kind.MASKED, **grads)
-            rows, columns, samples = group.rows, group.columns, group.samples
-            of_dout, of_q, of_out, of_lse, of_delta = of_queries(rows, samples)
-            view = self.views.of(block, group, kernel, bool(self.in_flight), **grads)
-            of_k, of_v = of_keys(columns, samples)
-            dq, dk, dv, ds = kernel.backward(
-                of_dout, of_q, of_k, of_v, of_out, of_lse, of_delta, view
-            )
+        for work in works:
+            samples = work.samples
+            rows = cut.get((Side.QUERY, work.rows, samples))
+            if rows is None:
+                rows = self._cut((*of_rows, out), work.rows, samples)
+                if fixed and not lse_grad:
+                    _, delta, _, dout, _ = rows
+                    assert dout is not None and delta is not None  # noqa: PT018
+                    rows = (*rows[:-1], surrogate_out(dout, delta))
+                cut[Side.QUERY, work.rows, samples] = rows
+            columns = cut.get((Side.KEY, work.columns, samples))
+            if columns is None:
+                columns = self._cut(of_keys, work.columns, samples)
+                cut[Side.KEY, work.columns, samples] = columns
+            (lse, delta, q, dout, of_out), (k, v) = rows, columns
+            kernel = self._kernel(work.masked, **grads)
+            view = self.views.of(block.plan, work.group, kernel, block.overlapped, **grads)
+            assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
+            dq, dk, dv, ds = kernel.backward(dout, q, k, v, of_out, lse, delta, view)
             if ds is not None:
-                self._add_bias_gradient(block, group.calls[0], ds)
-            for n, low, high, a, b in self.rows.parts(block.q, rows, Side.QUERY):
-                self._sum("dq", n).add(low, high, dq[:, :, a:b], samples)
-            for n, low, high, a, b in self.rows.parts(block.kv, columns, Side.KEY):
-                self._sum("dk", n).add(low, high, dk[:, :, a:b], samples)
-                self._sum("dv", n).add(low, high, dv[:, :, a:b], samples)
+                self._add_bias_gradient(block.plan, work.group.calls[0], ds)
+            self._add("dq", dq, work.of_queries, samples)
+            self._add("dk", dk, work.of_keys, samples)
+            self._add("dv", dv, work.of_keys, samples)
+
+    def _cut(
+        self, tensors: tuple[Tensor | None, ...], ranges: Ranges | None, samples: Rows | None
+    ) -> tuple[Tensor | None, ...]:
+        """Rows of tensors, some of which are not there."""
+        if self.bounds is None and ranges is None and samples is None:
+            return tensors
+        parts = [None if t is None else take(t, ranges, samples) for t in tensors]
+        if self.bounds is not None:
+            parts = [None if t is None else t.contiguous() for t in parts]
+        return tuple(parts)
+
+    def _add(
+        self, name: str, gradient: Tensor, parts: tuple[PartRows, ...], samples: Rows | None
+    ) -> None:
+        for number, low, high, rows in parts:
+            part = gradient if rows is None else gradient[:, :, rows]
+            self._sum(name, number).add(low, high, part, samples)

@@ -169,13 +169,12 @@ class GridSum:
         """Add a part that covers rows [low, high), of some sequences or of all."""
         those = slice(None) if samples is None else slice(*samples)
         offset = self.offset[those]
-        self._held()[those, :, low:high] += (
-            part.to(torch.float64, copy=True).add_(offset).sub_(offset)
-        )
+        rounded = part.to(torch.float64, copy=True).add_(offset).sub_(offset)
+        self._held()[those, :, low:high].add_(rounded)
 
     def put(self, low: int, high: int, part: Tensor) -> None:
         """Add another rank's sum, which is on the grid already."""
-        self._held()[:, :, low:high] += part
+        self._held()[:, :, low:high].add_(part)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Retained tensors."""

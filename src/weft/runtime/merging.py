@@ -44,18 +44,12 @@ class PartialOutput:
         total, total_lse = self._widened()
         if total.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
             return
-        rows = slice(None) if samples is None else slice(*samples)
-        own_out, own_lse = total[rows, :, low:high], total_lse[rows, :, low:high]
-        on_gpu = own_out.is_cuda and self.accum_dtype == torch.float32
-        merge_into = fused.launcher("merge_into") if on_gpu else None
-        if merge_into is not None:
-            merge_into(own_out, own_lse, out, lse)
-            return
-        # From the difference, since exp(lse - total) is off by a rounding of total, which is large
-        # where logits are.
-        weight = torch.sigmoid(lse - own_lse).masked_fill(torch.isneginf(lse), 0.0)
-        own_out.lerp_(out.to(self.accum_dtype), weight.to(self.accum_dtype).unsqueeze(-1))
-        own_lse.copy_(torch.logaddexp(own_lse, lse))
+        own_out, own_lse = (
+            t if samples is None else t[slice(*samples)] for t in (total, total_lse)
+        )
+        if (low, high) != (0, self.shape[2]):
+            own_out, own_lse = own_out[:, :, low:high], own_lse[:, :, low:high]
+        merge_part(own_out, own_lse, out, lse)
 
     def _widened(self) -> tuple[Tensor, Tensor]:
         """Output and logsumexp in the accumulator's own memory and dtype."""
@@ -73,10 +67,28 @@ class PartialOutput:
         """Retained tensors."""
         return self._parts or ()
 
+    def total(self) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp so far, in the dtypes in which they accumulate."""
+        return self._parts or self._widened()
+
     def result(self) -> tuple[Tensor, Tensor]:
         """Output in the input's dtype, logsumexp in the accum_dtype one."""
-        out, lse = self._parts or self._widened()
+        out, lse = self.total()
         return out.to(self.like.dtype), lse.to(self.accum_dtype)
+
+
+def merge_part(own: Tensor, own_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge an output (b h n e) and its logsumexp (b h n) into others, in their memory."""
+    on_gpu = own.is_cuda and own.dtype == torch.float32
+    kernel = fused.launcher("merge_into") if on_gpu else None
+    if kernel is not None:
+        kernel(own, own_lse, out, lse)
+        return
+    # From the difference, since exp(lse - total) is off by a rounding of total, which is large
+    # where logits are.
+    weight = torch.sigmoid(lse - own_lse).masked_fill(torch.isneginf(lse), 0.0)
+    own.lerp_(out.to(own.dtype), weight.to(own.dtype).unsqueeze(-1))
+    own_lse.copy_(torch.logaddexp(own_lse, lse))
 
 
 class PartialSum:
@@ -101,8 +113,9 @@ class PartialSum:
             self._own = True
         elif not self._own:
             self._widen(self.total)
-        rows = slice(None) if samples is None else slice(*samples)
-        self.total[rows, :, low:high] += part
+        total = self.total if samples is None else self.total[slice(*samples)]
+        rows = total if (low, high) == (0, self.shape[2]) else total[:, :, low:high]
+        rows.add_(part)  # `+=` on an index would copy the sum onto itself
 
     put = add
 
@@ -114,11 +127,15 @@ class PartialSum:
         """Retained tensors."""
         return () if self.total is None else (self.total,)
 
+    def sum(self) -> Tensor:
+        """The sum so far, in the dtype in which it accumulates."""
+        if self.total is None:
+            self.total = empty_by_token(self.like, self.shape).zero_()
+        return self.total
+
     def result(self) -> Tensor:
         """The sum in the input's dtype."""
-        if self.total is None:
-            return empty_by_token(self.like, self.shape).zero_()
-        return self.total.to(self.like.dtype)
+        return self.sum().to(self.like.dtype)
 
 
 def like_query(out: Tensor, q: Tensor) -> Tensor:

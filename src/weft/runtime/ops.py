@@ -52,26 +52,31 @@ def _attention_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, logsumexp, agreed numbers; then q, k, v, output and logsumexp while computing.
 
-    These five are empty where nothing is resharded: they would be the inputs and outputs. The
-    logsumexp at rest is empty if it is resharded and nobody asked for it. The last are the numbers
-    of chosen keys of the rank's tile, empty where they are those that rest here.
+    Each of these five is empty where it would be an input or an output: nothing is resharded, or
+    keys alone come by halo. The logsumexp at rest is empty if it is resharded and nobody asked for
+    it. The last are the numbers of chosen keys of the rank's tile, empty where they are those that
+    rest here.
     """
     bound = handles.get(call).with_floats(scale, softcap)
     plan, channel, agreed = bound.begin(q, k, v, bias, chosen)
     moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
     chosen = chosen if moved is None else moved
     (kept,) = _none(q, 1) if moved is None else (moved,)
-    if not bound.reach.reshards:
+    if not bound.reach.reshards and plan.seen is None:
         out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, chosen)
         channel.finish()
         if not plan.forward.whole or plan.replicated.query:
             out, lse = _unaliased((out, lse), (q, k, v))
         return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
-    entry_q, entry_k, entry_v = (
-        t.contiguous() for t in resharding.to_compute(plan, channel, q, k, v)
-    )
+    entry_q, entry_k, entry_v = resharding.to_compute(plan, channel, q, k, v)
+    if bound.reach.reshards:
+        entry_q, entry_k, entry_v = (t.contiguous() for t in (entry_q, entry_k, entry_v))
     out, lse = executor.forward(plan, channel, bound.call, entry_q, entry_k, entry_v, bias, chosen)
     out, lse = like_query(out, entry_q), lse.contiguous()
+    if not bound.reach.reshards:
+        channel.finish()
+        out, lse, entry_k, entry_v = _unaliased((out, lse, entry_k, entry_v), (q, k, v))
+        return out, lse, agreed, q.new_empty(0), entry_k, entry_v, *_none(q, 2), kept
     rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
     channel.finish()
     results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse, kept)
@@ -93,13 +98,17 @@ def _(
     (kept,) = _none(q, 1) if chosen is None else (_moved_shape(bound, q, k, v, chosen),)
     (b, h, n, _), e = q.shape, v.shape[3]
     dtype = accumulate_dtype(q.dtype)
+    inside: list[Tensor] = []
+    if bound.reach.reshards or bound.reach.seen:
+        plan = bound.shapes(q, k, v)
+        sides = (plan.compute.query, plan.compute.key, plan.compute.key)
+        shapes = ([s.size(i) for i in range(3)] for s in sides)
+        if bound.reach.reshards or plan.seen is not None:
+            inside = [t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes)]
     if not bound.reach.reshards:
         out, lse = empty_like_query(q, (b, h, n, e)), q.new_empty((b, h, n), dtype=dtype)
-        return out, lse, _agreed(bound), *_none(q, 5), kept
-    plan = bound.shapes(q, k, v)
-    sides = (plan.compute.query, plan.compute.key, plan.compute.key)
-    shapes = ([s.size(i) for i in range(3)] for s in sides)
-    inside = [t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes)]
+        came = inside[1:] or _none(q, 2)
+        return out, lse, _agreed(bound), q.new_empty(0), *came, *_none(q, 2), kept
     out = empty_like_query(inside[0], (*inside[0].shape[:3], e))
     lse = q.new_empty(out.shape[:3], dtype=dtype)
     rest = q.new_empty((b, h, n) if bound.call.return_lse else (0,), dtype=dtype)
@@ -135,7 +144,7 @@ def _backward_op(
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
     dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, entry, bias, chosen)
     dbias = q.new_empty(0) if learned is None else learned.contiguous()
-    if bound.reach.reshards:
+    if bound.reach.reshards or plan.seen is not None:
         moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
         dq, dk, dv = (t.contiguous() for t in moved)
     channel.finish()
@@ -175,7 +184,8 @@ def _setup_attention(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> Non
     q, k, v, bias, chosen, *ctx.call = inputs
     out, lse, agreed, *kept, moved = output
     ctx.keep, ctx.rest = handles.get(ctx.call[-1]), calls.rest_shape(q, k, v)
-    entry = kept if ctx.keep.reach.reshards else (q, k, v, out, lse)
+    # Where a tensor is computed with as it rests, an empty one stands for it.
+    entry = (t if t.dim() > 1 else rest for t, rest in zip(kept, (q, k, v, out, lse)))
     ctx.save_for_backward(*entry, bias, moved if moved.dim() == 4 else chosen, agreed)
     ctx.set_materialize_grads(False)
 

@@ -1,5 +1,7 @@
 """Runs a tile program: starts and completes transfers, computes blocks, retains chunks.
 
+What it does is worked out in `plan.steps`; here it is done to tensors.
+
 Shapes: queries (b h n d), keys (b g m d).
 """
 
@@ -7,23 +9,30 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
+from .._torch import profiling
 from ..comm import P2PBatch
 from ..comm.transport import Messages
 from ..errors import RankError
+from ..kernels import Kernel
 from ..plan.call import Call
-from ..plan.memory import held_bytes, payload_shapes
-from ..plan.plan import BlockPlan, Pass, Plan
+from ..plan.memory import held_bytes
+from ..plan.plan import Pass, Plan
 from ..plan.program import Payload, Transfer
-from ..plan.sides import Side
-from .buffers import Buffers, Shape, pack, unpack
+from ..plan.steps import BlockSteps, Joined, Packing, RankTransfer, Receive, steps_of
+from .buffers import pack, unpack
 from .marks import mark
-from .views import Rows, Views
+from .views import Views
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _unmarked(*_: object) -> contextlib.nullcontext:
+    return _NOTHING
 
 
 class TransferBatch:
@@ -67,17 +76,16 @@ class TileRun(abc.ABC):
     ) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.like, self.k = q, k
-        self.rows = Rows(tile, plan.coords)
-        self.views = Views(plan, tile, call, bias, chosen, q, self.rows)
+        self.flat = steps_of(tile)
+        self.views = Views(plan, tile, call, bias, chosen, q)
         #: this rank's chunk of each side; None for tensors that nobody reads
         self.own: dict[Payload, tuple[Tensor | None, ...]] = {}
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
-        self.in_flight: dict[Transfer, tuple[TransferBatch, Tensor | None]] = {}
-        self.sending: dict[Transfer, Tensor] = {}
-        #: received buffers, to be passed on; and buffers in flight, by content
-        self.received: dict[tuple[Payload, int], Tensor] = {}
-        self.packed: WeakValueDictionary[tuple, Tensor] = WeakValueDictionary()
+        self.in_flight: dict[int, tuple[RankTransfer, TransferBatch]] = {}
+        #: flat buffers that are sent or received, by the numbers that the steps give them
+        self.buffers: list[Tensor | None] = [None] * self.flat.buffers
         self.joined: list[Tensor] = []  # for the block at hand
+        self.kernels: dict[tuple[bool, bool, bool], Kernel] = {}
         self.peak = 0
 
     @contextlib.contextmanager
@@ -94,45 +102,39 @@ class TileRun(abc.ABC):
     def steps(self) -> None:
         """Run the program."""
         with self._failures_noted():
-            tile = self.tile
-            self.buffers = Buffers(self.like.device, self._expected())
-            for i, (step, drops) in enumerate(zip(tile.program.steps, tile.drops)):
-                self.buffers.step()
-                batches: dict[tuple, TransferBatch] = {}
-                for transfer in step.begin:
-                    with mark(tile, i, "begin", transfer):
-                        self._begin(transfer, batches)
+            ranged = mark if profiling() else _unmarked
+            for i, step in enumerate(self.flat.steps):
+                batches = [TransferBatch(*names) for names in step.batches]
+                for move in step.begin:
+                    with ranged(self.tile, i, "begin", move.transfer):
+                        self._begin(move, batches[move.batch])
                     self._count()
-                for batch in batches.values():
+                for batch in batches:
                     batch.start(self.transport, i)
                 for block in step.blocks:
-                    with mark(tile, i, "compute", block):
-                        self._block(tile.block(block))
+                    with ranged(self.tile, i, "compute", block.block):
+                        self._block(block)
                     self._count()
                     self.joined.clear()
-                for transfer in step.end:
-                    with mark(tile, i, "wait", transfer):
-                        self._end(transfer)
-                for dropped in drops:
-                    self._drop(dropped)
-                self.buffers.recycle(self.sending.values())
+                for move in step.end:
+                    with ranged(self.tile, i, "wait", move.transfer):
+                        self._end(move)
+                for dropped in step.drops:
+                    self.chunks.pop(dropped, None)
+                self._free(step.frees)
             if self.transport.watches:
-                self.transport.watches.note_peak(self.plan, tile.backward, self.peak)
+                self.transport.watches.note_peak(self.plan, self.tile.backward, self.peak)
 
-    def _expected(self) -> Iterator[list[Sequence[Shape]]]:
-        """The transfers that this rank begins to receive in each step, in order."""
-        for step in self.tile.program.steps:
-            rows = ((t.payload, self.tile.transfer_rows(t)[1]) for t in step.begin)
-            yield [self._shapes(payload, b - a) for payload, (a, b) in rows if a < b]
+    def _kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
+        """The kernel of plain or of masked calls, looked up once in a run."""
+        key = masked, lse_grad, bias_grad
+        if key not in self.kernels:
+            self.kernels[key] = self.plan.kernel(*key)
+        return self.kernels[key]
 
-    def _drop(self, chunk: tuple[Payload, int]) -> None:
-        """Let go of a received chunk; its buffer is free for another one."""
-        self.chunks.pop(chunk, None)
-        buffer = self.received.pop(chunk, None)
-        if buffer is not None:
-            for content in [key for key, packed in self.packed.items() if packed is buffer]:
-                del self.packed[content]
-            self.buffers.retire(buffer)
+    def _free(self, buffers: tuple[int, ...]) -> None:
+        for buffer in buffers:
+            self.buffers[buffer] = None
 
     def _count(self, *more: Tensor) -> None:
         """Count the bytes that are held for other ranks, and `more`, while passes are observed."""
@@ -142,115 +144,97 @@ class TileRun(abc.ABC):
 
     def _retained(self) -> Iterator[Tensor]:
         """Every tensor that is held for other ranks, and own chunks that are being sent."""
-        for chunk in self.chunks.values():
-            yield from chunk
-        yield from (buffer for _, buffer in self.in_flight.values() if buffer is not None)
-        yield from self.sending.values()
+        yield from (buffer for buffer in self.buffers if buffer is not None)
         yield from self.joined
-        yield from self.buffers.kept()
         yield from self._outstanding()
 
-    def _begin(self, t: Transfer, batches: dict[tuple, TransferBatch]) -> None:
+    def _begin(self, move: RankTransfer, batch: TransferBatch) -> None:
         """Pack what a transfer sends, and add it to the batch of transfers that end with it."""
-        send, receive = self.tile.transfer_rows(t)
-        own = self.transport.coords[t.mesh_dim]
-        size = self.transport.sizes[t.mesh_dim]
-        key = (t.mesh_dim, t.payload.value, self.tile.program.ends[t])
-        batch, buffer = batches.setdefault(key, TransferBatch(*key[:2])), None
-        if send[0] < send[1]:
-            self.sending[t] = self._packed(t, send)
-            batch.sends.append(((own - t.ring_offset) % size, self.sending[t]))
-        if receive[0] < receive[1]:
-            buffer = self.buffers.take()
-            batch.receives.append(((own + t.ring_offset) % size, buffer))
-        self.in_flight[t] = (batch, buffer)
+        if (send := move.send) is not None:
+            if send.packing is not None:
+                self.buffers[send.buffer] = self._packed(move.transfer, send.packing)
+            batch.sends.append((send.peer, self._buffer(send.buffer)))
+        if (receive := move.receive) is not None:
+            if self.buffers[receive.buffer] is None:
+                form, device = receive.form, self.like.device
+                made = torch.empty(form.numel, dtype=form.dtype, device=device)
+                self.buffers[receive.buffer] = made
+            batch.receives.append((receive.peer, self._buffer(receive.buffer)))
+        self.in_flight[move.number] = move, batch
 
-    def _packed(self, t: Transfer, rows: tuple[int, int]) -> Tensor:
-        """The flat buffer that a transfer sends: shared by equal sends, passed on as it came."""
-        content = (t.payload, t.source, rows)
-        buffer = self.packed.get(content)
-        if buffer is None:
-            parts: Sequence[Tensor] = self._outgoing(t)
-            if t.payload.is_chunk:  # a result leaves as a whole
-                low = self.rows.low(t.payload, t.source)
-                parts = [x[:, :, rows[0] - low : rows[1] - low] for x in parts]
-            buffer = self.packed[content] = pack(parts)
+    def _packed(self, t: Transfer, packing: Packing) -> Tensor:
+        """The flat buffer that a transfer sends, and others of the same content."""
+        if not t.payload.is_chunk:
+            return pack(self._outgoing(t), packing.form)
+        parts = self._whole_chunk(t.payload, packing.chunk)
+        if packing.rows is not None:
+            rows = slice(*packing.rows)
+            parts = tuple(x[:, :, rows] for x in parts)
+        return pack(parts, packing.form)
+
+    def _buffer(self, number: int) -> Tensor:
+        buffer = self.buffers[number]
+        assert buffer is not None
         return buffer
 
-    def _end(self, t: Transfer) -> None:
-        batch, buffer = self.in_flight.pop(t)
+    def _end(self, move: RankTransfer) -> None:
+        _, batch = self.in_flight.pop(move.number)
         batch.wait()
-        self.sending.pop(t, None)
-        del batch  # it holds what was sent
-        _, (low, high) = self.tile.transfer_rows(t)
-        if buffer is None:
-            return
-        tensors = tuple(unpack(buffer, self._shapes(t.payload, high - low)))
-        if t.payload.is_chunk:
-            self.chunks[t.payload, t.target] = tensors
-            self.received[t.payload, t.target] = self.packed[t.payload, t.target, (low, high)] = (
-                buffer
-            )
+        t, receive = move.transfer, move.receive
+        if receive is not None:
+            buffer = self._buffer(receive.buffer)
+            tensors = unpack(buffer, receive.form)
+            if t.payload.is_chunk:
+                self.chunks[t.payload, t.target] = tensors
+            else:
+                self._merge(t, receive, tensors)
+            self._free(move.frees)
+            self._count(buffer)
         else:
-            number, first = self.rows.slot(t.payload.side, t.target)
-            self._merge(t, number, first + low, first + high, tensors)
-            if len(tensors) > 1:  # copied by the merge; one alone may be kept as the result
-                self.buffers.retire(buffer)
-        self._count(buffer)
+            self._free(move.frees)
 
-    def _height(self, side: Side, number: int) -> int:
-        """The number of rows of the results kept under a number."""
-        if not number:
-            return (self.like, self.k)[side].shape[2]
-        low, high = self.tile.held(side, self.plan.coords, number)
-        return high - low
+    def _chunk(self, payload: Payload, chunks: Joined) -> tuple[Tensor | None, ...] | None:
+        """A received chunk, or rows of the rank's own; None if they are not one tensor."""
+        if chunks.own is None:
+            one = len(chunks.numbers) == 1
+            return self.chunks.get((payload, chunks.numbers[0])) if one else None
+        own = self.own[payload]
+        if chunks.whole:
+            return own
+        rows = slice(*chunks.own)
+        return tuple(None if t is None else t[:, :, rows] for t in own)
 
-    def _shapes(self, payload: Payload, rows: int) -> Sequence[Shape]:
-        return payload_shapes(self.plan, payload, self.tile.backward, rows)
-
-    def _chunk(
-        self, payload: Payload, numbers: tuple[int, ...]
-    ) -> tuple[Tensor | None, ...] | None:
-        """A received chunk, or rows of the rank's own; None if the numbers are not one tensor."""
-        own = self.tile.own(payload.side, numbers)
-        if own is not None:
-            rows = slice(*own)
-            return tuple(None if t is None else t[:, :, rows] for t in self.own[payload])
-        return self.chunks.get((payload, numbers[0])) if len(numbers) == 1 else None
-
-    def _whole_chunk(self, payload: Payload, number: int) -> tuple[Tensor, ...]:
+    def _whole_chunk(self, payload: Payload, chunk: Joined) -> tuple[Tensor, ...]:
         """All tensors of one chunk, as other ranks need them."""
-        chunk = self._chunk(payload, (number,))
-        whole = tuple(t for t in chunk or () if t is not None)
-        assert chunk is not None and len(whole) == len(chunk)  # noqa: PT018
+        tensors = self._chunk(payload, chunk)
+        whole = tuple(t for t in tensors or () if t is not None)
+        assert tensors is not None and len(whole) == len(tensors)  # noqa: PT018
         return whole
 
-    def _joined(self, payload: Payload, numbers: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+    def _joined(self, payload: Payload, chunks: Joined) -> tuple[Tensor | None, ...]:
         """Several chunks as one, side by side."""
-        chunk = self._chunk(payload, numbers)
-        if chunk is not None:
-            return chunk
-        chunks = [self._whole_chunk(payload, n) for n in numbers]
-        joined = tuple(torch.cat(parts, 2) for parts in zip(*chunks))
+        one = self._chunk(payload, chunks)
+        if one is not None:
+            return one
+        apart = [self._whole_chunk(payload, chunk) for chunk in chunks.each]
+        joined = tuple(torch.cat(parts, 2) for parts in zip(*apart))
         self.joined += joined
         return joined
 
     # -- defined by the forward and by the backward pass --------------------------------------
 
     @abc.abstractmethod
-    def _block(self, block: BlockPlan) -> None:
+    def _block(self, block: BlockSteps) -> None:
         """Compute a block, and merge its results into those of its rows."""
 
     @abc.abstractmethod
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
-        """The tensors that a transfer sends; a result that leaves is no longer held."""
+        """The partial results that a transfer sends: no longer held, and in any dtype."""
 
     @abc.abstractmethod
     def _outstanding(self) -> Iterator[Tensor]:
         """Results of other ranks' chunks that have not left yet."""
 
     @abc.abstractmethod
-    def _merge(
-        self, t: Transfer, number: int, low: int, high: int, tensors: tuple[Tensor, ...]
-    ) -> None:
-        """Merge received partial results into rows [low, high) of those under a number."""
+    def _merge(self, t: Transfer, receive: Receive, tensors: tuple[Tensor, ...]) -> None:
+        """Merge received partial results into those of this rank."""

@@ -1,19 +1,14 @@
-"""The rows of joined chunks, and the view of their scores that kernels get.
-
-Rows are counted within each chunk's results and within the bias tile; a view is plain, masked, or
-with a bias.
-"""
+"""The view of a block's scores that kernels get: plain, masked, or with a bias."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from .._caching import Beside
+from .._caching import Beside, cached
 from .._digest import is_plain, number_of
 from ..choice import chosen
 from ..kernels import Kernel, MaskContext, TileView
@@ -21,8 +16,8 @@ from ..masks import Full, Mask
 from ..plan.call import Call
 from ..plan.order import bounds, cut_spans, positions
 from ..plan.plan import BlockPlan, Pass, Plan
-from ..plan.program import Payload
 from ..plan.sides import Side
+from ..plan.steps import Ranges, rows_by_chunk
 from ..plan.tiles import Group, KernelCall, Kind
 
 #: Mask contexts of plain masks, beside the pass whose blocks they cover.
@@ -31,69 +26,36 @@ _CONTEXTS = Beside[dict](dict)
 _KEPT_CONTEXTS = 16
 
 
-Ranges = tuple[tuple[int, int], ...]  # of rows or columns, [low, high)
-#: Rows that belong to one chunk: (number, first and last row in its results, the same in the call).
-Part = tuple[int, int, int, int, int]
-
-
-def take(t: Tensor, ranges: Ranges, samples: tuple[int, int] | None = None) -> Tensor:
-    """Ranges of rows (b h n d), one after another; of some sequences [low, high), or of all."""
+def take(t: Tensor, ranges: Ranges | None, samples: tuple[int, int] | None = None) -> Tensor:
+    """Ranges of rows (b h n d), default all, one after another; of some sequences [low, high)."""
     t = t if samples is None else t[slice(*samples)]
+    if ranges is None:
+        return t
     parts = [t[:, :, low:high] for low, high in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-class Rows:
-    """Rows of one pass on the rank at `coords`; results of this rank's chunk have the number 0."""
-
-    def __init__(self, tile: Pass, coords: Mapping[str, int]) -> None:
-        self.tile, self.coords = tile, coords
-
-    def low(self, payload: Payload, number: int) -> int:
-        """The first row of a chunk that this rank holds."""
-        return self.tile.held(payload.side, self.coords, number)[0]
-
-    def slot(self, side: Side, number: int) -> tuple[int, int]:
-        """Under which number results of a chunk are kept, and the offset of its first row in them.
-
-        A rank keeps one result of its chunk, also where that travels in sub-chunks.
-        """
-        own = self.tile.own(side, (number,))
-        if own is not None:
-            return 0, own[0]
-        return number, -self.tile.held(side, self.coords, number)[0]
-
-    def parts(self, numbers: tuple[int, ...], ranges: Ranges, side: Side) -> Iterator[Part]:
-        """The rows of several ranges, taken one after another, chunk by chunk."""
-        base = 0
-        for low, high in ranges:
-            for n, first, last, a, b in self._chunks(numbers, low, high, side):
-                yield n, first, last, base + a, base + b
-            base += high - low
-
-    def _chunks(self, numbers: tuple[int, ...], low: int, high: int, side: Side) -> Iterator[Part]:
-        if (own := self.tile.own(side, numbers)) is not None:
-            yield 0, own[0] + low, own[0] + high, 0, high - low
-            return
-        offset = 0
-        for n in numbers:
-            first, last = self.tile.held(side, self.coords, n)
-            number, start = self.slot(side, n)
-            start += first - offset
-            a, b = max(low, offset), min(high, offset + last - first)
-            if a < b:
-                yield number, start + a, start + b, a - low, b - low
-            offset += last - first
-
-    def in_bias(
-        self, numbers: tuple[int, ...], low: int, high: int, side: Side, device: torch.device
-    ) -> Tensor:
-        """Indices in the bias tile of rows (or columns) [low, high) of joined chunks."""
-        parts = [
-            torch.arange(a, b, device=device) + self.tile.offset(side, n)
-            for n, a, b, _, _ in self._chunks(numbers, low, high, side)
-        ]
-        return torch.cat(parts)
+@cached(256)
+def _plain_view(
+    scale: float,
+    causal: bool,
+    softcap: float | None,
+    segments: tuple[tuple[int, int], ...] | None,
+    overlapped: bool,
+    lse_grad: bool,
+    bias_grad: bool,
+    fixed: bool,
+) -> TileView:
+    return TileView(
+        scale,
+        causal,
+        softcap=softcap,
+        varlen_segments=segments,
+        overlapped=overlapped,
+        lse_grad=lse_grad,
+        bias_grad=bias_grad,
+        fixed_blocks=fixed,
+    )
 
 
 class Views:
@@ -111,10 +73,9 @@ class Views:
         bias: Tensor | None,
         numbers: Tensor | None,
         like: Tensor,
-        rows: Rows,
     ) -> None:
         self.plan, self.tile, self.call = plan, tile, call
-        self.bias, self.numbers, self.like, self.rows = bias, numbers, like, rows
+        self.bias, self.numbers, self.like = bias, numbers, like
 
     def of(
         self,
@@ -129,15 +90,10 @@ class Views:
         p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
         causal = call.kind is Kind.CAUSAL
         if call.kind is not Kind.MASKED and not self.plan.biased:
-            return TileView(
-                self.plan.scale,
-                causal,
-                softcap=p.softcap,
-                varlen_segments=group.varlen_segments,
-                overlapped=overlapped,
-                lse_grad=lse_grad,
-                bias_grad=bias_grad,
-                fixed_blocks=self.plan.edges is not None,
+            fixed = self.plan.edges is not None
+            segments = group.varlen_segments
+            return _plain_view(
+                self.plan.scale, causal, p.softcap, segments, overlapped, lse_grad, bias_grad, fixed
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
@@ -232,7 +188,7 @@ class Views:
         kind, numbers = self.plan.problem.choice, self.numbers
         if kind is None or numbers is None:
             return None
-        rows = self.rows.in_bias(block.q, call.q0, call.q1, Side.QUERY, k.device)
+        rows = self._in_tile(block.q, call.q0, call.q1, Side.QUERY)
         numbers = numbers if call.samples is None else numbers[slice(*call.samples)]
         numbers = numbers.index_select(2, rows)
         if self._choosers is not None:
@@ -276,6 +232,13 @@ class Views:
 
     def bias_index(self, block: BlockPlan, call: KernelCall) -> tuple[Tensor, Tensor]:
         """The rows and the columns of the bias tile that a call covers."""
-        device = self.like.device
-        rows = self.rows.in_bias(block.q, call.q0, call.q1, Side.QUERY, device)
-        return rows, self.rows.in_bias(block.kv, call.k0, call.k1, Side.KEY, device)
+        rows = self._in_tile(block.q, call.q0, call.q1, Side.QUERY)
+        return rows, self._in_tile(block.kv, call.k0, call.k1, Side.KEY)
+
+    def _in_tile(self, numbers: tuple[int, ...], low: int, high: int, side: Side) -> Tensor:
+        """Indices in the tile of rows (or columns) [low, high) of joined chunks."""
+        parts = [
+            torch.arange(a, b, device=self.like.device) + self.tile.offset(side, n)
+            for n, a, b, _, _ in rows_by_chunk(self.tile, numbers, low, high, side)
+        ]
+        return torch.cat(parts)

@@ -165,7 +165,7 @@ def _cases(
             heads=int(heads),
             kv_heads=int(kv_heads or heads),
             dim=int(head_dim),
-            mask=mask_named(mask, n, n, int(batch)),
+            mask=mask_named(mask, n, n, int(batch), lengths),
             axis=attended,
             dtype=dtype,
         )

@@ -167,7 +167,7 @@ def _along(sizes: Case, axis: str, length: str, known: Collection[str]) -> Case:
     options.refuse_joint_keys(keys, axis)
     lengths = options.lengths_of(length, axis, known)
     n = math.prod(lengths)
-    mask = mask_named(sizes.name, n, n if keys is None else keys, sizes.batch)
+    mask = mask_named(sizes.name, n, n if keys is None else keys, sizes.batch, lengths)
     return replace(sizes, axis=axis, n=lengths, mask=mask)
 
 

@@ -265,7 +265,7 @@ def problem_of(
         batch=batch,
         dtype=dtype_named(dtype),
         device=device_type(device),
-        mask=mask_named(mask, n, m, batch),
+        mask=mask_named(mask, n, m, batch, lengths),
     )
 
 

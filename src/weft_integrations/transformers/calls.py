@@ -26,21 +26,24 @@ from weft.masks import Documents
 from weft.plan.call import reach
 
 from .. import Foreign
-from ..common import tokens_per_chunk
+from ..common import named_arguments, tokens_per_chunk
 from . import consistency, losses, refused, rows
 from .batches import Batch, tokens_of, unpadded
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
+from .chosen_keys import chooses_over_ranks
 from .defaults import CACHES, Absent, cache_name, differentiated, keeps_cache, put_cache
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
 from .replicated import recomputed_within
 from .running import Fused, ModelCall, during, running
+from .seam import OF_TOKENS, cut_arguments
 from .whole import (
     accepts_positions,
     balances,
     encodes,
+    follows_length,
     leaves_padding_out,
     makes_positions,
     masks_see_positions,
@@ -92,6 +95,11 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     if call is None or call.model is not module:
         return None  # refused before it began
     call.scope.close()
+    if output is not None and call.seam == "ahead":
+        raise UnsupportedError(
+            f"{type(module).__name__}: its text decoder was not called in a call with images, so"
+            " nothing was split; call weft.restore(model) for such calls on one device"
+        )
     if output is None or call.whole:
         return None
     if call.fused is not None:
@@ -125,25 +133,28 @@ class Calls:
         splits_inside: bool,
         full: bool,
         recurrent: Iterable[nn.Module] = (),
-        choosers: Iterable[nn.Module] = (),
+        of_rows: Iterable[nn.Module] = (),
+        decoder: nn.Module | None = None,
     ) -> None:
         self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, full
-        self.model = model
+        self.model, self.decoder = model, decoder
         self.implementation = model.config._attn_implementation
         self.configured = refused.configured(model, self.implementation)
         parameters = inspect.signature(model.forward).parameters
         self.names = tuple(parameters)
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.own_positions = makes_positions(model)
+        self.own_positions = makes_positions(model if decoder is None else decoder)
         self.takes_positions = accepts_positions(model)
+        self.follows_length = any(map(follows_length, model.modules()))
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
         self.labels, self.encoder = losses.labels_of(model), encodes(model)
         flash = "flash" in str(model._weft.implementation)  # whose kernels look by themselves
         self.masks_see_positions = flash or masks_see_positions(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
-        self.droppers = refused.layer_droppers(model)
-        self.recurrent, self.choosers = list(recurrent), list(choosers)
+        self.droppers = refused.layer_droppers(model if decoder is None else decoder)
+        self.recurrent, self.of_rows = list(recurrent), list(of_rows)
+        self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         self.leaves_padding_out = leaves_padding_out(model)
         self.block_types = takes_block_types(model)
         self.entered, self.all_weights = consistency.Entered(), consistency.AllWeights()
@@ -172,7 +183,7 @@ class Calls:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
-            refused.replaced_layers((*self.recurrent, *self.choosers))
+            refused.replaced_layers([*self.recurrent, *self.of_rows])
             if self.whole:
                 state = consistency.state(module, kwargs, self.entered, self.all_weights)
                 call, kwargs = self._of_whole_rows(kwargs, module)
@@ -202,6 +213,20 @@ class Calls:
         self._open(call, module)
         return (), kwargs
 
+    @outside_graphs
+    def enter_decoder(self, decoder: Foreign, args: tuple, kwargs: dict) -> tuple | None:
+        """Before the text decoder of a model with images, in whose call rows are full so far."""
+        call = running()
+        if call is None or not call.seam:
+            return None
+        arguments = named_arguments(decoder, args, kwargs)
+        cut = cut_arguments(call, decoder, arguments)
+        if self.follows_length and arguments.get("position_ids") is not None:
+            call.last_position = int(arguments["position_ids"].max())
+        if self.model.training and self.layout.size(self.axis) > 1:
+            call.scope.enter_context(own_random_numbers(self.model, self.layout, self.axis))
+        return (), cut
+
     def refuse(self, error: WeftError) -> None:
         """Tell the other ranks, which may be about to make a call, of a refusal on this one."""
         if self.layout.moves(self.axis):
@@ -217,12 +242,15 @@ class Calls:
             if call.unsplit:
                 self._warn(call.unsplit)
             scope.enter_context(model._weft.own_loss(model))
+        elif call.seam:
+            pass  # draws the same numbers on all ranks as far as the decoder, which enters its own
         elif self.whole and model.training and self.layout.size(self.axis) > 1:
             scope.enter_context(own_random_numbers(model, self.layout, self.axis))
             if call.length:
                 share = self.layout.local_length(self.axis, call.length) / call.length
                 scope.enter_context(neftune_scaled(model, share))
-        if self.recurrent or self.choosers:  # there may have been other calls of the model by then
+        # There may have been other calls of the model by then.
+        if self.recurrent or self.of_rows:
             scope.enter_context(recomputed_within(model, lambda: during(call)))
         call.model = called
         scope.enter_context(during(call))
@@ -339,6 +367,8 @@ class Calls:
             kwargs[name].raise_()
         if isinstance(kwargs.get(name), ShardedCache):
             return self._with_cache(kwargs, module, name)
+        if self.decoder is not None and refused.foreign(kwargs):
+            refused.with_images(kwargs, self.layout)
         keeps = not name and keeps_cache(module, kwargs)
         cache, absent = self._new_cache(kwargs, module) if keeps else (None, "")
         local = dict(kwargs) if cache is None else _without_cache(kwargs)
@@ -403,7 +433,7 @@ class Calls:
             held.unsplit = "" if past else _NO_LAST_STATES
             return held, kwargs
         local = _without_cache(kwargs)
-        if past and not self._cut_past(held, cache, local):
+        if past and (refused.foreign(kwargs) or not self._cut_past(held, cache, local)):
             return held, kwargs
         try:
             call, local = self._split(kwargs, local, module, cached=True, past=past)
@@ -421,9 +451,13 @@ class Calls:
         keep = 0
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
-        refused.arguments(local, module, self.axis, self.splits_inside)
+        ahead = self.decoder is not None and bool(refused.foreign(local)) and not self.pooled
+        refused.arguments(local, module, self.axis, self.splits_inside or ahead)
         local = rows.with_full_gradients(local, self.layout, self.axis)
-        types = self._whole_types(local, past)
+        if ahead:
+            types, local = local, _of_tokens(local)
+        else:
+            types = self._whole_types(local, past)
         if not self.splits_inside:
             look = self.masks_see_positions and not cached
             local = rows.cut(local, self.layout, self.axis, look, self.encoder)
@@ -438,7 +472,17 @@ class Calls:
             aux = getattr(config, "router_aux_loss_coef", 0.0)
             cut = kwargs.get("shift_labels") is None
             call.fused = Fused(kwargs.get("num_items_in_batch"), aux, cut)
-        return call, local | types
+        return call, self._ahead(call, local, types) if ahead else local | types
+
+    def _ahead(self, call: ModelCall, local: dict, full: dict) -> dict:
+        """Arguments of a model ahead of its decoder: full rows, and a rank's for its head."""
+        call.seam = "ahead"
+        kept = {n: v for n, v in local.items() if n not in OF_TOKENS or "labels" in n}
+        full = {n: v for n, v in full.items() if n not in ("labels", "shift_labels")}
+        if self.balances:  # its loss counts by the mask that the head gets
+            call.local = {"attention_mask": full.pop("attention_mask", None)}
+            kept["attention_mask"] = local.get("attention_mask")
+        return full | kept
 
     def _whole_types(self, local: dict, past: int) -> dict[str, Tensor]:
         """Token types that masks alone read, which stay whole: blocks cross borders of ranks."""
@@ -581,6 +625,25 @@ class Calls:
         if takes and not self.own_positions:
             kwargs["position_ids"] = positions[None]
         return positions, last
+
+
+def _of_tokens(kwargs: dict) -> dict:
+    """The arguments of a call with images of which a batch is made, and those that are no tensors.
+
+    Position ids of several rows are the model's own; masks read documents off the text's.
+    """
+    kept = {
+        n: v
+        for n, v in kwargs.items()
+        if n in OF_TOKENS or (n not in refused.foreign(kwargs) and not _is_of_dims(v))
+    }
+    if "position_ids" in kept:
+        kept["position_ids"] = rows.text_positions(kept["position_ids"])
+    return kept
+
+
+def _is_of_dims(value: object) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, Tensor) and value.dim() > 0)
 
 
 def _without_cache(kwargs: dict) -> dict:

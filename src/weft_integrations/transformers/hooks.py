@@ -24,12 +24,12 @@ from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import calls, chosen_keys, generation, interface, refused, whole
+from . import calls, chosen_keys, generation, interface, refused, seam, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
 from .recurrent_modules import MODULES
-from .replicated import Own, configurations, own_attention, without
+from .replicated import Own, configurations, own_attention, with_nested, without
 
 
 @dataclass(kw_only=True)
@@ -46,7 +46,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
-        choosers: modules whose choice of keys does.
+        of_rows: modules that count places of tokens, or choose keys, among all of a row.
         calls: what begins and ends each forward pass.
     """
 
@@ -59,7 +59,7 @@ class _Installed(Parallelized):
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
-    choosers: list[nn.Module] = field(default_factory=list)
+    of_rows: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
     @contextlib.contextmanager
@@ -76,7 +76,7 @@ class _Installed(Parallelized):
         """Remove hooks, modules' functions and attributes of weft from a model."""
         for handle in self.hooks:
             handle.remove()
-        for module in (*self.recurrent, *self.choosers):
+        for module in (*self.recurrent, *self.of_rows):
             put_back(module)
         for name in self.replaced:
             if name in self.before:
@@ -105,12 +105,18 @@ def install(
     )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
-    installed.choosers = _choose_over_ranks(model, layout)
+    installed.of_rows = [m for m in model.modules() if whole.tempers_by_place(m)]
+    for module in installed.of_rows:
+        put(module, rebound(type(module).forward, {"torch": whole.CountsRow()}))
+    installed.of_rows += _choose_over_ranks(model, layout)
     model.set_attn_implementation(name)
+    decoder = seam.text_decoder(model)
+    if decoder is not None:
+        _keep_towers(decoder, installed)
     if model.config._attn_implementation != name:
         raise _outside(model)
     model._weft = installed
-    _hook(model, layout, axis, embeddings, installed)
+    _hook(model, layout, axis, embeddings, installed, decoder)
     if not whole.pools(model):  # whose loss is made of whole logits
         _replace(model, "_loss_function", interface.loss_function, installed)
     setattr(model, AVERAGED, rows == "whole")
@@ -118,6 +124,14 @@ def install(
         for attribute, function in generation.REPLACED[rows].items():
             _replace(model, attribute, types.MethodType(function, model), installed)
     return model
+
+
+def _keep_towers(decoder: nn.Module, installed: _Installed) -> None:
+    """Give configurations that the text decoder has no part of the attention they had before."""
+    inside = {id(config) for config in configurations(decoder)}
+    for config, implementation in installed.own:
+        if not inside & {id(c) for c in with_nested([config])}:
+            config._attn_implementation = implementation
 
 
 def check_layout(layout: Layout, axis: str) -> None:
@@ -153,7 +167,8 @@ def check_kind(model: Foreign) -> None:
             f"{name} has an encoder and a decoder: attention between the two is not sharded; "
             "parallelize an encoder or a decoder alone"
         )
-    if getattr(model, "main_input_name", "") in ("input_values", "input_features"):
+    sound = getattr(model, "main_input_name", "") in ("input_values", "input_features")
+    if sound and seam.text_decoder(model) is None:
         raise UnsupportedError(
             f"{name} computes audio tokens with convolutions across token boundaries, which need "
             "neighbouring ranks' inputs; parallelize a model of text or images"
@@ -193,6 +208,7 @@ def _hook(
     axis: str,
     embeddings: nn.Module | None,
     installed: _Installed,
+    decoder: nn.Module | None,
 ) -> None:
     hooks = installed.hooks
 
@@ -203,23 +219,30 @@ def _hook(
         hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
 
     full, inside = installed.rows == "whole", embeddings is not None
-    entered = calls.Calls(
-        model, layout, axis, inside, full, installed.recurrent, installed.choosers
-    )
+    replaced = installed.recurrent, installed.of_rows
+    entered = calls.Calls(model, layout, axis, inside, full, *replaced, decoder)
     installed.calls = entered
     before(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
+    if decoder is not None:  # towers are never split
+        parts = [m for m in parts if m in {*decoder.modules()} or decoder in {*m.modules()}]
     for part in parts:
         before(part, entered.enter_part)
     if embeddings is not None:
         after(embeddings, whole.split_made)
+    if decoder is not None:
+        before(decoder, entered.enter_decoder)
+        for module in seam.crossing(decoder):
+            before(module, seam.mark_crossing)
+            after(module, seam.unmark_crossing, always_call=True)
     below = whole.base(model)
     after(below, whole.gather_base(layout, axis, entered.pooled))
     if entered.pooled or entered.balances:
         before(below, whole.give_local)
     if entered.balances:
         after(below, whole.balance_next)
-    for path, module in model.named_modules():
+    split = model if decoder is None else decoder  # what is in front of a decoder stays whole
+    for path, module in split.named_modules():
         if whole.takes_first_token(path):
             before(module, whole.bring_first_token(layout, axis))
         if whole.scales_by_masked(module):
@@ -232,7 +255,7 @@ def _hook(
         if whole.follows_length(module):
             before(module, whole.show_last_position)
             after(module, whole.hide_last_position)
-    for pooler in whole.poolers(model):
+    for pooler in whole.poolers(split):
         before(pooler, whole.gather_hidden(layout, axis))
     if layout.reproducible:  # within a call, before its end
         hooks += reproducible.hooks(model, layout)

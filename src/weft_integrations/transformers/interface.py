@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from weft.attention import attention, with_sinks
 from weft.choice import ChosenKeys
@@ -19,12 +20,14 @@ from weft.decode.attend import merged_parts
 from weft.errors import DeclarationError, UnsupportedError
 from weft.masks import Causal, Full
 
+from .. import Foreign
 from . import decoding, losses
 from .chosen_keys import Weighed, as_scores
 from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
 from .masks import behind, is_known, looks_for_documents, translate
 from .running import cache_of_call, running
+from .seam import crosses, is_padding
 
 NAME = "weft"
 
@@ -58,7 +61,12 @@ def make_mask(
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
         )
-    if attention_mask is not None and not attention_mask.all():
+    if call.made_mask is not None:
+        return call.made_mask
+    ahead = call.seam == "ahead"
+    if attention_mask is not None and not (
+        is_padding(call, attention_mask) if ahead else attention_mask.all()
+    ):
         raise UnsupportedError("attention_mask: the model makes another padding mask")
     packed = call.batch.documents is not None
     try:
@@ -104,6 +112,16 @@ def attend(
     for key_, option in kwargs.items():
         if option is not None and option is not False and key_ not in _HARMLESS:
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
+    call = running()
+    if call is not None and call.seam == "ahead":
+        raise UnsupportedError(f"{name} attends ahead of the text decoder, by weft's attention")
+    if crosses(module):  # keys of images, whole on every rank, for this rank's queries
+        whole: Any = attention_mask
+        return sdpa_attention_forward(
+            module, query, key, value, whole, scaling=scaling, is_causal=False
+        )
+    if _leaves_nothing_out(attention_mask, query.shape[2]):
+        attention_mask, is_causal = None, False
     if attention_mask is None:
         attention_mask = _without_mask(module, query, is_causal, sliding_window)
     if not isinstance(attention_mask, Sharded | OfCache | Weighed):
@@ -149,6 +167,15 @@ def _choice(module: Foreign, tokens: Tensor | None, blocks: Tensor | None) -> Ch
 
 def _scale(query: Tensor, scaling: float | None) -> float:
     return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def _leaves_nothing_out(mask: Any, tokens: int) -> bool:
+    """True for an additive mask of zeros (b, 1, 1, n), of a model that makes its own of padding.
+
+    Padding itself is in the call's batch, and the model gets none.
+    """
+    of_keys = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1:] == (1, 1, tokens)
+    return of_keys and mask.is_floating_point() and not mask.any()
 
 
 def _without_mask(

@@ -12,7 +12,8 @@ global length, packed documents, padding.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from torch import nn
 
@@ -34,7 +35,7 @@ def parallelize_transformers(
     layout: Layout,
     axis: str = "tokens",
     embeddings: nn.Module | None = None,
-    verify: bool = True,
+    verify: bool | Mapping[str, Any] = True,
     rows: Rows = "whole",
 ) -> nn.Module:
     """Make a transformers model run sequence-parallel on a layout; returns the model.
@@ -70,6 +71,10 @@ def parallelize_transformers(
     full rows, on every rank. So do calls with another cache (prefix tuning), with
     `output_attentions`, with fewer tokens than ranks, and of a part by itself
     (`get_image_features`).
+
+    In a call with images, video or sound, what stands in front of the text decoder sees full rows
+    on every rank, and the decoder's rows are split. An argument of the decoder whose shape does not
+    say of which tokens it is is refused by name.
 
     A training call draws one number from torch's generator and seeds each rank's chunk by it, so
     that chunks drop and add noise otherwise, while generators of the group stay the same.
@@ -113,7 +118,8 @@ def parallelize_transformers(
         embeddings: for models that make their tokens from something else (a ViT): the submodule
             whose output (batch, tokens, embed) is whole on every rank and is to be split. Found by
             itself where the model has one submodule named `embeddings`.
-        verify: check the model now. Without it a model may compute something else on ranks.
+        verify: check the model now; or a call of your own to check it by, whole, as a processor
+            makes it of images and text. Without it a model may compute something else on ranks.
         rows: "whole" or "local".
 
     Raises:
@@ -161,7 +167,8 @@ def parallelize_transformers(
     if rows == "whole":
         check_context_group(layout, axis)
     if verify:
-        verification.verify(inner, layout, axis, embeddings)
+        batch = verify if isinstance(verify, Mapping) else None
+        verification.verify(inner, layout, axis, embeddings, batch)
     unshare_configurations(model)
     install(inner, layout, axis, embeddings, rows=rows)
     return model

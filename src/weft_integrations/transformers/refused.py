@@ -161,12 +161,34 @@ def arguments(kwargs: dict, model: Foreign, axis: str, splits_inside: bool) -> N
             "logits_to_keep: every rank would keep some of its own chunk; leave it out, and "
             f"take layout.gather(logits, {{{axis!r}: 1}}) where whole logits are needed"
         )
-    given = [n for n, value in kwargs.items() if value is not None and not _is_empty(value)]
-    foreign = [name for name in given if name.startswith(OTHER_INPUTS)]
-    if foreign and not splits_inside:
+    images = foreign(kwargs)
+    if images and not splits_inside:
         raise UnsupportedError(
-            f"{foreign[0]}: weft splits tokens of text, and cannot tell which rank an image or "
-            "sound belongs to; pass inputs_embeds that contain them"
+            f"{images[0]}: weft splits tokens of text, and cannot tell which rank an image or "
+            "sound belongs to; pass inputs_embeds that contain them, or full rows with rows='whole'"
+        )
+
+
+def foreign(kwargs: Mapping) -> list[str]:
+    """Names of the images, videos and sounds among a call's arguments."""
+    given = [n for n, value in kwargs.items() if value is not None and not _is_empty(value)]
+    return [name for name in given if name.startswith(OTHER_INPUTS)]
+
+
+def with_images(kwargs: Mapping, layout: Layout) -> None:
+    """Raise for what a call with images cannot have, on any rank."""
+    names = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+    name = next((n for n in names if kwargs.get(n) is not None), "")
+    if name:
+        raise UnsupportedError(
+            f"{name} with {foreign(kwargs)[0]}: models hand it on to towers of images too, whose"
+            " tokens it is not of; pass position_ids that start anew and use_cache=False, or give"
+            " each document a row"
+        )
+    if layout.reproducible:
+        raise UnsupportedError(
+            f"{foreign(kwargs)[0]}: {layout.source} is reproducible, and towers of images compute"
+            " by torch's own functions; take a layout that is not reproducible"
         )
 
 

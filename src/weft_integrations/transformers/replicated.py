@@ -23,7 +23,12 @@ Own = tuple[Any, str | None]
 
 def configurations(model: nn.Module) -> list[Any]:
     """Every configuration that modules of a model have, and those within it."""
-    by_id = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return with_nested([m.config for m in model.modules() if hasattr(m, "config")])
+
+
+def with_nested(configs: Sequence[Any]) -> list[Any]:
+    """Configurations, and those within them, once each."""
+    by_id = {id(config): config for config in configs}
     pending = list(by_id.values())
     while pending:
         config = pending.pop()

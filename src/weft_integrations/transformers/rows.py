@@ -40,6 +40,9 @@ from .lazy import LazyPlace, lazy
 #: Outputs that are pooled, and replicated.
 POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
 
+#: Outputs that are made in front of a text decoder.
+_AHEAD = ("image_", "video_", "audio_", "vision_", "qformer_", "rope_deltas")
+
 #: Arguments of varlen kernels, which documents stand for.
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
@@ -103,7 +106,7 @@ def cut(
         if full.get("position_ids") is None:
             full["position_ids"] = torch.arange(length, device=ids.device)[None]
     elif look and start_anew(kwargs):
-        documents = _documents(kwargs["position_ids"], length, encoder)
+        documents = _documents(text_positions(kwargs["position_ids"]), length, encoder)
         by_positions = kwargs.get("seq_idx") is None
     labels = full.get("labels")
     of_tokens = labels is not None and labels.dim() == 2 and not labels.is_floating_point()
@@ -130,9 +133,20 @@ def with_full_gradients(
     return {name: full(value) for name, value in kwargs.items()}
 
 
+def text_positions(positions: Any) -> Any:
+    """The row of position ids that masks read: the first of four (4, b, n), none of three.
+
+    >>> text_positions(torch.arange(8).view(4, 1, 2))
+    tensor([[0, 1]])
+    """
+    if not isinstance(positions, Tensor) or positions.dim() < 3:
+        return positions
+    return positions[0] if len(positions) == 4 else None
+
+
 def start_anew(kwargs: Mapping[str, Any]) -> bool:
     """True if position ids start anew where transformers takes them for packed documents."""
-    positions = kwargs.get("position_ids")
+    positions = text_positions(kwargs.get("position_ids"))
     if kwargs.get("attention_mask") is not None or positions is None or positions.dim() != 2:
         return False
     return bool((positions.diff(dim=-1) != 1).any())
@@ -210,6 +224,12 @@ class Outputs:
         return output
 
     def _entry(self, name: str, value: Any, length: int, made: list[tuple[Tensor, Tensor]]) -> Any:
+        if name.startswith(_AHEAD):
+            return value  # made in front of the text decoder, of full rows
+        if isinstance(value, MutableMapping):  # outputs of a part
+            for key in list(value):
+                value[key] = self._entry(key, value[key], length, made)
+            return value
         if isinstance(value, tuple | list):
             return type(value)(self._entry(name, v, length, made) for v in value)
         if not isinstance(value, Tensor):

@@ -23,7 +23,7 @@ from weft.torch_interop.equal_masks import kept
 from . import losses
 from .batches import Batch
 from .cache import ShardedCache
-from .mark import OfCache, Sharded
+from .mark import Mark, OfCache, Sharded
 from .rows import Outputs
 
 
@@ -69,12 +69,14 @@ class ModelCall:
     unsplit: str = ""  # why they are whole, where no token was cached before
     absent: str = ""  # why there is no cache among the outputs, where one device makes one
     state: LocalPieces | None = None  # where recurrent layers' states cross ranks
+    seam: str = ""  # "ahead" of the text decoder, where rows are full, or "behind"; "": none
+    made_mask: Mark | None = None  # that the model made ahead of its decoder
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def whole(self) -> bool:
-        """True if every rank computes all tokens."""
-        return bool(self.replicated) or self.held
+        """True if every rank computes all tokens, be it up to the text decoder."""
+        return bool(self.replicated) or self.held or self.seam == "ahead"
 
     @property
     def how(self) -> str:

@@ -32,7 +32,11 @@ MASKS = {
     "documents": ("lengths of the sequences packed one after another", True),
     "padding": ("how many keys each sequence has", True),
     "given": ("a name; the call gives a weft.Mask under it", True),
+    "near": ("how many keys a query sees around it, one number or one per attended axis", False),
+    "boxes": ("the size of a box, one number or one per attended axis", False),
 }
+#: masks of a grid, with the keys that may stand beside them
+GRID_MASKS = {"near": ("dilation", "circular"), "boxes": ("shift", "circular")}
 BIASES = ("alibi", "relative", "pair", "triangle")
 
 
@@ -48,10 +52,12 @@ class AttendBlock(Frozen):
     attend: the attended axis, `"lat+lon"` or a list for several, the first one outermost.
     context: the name of a `[context]` that keys and values come from, default x itself.
     mask: by name, with its parameters: `"causal"`, `{ window = [4, 0] }`, `{ first-keys = 6 }`; a
-        list joins several. `first-keys`, `prefix`, `documents` and `padding` without parameters,
-        and `{ given = "name" }`, take theirs from the call. `padding` counts keys of every
-        sequence over all ranks: one for each place on the axes that are not attended, the first
-        axis outermost; of a replicated context, on those it shares with x.
+        list joins several. Over a grid of axes `{ near = [7, 7], dilation = 2 }` is a neighbourhood
+        and `{ boxes = [6, 12], shift = [3, 6] }` the windows of Swin; `circular = "lon"`, or a
+        list, names axes without ends. `first-keys`, `prefix`, `documents` and `padding` without
+        parameters, and `{ given = "name" }`, take theirs from the call. `padding` counts keys of
+        every sequence over all ranks: one for each place on the axes that are not attended, the
+        first axis outermost; of a replicated context, on those it shares with x.
     bias: of the scores: `"alibi"`; `{ relative = 8 }`, a learned number per head and distance up
         to 8, over a context that x lacks from each query axis to the key axis in its place;
         `{ pair = "name", width = 16 }`, a learned projection of a tensor over pairs of positions,
@@ -144,7 +150,10 @@ class AttendBlock(Frozen):
 
     @field_serializer("mask")
     def _masks_as_written(self, parts: tuple[tuple[str, Any], ...]) -> list[Any]:
-        return [name if value is None else {name: value} for name, value in parts]
+        return [
+            dict(value) if name in GRID_MASKS else name if value is None else {name: value}
+            for name, value in parts
+        ]
 
     @field_serializer("bias")
     def _bias_as_written(self, bias: tuple[str, Any] | None) -> Any:
@@ -167,6 +176,13 @@ def _mask_parts(part: Any) -> list[tuple[str, Any]]:
     table = {part: None} if isinstance(part, str) else part
     if not isinstance(table, Mapping):
         raise ValueError(f"{shown(part)} is no mask; write 'causal', or {{ window = [4, 0] }}")
+    for grid in (name for name in GRID_MASKS if name in table):
+        keys = [key for key in GRID_MASKS[grid] if key in table]
+        options: dict[str, Any] = {grid: _counts(table, grid, 1)}
+        options |= {k: _counts(table, k, int(k == "dilation")) for k in keys if k != "circular"}
+        options |= {key: _names(table[key]) for key in keys if key == "circular"}
+        rest = {k: v for k, v in table.items() if k != grid and k not in keys}
+        return [(grid, tuple(options.items())), *(_mask_parts(rest) if rest else [])]
     for name, value in table.items():
         if name not in MASKS:
             raise ValueError(f"no mask is called {shown(name)}{did_you_mean(name, MASKS)}")
@@ -197,6 +213,24 @@ def _fits(name: str, value: Any) -> bool:
         "given": isinstance(value, str),
     }
     return bool(fits[name])
+
+
+def _counts(table: Mapping, key: str, least: int) -> int | tuple[int, ...]:
+    value = table[key]
+    several = isinstance(value, list | tuple) and value and all(_is_count(v, least) for v in value)
+    if not several and not _is_count(value, least):
+        raise ValueError(
+            f"{key} = {shown(value)}: give a whole number, {least} or more, or one per attended"
+            " axis"
+        )
+    return tuple(value) if several else value
+
+
+def _names(value: Any) -> tuple[str, ...]:
+    names = (value,) if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise ValueError(f"circular = {shown(value)}: name an attended axis, or a list of them")
+    return tuple(names)
 
 
 def _is_count(value: Any, least: int) -> bool:

@@ -16,6 +16,7 @@ from weft.errors import DeclarationError, did_you_mean, shown
 from .heads import HEADS
 from .model_blocks import (
     AXIS,
+    GRID_MASKS,
     MOST_BLOCKS,
     AttendBlock,
     Block,
@@ -362,8 +363,27 @@ class ModelSpec(Frozen):
                     f"{where}: bias = 'triangle' is for attention over one pair axis of x,"
                     f" {self.axes[1]!r} or {self.axes[2]!r}"
                 )
+        for name, options in block.mask:
+            if name in GRID_MASKS:
+                self._check_grid(block, dict(options), where)
         self._check_distances(block, where)
         self._check_heads(block, where)
+
+    def _check_grid(self, block: AttendBlock, options: Mapping[str, Any], where: str) -> None:
+        """Refuses a mask of a grid that has other axes than the block attends."""
+        if block.context is not None:
+            raise ValueError(f"{where}: {next(iter(options))!r} is of x itself, not of a context")
+        for key, value in options.items():
+            if key == "circular":
+                for name in value:
+                    if name not in block.attend:
+                        raise ValueError(
+                            f"{where}: circular = {name!r}{did_you_mean(name, block.attend)}"
+                        )
+            elif isinstance(value, tuple) and len(value) != len(block.attend):
+                raise ValueError(
+                    f"{where}: {key} = {list(value)} needs one number per axis, {len(block.attend)}"
+                )
 
     def _check_carry(self, block: CarryBlock) -> None:
         where, axes = (

@@ -101,7 +101,8 @@ class Attend(nn.Module):
         if given.cache is not None:
             return self._with_cache(x, given, given.cache)
         block, geometry = self.block, self.attention.geometry
-        mask = build_mask(block.mask, given.masks)
+        queries = geometry.query_lengths(x.shape, given.lengths)
+        mask = build_mask(block.mask, given.masks, queries)
         mask = mask if given.within is None else mask & given.within
         context = None if block.context is None else given.contexts[block.context]
         known = (

@@ -161,7 +161,7 @@ def plan_product(
 
 
 @dataclass(frozen=True)
-class Boxes(Placed):
+class PlacedBoxes(Placed):
     """A placement that is no split: per rank of a mesh, its positions of every axis."""
 
     boxes: tuple[tuple[Spans, ...], ...] = ()
@@ -182,5 +182,5 @@ def plan_boxes(
     rest = pair_at_rest(layout, axes)
     sizes, coords = dict(rest.mesh), dict(place)
     rank = rank_at(sizes, {d: coords[d] for d in sizes})
-    target = Boxes(rest.mesh, (), boxes)
+    target = PlacedBoxes(rest.mesh, (), boxes)
     return plan_redistribution(rest, target, (length, length), rank)

@@ -8,7 +8,7 @@ hidden only if the block size divides both.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from weft.layout import Layout
 from weft.plan.rest import head_shares
 
 from ... import Foreign
+from ..batches import tokens_of
 from ..losses import NEXT, OWN, labels_of
 from ..replicated import configurations
 from ..whole import accepts_positions, balances, leaves_padding_out, may_skip_padding, pools
@@ -198,6 +199,32 @@ def random_batch(model: Foreign, trial: Trial, dtype: torch.dtype) -> dict[str, 
     )
 
 
+def trial_of(batch: Mapping[str, Any]) -> Trial:
+    """The trial of a call of the user's own, of full rows."""
+    tokens = tokens_of(batch)
+    if tokens is None:
+        raise UnsupportedError("batch: a call of input_ids or inputs_embeds, whole, is compared")
+    mask, left, padding = batch.get("attention_mask"), False, 0
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.all():
+        left, padding = not mask[:, 0].all(), int((mask == 0).sum(1).max())
+    rows, length = tokens.shape[:2]
+    return Trial(rows, length, train=True, left=left, padding=padding)
+
+
+def converted(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """The tensors of a call on a device, and real numbers in a dtype, as copies."""
+
+    def one(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return type(value)(map(one, value))
+        if not isinstance(value, Tensor):
+            return value
+        kind = dtype if value.is_floating_point() else value.dtype
+        return value.detach().to(device, kind, copy=True)
+
+    return {name: one(value) for name, value in batch.items()}
+
+
 def options(model: Foreign, batch: dict[str, Tensor]) -> dict[str, bool]:
     """More arguments of a model: it computes the statistics of its routers, and keeps no cache."""
     chosen = {}
@@ -262,9 +289,12 @@ def _with_mesh(layout: Layout, mesh: dict[str, int]) -> Layout:
 
 
 def check_split_heads(
-    model: nn.Module, layout: Layout, axis: str, recording: TrialRecording
+    model: nn.Module, layout: Layout, axis: str, recording: TrialRecording, within: str = ""
 ) -> None:
-    """Raise where a layout, not reduced, cannot split the heads that a model's attention has."""
+    """Raise where a layout, not reduced, cannot split the heads that a model's attention has.
+
+    Of modules whose path begins so: those of towers stay whole.
+    """
     if not layout.mesh:
         return
     mesh = {d: max(1, size) for d, size in layout.mesh.items()}  # -1: as many as there are
@@ -272,6 +302,8 @@ def check_split_heads(
     heads: dict[tuple[int, int], str] = {}
     for visit in recording.visits.values():
         query, key = (visit.outputs.get(side) for side in ("query", "key"))
+        if not visit.path.startswith(within):
+            continue
         if visit.path.endswith(".attention") and query is not None and key is not None:
             path = visit.path.removesuffix(".attention")
             heads.setdefault((query.shape[1], key.shape[1]), path)

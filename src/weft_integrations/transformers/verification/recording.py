@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from weft.layout import Layout
 
+from ..lazy import LazyRows
+
 
 @dataclass
 class Visit:
@@ -96,7 +98,12 @@ def tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _copies(value: Any) -> dict[str, Tensor]:
-    return {name: t.detach().clone() for name, t in tensors(value)}
+    return {name: as_full(t.detach()).clone() for name, t in tensors(value)}
+
+
+def as_full(t: Tensor) -> Tensor:
+    """Full rows as an ordinary tensor, while all ranks run."""
+    return t.whole() if isinstance(t, LazyRows) else t
 
 
 @dataclass(frozen=True)
@@ -196,4 +203,13 @@ def first_difference(
     return None
 
 
-__all__ = ["Cut", "Difference", "TrialRecording", "Visit", "first_difference", "gap", "tensors"]
+__all__ = [
+    "Cut",
+    "Difference",
+    "TrialRecording",
+    "Visit",
+    "as_full",
+    "first_difference",
+    "gap",
+    "tensors",
+]

@@ -32,10 +32,20 @@ from ..defaults import CACHES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
 from ..rebinding import calls, put, rebound
+from ..seam import text_decoder
 from ..whole import accepts_positions, base
 from .copies import Copies, InFP64, random_states_kept
-from .inputs import Trial, check_split_heads, options, random_batch, reduced, trials
-from .recording import Cut, Difference, TrialRecording, first_difference, gap, tensors
+from .inputs import (
+    Trial,
+    check_split_heads,
+    converted,
+    options,
+    random_batch,
+    reduced,
+    trial_of,
+    trials,
+)
+from .recording import Cut, Difference, TrialRecording, as_full, first_difference, gap, tensors
 
 #: Relative, in fp32: rounding was 4e-6 over 18 layers of a model of 1.2 billion weights.
 TOLERANCE = 2e-4
@@ -43,6 +53,7 @@ TOLERANCE = 2e-4
 ROUGH_TOLERANCE = 4e-3
 #: The same in fp64 all through.
 FP64_TOLERANCE = 1e-7
+_WITHOUT_CACHE: dict[str, Any] = {"use_cache": False}
 _NOT_COMPARED = frozenset({*CACHES, "attentions", "hidden_states", "rope_deltas"})
 
 
@@ -86,7 +97,11 @@ class _Run:
 
 
 def verify(
-    model: nn.Module, layout: Layout, axis: str = "tokens", embeddings: nn.Module | None = None
+    model: nn.Module,
+    layout: Layout,
+    axis: str = "tokens",
+    embeddings: nn.Module | None = None,
+    batch: Mapping[str, Any] | None = None,
 ) -> Verified:
     """Compare a transformers model with itself on a layout; needs no process group.
 
@@ -108,6 +123,9 @@ def verify(
         layout: built or not; any number of ranks.
         axis: the layout's name for the tokens.
         embeddings: as for `parallelize`.
+        batch: a call of your own to compare instead, whole: what the processor of a model of images
+            makes, with labels. It runs as with rows="whole", and is refused unless its attention
+            is split.
 
     Raises:
         DeclarationError: an axis that the layout does not attend.
@@ -123,10 +141,12 @@ def verify(
     check_kind(model)
     check_layout(layout, axis)
     embeddings = embeddings or find_embeddings(model)
-    check = _Check(model, layout, axis, None if embeddings is None else _path(model, embeddings))
+    inside = None if embeddings is None else _path(model, embeddings)
+    check = _Check(model, layout, axis, inside, batch)
     with random_states_kept(model), _autocast_off(model):
+        planned = trials(model, check.layout, axis) if batch is None else [trial_of(batch)]
         try:
-            results = [check.run(trial) for trial in trials(model, check.layout, axis)]
+            results = [check.run(trial) for trial in planned]
         finally:
             check.copies.release()
     tried, outputs, gradients = zip(*results)
@@ -146,8 +166,17 @@ def _autocast_off(model: nn.Module) -> Iterator[None]:
 class _Check:
     """One model on one layout: its copies, and their runs."""
 
-    def __init__(self, model: nn.Module, layout: Layout, axis: str, embeddings: str | None) -> None:
-        self.model, self.axis, self.embeddings = model, axis, embeddings
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        axis: str,
+        embeddings: str | None,
+        batch: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.axis, self.embeddings, self.batch = model, axis, embeddings, batch
+        decoder = text_decoder(model)
+        self.decoder = "" if decoder is None else _path(model, decoder)
         self.declared = layout
         self.layout = reduced(layout, axis if recurrent(model) else None)
         self.copies = Copies(model)
@@ -161,7 +190,7 @@ class _Check:
         In eval mode where two runs in train mode differ, or fail. Then in fp64, where a difference
         that is rounding is none.
         """
-        batch = random_batch(self.model, trial, self.copies.dtype)
+        batch = self._inputs(trial, self.copies.dtype)
         try:
             return self._compare(batch, trial)
         except UnsupportedError:
@@ -170,8 +199,14 @@ class _Check:
             if self.copies.fit_fp64:
                 wide = replace(trial, fp64=True)
                 with contextlib.suppress(Exception):  # kernels that know no fp64, among others
-                    return self._compare(random_batch(self.model, wide, torch.float64), wide)
+                    return self._compare(self._inputs(wide, torch.float64), wide)
             raise
+
+    def _inputs(self, trial: Trial, dtype: torch.dtype) -> dict[str, Any]:
+        """The full inputs of a trial: random ones, or those of the call that is to be compared."""
+        if self.batch is None:
+            return random_batch(self.model, trial, dtype)
+        return converted(self.batch, next(self.model.parameters()).device, dtype)
 
     def _repeats(self, batch: dict[str, Tensor], trial: Trial) -> bool:
         """True if the model gives the same outputs twice."""
@@ -185,7 +220,7 @@ class _Check:
         name = type(self.model).__name__
         with _explained(f"{name} could not be run on a random input, so nothing was checked"):
             full, weights, length = self._on_one_device(batch, trial)
-        check_split_heads(self.model, self.declared, self.axis, full.recording)
+        check_split_heads(self.model, self.declared, self.axis, full.recording, self.decoder)
         with _explained(f"{self.name} is not the model: on ranks it fails"):
             ranks = on_threads(self.layout, self._on_rank, batch, trial, weights, length)
         cuts = on_threads(self.layout, Cut.of, self.axis, trial.batch, length)
@@ -203,7 +238,8 @@ class _Check:
                 f"({_size(outputs)}); the model computes it from this rank's tokens, after its "
                 f"last module ({trial})"
             )
-        gradients, which = _largest_gradient_gap(full, ranks)
+        averaged = 1 if self.batch is None else len(ranks)
+        gradients, which = _largest_gradient_gap(full, ranks, averaged)
         if gradients > tolerance:
             raise UnsupportedError(
                 f"{self.name} is not the model: outputs agree, but the gradient of {which} is off "
@@ -222,7 +258,8 @@ class _Check:
         masks = [batch["attention_mask"].bool()] if trial.left else []
         generator, weights = torch.Generator().manual_seed(1), {}
         with _mode(trial):
-            outputs = _outputs(model, batch | options(model, batch), masks)
+            more = options(model, batch) if self.batch is None else _WITHOUT_CACHE
+            outputs = _outputs(model, more | batch, masks)
             for name, t in outputs.items():
                 drawn = torch.randn(t.shape, generator=generator) / max(t.numel(), 1) ** 0.5
                 weights[name] = drawn.to(t) if t.dim() else torch.ones_like(t)
@@ -243,10 +280,14 @@ class _Check:
     ) -> _Run:
         model = self.copies.make(trial)
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
-        install(model, layout, self.axis, inside, _ON_RANKS)
+        full = self.batch is not None
+        rows = "whole" if full else "local"
+        install(model, layout, self.axis, inside, _ON_RANKS, rows)
         recording = TrialRecording(model)
         cut = Cut.of(layout, self.axis, trial.batch, length)
-        if inside is None:
+        if full:
+            local = _WITHOUT_CACHE | batch
+        elif inside is None:
             local = options(model, batch) | shard_batch(batch, layout, self.axis)
         else:
             local = {name: layout.shard(t, {"batch": 0}) for name, t in batch.items()}
@@ -254,10 +295,18 @@ class _Check:
         masks += [layout.shard(t, {"batch": 0, self.axis: 1}) for t in masks]
         with _mode(trial):
             outputs = _outputs(model, local, masks)
+            if full:
+                self._check_split(model, recording)
             own = {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
             gradients = _gradients(model, outputs, own)
         counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
-        return _Run(_detached(outputs), gradients if counts else {}, recording)
+        return _Run(_detached(outputs), gradients if counts or full else {}, recording)
+
+    def _check_split(self, model: Foreign, recording: TrialRecording) -> None:
+        """Raise where ranks computed all of a call, which is exact and tells nothing."""
+        if not any(path.endswith(".attention") for path, _ in recording.visits):
+            reasons = "; ".join(sorted(model._weft.calls.warned))
+            raise UnsupportedError(f"{self.name} does not split this call: {reasons}")
 
     def _refusal(
         self, difference: Difference, trial: Trial, length: int, ranks: Sequence[_Run]
@@ -311,14 +360,17 @@ def _largest_gap(full: _Run, ranks: Sequence[_Run], cuts: Sequence[Cut]) -> tupl
     return max(gaps)
 
 
-def _largest_gradient_gap(full: _Run, ranks: Sequence[_Run]) -> tuple[float, str]:
-    """The largest error of parameters' gradients, summed over ranks as `sync_gradients` does."""
+def _largest_gradient_gap(full: _Run, ranks: Sequence[_Run], of: int = 1) -> tuple[float, str]:
+    """The largest error of parameters' gradients, summed over ranks as `sync_gradients` does.
+
+    Or averaged `of` so many ranks.
+    """
     gaps = [(0.0, "")]
     sizes = {name: g.norm().item() for name, g in full.gradients.items()}
     scale = max(sizes.values(), default=0.0)
     for name, expected in full.gradients.items():
         parts = [r.gradients[name] for r in ranks if name in r.gradients]
-        off = (sum(parts) - expected).norm().item()
+        off = (sum(parts) / of - expected).norm().item()
         # A gradient that is rounding itself (a key's bias) is measured on the largest one.
         gaps.append((off / max(sizes[name], 1e-3 * scale, 1e-30), name))
     return max(gaps)
@@ -411,7 +463,7 @@ def _mode(trial: Trial) -> Iterator[None]:
 def _outputs(model: Foreign, batch: dict[str, Any], masks: Sequence[Tensor]) -> dict[str, Tensor]:
     """A model's outputs; those of tokens that a mask (b, n), full or local, hides are zero."""
     named = {k: v for k, v in model(**batch).items() if k not in _NOT_COMPARED}
-    return {n: _unmasked(t, masks) for n, t in tensors(named)}
+    return {n: _unmasked(as_full(t), masks) for n, t in tensors(named)}
 
 
 def _detached(outputs: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,0 +1,105 @@
+"""Steps of a pass: worked out once, nothing packed twice, few calls of Python per message."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+
+import pytest
+import torch
+
+import weft
+from benchmarks import host
+from weft.plan.predict import plan_for
+from weft.plan.problem import Problem
+from weft.plan.steps import steps_of
+
+#: layout: calls of functions in a forward and in a backward pass of the last rank, at most
+CALLS = {
+    "tokens(zigzag): ring=8": (1200, 1850),
+    "tokens(zigzag): gather=8": (900, 1450),
+    "tokens(zigzag): tile=2x4": (1250, 1400),
+}
+#: layout: frames between the caller and the kernel, at most
+DEPTH = {"tokens(zigzag): ring=8": 16, "tokens: ulysses=8": 16}
+
+
+@pytest.fixture(autouse=True)
+def null_kernels():
+    with host.without_kernels():
+        yield
+
+
+@pytest.mark.parametrize("line", CALLS)
+def test_passes_make_few_calls_of_python(line):
+    forward, backward = host.passes(line)
+    for _ in range(2):
+        backward(forward())
+    calls = host.python_calls(forward), host.python_calls(backward, forward())
+    assert calls[0] <= CALLS[line][0]
+    assert calls[1] <= CALLS[line][1]
+
+
+@pytest.mark.parametrize("line", DEPTH)
+def test_few_frames_lie_between_caller_and_kernel(line, monkeypatch):
+    depths, real = [], host.NoKernel.forward
+
+    def forward(kernel, *given):
+        frame, depth = sys._getframe(), 0
+        while frame is not None and frame.f_code.co_name != "run":
+            frame, depth = frame.f_back, depth + 1
+        depths.append(depth)
+        return real(kernel, *given)
+
+    monkeypatch.setattr(host.NoKernel, "forward", forward)
+    attend, backward = host.passes(line)
+
+    def run():
+        return attend()
+
+    backward(run())
+    depths.clear()
+    backward(run())
+    assert max(depths) - 2 <= DEPTH[line]  # the caller's and the kernel's are not between
+
+
+@pytest.mark.parametrize("line", ["ring=8", "tile=2x4", "burst=8", "pass_q=8", "gather=8"])
+@pytest.mark.parametrize("mask", [weft.Full(), weft.Causal(), weft.Causal(40)], ids=repr)
+def test_no_content_is_packed_twice(line, mask):
+    problem = Problem.of("tokens", 512, heads=8, kv_heads=2, head_dim=8, mask=mask)
+    layout = weft.Layout.parse(f"tokens(zigzag): {line}")
+    for rank in (0, 3, 7):
+        plan = plan_for(layout, problem, rank)
+        for tile in (plan.forward, plan.backward):
+            packed: Counter = Counter()
+            for step in steps_of(tile).steps:
+                for move in step.begin:
+                    if move.send is not None and move.send.packing is not None:
+                        t = move.transfer
+                        packed[t.payload, t.source, tile.transfer_rows(t)[0]] += 1
+            assert set(packed.values()) <= {1}
+            received = {
+                (t.payload, t.target, tile.transfer_rows(t)[1]) for t in tile.program.transfers
+            }
+            passed_on = [key for key in packed if key[0].is_chunk and key in received]
+            assert not passed_on, "a chunk is sent on from the buffer that received it"
+
+
+def test_a_chunk_for_many_ranks_is_copied_once(monkeypatch):
+    """Of a causal ring in zigzag order each rank sends its own chunk to all others."""
+    copies, real = [], torch.Tensor.copy_
+
+    def copy(t, source):
+        if t.dtype == torch.bfloat16:  # not a merged logsumexp
+            copies.append(t.nbytes)
+        return real(t, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy)
+    forward, backward = host.passes("tokens(zigzag): ring=8")
+    out = forward()
+    chunk = host.TOKENS * host.HEADS * host.DIM * 2
+    assert copies == [chunk] * 2  # k and v
+    copies.clear()
+    backward(out)
+    # k and v; and the partial gradients of 7 other chunks, half of which this rank's queries see
+    assert Counter(copies) == {chunk: 2, chunk // 2: 2 * 7}
