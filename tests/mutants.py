@@ -74,8 +74,8 @@ BUGS = (
         "sinks are dropped beside a choice",
         "weft_integrations/transformers/interface.py",
         "attend",
-        "attention(query, key, value, *place, softcap=softcap, sinks=s_aux, choice=choice)",
-        "attention(query, key, value, *place, softcap=softcap, choice=choice)",
+        '{"softcap": softcap, "sinks": s_aux, "choice": choice}',
+        '{"softcap": softcap, "choice": choice}',
         "chosen_keys",
     ),
     Bug(

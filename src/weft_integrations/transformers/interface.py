@@ -21,7 +21,7 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.masks import Causal, Full
 
 from .. import Foreign
-from . import decoding, losses
+from . import decoding, latents, losses
 from .chosen_keys import Weighed, as_scores
 from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
@@ -137,6 +137,8 @@ def attend(
         raise UnsupportedError(f"{name}: {where.refusal}")
     if choice is not None and (isinstance(where, OfCache) or where.cached):
         raise UnsupportedError(f"{name} chooses its keys, of which a cache has no parts on ranks")
+    split = isinstance(where, Sharded) and where.past is None
+    key, value, expand = latents.taken(key, value, whole=not split)
     if isinstance(where, OfCache):
         options = (cache_of_call(), scaling, softcap, s_aux)
         return decoding.attend_cached(module, query, key, value, where, *options), None
@@ -146,7 +148,8 @@ def attend(
     length = None if where.length is None else int(where.length)
     place = where.layout, where.axis, where.mask, scaling, length
     if where.past is None:
-        out = attention(query, key, value, *place, softcap=softcap, sinks=s_aux, choice=choice)
+        named: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "choice": choice}
+        out = attention(query, key, value, *place, expand=expand, **named)
     else:
         own = attention(query, key, value, *place, return_lse=True, softcap=softcap)
         row = where.row(tokens)
