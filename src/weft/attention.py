@@ -36,7 +36,7 @@ from .plan.problem import shard_batches
 from .runtime import calls
 from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
-from .runtime.ops import attend_alone
+from .runtime.ops import attend
 
 
 @overload
@@ -175,7 +175,6 @@ def attention(
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
-    attend = torch.ops.weft.attention
     numbers = choice.numbers if isinstance(choice, ChosenKeys) else None
     if in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
@@ -192,17 +191,13 @@ def attention(
             _plain_kind(choice),
             calls.gradients_wanted(q, k, v, learned),
         )
-        out, lse = attend(q, k, v, learned, numbers, scale, softcap, handle)[:2]
+        op = torch.ops.weft.attention
+        out, lse = op(q, k, v, learned, numbers, scale, softcap, handle)[:2]
     else:
         more = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
         bound = _bound(layout, axes, mask, length, *more, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
-        alone = attend_alone(bound, q, k, v)
-        if alone is not None:
-            out, lse = alone
-        else:
-            floats = bound.call.scale, bound.call.softcap
-            out, lse = attend(q, k, v, learned, numbers, *floats, calls.handle_of(bound))[:2]
+        out, lse = attend(bound, q, k, v, learned, numbers)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -6,10 +6,10 @@ where a rule trades one split for another (Ulysses, axial), the tensors in their
 So a policy of activation checkpointing that keeps this op's outputs repeats no communication. Fake
 kernels tell `torch.compile` the shapes.
 
-A call without communication that is exactly one kernel call skips the op, which costs the CPU about
-0.1 ms in each pass: `attend_alone`. What is computed is the same, by the same kernel. Where torch
-differentiates the kernel itself and nobody asks for the logsumexp, its own node does the backward
-pass, and Python only looks on. Graphs, and modes that look at ops, get the ops.
+Graphs, profilers, and modes that look at ops get the ops; any other call runs the same functions
+without them (`attend`). In a call without communication that is exactly one kernel call, of which
+torch differentiates the kernel itself and nobody asks for the logsumexp, torch's own node does the
+backward pass, and Python only looks on (`attend_alone`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,37 @@ def _agreed(bound: calls.BoundCall) -> Tensor:
     return torch.empty(numbers, dtype=torch.int64, device="cpu")
 
 
+def _forward(
+    bound: calls.BoundCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, executor.Entry, Tensor | None]:
+    """Output and logsumexp at rest, then what a backward pass needs.
+
+    That is: the agreed numbers; q, k, v, output and logsumexp while computing; and the numbers of
+    chosen keys of the rank's tile, None where they are those that rest here.
+    """
+    plan, channel, agreed = bound.begin(q, k, v, bias, chosen)
+    moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
+    chosen = chosen if moved is None else moved
+    inside = resharding.to_compute(plan, channel, q, k, v) if bound.reach.reshards else (q, k, v)
+    out, lse = executor.forward(plan, channel, bound.call, *inside, bias, chosen)
+    if bound.reach.reshards:
+        out, lse = like_query(out, inside[0]), lse.contiguous()
+        rest = resharding.to_rest(plan, channel, out, lse)
+        channel.finish()
+        rest_out, rest_lse = _unaliased([t.contiguous() for t in rest], (q, k, v, out, lse))
+        return rest_out, rest_lse, agreed, (*inside, out, lse), moved
+    channel.finish()
+    if not plan.forward.whole or plan.replicated.query:
+        out, lse = _unaliased((out, lse), (q, k, v))
+    out, lse = like_query(out, q), lse.contiguous()
+    return out, lse, agreed, (*inside, out, lse), moved
+
+
 @op("weft::attention")
 def _attention_op(
     q: Tensor,
@@ -57,24 +88,13 @@ def _attention_op(
     of chosen keys of the rank's tile, empty where they are those that rest here.
     """
     bound = handles.get(call).with_floats(scale, softcap)
-    plan, channel, agreed = bound.begin(q, k, v, bias, chosen)
-    moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
-    chosen = chosen if moved is None else moved
+    out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen)
     (kept,) = _none(q, 1) if moved is None else (moved,)
     if not bound.reach.reshards:
-        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, chosen)
-        channel.finish()
-        if not plan.forward.whole or plan.replicated.query:
-            out, lse = _unaliased((out, lse), (q, k, v))
-        return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
-    entry_q, entry_k, entry_v = (
-        t.contiguous() for t in resharding.to_compute(plan, channel, q, k, v)
-    )
-    out, lse = executor.forward(plan, channel, bound.call, entry_q, entry_k, entry_v, bias, chosen)
-    out, lse = like_query(out, entry_q), lse.contiguous()
-    rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
-    channel.finish()
-    results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse, kept)
+        return out, lse, agreed, *_none(q, 5), kept
+    *inside, inner_out, inner_lse = entry
+    inside = [t.contiguous() for t in inside]
+    results = (out, lse, agreed, *inside, like_query(inner_out, inside[0]), inner_lse, kept)
     return _unaliased(results, (q, k, v))
 
 
@@ -128,20 +148,44 @@ def _backward_op(
     `dout` and `dlse` are at rest; all other tensors in their compute placement.
     """
     bound = handles.get(call).with_floats(scale, softcap)
-    plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
     entry = (q, k, v, out, lse)
+    *gradients, dbias = _backward(bound, dout, dlse, entry, bias, chosen, agreed, rest)
+    return *gradients, q.new_empty(0) if dbias is None else dbias
+
+
+def _backward(
+    bound: calls.BoundCall,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    entry: executor.Entry,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    agreed: Tensor,
+    rest: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv at rest, and dbias; a gradient that nobody asked for is 0."""
+    q, reshards = entry[0], bound.reach.reshards
+    b, h, n, *_, e = rest
+    dout = q.new_zeros((b, h, n, e)) if dout is None else dout
+    if dlse is None and reshards and bound.call.return_lse:
+        dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
+    plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
     above: tuple[Tensor, Tensor | None] = dout, dlse
-    if bound.reach.reshards:
+    if reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, entry, bias, chosen)
-    dbias = q.new_empty(0) if learned is None else learned.contiguous()
-    if bound.reach.reshards:
+    dq, dk, dv, dbias = executor.backward(plan, channel, bound.call, *above, entry, bias, chosen)
+    dbias = None if dbias is None else dbias.contiguous()
+    if reshards:
         moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
         dq, dk, dv = (t.contiguous() for t in moved)
     channel.finish()
-    if not plan.backward.whole or any(plan.replicated) or bound.reach.reshards:
-        dq, dk, dv, dbias = _unaliased((dq, dk, dv, dbias), (dout, *entry))
-    if not bound.reach.reshards:
+    if not plan.backward.whole or any(plan.replicated) or reshards:
+        given = (dout, *entry)
+        if dbias is None:
+            dq, dk, dv = _unaliased((dq, dk, dv), given)
+        else:
+            dq, dk, dv, dbias = _unaliased((dq, dk, dv, dbias), given)
+    if not reshards:
         dq, dk, dv = map(by_token, (dq, dk, dv))
     return dq, dk, dv, dbias
 
@@ -187,8 +231,6 @@ def _attention_gradient(
     b, h, n, *_, e = ctx.rest
     if dout is None:
         dout = entry[0].new_zeros((b, h, n, e))
-    if dlse is None and ctx.keep.reach.reshards and ctx.keep.call.return_lse:
-        dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
     handles.keep(ctx.call[-1], ctx.keep)
     op = torch.ops.weft.attention_backward
     *grads, dbias = op(dout, dlse, *entry, bias, chosen, agreed, *ctx.call, ctx.rest)
@@ -221,6 +263,54 @@ def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:
         taken.add(t.untyped_storage().data_ptr())
         own.append(t)
     return cast(Tensors, tuple(own))
+
+
+class _Attention(torch.autograd.Function):
+    """The same without the ops, which cost the CPU about 0.1 ms."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        chosen: Tensor | None,
+        bound: calls.BoundCall,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen)
+        ctx.bound, ctx.rest = bound, calls.rest_shape(q, k, v)
+        ctx.save_for_backward(*entry, bias, chosen if moved is None else moved, agreed)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once("weft.attention", linear=False)
+    def backward(
+        ctx: Any, saved: tuple, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *entry, bias, chosen, agreed = saved
+        kept = cast(executor.Entry, tuple(entry)), bias, chosen, agreed
+        return *_backward(ctx.bound, dout, dlse, *kept, ctx.rest), None, None
+
+
+def attend(
+    bound: calls.BoundCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a call that is not in a graph."""
+    alone = attend_alone(bound, q, k, v)
+    if alone is not None:
+        return alone
+    tensors = q, k, v, bias, chosen
+    if profiling() or dispatched(*(t for t in tensors if t is not None)):
+        given = bound.call.scale, bound.call.softcap, calls.handle_of(bound)
+        return torch.ops.weft.attention(*tensors, *given)[:2]
+    return _Attention.apply(*tensors, bound)
 
 
 def attend_alone(
