@@ -1429,10 +1429,10 @@ BUGS = (
     ),
     Bug(
         "q, k and v: parts of an exchange come in the order of tensors",
-        "weft/runtime/buffers.py",
-        "_exchange",
-        "parts[i :: len(items)]",
-        "parts[i * size : (i + 1) * size]",
+        "weft/plan/exchange.py",
+        "_arrived",
+        "strides.insert(item.joined, width)",
+        "strides.insert(item.joined, math.prod(rest))",
         "launches",
     ),
     Bug(

@@ -20,7 +20,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from .._torch import dispatched, profiling
+from .._torch import dispatched, memory_of, profiling
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
 from ..plan.choices import NUMBER
@@ -61,11 +61,11 @@ def _forward(
         out, lse = like_query(out, inside[0]), lse.contiguous()
         rest = resharding.to_rest(plan, channel, out, lse)
         channel.finish()
-        rest_out, rest_lse = _unaliased([t.contiguous() for t in rest], (q, k, v, out, lse))
+        rest_out, rest_lse = (_apart(t.contiguous(), (q, k, v, out, lse)) for t in rest)
         return rest_out, rest_lse, agreed, (*inside, out, lse), moved
     channel.finish()
     if not plan.forward.whole or plan.replicated.query:
-        out, lse = _unaliased((out, lse), (q, k, v))
+        out, lse = (_apart(t, (q, k, v)) for t in (out, lse))
     out, lse = like_query(out, q), lse.contiguous()
     return out, lse, agreed, (*inside, out, lse), moved
 
@@ -150,7 +150,10 @@ def _backward_op(
     bound = handles.get(call).with_floats(scale, softcap)
     entry = (q, k, v, out, lse)
     *gradients, dbias = _backward(bound, dout, dlse, entry, bias, chosen, agreed, rest)
-    return *gradients, q.new_empty(0) if dbias is None else dbias
+    if bound.reach.reshards:
+        gradients = [t.contiguous() for t in gradients]
+    dbias = q.new_empty(0) if dbias is None else dbias
+    return _unaliased((*gradients, dbias), (dout, *entry))
 
 
 def _backward(
@@ -176,15 +179,10 @@ def _backward(
     dq, dk, dv, dbias = executor.backward(plan, channel, bound.call, *above, entry, bias, chosen)
     dbias = None if dbias is None else dbias.contiguous()
     if reshards:
-        moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
-        dq, dk, dv = (t.contiguous() for t in moved)
+        dq, dk, dv = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
     channel.finish()
     if not plan.backward.whole or any(plan.replicated) or reshards:
-        given = (dout, *entry)
-        if dbias is None:
-            dq, dk, dv = _unaliased((dq, dk, dv), given)
-        else:
-            dq, dk, dv, dbias = _unaliased((dq, dk, dv, dbias), given)
+        dq, dk, dv = (_apart(t, (dout, *entry)) for t in (dq, dk, dv))
     if not reshards:
         dq, dk, dv = map(by_token, (dq, dk, dv))
     return dq, dk, dv, dbias
@@ -255,14 +253,18 @@ def _none(like: Tensor, count: int) -> Iterator[Tensor]:
 
 def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:
     """Outputs that share no memory with inputs or each other, as ops must return."""
-    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    taken = {memory_of(t)[0] for t in inputs}
     own = []
     for t in outputs:
-        if t.untyped_storage().data_ptr() in taken:
-            t = t.clone()
-        taken.add(t.untyped_storage().data_ptr())
+        t = t.clone() if memory_of(t)[0] in taken else t
+        taken.add(memory_of(t)[0])
         own.append(t)
     return cast(Tensors, tuple(own))
+
+
+def _apart(t: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """A tensor that shares no memory with inputs."""
+    return t.clone() if memory_of(t)[0] in {memory_of(x)[0] for x in inputs} else t
 
 
 class _Attention(torch.autograd.Function):
