@@ -7,12 +7,16 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from benchmarks import host
+from weft.plan.call import Call
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.steps import steps_of
+from weft.runtime import ops
+from weft.runtime.calls import BoundCall, rest_shape
 
 #: layout: calls of functions in a forward and in a backward pass of the last rank, at most
 CALLS = {
@@ -103,3 +107,55 @@ def test_a_chunk_for_many_ranks_is_copied_once(monkeypatch):
     backward(out)
     # k and v; and the partial gradients of 7 other chunks, half of which this rank's queries see
     assert Counter(copies) == {chunk: 2, chunk // 2: 2 * 7}
+
+
+class Copies(TorchDispatchMode):
+    """Counts operations that copy, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        name = op.overloadpacket.__name__
+        if name in ("copy_", "clone", "cat", "index_select", "_to_copy"):
+            self.counts[name] += 1
+        return op(*args, **(kwargs or {}))
+
+
+#: layout, heads of keys; copies forward and backward, of which one each of q, k, v, dout, and dq to
+#: dv is into the buffer that is sent
+ULYSSES = {
+    "even": ("tokens: ulysses=8", 16, {"copy_": 3, "clone": 1}, {"copy_": 3, "clone": 1}),
+    "two dims": (
+        *("tokens: ulysses=4 x ulysses=2", 16),
+        *({"copy_": 6, "clone": 2, "index_select": 4},) * 2,
+    ),
+    "fewer keys": (
+        *("tokens: ulysses=4", 8),
+        *({"copy_": 3, "clone": 1}, {"copy_": 3, "clone": 1, "cat": 2}),
+    ),
+    "sorted": (
+        *("tokens(zigzag): ulysses=8", 16),
+        *({"copy_": 3, "clone": 1, "index_select": 4},) * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ULYSSES)
+def test_exchanges_copy_what_they_send_and_nothing_else(name):
+    """What arrives is read where it lies, and the output is laid as it is sent and returned."""
+    line, kv_heads, *wanted = ULYSSES[name]
+    layout = weft.Layout.parse(line)
+    on = layout.on(host.NoMessages(layout.mesh, 1))
+    length = 16 * layout.world_size
+    call = Call(("tokens",), weft.Full(), length=((length, length),), kernel="none")
+    bound = BoundCall(on, call)
+    q, k, v = (torch.zeros(1, 16, h, 8).transpose(1, 2) for h in (16, kv_heads, kv_heads))
+    for _ in range(2):  # the first uploads what is kept
+        with Copies() as forward:
+            out, _, agreed, entry, _ = ops._forward(bound, q, k, v, None, None)
+        with Copies() as backward:
+            given = out, None, entry, None, None, agreed, rest_shape(q, k, v)
+            ops._backward(bound, *given)
+    assert [dict(forward.counts), dict(backward.counts)] == wanted

@@ -72,7 +72,7 @@ class Exchange(NamedTuple):
     even: all messages of all ranks are of one size.
     even_cuts: every tensor is cut evenly, and `parts` has one entry for each.
     parts: (tensor, its place in the outgoing buffer, its numbers that go there).
-    groups: (numbers per place of the joined dim, where its parts lie in the incoming buffer).
+    groups: of each group, where its parts lie in the incoming buffer.
     arrived: each tensor, joined.
     """
 
@@ -81,7 +81,7 @@ class Exchange(NamedTuple):
     even: bool
     even_cuts: bool
     parts: tuple[tuple[int, View, SentPart], ...]
-    groups: tuple[tuple[int, tuple[tuple[int, int], ...]], ...]
+    groups: tuple[tuple[tuple[int, int], ...], ...]
     arrived: tuple[Arrived, ...]
 
 
@@ -137,7 +137,7 @@ def exchange_of(
         all(step.even for step in steps),
         even_cuts,
         tuple(parts),
-        tuple(_groups(widths[own], receives)),
+        tuple(_groups(receives)),
         tuple(_arrived(items, members, widths[own], own)),
     )
 
@@ -180,18 +180,16 @@ def _parts(
     return parts
 
 
-def _groups(
-    widths: Sequence[int], receives: Sequence[Sequence[int]]
-) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
-    """Of each group the width, and where its parts lie: one range if they follow one another."""
+def _groups(receives: Sequence[Sequence[int]]) -> list[tuple[tuple[int, int], ...]]:
+    """Where the parts of each group lie: in one range if they follow one another."""
     found = []
-    for g, width in enumerate(widths):
+    for g in range(len(receives[0])):
         ranges, at = [], 0
         for counts in receives:
             low = at + sum(counts[:g])
             ranges.append((low, low + counts[g]))
             at += sum(counts)
-        found.append((width, ((0, at),) if len(widths) == 1 else tuple(ranges)))
+        found.append(((0, at),) if len(receives[0]) == 1 else tuple(ranges))
     return found
 
 

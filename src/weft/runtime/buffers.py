@@ -82,10 +82,8 @@ def _exchange(
     incoming = transport.all_to_all(shuffle)
     del shuffle, outgoing  # frees the sent buffer while parts are joined
     joined = [
-        incoming
-        if len(parts) == 1
-        else torch.cat([incoming[low:high].view(-1, width) for low, high in parts]).view(-1)
-        for width, parts in form.groups
+        incoming if len(parts) == 1 else torch.cat([incoming[low:high] for low, high in parts])
+        for parts in form.groups
     ]
     del incoming
     return [

@@ -14,7 +14,7 @@ backward pass, and Python only looks on (`attend_alone`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -89,12 +89,12 @@ def _attention_op(
     """
     bound = handles.get(call).with_floats(scale, softcap)
     out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen)
-    (kept,) = _none(q, 1) if moved is None else (moved,)
+    kept = q.new_empty(0) if moved is None else moved
     if not bound.reach.reshards:
-        return out, lse, agreed, *_none(q, 5), kept
-    *inside, inner_out, inner_lse = entry
-    inside = [t.contiguous() for t in inside]
-    results = (out, lse, agreed, *inside, like_query(inner_out, inside[0]), inner_lse, kept)
+        return out, lse, agreed, *_nothing(q), kept
+    q_inside, k_inside, v_inside = (t.contiguous() for t in entry[:3])
+    out_inside, lse_inside = like_query(entry[3], q_inside), entry[4]
+    results = (out, lse, agreed, q_inside, k_inside, v_inside, out_inside, lse_inside, kept)
     return _unaliased(results, (q, k, v))
 
 
@@ -110,12 +110,12 @@ def _(
     call: str,
 ) -> tuple[Tensor, ...]:
     bound = handles.get(call)
-    (kept,) = _none(q, 1) if chosen is None else (_moved_shape(bound, q, k, v, chosen),)
+    kept = q.new_empty(0) if chosen is None else _moved_shape(bound, q, k, v, chosen)
     (b, h, n, _), e = q.shape, v.shape[3]
     dtype = accumulate_dtype(q.dtype)
     if not bound.reach.reshards:
         out, lse = empty_like_query(q, (b, h, n, e)), q.new_empty((b, h, n), dtype=dtype)
-        return out, lse, _agreed(bound), *_none(q, 5), kept
+        return out, lse, _agreed(bound), *_nothing(q), kept
     plan = bound.shapes(q, k, v)
     sides = (plan.compute.query, plan.compute.key, plan.compute.key)
     shapes = ([s.size(i) for i in range(3)] for s in sides)
@@ -149,11 +149,11 @@ def _backward_op(
     """
     bound = handles.get(call).with_floats(scale, softcap)
     entry = (q, k, v, out, lse)
-    *gradients, dbias = _backward(bound, dout, dlse, entry, bias, chosen, agreed, rest)
+    dq, dk, dv, learned = _backward(bound, dout, dlse, entry, bias, chosen, agreed, rest)
     if bound.reach.reshards:
-        gradients = [t.contiguous() for t in gradients]
-    dbias = q.new_empty(0) if dbias is None else dbias
-    return _unaliased((*gradients, dbias), (dout, *entry))
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dbias = q.new_empty(0) if learned is None else learned
+    return _unaliased((dq, dk, dv, dbias), (dout, *entry))
 
 
 def _backward(
@@ -247,8 +247,8 @@ def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen
     return chosen.new_empty((b, r, plan.tile_shape()[0], count), dtype=NUMBER)
 
 
-def _none(like: Tensor, count: int) -> Iterator[Tensor]:
-    return (like.new_empty(0) for _ in range(count))
+def _nothing(like: Tensor) -> executor.Entry:
+    return cast(executor.Entry, tuple(like.new_empty(0) for _ in range(5)))
 
 
 def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:
