@@ -508,3 +508,8 @@ def with_video(call: Call) -> Call:
     made["pixel_values_videos"] = numbers(generator, 16, 96)
     made["video_grid_thw"] = torch.tensor([[2, 2, 4]])
     return labelled(_typed(made))
+
+
+def together(calls: Sequence[Call]) -> Call:
+    """One call of the rows and images of several, in their order."""
+    return {name: torch.cat([call[name] for call in calls]) for name in calls[0]}

@@ -17,7 +17,7 @@ import argparse
 import itertools
 import json
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -156,9 +156,9 @@ def own() -> list[Group]:
     ]
 
 
-def others() -> Iterator[Group]:
-    """The sets of published rows that the clock can express."""
-    for made in published.fitted():
+def others(wanted: Sequence[str] = ()) -> Iterator[Group]:
+    """The sets of published rows that the clock can express, or some of them by name."""
+    for made in published.fitted(wanted):
         those = tuple(
             Row(
                 f"{made.set.name} {_contest(e.row)}",

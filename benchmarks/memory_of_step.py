@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -105,8 +106,9 @@ def measured(setting: Setting) -> int:
         *("--nproc-per-node", str(ranks), __file__, "--setting", json.dumps(setting)),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    found = [json.loads(line[9:]) for line in done.stdout.splitlines() if "MEASURED" in line[:9]]
-    if not found:
+    # Lines of ranks may run into each other.
+    found = [int(nbytes) for nbytes in re.findall(r"MEASURED (\d+)", done.stdout)]
+    if len(found) != ranks:
         raise RuntimeError(f"{setting} failed:\n{done.stderr[-2000:]}")
     return max(found)
 

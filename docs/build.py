@@ -11,6 +11,7 @@ import argparse
 import base64
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,8 @@ PAGES = {
     "layouts": "layouts.md",
     "tutorials": "tutorials/index.md",
 }
+#: A picture that is a page on the site, which plays, and what a command of the guide calls it.
+PICTURE, LIVE = "images/page.png", "page.html"
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -68,7 +71,18 @@ def pages() -> dict[str, str | bytes]:
         made |= {f"tutorials/{name}": png for name, png in pictures.items()}
         titles[path.stem] = page.splitlines()[0].lstrip("# ")
     made["tutorials/index.md"] = contents(titles)
+    made[LIVE] = live()
     return made
+
+
+def live() -> str:
+    """The page that plays layouts, by the command of `docs/planning.md` that the picture is of."""
+    guide = (ROOT / "docs" / "planning.md").read_text().replace("\\\n", "")
+    (command,) = re.findall(rf"^weft (explain .*--html {LIVE})$", guide, re.MULTILINE)
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-m", "weft_cli", *shlex.split(command)]
+        subprocess.run(words, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        return (Path(folder) / LIVE).read_text()
 
 
 def home(readme: str) -> str:
@@ -93,9 +107,17 @@ def home(readme: str) -> str:
 
 
 def guide(page: str) -> str:
-    """A page of `docs/` whose links to the README and to notebooks lead to the site's pages."""
+    """A page of `docs/` for the site: links lead to its pages, and the picture that plays plays."""
+    page = re.sub(rf"!\[([^\]]*)\]\({PICTURE}\)", playing, page)
     page = re.sub(r"\]\(\.\./((?:\.\./)*)README\.md", r"](\1index.md", page)
     return re.sub(r"\]\(\.\./((?:\.\./)*)tutorials/(\w+)\.ipynb", r"](\1tutorials/\2.md", page)
+
+
+def playing(match: re.Match) -> str:
+    """The frame of the live page in place of its picture, and a link to it alone."""
+    style = "width: 100%; height: 72em; border: 1px solid #ccc"
+    frame = f'<iframe src="{LIVE}#1,282" title="{match[1]}" style="{style}"></iframe>'
+    return f"{frame}\n\n[The page by itself]({LIVE})"
 
 
 def contents(titles: dict[str, str]) -> str:

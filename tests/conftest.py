@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from few import beyond
 from one_core import keep_ranks_together
 from pool import Pool
 
@@ -50,15 +51,19 @@ def pytest_collection_modifyitems(config, items):
     """Whoever asks for the pool runs first: one worker begins there, and it can end early.
 
     Tests that need a GPU are not there without one: a skip in every run would say nothing. Those
-    that are slow are there for `-m slow`, a sample of them for `-m sample`.
+    that are slow are there for `-m slow`, a sample of them for `-m sample`, and whoever names a
+    test gets it.
     """
     for item in items:
         if item.get_closest_marker("sample"):
             item.add_marker("slow")
+    for item in beyond(items):
+        item.add_marker("slow")
     places = {name: place for place, name in enumerate(LONG)}
     items.sort(key=lambda i: ("pool" not in i.fixturenames, places.get(i.path.stem, len(LONG))))
     absent = [] if torch.cuda.is_available() else ["gpu"]
-    absent += [] if re.search("slow|sample", config.option.markexpr) else ["slow"]
+    named = any("::" in argument for argument in config.args)
+    absent += [] if named or re.search("slow|sample", config.option.markexpr) else ["slow"]
     out = [item for item in items if any(map(item.get_closest_marker, absent))]
     if out:
         config.hook.pytest_deselected(items=out)

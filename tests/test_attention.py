@@ -96,6 +96,7 @@ def test_masks_of_a_grid_are_exact_wherever_it_is_cut(mask, mesh):
     assert_exact(layout, case)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), [("single", "tokens"), *AXES])
 def test_all_strides_are_exact_on_every_layout(name, axis):
     """q, k, v and the output's gradient in every way: half on one layout, half on the next."""
@@ -112,6 +113,7 @@ def turned(place: int) -> Iterator[str]:
     return itertools.islice(itertools.cycle(orders), place % len(orders), None)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_every_mask_is_exact_on_every_layout(name, axis):
     """Any two of layout, mask and order of tokens meet."""
@@ -137,6 +139,7 @@ OFFSETS = [
 ]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_queries_at_an_offset_are_exact_on_every_layout(name, axis):
     """Half of the offsets on one layout, the others on the next."""
@@ -185,6 +188,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_every_shape_and_option_is_exact_on_every_layout(name, axis):
     """Half of the shapes on one layout, the others on the next."""
@@ -246,6 +250,7 @@ def _stack(mesh: dict, entries: list, order: str) -> Layout:
 SOME = [Full(), Causal(), Causal(4), Documents((5, 12, 6)) & Causal(), Window(3, 1) | FirstKeys(2)]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", MESHES)
 def test_odd_meshes_and_turned_dims_are_exact(name, order):
@@ -255,6 +260,7 @@ def test_odd_meshes_and_turned_dims_are_exact(name, order):
         assert_exact(_stack(mesh, [(strategy, on)], order), case)
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", STACKS)
 def test_stacked_strategies_are_exact(name, order):
@@ -268,6 +274,7 @@ def test_stacked_strategies_are_exact(name, order):
     assert_exact(_stack(mesh, entries, order), case)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("axes", [("rows", "columns"), ("columns", "rows")], ids="-".join)
 @pytest.mark.parametrize("split", ["both", "rows", "columns"])
@@ -289,6 +296,7 @@ def test_axes_attended_jointly_are_exact_whichever_of_them_is_split(split, axes,
         assert_exact(layout, Case(axes, cross, mask=mask))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_windows_are_exact_whichever_way_chunks_travel(transport, order):
@@ -323,6 +331,7 @@ def _rms_errors(layout: Layout, case: Case, dtype: torch.dtype) -> dict[str, flo
 LOWER = (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(
     ("name", "axis", "dtype"),
     [(*named, LOWER[i % 2]) for i, named in enumerate(AXES)]
@@ -435,6 +444,7 @@ WHOLE_QUERIES = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("line", WHOLE_QUERIES)
 @pytest.mark.parametrize(("n", "m"), [(13, 13), (1, 17), (0, 4), (3, 2)])
 def test_queries_may_lie_whole_where_keys_are_split(line, n, m):

@@ -61,6 +61,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["", "backward inside"])
 @pytest.mark.parametrize("options", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("line", LAYOUTS)

@@ -527,6 +527,7 @@ def _often_under_fsdp(rank: int, line: str) -> tuple[list[int], list[str]]:
     return summed, said
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", [TABLES_APART.replace("dp=2", "dp=4"), "rows: ring=4"])
 def test_weights_under_fsdp_collected_once_for_any_number_of_predictions(pool, line):
     for summed, said in pool.run(_often_under_fsdp, line):

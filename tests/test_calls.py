@@ -857,6 +857,7 @@ def test_all_public_names_are_listed():
 # -- compiling ------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_graph_outlives_calls_of_other_lengths_and_scales():
     torch._dynamo.reset()
     one = Layout.single()

@@ -197,11 +197,13 @@ def check(layout: Layout, length: int, documents: Sequence[int] | None = None, *
 # -- exact ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(10)
 @covering("length line way", LENGTHS, LAYOUTS, LAYERS)
 def test_outputs_and_gradients_are_those_of_one_device(line, length, way):
     check(carried(Layout.parse(line), way), length, layer=LAYERS[way])
 
 
+@pytest.mark.few(7)
 @covering("documents line way", DOCUMENTS[1:], LAYOUTS, LAYERS)
 def test_nothing_crosses_from_one_document_to_the_next(line, documents, way):
     check(carried(Layout.parse(line), way), sum(documents), documents, layer=LAYERS[way])
@@ -379,6 +381,7 @@ def only_a_scan(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -
     return weft.scan(decay, update, pieces.layout, "tokens", length=pieces.length)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("way", "layer"), [*LAYERS.items(), ("gather", only_a_scan), ("tree", only_a_scan)]
 )

@@ -54,6 +54,7 @@ def test_one_graph_is_what_eager_is(pool, name, backend, packed):
     assert max(pool.run(_compiled, name, backend, packed)) < 1e-11
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["ring", "zigzag", "tree", "heads within ulysses"])
 def test_a_checkpoint_that_keeps_the_ops_repeats_no_exchange(name):
     """Outputs and gradients stay; each exchange goes once there and once back."""

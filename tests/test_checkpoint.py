@@ -98,6 +98,7 @@ def test_on_the_same_layout_a_run_goes_on_bitwise(tmp_path):
     assert all(torch.equal(parameters[name], again[name]) for name in parameters)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", ["tabular-2x2", "tabular-axial-2x2", HEADS], ids=str)
 def test_on_another_layout_it_goes_on_to_rounding_and_back(layout, whole, folder):
     layout = Layout.load(layout) if isinstance(layout, str) else Layout.from_dict(layout)
@@ -757,6 +758,7 @@ def test_one_restarted_rank_is_a_restart_of_all(whole, folder, monkeypatch):
     assert losses == pytest.approx(whole[1][2:], rel=1e-12)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["rows: ring=3", "batch: dp=2"])
 def test_launch_goes_on_with_its_own_checkpoints(layout, whole, tmp_path, monkeypatch):
     """A run that grows or shrinks without a counted restart; another launch is refused."""

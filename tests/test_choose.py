@@ -58,6 +58,7 @@ def in_pieces(number, monkeypatch) -> int:
     return number
 
 
+@pytest.mark.few(15)
 @covering("line call number", LINES, CALLS, [2, 3])
 def test_pieces_are_exact(line, call, in_pieces):
     case = Case(**({"heads": 4, "kv_heads": 2} | CALLS[call]))
@@ -71,6 +72,7 @@ def ask(tokens: int, heads: int = 8, mask: weft.Mask | None = None) -> Problem:
     return Problem(*sizes, mask=mask)
 
 
+@pytest.mark.few(8)
 @covering("line mask number", LINES[:-1], [weft.Full(), weft.Causal(), weft.Window(3, 2)], [2, 3])
 def test_pieces_move_no_more_bytes(line, mask, in_pieces, monkeypatch):
     layout, problem = Layout.parse(line), ask(41, mask=mask)
@@ -112,6 +114,7 @@ BALANCED = [f"{name}={n}" for name in ("ring", "pass_q", "burst") for n in (2, 3
 BALANCED += [f"tile={a}x{b}" for a, b in ((2, 2), (2, 4), (4, 2), (3, 3), (4, 4), (4, 8))]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("heads", [8, 16], ids="{} heads".format)
 @pytest.mark.parametrize("line", BALANCED)
 def test_balanced_traffic_is_hidden(line, heads):

@@ -100,6 +100,7 @@ def test_categories_come_in_another_order_from_the_third_member_on():
     assert len(set(orders)) > 4
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "options", [{"batch_rows": 1}, {"batch_rows": 4}, {"cache_bytes": 0}, {"cache_bytes": 20_000}]
 )
@@ -171,6 +172,7 @@ def test_more_classes_than_the_model_knows_follow_the_chain_rule():
     np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_groups_are_divided_again_where_one_division_is_not_enough():
     x, y = _table(80, classes=31)
     made = _classifier(n_estimators=1).fit(x, y)
@@ -441,6 +443,7 @@ def test_tables_beyond_what_the_model_knows_are_warned_of():
 # -- layouts ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "line",
     [

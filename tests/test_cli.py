@@ -258,6 +258,7 @@ def test_what_a_routed_layout_moves_is_bounded():
 # -- check ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", [*DENSE, *ROUTED])
 def test_every_shipped_layout_is_exact(name: str):
     shown = run("check", name, "--threads")

@@ -34,6 +34,7 @@ def same(function, *args) -> None:
     torch.testing.assert_close(compiled(function)(*args), function(*args), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "make",
     [

@@ -150,6 +150,8 @@ def test_uneven_chunks_without_lengths_are_refused_by_that_name():
         on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
+@pytest.mark.sample
+@pytest.mark.sample
 def test_a_module_compiles_whole():
     module = _attention(axis=("lat", "lon"), rope=True, mask=weft.Causal())
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
@@ -217,6 +219,7 @@ def _run(layout: Layout, layouts=None, spec=SPEC):
     return model, out.detach(), x.grad
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_trunk_is_the_same_on_every_layout_with_every_gradient(line):
     reference, wanted, wanted_x = _run(Layout.single())
@@ -486,6 +489,7 @@ def _over_a_context(layout: Layout, axes: str, kind, lengths=("batch", "t", "y")
     return [*whole, *(p.grad for p in model.parameters()), *([z.grad] if given else [])]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("kind", [{"relative": 3}, {"pair": "z", "width": 3}], ids=str)
 @pytest.mark.parametrize("axes", OVER)
 @pytest.mark.parametrize(

@@ -88,6 +88,7 @@ def continued() -> torch.Tensor:
     return want
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_greedy_tokens_are_those_without_a_cache(name: str, continued: torch.Tensor) -> None:
     """More tokens than a block on each of two ranks, so that blocks go to all."""
@@ -103,6 +104,7 @@ def test_a_prompt_may_have_any_length(length: int) -> None:
         assert_same(layout_of(text), want, ids.int(), max_new_tokens=9)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "block",
     [
@@ -119,6 +121,7 @@ def test_blocks_of_other_kinds_decode(block: dict) -> None:
         assert_same(layout_of(text), want, ids, model=model, max_new_tokens=40)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", ["ring, zigzag", "heads and tokens split", "batch and tokens split"]
 )

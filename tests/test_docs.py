@@ -118,6 +118,10 @@ def test_the_site_builds_without_warnings(tmp_path):
     strategies = (tmp_path / "strategies" / "index.html").read_text()
     for name in weft.declare.catalog.names("strategies"):
         assert f'id="{name}"' in strategies
+    assert 'src="../page.html#' in (tmp_path / "planning" / "index.html").read_text()
+    live = (tmp_path / "page.html").read_text()
+    assert "ring=2 x ulysses=4" in live
+    assert re.findall(r"https?://[^\"'\s]*", live) == ["http://www.w3.org/2000/svg"]
     layout = (tmp_path / "api" / "layout" / "index.html").read_text()
     assert "sync_gradients" in layout
 

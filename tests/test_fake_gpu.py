@@ -56,6 +56,7 @@ def attention(name: str) -> list[list[str]]:
     return second
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n in ("heads", "window") else n for n in CASES],
@@ -218,6 +219,7 @@ WAITS = {"routed", "routed, heads within"}
 ASKS = {"gather", "cache"}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "name",
     [

@@ -55,6 +55,7 @@ def pretend(case: str, ranks: list[int]) -> list[tuple]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_fake_rank_counts_what_a_thread_counts_that_computes(case, apart):
     layout = weft.Layout.parse(CASES[case][0])

@@ -174,6 +174,7 @@ def check(seed: int) -> None:
         assert max(found) < 1e-12, (name, layout.name, height, width, chunks, found)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_functions_equal_one_device(seed):
     check(seed)

@@ -95,6 +95,7 @@ def views(case: dict) -> tuple[TileView, TileView]:
     )
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", VIEWS)
 def test_rectangle_has_same_share_of_all_gradients_as_by_formula(name: str) -> None:
     """Given lse and delta of full rows, of which the rectangle is a part."""
@@ -128,6 +129,7 @@ ORDERS = [
 ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("layout", "mask"), ORDERS)
 def test_exact_in_every_order(monkeypatch, layout: str, mask: weft.Mask) -> None:
     with_kernel(monkeypatch, "flex")
@@ -208,6 +210,8 @@ def traced(monkeypatch):
     torch._dynamo.reset()
 
 
+@pytest.mark.sample
+@pytest.mark.sample
 def test_what_cuda_compiles_is_exact(monkeypatch, traced) -> None:
     """One graph per kind of rectangle, forward and backward, whatever the window's width."""
     with_kernel(monkeypatch, "flex")
@@ -217,6 +221,7 @@ def test_what_cuda_compiles_is_exact(monkeypatch, traced) -> None:
     assert traced["stats"]["unique_graphs"] == 2
 
 
+@pytest.mark.slow
 def test_what_cuda_compiles_has_the_gradient_of_a_learned_bias(traced) -> None:
     q, k, v, dout, elsewhere, delta = rectangle()
     mine, plain = views(VIEWS["shared bias, cap and mask"])

@@ -86,6 +86,7 @@ def lower(mask: weft.Mask | None, function=None, bias=None, softcap=None) -> Non
         compiled(q, k, k, score_mod=mod, block_mask=block_mask, scale=1.0, enable_gqa=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [n if n == "part" else pytest.param(n, marks=pytest.mark.sample) for n in MASKS],

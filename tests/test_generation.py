@@ -122,6 +122,7 @@ def test_greedy_tokens_are_those_of_one_device(name):
     assert_same(build(name), RING, draw())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_layouts_split_the_prompt_and_the_cache(layout):
     """Longer than a block of decoded tokens on every rank; a model with both kinds of layers."""
@@ -197,6 +198,7 @@ def states(cache):
     return [t for tensors in kept for t in tensors if t is not None]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "line", "lengths"),
     [

@@ -363,6 +363,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_every_way_trains_like_one_device_and_resumes(name, way, pool, tmp_path):
     wanted = steps(Layout.single(), "sync", count=4)

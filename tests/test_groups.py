@@ -44,6 +44,7 @@ def test_rows_are_every_group_size_and_choice():
     assert rates[0] > 0.98 * max(rates)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_text"])
 def test_printed_layouts_bind_to_the_model(kind):
     """Of a hybrid none is striped, and no mesh dim repeats another's work."""
@@ -72,6 +73,7 @@ def test_memory_is_state_and_gathered_weights_and_activations():
         assert row.nbytes == sum(row.memory.values())
 
 
+@pytest.mark.slow
 def test_bf16_states_tried_only_where_fp32_ones_do_not_fit():
     roomy = search(recompute=["layers"])
     assert {row.optimizer for row in roomy.rows()} == {"adamw-fp32"}
@@ -96,6 +98,7 @@ def test_longest_row_fits_and_a_longer_one_does_not():
         assert again.fits(same[0]) is fits
 
 
+@pytest.mark.slow
 def test_windows_are_priced_by_masks_of_their_own():
     """The same layers, all of them windowed, attend for a part of the time."""
     options = {
@@ -133,6 +136,8 @@ def config(tmp_path_factory) -> str:
     return str(folder)
 
 
+@pytest.mark.sample
+@pytest.mark.sample
 def test_command_says_what_fits_and_what_to_type(config, tmp_path):
     path = tmp_path / "plan.toml"
     told = said(

@@ -80,6 +80,7 @@ def test_weights_are_no_activations():
     assert grown == 512 // 4 * 64 * 2 < 2 * counts[1].of_layer
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("planted", ["weights", "recomputation", "fp32 logits"])
 def test_planted_error_moves_the_peak(planted, monkeypatch):
     """Errors that a comparison with measured peaks must see are larger than its tolerance."""

@@ -134,6 +134,7 @@ LAID |= {"overlapping": strides.overlapping} | {
 }
 
 
+@pytest.mark.few(9)
 @covering("kernel name dtype", ["cpu-flash", "flex", "math"], LAID, [torch.float64, torch.bfloat16])
 def test_any_strides_give_what_contiguous_tensors_give(kernel, name, dtype):
     """q, k, v, dout, out, lse and delta, one at a time; 70 rows take the fast paths."""
@@ -261,6 +262,7 @@ def _both_passes(view: TileView, threads: int, dout, q, k, v) -> tuple[torch.Ten
     return out, lse, *grads
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kind", ["full", "causal", "masked"])
 @pytest.mark.parametrize("low", range(1, 41, 8))
 def test_fixed_blocks_have_the_bits_of_their_sequences_alone(kind, low):

@@ -454,6 +454,7 @@ INDEXED = {
 }
 
 
+@pytest.mark.few(2)
 @covering(
     "name line kernel",
     INDEXED,

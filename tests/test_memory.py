@@ -92,6 +92,7 @@ def chunk(tokens: int) -> int:
 # -- the bound ------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(14)
 @pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize(("dtype", "tokens"), [(torch.float32, 37), (torch.bfloat16, 5)], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
@@ -268,6 +269,7 @@ def own_results(run) -> list[torch.Tensor]:
     return [t for part in own for t in part.tensors()]
 
 
+@pytest.mark.few(14)
 @pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -54,6 +54,8 @@ def test_resharding_wins_most_where_attention_too_short_to_hide_messages(apart):
         assert times == sorted(times)
 
 
+@pytest.mark.sample
+@pytest.mark.sample
 def test_choices_compute_what_one_device_does(apart):
     spec = ModelSpec.from_dict(GRID, name="grid")
     x = torch.randn(1, 8, 12, 64, dtype=torch.float64)

@@ -8,6 +8,7 @@ import mutants
 import pytest
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("bug", mutants.BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_changes_its_function(bug: mutants.Bug):
     (place,) = mutants.found(bug, mutants.ROOT / "src")

@@ -219,6 +219,7 @@ def test_other_masks_are_exact_too(package):
         assert_exact(Layout.parse("tokens(striped): ring=2"), Case(lengths=tokens(40), mask=mask))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("lengths", [LENGTHS, (1,) * (MAX_SPANS + 1), (3, 2) * 300], ids=len)
 def test_one_call_does_all_documents_of_a_chunk(package, mask, lengths):
@@ -270,6 +271,7 @@ BY_ROW_LAYOUTS = LAYOUTS | {
 }
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("mask", BY_ROW.values(), ids=BY_ROW)
 @pytest.mark.parametrize("layout", BY_ROW_LAYOUTS.values(), ids=BY_ROW_LAYOUTS)
 def test_rows_packed_differently_are_exact(layout, mask):

@@ -137,6 +137,7 @@ def test_other_models_and_the_old_meaning_are_refused():
             weft.restore(model)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["transformers", "TabPFN v2", "TabICL"])
 @pytest.mark.parametrize("line", ["{}: ring=2; heads: tp=2", "heads: tp=4; {}: local"])
 def test_layout_that_splits_heads_is_refused_with_its_factor(kind: str, line: str):

@@ -289,6 +289,7 @@ def draw_program(name: str, path) -> None:
     from_plans(plans(name, problem("tokens", MASKS["causal"]))).draw(path, title=name)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("draw", [draw_scores, draw_program])
 @pytest.mark.parametrize("name", ["tile-2x2", "tile-striped-2x2", "ulysses-4", "hierarchical-2x2"])
 def test_a_picture_is_small_and_nothing_is_cut_off(name: str, draw, tmp_path):
@@ -300,6 +301,7 @@ def test_a_picture_is_small_and_nothing_is_cut_off(name: str, draw, tmp_path):
         assert (edge == 1.0).all()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("draw", [draw_scores, draw_program])
 def test_pictures_for_papers(draw, tmp_path):
     for ending, begins in {".png": b"\x89PNG", ".pdf": b"%PDF", ".svg": b"<?xml"}.items():
@@ -352,6 +354,7 @@ def by_rank(events) -> list[list]:
     return [[e for e in events if (e.rank, e.backward) == key] for key in keys]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "mask"),
     [

@@ -139,6 +139,7 @@ def _findings(line: str, case: Case) -> list[Comparison]:
     return run_threads(layout.mesh, lambda t: check_rank(layout.on(t), case))[0]
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("line", ["ring=4", "pass_q=4", "tile=2x2", "ulysses=4"])
 @pytest.mark.parametrize(
     ("dtype", "spread"),

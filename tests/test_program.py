@@ -64,6 +64,7 @@ def _arrived(end: dict, payload: Payload) -> dict[int, int]:
     return arrived
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("q_sizes", "kv_sizes"), PAIRS, ids=str)
 def test_blocks_computed_once_after_their_chunks_arrived_in_earlier_steps(q_sizes, kv_sizes):
     a, b = math.prod(q_sizes), math.prod(kv_sizes)

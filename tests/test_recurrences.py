@@ -47,6 +47,7 @@ LAYOUTS = (
 )
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_one_device(family):
     """Three fragments, so that a state goes through one that only passes it on."""
@@ -55,6 +56,7 @@ def test_a_family_is_one_device(family):
     assert off < EXACT, which
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("family", ["qwen3_5", "jamba"])
 def test_any_layout_is_one_device(family, line):
@@ -63,6 +65,7 @@ def test_any_layout_is_one_device(family, line):
     assert off < EXACT, which
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "side"),
     [*((family, "left") for family in KINDS), ("qwen3_5", "right"), ("bamba", "both")],
@@ -252,6 +255,7 @@ def _no_maps(monkeypatch):
     monkeypatch.setattr(LocalPieces, "states", states)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "order", "documents"),
     [
@@ -325,6 +329,7 @@ def by_heads(line: str, carry: tuple[str, ...]) -> Layout:
     return Layout.from_dict({**declared, "carry": {"tokens": ways}}, name="by heads")
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("family", "line", "carry", "documents"),
     [
@@ -579,6 +584,7 @@ def _padding_enters(monkeypatch):
 WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "wrong"), [*(("qwen3_5", wrong) for wrong in WRONG), ("bamba", _forgets)]
 )

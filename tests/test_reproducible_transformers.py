@@ -99,11 +99,13 @@ def alone(model):
     return train(model, None)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", LINES)
 def test_a_layout_changes_no_bit_of_a_llama(model, alone, line):
     assert first_other_bits(alone, train(model, line)) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "options",
     [{"dtype": torch.bfloat16}, {"autocast": True}, {"padded": True}, {"rows": "whole"}],
@@ -135,11 +137,13 @@ def hybrid():
     return qwen()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=3", "batch: dp=2; tokens: ring=2"])
 def test_a_layout_changes_no_bit_of_a_hybrid(hybrid, line):
     assert first_other_bits(train(hybrid, None), train(hybrid, line)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["model", "hybrid"])
 def test_checkpoint_is_resumed_on_another_layout_with_the_same_bits(kind, request, tmp_path):
     one = request.getfixturevalue(kind)

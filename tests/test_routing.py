@@ -60,6 +60,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("mesh", MESHES)
 def test_every_mesh_computes_what_one_device_does(mesh, options):

@@ -51,6 +51,7 @@ def losses(layout: Layout, spec: ModelSpec, steps: int = 3) -> list[float]:
     return flat[0]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mesh", "routing"),
     [

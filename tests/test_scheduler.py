@@ -80,6 +80,7 @@ def check_complete(program: Program, backward: bool) -> None:
     assert sent == outstanding
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 def test_programs_compute_every_block_once_and_send_every_result(backward, transport):
@@ -88,6 +89,7 @@ def test_programs_compute_every_block_once_and_send_every_result(backward, trans
             check_complete(made(tile(*shape, transport), costs, backward), backward)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("sizes", [(2, 2), (3, 2), (2, 4), (4, 4)])
 def test_nested_rings_compute_every_block_once(sizes, backward):
@@ -102,6 +104,7 @@ def test_nested_rings_compute_every_block_once(sizes, backward):
                 assert live_chunks(program) <= live_bound((q, kv))
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_program_is_quicker_by_more_than_five_percent(shape, backward):
@@ -117,6 +120,7 @@ def test_the_search_finds_what_is_quicker():
     assert optimum(3, 3, costs, True, limit=plain / 1.05) < plain / 1.05
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backward", [False, True])
 def test_never_slower_than_gather_all_compute_reduce(backward):
     for shape in [*SHAPES, (4, 4), (8, 4), (3, 16)]:

@@ -283,6 +283,7 @@ def compiled():
     torch._dynamo.reset()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "tokens: ulysses=2 x pass_q=2"])
 def test_a_compiled_block_is_one_graph_in_the_region(compiled, line):
     torch.manual_seed(0)
@@ -480,6 +481,7 @@ def test_refuses_multihead_attention_which_it_cannot_reach(training):
         module(x, x, x)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compiled_before", [False, True])
 @pytest.mark.parametrize("within", [False, True], ids=["around", "within"])
 def test_compiled_functions_in_reentrant_checkpoints_are_exact(within, compiled_before):

@@ -116,6 +116,7 @@ def test_line_stands_for_layout_where_one_line_can_say_it():
 # -- bounds ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("machine", ["nodes", "uplinks", "cards", "through", "flat"])
 def test_no_candidate_is_faster_than_its_bound(mask: str, machine: str):
@@ -186,6 +187,7 @@ def test_key_value_heads_repeat_as_plans_repeat_them():
 # -- the search -----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("problem", "hardware", "devices", "only"),
     [
@@ -258,6 +260,7 @@ def test_of_equally_fast_layouts_the_least_busy_is_best():
     assert times == sorted(times)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mask", "rate", "only"),
     [
@@ -279,6 +282,7 @@ def test_no_gap_makes_the_choice_slower_than_the_clock_says(mask, rate, only):
         assert fastest >= (1 - max(gap, found.gap)) * clocked
 
 
+@pytest.mark.slow
 def test_answer_of_a_search_does_not_depend_on_time(monkeypatch):
     """A machine on which every reading of a clock is an hour later gives the same choices."""
     problem, machine = call(tokens=8192, mask=Causal()), cluster(rate=1e8)
@@ -315,6 +319,7 @@ def test_devices_that_do_not_help_are_told():
     assert fewer.best.total <= (1 + 2 * SAME) * found.best.total
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("rate", [1e7, 1e10])
 def test_changes_never_name_a_slower_layout(rate: float):
     search = Search(call(mask=Causal()), cluster(rate=rate), 16, ["ring", "tile", "ulysses"])
@@ -372,6 +377,7 @@ def test_too_many_ranks_to_replay_are_refused_with_the_limit():
         replayed(ring, call(mask=Causal()), cluster(), most=8)
 
 
+@pytest.mark.slow
 def test_every_choice_is_proven_to_be_exact():
     """Two dozen candidates of all roles: what `weft check --symbolic` proves."""
     search = Search(call(batch=4, heads=16, kv_heads=8, mask=Causal()), cluster(), 16)
@@ -419,6 +425,7 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     assert checked.exit_code == 0, checked.output
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mask", ["documents", "padding", "prefix:100", "first-keys:64"])
 def test_the_command_says_what_would_change_it_under_every_mask(mask: str):
     said = run(*CALL[2:], "--tokens", "1024", "--devices", "4", "--only", "ring", "--mask", mask)
@@ -486,6 +493,7 @@ def test_the_simpler_of_two_equals_is_pointed_out():
     assert reasons.simplest(replace(choices, choices=(simple, rich))) is None
 
 
+@pytest.mark.slow
 def test_more_devices_are_never_slower_in_the_picture():
     from weft_planner.search import scaling
 

@@ -9,6 +9,7 @@ from benchmarks.seeds import attend, draw, judge
 from weft.comm import P2PBatch
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "first", [0, 50, *(pytest.param(n, marks=pytest.mark.sample) for n in (100, 150))]
 )

@@ -83,6 +83,7 @@ def test_sequences_are_numbered_alike_on_real_ranks(pool):
     assert max(pool.run(_on_a_process)) <= 1e-11
 
 
+@pytest.mark.slow
 def test_a_compiled_module_numbers_them_too():
     def run(layout):
         attend = MultiAxisAttention(
@@ -261,6 +262,7 @@ def _chunks_of_samples(layout, held, kind) -> None:
     assert not len(found) or (found - wanted).abs().max() < 1e-11
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("held", [(3, 2), (2, 3), (4, 1), (0, 5)], ids=str)
 @pytest.mark.parametrize("line", ["batch: dp=2; rows: local", "batch: dp=2; rows(zigzag): ring=2"])
 @pytest.mark.parametrize("kind", BY_SAMPLE)

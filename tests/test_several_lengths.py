@@ -26,6 +26,7 @@ def searches(lengths, heads=4) -> list[Search]:
     return [Search(problem, MACHINE, 4) for problem in problems]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [(1, 1, 1), (100, 1, 0.001)])
 def test_one_and_two_layouts_are_the_best_of_those_tried(weights):
     lengths = (64, 2048, 32768)

@@ -140,6 +140,7 @@ def machine(rate: float, speeds=(1, 1, 2, 4)) -> Hardware:
     return Hardware.from_dict({"device": {"flops": 1e14, "speeds": speeds}, "level": [level]})
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: tile=2x2", "tokens: ulysses=4"])
 @pytest.mark.parametrize(("tokens", "mask"), [(16384, weft.Full()), (65536, Causal())])
 def test_chosen_shares_never_lose_to_equal_or_proportional_ones(line, tokens, mask):

@@ -104,6 +104,7 @@ def without_ranks(case: str) -> list[tuple]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_counted_as_ranks_run_it(case: str, apart):
     layout = Layout.named(CASES[case][1])
@@ -127,6 +128,7 @@ def count(line: str, gradients: str) -> list:
     return parts, busiest(counts).rank
 
 
+@pytest.mark.slow
 def test_data_parallelism_is_counted_in_closed_form(apart):
     sync, ddp, fsdp = (
         apart(count, "batch: dp=2; tokens: ring=2", way)[0][0] for way in step_count.WAYS
@@ -220,6 +222,7 @@ def explain(*words: str, code: int = 0) -> str:
     return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
 
 
+@pytest.mark.slow
 def test_layouts_of_a_model_are_one_table(apart):
     said = apart(
         explain, "causal_lm", "head-x-ring", "tp-x-ring", "heads: tp=4; tokens: ring=2",

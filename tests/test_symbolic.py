@@ -62,6 +62,7 @@ def problem(mask="full", n=37, batch=2, m=None):
     return Problem(("tokens",), ((n, m),), batch, 8, 4, 4, 4, torch.float32, "cpu", made)
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("mask", NAMED)
 @pytest.mark.parametrize("line", LINES)
 def test_right_layouts_are_proven(line, mask):
@@ -69,6 +70,7 @@ def test_right_layouts_are_proven(line, mask):
     assert not [(c.what, c.defects) for c in found if not c.ok]
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("mask", OFFSETS)
 @pytest.mark.parametrize("line", LINES)
 def test_right_layouts_of_queries_at_an_offset_are_proven(line, mask):
@@ -303,6 +305,7 @@ def test_blocks_that_are_same_up_to_symmetry_make_same_calls(line, mask, n, monk
         assert len(chosen) < 8
 
 
+@pytest.mark.slow
 def test_thousands_of_ranks_are_proven_by_symmetry():
     found = symbolic.prove(Layout.parse("tokens: ring=512"), problem("causal", 2048))
     assert all(c.ok for c in found)

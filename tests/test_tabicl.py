@@ -62,6 +62,7 @@ def train(model, table, labels, wanted):
     return out.detach(), loss.detach()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", LINES)
 def test_rows_on_ranks_are_rows_on_one_process(line):
     model, batch = build(), draw()

@@ -137,6 +137,8 @@ def gathers(call: RankCall) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(call.q, *whole)
 
 
+@pytest.mark.sample
+@pytest.mark.sample
 def test_processes_are_judged_likewise():
     names = ("equal lengths", "more keys than queries", "any strides")
     cases = [c for c in standard_cases(2) if c.name in names]

@@ -127,6 +127,7 @@ def test_tiles_of_a_grid_are_skipped_exactly(seed):
     assert skipped > 20
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_calls_compute_each_visible_score_exactly_once(seed):
     draw = random.Random(seed)
@@ -277,6 +278,7 @@ def _calls_by_rank(layout: Layout, mask, n: int, backward: bool = False) -> list
     return ranks
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("order", ["zigzag", "striped"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_causal_work_of_busiest_rank_at_most_twentieth_above_mean(name, order):

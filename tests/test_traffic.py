@@ -95,6 +95,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("name", FORMULAS)

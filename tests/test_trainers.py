@@ -86,6 +86,19 @@ def test_trainer_by_default_arguments(four, line):
     assert_same(found[0], 1e-4)  # Adam divides by roundings where gradients are small
 
 
+@pytest.mark.parametrize(
+    ("family", "trl"),
+    [
+        pytest.param("gemma3", True, marks=pytest.mark.sample),
+        pytest.param("qwen3_vl", True, marks=slow),
+        pytest.param("qwen3_vl", False, marks=slow),
+    ],
+)
+def test_images_with_text(two, family, trl):
+    found = two.run(cases.compare, cases.images_run, RING, 2, family, trl)
+    assert_same(found[0], 1e-5)
+
+
 @table(cases.SFT, {(DP, "lora")})
 def test_sft(four, line, case):
     found = four.run(cases.compare, cases.sft_run, line, 4, *cases.SFT[case])
@@ -313,6 +326,7 @@ def test_refuses_batches_dealt_by_the_first_rank():
         refused.trainer_arguments(args)
 
 
+@pytest.mark.slow
 def test_refuses_other_trainers_of_trl():
     from trl.experimental.orpo import ORPOTrainer
 

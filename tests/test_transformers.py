@@ -146,6 +146,7 @@ def compare(model, layout, ids, tolerance, documents=None, **kwargs):
         assert_same(got, want, tolerance)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_language_model_is_eager_on_one_process(name, line):
@@ -170,6 +171,7 @@ def test_batches_and_chunks_may_be_uneven(line):
     compare(model, Layout.parse(line), draw_ids(3, 19), tolerance)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("length", [24, 25], ids=["even", "uneven"])
 def test_compiled_layers_are_one_graph_for_all_steps(length):
     """Every layer is a whole graph, and the second step runs what the first one compiled."""
@@ -224,6 +226,7 @@ def test_attention_sinks_are_kept():
     assert any("sinks" in name for name, _ in model.named_parameters())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("padded", [False, True], ids=["full rows", "padded rows"])
 @pytest.mark.parametrize("line", [*LAYOUTS.values(), "batch: dp=2; tokens: ring=2"])
 def test_bert_encoder_is_eager_on_one_process(line, padded):
@@ -675,6 +678,7 @@ POSITIONS = {
 }
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
 @pytest.mark.parametrize("line", [*LAYOUTS.values(), "batch: dp=2; tokens: ring=2"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -793,6 +797,7 @@ def test_refuses_attention_to_another_sequence():
     assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("padded", [False, True], ids=["full rows", "padded rows"])
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "batch: dp=2; tokens: ring=2"])
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from benchmarks import families
 from weft import parallelize, restore
-from weft_integrations.transformers import interface, refused, shard_batch, verify
+from weft_integrations.transformers import interface, refused, shard_batch, verify, whole
 from weft_integrations.transformers.mark import Mark, Sharded
 from weft_integrations.transformers.running import running
 from weft_integrations.transformers.verification import verify as verification
@@ -47,6 +47,20 @@ IMAGES |= {k: v for k, v in SMALL.items() if k not in ("vocab_size", "max_positi
 ROPE = {"rope_theta": 1e4, "rope_type": "dynamic", "factor": 4.0}
 LONG = {"rope_theta": 1e4, "rope_type": "longrope", "short_factor": [1.0] * 4}
 LONG |= {"long_factor": [2.0, 3.0, 4.0, 5.0], "original_max_position_embeddings": 64}
+
+
+def tempered():
+    temperature = {"floor_scale": 8192, "attn_temperature_tuning": True}
+    return hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(
+            **GROUPED | temperature,
+            head_dim=8,
+            num_local_experts=2,
+            intermediate_size_mlp=32,
+            no_rope_layers=[1, 0],
+        )
+    )
+
 
 EXACT = {
     "windows of thousands": lambda: hf.MistralForCausalLM(
@@ -104,6 +118,7 @@ EXACT = {
             v_head_dim=8,
         )
     ),
+    "temperature by places in a row": lambda: tempered(),
     "latent attention": lambda: hf.DeepseekV3ForCausalLM(
         hf.DeepseekV3Config(
             **SMALL,
@@ -123,7 +138,6 @@ EXACT = {
     ),
 }
 
-TEMPERATURE = {"floor_scale": 8192, "attn_temperature_tuning": True}
 REFUSED = {
     "recurrent": (
         lambda: hf.xLSTMForCausalLM(
@@ -136,18 +150,6 @@ REFUSED = {
     "fourier": (
         lambda: hf.FNetForMaskedLM(hf.FNetConfig(**SMALL)),
         r"FNetBasicFourierTransform\).*mixes tokens",
-    ),
-    "local positions": (
-        lambda: hf.Llama4ForCausalLM(
-            hf.Llama4TextConfig(
-                **GROUPED | TEMPERATURE,
-                head_dim=8,
-                num_local_experts=2,
-                intermediate_size_mlp=32,
-                no_rope_layers=[1, 0],
-            )
-        ),
-        r"'model\.layers\.1\.self_attn' .*local positions.*\(query\).*floor_scale = 6",
     ),
     "pools within": (
         lambda: hf.CLIPTextModel(hf.CLIPTextConfig(**SMALL)),
@@ -197,6 +199,7 @@ def build(make):
     return make()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
 def test_these_are_exact(make):
     found = verify(build(make), RING)
@@ -205,6 +208,7 @@ def test_these_are_exact(make):
     assert found.gradients < 1000 * 2.0**-23
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_right_is_refused_by_name(make, message):
     model = build(make)
@@ -307,6 +311,7 @@ PERIODIC = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("line", "function"), PERIODIC.values(), ids=PERIODIC)
 def test_what_mixes_blocks_or_goes_by_periods_is_found(line, function):
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\.mlp' \(Spliced\)"):
@@ -591,6 +596,7 @@ def test_a_model_is_verified_in_its_own_dtype_inside_autocast():
         assert torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.slow
 def test_rounding_that_a_model_magnifies_is_no_difference():
     """In fp32 this attention is so sharp that one device is not the same to 2e-4; mixing stays."""
     torch.manual_seed(0)
@@ -673,6 +679,7 @@ def dense(module, query, key, value, mask, indices=None, block_indices=None, **o
     return interface.attend(module, query, key, value, mask, **options)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CHOOSING.values(), ids=CHOOSING)
 def test_dense_attention_of_models_that_choose_keys_is_noticed(case, monkeypatch):
     model = choosing(*case, monkeypatch, on_ranks=False)
@@ -681,6 +688,7 @@ def test_dense_attention_of_models_that_choose_keys_is_noticed(case, monkeypatch
         verify(model, RING)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", CHOOSING.values(), ids=CHOOSING)
 def test_attention_to_chosen_keys_only_is_the_model(case, monkeypatch):
     model = choosing(*case, monkeypatch)
@@ -726,3 +734,10 @@ def test_models_without_an_eager_function_are_verified():
     assert verify(model, RING).outputs < 1e-5
     with pytest.raises(ShapeError, match=r"layers\.0\.self_attn"):
         verify(model, Layout.parse("tokens: ulysses=8"))
+
+
+def test_places_within_a_chunk_are_refused(monkeypatch):
+    monkeypatch.setattr(whole, "tempers_by_place", lambda module: False)
+    match = r"'model\.layers\.1\.self_attn' .*local positions.*\(query\).*floor_scale = 6"
+    with pytest.raises(UnsupportedError, match=match):
+        verify(build(tempered), RING)

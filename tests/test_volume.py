@@ -38,6 +38,7 @@ FORWARD_UNITS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("ranks", "g"), REDUCTIONS, ids=str)
 def test_reductions_against_a_ring_match_the_formulas_to_the_digit(ranks, g):
     row = volume.row(ranks, g, mixes=False)
@@ -78,6 +79,7 @@ COUNTED = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", COUNTED, ids=str)
 def test_rank_of_fake_process_group_counts_what_the_plan_says(case, apart):
     line, group, ranks, tokens, _ = case

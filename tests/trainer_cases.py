@@ -24,6 +24,7 @@ from trained import (
 )
 
 import weft
+from benchmarks import image_families
 from weft import Layout
 from weft_integrations import trainers
 
@@ -107,6 +108,41 @@ TRAINER = {
     "find_unused": (SGD | {"ddp_find_unused_parameters": True}, {}),
     "not find_unused": (SGD | {"ddp_find_unused_parameters": False}, {}),
 }
+
+
+# images
+
+
+def collate_images(batch):
+    """The calls of these seeds, as one."""
+    family, seeds = batch[0]["family"], [row["seed"] for row in batch]
+    call = image_families.together([image_families.example(family, seed=s) for s in seeds])
+    call["attention_mask"] = torch.ones_like(call["input_ids"])
+    return {n: t.float() if t.is_floating_point() else t for n, t in call.items()}
+
+
+def images_run(line, per_rank, family, trl):
+    """Four rows of images with text, by transformers' Trainer or by TRL's."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    more = {"dataset_kwargs": {"skip_prepare_dataset": True}} if trl else {}
+    args = arguments(
+        SFTConfig if trl else hf.TrainingArguments,
+        per_device_train_batch_size=per_rank,
+        remove_unused_columns=False,
+        **SGD,
+        **more,
+    )
+    data = Dataset.from_list([{"family": family, "seed": seed} for seed in range(4)])
+    trainer = kind(SFTTrainer if trl else hf.Trainer, line)(
+        model=image_families.built(family).float(),
+        args=args,
+        train_dataset=data,
+        data_collator=collate_images,
+        processing_class=tokenizer(),
+    )
+    return run(trainer)
 
 
 # TRL

@@ -172,6 +172,7 @@ class Reach:
     reshards: whether tensors change their split before and after the tile program.
     reshards_batch: whether that changes a split of the batch at rest.
     routed: mesh dims whose keys are routed by learned weights.
+    seen: mesh dims along which only keys that are seen may travel, by the call's mask.
     query_chunks, key_chunks: into how many chunks queries and keys are split at rest.
     """
 
@@ -180,6 +181,7 @@ class Reach:
     reshards: bool
     reshards_batch: bool
     routed: tuple[str, ...]
+    seen: tuple[str, ...]
     query_chunks: int
     key_chunks: int
 
@@ -214,6 +216,7 @@ def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
         bool(resharded),
         bool({*batch} & {*resharded}),
         tuple(d for d, rule in rules.items() if rule.top_k),
+        tuple(d for d in moving if rules[d].key.seen),
         math.prod(layout.mesh[d] for d in split),
         math.prod(layout.mesh[d] for d in keys),
     )

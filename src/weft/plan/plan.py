@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -39,6 +39,7 @@ from .program import CHUNKS, UNCUT, Block, MovingDim, MovingDims, Payload, Progr
 from .replay import Chunk, drops
 from .rest import head_shares, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
+from .seen import SeenKeys
 from .shifts import Shifts
 from .sides import Side, Sides
 from .tiles import (
@@ -86,6 +87,8 @@ class Plan:
         rules: mesh dim -> how its ranks share attention.
         head_shares: heads of every rank while computing, with copies of key/value heads.
         resharding: by side, its way from rest to the tile program.
+        seen: the keys of others that come to the queries that see them; None where keys of all
+            mesh dims come in chunks.
         compute: by side, batch entries, heads and positions as the tile program begins.
         arrival: by side, positions in the order of the all-to-alls; None if they are sorted.
         replicated: by side, mesh dims on which it rests whole although its role has it travel.
@@ -112,6 +115,10 @@ class Plan:
         )
         self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
         self.replicated = Sides(*map(self._replicated, Side))
+        self.seen = self._seen(layout)
+        if self.seen is not None:
+            queries, keys = self.resharding
+            self.resharding = Sides(queries, replace(keys, received=self.seen.spans))
         self.biased = problem.bias or problem.bias_tensor
         self.chosen = problem.choice is not None
         orders = (layout.order.get(axis) for axis in problem.axes)
@@ -184,6 +191,34 @@ class Plan:
             if rule.role is TRAVELS[side]
             and isinstance((rule.query, rule.key)[side].rest, Replicate)
         )
+
+    def _seen(self, layout: LayoutDeclaration) -> SeenKeys | None:
+        """Keys by halo: along mesh dims that ask for it, and where it moves less along others."""
+        dims = [d for d, rule in self.rules.items() if rule.key.seen and self.sizes[d] > 1]
+        asked = [d for d in dims if self.rules[d].transport == "halo"]
+        if not dims:
+            return None
+        wrong = None
+        if layout.reproducible:
+            wrong = "a reproducible layout, which adds gradients block by block"
+        elif self.problem.bias_tensor:
+            wrong = "a bias tensor, which is the tile of scores of a rank's own chunks"
+        if wrong is not None and asked:
+            raise UnsupportedError(
+                f"{layout.source}: keys of mesh dim {asked[0]!r} come by halo, and that is not for"
+                f" {wrong}; use transport 'auto' there, or the strategy 'ring'"
+            )
+        if wrong is None and dims != asked and (every := self._seen_along(dims)).pays():
+            return every
+        return self._seen_along(asked) if asked else None
+
+    def _seen_along(self, dims: Sequence[str]) -> SeenKeys:
+        travelling = tuple(
+            d
+            for d, rule in self.rules.items()
+            if d not in dims and rule.role in TRAVELS and self.sizes[d] > 1
+        )
+        return SeenKeys(tuple(dims), travelling, self.sizes, self.problem.mask, *self.resharding)
 
     # -- sequences whose masks differ ----------------------------------------------------------
 
@@ -284,6 +319,8 @@ class Plan:
         dims: Sides[list[MovingDim]] = Sides([], [])
         for name, rule in self.rules.items():
             if rule.role not in TRAVELS or self.sizes[name] == 1:
+                continue
+            if self.seen is not None and name in self.seen.dims:
                 continue
             transport = self._transport(name, rule)
             role = rule.backward_role if backward else rule.forward_role

@@ -55,7 +55,8 @@ def _forward(
     plan, channel, agreed = bound.begin(q, k, v, bias, chosen)
     moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
     chosen = chosen if moved is None else moved
-    inside = resharding.to_compute(plan, channel, q, k, v) if bound.reach.reshards else (q, k, v)
+    moves = bound.reach.reshards or plan.seen is not None
+    inside = resharding.to_compute(plan, channel, q, k, v) if moves else (q, k, v)
     out, lse = executor.forward(plan, channel, bound.call, *inside, bias, chosen)
     if bound.reach.reshards:
         out, lse = like_query(out, inside[0]), lse.contiguous()
@@ -64,7 +65,7 @@ def _forward(
         rest_out, rest_lse = (_apart(t.contiguous(), (q, k, v, out, lse)) for t in rest)
         return rest_out, rest_lse, agreed, (*inside, out, lse), moved
     channel.finish()
-    if not plan.forward.whole or plan.replicated.query:
+    if not plan.forward.whole or plan.replicated.query or moves:
         out, lse = (_apart(t, (q, k, v)) for t in (out, lse))
     out, lse = like_query(out, q), lse.contiguous()
     return out, lse, agreed, (*inside, out, lse), moved
@@ -83,17 +84,24 @@ def _attention_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, logsumexp, agreed numbers; then q, k, v, output and logsumexp while computing.
 
-    These five are empty where nothing is resharded: they would be the inputs and outputs. The
-    logsumexp at rest is empty if it is resharded and nobody asked for it. The last are the numbers
-    of chosen keys of the rank's tile, empty where they are those that rest here.
+    Each of these five is empty where it would be an input or an output: nothing is resharded, or
+    keys alone come by halo. The logsumexp at rest is empty if it is resharded and nobody asked for
+    it. The last are the numbers of chosen keys of the rank's tile, empty where they are those that
+    rest here.
     """
     bound = handles.get(call).with_floats(scale, softcap)
     out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen)
     kept = q.new_empty(0) if moved is None else moved
+    q_inside, k_inside, v_inside, out_inside, lse_inside = entry
     if not bound.reach.reshards:
-        return out, lse, agreed, *_nothing(q), kept
-    q_inside, k_inside, v_inside = (t.contiguous() for t in entry[:3])
-    out_inside, lse_inside = like_query(entry[3], q_inside), entry[4]
+        empty, out_kept, lse_kept = _none(q, 3)
+        if k_inside is k:
+            k_kept, v_kept = _none(q, 2)
+        else:
+            k_kept, v_kept = _unaliased((k_inside, v_inside), (q, k, v, out, lse))
+        return out, lse, agreed, empty, k_kept, v_kept, out_kept, lse_kept, kept
+    q_inside, k_inside, v_inside = (t.contiguous() for t in (q_inside, k_inside, v_inside))
+    out_inside = like_query(out_inside, q_inside)
     results = (out, lse, agreed, q_inside, k_inside, v_inside, out_inside, lse_inside, kept)
     return _unaliased(results, (q, k, v))
 
@@ -113,13 +121,17 @@ def _(
     kept = q.new_empty(0) if chosen is None else _moved_shape(bound, q, k, v, chosen)
     (b, h, n, _), e = q.shape, v.shape[3]
     dtype = accumulate_dtype(q.dtype)
+    inside: list[Tensor] = []
+    if bound.reach.reshards or bound.reach.seen:
+        plan = bound.shapes(q, k, v)
+        sides = (plan.compute.query, plan.compute.key, plan.compute.key)
+        shapes = ([s.size(i) for i in range(3)] for s in sides)
+        if bound.reach.reshards or plan.seen is not None:
+            inside = [t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes)]
     if not bound.reach.reshards:
         out, lse = empty_like_query(q, (b, h, n, e)), q.new_empty((b, h, n), dtype=dtype)
-        return out, lse, _agreed(bound), *_nothing(q), kept
-    plan = bound.shapes(q, k, v)
-    sides = (plan.compute.query, plan.compute.key, plan.compute.key)
-    shapes = ([s.size(i) for i in range(3)] for s in sides)
-    inside = [t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes)]
+        came = inside[1:] or _none(q, 2)
+        return out, lse, _agreed(bound), q.new_empty(0), *came, *_none(q, 2), kept
     out = empty_like_query(inside[0], (*inside[0].shape[:3], e))
     lse = q.new_empty(out.shape[:3], dtype=dtype)
     rest = q.new_empty((b, h, n) if bound.call.return_lse else (0,), dtype=dtype)
@@ -178,10 +190,11 @@ def _backward(
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
     dq, dk, dv, dbias = executor.backward(plan, channel, bound.call, *above, entry, bias, chosen)
     dbias = None if dbias is None else dbias.contiguous()
-    if reshards:
+    moves = reshards or plan.seen is not None
+    if moves:
         dq, dk, dv = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
     channel.finish()
-    if not plan.backward.whole or any(plan.replicated) or reshards:
+    if not plan.backward.whole or any(plan.replicated) or moves:
         dq, dk, dv = (_apart(t, (dout, *entry)) for t in (dq, dk, dv))
     if not reshards:
         dq, dk, dv = map(by_token, (dq, dk, dv))
@@ -217,7 +230,8 @@ def _setup_attention(ctx: Any, inputs: tuple, output: tuple[Tensor, ...]) -> Non
     q, k, v, bias, chosen, *ctx.call = inputs
     out, lse, agreed, *kept, moved = output
     ctx.keep, ctx.rest = handles.get(ctx.call[-1]), calls.rest_shape(q, k, v)
-    entry = kept if ctx.keep.reach.reshards else (q, k, v, out, lse)
+    # Where a tensor is computed with as it rests, an empty one stands for it.
+    entry = (t if t.dim() > 1 else rest for t, rest in zip(kept, (q, k, v, out, lse)))
     ctx.save_for_backward(*entry, bias, moved if moved.dim() == 4 else chosen, agreed)
     ctx.set_materialize_grads(False)
 
@@ -247,8 +261,8 @@ def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen
     return chosen.new_empty((b, r, plan.tile_shape()[0], count), dtype=NUMBER)
 
 
-def _nothing(like: Tensor) -> executor.Entry:
-    return cast(executor.Entry, tuple(like.new_empty(0) for _ in range(5)))
+def _none(like: Tensor, count: int) -> Sequence[Tensor]:
+    return [like.new_empty(0) for _ in range(count)]
 
 
 def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:

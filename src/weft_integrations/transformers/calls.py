@@ -132,6 +132,7 @@ class Calls:
         splits_inside: bool,
         full: bool,
         recurrent: Iterable[nn.Module] = (),
+        counting: Iterable[nn.Module] = (),
         decoder: nn.Module | None = None,
     ) -> None:
         self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, full
@@ -151,7 +152,7 @@ class Calls:
         self.masks_see_positions = flash or masks_see_positions(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model if decoder is None else decoder)
-        self.recurrent = list(recurrent)
+        self.recurrent, self.counting = list(recurrent), list(counting)
         self.leaves_padding_out = leaves_padding_out(model)
         self.block_types = takes_block_types(model)
         self.entered, self.all_weights = consistency.Entered(), consistency.AllWeights()
@@ -180,7 +181,7 @@ class Calls:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
-            refused.replaced_layers(self.recurrent)
+            refused.replaced_layers([*self.recurrent, *self.counting])
             if self.whole:
                 state = consistency.state(module, kwargs, self.entered, self.all_weights)
                 call, kwargs = self._of_whole_rows(kwargs, module)
@@ -246,7 +247,8 @@ class Calls:
             if call.length:
                 share = self.layout.local_length(self.axis, call.length) / call.length
                 scope.enter_context(neftune_scaled(model, share))
-        if self.recurrent:  # there may have been other calls of the model by then
+        # There may have been other calls of the model by then.
+        if self.recurrent or self.counting:
             scope.enter_context(recomputed_within(model, lambda: during(call)))
         call.model = called
         scope.enter_context(during(call))

@@ -46,6 +46,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
+        counting: modules that count places of tokens within what they get.
         calls: what begins and ends each forward pass.
     """
 
@@ -58,6 +59,7 @@ class _Installed(Parallelized):
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
+    counting: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
     @contextlib.contextmanager
@@ -74,7 +76,7 @@ class _Installed(Parallelized):
         """Remove hooks, modules' functions and attributes of weft from a model."""
         for handle in self.hooks:
             handle.remove()
-        for module in self.recurrent:
+        for module in (*self.recurrent, *self.counting):
             put_back(module)
         for name in self.replaced:
             if name in self.before:
@@ -103,6 +105,9 @@ def install(
     )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
+    installed.counting = [m for m in model.modules() if whole.tempers_by_place(m)]
+    for module in installed.counting:
+        put(module, rebound(type(module).forward, {"torch": whole.CountsRow()}))
     model.set_attn_implementation(name)
     decoder = seam.text_decoder(model)
     if decoder is not None:
@@ -213,7 +218,8 @@ def _hook(
         hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
 
     full, inside = installed.rows == "whole", embeddings is not None
-    entered = calls.Calls(model, layout, axis, inside, full, installed.recurrent, decoder)
+    replaced = installed.recurrent, installed.counting
+    entered = calls.Calls(model, layout, axis, inside, full, *replaced, decoder)
     installed.calls = entered
     before(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]

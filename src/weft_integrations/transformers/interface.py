@@ -111,8 +111,12 @@ def attend(
     if call is not None and call.seam == "ahead":
         raise UnsupportedError(f"{name} attends ahead of the text decoder, by weft's attention")
     if crosses(module):  # keys of images, whole on every rank, for this rank's queries
-        options = {"scaling": scaling, "is_causal": False}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        whole: Any = attention_mask
+        return sdpa_attention_forward(
+            module, query, key, value, whole, scaling=scaling, is_causal=False
+        )
+    if _leaves_nothing_out(attention_mask, query.shape[2]):
+        attention_mask, is_causal = None, False
     if attention_mask is None:
         attention_mask = _without_mask(module, query, is_causal, sliding_window)
     if not isinstance(attention_mask, Sharded | OfCache):
@@ -140,6 +144,15 @@ def attend(
         out, lse = merged_parts([part, own])
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _leaves_nothing_out(mask: Any, tokens: int) -> bool:
+    """True for an additive mask of zeros (b, 1, 1, n), of a model that makes its own of padding.
+
+    Padding itself is in the call's batch, and the model gets none.
+    """
+    of_keys = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1:] == (1, 1, tokens)
+    return of_keys and mask.is_floating_point() and not mask.any()
 
 
 def _without_mask(

@@ -100,10 +100,10 @@ def cut_arguments(
     name = f"{type(decoder).__name__} of {type(call.model).__name__}"
     if call.seam == "behind":
         raise UnsupportedError(f"{name} is called twice in a call with images")
-    arguments = losses.plain(dict(arguments))
+    given = losses.plain(dict(arguments))
     if "position_ids" in inspect.signature(decoder.forward).parameters:
-        arguments.setdefault("position_ids", None)
-    cut = _cut(call, arguments, name)
+        given.setdefault("position_ids", None)
+    cut = _cut(call, given, name)
     call.seam = "behind"
     return cut
 

@@ -219,6 +219,29 @@ def give_positions(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, d
     return (), arguments
 
 
+def tempers_by_place(module: Foreign) -> bool:
+    """True if attention scales queries by places that it counts within the tokens it gets."""
+    return bool(getattr(module, "attn_temperature_tuning", False)) and bool(
+        calls(module, ["torch"])
+    )
+
+
+class CountsRow:
+    """torch, but `arange` over this rank's tokens counts their places in the full row."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def arange(self, *args: Any, **kwargs: Any) -> Tensor:
+        """`torch.arange`."""
+        call = running()
+        if call is None or call.whole or not call.length:
+            return torch.arange(*args, **kwargs)
+        if args != (call.layout.local_length(call.axis, call.length),):
+            raise UnsupportedError(f"arange{args} in attention, not of this rank's tokens")
+        return call.layout.positions(call.axis, call.length, kwargs.get("device"))
+
+
 def follows_length(module: Foreign) -> bool:
     """True if a rotary embedding's parameters depend on the largest position there is."""
     kind = str(getattr(module, "rope_type", ""))
@@ -335,6 +358,11 @@ def gather_base(layout: Layout, axis: str, pooled: bool) -> Callable:
 
     @while_split
     def hook(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
+        if _pools_first_state(output):
+            first = output.pooler_output * float(layout.chunk(axis) == 0)
+            output["pooler_output"] = partial_to_replicate(
+                first, layout.shard_dims(axis), layout.bound
+            )
         if pooled and getattr(output, "last_hidden_state", None) is not None:
             gathered = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)
             output["last_hidden_state"] = gathered
@@ -346,6 +374,16 @@ def gather_base(layout: Layout, axis: str, pooled: bool) -> Callable:
         return output
 
     return hook
+
+
+def _pools_first_state(output: Any) -> bool:
+    """True if a pooled output (b, d) is the first of the states (b, n, d), cut out of them."""
+    pooled = getattr(output, "pooler_output", None)
+    states = getattr(output, "last_hidden_state", None)
+    if not isinstance(pooled, Tensor) or not isinstance(states, Tensor) or states.dim() != 3:
+        return False
+    first = states[:, 0]
+    return pooled.shape == first.shape and pooled.data_ptr() == first.data_ptr()
 
 
 def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:

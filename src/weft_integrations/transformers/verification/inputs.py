@@ -207,7 +207,8 @@ def trial_of(batch: Mapping[str, Any]) -> Trial:
     mask, left, padding = batch.get("attention_mask"), False, 0
     if isinstance(mask, Tensor) and mask.dim() == 2 and not mask.all():
         left, padding = not mask[:, 0].all(), int((mask == 0).sum(1).max())
-    return Trial(*tokens.shape[:2], train=True, left=left, padding=padding)
+    rows, length = tokens.shape[:2]
+    return Trial(rows, length, train=True, left=left, padding=padding)
 
 
 def converted(batch: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
