@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -20,12 +21,13 @@ from weft.runtime.calls import BoundCall, rest_shape
 
 #: layout: calls of functions in a forward and in a backward pass of the last rank, at most
 CALLS = {
-    "tokens(zigzag): ring=8": (1200, 1850),
-    "tokens(zigzag): gather=8": (900, 1450),
-    "tokens(zigzag): tile=2x4": (1250, 1400),
+    "tokens(zigzag): ring=8": (1000, 1800),
+    "tokens: ulysses=8": (550, 480),
+    "tokens(zigzag): gather=8": (760, 1400),
+    "tokens(zigzag): tile=2x4": (1080, 1320),
 }
 #: layout: frames between the caller and the kernel, at most
-DEPTH = {"tokens(zigzag): ring=8": 16, "tokens: ulysses=8": 16}
+DEPTH = {"tokens(zigzag): ring=8": 10, "tokens: ulysses=8": 7}
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +38,14 @@ def null_kernels():
 
 @pytest.mark.parametrize("line", CALLS)
 def test_passes_make_few_calls_of_python(line):
-    forward, backward = host.passes(line)
-    for _ in range(2):
-        backward(forward())
-    calls = host.python_calls(forward), host.python_calls(backward, forward())
+    def count() -> tuple[int, int]:
+        forward, backward = host.passes(line)
+        for _ in range(2):
+            backward(forward())
+        return host.python_calls(forward), host.python_calls(backward, forward())
+
+    with ThreadPoolExecutor(1) as pool:  # the origin of a call is read from all of its stack
+        calls = pool.submit(count).result()
     assert calls[0] <= CALLS[line][0]
     assert calls[1] <= CALLS[line][1]
 

@@ -36,7 +36,7 @@ from .plan.problem import shard_batches
 from .runtime import calls
 from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
-from .runtime.ops import attend
+from .runtime.ops import attend_eagerly
 
 
 @overload
@@ -197,7 +197,7 @@ def attention(
         more = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
         bound = _bound(layout, axes, mask, length, *more, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
-        out, lse = attend(bound, q, k, v, learned, numbers)
+        out, lse = attend_eagerly(bound, q, k, v, learned, numbers)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -65,8 +65,8 @@ class Arrived(NamedTuple):
     first: int
 
 
-class Exchange(NamedTuple):
-    """What one rank does in an exchange, in numbers of the flat buffers.
+class FlatExchange(NamedTuple):
+    """The flat buffers of an exchange on one rank, in numbers of them.
 
     sends, receives: to and from each rank.
     even: all messages of all ranks are of one size.
@@ -114,7 +114,7 @@ def exchange_of(
     own: int,
     size: int,
     reverse: bool,
-) -> Exchange:
+) -> FlatExchange:
     """The exchange of tensors of some shapes along a mesh dim, on the rank `own` of `size`."""
     items = [_item(shape, step, reverse) for shape, step in zip(shapes, steps)]
     groups: dict[tuple, list[int]] = {}
@@ -131,7 +131,7 @@ def exchange_of(
     receives = [[w * n[rank] for w, n in zip(widths[own], lengths)] for rank in range(size)]
     even_cuts = all(len({*item.cut_sizes}) <= 1 for item in items)
     parts = _parts(items, members, widths, sends, even_cuts)
-    return Exchange(
+    return FlatExchange(
         tuple(map(sum, sends)),
         tuple(map(sum, receives)),
         all(step.even for step in steps),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..comm import Shuffle
 from ..comm.transport import Messages
-from ..plan.exchange import Exchange, exchange_of
+from ..plan.exchange import FlatExchange, exchange_of
 from ..plan.resharding import AllToAll
 from ..plan.steps import Form
 
@@ -92,7 +92,7 @@ def _exchange(
     ]
 
 
-def _outgoing(form: Exchange, tensors: list[Tensor]) -> Tensor:
+def _outgoing(form: FlatExchange, tensors: list[Tensor]) -> Tensor:
     """The parts of all tensors, by rank: where they are even, one copy per tensor."""
     if len(tensors) == 1 and form.even_cuts:
         ((_, _, source),) = form.parts

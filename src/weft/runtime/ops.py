@@ -7,7 +7,7 @@ So a policy of activation checkpointing that keeps this op's outputs repeats no 
 kernels tell `torch.compile` the shapes.
 
 Graphs, profilers, and modes that look at ops get the ops; any other call runs the same functions
-without them (`attend`). In a call without communication that is exactly one kernel call, of which
+without them (`attend_eagerly`). In a call without communication that is exactly one kernel call, of which
 torch differentiates the kernel itself and nobody asks for the logsumexp, torch's own node does the
 backward pass, and Python only looks on (`attend_alone`).
 """
@@ -310,7 +310,7 @@ class _Attention(torch.autograd.Function):
         return *_backward(ctx.bound, dout, dlse, *kept, ctx.rest), None, None
 
 
-def attend(
+def attend_eagerly(
     bound: calls.BoundCall,
     q: Tensor,
     k: Tensor,
