@@ -7,9 +7,9 @@ So a policy of activation checkpointing that keeps this op's outputs repeats no 
 kernels tell `torch.compile` the shapes.
 
 Graphs, profilers, and modes that look at ops get the ops; any other call runs the same functions
-without them (`attend_eagerly`). In a call without communication that is exactly one kernel call, of which
-torch differentiates the kernel itself and nobody asks for the logsumexp, torch's own node does the
-backward pass, and Python only looks on (`attend_alone`).
+without them (`attend_eagerly`). In a call without communication that is exactly one kernel call, of
+which torch differentiates the kernel itself and nobody asks for the logsumexp, torch's own node
+does the backward pass, and Python only looks on (`attend_alone`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ import torch
 from torch import Tensor
 
 from .._torch import dispatched, memory_of, profiling
+from ..comm.channel import refused_everywhere
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
 from ..plan.choices import NUMBER
 from ..plan.plan import Plan
 from . import calls, choices, executor, handles, resharding
+from .expand import Expander
 from .handles import differentiable, op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
@@ -37,38 +39,6 @@ def _agreed(bound: calls.BoundCall) -> Tensor:
     ranks = bound.transport.size if bound.asks_batches else 0
     numbers = bool(bound.mesh_dims) + ranks + bound.has_functions
     return torch.empty(numbers, dtype=torch.int64, device="cpu")
-
-
-def _forward(
-    bound: calls.BoundCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    chosen: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, executor.Entry, Tensor | None]:
-    """Output and logsumexp at rest, then what a backward pass needs.
-
-    That is: the agreed numbers; q, k, v, output and logsumexp while computing; and the numbers of
-    chosen keys of the rank's tile, None where they are those that rest here.
-    """
-    plan, channel, agreed = bound.begin(q, k, v, bias, chosen)
-    moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
-    chosen = chosen if moved is None else moved
-    moves = bound.reach.reshards or plan.seen is not None
-    inside = resharding.to_compute(plan, channel, q, k, v) if moves else (q, k, v)
-    out, lse = executor.forward(plan, channel, bound.call, *inside, bias, chosen)
-    if bound.reach.reshards:
-        out, lse = like_query(out, inside[0]), lse.contiguous()
-        rest = resharding.to_rest(plan, channel, out, lse)
-        channel.finish()
-        rest_out, rest_lse = (_apart(t.contiguous(), (q, k, v, out, lse)) for t in rest)
-        return rest_out, rest_lse, agreed, (*inside, out, lse), moved
-    channel.finish()
-    if not plan.forward.whole or plan.replicated.query or moves:
-        out, lse = (_apart(t, (q, k, v)) for t in (out, lse))
-    out, lse = like_query(out, q), lse.contiguous()
-    return out, lse, agreed, (*inside, out, lse), moved
 
 
 @op("weft::attention")
@@ -104,6 +74,40 @@ def _attention_op(
     out_inside = like_query(out_inside, q_inside)
     results = (out, lse, agreed, q_inside, k_inside, v_inside, out_inside, lse_inside, kept)
     return _unaliased(results, (q, k, v))
+
+
+def _forward(
+    bound: calls.BoundCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    expander: Expander | None = None,
+) -> tuple[Tensor, Tensor, Tensor, executor.Entry, Tensor | None]:
+    """Output and logsumexp at rest, then what a backward pass needs.
+
+    That is: the agreed numbers; q, k, v, output and logsumexp while computing; and the numbers of
+    chosen keys of the rank's tile, None where they are those that rest here.
+    """
+    parameters = () if expander is None else expander.parameters
+    plan, channel, agreed = bound.begin(q, k, v, bias, chosen, parameters)
+    moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
+    chosen = chosen if moved is None else moved
+    moves = bound.reach.reshards or plan.seen is not None
+    inside = resharding.to_compute(plan, channel, q, k, v) if moves else (q, k, v)
+    out, lse = executor.forward(plan, channel, bound.call, *inside, bias, chosen, expander)
+    if bound.reach.reshards:
+        out, lse = like_query(out, inside[0]), lse.contiguous()
+        rest = resharding.to_rest(plan, channel, out, lse)
+        channel.finish()
+        rest_out, rest_lse = (_apart(t.contiguous(), (q, k, v, out, lse)) for t in rest)
+        return rest_out, rest_lse, agreed, (*inside, out, lse), moved
+    channel.finish()
+    if not plan.forward.whole or plan.replicated.query or moves:
+        out, lse = (_apart(t, (q, k, v)) for t in (out, lse))
+    out, lse = like_query(out, q), lse.contiguous()
+    return out, lse, agreed, (*inside, out, lse), moved
 
 
 @shapes_of(_attention_op)
@@ -177,18 +181,24 @@ def _backward(
     chosen: Tensor | None,
     agreed: Tensor,
     rest: list[int],
+    expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv at rest, and dbias; a gradient that nobody asked for is 0."""
+    """dq, dk, dv at rest, and dbias; gradients above that are None are 0."""
     q, reshards = entry[0], bound.reach.reshards
     b, h, n, *_, e = rest
     dout = q.new_zeros((b, h, n, e)) if dout is None else dout
     if dlse is None and reshards and bound.call.return_lse:
         dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
+    if expander is not None:
+        with refused_everywhere(bound.refuse):
+            expander.begin_backward()
     plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    dq, dk, dv, dbias = executor.backward(plan, channel, bound.call, *above, entry, bias, chosen)
+    dq, dk, dv, dbias = executor.backward(
+        plan, channel, bound.call, *above, entry, bias, chosen, expander
+    )
     dbias = None if dbias is None else dbias.contiguous()
     moves = reshards or plan.seen is not None
     if moves:
@@ -252,6 +262,71 @@ def _attention_gradient(
 differentiable(_attention_op, _backward_op, _setup_attention, _attention_gradient, "weft.attention")
 
 
+class _Attention(torch.autograd.Function):
+    """The same without the ops, which cost the CPU about 0.1 ms; latents are expanded within it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        bound: calls.BoundCall,
+        expander: Expander | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        chosen: Tensor | None,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen, expander)
+        ctx.bound, ctx.expander, ctx.rest = bound, expander, bound.rest_shape(q, k, v)
+        ctx.save_for_backward(*entry, bias, chosen if moved is None else moved, agreed)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once("weft.attention", linear=False)
+    def backward(
+        ctx: Any, saved: tuple, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *entry, bias, chosen, agreed = saved
+        kept = cast(executor.Entry, tuple(entry)), bias, chosen, agreed
+        gradients = _backward(ctx.bound, dout, dlse, *kept, ctx.rest, ctx.expander)
+        of_parameters = () if ctx.expander is None else ctx.expander.gradients
+        return None, None, *gradients, None, *of_parameters
+
+
+def attend_eagerly(
+    bound: calls.BoundCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a call that is not in a graph."""
+    alone = attend_alone(bound, q, k, v)
+    if alone is not None:
+        return alone
+    tensors = q, k, v, bias, chosen
+    if profiling() or dispatched(*(t for t in tensors if t is not None)):
+        given = bound.call.scale, bound.call.softcap, calls.handle_of(bound)
+        return torch.ops.weft.attention(*tensors, *given)[:2]
+    return _Attention.apply(bound, None, *tensors)
+
+
+def attend_latents(
+    bound: calls.BoundCall,
+    expander: Expander,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a call whose keys and values are expanded where they arrive."""
+    return _Attention.apply(bound, expander, q, k, v, bias, chosen, *expander.parameters)
+
+
 def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
     """The numbers of chosen keys of the rank's tile, by their shape."""
     plan = bound.shapes(q, k, v)
@@ -279,54 +354,6 @@ def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:
 def _apart(t: Tensor, inputs: Sequence[Tensor]) -> Tensor:
     """A tensor that shares no memory with inputs."""
     return t.clone() if memory_of(t)[0] in {memory_of(x)[0] for x in inputs} else t
-
-
-class _Attention(torch.autograd.Function):
-    """The same without the ops, which cost the CPU about 0.1 ms."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        bias: Tensor | None,
-        chosen: Tensor | None,
-        bound: calls.BoundCall,
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen)
-        ctx.bound, ctx.rest = bound, calls.rest_shape(q, k, v)
-        ctx.save_for_backward(*entry, bias, chosen if moved is None else moved, agreed)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once("weft.attention", linear=False)
-    def backward(
-        ctx: Any, saved: tuple, dout: Tensor | None, dlse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        *entry, bias, chosen, agreed = saved
-        kept = cast(executor.Entry, tuple(entry)), bias, chosen, agreed
-        return *_backward(ctx.bound, dout, dlse, *kept, ctx.rest), None, None
-
-
-def attend_eagerly(
-    bound: calls.BoundCall,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    chosen: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of a call that is not in a graph."""
-    alone = attend_alone(bound, q, k, v)
-    if alone is not None:
-        return alone
-    tensors = q, k, v, bias, chosen
-    if profiling() or dispatched(*(t for t in tensors if t is not None)):
-        given = bound.call.scale, bound.call.softcap, calls.handle_of(bound)
-        return torch.ops.weft.attention(*tensors, *given)[:2]
-    return _Attention.apply(*tensors, bound)
 
 
 def attend_alone(
