@@ -24,7 +24,7 @@ from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import calls, generation, interface, refused, seam, whole
+from . import calls, generation, interface, refused, seam, towers, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
@@ -46,7 +46,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
-        counting: modules that count places of tokens within what they get.
+        counting: modules that count places of tokens, or images, of full rows.
         calls: what begins and ends each forward pass.
     """
 
@@ -94,9 +94,12 @@ def install(
     embeddings: nn.Module | None = None,
     name: str = interface.NAME,
     rows: str = "local",
+    images: str = "whole",
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
+    decoder = seam.text_decoder(model)
+    spread = towers.methods(model, decoder) if images == "spread" else []
     installed = _Installed(
         implementation=model.config._attn_implementation,
         layout=layout,
@@ -109,9 +112,11 @@ def install(
     for module in installed.counting:
         put(module, rebound(type(module).forward, {"torch": whole.CountsRow()}))
     model.set_attn_implementation(name)
-    decoder = seam.text_decoder(model)
     if decoder is not None:
         _keep_towers(decoder, installed)
+    for module, function, method in spread:
+        put(module, function, method)
+        installed.counting.append(module)
     if model.config._attn_implementation != name:
         raise _outside(model)
     model._weft = installed

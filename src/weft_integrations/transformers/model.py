@@ -28,6 +28,7 @@ from .verification import verify as verification
 __all__ = ["parallelize_transformers"]
 
 Rows = Literal["whole", "local"]
+Images = Literal["whole", "spread"]
 
 
 def parallelize_transformers(
@@ -37,6 +38,7 @@ def parallelize_transformers(
     embeddings: nn.Module | None = None,
     verify: bool | Mapping[str, Any] = True,
     rows: Rows = "whole",
+    images: Images = "whole",
 ) -> nn.Module:
     """Make a transformers model run sequence-parallel on a layout; returns the model.
 
@@ -121,6 +123,10 @@ def parallelize_transformers(
         verify: check the model now; or a call of your own to check it by, whole, as a processor
             makes it of images and text. Without it a model may compute something else on ranks.
         rows: "whole" or "local".
+        images: "whole": every rank runs towers on all images. "spread": each on some of them, in
+            training and evaluation, balanced by patches squared; features go to the ranks of their
+            tokens, and the outputs named image_... and video_... are not there. For families whose
+            towers see one image at a time.
 
     Raises:
         UnsupportedError: a model outside of transformers' attention interface, or one that is
@@ -164,11 +170,13 @@ def parallelize_transformers(
     check_layout(layout, axis)
     if rows not in ("whole", "local"):
         raise DeclarationError(f"rows={rows!r}: known are 'whole' and 'local'")
+    if images not in ("whole", "spread") or (images == "spread" and rows != "whole"):
+        raise DeclarationError(f"images={images!r}: known are 'whole', and 'spread' of full rows")
     if rows == "whole":
         check_context_group(layout, axis)
     if verify:
         batch = verify if isinstance(verify, Mapping) else None
-        verification.verify(inner, layout, axis, embeddings, batch)
+        verification.verify(inner, layout, axis, embeddings, batch, images)
     unshare_configurations(model)
-    install(inner, layout, axis, embeddings, rows=rows)
+    install(inner, layout, axis, embeddings, rows=rows, images=images)
     return model
