@@ -30,13 +30,16 @@ ROOMS = (
     ("launch",),
     ("comm",),
     ("kernels",),
-    ("plan",),
-    ("relayout.plan", "decode.owners", "packing"),
+    ("plan.order",),
+    ("relayout.plan",),
     ("relayout.windows",),
+    ("plan",),
+    ("decode.owners", "packing"),
     ("carry.fragments",),
     ("carry.tree",),
     ("carry.choose",),
     ("same_bits.sums", "same_bits.activations"),
+    ("relayout.fetch",),
     ("runtime",),
     ("relayout", "decode"),
     ("carry",),
@@ -89,6 +92,8 @@ BELOW_PLANS = (
     "kernels",
     "plan",
 )
+#: And parts of a room above them, which are plans too: messages of listed positions.
+PLANS_BELOW = ("weft.relayout.plan", "weft.relayout.windows")
 
 
 def module_of(path: Path) -> str:
@@ -167,7 +172,7 @@ def test_plans_are_made_of_declarations_masks_and_kernels():
         for module, targets in edges().items()
         if module.startswith("weft.plan")
         for target in targets
-        if ".".join(target.split(".")[:2]) not in allowed
+        if ".".join(target.split(".")[:2]) not in allowed and target not in PLANS_BELOW
     }
     assert not found
 

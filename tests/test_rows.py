@@ -23,6 +23,7 @@ from torch.nn import functional as F
 import weft
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
+from weft.plan.plan import Plan
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
@@ -175,6 +176,35 @@ def test_a_loss_of_whole_logits_is_that_of_one_device(line):
     losses, grads = on_ranks(model, line, loss_of_logits)
     assert max(abs(loss - want) for loss in losses) < FP64
     assert gap(grads, expected) < FP64
+
+
+@split
+@pytest.mark.parametrize("name", ["gemma3", "gpt_oss"])
+def test_layers_of_a_model_choose_halo_or_ring(name):
+    """Layers with windows take what their queries see, the others go round a ring; all exact."""
+    kind, config = MODELS[name]
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 2
+    config.layer_types = ["sliding_attention", "full_attention"]
+    torch.manual_seed(0)
+    model = kind(config).to(torch.float32 if name == "gpt_oss" else torch.float64)
+    want, expected = one_device(model, own_loss)
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="whole")
+        with weft.traffic(layout) as moved:
+            watch = layout.bound.watches.begin()
+            loss = own_loss(own)
+            layout.bound.watches.end(watch)
+        attended = [plan for plan, _ in watch if isinstance(plan, Plan)]
+        halo = {plan.seen is not None: plan.problem.mask for plan in attended}
+        assert moved.as_predicted, moved.differences()
+        return loss, gradients(own), {chosen: "window=6" in str(m) for chosen, m in halo.items()}
+
+    losses, grads, chosen = zip(*weft.on_threads(Layout.parse("tokens: seen=3"), work))
+    assert chosen == ({True: True, False: False},) * 3
+    assert max(abs(loss - want) for loss in losses) < FP32 * want
+    assert gap(average(grads), expected) < FP32
 
 
 def test_without_the_factor_gradients_are_too_small(monkeypatch):

@@ -14,7 +14,8 @@ from torch import Tensor
 import weft
 from weft import Layout, ShapeError, UnsupportedError
 from weft.plan.order import Span
-from weft.relayout.proof import prove_windows, take_defects, window_defects
+from weft.proof.takes import take_defects
+from weft.relayout.proof import prove_windows, window_defects
 from weft.relayout.windows import Wanted, Windows, bordered, plan_ranges
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)

@@ -7,7 +7,8 @@
 #
 # - decode an image by an unmodified VAE of diffusers on a grid of 2 x 2 ranks,
 # - count what a rank receives, beside what gathering would take,
-# - take a training step, equal to that of one device.
+# - take a training step, equal to that of one device,
+# - train a weather model of your own, with convolutions and shifted windows in a model file.
 #
 # Needs `pip install diffusers`. Nothing is downloaded: the VAE is small, with random weights. Ranks
 # are threads of this process.
@@ -133,5 +134,67 @@ for split_loss, split_weights in trained:
 print("loss", loss, "and every weight after the step are those of one device")
 
 # %% [markdown]
+# ## A model of your own
+#
+# Convolutions, norms, pools and resampling are blocks of model files, and neighbourhoods and boxes
+# are masks of attention. `models/weather_windows.toml` has the parts of today's weather models: a
+# convolution that goes around in longitude, patches, attention within boxes that shift from block
+# to block, back to the grid. It names no mesh; `layouts/weather-halo-2x2.toml` splits the globe.
+
+# %%
+spec = weft.models.ModelSpec.load("weather_windows")
+for block in spec.blocks[:5]:
+    print(block.model_dump(exclude_unset=True))
+
+# %% [markdown]
+# Waves drift eastwards around the globe, and the model says where they are next. Ranks hold their
+# part of the fields; 13 latitudes are split 7 and 6.
+
+# %%
+GRID = {"lat": 13, "lon": 18}
+AXES = {"batch": 0, "lat": 1, "lon": 2}
+
+
+def waves(step):
+    draw = torch.Generator().manual_seed(step)
+    phase = 6.28 * torch.rand(2, 1, 1, 1, generator=draw, dtype=torch.float64)
+    lat = torch.linspace(-1, 1, GRID["lat"], dtype=torch.float64)[:, None, None]
+    lon = torch.arange(GRID["lon"], dtype=torch.float64)[:, None] * 6.2832 / GRID["lon"]
+    now = torch.cos(2 * lon + phase) * (1 - lat**2)
+    return now, now.roll(2, dims=2)
+
+
+torch.manual_seed(0)
+ends = nn.ModuleDict({"enter": nn.Linear(1, 32), "leave": nn.Linear(32, 1)}).double()
+
+
+def forecast(layout):
+    model = copy.deepcopy(ends)  # the same on every rank
+    model["trunk"] = trunk = weft.compose(spec, layout, dtype=torch.float64)
+    optimizer, losses = torch.optim.AdamW(model.parameters(), 3e-3), []
+    for step in range(12):
+        now, then = (layout.shard(t, AXES) for t in waves(step))
+        guess = now + model["leave"](trunk(model["enter"](now), lengths=GRID))
+        loss = layout.mean((guess - then).square().sum(), then.numel())
+        optimizer.zero_grad()
+        loss.backward()
+        layout.sync_gradients(model)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+alone = forecast(weft.Layout.single())
+split = weft.on_threads(weft.Layout.load("weather-halo-2x2"), forecast)
+for losses in split:
+    assert max(abs(a - b) for a, b in zip(losses, alone)) < 1e-10
+assert alone[-1] < alone[0] / 2
+print("losses of one device, and of each of four ranks:", [round(x, 4) for x in alone])
+
+# %% [markdown]
+# `weft explain weather_windows weather-halo-2x2` counts what its blocks send, and
+# `weft check weather-halo-2x2 --mask boxes:3:6:1:3:0:1 --length lat=13,lon=18` runs the attention
+# of a shifted block beside softmax.
+#
 # [What moves, and when](05_what_moves.ipynb) counts messages of attention; strips of windows are
 # counted in the same way. [Your own model](07_your_model.ipynb) splits a sequence, not a grid.

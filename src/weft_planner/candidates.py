@@ -28,8 +28,9 @@ from .flow import BALANCED, is_causal
 
 #: Within a level, outermost first.
 ROLES = ("batch", "query", "key", "head", "tensor")
-#: What carries a query role: keys and values in a ring, in one collective, or forward only.
-QUERY_STRATEGIES = ("ring", "gather", "burst")
+#: What carries a query role: keys and values in a ring, in one collective, forward only, or those
+#: of them that queries see.
+QUERY_STRATEGIES = ("ring", "gather", "burst", "seen")
 STRATEGIES = {"batch": "dp", "key": "pass_q", "head": "ulysses", "tensor": "tp"}
 #: Orders of tokens that candidates have.
 ORDERS = ("contiguous", *BALANCED)
@@ -215,7 +216,10 @@ def candidates(
     if not roles:
         roles = ["query"]
     sizes = level_sizes(hardware, devices)
-    queries = [s for s in QUERY_STRATEGIES if not wanted or s in wanted]
+    known = wanted or {*QUERY_STRATEGIES}
+    queries = [
+        s for s in QUERY_STRATEGIES if s in known and not ("ring" in known and _as_ring(s, problem))
+    ]
     per_level = [list(factorisations(size, len(roles))) for size in sizes]
     for levels in itertools.product(*per_level):
         ways = {role: math.prod(level[i] for level in levels) for i, role in enumerate(roles)}
@@ -236,6 +240,11 @@ def candidates(
             )
             for order in _orders(problem, ways, orders):
                 yield Candidate(dims, order)
+
+
+def _as_ring(strategy: str, problem: Problem) -> bool:
+    """True if a strategy is sure to do what a ring does: every chunk that is seen is seen whole."""
+    return strategy == "seen" and (isinstance(problem.mask, Full) or is_causal(problem))
 
 
 def _allowed(role: str, problem: Problem, wanted: frozenset[str]) -> bool:

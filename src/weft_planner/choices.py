@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 #: Strategies that `weft.parallelize` binds a transformers model to.
-BINDABLE = ("ring", "gather", "burst", "pass_q", "ulysses")
+BINDABLE = ("ring", "gather", "burst", "seen", "pass_q", "ulysses")
 #: Bytes of a number's weights, gradients and optimizer states.
 OPTIMIZERS = {"adamw-fp32": (4, 4, 8), "adamw-bf16": (2, 2, 4)}
 #: Activations that a layer keeps for the backward pass: all, its input, or its input on the host.

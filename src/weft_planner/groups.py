@@ -13,14 +13,14 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from weft.declare.hardware import Hardware
 from weft.errors import DeclarationError, UnsupportedError, WeftError, shown
 from weft.layout import Layout
 from weft.plan.problem import Problem
 
-from .candidates import ORDERS, Refused, level_sizes
+from .candidates import ORDERS, Candidate, Refused, level_sizes
 from .choices import BINDABLE, OPTIMIZERS, OTHER, RECOMPUTE
 from .flow import replayed
 from .hf_config import HFModel
@@ -227,7 +227,15 @@ class Groups:
                 self.refused.add(str(error))
                 continue
             self._choices[best.candidate.layout(self.problem.axes[0])] = best
+            if len(self.masks) > 1 and "seen" in only:
+                self._choices.update(self._of_seen_keys(best.candidate))
         yield from self._choices.items()
+
+    def _of_seen_keys(self, found: Candidate) -> dict[Layout, Choice | None]:
+        """The same layout with keys by halo in its rings, for layers of other masks."""
+        dims = (d._replace(strategy="seen") if d.strategy == "ring" else d for d in found.dims)
+        other = replace(found, dims=tuple(dims))
+        return {} if other == found else {other.layout(self.problem.axes[0]): None}
 
     def _rows(
         self, layout: Layout, choice: Choice | None, recompute: str, loss: str, optimizer: str

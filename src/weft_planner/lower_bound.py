@@ -92,7 +92,7 @@ class Bounds:
             bound = self._pass(c, backward, self._likely(c))
             blocks, links = bound.blocks, max(longest(bound.links), self._relays(c, backward))
             within = max(bound.blocks, longest(bound.links), bound.relays)
-            if moving == {"gather"}:
+            if moving and moving <= {"gather", "seen"}:
                 seconds += bound.total - within + blocks + links
                 continue
             device = self.hardware.device
@@ -196,7 +196,7 @@ class Bounds:
         for dim in c.dims:
             if dim.role not in ("query", "key") or (certain and dim.strategy == "pass_q"):
                 continue
-            steps = 1 if dim.strategy == "gather" else dim.ways - 1
+            steps = 1 if dim.strategy in ("gather", "seen") else dim.ways - 1
             side = "q" if _moves_queries(dim, backward) else "kv"
             ways[side] += steps * self.hardware.level[dim.level].latency
         return max(ways.values())

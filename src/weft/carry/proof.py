@@ -20,8 +20,8 @@ from ..masks import Documents
 from ..plan.order import Span, join
 from ..proof.rendezvous import Wait, stuck_ranks
 from ..proof.symbolic import Claim
+from ..proof.takes import take_defects
 from ..relayout.plan import Placed, Redistribution, placement, plan_redistribution
-from ..relayout.proof import take_defects
 from ..relayout.windows import Windows
 from .fragments import Fragments, by_heads, fragments
 from .tree import Tree, Value, state_tree

@@ -1,7 +1,10 @@
 """The placement grammar of rules, and `P(softmax)` and `P(affine)` as DTensor placements.
 
     placement := "S(batch)" | "S(head)" | "S(seq)" | "R" | "R(top_k)" | "P(softmax)"
+               | "S(seq) + seen"
     arrow     := placement | placement "->" placement
+
+`S(seq) + seen` is a rank's own keys and those of others that some query of its tile sees.
 
 Rules of recurrences have two words more: `P(affine) -> S(seq)` and `S(seq) + left(k - 1)`.
 
@@ -171,6 +174,7 @@ class Arrow:
     rest: Placement
     compute: Placement
     top_k: bool = False
+    seen: bool = False
 
 
 def entry_placement(arrow: Arrow) -> Placement:
@@ -183,23 +187,29 @@ def entry_placement(arrow: Arrow) -> Placement:
     return arrow.rest if isinstance(arrow.rest, Replicate) else Shard(SEQ)
 
 
-_TOKEN = re.compile(r"^(S)\((\w+)\)$|^(R)(?:\((top_k)\))?$|^(P)\((softmax)\)$")
+#: The chunk of a rank's own keys, and of the others' what its queries see.
+SEEN = "S(seq) + seen"
+_TOKEN = re.compile(r"^(S)\((\w+)\)(\+seen)?$|^(R)(?:\((top_k)\))?$|^(P)\((softmax)\)$")
 
 
-def _parse_placement(text: str) -> tuple[Placement, bool]:
+def _parse_placement(text: str) -> tuple[Placement, str]:
+    """A placement, and the word that says which part of a whole it is: "top_k", "seen" or ""."""
     match = _TOKEN.match(text.replace(" ", ""))
     if not match:
         raise DeclarationError(
-            f"placement {text!r} is not one of S(batch), S(head), S(seq), R, R(top_k), P(softmax)"
+            f"placement {text!r} is not one of S(batch), S(head), S(seq), R, R(top_k), P(softmax),"
+            f" {SEEN}"
         )
-    shard, side, replicate, top_k, _, _ = match.groups()
+    shard, side, seen, replicate, top_k, _, _ = match.groups()
     if shard:
         if side not in SIDES:
             raise DeclarationError(f"placement {text!r}: S(...) takes batch, head or seq")
-        return Shard(SIDES[side]), False
+        if seen and SIDES[side] != SEQ:
+            raise DeclarationError(f"placement {text!r}: only keys are seen: {SEEN!r}")
+        return (Replicate(), "seen") if seen else (Shard(SIDES[side]), "")
     if replicate:
-        return Replicate(), top_k is not None
-    return SoftmaxPartial(), False
+        return Replicate(), top_k or ""
+    return SoftmaxPartial(), ""
 
 
 def parse_arrow(text: str, *, reverse: bool = False) -> Arrow:
@@ -217,10 +227,14 @@ def parse_arrow(text: str, *, reverse: bool = False) -> Arrow:
         raise DeclarationError(f"{text!r}: one arrow at most")
     parsed = [_parse_placement(part) for part in parts]
     first, last = parsed[0], parsed[-1]
-    if first[1] and len(parts) == 2:
+    if first[1] == "top_k" and len(parts) == 2:
         raise DeclarationError(f"{text!r}: R(top_k) is where routed keys go, not where they rest")
+    if first[1] == "seen" or (last[1] == "seen" and first[0] != Shard(SEQ)):
+        raise DeclarationError(
+            f"{text!r}: seen keys come to those that a rank has: 'S(seq) -> {SEEN}'"
+        )
     rest, compute = (last, first) if reverse else (first, last)
-    return Arrow(rest[0], compute[0], top_k=compute[1])
+    return Arrow(rest[0], compute[0], top_k=compute[1] == "top_k", seen=compute[1] == "seen")
 
 
 def show(placement: Placement) -> str:

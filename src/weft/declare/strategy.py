@@ -18,11 +18,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from ..errors import DeclarationError, did_you_mean
 from . import catalog
 from .explain import explain_validation
-from .placements import BATCH, HEAD, SEQ, Arrow, SoftmaxPartial, parse_arrow, show
+from .placements import BATCH, HEAD, SEEN, SEQ, Arrow, SoftmaxPartial, parse_arrow, show
 from .routing import Routing
 from .state_rule import HALO, StateRule
 
-TRANSPORTS = ("auto", "ring", "gather")
+TRANSPORTS = ("auto", "ring", "gather", "halo")
 
 
 class Role(enum.StrEnum):
@@ -93,7 +93,7 @@ class Rule:
         role: the side of the work that the mesh dim cuts while computing.
         backward_role: the same in the backward pass. Ring forward with pass-Q backward has role
             QUERY and backward_role KEY. None: whichever of the two moves fewer bytes.
-        transport: "ring", "gather" or "auto".
+        transport: "ring", "gather", "halo" or "auto".
         forward_role: `role`, or None: whichever of QUERY and KEY moves fewer bytes in a call.
         windows: whether the mesh dim is declared to split an axis that windows run over.
     """
@@ -125,7 +125,8 @@ class Rule:
             query: placement of queries, at rest -> while computing.
             key: placement of keys and values, likewise.
             out: placement of the output, while computing -> at rest.
-            transport: how moving chunks travel: "ring", "gather" or "auto".
+            transport: how moving chunks travel: "ring", "gather" or "auto"; of a key
+                'S(seq) + seen' "halo", or "auto": by halo where that moves fewer bytes.
             backward: the role in the backward pass: "query", "key", "auto", or as in the forward
                 pass.
             forward: "auto" lets every call choose the role that moves fewer bytes, whichever of
@@ -146,6 +147,8 @@ class Rule:
         if isinstance(o.rest, SoftmaxPartial):
             raise DeclarationError("out may not rest as P(softmax): write 'P(softmax) -> S(seq)'")
         role = _ROLES.get((q.compute, k.compute, o.compute))
+        if q.seen or o.seen or (k.seen and role is not Role.QUERY):
+            raise DeclarationError(f"{SEEN} belongs to key, in a rule whose query is S(seq)")
         if role is None:
             raise DeclarationError(_why_illegal(q.compute, k.compute, o.compute))
         if o.rest != q.rest:
@@ -168,6 +171,16 @@ class Rule:
                 f"transport {transport!r} is for rules that move keys or queries; this one cuts "
                 f"{role.value}"
             )
+        if k.seen != (transport == "halo") and transport != "auto":
+            raise DeclarationError(
+                f"transport {transport!r} with key {key!r}: 'halo' brings what queries see,"
+                f" 'S(seq) -> {SEEN}'; 'ring' and 'gather' bring whole chunks, 'S(seq) -> R'"
+            )
+        if k.seen and (forward or backward):
+            raise DeclarationError(
+                f"key {SEEN} has one role in both passes: the keys that came are kept, and their"
+                " gradients go back; leave out forward and backward"
+            )
         if forward not in (None, "auto"):
             raise DeclarationError(
                 f"forward {forward!r}: 'auto', or nothing for the role that the placements say"
@@ -189,13 +202,16 @@ class Rule:
     def describe(self) -> str:
         """The rule in the grammar's words, on one line."""
 
-        def arrow(first: Placement, last: Placement, top_k: bool = False) -> str:
-            tail = "R(top_k)" if top_k else show(last)
-            return show(first) if first == last and not top_k else f"{show(first)} -> {tail}"
+        def arrow(first: Placement, last: Placement, part: str = "") -> str:
+            if first == last and not part:
+                return show(first)
+            return f"{show(first)} -> {part or show(last)}"
+
+        part = "R(top_k)" if self.top_k else SEEN if self.key.seen else ""
 
         text = (
             f"query {arrow(self.query.rest, self.query.compute)}, "
-            f"key {arrow(self.key.rest, self.key.compute, self.top_k)}, "
+            f"key {arrow(self.key.rest, self.key.compute, part)}, "
             f"out {arrow(self.out.compute, self.out.rest)}"
         )
         if self.windows:
@@ -245,9 +261,10 @@ class _RuleFile(BaseModel):
     """The role of one mesh dim: `S(batch)`, `S(head)`, `S(seq)` or `R`; `->` while computing.
 
     query: of the queries, at rest -> while computing.
-    key: of keys and values, likewise; `R(top_k)` where a router chooses.
+    key: of keys and values, likewise; `R(top_k)` where a router chooses, `S(seq) + seen` where only
+        those travel that queries see.
     out: of the output, while computing -> at rest; `P(softmax)` are partial outputs.
-    transport: how what moves travels: `ring`, `gather` or `auto`.
+    transport: how what moves travels: `ring`, `gather`, `halo` or `auto`.
     backward: the role in the backward pass: `query`, `key` or `auto`; default that of the forward.
     forward: `auto`: in every call the role that moves fewer bytes; default that of the placements.
     input: of windows along the axis, such as convolutions: `S(seq) + around`.

@@ -24,7 +24,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..plan.order import count, shard_spans
 from .dims import Chunks, Dim, Factor, dim_size, fused_factors, split_dim, text_of, whole
-from .exchange import entered, whole_tensor
+from .exchange import entered, rechunked, whole_tensor
 from .region import FieldRegion
 
 
@@ -136,6 +136,23 @@ class Field(Tensor):
         As of `layout.gather`, each rank keeps its part of the gradient, and nothing is sent back.
         """
         return whole_tensor(self._local, self._dims, self._region)
+
+    def rechunked(self) -> Field:
+        """The same field in the chunks that its layout makes of every axis, as `layout.shard` does.
+
+        Windows with a stride leave their outputs with the ranks that hold their middles.
+        """
+        local, dims = self._local, list(self._dims)
+        for d, dim in enumerate(dims):
+            chunks = dim[0].chunks
+            if chunks is None:
+                continue
+            if len(dim) > 1:
+                raise UnsupportedError(f"{self} has a dim of several axes, which no layout makes")
+            wanted = _chunks(self._region.layout, chunks.axis, chunks.length)
+            local, chunks = rechunked(local, d, chunks, wanted.starts, self._region)
+            dims[d] = split_dim(chunks)
+        return Field(local, dims, self._region)
 
     @property
     def chunks(self) -> dict[str, tuple[int, ...]]:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from ..comm.once_differentiable import once
 from ..kernels import accumulate_dtype
+from ..runtime.autocast import autocast_is_on
 from .dims import Dim, Factor, dim_size, is_split_dim, whole
 from .exchange import gathered_chunks, summed
 from .field import Field
@@ -127,7 +128,7 @@ def normalized(
 def _wide(norm: Callable, x: Field, *others: Tensor | None) -> tuple[Field, list[Tensor | None]]:
     """Tensors in the dtype that autocast has for a norm on their device."""
     t = x._local
-    if not torch.is_autocast_enabled(t.device.type):
+    if not autocast_is_on(t.device.type):
         return x, list(others)
     dtype = norm(t.new_zeros(1, 1, 2)).dtype
     cast = [None if other is None else other.to(dtype) for other in others]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedError
+from ..runtime.autocast import autocast_is_on
 from .dims import Dim, Factor, dim_size, is_split_dim, text_of, whole
 from .exchange import own_part, rechunked
 from .field import Field
@@ -110,7 +111,7 @@ def _kind(factor: Factor) -> tuple[int, str | None]:
 def cast_for_autocast(*tensors: Tensor | None) -> list[Any]:
     """Tensors in the dtype of autocast, where it is on."""
     kind = next(t.device.type for t in tensors if t is not None)
-    if not torch.is_autocast_enabled(kind):
+    if not autocast_is_on(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
 

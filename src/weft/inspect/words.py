@@ -22,6 +22,7 @@ HOW = {
     "ring": ". They come a chunk at a time, while the one before is computed with.",
     "gather": ". They come all at once, straight from their owners.",
     "auto": ". They come a chunk at a time, or all at once where blocks are small.",
+    "halo": ". Only those come that some of its queries see, at once, straight from their owners.",
 }
 
 SIDES = {0: "batch", 1: "heads", 2: "sequence"}

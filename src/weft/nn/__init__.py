@@ -1,6 +1,15 @@
-"""Modules over named axes: attention, recurrences, their parameters, named masks and biases."""
+"""Modules over named axes: attention, recurrences, windows, norms, named masks and biases."""
 
 from .attention import MultiAxisAttention
 from .recurrent import GatedDeltaNet
+from .windows import BatchNorm, Convolution, GroupNorm, Pool, Resample
 
-__all__ = ["GatedDeltaNet", "MultiAxisAttention"]
+__all__ = [
+    "BatchNorm",
+    "Convolution",
+    "GatedDeltaNet",
+    "GroupNorm",
+    "MultiAxisAttention",
+    "Pool",
+    "Resample",
+]

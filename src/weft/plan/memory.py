@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._caching import remembered
 from .._torch import memory_of
+from .order import count
 from .plan import Pass, Plan
 from .program import CHUNKS, Block, Payload, Transfer
 from .replay import Action, replay
@@ -58,7 +59,7 @@ def payload_shapes(
         dtype = plan.accum_dtype if payload is Payload.OUT else torch.float64
     entry = plan.compute[payload.side]
     shape = entry.batch, entry.heads, rows
-    tensors = payload.tensors(backward, p.head_dim, p.value_dim, dtype)
+    tensors = payload.tensors(backward, *p.dims(payload.side), dtype)
     return [((*shape, dim) if dim else shape, dtype) for dim, dtype in tensors]
 
 
@@ -83,7 +84,7 @@ class MemoryBound:
             way out, or on their way in.
         nbytes: bytes of all those chunks, each at the size of the largest; and the most that the
             program at one time packs to send, joins for a block, and holds as results of other
-            ranks, in the accumulation dtype.
+            ranks, in the accumulation dtype; and keys that came by halo.
 
     >>> from weft import Layout
     >>> Layout.parse("tokens: ring=8").plan("tokens", length=16, heads=2).bound.forward.chunks
@@ -120,7 +121,17 @@ def memory_bound(tile: Pass) -> MemoryBound:
     )
     moments = list(_Walk(tile).moments())
     results = max((results for results, _ in moments), default=0)
+    nbytes += seen_bytes(tile.plan)
     return MemoryBound(chunks, results, nbytes + max((more for _, more in moments), default=0))
+
+
+def seen_bytes(plan: Plan) -> int:
+    """Bytes of other ranks' keys and values that came by halo, and of their gradients."""
+    if plan.seen is None:
+        return 0
+    p, state = plan.problem, plan.compute.key
+    rows = count(plan.seen.spans(plan.coords))
+    return state.batch * state.heads * rows * sum(p.dims(Side.KEY)) * p.dtype.itemsize
 
 
 def _largest(tile: Pass, payload: Payload) -> int:

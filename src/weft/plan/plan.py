@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Self
 
@@ -39,6 +39,7 @@ from .program import CHUNKS, UNCUT, Block, MovingDim, MovingDims, Payload, Progr
 from .replay import Chunk, drops
 from .rest import head_shares, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
+from .seen import SeenKeys
 from .shifts import Shifts
 from .sides import Side, Sides
 from .tiles import (
@@ -86,6 +87,8 @@ class Plan:
         rules: mesh dim -> how its ranks share attention.
         head_shares: heads of every rank while computing, with copies of key/value heads.
         resharding: by side, its way from rest to the tile program.
+        seen: the keys of others that come to the queries that see them; None where keys of all
+            mesh dims come in chunks.
         compute: by side, batch entries, heads and positions as the tile program begins.
         arrival: by side, positions in the order of the all-to-alls; None if they are sorted.
         replicated: by side, mesh dims on which it rests whole although its role has it travel.
@@ -112,6 +115,10 @@ class Plan:
         )
         self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
         self.replicated = Sides(*map(self._replicated, Side))
+        self.seen = self._seen(layout)
+        if self.seen is not None:
+            queries, keys = self.resharding
+            self.resharding = Sides(queries, replace(keys, received=self.seen.spans))
         self.biased = problem.bias or problem.bias_tensor
         self.chosen = problem.choice is not None
         orders = (layout.order.get(axis) for axis in problem.axes)
@@ -122,6 +129,13 @@ class Plan:
         )
         replicated = (*self.replicated.query, *self.replicated.key)
         self.edges = fixed_edges(layout, problem, self.head_shares, replicated)
+        if problem.expanded is not None and (layout.reproducible or self.replicated.key):
+            why = f"keys rest whole along {self.replicated.key}"
+            raise UnsupportedError(
+                f"{layout.source}: latents do not travel where "
+                f"{'a layout is reproducible' if layout.reproducible else why}; expand them before"
+                " the call, as travel='auto' does"
+            )
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
 
@@ -184,6 +198,34 @@ class Plan:
             if rule.role is TRAVELS[side]
             and isinstance((rule.query, rule.key)[side].rest, Replicate)
         )
+
+    def _seen(self, layout: LayoutDeclaration) -> SeenKeys | None:
+        """Keys by halo: along mesh dims that ask for it, and where it moves less along others."""
+        dims = [d for d, rule in self.rules.items() if rule.key.seen and self.sizes[d] > 1]
+        asked = [d for d in dims if self.rules[d].transport == "halo"]
+        if not dims:
+            return None
+        wrong = None
+        if layout.reproducible:
+            wrong = "a reproducible layout, which adds gradients block by block"
+        elif self.problem.bias_tensor:
+            wrong = "a bias tensor, which is the tile of scores of a rank's own chunks"
+        if wrong is not None and asked:
+            raise UnsupportedError(
+                f"{layout.source}: keys of mesh dim {asked[0]!r} come by halo, and that is not for"
+                f" {wrong}; use transport 'auto' there, or the strategy 'ring'"
+            )
+        if wrong is None and dims != asked and (every := self._seen_along(dims)).pays():
+            return every
+        return self._seen_along(asked) if asked else None
+
+    def _seen_along(self, dims: Sequence[str]) -> SeenKeys:
+        travelling = tuple(
+            d
+            for d, rule in self.rules.items()
+            if d not in dims and rule.role in TRAVELS and self.sizes[d] > 1
+        )
+        return SeenKeys(tuple(dims), travelling, self.sizes, self.problem.mask, *self.resharding)
 
     # -- sequences whose masks differ ----------------------------------------------------------
 
@@ -248,7 +290,10 @@ class Plan:
         cuts = [d for d, r in self.rules.items() if r.role in TRAVELS or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for side in dims for d in side)
         ways = math.prod(self.sizes[d] for d in cuts)
-        return pass_costs(self.problem, ways, blocks, backward, self.shifts)
+        expansions = math.prod(self.sizes[d] for d in cuts if self.rules[d].role in TRAVELS)
+        if not dims.key:  # a rank's own keys, for all blocks
+            expansions *= blocks
+        return pass_costs(self.problem, ways, blocks, expansions, backward, self.shifts)
 
     # -- passes --------------------------------------------------------------------------------
 
@@ -285,6 +330,8 @@ class Plan:
         for name, rule in self.rules.items():
             if rule.role not in TRAVELS or self.sizes[name] == 1:
                 continue
+            if self.seen is not None and name in self.seen.dims:
+                continue
             transport = self._transport(name, rule)
             role = rule.backward_role if backward else rule.forward_role
             side = Side(TRAVELS.index(role or self._cheaper_role(name, transport, backward)))
@@ -314,7 +361,7 @@ class Plan:
         p, ranks = self.problem, math.prod(self.sizes.values())
         batch = p.program_batch
         entries = batch * p.heads * p.n * p.m // ranks
-        chunk = batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
+        chunk = batch * p.kv_heads * p.m * p.row_bytes(Payload.KV, False) / ranks
         shift = self.shifts.farthest(name)
         short = shift.seconds(chunk) < (1 + SHORT_MESSAGE) * shift.latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"

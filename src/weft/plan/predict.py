@@ -16,7 +16,7 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates, index_at
 from ..declare.traffic import Traffic
 from .choices import NUMBER
-from .memory import payload_bytes
+from .memory import payload_bytes, seen_bytes
 from .order import chunk_sizes, count
 from .plan import Pass, Plan
 from .problem import LocalProblem, Problem
@@ -37,7 +37,8 @@ class Prediction:
         before, program, after: bytes and messages per (mesh dim, tensor) of the all-to-alls on the
             way in, of the tile program, and of reductions and all-to-alls on the way out.
         entries: score entries computed, over the rank's batch and heads.
-        live_bytes: most bytes of other ranks' chunks that are held or arriving at one time.
+        live_bytes: most bytes of other ranks' chunks that are held or arriving at one time, and of
+            keys that came by halo.
     """
 
     before: Traffic
@@ -115,6 +116,7 @@ def _forward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     before, after = Traffic(), Traffic()
     _choice(before, plan)
     _all_to_alls(before, plan, "qkv", _input_sides(plan))
+    _seen(before, plan, "kv")
     rows = math.prod(_entry_shape(plan, Side.QUERY))
     for mesh_dim in plan.replicated.query:
         width = (plan.problem.value_dim + 1) * plan.accum_dtype.itemsize
@@ -138,8 +140,22 @@ def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     for mesh_dim in plan.replicated.key:
         _all_reduce(after, plan, mesh_dim, "dkv", keys, k_width)
         _all_reduce(after, plan, mesh_dim, "dkv", keys, v_width)
+    _seen(after, plan, "dkv", adjoint=True)
     _all_to_alls(after, plan, "dqkv", _input_sides(plan), reverse=True)
     return before, _program(plan, plan.backward), after
+
+
+def _seen(moved: Traffic, plan: Plan, label: str, *, adjoint: bool = False) -> None:
+    """Keys and values that are seen here, or their gradients on the way back."""
+    if plan.seen is None:
+        return
+    state, width = plan.compute.key, sum(plan.problem.dims(Side.KEY))
+    nbytes = state.batch * state.heads * width * plan.problem.dtype.itemsize
+    mesh = tuple((d, plan.sizes[d]) for d in plan.seen.dims)
+    chunk = plan.seen.take(plan.coords)
+    found = chunk.traffic(mesh, nbytes, label, adjoint)
+    for name in ("sent", "received", "calls"):
+        getattr(moved, name).update(getattr(found, name))
 
 
 def _choice(moved: Traffic, plan: Plan) -> None:
@@ -162,8 +178,8 @@ def _choice(moved: Traffic, plan: Plan) -> None:
 def _input_sides(plan: Plan) -> list[tuple[Side, int]]:
     """Bytes per row and head of query, key and value."""
     item = plan.problem.dtype.itemsize
-    d, e = plan.problem.head_dim * item, plan.problem.value_dim * item
-    return [(Side.QUERY, d), (Side.KEY, d), (Side.KEY, e)]
+    (d, _), (k, v) = map(plan.problem.dims, Side)
+    return [(Side.QUERY, d * item), (Side.KEY, k * item), (Side.KEY, v * item)]
 
 
 def _output_sides(plan: Plan) -> list[tuple[Side, int]]:
@@ -218,8 +234,7 @@ def _shape(resharding: Resharding, level: int, coords: Mapping[str, int]) -> Sha
 
 
 def _entry_shape(plan: Plan, side: Side) -> Shape:
-    resharding = plan.resharding[side]
-    return _shape(resharding, len(resharding.steps), plan.coords)
+    return tuple(plan.compute[side].size(dim) for dim in range(3))
 
 
 def _program(plan: Plan, tile: Pass) -> Traffic:
@@ -268,12 +283,12 @@ def _live(plan: Plan, tile: Pass) -> int:
             peak = max(peak, live)
         elif action is Action.END and not item.payload.is_chunk:
             live -= nbytes.pop((item.payload, item.source))
-    return peak
+    return peak + seen_bytes(plan)
 
 
 def _rest_bytes(plan: Plan) -> int:
     p, item = plan.problem, plan.problem.dtype.itemsize
     rows = math.prod(_shape(plan.resharding.query, 0, plan.coords))
     keys = p.batch * p.kv_heads * count(plan.resharding.key.state(0, plan.coords).spans)
-    widths = p.head_dim + p.value_dim
-    return rows * (widths * item + plan.accum_dtype.itemsize) + keys * widths * item
+    of_queries, of_keys = (sum(p.dims(side)) for side in Side)
+    return rows * (of_queries * item + plan.accum_dtype.itemsize) + keys * of_keys * item

@@ -88,13 +88,15 @@ class Resharding:
     """A tensor's way from rest to the tile program.
 
     `rest(coords)` gives its state at rest on the rank with those coordinates; `heads` has those of
-    each rank along the mesh dims that split them on the way.
+    each rank along the mesh dims that split them on the way. `received(coords)` are positions that
+    come from others after all-to-alls, beside those that the rank has: keys that its queries see.
     """
 
     sizes: Mapping[str, int]
     steps: tuple[ReshardStep, ...]
     rest: Callable[[Mapping[str, int]], State]
     heads: tuple[int, ...]
+    received: Callable[[Mapping[str, int]], Spans] | None = None
     _memo: dict = field(default_factory=dict)
 
     def state(self, level: int, coords: Mapping[str, int]) -> State:
@@ -130,7 +132,18 @@ class Resharding:
 
     def entry(self, coords: Mapping[str, int]) -> State:
         """State on entry to the tile program: positions ascend where they can."""
+        if self.received is None:
+            return self.base(coords)
         key = ("entry", *coords.values())
+        if key not in self._memo:
+            base = self.base(coords)
+            spans = ascending(join((*base.spans, *self.received(coords))))
+            self._memo[key] = State(base.batch_spans, base.head_spans, spans)
+        return self._memo[key]
+
+    def base(self, coords: Mapping[str, int]) -> State:
+        """State after the all-to-alls, without what is received beside it."""
+        key = ("base", *coords.values())
         if key not in self._memo:
             state = self.state(len(self.steps), coords)
             spans = ascending(state.spans) if self.steps else state.spans
@@ -153,4 +166,4 @@ class Resharding:
     def arrival(self, coords: Mapping[str, int]) -> Spans | None:
         """Positions as the all-to-alls leave them, None where they are in `entry` order."""
         spans = self.state(len(self.steps), coords).spans
-        return None if spans == self.entry(coords).spans else spans
+        return None if spans == self.base(coords).spans else spans

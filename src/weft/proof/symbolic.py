@@ -16,7 +16,8 @@ The proof has three parts.
    all-to-alls cut and join is the same on both ends; programs of ranks that have equally many
    sequences are equal.
 3. *The blocks.* A rank's kernel calls compute exactly those scores of a block that the mask allows
-   (`weft.proof.coverage`).
+   (`weft.proof.coverage`). Where keys come by halo, every key that a query sees is in one of its
+   blocks (`weft.proof.takes`).
 
 Parts 2 and 3 look at every rank where that is `FEW_BLOCKS` blocks or fewer. Beyond, part 3 looks at
 ranks whose blocks are, up to symmetry, all blocks there are (`weft.proof.representatives`). Two
@@ -28,6 +29,7 @@ as the other's does: no mask of these asks more of positions
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -48,6 +50,7 @@ from .coverage import tile_defects
 from .flow import program_defects
 from .rendezvous import message_defects
 from .representatives import representatives
+from .takes import seen_defects
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,9 @@ def claims(
         _claim("batch, heads and tokens are dealt out whole", every, _deals(layout, plans[0]))
     )
     found.append(_claim("all-to-alls fit on both ends", every, _cuts_and_joins(layout, plans[0])))
+    if plans[0].seen is not None:
+        what = "keys by halo: every key that a query sees once, from its owner"
+        found.append(_claim(what, how, [*itertools.islice(seen_defects(plans), 5)]))
     return found
 
 
@@ -192,7 +198,7 @@ def _deals(layout: Layout, plan: Plan) -> list[str]:
         ("keys", plan.resharding.key, len(plan.head_shares.sent), plan.problem.m),
     ):
         heads *= layout.size("heads")
-        states = [resharding.entry(coordinates(layout.mesh, r)) for r in range(layout.world_size)]
+        states = [resharding.base(coordinates(layout.mesh, r)) for r in range(layout.world_size)]
         boxes: dict[tuple, int] = defaultdict(int)
         for state in states:
             boxes[tuple(map(_set, state.sides))] += 1

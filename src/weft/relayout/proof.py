@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 
-from ..declare.mesh import coordinates, index_at
 from ..errors import ShapeError
 from ..layout import Layout
 from ..plan.order import Spans, count, shard_spans
 from ..proof.symbolic import Claim
-from .windows import BORDERS, Wanted, Windows, plan_ranges
+from ..proof.takes import take_defects
+from .windows import BORDERS, Windows, plan_ranges
 
 #: Windows that models have, as (kernel, stride, (before, after), dilation), and one that is wider
 #: than some ranks' chunks.
@@ -22,8 +22,6 @@ WINDOWS = (
     (2, 2, (0, 0), 1),
     (3, 1, (9, 9), 9),
 )
-#: Up to so many chunks all are looked at; of more, some that stand for the others.
-ALL_CHUNKS = 64
 
 
 def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
@@ -85,47 +83,6 @@ def _bordered(position: int, length: int, border: str) -> int:
     last = length - 1
     nearest = min(max(position, 0), last)
     return nearest if border == "replicate" else 2 * nearest - position
-
-
-def take_defects(plan: Wanted) -> Iterator[str]:
-    """Entries of other positions than are wanted, and messages that are not expected."""
-    held, sizes = [_positions(spans) for spans in plan.held], dict(plan.mesh)
-    for chunk in _looked_at(plan):
-        move, wanted = plan.take(chunk), _positions(plan.wanted[chunk])
-        found = {
-            put: held[overlap.source][taken]
-            for overlap in move.arrived
-            for taken, put in zip(overlap.taken[0], overlap.put[0], strict=True)
-        }
-        if sum(o.numel for o in move.arrived) != len(found) or found != {
-            put: p for put, p in enumerate(wanted) if p >= 0
-        }:
-            yield f"chunk {chunk}: receives positions {found}, not {wanted}"
-        received = 0
-        for step in move.steps:
-            at = coordinates(sizes, chunk)
-            for coordinate, overlaps in enumerate(step.sends):
-                if len(plan.held) > ALL_CHUNKS and not overlaps:
-                    continue  # of a peer that sends what is not expected it is found there
-                peer = index_at(sizes, sizes, {**at, step.mesh_dim: coordinate})
-                same = [s for s in plan.take(peer).steps if s.mesh_dim == step.mesh_dim]
-                if not same or same[0].receives[at[step.mesh_dim]] != overlaps:
-                    yield f"chunk {chunk}: sends positions that {peer} does not expect"
-            received += sum(o.numel for part in step.receives for o in part if o.target == chunk)
-        own = {*held[chunk]}
-        if received < (lacking := sum(p >= 0 and p not in own for p in wanted)):
-            yield f"chunk {chunk}: receives {received} entries, and lacks {lacking}"
-
-
-def _looked_at(plan: Wanted) -> Sequence[int]:
-    """All chunks, or those at the ends, in the middle and where chunks change their size."""
-    chunks = len(plan.held)
-    if chunks <= ALL_CHUNKS:
-        return range(chunks)
-    sizes = [count(spans) for spans in plan.held]
-    changes = [c for c in range(1, chunks) if sizes[c] != sizes[c - 1]]
-    near = [0, chunks // 2, chunks - 1, *changes]
-    return sorted({c + d for c in near for d in (-1, 0, 1) if 0 <= c + d < chunks})
 
 
 def _positions(spans: Spans) -> list[int]:

@@ -121,7 +121,11 @@ def _overlaps(plan: Wanted) -> tuple[Overlap, ...]:
                 give, places = taken.setdefault((source, target), ([], []))
                 give += range(offset + at - start, offset + end - start)
                 # Of a span that runs down, a later position comes to an earlier place.
-                places += (put + p - low if forward else put + high - 1 - p for p in range(at, end))
+                places += (
+                    range(put + at - low, put + end - low)
+                    if forward
+                    else range(put + high - 1 - at, put + high - 1 - end, -1)
+                )
                 at = end
             put += high - low if low >= 0 else -low
     return tuple(

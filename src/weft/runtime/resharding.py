@@ -12,6 +12,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -25,11 +26,15 @@ from ..declare.placements import merge_softmax
 from ..plan.heads import HeadShares
 from ..plan.order import Spans, ascending, chunk_sizes, positions
 from ..plan.plan import Plan
+from ..plan.seen import SeenKeys, Stretch
 from ..plan.sides import Side
+from ..relayout.fetch import collect_together, fetch_together
 from .buffers import all_to_all, flat
 from .marks import mark_move
 
 _QKV = Side.QUERY, Side.KEY, Side.KEY
+#: Of more pieces an index is made, which is one launch.
+MOST_PIECES = 32
 
 
 def to_compute(
@@ -39,13 +44,69 @@ def to_compute(
     k, v = (_copied(plan.head_shares, t) for t in (k, v))
     q, k, v = _through(plan, transport, "qkv", list(zip((q, k, v), _QKV)))
     q, k, v = (_sorted(t, plan.arrival[side]) for t, side in zip((q, k, v), _QKV))
+    if plan.seen is not None:
+        k, v = with_seen(plan, plan.seen, transport, k, v)
     return q, k, v
+
+
+def with_seen(
+    plan: Plan, seen: SeenKeys, transport: Messages, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Keys and values with those of other ranks that queries see here, by position."""
+    with mark_move(plan, "kv", seen.dims):
+        came = fetch_together((k, v), (2,), seen.take(plan.coords), transport, "kv")
+    pieces = seen.pieces(plan.coords)
+    if len(pieces) > MOST_PIECES:
+        index = _piece_index(pieces, k.shape[2], k.device)
+        k, v = (torch.cat(both, 2).index_select(2, index) for both in zip((k, v), came))
+        return k, v
+    k, v = (
+        torch.cat([both[p.received][:, :, p.low : p.high] for p in pieces], 2)
+        if pieces
+        else both[0]
+        for both in zip((k, v), came)
+    )
+    return k, v
+
+
+def with_seen_adjoint(
+    plan: Plan, seen: SeenKeys, transport: Messages, dk: Tensor, dv: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The adjoint of `with_seen`: gradients of what came return to its owners."""
+    pieces = seen.pieces(plan.coords)
+    owned, came = (
+        [_of_pieces(d, pieces, received) for d in (dk, dv)] for received in (False, True)
+    )
+    move, dtype = seen.take(plan.coords), plan.accum_dtype
+    with mark_move(plan, "dkv", seen.dims):
+        dk, dv = collect_together(came, owned, (2,), move, transport, dtype, "dkv")
+    return dk, dv
+
+
+def _of_pieces(t: Tensor, pieces: Sequence[Stretch], received: bool) -> Tensor:
+    """The rows of a rank's own keys, or of those that came, in their order."""
+    ends = [0, *itertools.accumulate(p.high - p.low for p in pieces)]
+    chosen = sorted(
+        (p.low, a, b) for p, a, b in zip(pieces, ends, ends[1:]) if p.received is received
+    )
+    if len(chosen) > MOST_PIECES:
+        rows = torch.cat([torch.arange(a, b) for _, a, b in chosen])
+        return t.index_select(2, upload(rows, t.device))
+    return torch.cat([t[:, :, a:b] for _, a, b in chosen], 2) if chosen else t[:, :, :0]
+
+
+@cached(128)
+def _piece_index(pieces: tuple[Stretch, ...], own: int, device: torch.device) -> Tensor:
+    rows = [torch.arange(p.low, p.high) + own * p.received for p in pieces]
+    return upload(torch.cat(rows), device)
 
 
 def to_compute_adjoint(
     plan: Plan, transport: Messages, dq: Tensor, dk: Tensor, dv: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The adjoint of `to_compute`: gradients from the compute placement back to rest."""
+    if plan.seen is not None:
+        dk, dv = with_seen_adjoint(plan, plan.seen, transport, dk, dv)
     items = [(_unsorted(t, plan.arrival[side]), side) for t, side in zip((dq, dk, dv), _QKV)]
     dq, dk, dv = _through(plan, transport, "dqkv", items, reverse=True)
     dk, dv = (_copies_summed(plan, t) for t in (dk, dv))

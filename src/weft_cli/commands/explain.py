@@ -399,7 +399,9 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     out = console()
     plans = list(read_plans(layout, problem, read))
     first, p = plans[0].forward, plans[0].problem
-    _print_rules(layout, axis, {d.name: d.transport for along in first.dims for d in along})
+    halo = () if plans[0].seen is None else plans[0].seen.dims
+    chunked = {d.name: d.transport for along in first.dims for d in along}
+    _print_rules(layout, axis, chunked | dict.fromkeys(halo, "halo"))
     out.print(
         f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of {p.head_dim}, "
         f"{problem.kv_heads} key/value heads, batch {problem.batch}, {str(p.dtype)[6:]}; kernel "

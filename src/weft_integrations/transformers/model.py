@@ -21,6 +21,7 @@ from weft.errors import DeclarationError
 from weft.layout import Layout
 
 from .hooks import check_kind, check_layout, install, without_adapters
+from .latents import Latents
 from .replicated import unshare_configurations
 from .rows import check_context_group
 from .verification import verify as verification
@@ -39,6 +40,7 @@ def parallelize_transformers(
     verify: bool | Mapping[str, Any] = True,
     rows: Rows = "whole",
     images: Images = "whole",
+    latents: Latents = "auto",
 ) -> nn.Module:
     """Make a transformers model run sequence-parallel on a layout; returns the model.
 
@@ -127,6 +129,10 @@ def parallelize_transformers(
             training and evaluation, balanced by patches squared; features go to the ranks of their
             tokens, and the outputs named image_... and video_... are not there. For families whose
             towers see one image at a time.
+        latents: of multi-head latent attention (DeepSeek's and others'): "auto", where latents
+            travel instead of expanded keys if they are fewer bytes and the call takes no longer by
+            the plan, which counts that every rank expands what arrives; "latents", always; or
+            "keys", never.
 
     Raises:
         UnsupportedError: a model outside of transformers' attention interface, or one that is
@@ -172,11 +178,13 @@ def parallelize_transformers(
         raise DeclarationError(f"rows={rows!r}: known are 'whole' and 'local'")
     if images not in ("whole", "spread") or (images == "spread" and rows != "whole"):
         raise DeclarationError(f"images={images!r}: known are 'whole', and 'spread' of full rows")
+    if latents not in ("auto", "latents", "keys"):
+        raise DeclarationError(f"latents={latents!r}: known are 'auto', 'latents' and 'keys'")
     if rows == "whole":
         check_context_group(layout, axis)
     if verify:
         batch = verify if isinstance(verify, Mapping) else None
-        verification.verify(inner, layout, axis, embeddings, batch, images)
+        verification.verify(inner, layout, axis, embeddings, batch, latents, images)
     unshare_configurations(model)
-    install(inner, layout, axis, embeddings, rows=rows, images=images)
+    install(inner, layout, axis, embeddings, rows=rows, travel=latents, images=images)
     return model

@@ -41,7 +41,10 @@ _FEATURES = {"get_image_features": "image", "get_video_features": "video"}
 
 
 def methods(model: Foreign, decoder: nn.Module | None) -> list[tuple[nn.Module, Callable, str]]:
-    """What makes features, to be replaced: (module, function, name); raises for other families."""
+    """Replacements of methods that make features: (module, function, name).
+
+    Raises for families whose towers are not known to see one image at a time.
+    """
     kind = model.config.model_type
     if decoder is None or kind not in _SEE_ONE:
         raise UnsupportedError(
@@ -204,7 +207,7 @@ def _like(x: Any, flat: Tensor, lengths: list[int]) -> Any:
 
 
 def _placeholders(call: ModelCall, owner: Foreign, what: str) -> Tensor:
-    """Which tokens (b, n) of full rows are placeholders of features."""
+    """The mask (b, n) of placeholders of features in full rows."""
     names = (f"{what}_token_id", f"{what}_token_index")
     token = next((v for n in names if (v := getattr(owner.config, n, None)) is not None), None)
     if call.ids is None or token is None:
@@ -259,10 +262,10 @@ def balanced(
     at = coordinates_of(torch.arange(len(work)), sizes)
     each, goal = torch.tensor(chosen).repeat_interleave(torch.tensor(tokens)), at[goals]
 
-    def hops(shift: int) -> int:
+    def travelling(shift: int) -> int:
         return int((_shifted(at[each], at[shift], sizes) != goal).sum())
 
-    best = min(range(len(work)), key=hops)
+    best = min(range(len(work)), key=travelling)
     return _chunk(_shifted(at[torch.tensor(chosen)], at[best], sizes), sizes).tolist()
 
 
@@ -329,8 +332,8 @@ def _all_to_all(
     x: Tensor, layout: Layout, dim: str, sends: list[int], receives: list[int], label: str
 ) -> Tensor:
     width = x.shape[1]
-    numbers = [[width * k for k in rows] for rows in (sends, receives)]
-    shuffle = Shuffle(dim, label, x.contiguous().flatten(), *numbers)
+    out, back = ([width * k for k in rows] for rows in (sends, receives))
+    shuffle = Shuffle(dim, label, x.contiguous().flatten(), out, back)
     return layout.bound.all_to_all(shuffle).view(-1, width)
 
 

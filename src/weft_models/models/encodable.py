@@ -11,7 +11,15 @@ from weft.masks import Mask
 from weft.nn.attention import MultiAxisAttention
 from weft.nn.named import build_mask
 
-from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, Plain, TriangleBlock
+from ..declare.model_blocks import (
+    AttendBlock,
+    CarryBlock,
+    MlpBlock,
+    NormBlock,
+    OverAxesBlock,
+    Plain,
+    TriangleBlock,
+)
 from ..declare.model_file import ModelSpec
 
 OPEN = (("first-keys", None),)
@@ -63,6 +71,8 @@ def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
 
 def _looks_ahead(block: Plain, axis: str) -> str:
     """Why a position depends on more than earlier keys of its axis, or "" if it does not."""
+    if isinstance(block, OverAxesBlock):
+        return "sees windows of positions, which no cache of keys holds"
     if not isinstance(block, AttendBlock):
         return "carries a state, which no cache of keys holds"
     if block.kind != axis:
@@ -82,6 +92,9 @@ def _mixes(spec: ModelSpec, block: Plain, axis: str) -> str:
     """The way in which a block mixes positions of the axis with others, or ""."""
     if isinstance(block, MlpBlock):
         return ""
+    if isinstance(block, OverAxesBlock):
+        of_all = isinstance(block, NormBlock) and block.norm == "batch"
+        return "sees several of its positions" if of_all or axis in block.over_axes else ""
     if isinstance(block, CarryBlock):
         return "carries a state along it" if axis == block.carry else ""
     if isinstance(block, TriangleBlock) or block.bias == ("triangle", None):

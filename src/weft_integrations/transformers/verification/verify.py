@@ -31,6 +31,7 @@ from ..batches import shard_batch
 from ..defaults import CACHES, FEATURES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
+from ..latents import Latents, taken
 from ..rebinding import calls, put, rebound
 from ..seam import text_decoder
 from ..whole import accepts_positions, base
@@ -102,6 +103,7 @@ def verify(
     axis: str = "tokens",
     embeddings: nn.Module | None = None,
     batch: Mapping[str, Any] | None = None,
+    latents: Latents = "auto",
     images: str = "whole",
 ) -> Verified:
     """Compare a transformers model with itself on a layout; needs no process group.
@@ -127,7 +129,8 @@ def verify(
         batch: a call of your own to compare instead, whole: what the processor of a model of images
             makes, with labels. It runs as with rows="whole", and is refused unless its attention
             is split.
-        images: as for `parallelize`, in that call.
+        latents: likewise; with "auto" they travel, as in long rows.
+        images: likewise, in a call of your own.
 
     Raises:
         DeclarationError: an axis that the layout does not attend.
@@ -144,7 +147,8 @@ def verify(
     check_layout(layout, axis)
     embeddings = embeddings or find_embeddings(model)
     inside = None if embeddings is None else _path(model, embeddings)
-    check = _Check(model, layout, axis, inside, batch, images)
+    travel: Latents = "latents" if latents == "auto" else latents
+    check = _Check(model, layout, axis, inside, batch, travel, images)
     with random_states_kept(model), _autocast_off(model):
         planned = trials(model, check.layout, axis) if batch is None else [trial_of(batch)]
         try:
@@ -175,9 +179,10 @@ class _Check:
         axis: str,
         embeddings: str | None,
         batch: Mapping[str, Any] | None = None,
+        latents: Latents = "auto",
         images: str = "whole",
     ) -> None:
-        self.images = images if batch is not None else "whole"
+        self.latents, self.images = latents, images if batch is not None else "whole"
         self.model, self.axis, self.embeddings, self.batch = model, axis, embeddings, batch
         decoder = text_decoder(model)
         self.decoder = "" if decoder is None else _path(model, decoder)
@@ -288,7 +293,7 @@ class _Check:
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
         full = self.batch is not None
         rows = "whole" if full else "local"
-        install(model, layout, self.axis, inside, _ON_RANKS, rows, self.images)
+        install(model, layout, self.axis, inside, _ON_RANKS, rows, self.latents, self.images)
         recording = TrialRecording(model)
         cut = Cut.of(layout, self.axis, trial.batch, length)
         if full:
@@ -453,7 +458,9 @@ def _attend_on_ranks(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    module._recording.attention(module, query=query, key=key, value=value)
+    with torch.no_grad():
+        own_keys, own_values, _ = taken(key, value, whole=True)
+    module._recording.attention(module, query=query, key=own_keys, value=own_values)
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 

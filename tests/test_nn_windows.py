@@ -1,0 +1,325 @@
+"""Modules and blocks of windows and norms over named axes: the numbers of one device anywhere."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from weft import DeclarationError, Layout, ShapeError, on_threads
+from weft.nn import BatchNorm, Convolution, GroupNorm, Pool, Resample
+from weft.nn.parameters import local
+from weft_models.models import ModelSpec, compose
+
+AXES = ("batch", "lat", "lon", "embed")
+DIMS = {name: i for i, name in enumerate(AXES[:-1])}
+WIDTH = 6
+LINES = ("lat: halo=2; lon: halo=2", "lat: halo=3", "batch: dp=2; lon: ring=3")
+SIZES = ((13, 9), (7, 11), (5, 4))  # the last leaves a rank without outputs of a stride
+GRID = ("lat", "lon")
+
+#: module -> its axes and options
+CONVOLUTIONS = {
+    "borders": (GRID, {"kernel": (3, 5), "border": {"lat": "reflect", "lon": "circular"}}),
+    "stride": (GRID, {"kernel": 3, "stride": 2, "out_dim": 4}),
+    "patches": (GRID, {"kernel": 4, "stride": 4, "bias": False}),
+    "causal": (GRID, {"kernel": (3, 2), "dilation": 2, "border": "causal", "depthwise": True}),
+    "even": (("lon", "lat"), {"kernel": (2, 4), "border": "replicate"}),
+    "one axis": ("lon", {"kernel": 3, "stride": 3, "border": "circular", "depthwise": True}),
+    "sparse": ("lat", {"kernel": 1, "stride": 3}),
+}
+OTHERS = {
+    "max": lambda given: Pool(WIDTH, "max", axis=GRID, kernel=3, stride=2, **given),
+    "mean": lambda given: Pool(WIDTH, "mean", axis=GRID, kernel=(3, 2), stride=(1, 2), **given),
+    "nearest": lambda given: Resample(WIDTH, axis=GRID, factor={"lon": 3}, **given),
+    "linear": lambda given: Resample(WIDTH, axis=GRID, factor=2, mode="linear", **given),
+    "group": lambda given: GroupNorm(3, WIDTH, axis=GRID, **given),
+    "layer over lon": lambda given: GroupNorm(1, WIDTH, axis="lon", **given),
+    "batch": lambda given: BatchNorm(WIDTH, **given),
+}
+
+
+def made(name: str, layout: Layout | None) -> torch.nn.Module:
+    given = {"axes": AXES, "layout": layout}
+    if name in OTHERS:
+        return OTHERS[name](given).double()
+    axis, options = CONVOLUTIONS[name]
+    draw = torch.Generator().manual_seed(3)
+    return Convolution(WIDTH, axis=axis, **options, **given, generator=draw).double()
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def gradients(module: torch.nn.Module, layout: Layout, x: Tensor, lengths: dict) -> list[Tensor]:
+    """Output, gradient of x, gradients of parameters and buffers after a step."""
+    mine = layout.shard(x, DIMS).clone().requires_grad_()
+    out = module(mine, lengths)
+    after = {**lengths, **module.lengths_after(lengths)}
+    weights = drawn(*(after[name] for name in DIMS), out.shape[-1], seed=9)
+    (out * layout.shard(weights, DIMS)).sum().backward()
+    layout.sync_gradients(module)
+    shares = [p.grad for p in module.parameters()]
+    return [out.detach(), mine.grad, *shares, *(b.clone() for b in module.buffers())]
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), zip([*CONVOLUTIONS, *OTHERS] * 3, itertools.cycle(range(4)))
+)
+def test_windows_are_those_of_one_device_wherever_axes_are_split(name, case):
+    index = [*CONVOLUTIONS, *OTHERS].index(name)
+    line, (lat, lon) = LINES[case % 3], SIZES[(case + index) % 3]
+    lengths = {"batch": 3, "lat": lat, "lon": lon}
+    x = drawn(3, lat, lon, WIDTH)
+    out, dx, *rest = gradients(made(name, None), Layout.single(), x, lengths)
+
+    def rank(layout):
+        found = gradients(made(name, layout), layout, x, lengths)
+        for one, wanted in zip(found, [layout.shard(out, DIMS), layout.shard(dx, DIMS), *rest]):
+            torch.testing.assert_close(one, wanted, rtol=1e-11, atol=1e-12)
+
+    on_threads(Layout.parse(line), rank)
+
+
+def seen(length: int, kernel: int, stride: int, dilation: int, border: str) -> list[list[int]]:
+    """The positions of every window along an axis, by the formula; -1 for a zero."""
+    extent = dilation * (kernel - 1) + 1
+    before = extent - 1 if border == "causal" else max(extent - stride, 0) // 2
+    rows = []
+    for out in range(math.ceil(length / stride)):
+        row = [out * stride - before + i * dilation for i in range(kernel)]
+        inside = {
+            "circular": [p % length for p in row],
+            "replicate": [min(max(p, 0), length - 1) for p in row],
+            "reflect": [abs(p) if p < length else 2 * (length - 1) - p for p in row],
+        }
+        rows.append(inside.get(border, [p if 0 <= p < length else -1 for p in row]))
+    return rows
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_its_formula(name):
+    module, x = made(name, None), drawn(2, 7, 8, WIDTH)
+    borders = dict(zip(module.axis, module.border))
+    sizes = dict(zip(module.axis, zip(module.kernel, module.stride, module.dilation)))
+    gathered = torch.nn.functional.pad(x, (0, 0, 0, 1, 0, 1))  # where position -1 is a zero
+    for dim, axis in ((1, "lat"), (3, "lon")):  # b y i x j c
+        given = (*sizes.get(axis, (1, 1, 1)), borders.get(axis, "zeros"))
+        rows = torch.tensor(seen(x.shape[DIMS[axis]], *given))
+        gathered = gathered.index_select(dim, rows.flatten() % gathered.shape[dim])
+        gathered = gathered.unflatten(dim, rows.shape)
+    weight = module.weight
+    if module.groups > 1:
+        weight = torch.diag_embed(weight[:, 0].movedim(0, -1)).movedim((-2, -1), (0, 1))
+    for axis, at in (("lat", 2), ("lon", 3)):
+        if axis not in module.axis:
+            weight = weight.unsqueeze(at)
+    if module.axis == ("lon", "lat"):
+        weight = weight.transpose(2, 3)
+    wanted = torch.einsum("byixjc,ocij->byxo", gathered, weight)
+    wanted = wanted if module.bias is None else wanted + module.bias
+    torch.testing.assert_close(module(x), wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_a_mean_counts_positions_inside_alone():
+    ones = torch.ones(1, 7, 8, WIDTH, dtype=torch.float64)
+    assert torch.equal(made("mean", None)(ones), torch.ones(1, 7, 4, WIDTH, dtype=torch.float64))
+    assert torch.equal(made("max", None)(-ones), -torch.ones(1, 4, 4, WIDTH, dtype=torch.float64))
+
+
+def test_running_statistics_are_used_in_evaluation():
+    module, x = made("batch", None), drawn(3, 5, 4, WIDTH) + 2
+    module(x)
+    scale = torch.sqrt(module.running_var + module.eps)
+    wanted = (x - module.running_mean) / scale
+    torch.testing.assert_close(module.eval()(x), wanted)
+
+    def rank(layout):
+        split = made("batch", layout).eval()
+        split.load_state_dict(module.state_dict())
+        out = split(layout.shard(x, DIMS), {"batch": 3, "lat": 5, "lon": 4})
+        torch.testing.assert_close(out, layout.shard(wanted, DIMS))
+
+    on_threads(Layout.parse("lat: halo=2; lon: halo=2"), rank)
+
+
+@pytest.mark.parametrize("wrong", ["uneven", "other width", "one rank"])
+def test_other_chunks_are_refused_on_every_rank(wrong):
+    def rank(layout):
+        x = layout.shard(drawn(1, 7, 4, WIDTH), DIMS)
+        if wrong == "other width":
+            x = x[..., :-1]
+        lengths = {"lat": 7} if wrong == "one rank" else None
+        if wrong == "one rank" and layout.chunk("lat"):
+            x = x[:, 1:]
+        with pytest.raises(ShapeError, match=r"chunk of axis 'lat'|embed = 6|differ|lat.: \d"):
+            made("borders", layout)(x, lengths)
+
+    on_threads(Layout.parse("lat: halo=2; lon: halo=2"), rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Convolution(4, axis="lats", axes=AXES), "'lats' cannot be attended"),
+        (lambda: Convolution(4, axis="lat", axes=AXES, kernel=0), "kernel=0: a whole number, 1"),
+        (lambda: Convolution(4, axis="lat", axes=AXES, border="wrap"), "border 'wrap'"),
+        (lambda: Convolution(4, axis="lat", axes=AXES, border={"lon": "zeros"}), "border: 'lon'"),
+        (lambda: Convolution(4, axis="lat", axes=AXES, stride={"lon": 2}), "stride: 'lon'"),
+        (
+            lambda: Convolution(4, axis="lat", axes=AXES, depthwise=True, out_dim=6),
+            "out_dim=6 is not a multiple of embed_dim=4",
+        ),
+        (lambda: Convolution(4, axis="abcd", axes="abcde"), "cannot be attended"),
+        (lambda: Convolution(4, axis=[*"abcd"], axes="abcde"), "run over one to 3 axes"),
+        (lambda: Pool(4, "sum", axis="lat", axes=AXES), "kind='sum'"),
+        (lambda: Resample(4, axis="lat", axes=AXES, mode="cubic"), "mode='cubic'"),
+        (lambda: GroupNorm(3, 4, axis="lat", axes=AXES), "groups=3 do not divide"),
+        (
+            lambda: GroupNorm(
+                2, 4, axis="lat", axes=AXES, layout=Layout.parse("lat(zigzag): ring=2")
+            ),
+            "zigzag order, and windows see neighbours",
+        ),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(make, said):
+    with pytest.raises(DeclarationError, match=said):
+        make()
+
+
+# -- blocks of model files -------------------------------------------------------------------------
+
+SPEC = {
+    "axes": list(AXES),
+    "sizes": {"embed": 8, "heads": 2},
+    "block": [
+        {"conv": "lat+lon", "kernel": [3, 2], "border": {"lat": "reflect", "lon": "circular"}},
+        {"norm": "batch"},
+        {"conv": ["lat", "lon"], "kernel": 3, "stride": [2, 1]},
+        {"attend": "lat+lon", "mask": {"boxes": [3, 4], "shift": [1, 2], "circular": "lon"}},
+        {"pool": "max", "over": "lon", "kernel": 3, "stride": 2},
+        {"attend": "lat+lon", "mask": {"near": 3}, "rope": True},
+        {"norm": "group", "groups": 4, "over": ["lat", "lon"]},
+        {"resample": {"lon": 2}},
+        {"conv": "lon", "kernel": 3, "dilation": 2, "border": "causal", "depthwise": True},
+        {"resample": {"lat": "input", "lon": "input"}, "mode": "linear"},
+        {"norm": "layer", "over": "lat"},
+        {"mlp": 8},
+    ],
+}
+
+
+def trained(layout: Layout, x: Tensor, layouts=None) -> list[Tensor]:
+    model = compose(ModelSpec.from_dict(SPEC), layout, layouts=layouts, dtype=torch.float64)
+    mine = layout.shard(x, DIMS).clone().requires_grad_()
+    out = model(mine, lengths=dict(zip(DIMS, x.shape)))
+    (out * layout.shard(drawn(*x.shape, seed=2), DIMS)).sum().backward()
+    layout.sync_gradients(model)
+    found = [out.detach(), mine.grad]
+    for name, p in model.named_parameters():
+        grad = local(p.grad) if isinstance(p.grad, torch.Tensor) else p.grad
+        assert grad is not None, name
+        found.append(grad)
+    return [*found, *(b.clone() for b in model.buffers())]
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "lat", "lon"),
+    [
+        ("lat: halo=2; lon: halo=2", "", 13, 9),
+        ("lat: halo=3", "", 11, 7),
+        ("batch: dp=2; lat: ring=2", "lat+lon: pass_q=4", 9, 10),
+        ("lat: ulysses=2", "", 7, 8),
+    ],
+)
+def test_blocks_of_windows_are_one_devices_on_every_layout(line, other, lat, lon):
+    x = drawn(3, lat, lon, 8)
+    alone = trained(Layout.single(), x)
+
+    def rank(layout):
+        layouts = {"lat+lon": Layout.parse(other)} if other else None
+        found = trained(layout, x, layouts)
+        wanted = [*(layout.shard(t, DIMS) for t in alone[:2]), *alone[2:]]
+        for one, want in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, want, rtol=1e-11, atol=1e-11)
+
+    on_threads(Layout.parse(line), rank)
+
+
+def test_lengths_after_a_model_are_known():
+    blocks = SPEC["block"][:9]
+    model = compose(ModelSpec.from_dict({**SPEC, "block": blocks}), dtype=torch.float64)
+    after = model.lengths_after({"lat": 13, "lon": 9})
+    assert after == {"lat": 7, "lon": 10}
+    assert model(drawn(1, 13, 9, 8)).shape == (1, 7, 10, 8)
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"conv": "lats"}, "there is no axis 'lats'.*did you mean 'lat'"),
+        ({"conv": "lat+lat"}, "an axis is named twice"),
+        ({"conv": "lat", "kernel": [3, 3]}, r"kernel = \[3, 3\] needs one number per axis"),
+        ({"conv": "lat", "border": {"lon": "zeros"}}, "border names axis 'lon'"),
+        ({"conv": "lat", "border": "wrap"}, "border"),
+        ({"conv": []}, "one to three axes, found 0"),
+        ({"pool": "min", "over": "lat"}, "pool"),
+        ({"resample": {"lat": "half"}}, "resample"),
+        ({"norm": "group", "over": "lat"}, "groups = None; it is for norm = 'group'"),
+        ({"norm": "group", "groups": 3, "over": "lat"}, "not a multiple of groups = 3"),
+        ({"norm": "layer"}, "say which axes"),
+        ({"norm": "batch", "over": "lat"}, "it is over all axes"),
+        ({"conv": "lat", "pool": "max"}, "exactly one of the keys"),
+    ],
+    ids=str,
+)
+def test_blocks_of_windows_that_cannot_be_are_refused(block, said):
+    with pytest.raises(DeclarationError, match=said):
+        ModelSpec.from_dict({**SPEC, "block": [block]})
+
+
+def test_a_head_needs_a_result_for_every_position():
+    spec = {
+        "head": "tokens",
+        "axes": ["batch", "tokens", "embed"],
+        "sizes": {"embed": 8, "heads": 2, "vocabulary": 5},
+    }
+    ModelSpec.from_dict({**spec, "block": [{"conv": "tokens", "border": "causal"}]})
+    with pytest.raises(DeclarationError, match="needs a result for every position"):
+        ModelSpec.from_dict({**spec, "block": [{"conv": "tokens", "stride": 2}]})
+
+
+def test_positions_in_windows_are_not_cached():
+    spec = {**SPEC, "block": [{"conv": "lat"}, {"attend": "lat", "mask": "first-keys"}]}
+    model = compose(ModelSpec.from_dict(spec))
+    with pytest.raises(DeclarationError, match="block 0 sees several of its positions"):
+        model.encode(torch.zeros(1, 4, 4, 8), "lat")
+
+
+@pytest.mark.parametrize("layout", ["weather-halo-2x2", "lat: ring=3", "heads: tp=2; lat: halo=2"])
+def test_the_shipped_weather_model_of_windows_is_exact(layout):
+    x = drawn(1, 13, 18, 32)
+
+    def run(layout):
+        model = compose("weather_windows", layout, dtype=torch.float64)
+        mine = layout.shard(x, DIMS).clone().requires_grad_()
+        out = model(mine, lengths={"lat": 13, "lon": 18})
+        (out * layout.shard(drawn(*x.shape, seed=1), DIMS)).sum().backward()
+        layout.sync_gradients(model)
+        return model, out.detach(), mine.grad
+
+    reference, out, dx = run(Layout.single())
+
+    def rank(layout):
+        model, *found = run(layout)
+        for one, wanted in zip(found, (out, dx)):
+            torch.testing.assert_close(one, layout.shard(wanted, DIMS), rtol=1e-11, atol=1e-11)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            whole = q.grad if p.shape == q.shape else layout.shard(q.grad, {"heads": 0})
+            torch.testing.assert_close(p.grad, whole, rtol=1e-10, atol=1e-10)
+
+    named = Layout.load(layout) if "weather" in layout else Layout.parse(layout)
+    on_threads(named, rank)
