@@ -368,11 +368,12 @@ def attend_alone(
     if bound.mesh_dims or not bound.plain or dispatched(q, k, v):
         return None
     plan = bound.plan_alone(q, k, v)
-    if not (plan.forward.whole and plan.backward.whole) or any(plan.replicated):
+    whole = plan.forward.whole
+    if whole is None or plan.backward.whole is None or any(plan.replicated):
         return None
     if not (bound.call.return_lse or profiling()):
-        view = executor.view_of(plan, plan.forward.whole)
-        both = plan.kernel(False).differentiable(q, k, v, view)
+        view = executor.view_of(plan, whole)
+        both = plan.kernel(whole.kind).differentiable(q, k, v, view)
         if both is not None:
             return like_query(_observed(both[0], bound, plan), q), both[1]
     return _Alone.apply(q, k, v, bound, plan)
