@@ -312,6 +312,39 @@ def test_a_rank_keeps_its_share_and_receives_strips():
         assert received * 20 < gathered
 
 
+#: functions that look positions up, or fill what is outside
+LOOKED_UP = {
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "nearest": lambda x: F.interpolate(x, size=(10, 9)),
+    "average": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "circular": lambda x: F.pad(x, (1, 2, 2, 1), mode="circular"),
+    "filled": lambda x: F.pad(x, (1, 2, 2, 1), value=3.0),
+    "max": lambda x: F.max_pool2d(x, 3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_indices_are_made_and_uploaded_once(name, monkeypatch):
+    """A copy to a device in every call would wait for it, or at least be launched."""
+    made, real = [], torch.tensor
+    layout, x = grid(2, 1), torch.randn(1, 2, 9, 7)
+
+    def rank(layout):
+        field = Field.distribute(x, layout, {"height": 2})
+        first = LOOKED_UP[name](field).full_tensor()
+        return field, first
+
+    weft.clear_caches()
+    fields = weft.on_threads(layout, rank)
+    monkeypatch.setattr(torch, "tensor", lambda *a, **b: made.append(a) or real(*a, **b))
+    monkeypatch.setattr(torch, "arange", lambda *a, **b: made.append(a))
+    again = weft.on_threads(layout, rank)
+    assert torch.equal(again[0][1], fields[0][1])
+    torch.testing.assert_close(again[0][1], LOOKED_UP[name](x))
+    indices = [a for a in made if a and not (isinstance(a[0], list) and len(a[0]) == 1)]
+    assert not indices, "besides the numbers of passes"
+
+
 def test_norms_lose_no_digits_where_the_mean_is_large():
     torch.manual_seed(0)
     x = torch.randn(2, 4, 23, 11) + 1e4

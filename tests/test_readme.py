@@ -252,7 +252,7 @@ def test_layouts_on_one_line_parse(line: str):
 
 def test_rules_of_the_algebra_table_are_legal():
     rows = re.findall(r"^\| .*\| \w[\w, ]* \| `(.*)` \| `(.*)` \| `(.*)` \|$", TEXT, re.M)
-    assert len(rows) == 11
+    assert len(rows) == 12
     for query, key, out in rows:
         assert weft.Rule.parse(query, key, out).role
 
