@@ -79,9 +79,9 @@ def _rank(rank: int, folder: str, names: list[str]) -> None:
         "gloo", store=store, rank=rank, world_size=RANKS, timeout=timedelta(seconds=60)
     )
     for name in names:
-        said, collectives = outcome(name)
+        result, collectives = outcome(name)
         if rank == 0:
-            print(f"| {name} | {said.replace('|', '/')} | {collectives} |", flush=True)
+            print(f"| {name} | {result.replace('|', '/')} | {collectives} |", flush=True)
         dist.barrier()
     dist.destroy_process_group()
 

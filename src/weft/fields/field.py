@@ -176,7 +176,7 @@ class Field(Tensor):
             # Autograd hands out a tensor that a hook kept, such as a checkpoint's within another.
             x = args[0]
             unpacked = Field(x._local.detach(), x._dims, x._region)
-            unpacked._is_unpacked = True  # and may be given `requires_grad` without a word
+            unpacked._is_unpacked = True  # autograd may say that it requires a gradient
             return unpacked
         raise UnsupportedError(
             f"{func} reads a weft.Field past torch's Python functions, where a field has no"
