@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import random
 from collections.abc import Callable
 
@@ -178,6 +180,30 @@ def check(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_functions_equal_one_device(seed):
     check(seed)
+
+
+def _functions_on_processes(rank: int, seeds: list[int]) -> None:
+    """The same on real ranks, whose layouts are built once."""
+    built: dict[str, Layout] = {}
+
+    def on_ranks(layout: Layout, run: Callable) -> list:
+        if layout.name not in built:
+            built[layout.name] = layout.build("cpu")
+        every: list = [None] * layout.world_size
+        torch.distributed.all_gather_object(every, run(built[layout.name]))
+        return every
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weft, "on_threads", on_ranks)
+        for seed in seeds:
+            check(seed)
+
+
+@pytest.mark.slow
+def test_functions_equal_one_device_on_processes():
+    seeds = [s for s in range(30) if math.prod(GRIDS[s % len(GRIDS)]) == 4]
+    with Pool(4) as pool:
+        pool.run(_functions_on_processes, seeds)
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -415,6 +441,28 @@ def test_checkpointed_layers_have_the_same_gradients():
 
     for one, two in weft.on_threads(Layout.load("field-2x2"), rank):
         torch.testing.assert_close(one, two)
+
+
+def test_checkpoints_within_checkpoints_have_the_same_gradients():
+    x, weight = torch.randn(1, 2, 9, 7, dtype=torch.float64), torch.randn(2, 2, 3, 3).double()
+    run = functools.partial(checkpoint, use_reentrant=False)
+
+    def layer(x, w, call):
+        return F.group_norm(F.conv2d(call(torch.mul, x, x), w, None, 1, 1), 2).tanh()
+
+    def block(x, w, call):
+        return call(layer, call(layer, x, w, call), w, call) * 2
+
+    def rank(layout, call):
+        field = Field.distribute(x, layout, {"height": 2, "width": 3}).requires_grad_()
+        own = weight.clone().requires_grad_()
+        call(block, field, own, call).square().sum().backward()
+        return field.to_local().grad, own.grad
+
+    layout = Layout.load("field-2x2")
+    plain = weft.on_threads(layout, rank, lambda fn, *args: fn(*args))
+    for one, two in zip(plain, weft.on_threads(layout, rank, run)):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
 class Twice(torch.autograd.Function):
