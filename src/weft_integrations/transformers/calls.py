@@ -32,7 +32,15 @@ from .batches import Batch, tokens_of, unpadded
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
 from .chosen_keys import chooses_over_ranks
-from .defaults import CACHES, Absent, cache_name, differentiated, keeps_cache, put_cache
+from .defaults import (
+    CACHES,
+    Absent,
+    cache_name,
+    differentiated,
+    keeps_cache,
+    put_cache,
+    put_features,
+)
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
@@ -111,6 +119,8 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     if call.absent:
         put_cache(output, call.absent)
     if call.outputs is not None:
+        if call.spread:
+            put_features(output)
         output = call.outputs(output, call.length)
         if call.fused is not None and call.fused.cut:
             output = rows.without_last(output)
@@ -476,7 +486,7 @@ class Calls:
 
     def _ahead(self, call: ModelCall, local: dict, full: dict) -> dict:
         """Arguments of a model ahead of its decoder: full rows, and a rank's for its head."""
-        call.seam = "ahead"
+        call.seam, call.ids = "ahead", full.get("input_ids")
         kept = {n: v for n, v in local.items() if n not in OF_TOKENS or "labels" in n}
         full = {n: v for n, v in full.items() if n not in ("labels", "shift_labels")}
         if self.balances:  # its loss counts by the mask that the head gets
