@@ -67,7 +67,7 @@ class OfRanks:
 
     @property
     def columns(self) -> int:
-        """How many tokens to its left an entry of a piece may have."""
+        """The number of tokens to its left that an entry of a piece may have."""
         return (2 if self.overlap else 1) * self.ratio - 1
 
     @property
