@@ -23,6 +23,7 @@ from weft.masks import Causal, Full
 from .. import Foreign
 from . import decoding, latents, losses
 from .chosen_keys import Weighed, as_scores
+from .compressed import attend_with_entries
 from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
 from .masks import behind, is_known, looks_for_documents, translate
@@ -147,7 +148,11 @@ def attend(
         layer, past, (key, value) = cache_of_call().past_and_new(module, key, value, tokens)
     length = None if where.length is None else int(where.length)
     place = where.layout, where.axis, where.mask, scaling, length
-    if where.past is None:
+    if call is not None and call.entries is not None:
+        seen, call.entries = call.entries, None
+        out, lse = attend_with_entries(query, key, place, softcap, seen)
+        out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
+    elif where.past is None:
         named: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "choice": choice}
         out = attention(query, key, value, *place, expand=expand, **named)
     else:
