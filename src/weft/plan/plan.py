@@ -129,6 +129,13 @@ class Plan:
         )
         replicated = (*self.replicated.query, *self.replicated.key)
         self.edges = fixed_edges(layout, problem, self.head_shares, replicated)
+        if problem.expanded is not None and (layout.reproducible or self.replicated.key):
+            why = f"keys rest whole along {self.replicated.key}"
+            raise UnsupportedError(
+                f"{layout.source}: latents do not travel where "
+                f"{'a layout is reproducible' if layout.reproducible else why}; expand them before"
+                " the call, as travel='auto' does"
+            )
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
 
@@ -283,7 +290,10 @@ class Plan:
         cuts = [d for d, r in self.rules.items() if r.role in TRAVELS or r.query.rest == Shard(SEQ)]
         blocks = math.prod(d.size for side in dims for d in side)
         ways = math.prod(self.sizes[d] for d in cuts)
-        return pass_costs(self.problem, ways, blocks, backward, self.shifts)
+        expansions = math.prod(self.sizes[d] for d in cuts if self.rules[d].role in TRAVELS)
+        if not dims.key:  # a rank's own keys, for all blocks
+            expansions *= blocks
+        return pass_costs(self.problem, ways, blocks, expansions, backward, self.shifts)
 
     # -- passes --------------------------------------------------------------------------------
 
@@ -351,7 +361,7 @@ class Plan:
         p, ranks = self.problem, math.prod(self.sizes.values())
         batch = p.program_batch
         entries = batch * p.heads * p.n * p.m // ranks
-        chunk = batch * p.kv_heads * p.m * (p.head_dim + p.value_dim) * p.dtype.itemsize / ranks
+        chunk = batch * p.kv_heads * p.m * p.row_bytes(Payload.KV, False) / ranks
         shift = self.shifts.farthest(name)
         short = shift.seconds(chunk) < (1 + SHORT_MESSAGE) * shift.latency
         return "gather" if entries < SMALL_BLOCK and short else "ring"

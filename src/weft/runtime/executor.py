@@ -18,9 +18,10 @@ from ..plan.geometry import Rows
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.sides import Side
-from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, slot
+from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, rows_by_chunk, slot
 from ..plan.tiles import KernelCall, Kind
 from .autocast import without_autocast
+from .expand import Expander
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
@@ -46,14 +47,16 @@ def forward(
     v: Tensor,
     bias: Tensor | None = None,
     chosen: Tensor | None = None,
+    expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp, all in their compute placement."""
+    """Output and logsumexp, all in their compute placement; of latents, if an expander is given."""
     transport.watches.note(plan, False)
-    if plan.forward.whole:
+    if plan.forward.whole and expander is None:
         with mark(plan.forward, 0, "compute", _WHOLE):
             out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
     else:
-        run = _Forward(plan, plan.forward, transport, call, bias, chosen, q, k, v)
+        options = bias, chosen, expander
+        run = _Forward(plan, plan.forward, transport, call, *options, q, k, v)
         run.steps()
         out, lse = run.result()
     if not plan.replicated.query:
@@ -72,13 +75,15 @@ def backward(
     entry: Entry,
     bias: Tensor | None = None,
     chosen: Tensor | None = None,
+    expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias, all in their compute placement."""
     transport.watches.note(plan, True)
     q, k, v, out, lse = entry
     dbias = None
-    if plan.backward.whole and dlse is None and plan.kernel(False).takes_out:
-        view = view_of(plan, plan.backward.whole)
+    whole = plan.backward.whole if expander is None else None
+    if whole and dlse is None and plan.kernel(False).takes_out:
+        view = view_of(plan, whole)
         with mark(plan.backward, 0, "compute", _WHOLE):
             dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
     else:
@@ -90,7 +95,9 @@ def backward(
             if dlse is not None:
                 delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse)
-        run = _Backward(plan, plan.backward, transport, call, bias, chosen, q, k, v, *rows)
+        run = _Backward(
+            plan, plan.backward, transport, call, bias, chosen, expander, q, k, v, *rows
+        )
         run.steps()
         dq, dk, dv = run.result()
         dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)
@@ -130,11 +137,12 @@ class _Forward(TileRun):
         call: Call,
         bias: Tensor | None,
         chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, chosen, q, k)
+        super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
         self.v = v
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
         self.partial: dict[int, PartialOutput | OutputTree] = {}
@@ -147,7 +155,7 @@ class _Forward(TileRun):
         partial = self.partial.get(number)
         if partial is None:
             rows = self.flat.heights[Side.QUERY, number]
-            shape = (*self.like.shape[:2], rows, self.v.shape[-1])
+            shape = (*self.like.shape[:2], rows, self.plan.problem.value_dim)
             arguments = shape, self.like, self.plan.accum_dtype
             partial = self.partial[number] = (
                 PartialOutput(*arguments)
@@ -184,7 +192,7 @@ class _Forward(TileRun):
         if block.leaves:
             self._leaves(block)
             return
-        qkv = *self._joined(Payload.Q, block.queries), *self._joined(Payload.KV, block.keys)
+        qkv = *self._joined(Payload.Q, block.queries), *self._keys(block.keys)
         for work in block.works:
             out, lse = self._computed(block, work, qkv)
             for number, low, high, rows in work.of_queries:
@@ -240,6 +248,7 @@ class _Backward(TileRun):
         call: Call,
         bias: Tensor | None,
         chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -249,7 +258,7 @@ class _Backward(TileRun):
         delta: Tensor | None,
         dlse: Tensor | None,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, chosen, q, k)
+        super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
         # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
         lse_grad = dlse is not None if plan.edges is None else call.return_lse
         self.bounds: dict[str, Tensor] | None = None
@@ -267,6 +276,7 @@ class _Backward(TileRun):
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
+        self._settle()
         dq, dk, dv = (self._sum(name, 0).result() for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
@@ -288,6 +298,8 @@ class _Backward(TileRun):
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         names = self._names(t.payload)
+        if t.payload is Payload.DKV:
+            self._settle()
         results = tuple(self._sum(name, t.source).sum() for name in names)
         for name in names:
             del self.sums[name, t.source]
@@ -317,7 +329,9 @@ class _Backward(TileRun):
         if not works:
             return
         of_rows = self._joined(Payload.Q, block.queries)
-        of_keys = self._joined(Payload.KV, block.keys)
+        if self.latents is not None and block.keys.numbers != self.latents.numbers:
+            self._settle()
+        of_keys = self._keys(block.keys)
         # Only this rank's own rows have their true output here; for others delta stands in.
         own = block.queries.own
         lse_grad = self.others_lse_grad if own is None else self.lse_grad
@@ -351,8 +365,21 @@ class _Backward(TileRun):
             if ds is not None:
                 self._add_bias_gradient(block.plan, work.group.calls[0], ds)
             self._add("dq", dq, work.of_queries, samples)
+            if self.latents is not None:
+                self.latents.add(work.columns, dk, dv, samples)
+                continue
             self._add("dk", dk, work.of_keys, samples)
             self._add("dv", dv, work.of_keys, samples)
+
+    def _settle(self) -> None:
+        """Add the gradients that go through the expansion of the latents at hand."""
+        settled = None if self.latents is None else self.latents.settle()
+        if settled is None:
+            return
+        numbers, dc, dr = settled
+        for n, low, high, a, b in rows_by_chunk(self.tile, numbers, 0, dc.shape[2], Side.KEY):
+            self._sum("dk", n).add(low, high, dc[:, :, a:b])
+            self._sum("dv", n).add(low, high, dr[:, :, a:b])
 
     def _cut(
         self, tensors: tuple[Tensor | None, ...], ranges: Ranges | None, samples: Rows | None

@@ -21,15 +21,18 @@ import torch
 from torch import Tensor
 
 from .._torch import dispatched, profiling
+from ..comm.channel import refused_everywhere
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
 from ..plan.choices import NUMBER
 from ..plan.plan import Plan
 from . import calls, choices, executor, handles, resharding
+from .expand import Expander
 from .handles import differentiable, op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
+Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _agreed(bound: calls.BoundCall) -> Tensor:
@@ -57,26 +60,41 @@ def _attention_op(
     it. The last are the numbers of chosen keys of the rank's tile, empty where they are those that
     rest here.
     """
-    bound = handles.get(call).with_floats(scale, softcap)
-    plan, channel, agreed = bound.begin(q, k, v, bias, chosen)
+    return _forward(handles.get(call).with_floats(scale, softcap), q, k, v, bias, chosen)
+
+
+def _forward(
+    bound: calls.BoundCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    expander: Expander | None = None,
+) -> Nine:
+    parameters = () if expander is None else expander.parameters
+    plan, channel, agreed = bound.begin(q, k, v, bias, chosen, parameters)
     moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
     chosen = chosen if moved is None else moved
     (kept,) = _none(q, 1) if moved is None else (moved,)
     if not bound.reach.reshards and plan.seen is None:
-        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, chosen)
+        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, chosen, expander)
         channel.finish()
         if not plan.forward.whole or plan.replicated.query:
             out, lse = _unaliased((out, lse), (q, k, v))
-        return like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
-    entry_q, entry_k, entry_v = resharding.to_compute(plan, channel, q, k, v)
+        results = like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
+        return cast(Nine, results)
+    entry = resharding.to_compute(plan, channel, q, k, v)
     if bound.reach.reshards:
-        entry_q, entry_k, entry_v = (t.contiguous() for t in (entry_q, entry_k, entry_v))
-    out, lse = executor.forward(plan, channel, bound.call, entry_q, entry_k, entry_v, bias, chosen)
+        entry = entry[0].contiguous(), entry[1].contiguous(), entry[2].contiguous()
+    entry_q, entry_k, entry_v = entry
+    out, lse = executor.forward(plan, channel, bound.call, *entry, bias, chosen, expander)
     out, lse = like_query(out, entry_q), lse.contiguous()
     if not bound.reach.reshards:
         channel.finish()
         out, lse, entry_k, entry_v = _unaliased((out, lse, entry_k, entry_v), (q, k, v))
-        return out, lse, agreed, q.new_empty(0), entry_k, entry_v, *_none(q, 2), kept
+        results = out, lse, agreed, q.new_empty(0), entry_k, entry_v, *_none(q, 2), kept
+        return cast(Nine, results)
     rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
     channel.finish()
     results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse, kept)
@@ -137,12 +155,31 @@ def _backward_op(
     `dout` and `dlse` are at rest; all other tensors in their compute placement.
     """
     bound = handles.get(call).with_floats(scale, softcap)
+    return _backward(bound, dout, dlse, (q, k, v, out, lse), bias, chosen, agreed, rest)
+
+
+def _backward(
+    bound: calls.BoundCall,
+    dout: Tensor,
+    dlse: Tensor | None,
+    entry: executor.Entry,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+    agreed: Tensor,
+    rest: list[int],
+    expander: Expander | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q = entry[0]
+    if expander is not None:
+        with refused_everywhere(bound.refuse):
+            expander.begin_backward()
     plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
-    entry = (q, k, v, out, lse)
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if bound.reach.reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    dq, dk, dv, learned = executor.backward(plan, channel, bound.call, *above, entry, bias, chosen)
+    dq, dk, dv, learned = executor.backward(
+        plan, channel, bound.call, *above, entry, bias, chosen, expander
+    )
     dbias = q.new_empty(0) if learned is None else learned.contiguous()
     if bound.reach.reshards or plan.seen is not None:
         moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
@@ -206,6 +243,58 @@ def _attention_gradient(
 
 
 differentiable(_attention_op, _backward_op, _setup_attention, _attention_gradient, "weft.attention")
+
+
+class _OfLatents(torch.autograd.Function):
+    """The same of latents that ranks expand: no op, as autograd is at work within it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        bound: calls.BoundCall,
+        expander: Expander,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        chosen: Tensor | None,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, agreed, *kept, moved = _forward(bound, q, k, v, bias, chosen, expander)
+        ctx.bound, ctx.expander, ctx.rest = bound, expander, bound.rest_shape(q, k, v)
+        entry = (t if t.dim() > 1 else rest for t, rest in zip(kept, (q, k, v, out, lse)))
+        ctx.save_for_backward(*entry, bias, moved if moved.dim() == 4 else chosen, agreed)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once("weft.attention", linear=False)
+    def backward(
+        ctx: Any, saved: tuple, dout: Tensor | None, dlse: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        *entry, bias, chosen, agreed = saved
+        b, h, n, *_, e = ctx.rest
+        if dout is None:
+            dout = entry[0].new_zeros((b, h, n, e))
+        if dlse is None and ctx.bound.reach.reshards and ctx.bound.call.return_lse:
+            dlse = entry[4].new_zeros((b, h, n))
+        saved = tuple(entry), bias, chosen, agreed
+        *grads, dbias = _backward(ctx.bound, dout, dlse, *saved, ctx.rest, ctx.expander)
+        of_bias = None if bias is None else dbias
+        return None, None, *grads, of_bias, None, *ctx.expander.gradients
+
+
+def attend_latents(
+    bound: calls.BoundCall,
+    expander: Expander,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a call whose keys and values are expanded where they arrive."""
+    return _OfLatents.apply(bound, expander, q, k, v, bias, chosen, *expander.parameters)
 
 
 def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:

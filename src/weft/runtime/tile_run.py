@@ -25,6 +25,7 @@ from ..plan.plan import Pass, Plan
 from ..plan.program import Payload, Transfer
 from ..plan.steps import BlockSteps, Joined, Packing, RankTransfer, Receive, steps_of
 from .buffers import pack, unpack
+from .expand import ExpandedChunk, Expander
 from .marks import mark
 from .views import Views
 
@@ -71,11 +72,13 @@ class TileRun(abc.ABC):
         call: Call,
         bias: Tensor | None,
         chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
     ) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.like, self.k = q, k
+        self.latents = None if expander is None else ExpandedChunk(expander, plan, tile.backward)
         self.flat = steps_of(tile)
         self.views = Views(plan, tile, call, bias, chosen, q)
         #: this rank's chunk of each side; None for tensors that nobody reads
@@ -220,6 +223,15 @@ class TileRun(abc.ABC):
         joined = tuple(torch.cat(parts, 2) for parts in zip(*apart))
         self.joined += joined
         return joined
+
+    def _keys(self, keys: Joined) -> tuple[Tensor | None, ...]:
+        """Keys and values of several chunks, expanded where latents travel."""
+        chunk = self._joined(Payload.KV, keys)
+        if self.latents is None:
+            return chunk
+        c, r = chunk
+        assert not (c is None or r is None)  # noqa: PT018
+        return self.latents.expand(keys.numbers, c, r)
 
     # -- defined by the forward and by the backward pass --------------------------------------
 

@@ -24,7 +24,7 @@ from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import calls, generation, interface, refused, seam, whole
+from . import calls, generation, interface, latents, refused, seam, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
@@ -47,6 +47,7 @@ class _Installed(Parallelized):
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
         counting: modules that count places of tokens within what they get.
+        expanding: modules whose latents may travel.
         calls: what begins and ends each forward pass.
     """
 
@@ -60,6 +61,7 @@ class _Installed(Parallelized):
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
     counting: list[nn.Module] = field(default_factory=list)
+    expanding: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
     @contextlib.contextmanager
@@ -78,6 +80,8 @@ class _Installed(Parallelized):
             handle.remove()
         for module in (*self.recurrent, *self.counting):
             put_back(module)
+        for module in self.expanding:
+            latents.take_back(module)
         for name in self.replaced:
             if name in self.before:
                 setattr(model, name, self.before[name])
@@ -94,6 +98,7 @@ def install(
     embeddings: nn.Module | None = None,
     name: str = interface.NAME,
     rows: str = "local",
+    travel: latents.Latents = "auto",
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
@@ -108,6 +113,10 @@ def install(
     installed.counting = [m for m in model.modules() if whole.tempers_by_place(m)]
     for module in installed.counting:
         put(module, rebound(type(module).forward, {"torch": whole.CountsRow()}))
+    if travel != "keys" and not layout.reproducible:
+        installed.expanding = latents.modules(model)
+        for module in installed.expanding:
+            latents.hand_on(module, layout, axis, travel)
     model.set_attn_implementation(name)
     decoder = seam.text_decoder(model)
     if decoder is not None:

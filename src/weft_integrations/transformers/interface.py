@@ -19,7 +19,7 @@ from weft.decode.attend import merged_parts
 from weft.errors import DeclarationError, UnsupportedError
 from weft.masks import Causal, Full
 
-from . import decoding, losses
+from . import decoding, latents, losses
 from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
 from .masks import behind, is_known, looks_for_documents, translate
@@ -127,6 +127,8 @@ def attend(
     where = attention_mask
     if where.refusal:
         raise UnsupportedError(f"{name}: {where.refusal}")
+    split = isinstance(where, Sharded) and where.past is None
+    key, value, expand = latents.taken(key, value, whole=not split)
     if isinstance(where, OfCache):
         options = (cache_of_call(), scaling, softcap, s_aux)
         return decoding.attend_cached(module, query, key, value, where, *options), None
@@ -136,7 +138,7 @@ def attend(
     length = None if where.length is None else int(where.length)
     place = where.layout, where.axis, where.mask, scaling, length
     if where.past is None:
-        out = attention(query, key, value, *place, softcap=softcap, sinks=s_aux)
+        out = attention(query, key, value, *place, softcap=softcap, sinks=s_aux, expand=expand)
     else:
         own = attention(query, key, value, *place, return_lse=True, softcap=softcap)
         row = where.row(tokens)

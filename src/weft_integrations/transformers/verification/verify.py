@@ -31,6 +31,7 @@ from ..batches import shard_batch
 from ..defaults import CACHES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
+from ..latents import Latents, taken
 from ..rebinding import calls, put, rebound
 from ..seam import text_decoder
 from ..whole import accepts_positions, base
@@ -102,6 +103,7 @@ def verify(
     axis: str = "tokens",
     embeddings: nn.Module | None = None,
     batch: Mapping[str, Any] | None = None,
+    latents: Latents = "auto",
 ) -> Verified:
     """Compare a transformers model with itself on a layout; needs no process group.
 
@@ -126,6 +128,7 @@ def verify(
         batch: a call of your own to compare instead, whole: what the processor of a model of images
             makes, with labels. It runs as with rows="whole", and is refused unless its attention
             is split.
+        latents: likewise; with "auto" they travel, as in long rows.
 
     Raises:
         DeclarationError: an axis that the layout does not attend.
@@ -142,7 +145,8 @@ def verify(
     check_layout(layout, axis)
     embeddings = embeddings or find_embeddings(model)
     inside = None if embeddings is None else _path(model, embeddings)
-    check = _Check(model, layout, axis, inside, batch)
+    travel: Latents = "latents" if latents == "auto" else latents
+    check = _Check(model, layout, axis, inside, batch, travel)
     with random_states_kept(model), _autocast_off(model):
         planned = trials(model, check.layout, axis) if batch is None else [trial_of(batch)]
         try:
@@ -173,7 +177,9 @@ class _Check:
         axis: str,
         embeddings: str | None,
         batch: Mapping[str, Any] | None = None,
+        latents: Latents = "auto",
     ) -> None:
+        self.latents = latents
         self.model, self.axis, self.embeddings, self.batch = model, axis, embeddings, batch
         decoder = text_decoder(model)
         self.decoder = "" if decoder is None else _path(model, decoder)
@@ -282,7 +288,7 @@ class _Check:
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
         full = self.batch is not None
         rows = "whole" if full else "local"
-        install(model, layout, self.axis, inside, _ON_RANKS, rows)
+        install(model, layout, self.axis, inside, _ON_RANKS, rows, self.latents)
         recording = TrialRecording(model)
         cut = Cut.of(layout, self.axis, trial.batch, length)
         if full:
@@ -442,7 +448,9 @@ def _attend_on_ranks(
     attention_mask: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    module._recording.attention(module, query=query, key=key, value=value)
+    with torch.no_grad():
+        own_keys, own_values, _ = taken(key, value, whole=True)
+    module._recording.attention(module, query=query, key=own_keys, value=own_values)
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
