@@ -271,7 +271,9 @@ def test_gradients_alone_travel_in_the_backward_pass():
         (Causal(window=4), True),
         (Causal(window=16), True),
         (Causal(window=17), False),  # 16 keys of others: a whole chunk
-        (Causal(window=18), False),  # 17: more than is kept, though less than two chunks
+        (Causal(window=33), False),
+        (Causal(window=34), False),  # 33: more than is kept, though less than three chunks
+        (Window(16, 15), True),  # of either side less than a chunk
         (SINKS, True),
         (Documents((16, 16, 32)), False),
         (Documents((15, 17, 32)), True),
