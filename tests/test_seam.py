@@ -8,6 +8,7 @@ of ranks, and attention is seen to be split by the bytes that it sends.
 import contextlib
 import copy
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -291,13 +292,13 @@ def full(t):
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def _trains(rank, family, way):
+def _trains(rank, family, way, images):
     """Errors of loss, logits and gradients that torch averages, of one image alone."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
     layout = Layout.parse(LAYOUTS[0]).bind(mesh, timeout=60)
-    call = example(family)
+    call = families.one_image(example(family))
     reference = step(built(family), call)
-    own = parallelize(built(family), layout, verify=False)
+    own = parallelize(built(family), layout, verify=False, images=images)
     if way == "ddp":
         around = torch.nn.parallel.DistributedDataParallel(own)
     else:
@@ -321,17 +322,19 @@ def _layers(part):
 
 @split
 @pytest.mark.parametrize(
-    ("family", "way"),
+    ("family", "way", "images"),
     [
-        pytest.param("gemma3", "fsdp", marks=pytest.mark.sample),
+        pytest.param("gemma3", "fsdp", "spread", marks=pytest.mark.sample),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gemma3", "ddp"), ("qwen3_vl", "ddp"), ("qwen3_vl", "fsdp"))
+            for case in itertools.product(
+                ("gemma3", "qwen3_vl"), ("ddp", "fsdp"), ("whole", "spread")
+            )
         ),
     ],
 )
-def test_torch_averages_gradients_of_towers(two, family, way):
-    for loss, logits, (grads, name) in two.run(_trains, family, way, timeout=240):
+def test_torch_averages_gradients_of_towers(two, family, way, images):
+    for loss, logits, (grads, name) in two.run(_trains, family, way, images, timeout=240):
         assert max(loss, logits) < FP64
         assert grads < FP64, name
 

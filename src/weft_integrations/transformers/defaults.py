@@ -23,6 +23,8 @@ from .whole import base
 #: Names of the argument, and of the output, that is a cache: transformers 5.24 renamed the first to
 #: the second.
 CACHES = ("past_key_values", "cache")
+#: How names of outputs that are features of images begin.
+FEATURES = ("image_", "video_", "mm_")
 
 
 def asked(model: Foreign, kwargs: Mapping[str, Any], name: str) -> bool:
@@ -83,18 +85,19 @@ class Absent:
         reason: what to do instead.
     """
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, reason: str, what: str = "the cache") -> None:
+        self.reason, self.what = reason, what
 
     def raise_(self) -> NoReturn:
         """Raise what a use of it raises."""
-        raise UnsupportedError(f"the cache of a model's output: {self.reason}")
+        raise UnsupportedError(f"{self.what} of a model's output: {self.reason}")
 
     def __repr__(self) -> str:
         return f"Absent({self.reason!r})"
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") or (not hasattr(DynamicCache, name) and name != "layers"):
+        known = hasattr(DynamicCache, name) or name == "layers" or self.what != "the cache"
+        if name.startswith("__") or not known:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.raise_()
 
@@ -109,6 +112,14 @@ class Absent:
 
     def __getitem__(self, index: object) -> NoReturn:
         self.raise_()
+
+
+def put_features(output: Any) -> None:
+    """Give an output by name `Absent` features of images, of which a rank has its tokens' only."""
+    reason = "images='spread' leaves a rank the features of its own tokens; take images='whole'"
+    for name in list(output):
+        if name.startswith(FEATURES):
+            output[name] = Absent(reason, name)
 
 
 def put_cache(output: Any, reason: str) -> None:

@@ -70,6 +70,9 @@ class ModelCall:
     absent: str = ""  # why there is no cache among the outputs, where one device makes one
     state: LocalPieces | None = None  # where recurrent layers' states cross ranks
     seam: str = ""  # "ahead" of the text decoder, where rows are full, or "behind"; "": none
+    ids: Tensor | None = None  # of full rows, ahead of the decoder
+    spreading: bool = False  # a tower computes this rank's images now
+    spread: bool = False  # features are those of this rank's tokens
     made_mask: Mark | None = None  # that the model made ahead of its decoder
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
