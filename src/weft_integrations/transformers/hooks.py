@@ -24,7 +24,7 @@ from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import calls, chosen_keys, generation, interface, latents, refused, seam, whole
+from . import calls, chosen_keys, generation, interface, latents, refused, seam, towers, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
@@ -46,7 +46,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
-        of_rows: modules that count places of tokens, or choose keys, among all of a row.
+        of_rows: modules that count tokens or images, or choose keys, of full rows.
         expanding: modules whose latents may travel.
         calls: what begins and ends each forward pass.
     """
@@ -99,9 +99,12 @@ def install(
     name: str = interface.NAME,
     rows: str = "local",
     travel: latents.Latents = "auto",
+    images: str = "whole",
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
+    decoder = whole.text_decoder(model)
+    spread = towers.methods(model, decoder) if images == "spread" else []
     installed = _Installed(
         implementation=model.config._attn_implementation,
         layout=layout,
@@ -119,9 +122,11 @@ def install(
         for module in installed.expanding:
             latents.hand_on(module, layout, axis, travel)
     model.set_attn_implementation(name)
-    decoder = seam.text_decoder(model)
     if decoder is not None:
         _keep_towers(decoder, installed)
+    for module, function, method in spread:
+        put(module, function, method)
+        installed.of_rows.append(module)
     if model.config._attn_implementation != name:
         raise _outside(model)
     model._weft = installed
@@ -177,7 +182,7 @@ def check_kind(model: Foreign) -> None:
             "parallelize an encoder or a decoder alone"
         )
     sound = getattr(model, "main_input_name", "") in ("input_values", "input_features")
-    if sound and seam.text_decoder(model) is None:
+    if sound and whole.text_decoder(model) is None:
         raise UnsupportedError(
             f"{name} computes audio tokens with convolutions across token boundaries, which need "
             "neighbouring ranks' inputs; parallelize a model of text or images"
