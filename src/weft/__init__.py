@@ -28,6 +28,7 @@ from .masks import (
     Window,
     prefix_lm,
 )
+from .runtime.expand import Expansion
 from .threads import on_threads
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "ChosenKeys",
     "DeclarationError",
     "Documents",
+    "Expansion",
     "Field",
     "FirstKeys",
     "Full",

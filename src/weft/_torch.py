@@ -27,6 +27,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
@@ -290,6 +291,10 @@ OF_GRADIENTS = frozenset(
 )
 
 
+#: What autograd runs below `__torch_function__` on a saved tensor that a hook has unpacked.
+OF_UNPACKED = torch.ops.aten.detach.default
+
+
 def traced(tensor: Tensor) -> bool:
     """True if a tensor stands for another while torch traces or compiles."""
     return isinstance(tensor, FakeTensor)
@@ -302,6 +307,33 @@ def in_graph(tensor: Tensor) -> bool:
     """
     compiler = torch.compiler
     return compiler.is_dynamo_compiling() or (compiler.is_compiling() and traced(tensor))
+
+
+class Observed(TorchDispatchMode):
+    """Counts the operations of products, and names ops that draw random numbers, on this thread.
+
+    >>> with Observed() as observed:
+    ...     _ = torch.nn.functional.dropout(torch.ones(3, 4) @ torch.ones(4, 5), 0.5)
+    >>> observed.flops, observed.draws
+    (120, ['aten.bernoulli_.float'])
+    """
+
+    def __init__(self) -> None:
+        from torch.utils.flop_counter import flop_registry  # it loads Triton
+
+        super().__init__()
+        self.flops, self.draws, self._counts = 0, list[str](), flop_registry
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.draws.append(str(func))
+        out = func(*args, **(kwargs or {}))
+        count = self._counts.get(func._overloadpacket)
+        if count is not None:
+            self.flops += count(*args, **(kwargs or {}), out_val=out)
+        return out
 
 
 def trace_on_threads() -> None:

@@ -12,6 +12,7 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -29,14 +30,15 @@ from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .layout import Layout
 from .masks import FULL, Mask, check_mask
-from .plan.call import Call, Length, read_length
+from .plan.call import Call, Expanded, Length, read_length
 from .plan.order import positions
 from .plan.plan import score_tile
 from .plan.problem import shard_batches
 from .runtime import calls
 from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
-from .runtime.ops import attend_alone
+from .runtime.expand import Expand, Expander, Expansion, Tried, as_expansion
+from .runtime.ops import attend_eagerly, attend_latents
 
 
 @overload
@@ -54,6 +56,7 @@ def attention(
     bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    expand: Expand | None = None,
     kernel: str | None = None,
     name: str | None = None,
     choice: ChosenKeys | None = None,
@@ -73,6 +76,7 @@ def attention(
     bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    expand: Expand | None = None,
     kernel: str | None = None,
     name: str | None = None,
     choice: ChosenKeys | None = None,
@@ -92,6 +96,7 @@ def attention(
     bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    expand: Expand | None = None,
     kernel: str | None = None,
     name: str | None = None,
     choice: ChosenKeys | None = None,
@@ -110,6 +115,7 @@ def attention(
     bias: Bias | Tensor | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    expand: Expand | None = None,
     kernel: str | None = None,
     name: str | None = None,
     choice: ChosenKeys | None = None,
@@ -137,6 +143,8 @@ def attention(
             `weft.bias_tile`.
         softcap: scaled logits become softcap * tanh(logits / softcap).
         sinks: (h,) logits of a key that every query sees and whose value is 0 (local heads).
+        expand: with latents in the place of k and v, the keys and values as a function of them, so
+            that latents may travel: a `weft.Expansion`, or what makes one. Not with DTensors.
         choice: a `weft.ChosenKeys`, the keys that each query of this rank may see besides the mask:
             chosen by the model as it runs. It moves where queries move, as numbers.
         kernel: one of the kernels by name, for all tiles; `weft list --support` shows what each
@@ -166,16 +174,20 @@ def attention(
         options: dict[str, Any] = {"layout": layout, "axis": axes, "mask": mask, "scale": scale}
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
         options |= {"kernel": kernel, "name": name, "choice": choice}
+        if expand is not None:
+            raise UnsupportedError("expand: latents are local tensors, found DTensors")
         _check_placed(q, k, v, options)
         return attend_dtensors(attention, q, k, v, return_lse, options)
     if in_transform():
         _check_layout(layout)
         with refused_everywhere(functools.partial(_refuse, layout, axes, mask, bias)):
             raise transformed("weft.attention")
+    if expand is not None and in_graph(q):
+        k, v = as_expansion(expand)(k, v)  # a graph has one kind of call
+        expand = None
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
-    attend = torch.ops.weft.attention
     numbers = choice.numbers if isinstance(choice, ChosenKeys) else None
     if in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
@@ -192,17 +204,22 @@ def attention(
             _plain_kind(choice),
             calls.gradients_wanted(q, k, v, learned),
         )
-        out, lse = attend(q, k, v, learned, numbers, scale, softcap, handle)[:2]
+        op = torch.ops.weft.attention
+        out, lse = op(q, k, v, learned, numbers, scale, softcap, handle)[:2]
     else:
         more = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
         bound = _bound(layout, axes, mask, length, *more, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
-        alone = attend_alone(bound, q, k, v)
-        if alone is not None:
-            out, lse = alone
+        expansion = None if expand is None else as_expansion(expand)
+        tried = None if expansion is None else _latents(bound, expansion, q, k, v)
+        if expansion is not None and tried is None:
+            k, v = expansion(k, v)
+        if expansion is not None and tried is not None:
+            bound = _bound(layout, axes, mask, length, *more, (), tried.sizes)
+            expander = Expander(expansion, tried.parameters, q)
+            out, lse = attend_latents(bound, expander, q, k, v, learned, numbers)
         else:
-            floats = bound.call.scale, bound.call.softcap
-            out, lse = attend(q, k, v, learned, numbers, *floats, calls.handle_of(bound))[:2]
+            out, lse = attend_eagerly(bound, q, k, v, learned, numbers)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -222,9 +239,10 @@ def _bound(
     scale: float | None,
     softcap: float | None,
     tensors: tuple,
+    expanded: Expanded | None = None,
 ) -> BoundCall:
     """The call, checked as far as it can be without its tensors' shapes."""
-    key = (axes, mask, scale, length, want_lse, softcap, kernel, name)
+    key: tuple = (axes, mask, scale, length, want_lse, softcap, kernel, name)
     _check_layout(layout)
     plain = (
         bias is None
@@ -233,6 +251,8 @@ def _bound(
         and layout.__class__ is Layout
         and _is_value(key)
     )
+    if expanded is not None:
+        key = (*key, expanded)
     bound = BoundCall.kept(layout, key) if plain else None
     with refused_everywhere(functools.partial(_refuse, layout, axes, mask, bias)):
         if bound is None:
@@ -248,11 +268,29 @@ def _bound(
                 learned,
                 name=name,
                 choice=_checked_kind(choice),
+                expanded=expanded,
             )
             bound = BoundCall.keep(layout, key, call) if plain else BoundCall(layout, call)
         if tensors:
             _check_kinds(*tensors)
     return bound
+
+
+def _latents(
+    bound: BoundCall, expansion: Expansion, q: Tensor, k: Tensor, v: Tensor
+) -> Tried | None:
+    """The sizes and parameters of an expansion whose latents travel; None: keys and values do."""
+    if not bound.mesh_dims or expansion.travel == "keys":
+        return None
+    with refused_everywhere(bound.refuse):
+        tried = expansion.tried(k, v)
+        call = replace(bound.call, expanded=tried.sizes)
+        travel = BoundCall(bound.layout, call).travel(q, k, v)
+        if expansion.travel == "latents" and travel.why:
+            raise UnsupportedError(
+                f"travel='latents': {travel.why}; travel='auto' lets keys travel there"
+            )
+    return tried if expansion.travel == "latents" or travel.latents else None
 
 
 def _check_placed(q: DTensor, k: Tensor, v: Tensor, options: Mapping[str, Any]) -> None:

@@ -281,8 +281,18 @@ def measure(
     block = blocks[2 * SCALES.index(1)]
     speeds = _speeds(layout, problem, cores) if by_rank else ()
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else None
-    known = {"cores": cores, "speeds": speeds, "device": device, "memory": memory}
-    made = Measured(block, links, together, tuple(blocks), merge, per_pass, **known)
+    made = Measured(
+        block,
+        links,
+        together,
+        tuple(blocks),
+        merge,
+        per_pass,
+        cores=cores,
+        speeds=speeds,
+        device=device,
+        memory=memory,
+    )
     return replace(made, per_step=_per_step(layout, problem, made))
 
 

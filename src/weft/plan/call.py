@@ -25,6 +25,25 @@ Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
 
 @dataclass(frozen=True)
+class Expanded:
+    """The sizes of keys and values that ranks make of what travels in their place.
+
+    Attributes:
+        heads: of keys and values, all of those of a rank at rest.
+        head_dim: of keys.
+        value_dim: of values.
+        carried: head dims of the two tensors that travel.
+        work: floating-point operations that expand one token.
+    """
+
+    heads: int
+    head_dim: int
+    value_dim: int
+    carried: tuple[int, int]
+    work: int = 0
+
+
+@dataclass(frozen=True)
 class Call:
     """The options of a call of `weft.attention`, without its tensors and its layout.
 
@@ -33,6 +52,7 @@ class Call:
     choice: the kind of a choice of keys that comes with them, or None.
     routed: for learned routing, its options as text.
     name: which call of the program it is, where that is told by no line of it.
+    expanded: of latents that travel, the keys and values that each rank makes of them.
     """
 
     axes: tuple[str, ...]
@@ -47,6 +67,7 @@ class Call:
     routed: str = ""
     name: str | None = None
     choice: ChoiceKind | None = None
+    expanded: Expanded | None = None
 
     def __post_init__(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
@@ -65,6 +86,7 @@ class Call:
             f"{self.bias or self.learned_bias}, routing {self.routed or 'none'}"
             f"{'' if self.choice is None else f', {self.choice}'}"
             f"{'' if self.name is None else f', name {self.name!r}'}"
+            f"{'' if self.expanded is None else f', latents of {self.expanded.carried}'}"
         )
 
     @property
@@ -75,7 +97,7 @@ class Call:
         """
         parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)
         bias = "" if self.bias is None else describe_value(self.bias)
-        tensors = f"{self.learned_bias} {self.choice}"
+        tensors = f"{self.learned_bias} {self.choice} {self.expanded}"
         return f"{self.axes} {parts} {bias} {tensors} {self.routed} {self.name!r}"
 
     @functools.cached_property

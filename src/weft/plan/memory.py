@@ -59,7 +59,7 @@ def payload_shapes(
         dtype = plan.accum_dtype if payload is Payload.OUT else torch.float64
     entry = plan.compute[payload.side]
     shape = entry.batch, entry.heads, rows
-    tensors = payload.tensors(backward, p.head_dim, p.value_dim, dtype)
+    tensors = payload.tensors(backward, *p.dims(payload.side), dtype)
     return [((*shape, dim) if dim else shape, dtype) for dim, dtype in tensors]
 
 
@@ -131,7 +131,7 @@ def seen_bytes(plan: Plan) -> int:
         return 0
     p, state = plan.problem, plan.compute.key
     rows = count(plan.seen.spans(plan.coords))
-    return state.batch * state.heads * rows * (p.head_dim + p.value_dim) * p.dtype.itemsize
+    return state.batch * state.heads * rows * sum(p.dims(Side.KEY)) * p.dtype.itemsize
 
 
 def _largest(tile: Pass, payload: Payload) -> int:

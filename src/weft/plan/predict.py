@@ -149,7 +149,7 @@ def _seen(moved: Traffic, plan: Plan, label: str, *, adjoint: bool = False) -> N
     """Keys and values that are seen here, or their gradients on the way back."""
     if plan.seen is None:
         return
-    state, width = plan.compute.key, plan.problem.head_dim + plan.problem.value_dim
+    state, width = plan.compute.key, sum(plan.problem.dims(Side.KEY))
     nbytes = state.batch * state.heads * width * plan.problem.dtype.itemsize
     mesh = tuple((d, plan.sizes[d]) for d in plan.seen.dims)
     chunk = plan.seen.take(plan.coords)
@@ -178,8 +178,8 @@ def _choice(moved: Traffic, plan: Plan) -> None:
 def _input_sides(plan: Plan) -> list[tuple[Side, int]]:
     """Bytes per row and head of query, key and value."""
     item = plan.problem.dtype.itemsize
-    d, e = plan.problem.head_dim * item, plan.problem.value_dim * item
-    return [(Side.QUERY, d), (Side.KEY, d), (Side.KEY, e)]
+    (d, _), (k, v) = map(plan.problem.dims, Side)
+    return [(Side.QUERY, d * item), (Side.KEY, k * item), (Side.KEY, v * item)]
 
 
 def _output_sides(plan: Plan) -> list[tuple[Side, int]]:
@@ -290,5 +290,5 @@ def _rest_bytes(plan: Plan) -> int:
     p, item = plan.problem, plan.problem.dtype.itemsize
     rows = math.prod(_shape(plan.resharding.query, 0, plan.coords))
     keys = p.batch * p.kv_heads * count(plan.resharding.key.state(0, plan.coords).spans)
-    widths = p.head_dim + p.value_dim
-    return rows * (widths * item + plan.accum_dtype.itemsize) + keys * widths * item
+    of_queries, of_keys = (sum(p.dims(side)) for side in Side)
+    return rows * (of_queries * item + plan.accum_dtype.itemsize) + keys * of_keys * item

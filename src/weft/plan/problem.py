@@ -16,10 +16,11 @@ from ..declare.layout_file import HEADS
 from ..declare.mesh import coordinates, index_at
 from ..errors import ShapeError
 from ..masks import FULL, Mask
-from .call import Length, reach, read_length
+from .call import Expanded, Length, reach, read_length
 from .order import shard_sizes
 from .program import Payload
 from .shifts import Shifts
+from .sides import Side
 from .timing import Costs
 
 
@@ -27,7 +28,9 @@ from .timing import Costs
 class AnyProblem:
     """Sizes and options of a call: batch and heads of all ranks, or of one; see its subclasses.
 
-    `lengths` has, per attended axis, the number of queries and of keys over all ranks.
+    `lengths` has, per attended axis, the number of queries and of keys over all ranks. Where keys
+    and values are `expanded` from latents, these are what rests and travels, in `kv_heads` heads of
+    its `carried` dims; `head_dim` and `value_dim` are those of kernels.
     """
 
     axes: tuple[str, ...]
@@ -47,6 +50,7 @@ class AnyProblem:
     bias: bool = False
     bias_tensor: bool = False
     choice: ChoiceKind | None = None
+    expanded: Expanded | None = None
 
     @property
     def n(self) -> int:
@@ -58,9 +62,22 @@ class AnyProblem:
         """Global number of keys."""
         return math.prod(m for _, m in self.lengths)
 
+    def dims(self, side: Side) -> tuple[int, int]:
+        """Head dims of the two tensors of a side that travel: queries and outputs, keys and values.
+
+        >>> from weft.plan.call import Expanded
+        >>> latent = Expanded(heads=8, head_dim=24, value_dim=16, carried=(32, 8))
+        >>> mla = Problem.of("tokens", 64, heads=8, kv_heads=1, head_dim=24, expanded=latent)
+        >>> mla.dims(Side.QUERY), mla.dims(Side.KEY), mla.row_bytes(Payload.KV, False)
+        ((24, 16), (32, 8), 160)
+        """
+        if side is Side.KEY and self.expanded is not None:
+            return self.expanded.carried
+        return self.head_dim, self.value_dim
+
     def row_bytes(self, payload: Payload, backward: bool) -> int:
         """Bytes of a payload per row and head."""
-        return payload.row_bytes(backward, self.head_dim, self.value_dim, self.dtype)
+        return payload.row_bytes(backward, *self.dims(payload.side), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -86,12 +103,14 @@ class Problem(AnyProblem):
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
         mask: Mask = FULL,
+        expanded: Expanded | None = None,
     ) -> Self:
         """A call by its sizes: as many key/value heads as heads, values as wide as keys.
 
         Args:
             axis: the attended axis, or several, also joined by "+".
             length: as `weft.attention` takes it.
+            expanded: the keys and values that ranks make of `kv_heads` heads of latents.
 
         Raises:
             ShapeError: a length that is none.
@@ -101,9 +120,11 @@ class Problem(AnyProblem):
         if lengths is None:
             raise ShapeError("a plan without tensors needs length=...")
         kv_heads = heads if kv_heads is None else kv_heads
+        if expanded is not None:
+            value_dim = expanded.value_dim
         value_dim = head_dim if value_dim is None else value_dim
         sizes = batch, heads, kv_heads, head_dim, value_dim
-        return cls(axes, lengths, *sizes, dtype, device, mask)
+        return cls(axes, lengths, *sizes, dtype, device, mask, expanded=expanded)
 
     def on(self, layout: LayoutDeclaration, rank: int) -> LocalProblem:
         """The part of one rank: batch and heads are cut over the mesh as tensors at rest are.
@@ -147,6 +168,7 @@ def pass_costs(
     problem: LocalProblem,
     ways: int,
     blocks: int,
+    expansions: int,
     backward: bool,
     shifts: Shifts,
 ) -> Costs:
@@ -154,7 +176,9 @@ def pass_costs(
 
     A block of n queries by m keys takes 2 b h n m (d + e) floating-point operations forward and
     2.5 times as many backward. The sequence and its heads are cut `ways` ways, and a rank computes
-    `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs.
+    `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs. Latents
+    are expanded for every block, one of `expansions` parts of the tokens; again in the backward
+    pass, which also has two products of that size for the gradients.
     """
     p = problem
     batch = p.program_batch
@@ -168,8 +192,12 @@ def pass_costs(
 
     # Of a block's share of the queries and of the keys.
     flops = shifts.hardware.device.rate(p.n * p.m / ways / blocks, backward)
+    expansion = 0.0
+    if p.expanded is not None:
+        tokens = batch * p.m / expansions
+        expansion = (3 if backward else 1) * tokens * p.expanded.work / flops
     return Costs(
-        block=(2.5 if backward else 1.0) * work / blocks / flops,
+        block=(2.5 if backward else 1.0) * work / blocks / flops + expansion,
         q=seconds(Payload.Q, n),
         kv=seconds(Payload.KV, m),
         back_q=seconds(Payload.DQ if backward else Payload.OUT, n),

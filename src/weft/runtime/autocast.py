@@ -6,6 +6,7 @@ which autocast would take back to its dtype.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -56,6 +57,24 @@ def without_autocast(function: Callable[Given, Result]) -> Callable[Given, Resul
 def autocast_is_on(kind: str) -> bool:
     """True inside `torch.autocast` of a kind of device; meta tensors have none."""
     return _has_autocast(kind) and torch.is_autocast_enabled(kind)
+
+
+def autocast_of(like: Tensor) -> Callable[[], contextlib.AbstractContextManager]:
+    """The autocast that a tensor's device has now, for a function that is called again later.
+
+    Weights are cast anew: casts that torch keeps may be without gradients.
+
+    >>> with torch.autocast("cpu", torch.bfloat16):
+    ...     later = autocast_of(torch.ones(2))
+    >>> with later():
+    ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+    torch.bfloat16
+    """
+    kind = like.device.type
+    if not _has_autocast(kind):
+        return contextlib.nullcontext
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return functools.partial(torch.autocast, kind, dtype, enabled, cache_enabled=False)
 
 
 @constant_in_graphs

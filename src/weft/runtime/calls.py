@@ -25,6 +25,7 @@ from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.plan import Plan
 from ..plan.problem import LocalProblem
+from ..plan.travel import Travel, choose_travel
 from . import checks, handles
 
 if TYPE_CHECKING:
@@ -92,9 +93,16 @@ class BoundCall:
         self, rest: Sequence[int], dtype: torch.dtype, device: str, batches: tuple[int, ...] = ()
     ) -> Plan:
         """The plan for tensors of a rest shape, (b, h, n, g, m, d, e); `batches` of all ranks."""
+        problem = self.problem(rest, dtype, device, batches)
+        return plan_for_rank(self.layout.unbound, problem, self.layout.rank)
+
+    def problem(
+        self, rest: Sequence[int], dtype: torch.dtype, device: str, batches: tuple[int, ...] = ()
+    ) -> LocalProblem:
+        """The sizes and options of the call for a rest shape."""
         b, h, n, g, m, d, e = (int(x) for x in rest)
         c = self.call
-        problem = LocalProblem(
+        return LocalProblem(
             axes=c.axes,
             lengths=c.lengths(self.layout.unbound, n, m),
             batch=b,
@@ -113,8 +121,16 @@ class BoundCall:
             bias=c.bias is not None,
             bias_tensor=c.learned_bias,
             choice=c.choice,
+            expanded=c.expanded,
         )
-        return plan_for_rank(self.layout.unbound, problem, self.layout.rank)
+
+    def travel(self, q: Tensor, k: Tensor, v: Tensor) -> Travel:
+        """The choice between latents and what they expand to, by plans; shapes are checked."""
+        rest = self.rest_shape(q, k, v)
+        problem = self.problem(rest, q.dtype, q.device.type)
+        if self.asks_batches:  # other ranks may have others
+            problem = replace(problem, batch=1)
+        return choose_travel(self.layout.unbound, problem)
 
     def plan_of(self, rest: Sequence[int], like: Tensor, batches: Tensor | None) -> Plan:
         """The plan that the forward pass agreed on, from the numbers it saved."""
@@ -131,6 +147,15 @@ class BoundCall:
 
     # -- agreeing ------------------------------------------------------------------------------
 
+    def rest_shape(self, q: Tensor, k: Tensor, v: Tensor) -> list[int]:
+        """The checked shape of tensors as they rest; see the function of this name."""
+        expanded = self.call.expanded
+        if expanded is None:
+            checks.check_tensors(q, k, v)
+            return rest_shape(q, k, v)
+        checks.check_latents(q, k, v, expanded)
+        return [*rest_shape(q, k, v)[:-1], expanded.value_dim]
+
     def begin(
         self,
         q: Tensor,
@@ -138,20 +163,21 @@ class BoundCall:
         v: Tensor,
         bias: Tensor | None = None,
         chosen: Tensor | None = None,
+        parameters: Sequence[Tensor] = (),
     ) -> tuple[Plan, Channel, Tensor]:
         """The first part of a forward pass: its plan, its channel, and what backward needs.
 
         The last is int64: the pass's number, without it where nothing is exchanged; the batches of
         all ranks, without them where the plan does not depend on them; and the digest of the values
-        that the user's functions see, without it where there are none.
+        that the user's functions see, without it where there are none. `parameters` are those that
+        expand latents.
 
         Raises `ShapeError` or `UnsupportedError` where this rank's tensors do not fit, or, on every
         rank that takes part and before anything else is sent, another's.
         """
-        gradients = self.gradients or gradients_wanted(q, k, v, bias)
+        gradients = self.gradients or gradients_wanted(q, k, v, bias, *parameters)
         with refused_everywhere(self.refuse):
-            checks.check_tensors(q, k, v)
-            rest = rest_shape(q, k, v)
+            rest = self.rest_shape(q, k, v)
             plan = self._checked_plan(rest, q)
             if plan.edges is not None and q.dtype == torch.float64 and gradients == "wanted":
                 raise UnsupportedError(
@@ -163,7 +189,9 @@ class BoundCall:
                 batch = None if self.asks_batches else plan.compute.query.batch
                 checks.check_bias(plan, bias, batch)
             if chosen is not None:
-                checks.check_choice(plan, chosen, q, k.shape[1])
+                expanded = self.call.expanded
+                heads = k.shape[1] if expanded is None else expanded.heads
+                checks.check_choice(plan, chosen, q, heads)
             content = self.call.content
         described = content, rest, q, f", gradients {gradients}"
         where = self._origin()
@@ -337,10 +365,9 @@ class BoundCall:
         self.call.mask.check(plan.problem.n, plan.problem.m, batch)
 
 
-def gradients_wanted(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> str:
+def gradients_wanted(*tensors: Tensor | None) -> str:
     """ "wanted" if a call will have a backward pass; all ranks must agree, as all take part."""
-    tensors = (q, k, v) if bias is None else (q, k, v, bias)
-    return "wanted" if any(t.requires_grad for t in tensors) else "none"
+    return "wanted" if any(t is not None and t.requires_grad for t in tensors) else "none"
 
 
 def _numbers_of(*numbers: int) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..declare.mesh import coordinates
 from ..declare.placements import SEQ
 from ..errors import ShapeError, UnsupportedError, WeftError
-from ..plan.call import Call
+from ..plan.call import Call, Expanded
 from ..plan.plan import Plan
 
 
@@ -22,6 +22,32 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if same and h % g == 0 and q.device == k.device == v.device and _is_computed(q, k, v):
             return
     _refuse_tensors(q, k, v)
+
+
+def check_latents(q: Tensor, k: Tensor, v: Tensor, expanded: Expanded) -> None:
+    """Raise unless q, two tensors of latents, and the keys and values made of them fit together."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        _refuse_tensors(q, k, v)
+    (b, h, _, d), (kb, g, m, _), (vb, vg, vm, _) = q.shape, k.shape, v.shape
+    shapes = f"q {tuple(q.shape)}, latents {tuple(k.shape)} and {tuple(v.shape)}"
+    if not (b == kb == vb and g == vg == 1 and m == vm and h):
+        raise ShapeError(
+            "latents are two tensors (b, 1, m, dim) of as many tokens, in one head; of several"
+            f" make one, t.transpose(1, 2).flatten(2)[:, None]: {shapes}"
+        )
+    if h % expanded.heads or d != expanded.head_dim:
+        raise ShapeError(
+            f"the expansion makes {expanded.heads} heads of keys of {expanded.head_dim}, which do"
+            f" not fit {shapes}"
+        )
+    if not q.dtype == k.dtype == v.dtype or not q.device == k.device == v.device:
+        raise ShapeError(
+            f"q and latents need one dtype and one device, found {q.dtype}, {k.dtype}, {v.dtype} on"
+            f" {q.device}, {k.device}, {v.device}"
+        )
+    if not _is_computed(q, k, v):
+        _refuse_tensors(q, q, q)
+        raise ShapeError(f"latents are dense tensors of a floating dtype: {shapes}")
 
 
 def _is_computed(*tensors: Tensor) -> bool:

@@ -18,9 +18,10 @@ from ..plan.geometry import Rows
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
 from ..plan.sides import Side
-from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, slot
+from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, rows_by_chunk, slot
 from ..plan.tiles import KernelCall, Kind
 from .autocast import without_autocast
+from .expand import Expander
 from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
@@ -46,14 +47,17 @@ def forward(
     v: Tensor,
     bias: Tensor | None = None,
     chosen: Tensor | None = None,
+    expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp, all in their compute placement."""
+    """Output and logsumexp, all in their compute placement; of latents, if an expander is given."""
     transport.watches.note(plan, False)
-    if plan.forward.whole:
+    whole = plan.forward.whole if expander is None else None
+    if whole is not None:
         with mark(plan.forward, 0, "compute", _WHOLE):
-            out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
+            out, lse = plan.kernel(whole.kind).forward(q, k, v, view_of(plan, whole))
     else:
-        run = _Forward(plan, plan.forward, transport, call, bias, chosen, q, k, v)
+        options = bias, chosen, expander
+        run = _Forward(plan, plan.forward, transport, call, *options, q, k, v)
         run.steps()
         out, lse = run.result()
     if not plan.replicated.query:
@@ -72,15 +76,17 @@ def backward(
     entry: Entry,
     bias: Tensor | None = None,
     chosen: Tensor | None = None,
+    expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Gradients of query, key, value and bias, all in their compute placement."""
     transport.watches.note(plan, True)
     q, k, v, out, lse = entry
     dbias = None
-    if plan.backward.whole and dlse is None and plan.kernel(False).takes_out:
-        view = view_of(plan, plan.backward.whole)
+    whole = plan.backward.whole if expander is None else None
+    if whole is not None and dlse is None and plan.kernel(whole.kind).takes_out:
+        view = view_of(plan, whole)
         with mark(plan.backward, 0, "compute", _WHOLE):
-            dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
+            dq, dk, dv, _ = plan.kernel(whole.kind).backward(dout, q, k, v, out, lse, None, view)
     else:
         delta = None
         fixed = plan.edges is not None
@@ -90,7 +96,9 @@ def backward(
             if dlse is not None:
                 delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse)
-        run = _Backward(plan, plan.backward, transport, call, bias, chosen, q, k, v, *rows)
+        run = _Backward(
+            plan, plan.backward, transport, call, bias, chosen, expander, q, k, v, *rows
+        )
         run.steps()
         dq, dk, dv = run.result()
         dbias = None if bias is None or run.dbias is None else run.dbias.to(bias.dtype)
@@ -116,7 +124,8 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 def view_of(plan: Plan, call: KernelCall) -> TileView:
     """The view of the scores of a pass that is one kernel call."""
-    return TileView(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
+    causal = call.kind is Kind.CAUSAL
+    return TileView(plan.scale, causal, softcap=plan.problem.softcap, window=call.window)
 
 
 class _Forward(TileRun):
@@ -130,11 +139,12 @@ class _Forward(TileRun):
         call: Call,
         bias: Tensor | None,
         chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, chosen, q, k)
+        super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
         self.v = v
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
         self.partial: dict[int, PartialOutput | OutputTree] = {}
@@ -147,7 +157,7 @@ class _Forward(TileRun):
         partial = self.partial.get(number)
         if partial is None:
             rows = self.flat.heights[Side.QUERY, number]
-            shape = (*self.like.shape[:2], rows, self.v.shape[-1])
+            shape = (*self.like.shape[:2], rows, self.plan.problem.value_dim)
             arguments = shape, self.like, self.plan.accum_dtype
             partial = self.partial[number] = (
                 PartialOutput(*arguments)
@@ -184,7 +194,7 @@ class _Forward(TileRun):
         if block.leaves:
             self._leaves(block)
             return
-        qkv = *self._joined(Payload.Q, block.queries), *self._joined(Payload.KV, block.keys)
+        qkv = *self._joined(Payload.Q, block.queries), *self._keys(block.keys)
         for work in block.works:
             out, lse = self._computed(block, work, qkv)
             for number, low, high, rows in work.of_queries:
@@ -224,7 +234,7 @@ class _Forward(TileRun):
         )
         if block.leaves:
             q, k, v = (t.contiguous() for t in (q, k, v))
-        kernel = self._kernel(work.masked)
+        kernel = self._kernel(work.kind)
         view = self.views.of(block.plan, work.group, kernel, block.overlapped)
         return kernel.forward(q, k, v, view)
 
@@ -240,6 +250,7 @@ class _Backward(TileRun):
         call: Call,
         bias: Tensor | None,
         chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -249,7 +260,7 @@ class _Backward(TileRun):
         delta: Tensor | None,
         dlse: Tensor | None,
     ) -> None:
-        super().__init__(plan, tile, transport, call, bias, chosen, q, k)
+        super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
         # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
         lse_grad = dlse is not None if plan.edges is None else call.return_lse
         self.bounds: dict[str, Tensor] | None = None
@@ -267,6 +278,7 @@ class _Backward(TileRun):
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
+        self._settle()
         dq, dk, dv = (self._sum(name, 0).result() for name in ("dq", "dk", "dv"))
         return dq, dk, dv
 
@@ -288,6 +300,8 @@ class _Backward(TileRun):
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         names = self._names(t.payload)
+        if t.payload is Payload.DKV:
+            self._settle()
         results = tuple(self._sum(name, t.source).sum() for name in names)
         for name in names:
             del self.sums[name, t.source]
@@ -317,7 +331,9 @@ class _Backward(TileRun):
         if not works:
             return
         of_rows = self._joined(Payload.Q, block.queries)
-        of_keys = self._joined(Payload.KV, block.keys)
+        if self.latents is not None and block.keys.numbers != self.latents.numbers:
+            self._settle()
+        of_keys = self._keys(block.keys)
         # Only this rank's own rows have their true output here; for others delta stands in.
         own = block.queries.own
         lse_grad = self.others_lse_grad if own is None else self.lse_grad
@@ -344,15 +360,28 @@ class _Backward(TileRun):
                 columns = self._cut(of_keys, work.columns, samples)
                 cut[Side.KEY, work.columns, samples] = columns
             (lse, delta, q, dout, of_out), (k, v) = rows, columns
-            kernel = self._kernel(work.masked, **grads)
+            kernel = self._kernel(work.kind, **grads)
             view = self.views.of(block.plan, work.group, kernel, block.overlapped, **grads)
             assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
             dq, dk, dv, ds = kernel.backward(dout, q, k, v, of_out, lse, delta, view)
             if ds is not None:
                 self._add_bias_gradient(block.plan, work.group.calls[0], ds)
             self._add("dq", dq, work.of_queries, samples)
+            if self.latents is not None:
+                self.latents.add(work.columns, dk, dv, samples)
+                continue
             self._add("dk", dk, work.of_keys, samples)
             self._add("dv", dv, work.of_keys, samples)
+
+    def _settle(self) -> None:
+        """Add the gradients that go through the expansion of the latents at hand."""
+        settled = None if self.latents is None else self.latents.settle()
+        if settled is None:
+            return
+        numbers, dc, dr = settled
+        for n, low, high, a, b in rows_by_chunk(self.tile, numbers, 0, dc.shape[2], Side.KEY):
+            self._sum("dk", n).add(low, high, dc[:, :, a:b])
+            self._sum("dv", n).add(low, high, dr[:, :, a:b])
 
     def _cut(
         self, tensors: tuple[Tensor | None, ...], ranges: Ranges | None, samples: Rows | None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +25,9 @@ from ..plan.memory import held_bytes
 from ..plan.plan import Pass, Plan
 from ..plan.program import Payload, Transfer
 from ..plan.steps import BlockSteps, Joined, Packing, RankTransfer, Receive, steps_of
+from ..plan.tiles import Kind
 from .buffers import pack, unpack
+from .expand import ExpandedChunk, Expander
 from .marks import mark
 from .views import Views
 
@@ -71,11 +74,13 @@ class TileRun(abc.ABC):
         call: Call,
         bias: Tensor | None,
         chosen: Tensor | None,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
     ) -> None:
         self.plan, self.tile, self.transport, self.bias = plan, tile, transport, bias
         self.like, self.k = q, k
+        self.latents = None if expander is None else ExpandedChunk(expander, plan, tile.backward)
         self.flat = steps_of(tile)
         self.views = Views(plan, tile, call, bias, chosen, q)
         #: this rank's chunk of each side; None for tensors that nobody reads
@@ -85,7 +90,7 @@ class TileRun(abc.ABC):
         #: flat buffers that are sent or received, by the numbers that the steps give them
         self.buffers: list[Tensor | None] = [None] * self.flat.buffers
         self.joined: list[Tensor] = []  # for the block at hand
-        self.kernels: dict[tuple[bool, bool, bool], Kernel] = {}
+        self.kernels: dict[tuple[Kind | Literal[False], bool, bool], Kernel] = {}
         self.peak = 0
 
     @contextlib.contextmanager
@@ -125,9 +130,11 @@ class TileRun(abc.ABC):
             if self.transport.watches:
                 self.transport.watches.note_peak(self.plan, self.tile.backward, self.peak)
 
-    def _kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
-        """The kernel of plain or of masked calls, looked up once in a run."""
-        key = masked, lse_grad, bias_grad
+    def _kernel(
+        self, kind: Kind | Literal[False], lse_grad: bool = False, bias_grad: bool = False
+    ) -> Kernel:
+        """The kernel of plain calls or of a kind, looked up once in a run."""
+        key = kind, lse_grad, bias_grad
         if key not in self.kernels:
             self.kernels[key] = self.plan.kernel(*key)
         return self.kernels[key]
@@ -220,6 +227,15 @@ class TileRun(abc.ABC):
         joined = tuple(torch.cat(parts, 2) for parts in zip(*apart))
         self.joined += joined
         return joined
+
+    def _keys(self, keys: Joined) -> tuple[Tensor | None, ...]:
+        """Keys and values of several chunks, expanded where latents travel."""
+        chunk = self._joined(Payload.KV, keys)
+        if self.latents is None:
+            return chunk
+        c, r = chunk
+        assert not (c is None or r is None)  # noqa: PT018
+        return self.latents.expand(keys.numbers, c, r)
 
     # -- defined by the forward and by the backward pass --------------------------------------
 

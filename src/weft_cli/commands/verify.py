@@ -103,14 +103,14 @@ def build(
     if layers is not None:
         read = _fewer_layers(read, layers)
     try:
-        config = kind.config_class.from_dict(read)
+        sizes = kind.config_class.from_dict(read)
         if small:
             from weft_planner.hf_config import HFModel
 
-            config = HFModel(config, str(path)).small().config
-        _check_room(kind, config, name, path)
+            sizes = HFModel(sizes, str(path)).small().config
+        _check_room(kind, sizes, name, path)
         torch.manual_seed(seed)
-        return kind(config).eval()
+        return kind(sizes).eval()
     except DeclarationError:
         raise
     except Exception as error:  # of whatever kind the configuration's own checks raise

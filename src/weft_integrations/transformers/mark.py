@@ -29,15 +29,26 @@ class Marked(type):
 
 
 def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Mark, *args: Any, **kwargs: Any) -> NoReturn:
-        _touched(name)
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        touched(name, self.subject)
 
     refuse.__name__ = name
     return refuse
 
 
-def _touched(what: str) -> NoReturn:
-    """Raise, naming the model's code that used the marker as a tensor."""
+_MASK = (
+    "attention_mask as a tensor",
+    "on a shard it is a mark that says who sees whom, for the attention interface only",
+)
+
+
+def touched(what: str, subject: tuple[str, str]) -> NoReturn:
+    """Raise, naming the model's code that used a marker as a tensor.
+
+    Args:
+        what: the use.
+        subject: what was used, and what it is.
+    """
     frame = sys._getframe(2)
     libraries = tuple(f"{package}." for package in (*PACKAGES, "torch"))
     while frame.f_back and frame.f_globals.get("__name__", "").startswith(libraries):
@@ -45,24 +56,25 @@ def _touched(what: str) -> NoReturn:
     code = frame.f_code
     raise UnsupportedError(
         f"{frame.f_globals.get('__name__', code.co_filename)}, line {frame.f_lineno}, in "
-        f"{code.co_name}: uses attention_mask as a tensor ({what}); on a shard it is a mark that "
-        "says who sees whom, for the attention interface only, so weft cannot run this model"
+        f"{code.co_name}: uses {subject[0]} ({what}); {subject[1]}, so weft cannot run this model"
     )
 
 
 class Mark(metaclass=Marked):
     """A mask that is no tensor: used as one it raises `UnsupportedError`, which names the code."""
 
+    subject = _MASK
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        _touched(f".{name}")
+        touched(f".{name}", self.subject)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> NoReturn:
-        _touched(getattr(func, "__name__", str(func)))
+        touched(getattr(func, "__name__", str(func)), cls.subject)
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +115,12 @@ class Sharded(Mark):
     cached: bool = False  # keys and values go into a cache
     past: OfCache | None = None  # of keys that were in the cache before
     refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
+
+    def __getitem__(self, index: object) -> Sharded:
+        """The same for the mask of one head, as all heads have: an indexer asks for it."""
+        if index not in ((slice(None), 0), (slice(None), 0, slice(None), slice(None))):
+            touched("__getitem__", self.subject)
+        return self
 
     def row(self, local: int) -> int:
         """Tokens of a full row, of which this rank has `local`."""

@@ -1,0 +1,141 @@
+"""Multi-head latent attention of transformers models: what a module's `expand_kv` gets may travel.
+
+    stock     c, r = latents of this rank's tokens;  k, v = expand_kv(c, r);  attend(q, k, v)
+    here      the same forward: `expand_kv` of the instance hands c and r on to weft's attention,
+              with itself as the expansion, and `weft.attention` has latents or keys travel
+
+The latents are normed and the shared keys rotated by then, by the positions of this rank's tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from weft.layout import Layout
+from weft.runtime.expand import Expansion
+
+from .. import Foreign
+from .mark import Marked, touched
+from .running import running
+
+#: Whether latents travel: "auto", where they are fewer bytes and take no longer by the plan.
+Latents = Literal["auto", "latents", "keys"]
+_METHOD, _WEIGHTS = "expand_kv", "kv_b_proj"
+
+
+class Unexpanded(metaclass=Marked):
+    """Latents in the place of keys and values, on their way to weft's attention.
+
+    Used as a tensor it raises `UnsupportedError`, which names the model's code.
+    """
+
+    subject = (
+        "keys or values as a tensor",
+        "where latents travel they are made on arrival, for the attention interface only;"
+        " weft.parallelize(model, layout, latents='keys') makes them before",
+    )
+
+    def __init__(self, c: Tensor, r: Tensor, expansion: Expansion) -> None:
+        self.latents, self.expansion = (c, r), expansion
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        touched(f".{name}", self.subject)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        touched(getattr(func, "__name__", str(func)), cls.subject)
+
+
+def taken(
+    key: Tensor | Unexpanded, value: Tensor | Unexpanded, whole: bool
+) -> tuple[Tensor, Tensor, Expansion | None]:
+    """Keys and values, or latents and their expansion, as a module passes them to attention.
+
+    Args:
+        key: tensor, or latents.
+        value: likewise, the same latents.
+        whole: whether keys are needed here, as for a cache's tokens.
+    """
+    if not isinstance(key, Unexpanded):
+        return key, value, None  # type: ignore[return-value]
+    if key is not value:
+        touched("another value", Unexpanded.subject)
+    if whole:
+        return *key.expansion(*key.latents), None
+    return *key.latents, key.expansion
+
+
+def modules(model: Foreign) -> list[nn.Module]:
+    """The modules of a model that expand latents, one head of them, by a projection."""
+    return [module for module in model.modules() if _expands(module)]
+
+
+def _expands(module: Foreign) -> bool:
+    method = getattr(type(module), _METHOD, None)
+    weights = getattr(module, _WEIGHTS, None)
+    if method is None or not isinstance(weights, nn.Module) or _METHOD in module.__dict__:
+        return False
+    return len(inspect.signature(method).parameters) == 3
+
+
+def hand_on(module: Foreign, layout: Layout, axis: str, travel: Latents) -> None:
+    """Let a module hand its latents on to weft's attention, in calls that are split."""
+    ranks = layout.size(axis)
+
+    def expand_kv(self: Foreign, c: Tensor, r: Tensor) -> Any:
+        stock = functools.partial(getattr(type(self), _METHOD), self)
+        if torch.compiler.is_compiling() or ranks == 1 or not _travels(self, c, r):
+            return stock(c, r)
+        expansion = _expansion(self, travel)
+        both = Unexpanded(c, r, expansion)
+        return both, both
+
+    module.__dict__[_METHOD] = types.MethodType(expand_kv, module)
+
+
+def take_back(module: Foreign) -> None:
+    """Take away what `hand_on` gave."""
+    module.__dict__.pop(_METHOD, None)
+    module.__dict__.pop(_KEPT, None)
+
+
+#: The attribute of a module that keeps its expansion, and with it what one token showed.
+_KEPT = "_weft_expansion"
+
+
+def _expansion(module: Foreign, travel: Latents) -> Expansion:
+    weights = getattr(module, _WEIGHTS)
+    kept = module.__dict__.get(_KEPT)
+    if kept is None or kept.module is not weights:  # adapters come and go
+        stock = functools.partial(getattr(type(module), _METHOD), module)
+        kept = module.__dict__[_KEPT] = Expansion(stock, weights, travel)
+    return kept
+
+
+def _travels(module: Foreign, c: Tensor, r: Tensor) -> bool:
+    """False in calls of whole tokens, and where weights cannot be used again in backward."""
+    call = running()
+    if call is not None and call.whole:
+        return False
+    if c.dim() != 4 or r.dim() != 4 or c.shape[:3] != r.shape[:3] or c.dtype != r.dtype:
+        return False
+    parts = list(getattr(module, _WEIGHTS).modules())
+    if any("_hf_hook" in vars(part) for part in parts):  # weights that come and go
+        return False
+    if any(isinstance(part, nn.Dropout) and part.training and part.p for part in parts):
+        return False
+    return not any(isinstance(p, DTensor) or p.is_meta for part in parts for p in part.parameters())
+
+
+__all__ = ["Latents", "Unexpanded", "hand_on", "modules", "take_back", "taken"]

@@ -1,0 +1,205 @@
+"""Latents of transformers' multi-head latent attention travel, and the models stay as they are."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch import nn
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
+
+import transformers
+from transformers import AutoModelForCausalLM
+
+import weft
+from benchmarks import families
+from weft import Layout
+from weft.errors import DeclarationError, UnsupportedError
+from weft_integrations.transformers import latents
+from weft_integrations.transformers.mark import Mark
+from weft_integrations.transformers.verification.copies import InFP64
+
+#: One class of each form of the attention, with the calls of layers that differ.
+FAMILIES = ["deepseek_v2", "deepseek_v3", "kimi_linear"]
+OTHERS = ["glm4_moe_lite", "youtu", "minicpm3", "mistral4", "longcat_flash", "axk1"]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    transformers.logging.set_verbosity_error()
+
+
+def made(family: str, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A small model of a family, in train mode without dropout."""
+    name = families.KINDS["causal"][family]
+    kind = getattr(transformers, name if isinstance(name, str) else name[0])
+    config = families._shrunk(kind.config_class, dict(families.EXTRA.get(family, {})))
+    config.attention_dropout = 0.0
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype)
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model.train()
+
+
+def tokens(n: int = 29) -> torch.Tensor:
+    return torch.randint(3, 90, (2, n), generator=torch.Generator().manual_seed(n))
+
+
+def trained(model: nn.Module, ids: torch.Tensor) -> tuple:
+    """Loss, logits and gradients of a step in fp64 all through."""
+    with InFP64():
+        out = model(input_ids=ids, labels=ids)
+        out.loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return out.loss.detach(), out.logits.detach() + 0, grads
+
+
+def gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max() / b.abs().max().clamp_min(1e-30))
+
+
+def compared(family: str, line: str, travel: str, change=lambda model: model) -> tuple:
+    """The largest error against one device, the received bytes of a rank, and the gradients."""
+    model = change(made(family))
+    loss, logits, grads = trained(copy.deepcopy(model), tokens())
+
+    def rank(layout):
+        own = weft.parallelize(copy.deepcopy(model), layout, verify=False, latents=travel)
+        with weft.traffic() as moved:
+            found = trained(own, tokens())
+        return found, moved.by_tensor()
+
+    ranks = weft.on_threads(Layout.parse(line), rank, timeout=60)
+    errors = [
+        gap(found[i], wanted) for found, _ in ranks for i, wanted in enumerate((loss, logits))
+    ]
+    for name, wanted in grads.items():
+        if wanted.abs().max() > 1e-12:
+            mean = sum(found[2].get(name, torch.zeros_like(wanted)) for found, _ in ranks)
+            errors.append(gap(mean / len(ranks), wanted))
+    return max(errors), ranks[0][1], grads
+
+
+@pytest.mark.parametrize(
+    ("family", "line"),
+    [
+        ("deepseek_v3", "tokens(zigzag): ring=2"),
+        ("deepseek_v2", "tokens: ulysses=2"),
+        ("kimi_linear", "tokens: ring=2"),
+        pytest.param("deepseek_v3", "tokens: tile=2x2", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "tokens: ulysses=2 x ring=2", marks=pytest.mark.slow),
+        *[pytest.param(f, "tokens(zigzag): ring=2", marks=pytest.mark.slow) for f in OTHERS],
+    ],
+)
+def test_latents_travel_in_unmodified_models(family, line):
+    error, moved, grads = compared(family, line, "latents")
+    assert error < 1e-11
+    assert any("kv_b_proj" in name for name in grads)
+    assert moved
+
+
+def test_latents_are_fewer_bytes_than_keys():
+    line = "tokens(zigzag): ring=2"
+    config = made("deepseek_v3").config
+    latent = config.kv_lora_rank + config.qk_rope_head_dim
+    expanded = config.num_attention_heads * (
+        config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    )
+    error, narrow, _ = compared("deepseek_v3", line, "latents")
+    assert error < 1e-11
+    error, wide, _ = compared("deepseek_v3", line, "keys")
+    assert error < 1e-11
+    assert narrow["kv"] * expanded == wide["kv"] * latent
+    assert narrow["dkv"] * expanded == wide["dkv"] * latent
+
+
+def test_adapters_of_the_projection_get_their_gradients():
+    peft = pytest.importorskip("peft", reason="NOT RUN: peft is not installed")
+
+    def adapted(p):
+        options = {"r": 2, "target_modules": ["kv_b_proj"], "lora_dropout": p}
+
+        def change(model):
+            model = peft.get_peft_model(model, peft.LoraConfig(**options)).double()
+            for name, weight in model.named_parameters():
+                if "lora_B" in name:
+                    nn.init.normal_(weight)
+            return model
+
+        return change
+
+    line = "tokens(zigzag): ring=2"
+    error, moved, grads = compared("deepseek_v3", line, "latents", adapted(0.0))
+    assert error < 1e-11
+    assert any("lora_A" in name for name in grads)
+    _, dropped, _ = compared("deepseek_v3", line, "latents", adapted(0.5))
+    assert dropped["kv"] > moved["kv"]  # a mask of dropout would not be the same again
+
+
+def test_checkpointed_layers_expand_again():
+    ids, stock = tokens(16), made("deepseek_v3")
+
+    def run(layout, checkpointed):
+        model = copy.deepcopy(stock)
+        weft.parallelize(model, layout, verify=False, latents="latents")
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        model(input_ids=ids, labels=ids).loss.backward()
+        return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    layout = Layout.parse("tokens: ring=2")
+    one, other = (weft.on_threads(layout, run, kept, timeout=60) for kept in (False, True))
+    for plain, again in zip(one, other):
+        assert plain.keys() == again.keys()
+        assert all(gap(again[n], g) < 1e-9 for n, g in plain.items() if g.abs().max() > 1e-9)
+
+
+def test_generation_caches_latents_as_before():
+    model = made("deepseek_v3", torch.float32).eval()
+    ids, options = tokens(40), {"max_new_tokens": 3, "do_sample": False}
+    wanted = copy.deepcopy(model).generate(ids, **options)
+
+    def rank(layout):
+        own = weft.parallelize(copy.deepcopy(model), layout, verify=False, latents="latents")
+        return own.generate(ids, **options)
+
+    for found in weft.on_threads(Layout.parse("tokens: ring=2"), rank, timeout=60):
+        assert torch.equal(found, wanted)
+
+
+def test_verification_has_latents_travel(monkeypatch):
+    """Short trials would have keys travel, and what long rows do would not be seen."""
+    asked = []
+    stock = latents.hand_on
+    monkeypatch.setattr(
+        latents, "hand_on", lambda m, lay, axis, t: asked.append(t) or stock(m, lay, axis, t)
+    )
+    weft.parallelize(made("deepseek_v3", torch.float32), Layout.single())
+    assert set(asked) == {"latents", "auto"}
+
+
+def test_restored_models_expand_by_themselves():
+    model = made("deepseek_v3")
+    weft.parallelize(model, Layout.single(), verify=False)
+    module = latents.modules(model)
+    assert not module  # handed on
+    weft.restore(model)
+    assert len(latents.modules(model)) == model.config.num_hidden_layers
+    assert not any("_weft" in name for m in model.modules() for name in vars(m))
+
+
+def test_latents_are_no_keys_for_other_code():
+    both = latents.Unexpanded(torch.zeros(1), torch.zeros(1), weft.Expansion(nn.Identity()))
+    assert not isinstance(both, Mark)
+    for use in (lambda: both.shape, lambda: both + 1, lambda: torch.cat([both])):
+        with pytest.raises(UnsupportedError, match="latents='keys'"):
+            use()
+    with pytest.raises(UnsupportedError, match="another value"):
+        latents.taken(both, torch.zeros(1), whole=False)
+    with pytest.raises(DeclarationError, match="latents='both'"):
+        weft.parallelize(made("deepseek_v3"), Layout.single(), latents="both")
