@@ -525,6 +525,10 @@ def test_the_command_says_exact_or_why_not(tmp_path):
     text = run(app, ["verify", "LlamaForCausalLM", str(tmp_path), "ring-zigzag-4", "--layers", "1"])
     assert text.exit_code == 0, text.output
     assert "exact, checked in" in text.output
+    both = run(
+        app, ["verify", "LlamaForCausalLM", str(tmp_path), "ring-2", "--layers", "1", "--small"]
+    )
+    assert "--layers and --small" in both.output
     text = run(app, ["verify", "FNetForMaskedLM", str(config), "ring-4"])
     assert text.exit_code == 1
     assert "mixes tokens" in text.stderr
@@ -743,3 +747,19 @@ def test_errors_on_ranks_alone_name_the_models_line(monkeypatch):
         UnsupportedError, match=r"on ranks it fails \(modeling_dinov3_vit\.py, line"
     ):
         verify(build(EXACT["rope over an image"]), RING)
+
+
+def test_small_copy_of_a_model_that_fits_nowhere_is_verified(tmp_path):
+    """Its heads are the model's, so layouts that split heads are those of the model."""
+    from typer.testing import CliRunner
+
+    from weft_cli.cli import app
+
+    wide = {"model_type": "llama", "hidden_size": 16384, "num_attention_heads": 8}
+    wide |= {"num_key_value_heads": 2, "intermediate_size": 1 << 20, "num_hidden_layers": 126}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    words = ["verify", "LlamaForCausalLM", str(tmp_path), "tokens: ulysses=2"]
+    assert "give --layers, or --small" in " ".join(CliRunner().invoke(app, words).output.split())
+    text = CliRunner().invoke(app, [*words, "--small"])
+    assert text.exit_code == 0, text.output
+    assert "exact, checked in" in text.output
