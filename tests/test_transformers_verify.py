@@ -700,7 +700,6 @@ def test_attention_to_chosen_keys_only_is_the_model(case, monkeypatch):
     ("family", "message"),
     {
         "qwen4_exp_text": r"indexer of '.*self_attn' \(Qwen4ExpTextAttention\)",
-        "deepseek_v4": r"compress_rate of 'model.layers.0.self_attn.compressor' \(\w+\)",
     }.items(),
 )
 def test_chosen_keys_are_refused_by_name(family, message):

@@ -28,12 +28,10 @@ from weft.masks import Full
 
 from .. import Foreign
 from ..common import of_all_ranks
+from .compressed import COMPRESSORS, WITHIN, compress
 from .mark import Mark, Sharded
 from .rebinding import rebound
 from .running import ModelCall, now
-
-#: Scores (rows, heads, keys) of an indexer that exist at once.
-AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,15 +86,6 @@ class OtherRanks:
         return self
 
 
-def _rows(call: ModelCall, like: Tensor, per_row: int) -> Iterator[tuple[slice, Tensor]]:
-    """Positions of this rank's queries, as many at a time as `AT_ONCE` allows."""
-    queries = call.layout.positions(call.axis, call.length, like.device)
-    low = 0
-    for rows in queries.split(max(1, AT_ONCE // max(1, per_row))):
-        yield slice(low, low + len(rows)), rows
-        low += len(rows)
-
-
 def _seen(where: Sharded, queries: Tensor, keys: int, batch: int) -> Tensor:
     """Bits of the keys that queries at some positions see, (b or 1, rows, keys)."""
     mask, device = where.mask, queries.device
@@ -132,7 +121,8 @@ def choose_tokens(
     first = torch.ones(1, n, 1, dtype=torch.bool, device=hidden_states.device)
     stock(hidden_states, q_resid, position_embeddings, first, position_ids, cache=others)
     chosen = []
-    for part, queries in _rows(call, hidden_states, batch * self.n_heads * call.length):
+    scores = batch * self.n_heads * call.length
+    for part, queries in call.rows_at_once(hidden_states.device, scores):
         inputs = hidden_states[:, part], q_resid[:, part], _cut(position_embeddings, part)
         seen = _seen(attention_mask, queries, call.length, batch)
         chosen.append(stock(*inputs, seen, position_ids, cache=others, **kwargs))
@@ -153,7 +143,8 @@ def choose_blocks(
         return stock(hidden_states, position_embeddings, cache, position_ids)
     batch, others, chosen = len(hidden_states), OtherRanks(call), []
     stock(hidden_states, position_embeddings, others, position_ids * 0)
-    for part, queries in _rows(call, hidden_states, batch * self.num_heads * call.length):
+    scores = batch * self.num_heads * call.length
+    for part, queries in call.rows_at_once(hidden_states.device, scores):
         inputs = hidden_states[:, part], _cut(position_embeddings, part)
         chosen.append(stock(*inputs, others, queries.expand(batch, -1)))
     return torch.cat(chosen, 2)
@@ -184,7 +175,7 @@ def weigh(
         weights = of_all_ranks(dt_states.detach(), 2, *options)
         batch, groups, keys = weights.shape
         lowest, chosen = torch.finfo(hidden_states.dtype).min, []
-        for _, queries in _rows(call, hidden_states, batch * groups * keys):
+        for _, queries in call.rows_at_once(hidden_states.device, batch * groups * keys):
             seen = _seen(where, queries, keys, batch)
             rows = weights[:, :, None].expand(-1, -1, len(queries), -1)
             rows = rows.masked_fill(~seen[:, None], lowest)
@@ -206,7 +197,7 @@ def as_scores(
     return torch.cat([query * scale, one], -1), torch.cat([key, weights[..., None]], -1), 1.0
 
 
-#: Class of an indexer -> its method's replacement.
+#: Class of an indexer, or of a compressor -> its method's replacement.
 INDEXERS: dict[str, Callable] = {
     "AXK2Indexer": choose_tokens,
     "DeepseekV32Indexer": choose_tokens,
@@ -214,9 +205,10 @@ INDEXERS: dict[str, Callable] = {
     "GlmMoeDsaIndexer": choose_tokens,
     "HYV4Indexer": choose_tokens,
     "MiniMaxM3VLIndexer": choose_blocks,
+    **dict.fromkeys(COMPRESSORS, compress),
 }
 #: Classes that count blocks in places of a row, and not from the first token of a document.
-IN_PLACES = frozenset({"MiniMaxM3VLIndexer"})
+IN_PLACES = frozenset({"MiniMaxM3VLIndexer", *COMPRESSORS})
 
 
 def replaced_methods(module: Foreign) -> Iterator[tuple[Foreign, Callable, str]]:
@@ -236,7 +228,9 @@ def in_places(module: Foreign) -> bool:
 
 
 def chooses_over_ranks(module: Foreign) -> bool:
-    """True if a module's choice of keys goes over ranks."""
+    """True if a module's choice of keys goes over ranks, or that of the module around it."""
+    if type(module).__name__ in WITHIN:
+        return True
     return next(replaced_methods(module), None) is not None
 
 

@@ -23,6 +23,7 @@ from weft.masks import Causal, Full
 from .. import Foreign
 from . import decoding, latents, losses
 from .chosen_keys import Weighed, as_scores
+from .compressed import attend_with_entries
 from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
 from .masks import behind, is_known, looks_for_documents, translate
@@ -46,6 +47,8 @@ def make_mask(
         raise DeclarationError(
             f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
+    if call.made_mask is not None:
+        return call.made_mask
     if call.held:
         keys = kv_length, kwargs.get("kv_offset", 0)
         sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
@@ -61,8 +64,6 @@ def make_mask(
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
         )
-    if call.made_mask is not None:
-        return call.made_mask
     ahead = call.seam == "ahead"
     if attention_mask is not None and not (
         is_padding(call, attention_mask) if ahead else attention_mask.all()
@@ -147,7 +148,11 @@ def attend(
         layer, past, (key, value) = cache_of_call().past_and_new(module, key, value, tokens)
     length = None if where.length is None else int(where.length)
     place = where.layout, where.axis, where.mask, scaling, length
-    if where.past is None:
+    if call is not None and call.entries is not None:
+        seen, call.entries = call.entries, None
+        out, lse = attend_with_entries(query, key, place, softcap, seen)
+        out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
+    elif where.past is None:
         named: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "choice": choice}
         out = attention(query, key, value, *place, expand=expand, **named)
     else:
