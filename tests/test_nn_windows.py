@@ -377,7 +377,7 @@ def _on_ranks(rank: int, way: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["sync", "ddp", "fsdp"])
-def test_a_model_of_windows_trains_on_real_ranks_as_on_one(pool, way):
+def test_windows_train_on_real_ranks_as_on_one(pool, way):
     alone = losses(Layout.single(), "sync")
     for found in pool.run(_on_ranks, way):
         assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) < 1e-10
