@@ -90,7 +90,7 @@ class TileRun(abc.ABC):
         #: flat buffers that are sent or received, by the numbers that the steps give them
         self.buffers: list[Tensor | None] = [None] * self.flat.buffers
         self.joined: list[Tensor] = []  # for the block at hand
-        self.kernels: dict[tuple[bool, bool, bool], Kernel] = {}
+        self.kernels: dict[tuple[Kind | Literal[False], bool, bool], Kernel] = {}
         self.peak = 0
 
     @contextlib.contextmanager

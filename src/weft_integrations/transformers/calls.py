@@ -46,7 +46,7 @@ from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
 from .replicated import recomputed_within
 from .running import Fused, ModelCall, during, running
-from .seam import OF_TOKENS, cut_arguments
+from .seam import OF_TOKENS, crossing, cut_arguments, without_mark
 from .whole import (
     accepts_positions,
     balances,
@@ -155,6 +155,9 @@ class Calls:
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.own_positions = makes_positions(model if decoder is None else decoder)
         self.takes_positions = accepts_positions(model)
+        self.crosses = decoder is not None and bool(crossing(decoder))
+        below = () if decoder is None else inspect.signature(decoder.forward).parameters
+        self.names_below = tuple(below)
         self.follows_length = any(map(follows_length, model.modules()))
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
@@ -227,9 +230,11 @@ class Calls:
     def enter_decoder(self, decoder: Foreign, args: tuple, kwargs: dict) -> tuple | None:
         """Before the text decoder of a model with images, in whose call rows are full so far."""
         call = running()
-        if call is None or not call.seam:
+        if call is None or call.replicated:
             return None
         arguments = named_arguments(decoder, args, kwargs)
+        if not call.seam:
+            return without_mark(call, arguments)
         cut = cut_arguments(call, decoder, arguments)
         if self.follows_length and arguments.get("position_ids") is not None:
             call.last_position = int(arguments["position_ids"].max())
@@ -418,6 +423,8 @@ class Calls:
             or not getattr(module, "_supports_default_dynamic_cache", lambda: True)()
         ):
             return None, f"{_NOT_MADE} of this model; weft.restore(model) gives one device's"
+        if self.crosses:
+            return None, f"{_NOT_MADE} of this model, which keeps keys of images, too"
         try:
             cache = ShardedCache(module)
         except UnsupportedError as error:
@@ -461,6 +468,8 @@ class Calls:
         keep = 0
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
+            if "logits_to_keep" not in (*self.names, *self.names_below):
+                keep = 0  # on one device it is ignored
         ahead = self.decoder is not None and bool(refused.foreign(local)) and not self.pooled
         refused.arguments(local, module, self.axis, self.splits_inside or ahead)
         local = rows.with_full_gradients(local, self.layout, self.axis)
@@ -545,7 +554,8 @@ class Calls:
             refused.pooled_labels(kwargs, self.layout, name)
         else:
             losses.choose_labels(kwargs, self.labels, name, self.layout)
-        if "use_cache" in self.names or (self.recurrent and self.open):
+        keeps = bool(self.recurrent) or "use_cache" in self.names_below
+        if "use_cache" in self.names or (keeps and self.open):
             kwargs["use_cache"] = False  # a recurrent layer would be asked for its last state
         length, positions, last = batch.length or 0, None, 0
         local: dict[str, Any] = {}

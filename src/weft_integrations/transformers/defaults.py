@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from weft.errors import UnsupportedError
 
 from .. import Foreign
-from .whole import base
+from .whole import base, text_decoder
 
 #: Names of the argument, and of the output, that is a cache: transformers 5.24 renamed the first to
 #: the second.
@@ -45,7 +45,9 @@ def asked(model: Foreign, kwargs: Mapping[str, Any], name: str) -> bool:
 
 def keeps_cache(model: Foreign, kwargs: Mapping[str, Any]) -> bool:
     """True if on one device a call makes a cache: no argument has one, and it is asked for."""
-    if not asked(model, kwargs, "use_cache") or not _may_cache(model, base(model)):
+    decoder = text_decoder(model)
+    parts = [model, base(model)] if decoder is None else [model, base(model), decoder]
+    if not asked(model, kwargs, "use_cache") or not _may_cache(*parts):
         return False
     below = base(model)
     recomputed = getattr(below, "gradient_checkpointing", False) and below.training

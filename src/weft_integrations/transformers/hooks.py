@@ -103,7 +103,7 @@ def install(
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
-    decoder = seam.text_decoder(model)
+    decoder = whole.text_decoder(model)
     spread = towers.methods(model, decoder) if images == "spread" else []
     installed = _Installed(
         implementation=model.config._attn_implementation,
@@ -182,7 +182,7 @@ def check_kind(model: Foreign) -> None:
             "parallelize an encoder or a decoder alone"
         )
     sound = getattr(model, "main_input_name", "") in ("input_values", "input_features")
-    if sound and seam.text_decoder(model) is None:
+    if sound and whole.text_decoder(model) is None:
         raise UnsupportedError(
             f"{name} computes audio tokens with convolutions across token boundaries, which need "
             "neighbouring ranks' inputs; parallelize a model of text or images"

@@ -47,6 +47,8 @@ def make_mask(
         raise DeclarationError(
             f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
+    if call.made_mask is not None:
+        return call.made_mask
     if call.held:
         keys = kv_length, kwargs.get("kv_offset", 0)
         sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
@@ -62,8 +64,6 @@ def make_mask(
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
         )
-    if call.made_mask is not None:
-        return call.made_mask
     ahead = call.seam == "ahead"
     if attention_mask is not None and not (
         is_padding(call, attention_mask) if ahead else attention_mask.all()

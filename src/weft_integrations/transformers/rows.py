@@ -247,6 +247,8 @@ class Outputs:
         if value.dim() == 0 or name == "router_logits":
             return recorded(value, self.entered, factor(self.layout, self.axis))
         if name == "logits" and self.last is not None:
+            if value.shape[1] > len(self.last.local):  # the head compared with full rows
+                value = value[:, self.last.local.to(value.device)]
             value = scale_backward(value, factor(self.layout, self.axis))
             return recorded(self.last.whole(value, self.layout, self.axis), self.entered)
         tokens = self.layout.local_length(self.axis, length)

@@ -33,8 +33,7 @@ from ..hooks import check_kind, check_layout, find_embeddings, install, recurren
 from ..interface import attend, make_mask
 from ..latents import Latents, taken
 from ..rebinding import calls, put, rebound
-from ..seam import text_decoder
-from ..whole import accepts_positions, base
+from ..whole import accepts_positions, base, text_decoder
 from .copies import Copies, InFP64, random_states_kept
 from .inputs import (
     Trial,
