@@ -1844,6 +1844,22 @@ BUGS = (
         "search",
     ),
     Bug(
+        "the gap that ends a search also chooses",
+        "weft_planner/search.py",
+        "Search.run",
+        "(1 + min(gap, SAME)) * self._seconds(made[0])",
+        "(1 + gap) * self._seconds(made[0])",
+        "search",
+    ),
+    Bug(
+        "a transformers model is offered split heads",
+        "weft_planner/choices.py",
+        "",
+        "BINDABLE = ('ring', 'gather', 'burst', 'seen', 'pass_q', 'ulysses')",
+        "BINDABLE = ('ring', 'gather', 'burst', 'seen', 'pass_q', 'ulysses', 'tp')",
+        "groups",
+    ),
+    Bug(
         "a layout may take twice the memory",
         "weft_planner/search.py",
         "Search._choice",
