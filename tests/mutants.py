@@ -888,8 +888,8 @@ BUGS = (
         "a merged row stands for the whole result",
         "weft/plan/steps.py",
         "_Compiler._merged_rows",
-        "first + low, first + high",
-        "low, high",
+        "number, first + low, first + high",
+        "number, low, high",
         "attention",
     ),
     Bug(
@@ -1176,14 +1176,6 @@ BUGS = (
         "_Exchange.backward",
         "_all_to_all(grad, *args)",
         "0 * _all_to_all(grad, *args)",
-        "towers",
-    ),
-    Bug(
-        "a rank without images counts one",
-        "weft_integrations/transformers/towers.py",
-        "_features",
-        "joined if own else joined[:0]",
-        "joined",
         "towers",
     ),
     Bug(
@@ -1842,6 +1834,22 @@ BUGS = (
         "sorted((c for c in made if self._seconds(c) <= limit), key=self._burden)",
         "[c for c in made if self._seconds(c) <= limit]",
         "search",
+    ),
+    Bug(
+        "the gap that ends a search also chooses",
+        "weft_planner/search.py",
+        "Search.run",
+        "(1 + min(gap, SAME)) * self._seconds(made[0])",
+        "(1 + gap) * self._seconds(made[0])",
+        "search",
+    ),
+    Bug(
+        "a transformers model is offered split heads",
+        "weft_planner/choices.py",
+        "",
+        "BINDABLE = ('ring', 'gather', 'burst', 'seen', 'pass_q', 'ulysses')",
+        "BINDABLE = ('ring', 'gather', 'burst', 'seen', 'pass_q', 'ulysses', 'tp')",
+        "groups",
     ),
     Bug(
         "a layout may take twice the memory",
