@@ -888,8 +888,8 @@ BUGS = (
         "a merged row stands for the whole result",
         "weft/plan/steps.py",
         "_Compiler._merged_rows",
-        "first + low, first + high",
-        "low, high",
+        "number, first + low, first + high",
+        "number, low, high",
         "attention",
     ),
     Bug(
