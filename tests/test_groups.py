@@ -121,7 +121,7 @@ def test_windows_are_priced_by_masks_of_their_own():
 
 
 def test_models_with_windows_are_offered_keys_by_halo():
-    """Layers of both kinds: the layout that suits the whole ones, and what the others make of it."""
+    """Layers of both kinds: the layout that suits whole ones is tried with halos for the others."""
     kinds = ["sliding_attention", "full_attention"] * 2
     config = hf.AutoConfig.for_model(
         "gemma3_text", **WIDE, head_dim=64, sliding_window=512, layer_types=kinds

@@ -207,8 +207,8 @@ def explain(
     if index is not None and choose is None:
         raise DeclarationError("--index: index keys choose keys; say how many by --choose")
     if choose is not None:
-        kind = ChoiceKind(1, min(choose, problem.m), check=False)
-        problem = replace(problem, choice=kind)
+        chosen = ChoiceKind(1, min(choose, problem.m), check=False)
+        problem = replace(problem, choice=chosen)
     if html is not None and machine is not None:
         _write_page([layout, *names[1:]], problem, machine, f"{mask}, on {hardware}", html)
         if len(names) > 1:
