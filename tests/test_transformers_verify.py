@@ -119,6 +119,7 @@ EXACT = {
         )
     ),
     "temperature by places in a row": lambda: tempered(),
+    "rope over an image": lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**IMAGES)),
     "latent attention": lambda: hf.DeepseekV3ForCausalLM(
         hf.DeepseekV3Config(
             **SMALL,
@@ -160,10 +161,6 @@ REFUSED = {
             hf.SwinConfig(image_size=32, patch_size=4, embed_dim=32, depths=[1], num_heads=[4])
         ),
         r"SwinEmbeddings gives tuple",
-    ),
-    "rope over an image": (
-        lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**IMAGES)),
-        r"on ranks it fails \(modeling_dinov3_vit\.py, line",
     ),
     "images without tokens": (
         lambda: hf.ResNetModel(hf.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8)),
@@ -742,6 +739,14 @@ def test_places_within_a_chunk_are_refused(monkeypatch):
     match = r"'model\.layers\.1\.self_attn' .*local positions.*\(query\).*floor_scale = 6"
     with pytest.raises(UnsupportedError, match=match):
         verify(build(tempered), RING)
+
+
+def test_errors_on_ranks_alone_name_the_models_line(monkeypatch):
+    monkeypatch.setattr(whole, "rotates_patches", lambda module: False)
+    with pytest.raises(
+        UnsupportedError, match=r"on ranks it fails \(modeling_dinov3_vit\.py, line"
+    ):
+        verify(build(EXACT["rope over an image"]), RING)
 
 
 def test_small_copy_of_a_model_that_fits_nowhere_is_verified(tmp_path):
