@@ -120,6 +120,18 @@ def test_windows_are_priced_by_masks_of_their_own():
     assert windowed.seconds["products"] == full.seconds["products"]
 
 
+def test_models_with_windows_are_offered_keys_by_halo():
+    """Layers of both kinds: the layout that suits whole ones is tried with halos for the others."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = hf.AutoConfig.for_model(
+        "gemma3_text", **WIDE, head_dim=64, sliding_window=512, layer_types=kinds
+    )
+    options = {"recompute": ["layers"], "losses": ["chunked"], "only": ("ring", "seen")}
+    rows = Groups(HFModel(config, "gemma3"), 16384, H100, 2, **options).rows()
+    seconds = {row.layout.name: row.seconds["attention"] for row in rows}
+    assert seconds["tokens(zigzag): seen=2"] < seconds["tokens(zigzag): ring=2"]
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 

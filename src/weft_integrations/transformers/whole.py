@@ -253,7 +253,8 @@ def rotates_patches(module: Foreign) -> bool:
     Class and register tokens in front of them are left as they are.
     """
     rotary = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_ROTARY)
-    return bool(calls(module, [_ROTARY])) and "num_patches" in rotary.__code__.co_varnames
+    code = getattr(rotary, "__code__", None)
+    return bool(calls(module, [_ROTARY])) and "num_patches" in getattr(code, "co_varnames", ())
 
 
 def counting_rows(module: Foreign) -> dict[str, Any]:
