@@ -1925,6 +1925,14 @@ BUGS = (
         "hf_step",
     ),
     Bug(
+        "loops over tokens are counted as kernels",
+        "weft_integrations/transformers/shapes.py",
+        "by_shapes",
+        "None if _as_written.get() else SHAPES.get(name)",
+        "SHAPES.get(name)",
+        "hf_step",
+    ),
+    Bug(
         "logits in fp32 take no memory",
         "weft_planner/live.py",
         "Live._see",
