@@ -269,11 +269,11 @@ def test_chosen_cuts_blocks_to_a_part_of_the_keys() -> None:
 
 @pytest.mark.slow
 def test_a_graph_has_a_choice_and_its_gradient() -> None:
-    q, numbers = whole_problem()[0], drawn(1, 1)
+    q, numbers, layout = whole_problem()[0], drawn(1, 1), weft.Layout.single()
 
     def attend(q: Tensor, numbers: Tensor) -> Tensor:
         choice = weft.ChosenKeys(numbers)
-        return weft.attention(q, q, q, weft.Layout.single(), "tokens", choice=choice)
+        return weft.attention(q, q, q, layout, "tokens", choice=choice)
 
     found = []
     for run in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
@@ -295,6 +295,7 @@ def _of_dtensors(rank: int, line: str) -> float:
     return (out - reference(q, k, v, weft.Causal(), numbers, 3)).abs().max().item()
 
 
-@pytest.mark.parametrize("line", ["tokens: ulysses=2", "tokens: pass_q=2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["tokens: ulysses=4", "tokens: tile=2x2"])
 def test_dtensors_take_this_ranks_rows_of_a_choice(pool, line) -> None:
     assert max(pool.run(_of_dtensors, line)) < 1e-11
