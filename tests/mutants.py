@@ -1917,6 +1917,14 @@ BUGS = (
         "hf_step",
     ),
     Bug(
+        "loops over tokens are counted as kernels",
+        "weft_integrations/transformers/shapes.py",
+        "by_shapes",
+        "None if _as_written.get() else SHAPES.get(name)",
+        "SHAPES.get(name)",
+        "hf_step",
+    ),
+    Bug(
         "logits in fp32 take no memory",
         "weft_planner/live.py",
         "Live._see",
