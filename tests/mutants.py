@@ -1433,8 +1433,8 @@ BUGS = (
         "a halo is predicted without its values",
         "weft/plan/predict.py",
         "_seen",
-        "plan.problem.head_dim + plan.problem.value_dim",
-        "plan.problem.head_dim",
+        "sum(plan.problem.dims(Side.KEY))",
+        "plan.problem.dims(Side.KEY)[0]",
         "seen",
     ),
     Bug(
