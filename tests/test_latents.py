@@ -19,7 +19,7 @@ import weft
 from benchmarks import families
 from weft import Layout
 from weft.errors import DeclarationError, UnsupportedError
-from weft_integrations.transformers import latents
+from weft_integrations.transformers import latents, verify
 from weft_integrations.transformers.mark import Mark
 from weft_integrations.transformers.verification.copies import InFP64
 
@@ -159,6 +159,36 @@ def test_checkpointed_layers_expand_again():
         assert all(gap(again[n], g) < 1e-9 for n, g in plain.items() if g.abs().max() > 1e-9)
 
 
+@pytest.mark.slow
+def test_compiled_attention_is_one_graph_and_sends_keys():
+    stock, ids, graphs = made("deepseek_v3", torch.float32), tokens(32), []
+    wanted = stock(input_ids=ids, labels=ids).loss.detach()
+    torch._dynamo.reset()
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def rank(layout, travel):
+        model = weft.parallelize(copy.deepcopy(stock), layout, verify=False, latents=travel)
+        for layer in model.model.layers:
+            layer.self_attn.compile(fullgraph=True, backend=backend)
+        with weft.traffic() as moved:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        return loss.detach(), moved.by_tensor()
+
+    line = "tokens(zigzag): ring=2"
+    both = [
+        weft.on_threads(Layout.parse(line), rank, travel, timeout=120)[0]
+        for travel in ("latents", "keys")
+    ]
+    torch._dynamo.reset()
+    assert len(graphs) == 4  # one per rank and choice: the layers are alike
+    assert all(abs(loss - wanted) < 1e-5 for loss, _ in both)
+    assert both[0][1] == both[1][1]
+
+
 def test_generation_caches_latents_as_before():
     model = made("deepseek_v3", torch.float32).eval()
     ids, options = tokens(40), {"max_new_tokens": 3, "do_sample": False}
@@ -179,16 +209,20 @@ def test_verification_has_latents_travel(monkeypatch):
     monkeypatch.setattr(
         latents, "hand_on", lambda m, lay, axis, t: asked.append(t) or stock(m, lay, axis, t)
     )
-    weft.parallelize(made("deepseek_v3", torch.float32), Layout.single())
-    assert set(asked) == {"latents", "auto"}
+    model = made("deepseek_v3", torch.float32)
+    assert verify(model, Layout.parse("tokens: ring=2")).outputs < 1e-4
+    assert set(asked) == {"latents"}
 
 
 def test_restored_models_expand_by_themselves():
     model = made("deepseek_v3")
-    weft.parallelize(model, Layout.single(), verify=False)
-    module = latents.modules(model)
-    assert not module  # handed on
-    weft.restore(model)
+
+    def rank(layout):
+        own = weft.parallelize(copy.deepcopy(model), layout, verify=False)
+        assert not latents.modules(own)  # handed on
+        return weft.restore(own)
+
+    model = weft.on_threads(Layout.parse("tokens: ring=2"), rank)[0]
     assert len(latents.modules(model)) == model.config.num_hidden_layers
     assert not any("_weft" in name for m in model.modules() for name in vars(m))
 
