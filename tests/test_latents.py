@@ -13,6 +13,10 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers
+from pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import weft
@@ -157,6 +161,53 @@ def test_checkpointed_layers_expand_again():
     for plain, again in zip(one, other):
         assert plain.keys() == again.keys()
         assert all(gap(again[n], g) < 1e-9 for n, g in plain.items() if g.abs().max() > 1e-9)
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, preload=("transformers", "test_latents")) as pool:
+        yield pool
+
+
+def _wrapped(rank, way):
+    """The largest error of a gradient that torch averages over processes, and the bytes sent."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
+    layout = Layout.parse("tokens(zigzag): ring=2").bind(mesh, timeout=60)
+    stock, ids = made("deepseek_v3"), tokens()
+    own = weft.parallelize(copy.deepcopy(stock), layout, verify=False, latents="latents")
+    if way == "ddp":
+        options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+        around = nn.parallel.DistributedDataParallel(own, **options)
+    else:
+        for block in (*own.model.layers, own):
+            fully_shard(block, mesh=mesh)
+            block.set_force_sum_reduction_for_comms(True)  # gloo has no average
+        around = own
+    if way == "fsdp with checkpoints":
+        own.gradient_checkpointing_enable()
+    found = []
+    with weft.traffic() as moved:
+        for model in (stock, around):
+            model(input_ids=ids, labels=ids).loss.backward()
+            grads = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
+            full = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+            found.append({n: g for n, g in full.items() if g is not None and g.abs().max() > 1e-9})
+    wanted, averaged = found
+    return max(gap(averaged[n], g) for n, g in wanted.items()), moved.by_tensor()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("fsdp with checkpoints", marks=pytest.mark.sample),
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_torch_averages_gradients_of_expanded_latents(two, way):
+    for error, moved in two.run(_wrapped, way, timeout=240):
+        assert error < 1e-5  # the model's norms are in fp32
+        assert moved["kv"]
 
 
 @pytest.mark.slow
