@@ -130,8 +130,8 @@ BUGS = (
         "the expansion of what arrives is free",
         "weft/plan/problem.py",
         "pass_costs",
-        "/ flops + expansion",
-        "/ flops",
+        "(2.5 if backward else 1.0) * work / blocks / flops + expansion",
+        "(2.5 if backward else 1.0) * work / blocks / flops",
         "travel",
     ),
     Bug(
