@@ -14,10 +14,10 @@ import argparse
 import contextlib
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -29,6 +29,8 @@ from weft_integrations.transformers import ShardedCache
 
 RESULTS = Path(__file__).parent / "results" / "decode.md"
 TOKENS, HEADS, HEAD_DIM, LAYERS = 24, 8, 64, 4
+#: The environment variable with the folder of answers.
+ANSWERS = "DECODE_ANSWERS"
 
 
 class Clock(transformers.StoppingCriteria):
@@ -71,7 +73,7 @@ def fill(cache: transformers.Cache, length: int, part: int = 0, parts: int = 1) 
 
 
 def reader(length: int) -> None:
-    """Reads a prompt, on a tile or as one process, and prints the text and the seconds."""
+    """Reads a prompt, on a tile or as one process, and answers with the text and the seconds."""
     model = build(length)
     ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(2))
     options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
@@ -81,13 +83,13 @@ def reader(length: int) -> None:
     began = time.perf_counter()
     made = model.generate(ids, eos_token_id=None, **options)
     seconds = time.perf_counter() - began
-    print("result", json.dumps({"tokens": made[0, -TOKENS:].tolist(), "s": seconds}), flush=True)
+    answer({"tokens": made[0, -TOKENS:].tolist(), "s": seconds})
     if "RANK" in os.environ:
         torch.distributed.destroy_process_group()
 
 
 def worker(length: int, own: bool) -> None:
-    """Decodes, as one process or as a rank, and prints what it took.
+    """Decodes, as one process or as a rank, and answers with what it took.
 
     Args:
         length: of the cache.
@@ -125,28 +127,35 @@ def worker(length: int, own: bool) -> None:
         "moved": counted.bytes / TOKENS if counted else 0,
         "tokens": made[0, -TOKENS:].tolist(),
     }
-    print("result", json.dumps(result), flush=True)
+    answer(result)
     if layout and not own:
         torch.distributed.destroy_process_group()
 
 
+def answer(result: dict) -> None:
+    """Leave a result in a file of this process alone: lines on one pipe may run together."""
+    folder, rank = Path(os.environ[ANSWERS]), os.environ.get("RANK", "0")
+    (folder / rank).write_text(json.dumps(result))
+
+
 def run(length: int, ranks: int, what: str = "--worker") -> list[dict]:
-    """What each process prints."""
+    """The answers of all processes, by rank."""
     command = [sys.executable, "-m"]
     if ranks > 1:
         command += ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
     command += ["benchmarks.decode", what, "--length", str(length)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(max(2 // ranks, 1))}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    results = re.findall(r"result (\{.*?\})", done.stdout)  # ranks may share a line
-    if len(results) != ranks:
-        raise SystemExit(
-            f"{len(results)} of {ranks} processes answered, exit code {done.returncode}:"
-            f" {done.stdout[-1000:]} {done.stderr[-3000:]}"
+    with tempfile.TemporaryDirectory() as folder:
+        environment = os.environ | {"OMP_NUM_THREADS": str(max(2 // ranks, 1)), ANSWERS: folder}
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=300, check=False
         )
-    return [json.loads(result) for result in results]
+        answers = sorted(Path(folder).iterdir(), key=lambda path: int(path.name))
+        if len(answers) != ranks:
+            raise SystemExit(
+                f"{len(answers)} of {ranks} processes answered, exit code {done.returncode}:"
+                f" {done.stdout[-1000:]} {done.stderr[-3000:]}"
+            )
+        return [json.loads(path.read_text()) for path in answers]
 
 
 def main() -> None:

@@ -513,3 +513,21 @@ def with_video(call: Call) -> Call:
 def together(calls: Sequence[Call]) -> Call:
     """One call of the rows and images of several, in their order."""
     return {name: torch.cat([call[name] for call in calls]) for name in calls[0]}
+
+
+def one_image(call: Call) -> Call:
+    """A call of the first image alone."""
+    ids = call["input_ids"].clone()
+    images = ids[0] == IMAGE
+    numbers_of = (images & ~images.roll(1)).cumsum(0)
+    ids[0, images & (numbers_of > 1)] = 5
+    made = {n: v for n, v in call.items() if n != "labels"} | {"input_ids": ids}
+    grid = made.get("image_grid_thw")
+    first = 1 if grid is None else int(grid[0].prod())
+    made["pixel_values"] = made["pixel_values"][:first]
+    if grid is not None:
+        made["image_grid_thw"] = grid[:1]
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        if name in made:
+            made[name] = (ids == IMAGE).to(made[name].dtype)
+    return labelled(made)

@@ -160,12 +160,30 @@ def fake_gpu(capturing: bool = False) -> Iterator[Crossings]:
 
 def both_passes(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     """Output and gradients of a call, op by op: autograd on CUDA needs torch's CUDA build."""
-    rest, call = calls.rest_shape(q, k, v), (None, None, calls.handle_of(bound))
+    out, kept = forward_pass(bound, q, k, v)
+    return out, *backward_pass(bound, (q, k, v), torch.empty_like(out), kept)
+
+
+def forward_pass(
+    bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The output of a call, and what its backward pass is given."""
+    call = (None, None, calls.handle_of(bound))
     out, lse, agreed, *kept, _ = torch.ops.weft.attention(q, k, v, None, None, *call)
     entry = kept if bound.reach.reshards else (q, k, v, out, lse)
-    given = (torch.empty_like(out), None, *entry, None, None, agreed)
-    *grads, _ = torch.ops.weft.attention_backward(*given, *call, rest)
-    return out, *grads
+    return out, (*entry, None, None, agreed)
+
+
+def backward_pass(
+    bound: calls.BoundCall,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    dout: Tensor,
+    kept: tuple[Tensor, ...],
+) -> list[Tensor]:
+    """dq, dk and dv of a call."""
+    call = (None, None, calls.handle_of(bound), calls.rest_shape(*qkv))
+    *grads, _ = torch.ops.weft.attention_backward(dout, None, *kept, *call)
+    return grads
 
 
 def backward(result: Tensor, gradient: Tensor) -> dict[int, Tensor]:

@@ -34,23 +34,49 @@ def check_strides(*tensors: Tensor) -> None:
         assert all(x % 16 == 0 for x in (t.data_ptr(), *(s * t.itemsize for s in steps)))
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+WINDOWS = ("window_size_left", "window_size_right")
+
+
+def band(n: int, m: int, left: int, right: int) -> Tensor | None:
+    """Visible scores of a window as the packages define it; below 0 is no limit, None all."""
+    if left < 0 and right < 0:
+        return None
+    left, right = (n + m if side < 0 else side for side in (left, right))
+    rows, columns = torch.arange(n)[:, None] + m - n, torch.arange(m)
+    return (columns >= rows - left) & (columns <= rows + right)
+
+
+def view_of(q: Tensor, k: Tensor, scale: float, causal: bool, window=(-1, -1)) -> TileView:
+    """What a package computes of (b n h d) and (b m g d)."""
+    mask = band(q.shape[1], k.shape[1], *window)
+    assert mask is None or not causal
+    return TileView(scale, causal, mask)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window=(-1, -1)
+) -> tuple[Tensor, Tensor]:
     check_strides(q, k, v)
     assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     assert q.shape[-1] % 8 == 0
-    out, lse = MATH.forward(*(t.transpose(1, 2) for t in (q, k, v)), TileView(scale, causal))
+    view = view_of(q, k, scale, causal, window)
+    out, lse = MATH.forward(*(t.transpose(1, 2) for t in (q, k, v)), view)
+    assert not lse.isneginf().any()  # a package has +inf where a row sees nothing
     return out.transpose(1, 2).contiguous(), lse
 
 
-def backward(dout, q, k, v, out, lse, scale: float, causal: bool, dlse=None) -> list[Tensor]:
+def backward(
+    dout, q, k, v, out, lse, scale: float, causal: bool, dlse=None, window=(-1, -1)
+) -> list[Tensor]:
     """As the packages do: delta from the rows of dout and out, probabilities from lse."""
     assert not torch.isneginf(lse).any()
     check_strides(dout, q, k, v, out)
+    view = view_of(q, k, scale, causal, window)
     dout, q, k, v, out = (t.transpose(1, 2) for t in (dout, q, k, v, out))
     dtype = accumulate_dtype(q.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
     delta = delta if dlse is None else delta - dlse
-    grads = MATH.backward(dout, q, k, v, None, lse, delta, TileView(scale, causal))[:3]
+    grads = MATH.backward(dout, q, k, v, None, lse, delta, view)[:3]
     return [t.transpose(1, 2) for t in grads]
 
 
@@ -69,19 +95,22 @@ def _sequences(q: Tensor, k: Tensor, starts_q, starts_k, longest_q: int, longest
     return list(zip(*pairs))
 
 
-def varlen_forward(q, k, v, starts, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
+def varlen_forward(
+    q, k, v, starts, scale: float, causal: bool, window=(-1, -1)
+) -> tuple[Tensor, Tensor]:
     """(total h d) and (h total)."""
     check_strides(q, k, v)
     outs, lses = [], []
     for rows, columns in _sequences(q, k, *starts):
-        out, lse = forward(q[None, rows], k[None, columns], v[None, columns], scale, causal)
+        mine = q[None, rows], k[None, columns], v[None, columns]
+        out, lse = forward(*mine, scale, causal, window)
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, 1)
 
 
 def varlen_backward(
-    dout, q, k, v, out, lse, starts, scale: float, causal: bool, dlse=None
+    dout, q, k, v, out, lse, starts, scale: float, causal: bool, dlse=None, window=(-1, -1)
 ) -> list[Tensor]:
     assert lse.is_contiguous()
     assert lse.shape == (q.shape[1], len(q))
@@ -89,7 +118,7 @@ def varlen_backward(
     for rows, columns in _sequences(q, k, *starts):
         mine = (dout[None, rows], q[None, rows], k[None, columns], v[None, columns])
         own = None if dlse is None else dlse[None, :, rows]
-        grads = backward(*mine, out[None, rows], lse[None, :, rows], scale, causal, own)
+        grads = backward(*mine, out[None, rows], lse[None, :, rows], scale, causal, own, window)
         parts.append([grad[0] for grad in grads])
     return [torch.cat(side) for side in zip(*parts)]
 
@@ -99,7 +128,7 @@ def stand_in(release: str) -> ModuleType:
     generation = int(release[0])
     made = ModuleType(flash_attn.PACKAGES[generation].module)
     made.calls = {FORWARD: [], BACKWARD: []}
-    made.margins, made.deterministic, made.dlse = [], [], []
+    made.margins, made.deterministic, made.dlse, made.windows = [], [], [], []
     for name, signature in signatures()[release].items():
         setattr(made, name, _function(made, generation, signature))
     return made
@@ -132,21 +161,26 @@ def _answer(made: ModuleType, generation: int, signature: inspect.Signature, giv
         made.deterministic.append(given.pop("deterministic"))
         dlse, targets = given.pop("dlse", None), [given.pop(name) for name in ("dq", "dk", "dv")]
         made.dlse.append(dlse is not None)
+    window = given.pop("window_size", None) or tuple(given.pop(side, None) for side in WINDOWS)
+    window = tuple(-1 if side is None else side for side in window)
+    assert generation in flash_attn.WINDOWS or window == (-1, -1)
+    if window != (-1, -1):
+        made.windows.append((BACKWARD if backwards else FORWARD, window))
     wants_lse = given.pop("return_lse", True)
     for name, value in given.items():  # as it is by default, or off
         assert value == signature.parameters[name].default or value in OFF, (name, value)
     if not backwards:
         whole = starts[0] is None
         out, lse = (
-            forward(*tensors, scale, causal)
+            forward(*tensors, scale, causal, window)
             if whole
-            else varlen_forward(*tensors, starts, scale, causal)
+            else varlen_forward(*tensors, starts, scale, causal, window)
         )
         return out, lse if wants_lse else None, None, None
     if starts[0] is None:
-        grads = backward(*tensors, scale, causal, dlse)
+        grads = backward(*tensors, scale, causal, dlse, window)
     else:
-        grads = varlen_backward(*tensors, starts, scale, causal, dlse)
+        grads = varlen_backward(*tensors, starts, scale, causal, dlse, window)
     if generation == 4:
         assert targets == [None] * 3
         return tuple(grads)
@@ -181,7 +215,7 @@ def prefer_on_cpu(monkeypatch) -> None:
     """Let weft choose flash-attn for plain calls of any dtype on the CPU, where stand-ins run."""
 
     def refuses(self, request):
-        return self.refuses_dims(request) or flash_attn.plain_only(request)
+        return self.refuses_dims(request) or self.refuses_mask(request)
 
     monkeypatch.setattr(flash_attn.FlashAttn, "refuses", refuses)
     order = ("flash-attn", *kernels._BY_DEVICE["cpu"])

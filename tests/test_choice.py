@@ -58,9 +58,20 @@ def reference(q, k, v, mask, numbers, block) -> Tensor:
     return p @ v
 
 
-@covering("name rows block mask", LAYOUTS, ROWS, BLOCKS, MASKS)
+#: Orders in which the rows of two ranks are not one after another.
+LINES = (
+    "tokens(zigzag): ulysses=2",
+    "tokens(striped): ulysses=2 x ring=2",
+    "tokens(zigzag): tile=2x2",
+    "tokens(striped): tile=2x2",
+    "tokens(zigzag): ulysses=2 x tile=2x2",
+    "tokens: ulysses=3",
+)
+
+
+@covering("name rows block mask", (*LAYOUTS, *LINES), ROWS, BLOCKS, MASKS)
 def test_chosen_keys_and_their_gradients(name, rows, block, mask) -> None:
-    layout = weft.Layout.load(name)
+    layout = weft.Layout.load(name) if name in LAYOUTS else weft.Layout.parse(name)
     q, k, v, dout = whole_problem()
     numbers = drawn(rows, block)
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]

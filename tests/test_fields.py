@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import random
 from collections.abc import Callable
 
@@ -180,6 +182,30 @@ def test_functions_equal_one_device(seed):
     check(seed)
 
 
+def _functions_on_processes(rank: int, seeds: list[int]) -> None:
+    """The same on real ranks, whose layouts are built once."""
+    built: dict[str, Layout] = {}
+
+    def on_ranks(layout: Layout, run: Callable) -> list:
+        if layout.name not in built:
+            built[layout.name] = layout.build("cpu")
+        every: list = [None] * layout.world_size
+        torch.distributed.all_gather_object(every, run(built[layout.name]))
+        return every
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weft, "on_threads", on_ranks)
+        for seed in seeds:
+            check(seed)
+
+
+@pytest.mark.slow
+def test_functions_equal_one_device_on_processes():
+    seeds = [s for s in range(30) if math.prod(GRIDS[s % len(GRIDS)]) == 4]
+    with Pool(4) as pool:
+        pool.run(_functions_on_processes, seeds)
+
+
 # -- models ---------------------------------------------------------------------------------------
 
 
@@ -285,6 +311,39 @@ def test_a_rank_keeps_its_share_and_receives_strips():
         assert received * 20 < gathered
 
 
+#: functions that look positions up, or fill what is outside
+LOOKED_UP = {
+    "bilinear": lambda x: F.interpolate(x, scale_factor=2.0, mode="bilinear"),
+    "nearest": lambda x: F.interpolate(x, size=(10, 9)),
+    "average": lambda x: F.avg_pool2d(x, 3, 2, 1, count_include_pad=False),
+    "circular": lambda x: F.pad(x, (1, 2, 2, 1), mode="circular"),
+    "filled": lambda x: F.pad(x, (1, 2, 2, 1), value=3.0),
+    "max": lambda x: F.max_pool2d(x, 3, 2, 1),
+}
+
+
+@pytest.mark.parametrize("name", LOOKED_UP)
+def test_indices_are_made_and_uploaded_once(name, monkeypatch):
+    """A copy to a device in every call would wait for it, or at least be launched."""
+    made, real = [], torch.tensor
+    layout, x = grid(2, 1), torch.randn(1, 2, 9, 7)
+
+    def rank(layout):
+        field = Field.distribute(x, layout, {"height": 2})
+        first = LOOKED_UP[name](field).full_tensor()
+        return field, first
+
+    weft.clear_caches()
+    fields = weft.on_threads(layout, rank)
+    monkeypatch.setattr(torch, "tensor", lambda *a, **b: made.append(a) or real(*a, **b))
+    monkeypatch.setattr(torch, "arange", lambda *a, **b: made.append(a))
+    again = weft.on_threads(layout, rank)
+    assert torch.equal(again[0][1], fields[0][1])
+    torch.testing.assert_close(again[0][1], LOOKED_UP[name](x))
+    indices = [a for a in made if a and not (isinstance(a[0], list) and len(a[0]) == 1)]
+    assert not indices, "besides the numbers of passes"
+
+
 def test_norms_lose_no_digits_where_the_mean_is_large():
     torch.manual_seed(0)
     x = torch.randn(2, 4, 23, 11) + 1e4
@@ -382,6 +441,28 @@ def test_checkpointed_layers_have_the_same_gradients():
 
     for one, two in weft.on_threads(Layout.load("field-2x2"), rank):
         torch.testing.assert_close(one, two)
+
+
+def test_checkpoints_within_checkpoints_have_the_same_gradients():
+    x, weight = torch.randn(1, 2, 9, 7, dtype=torch.float64), torch.randn(2, 2, 3, 3).double()
+    run = functools.partial(checkpoint, use_reentrant=False)
+
+    def layer(x, w, call):
+        return F.group_norm(F.conv2d(call(torch.mul, x, x), w, None, 1, 1), 2).tanh()
+
+    def block(x, w, call):
+        return call(layer, call(layer, x, w, call), w, call) * 2
+
+    def rank(layout, call):
+        field = Field.distribute(x, layout, {"height": 2, "width": 3}).requires_grad_()
+        own = weight.clone().requires_grad_()
+        call(block, field, own, call).square().sum().backward()
+        return field.to_local().grad, own.grad
+
+    layout = Layout.load("field-2x2")
+    plain = weft.on_threads(layout, rank, lambda fn, *args: fn(*args))
+    for one, two in zip(plain, weft.on_threads(layout, rank, run)):
+        torch.testing.assert_close(one, two, rtol=0, atol=0)
 
 
 class Twice(torch.autograd.Function):

@@ -18,6 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
 from weft.checkpoint import Checkpoints
+from weft.comm import Transport
+from weft.gradients import sync
 from weft.layout import check_not_averaged, check_same_data_ranks
 from weft_models.models import ModelSpec, compose
 from weft_models.train import clip_grad_norm_, data_parallel, stream
@@ -55,6 +57,36 @@ def test_gradients_are_summed_and_none_stays_none():
         return [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
 
     assert weft.on_threads(Layout.parse(RING), rank) == [[[3.0] * 3, [5.0] * 3, None]] * 2
+
+
+@pytest.mark.parametrize("nbytes", [1, 20, 30, 1 << 27])
+def test_gradients_are_summed_in_buckets_of_the_same_bytes(nbytes, monkeypatch):
+    """Only a bucket is copied, not all gradients; a tensor that is one alone is summed in place."""
+    monkeypatch.setattr(sync, "BUCKET", nbytes)
+    sizes, reduce = [], Transport.all_reduce
+
+    def note(transport, tensor, dims, label="sum"):
+        if label == "gradients" and transport.rank == 0:
+            sizes.append(tensor.numel())
+        return reduce(transport, tensor, dims, label)
+
+    monkeypatch.setattr(Transport, "all_reduce", note)
+
+    def rank(layout):
+        model = Three()
+        model(layout.rank).backward()
+        kept = model.all.grad
+        with weft.traffic(layout) as moved:
+            layout.sync_gradients(model)
+        assert model.all.grad is kept
+        grads = [None if p.grad is None else p.grad.tolist() for p in model.parameters()]
+        return grads, sum(n for (_, label), n in moved.sent.items() if label == "gradients")
+
+    ranks = weft.on_threads(Layout.parse(RING), rank)
+    nbytes_sent = 4 * (9 + 3)  # of all numbers, and of which gradients a rank has
+    assert ranks == [([[3.0] * 3, [5.0] * 3, None], nbytes_sent)] * 2
+    buckets = {1: [3, 3, 6], 20: [3, 3, 6], 30: [6, 6], 1 << 27: [12]}
+    assert sizes == buckets[nbytes]
 
 
 def _other_numbers_of_gradients(layout):

@@ -334,6 +334,7 @@ OTHER_TESTS = [
     "reproducible_transformers",
     "torchtitan",
     "fake_gpu",
+    "flex_compiled",
     "fake_ranks",
     "gpu",
     "two_nodes",

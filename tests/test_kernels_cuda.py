@@ -12,6 +12,7 @@ import contextlib
 import sys
 from dataclasses import replace
 
+import exact
 import flash_packages
 import flash_releases
 import pytest
@@ -695,3 +696,63 @@ def test_head_dims_beyond_the_kernel_are_refused() -> None:
     assert named("cuda-flash").refuses(Request("cuda", torch.bfloat16, 256, 256)) is None
     why = named("cuda-flash").refuses(Request("cuda", torch.bfloat16, 256, 256, lse_grad=True))
     assert "2 more dims carry the logsumexp's gradient" in why
+
+
+# -- windows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lse_grad", [False, True])
+@pytest.mark.parametrize("release", [r for r in flash_releases.signatures() if r[0] != "4"])
+def test_every_release_is_called_with_windows_as_it_spells_them(
+    install, release: str, lse_grad: bool
+) -> None:
+    made = install(release, capability={"2": 8, "3": 9}[release[0]])
+    q, k, v, dout = draw(2, 4, 9, 16), draw(2, 2, 13, 16), draw(2, 2, 13, 12), draw(2, 4, 9, 12)
+    window, mask = (3, 2), flash_packages.band(9, 13, 3, 2)
+    view, kernel = TileView(0.3, window=window, lse_grad=lse_grad), named("flash-attn")
+    formula = TileView(0.3, mask=mask, lse_grad=lse_grad)
+    out, lse = MATH.forward(q, k, v, formula)
+    torch.testing.assert_close(kernel.forward(q, k, v, view), (out, lse), rtol=0, atol=1e-6)
+    lse, delta = torch.logaddexp(lse, draw(2, 4, 9)), draw(2, 4, 9)
+    found = kernel.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    wanted = MATH.backward(dout, q, k, v, None, lse, delta, formula)[:3]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    assert made.windows == [("forward", window), ("backward", window)]
+
+
+WINDOWED = {
+    "ring": ("tokens(zigzag): ring=4", weft.Causal(window=9), False),
+    "two sides": ("tokens(striped): ring=2", weft.Window(5, 3), True),
+    "tile": ("tokens: tile=2x2", weft.Causal(window=20), True),
+    "documents": ("tokens: ulysses=2 x ring=2", weft.Documents((30, 29)) & weft.Causal(7), False),
+    "one rank": ("tokens: ring=1", weft.Causal(window=9), False),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+@pytest.mark.parametrize("generation", flash_attn.WINDOWS)
+def test_windows_on_layouts_are_the_packages(install, monkeypatch, generation, name) -> None:
+    """Output, logsumexp and every gradient in fp64, with no explicit mask anywhere."""
+    line, mask, lse_gradient = WINDOWED[name]
+    made = install(generation)
+    flash_packages.prefer_on_cpu(monkeypatch)
+    layout = weft.Layout.parse(line)
+    case = exact.Case(mask=mask, lengths=exact.tokens(59), lse_gradient=lse_gradient)
+    assert max(exact.errors(layout, case).values()) <= 1e-11
+    assert {which for which, _ in made.windows} == {"forward", "backward"}
+    plan = layout.plan("tokens", mask=mask, length=59, heads=4, head_dim=4)._plan
+    blocks = (run.block(b) for run in (plan.forward, plan.backward) for b in run.program.blocks)
+    assert "masked" not in {call.kind for block in blocks for call in block.calls}
+
+
+def test_windows_that_a_package_lacks_go_to_flex(install) -> None:
+    window = Request("cuda", torch.bfloat16, 64, 64, masked=True, window=True)
+    install(4)
+    assert choose(window).name == "flex"
+    install(3)
+    assert choose(window).name == "flash-attn"
+    assert choose(replace(window, softcap=True)).name == "flex"  # theirs is an approximate tanh
+    assert choose(replace(window, bias=True)).name == "flex"
+    with deterministic():
+        assert choose(window).name == "flash-attn"
+        assert choose(replace(window, head_dim=256, value_dim=256)).name == "flex"

@@ -79,6 +79,24 @@ def _exact(rank: int, name: str, axis: str) -> list[dict[str, float]]:
     return found
 
 
+def _warmed(rank: int) -> tuple[list[int], dict]:
+    """Messages of each batch of a warm-up, and all bytes that it sent along each mesh dim."""
+    layout, begun, begin = _built("tile-2x2"), [], dist.batch_isend_irecv
+    transport = layout.bound
+    before = +transport.sent
+    try:
+        dist.batch_isend_irecv = lambda ops: begun.append(len(ops)) or begin(ops)
+        transport._warm_up("cpu")
+    finally:
+        dist.batch_isend_irecv = begin
+    return begun, dict(transport.sent - before)
+
+
+def test_every_pair_of_ranks_connects_when_a_layout_is_built(pool):
+    """NCCL connects pairs at their first message, which the first step would wait for."""
+    assert pool.run(_warmed, timeout=60) == [([2, 2], {})] * 4  # to and from; not counted as data
+
+
 @pytest.mark.parametrize("name", [*FOUR, *TABULAR])
 def test_results_equal_the_reference_on_every_rank(pool, name):
     for axis in Layout.load(name).attend:

@@ -8,6 +8,7 @@ of ranks, and attention is seen to be split by the bytes that it sends.
 import contextlib
 import copy
 import importlib.util
+import itertools
 
 import pytest
 import torch
@@ -29,8 +30,8 @@ import transformers as hf
 from benchmarks import image_families as families
 from benchmarks.image_families import FAMILIES, MARKS, built, example
 from weft_integrations.transformers import Batch, parallelize, verify
-from weft_integrations.transformers.seam import text_decoder
 from weft_integrations.transformers.verification import copies
+from weft_integrations.transformers.whole import text_decoder
 
 hf.logging.set_verbosity_error()
 
@@ -291,13 +292,13 @@ def full(t):
     return t.full_tensor() if isinstance(t, DTensor) else t
 
 
-def _trains(rank, family, way):
+def _trains(rank, family, way, images):
     """Errors of loss, logits and gradients that torch averages, of one image alone."""
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
     layout = Layout.parse(LAYOUTS[0]).bind(mesh, timeout=60)
-    call = example(family)
+    call = families.one_image(example(family))
     reference = step(built(family), call)
-    own = parallelize(built(family), layout, verify=False)
+    own = parallelize(built(family), layout, verify=False, images=images)
     if way == "ddp":
         around = torch.nn.parallel.DistributedDataParallel(own)
     else:
@@ -321,17 +322,19 @@ def _layers(part):
 
 @split
 @pytest.mark.parametrize(
-    ("family", "way"),
+    ("family", "way", "images"),
     [
-        pytest.param("gemma3", "fsdp", marks=pytest.mark.sample),
+        pytest.param("gemma3", "fsdp", "spread", marks=pytest.mark.sample),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("gemma3", "ddp"), ("qwen3_vl", "ddp"), ("qwen3_vl", "fsdp"))
+            for case in itertools.product(
+                ("gemma3", "qwen3_vl"), ("ddp", "fsdp"), ("whole", "spread")
+            )
         ),
     ],
 )
-def test_torch_averages_gradients_of_towers(two, family, way):
-    for loss, logits, (grads, name) in two.run(_trains, family, way, timeout=240):
+def test_torch_averages_gradients_of_towers(two, family, way, images):
+    for loss, logits, (grads, name) in two.run(_trains, family, way, images, timeout=240):
         assert max(loss, logits) < FP64
         assert grads < FP64, name
 
@@ -416,3 +419,92 @@ def test_towers_draw_the_same_numbers_and_chunks_their_own(two):
     assert other == features
     assert kept != others
     assert after == later
+
+
+# -- uses of calls ------------------------------------------------------------------------------
+
+
+def last_kept(model, call):
+    with InFP64(), torch.no_grad():
+        return whole(model(**cloned(call), logits_to_keep=2).logits)
+
+
+def hidden_states(model, call):
+    with InFP64(), torch.no_grad():
+        out = model(**cloned(call), output_hidden_states=True, use_cache=False)
+        return torch.stack([whole(state) for state in out.hidden_states])
+
+
+def by_hand(model, call):
+    """Logits of a prompt and of three tokens behind it, by the cache of each call."""
+    with InFP64(), torch.no_grad():
+        out = model(**cloned(call))
+        logits = [whole(out.logits)[:, -1]]
+        for _ in range(3):
+            token = logits[-1].argmax(-1, keepdim=True).clamp(max=80)
+            logits.append(whole(model(input_ids=token, cache=out.cache).logits)[:, -1])
+        return torch.cat(logits)
+
+
+def two_turns(model, call):
+    """Logits of a call with images behind the cache of another."""
+    with InFP64(), torch.no_grad():
+        cache = model(**cloned(call)).cache
+        return whole(model(**cloned(call), cache=cache).logits)
+
+
+USES = {f.__name__: f for f in (last_kept, hidden_states, by_hand, two_turns)}
+TRIED = {
+    ("qwen3_vl", "by_hand"),  # neither its head nor the model below takes use_cache
+    ("paligemma", "by_hand"),  # makes masks for its decoder
+    ("gemma4", "last_kept"),  # its head compares states with full rows
+    ("qwen2_audio", "last_kept"),  # heeds no logits_to_keep
+    ("qwen3_vl", "two_turns"),
+}
+#: One device does not do these, or weft refuses them.
+NOT_TRIED = {("blip_2", name) for name in ("by_hand", "hidden_states", "two_turns")}
+NOT_TRIED |= {("mllama", name) for name in ("by_hand", "two_turns")}
+
+
+@split
+@pytest.mark.parametrize(
+    ("family", "use"),
+    [
+        pytest.param(*case, marks=[] if case in TRIED else pytest.mark.slow)
+        for case in itertools.product(FAMILIES, USES)
+        if case not in NOT_TRIED
+    ],
+)
+def test_uses_of_calls_with_images(family, use):
+    call, run = example(family, labels=False), USES[use]
+    model = built(family)
+    want = run(copy.deepcopy(model), call)
+    for seen in on_ranks(model, LAYOUTS[0], lambda own: run(own, call)):
+        assert seen.shape == want.shape
+        assert (seen - want).abs().max() < FP64 * want.abs().max()
+
+
+@split
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow) for f in FAMILIES if f not in ("blip_2", "mllama")],
+)
+def test_every_family_generates_split(family):
+    model = built(family)
+    want = generated(copy.deepcopy(model), family)
+    ranks = on_ranks(model, LAYOUTS[0], lambda own: generated(own, family))
+    assert all(torch.equal(seen, want) for seen in ranks)
+
+
+@pytest.mark.parametrize("family", ["mllama", pytest.param("blip_2", marks=pytest.mark.slow)])
+def test_families_that_generate_whole(family):
+    """Keys of images are kept, too, or the decoder generates by itself: on every rank."""
+    model = built(family)
+    want = generated(copy.deepcopy(model), family)
+
+    def work(layout):
+        return generated(parallelize(copy.deepcopy(model), layout, verify=False), family)
+
+    with pytest.warns(UserWarning, match="every rank computes all"):
+        ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)
+    assert all(torch.equal(seen, want) for seen in ranks)

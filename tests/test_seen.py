@@ -212,6 +212,7 @@ def test_a_window_receives_its_own_bytes_alone():
     ]
     assert [f.forward.traffic.bytes for f in forecasts] == [0] + 7 * [64 * 64 * 2 * 2]
     assert [f.backward.traffic.bytes for f in forecasts] == 7 * [64 * 64 * 2 * 2] + [0]
+    assert [f.forward.live_bytes for f in forecasts] == [0] + 7 * [64 * 64 * 2 * 2]
 
 
 def test_first_keys_and_a_window_travel_without_those_between():
@@ -270,6 +271,9 @@ def test_gradients_alone_travel_in_the_backward_pass():
         (Causal(window=4), True),
         (Causal(window=16), True),
         (Causal(window=17), False),  # 16 keys of others: a whole chunk
+        (Causal(window=33), False),
+        (Causal(window=34), False),  # 33: more than is kept, though less than three chunks
+        (Window(16, 15), True),  # of either side less than a chunk
         (SINKS, True),
         (Documents((16, 16, 32)), False),
         (Documents((15, 17, 32)), True),

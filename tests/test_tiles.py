@@ -34,16 +34,28 @@ def visible_queries(mask, q, k) -> tuple[int, int]:
     )
 
 
-def _times_computed(mask, seen, q, k, row_block) -> torch.Tensor:
+def band_of(n: int, m: int, left: int, right: int) -> torch.Tensor:
+    """Scores of a window, counted from the last row and the last column as flash-attn does."""
+    rows, columns = torch.arange(n)[:, None] + m - n, torch.arange(m)
+    return (columns >= rows - left) & (columns <= rows + right)
+
+
+def _times_computed(mask, seen, q, k, row_block, windows=False) -> torch.Tensor:
     """How often each score of a tile is computed by its calls."""
     times = torch.zeros(count(q), count(k), dtype=torch.int)
-    for call in tile_calls(mask, q, k, row_block):
+    for call in tile_calls(mask, q, k, row_block, windows=windows):
         part = times[call.q0 : call.q1, call.k0 : call.k1]
         if call.kind is Kind.FULL:
             part += 1
         elif call.kind is Kind.CAUSAL:
             assert part.shape[0] == part.shape[1]
             part += torch.ones_like(part).tril()
+        elif call.kind is Kind.WINDOW:
+            assert min(call.window) >= 0
+            band = band_of(*part.shape, *call.window)
+            assert band.any(1).all()
+            assert call.entries == band.sum()
+            part += band.int()
         else:
             assert part.shape[0] <= row_block
             part += seen[call.q0 : call.q1, call.k0 : call.k1].int()
@@ -141,11 +153,9 @@ def test_calls_compute_each_visible_score_exactly_once(seed):
             k = join(sorted(s for chunk in spans for s in chunk))
         for mask in _masks(n, draw):
             seen = visible(mask, 1, 1, n, n)[0, 0][positions(q)][:, positions(k)]
-            assert torch.equal(_times_computed(mask, seen, q, k, row_block), seen.int()), (
-                mask,
-                q,
-                k,
-            )
+            for windows in (False, True):
+                times = _times_computed(mask, seen, q, k, row_block, windows)
+                assert torch.equal(times, seen.int()), (mask, q, k, windows)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -161,8 +171,17 @@ def test_offset_queries_compute_each_visible_score_once(seed):
         )
         for mask in _offset_masks(n, m, draw):
             seen = visible(mask, 1, 1, n, m)[0, 0][positions(q)][:, positions(k)]
-            times = _times_computed(mask, seen, q, k, row_block)
-            assert torch.equal(times, seen.int()), (mask, q, k)
+            for windows in (False, True):
+                times = _times_computed(mask, seen, q, k, row_block, windows)
+                assert torch.equal(times, seen.int()), (mask, q, k, windows)
+
+
+@pytest.mark.parametrize("mask", [Causal(5), Window(4, 3), Documents((9, 15)) & Causal(4)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_windows_are_plain_calls_where_kernels_take_them(mask, order):
+    for spans in itertools.product(shard_spans(24, (2,), order), repeat=2):
+        calls = tile_calls(mask, *spans, windows=True)
+        assert Kind.MASKED not in {call.kind for call in calls}
 
 
 @pytest.mark.parametrize("order", list(ORDERS))

@@ -289,6 +289,10 @@ OF_GRADIENTS = frozenset(
 )
 
 
+#: What autograd runs below `__torch_function__` on a saved tensor that a hook has unpacked.
+OF_UNPACKED = torch.ops.aten.detach.default
+
+
 def traced(tensor: Tensor) -> bool:
     """True if a tensor stands for another while torch traces or compiles."""
     return isinstance(tensor, FakeTensor)

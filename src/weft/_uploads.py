@@ -25,11 +25,11 @@ def upload(t: Tensor, device: torch.device | str) -> Tensor:
 
 
 @cached(1024)
-def uploaded(numbers: tuple, device: torch.device) -> Tensor:
-    """Whole numbers, or rows of them, as an int64 tensor that is copied to a device once.
+def uploaded(numbers: tuple, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers, or rows of them, as a tensor that is copied to a device once.
 
     >>> uploaded(((0, 5), (2, 6)), torch.device("cpu"))
     tensor([[0, 5],
             [2, 6]])
     """
-    return upload(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
+    return upload(torch.tensor(numbers, dtype=dtype, device="cpu"), device)

@@ -38,7 +38,7 @@ from .runtime import calls
 from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
 from .runtime.expand import Expand, Expander, Expansion, Tried, as_expansion
-from .runtime.ops import attend_alone, attend_latents
+from .runtime.ops import attend_eagerly, attend_latents
 
 
 @overload
@@ -188,7 +188,6 @@ def attention(
     learned = bias if isinstance(bias, Tensor) else None
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
-    attend = torch.ops.weft.attention
     numbers = choice.numbers if isinstance(choice, ChosenKeys) else None
     if in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
@@ -205,7 +204,8 @@ def attention(
             _plain_kind(choice),
             calls.gradients_wanted(q, k, v, learned),
         )
-        out, lse = attend(q, k, v, learned, numbers, scale, softcap, handle)[:2]
+        op = torch.ops.weft.attention
+        out, lse = op(q, k, v, learned, numbers, scale, softcap, handle)[:2]
     else:
         more = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
         bound = _bound(layout, axes, mask, length, *more, (q, k, v, sinks))
@@ -214,16 +214,12 @@ def attention(
         tried = None if expansion is None else _latents(bound, expansion, q, k, v)
         if expansion is not None and tried is None:
             k, v = expansion(k, v)
-        alone = None if tried is not None else attend_alone(bound, q, k, v)
         if expansion is not None and tried is not None:
             bound = _bound(layout, axes, mask, length, *more, (), tried.sizes)
             expander = Expander(expansion, tried.parameters, q)
             out, lse = attend_latents(bound, expander, q, k, v, learned, numbers)
-        elif alone is not None:
-            out, lse = alone
         else:
-            floats = bound.call.scale, bound.call.softcap
-            out, lse = attend(q, k, v, learned, numbers, *floats, calls.handle_of(bound))[:2]
+            out, lse = attend_eagerly(bound, q, k, v, learned, numbers)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -98,7 +98,7 @@ def chosen(numbers: Tensor, block: int, keys: Tensor, first: int, last: int) -> 
     low = first // block
     blocks = last // block - low + 1
     slot = (numbers - low).long()
-    slot = torch.where((slot >= 0) & (slot < blocks) & (numbers >= 0), slot, blocks)
+    slot = torch.where((slot >= 0) & (slot < blocks), slot, blocks)
     kept = numbers.new_zeros((*numbers.shape[:3], blocks + 1), dtype=torch.bool)
     return kept.scatter_(-1, slot, True).index_select(-1, keys // block - low)
 

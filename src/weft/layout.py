@@ -850,7 +850,7 @@ class Layout(LayoutDeclaration, Traceable):
 
     @outside_graphs
     def sync_gradients(self, module: torch.nn.Module) -> None:
-        """Sum parameter gradients over the mesh dims that split data, in one flat message a dtype.
+        """Sum parameter gradients over the mesh dims that split data, in flat messages.
 
             before    rank 0: d0        rank 1: d1        gradients of a weight that both use (R)
             after     both:   d0 + d1

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm.collectives import partial_to_replicate, scale_backward
+from weft.comm.collectives import gather_flat, partial_to_replicate, scale_backward
 from weft.comm.once_differentiable import once
 from weft.declare.layout_file import HEADS
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
-from weft.plan.order import Spans, count, shard_spans
+from weft.plan.order import Spans, count, positions, shard_spans
 
 
 def check_not_placed(model: nn.Module) -> None:
@@ -132,6 +132,24 @@ def joined(x: Tensor, index: Tensor, length: int, dim: int, layout: Layout, axis
     shape[dim] = length
     placed = x.new_zeros(shape).index_copy(dim, index, x)
     return partial_to_replicate(placed, layout.shard_dims(axis), layout.bound)
+
+
+def of_all_ranks(x: Tensor, dim: int, length: int, layout: Layout, axis: str, label: str) -> Tensor:
+    """All tokens along `dim` on every rank, in global order, without a gradient.
+
+    before  rank 0: x0        rank 1: x1
+    after   both:   [x0 | x1]            received: the bytes of the others' tokens, by `label`
+    """
+    parts, front = chunks(layout, axis, length), x.movedim(dim, 0).contiguous()
+    width = front[:1].numel()
+    sizes = [count(spans) * width for spans in parts]
+    dims = layout.shard_dims(axis)
+    if not dims:
+        return x
+    flat = torch.cat(gather_flat(front.flatten(), sizes, dims, layout.bound, label))
+    joined = flat.view(length, *front.shape[1:])
+    places = torch.cat([positions(spans, x.device) for spans in parts])
+    return torch.empty_like(joined).index_copy_(0, places, joined).movedim(0, dim)
 
 
 class _Gather(torch.autograd.Function):

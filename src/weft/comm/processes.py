@@ -24,6 +24,8 @@ from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport
 from .world import node
 
+#: Most ranks of a group whose pairs all connect when a layout is built: each pair takes memory.
+_MOST_CONNECTED = 16
 #: A vote or an exchange of short texts, in errors.
 _CONTROL = "an agreement"
 
@@ -101,10 +103,21 @@ class ProcessTransport(Transport):
         if self._on_gpu:
             self._warm_up()
 
-    def _warm_up(self) -> None:
-        """NCCL wants every rank of a group in its first batch; ranks without rows send none."""
-        for group in self._groups.values():
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    def _warm_up(self, device: str = "cuda") -> None:
+        """NCCL wants every rank of a group in its first batch; ranks without rows send none.
+
+        Pairs connect when they first exchange a message, tens of milliseconds each, of which the
+        first step of a ring would have all: each rank exchanges one with every other here.
+        """
+        for mesh_dim, group in self._groups.items():
+            number = torch.zeros(1, device=device)
+            dist.all_reduce(number, group=group)
+            own, size = self.coords[mesh_dim], self.sizes[mesh_dim]
+            if 1 < size <= _MOST_CONNECTED:
+                others = [(own + i) % size for i in range(1, size)]
+                receives = [(peer, torch.empty_like(number)) for peer in others]
+                sends = [(peer, number) for peer in others]
+                self._start(P2PBatch(mesh_dim, "warm-up", sends, receives), 0)()
 
     def _check_place(self, tensors: Iterable[Tensor]) -> None:
         """Raise for tensors that groups do not move, before torch does, as if a peer were gone."""

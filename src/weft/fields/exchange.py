@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._uploads import uploaded
 from ..comm.once_differentiable import once
 from ..comm.origin import origin
 from ..plan.order import Span, Spans
@@ -53,7 +54,7 @@ def bring(
         for span in plan.wanted[chunk]:
             places += range(at, at + span.count) if span.start < 0 else ()
             at += span.count
-        out = out.index_fill(dim, torch.tensor(places, dtype=torch.long, device=x.device), fill)
+        out = out.index_fill(dim, uploaded(tuple(places), x.device), fill)
     return out
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, NoReturn, Self
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import wrapper
+from .._torch import OF_UNPACKED, wrapper
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..plan.order import count, shard_spans
@@ -56,6 +56,7 @@ class Field(Tensor):
     _local: Tensor
     _dims: tuple[Dim, ...]
     _region: FieldRegion
+    _is_unpacked: bool = False
     #: what functions of torch do to fields; `rules.py` sets it
     _rules: ClassVar[Callable[[Callable, tuple, dict], Any]]
 
@@ -170,7 +171,13 @@ class Field(Tensor):
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> NoReturn:
+    ) -> Field:
+        if func is OF_UNPACKED and isinstance(args[0], Field):
+            # Autograd hands out a tensor that a hook kept, such as a checkpoint's within another.
+            x = args[0]
+            unpacked = Field(x._local.detach(), x._dims, x._region)
+            unpacked._is_unpacked = True  # autograd may say that it requires a gradient
+            return unpacked
         raise UnsupportedError(
             f"{func} reads a weft.Field past torch's Python functions, where a field has no"
             " numbers: a kernel bound in C++, or a function that weft has no rule for; give it"

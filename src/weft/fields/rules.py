@@ -51,9 +51,9 @@ _OF_SHAPE = {
     *(Tensor.stride, Tensor.is_contiguous, Tensor.get_device, Tensor.type, Tensor.nelement),
     *map(attribute, _SHAPE_ATTRIBUTES.split()),
 }
-_GRAPH = attribute("grad_fn")
+_GRAPH, _WANTS_GRADIENT = attribute("grad_fn"), attribute("requires_grad")
 #: Asked of the local tensor, whose graph is that of autograd.
-_OF_LOCAL = {attribute("requires_grad"), _GRAPH, attribute("output_nr")}
+_OF_LOCAL = {_WANTS_GRADIENT, _GRAPH, attribute("output_nr")}
 
 
 def _names(text: str, *places: Any) -> set[Any]:
@@ -108,6 +108,8 @@ def _check(func: Any, values: tuple) -> None:
         if isinstance(group, list | tuple):
             fields += [v for v in group if isinstance(v, Field)]
     for field in fields:
+        if field._is_unpacked and _WANTS_GRADIENT(field):
+            field._local.requires_grad_()
         if _GRAPH(field) is not None:
             raise UnsupportedError(
                 f"{name} gets a weft.Field that a torch.autograd.Function returned, such"

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .._caching import cached
+from .._uploads import uploaded
 from ..comm.once_differentiable import once
 from ..plan.order import Span, Spans
 from ..relayout.windows import Windows, bordered
@@ -308,9 +310,10 @@ def _counts(
     for (d, window), k, p in zip(windows.items(), kernel, padding):
         length, chunks = dim_size(x._dims[d]), dims[d][0].chunks
         low, high = x._region.own(chunks) if chunks else (0, window.outputs)
-        begin = window.first + torch.arange(low, high, device=x.device) * window.stride
-        end = (begin + k).clamp(max=length + p if include else length)
-        counted = end - (begin if include else begin.clamp(min=0))
+        last = length + p if include else length
+        begins = [window.first + i * window.stride for i in range(low, high)]
+        counts = [min(a + k, last) - (a if include else max(a, 0)) for a in begins]
+        counted = uploaded(tuple(counts), x.device)
         total = total * counted.view(-1, *[1] * (x.dim() - 1 - d))
     return total
 
@@ -374,33 +377,34 @@ def interpolate(
             own = x._region.layout.chunk(chunks.axis)
             low, high, base = edges[own], edges[own + 1], ranges[own][0]
             dims[d] = split_dim(Chunks(chunks.axis, edges))
-        places = torch.tensor([s - base for s in first[low:high]], device=t.device).long()
+        places = uploaded(tuple(s - base for s in first[low:high]), t.device)
         below = t.index_select(d, places)
         if share is not None:
-            places = torch.tensor([s - base for s in second[low:high]], device=t.device).long()
-            w = torch.tensor(share[low:high], dtype=t.dtype, device=t.device)
+            places = uploaded(tuple(s - base for s in second[low:high]), t.device)
+            w = uploaded(share[low:high], t.device, t.dtype)
             w = w.view(-1, *[1] * (t.dim() - 1 - d))
             below = below * (1 - w) + t.index_select(d, places) * w
         t = below
     return Field(t, dims, x._region)
 
 
+@cached(256)
 def _sources(
     mode: str, length: int, n: int, ratio: float, corners: bool | None, factor: float | None
-) -> tuple[list[int], list[int], list[float] | None]:
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None]:
     """The positions that n outputs are made of, and the share of the second."""
     if mode not in LINEAR:  # rounded as torch rounds it
         line = torch.arange(length, dtype=torch.float32).view(1, 1, -1)
         options = {"size": n} if factor is None else {"scale_factor": factor}
-        found = F.interpolate(line, mode=mode, **options).flatten().long().tolist()
+        found = tuple(F.interpolate(line, mode=mode, **options).flatten().long().tolist())
         return found, found, None
     if corners:
         source = [o * (length - 1) / max(n - 1, 1) for o in range(n)]
     else:
         source = [max((o + 0.5) * ratio - 0.5, 0.0) for o in range(n)]
-    below = [min(int(s), length - 1) for s in source]
-    above = [min(b + 1, length - 1) for b in below]
-    return below, above, [s - b for s, b in zip(source, below)]
+    below = tuple(min(int(s), length - 1) for s in source)
+    above = tuple(min(b + 1, length - 1) for b in below)
+    return below, above, tuple(s - b for s, b in zip(source, below))
 
 
 # -- padding and rolls ----------------------------------------------------------------------------
@@ -421,7 +425,7 @@ def pad(x: Field, pad: Sequence[int], mode: str = "constant", value: float | Non
             else:
                 spans = bordered(-before, length + after, length, BORDERS[mode])
                 places = [s.start + k * s.step for s in spans for k in range(s.count)]
-                t = t.index_select(d, torch.tensor(places, device=t.device))
+                t = t.index_select(d, uploaded(tuple(places), t.device))
             dims[d] = whole(wider)
             continue
         chunks = one_factor("pad", x, d).chunks

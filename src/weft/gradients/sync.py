@@ -40,6 +40,9 @@ AVERAGED = "weft_averaged"
 #: otherwise in every run. Those of other keys differ by about their norm.
 _ALIKE = 1e-3
 
+#: Bytes of gradients that are summed in one message, beside which they are copied.
+BUCKET = 1 << 27
+
 #: What to do where keys are split over ranks that have queries whole.
 ABOUT_KEYS = (
     "train on a layout that splits queries, too (ring, pass_q) or has keys whole (shared_context),"
@@ -105,7 +108,7 @@ def sync(
     keys_only: Sequence[str],
     transport: Transport,
 ) -> None:
-    """Sum `.grad` of a module's parameters over mesh dims, in one flat message per dtype.
+    """Sum `.grad` of a module's parameters over mesh dims, in flat messages of one dtype.
 
     Of a module whose ranks are to be averaged (`is_averaged`), the sum is divided by their number.
 
@@ -169,23 +172,50 @@ def sync(
 def _sum(
     parameters: list[nn.Parameter], dims: Sequence[str], transport: Transport
 ) -> tuple[bool, bool]:
-    """Sum gradients in one message; whether a rank has any, and whether all sums are finite."""
+    """Sum gradients in buckets; whether a rank has any, and whether all sums are finite.
+
+    With the last one goes which gradients a rank has.
+    """
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     local = [local_tensor(g) for g in grads]
     has_gradient = [float(p.grad is not None) for p in parameters]
     flags = uploaded(tuple(map(int, has_gradient)), local[0].device).to(local[0].dtype)
-    flat = torch.cat([*(g.reshape(-1) for g in local), flags])
-    transport.all_reduce(flat, dims, "gradients")
-    *sums, flags = flat.split([*(g.numel() for g in local), len(local)])
+    *others, last = _buckets(local)
+    totals = [_sum_bucket(bucket, dims, transport) for bucket in others]
+    totals.append(_sum_bucket([*last, flags], dims, transport))
     if transport.fake:
         *anywhere, total = *has_gradient, 0.0
     else:  # all that the CPU waits for, at once
-        *anywhere, total = torch.cat([flags.float(), flat.sum(dtype=torch.float32)[None]]).tolist()
-    for p, grad, own, part, present in zip(parameters, grads, local, sums, anywhere):
+        *anywhere, total = torch.cat([flags.float(), torch.stack(totals).sum()[None]]).tolist()
+    for p, grad, present in zip(parameters, grads, anywhere):
         if present:
-            own.copy_(part.view_as(own))
             p.grad = grad
     return any(anywhere), math.isfinite(total)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """The tensors one after another, in buckets of at most `BUCKET` bytes or one tensor."""
+    buckets: list[list[Tensor]] = [[]]
+    size = 0
+    for t in tensors:
+        if buckets[-1] and size + t.nbytes > BUCKET:
+            buckets.append([])
+            size = 0
+        buckets[-1].append(t)
+        size += t.nbytes
+    return buckets
+
+
+def _sum_bucket(bucket: Sequence[Tensor], dims: Sequence[str], transport: Transport) -> Tensor:
+    """Sum tensors in place, in one message; the total of all numbers."""
+    if len(bucket) == 1 and bucket[0].is_contiguous():  # a large one needs no copy
+        flat = transport.all_reduce(bucket[0].view(-1), dims, "gradients")
+        return flat.sum(dtype=torch.float32)
+    flat = torch.cat([t.reshape(-1) for t in bucket])
+    transport.all_reduce(flat, dims, "gradients")
+    for t, part in zip(bucket, flat.split([t.numel() for t in bucket])):
+        t.copy_(part.view_as(t))
+    return flat.sum(dtype=torch.float32)
 
 
 def _anywhere(

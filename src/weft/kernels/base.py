@@ -34,6 +34,7 @@ class Request:
     head_dim: int
     value_dim: int
     masked: bool = False
+    window: bool = False  # what is masked is a band of the scores
     bias: bool = False
     softcap: bool = False
     lse_grad: bool = False
@@ -47,7 +48,8 @@ class Request:
         if self.value_dim != self.head_dim:
             dims += f" (values: {self.value_dim})"
         words = {
-            "a mask": self.masked and not self.choice,
+            "a mask": self.masked and not (self.choice or self.window),
+            "a window": self.window,
             "chosen keys": self.choice,
             "a bias": self.bias,
             "a soft cap": self.softcap,
@@ -85,6 +87,8 @@ class TileView:
     A kernel with `positional` gets a `mask_context` instead of `mask`, and instead of a `bias` that
     is a function of positions; a `mask` beside it is that of chosen keys, and hides more.
 
+    A `window` is a band of scores, for kernels with `windows`; every row sees a column.
+
     With `varlen_segments` the tensors hold several rectangles, one after another along rows and
     along columns; each sees only itself, causally or fully. For kernels with `varlen`.
     """
@@ -98,6 +102,8 @@ class TileView:
     lse_grad: bool = False  # backward: delta holds a gradient through the logsumexp too
     mask_context: MaskContext | None = None
     varlen_segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
+    #: (left, right): row i sees columns from i + m - n - left to i + m - n + right of (n, m)
+    window: tuple[int, int] | None = None
     overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
     fixed_blocks: bool = False  # the same bits whatever else is in the call, and wherever it lies
 
@@ -119,6 +125,8 @@ class Kernel(abc.ABC):
     row_block = 512
     #: whether one call computes many rectangles (`TileView.varlen_segments`)
     varlen = False
+    #: whether one call computes a band of the scores (`TileView.window`)
+    windows = False
     #: whether the bits of a row do not depend on what other rows, heads or batch entries a call has
     fixed_blocks = False
 

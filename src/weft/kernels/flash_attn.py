@@ -25,7 +25,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 
 import torch
@@ -84,6 +84,8 @@ PACKAGES = {
     ),
 }
 VARIABLE = "WEFT_FLASH_ATTN"
+#: Generations that are called with windows. Of 4 nobody has compared its backward pass of them.
+WINDOWS = (2, 3)
 #: A function that releases of generation 4 have which, on Hopper, take head dims to 256 and have a
 #: backward pass of packed sequences.
 _HOPPER_BACKWARD, _HOPPER_WIDEST = "_tile_size_bwd_sm90", 256
@@ -123,7 +125,7 @@ class FlashAttn(FlashKernel):
     """Tensors (b n h d), lse (b h n); packed ones (b*n h d), lse (h b*n): in every generation."""
 
     name = "flash-attn"
-    about = "CUDA, the flash-attn package; bf16, fp16; full and causal tiles; head dims up to 256"
+    about = "CUDA, the flash-attn package; bf16, fp16; full and causal tiles, windows; dims to 256"
     step = 8
     alignment = 16
 
@@ -140,7 +142,24 @@ class FlashAttn(FlashKernel):
         return None
 
     def refuses(self, request: Request) -> str | None:
-        return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
+        return half_on_cuda(request) or self.refuses_dims(request) or self.refuses_mask(request)
+
+    def refuses_mask(self, request: Request) -> str | None:
+        """Why what a request's scores take is refused: all but full tiles, causal ones, windows."""
+        if not request.window:
+            return plain_only(request)
+        if not self.windows:
+            return f"is called with windows in generations {WINDOWS}, not in {generation()}"
+        if torch.are_deterministic_algorithms_enabled() and self.missing() is None:
+            extra = self.delta_dims(request.lse_grad)
+            if self.dim(request.head_dim, request.value_dim + extra) > load().deterministic:
+                return "has no deterministic backward pass of windows here"
+        return plain_only(replace(request, masked=False))
+
+    @property
+    def windows(self) -> bool:  # type: ignore[override]  # read-only here
+        """True if the generation in use is called with windows, or there is none."""
+        return generation() in (None, *WINDOWS)
 
     @property
     def widest(self) -> int:  # type: ignore[override]  # read-only here

@@ -50,6 +50,9 @@ def call(function: Callable, asked: dict[str, object], view: TileView) -> tuple[
     Raises `UnsupportedError` naming a parameter that weft does not know, or does not find.
     """
     asked = {**asked, "softmax_scale": view.scale, "causal": view.causal}
+    if view.window is not None:
+        sides = dict(zip(("window_size_left", "window_size_right"), view.window))
+        asked |= {"window_size": view.window} if "window_size" in parameters(function) else sides
     spelled, off, settings = _arguments(function, tuple(asked))
     arguments = {spelled[name]: value for name, value in asked.items()}
     return function(**arguments, **off, **{name: _SET[name](view) for name in settings})

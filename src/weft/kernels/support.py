@@ -74,7 +74,7 @@ FEATURES = (
     Feature("mask", "documents, causal", note=_PLAIN),
     Feature("mask", "first keys", note=_PLAIN),
     Feature("mask", "prefix", note=_PLAIN),
-    Feature("mask", "window", _MASK),
+    Feature("mask", "window", {"masked": True, "window": True}),
     Feature("mask", "key padding", _MASK),
     Feature("mask", "boxes and neighbourhoods of a grid", _MASK),
     Feature("mask", "MaskMod", _MASK),

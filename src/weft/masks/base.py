@@ -152,6 +152,19 @@ class Mask(Traceable):
         """
         return None
 
+    def band(self, q: Interval, k: Interval) -> Interval | None:
+        """Offsets (low, high): every query p sees exactly the keys from p + low to p + high.
+
+        None where there are no such offsets, or none are known. A diagonal is a band without a
+        low end.
+
+        Args:
+            q: the interval of the queries.
+            k: the interval of the keys.
+        """
+        diagonal = self.diagonal(q, k)
+        return None if diagonal is None else (-FAR, diagonal)
+
     def cuts(self, length: int) -> tuple[int, ...]:
         """Positions at which chunks are best split, so that their parts are plain tiles.
 
@@ -289,6 +302,11 @@ class And(Mask):
         parts = [m.diagonal(q, k) for m in (self.left, self.right) if not m.is_full(q, k)]
         diagonals = [d for d in parts if d is not None]
         return min(diagonals) if diagonals and len(diagonals) == len(parts) else None
+
+    def band(self, q: Interval, k: Interval) -> Interval | None:
+        parts = [m.band(q, k) for m in (self.left, self.right) if not m.is_full(q, k)]
+        bands = [band for band in parts if band is not None]
+        return _meet(bands[0], bands[-1]) if bands and len(bands) == len(parts) else None
 
     def cuts(self, length: int) -> tuple[int, ...]:
         return tuple(sorted({*self.left.cuts(length), *self.right.cuts(length)}))

@@ -119,6 +119,10 @@ class Causal(Mask):
     def diagonal(self, q: Interval, k: Interval) -> int | None:
         return _first(self) if self._in_window(q, k) else None
 
+    def band(self, q: Interval, k: Interval) -> Interval | None:
+        first = _first(self)
+        return -FAR if self.window is None else first - self.window + 1, first
+
     def check(self, n: int, m: int, batch: int) -> None:
         if n != m and self.offset is None:
             name = type(self).__name__
@@ -182,6 +186,9 @@ class Window(Mask):
     def is_full(self, q: Interval, k: Interval) -> bool:
         low, high = _later(q, _first(self))
         return high - k[0] <= self.left and k[1] - low <= self.right
+
+    def band(self, q: Interval, k: Interval) -> Interval | None:
+        return _first(self) - self.left, _first(self) + self.right
 
     check = Causal.check
 

@@ -140,6 +140,9 @@ class Renumbered(Mask):
     def diagonal(self, q: Interval, k: Interval) -> int | None:
         return self.mask.diagonal(q, k)
 
+    def band(self, q: Interval, k: Interval) -> Interval | None:
+        return self.mask.band(q, k)
+
     def cuts(self, length: int) -> tuple[int, ...]:
         return self.mask.cuts(length)
 

@@ -186,9 +186,8 @@ class Plan:
         grads = (self.problem.return_lse, self.problem.bias_tensor)
         for run in (self.forward, self.backward):
             calls = (call for block in run.program.blocks for call in run.block(block).calls)
-            kinds = {call.kind is Kind.MASKED for call in calls}
-            for masked in kinds:
-                self.kernel(masked, *(grads if run.backward else ()))
+            for kind in {call.kind for call in calls}:
+                self.kernel(kind, *(grads if run.backward else ()))
 
     def _replicated(self, side: Side) -> tuple[str, ...]:
         """Mesh dims on which a side rests whole although its role would have it travel."""
@@ -260,13 +259,28 @@ class Plan:
         except UnsupportedError:  # raised again if a call with a mask is there after all
             return ROW_BLOCK
 
-    def kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
-        """The kernel for plain or for explicitly masked calls."""
-        return self._kernel(masked, lse_grad, bias_grad, process_state())
+    @property
+    def windows(self) -> bool:
+        """True if bands of scores are calls of their own: a kernel takes them in both passes."""
+        try:
+            kernels = [self.kernel(Kind.WINDOW, lse) for lse in {False, self.problem.return_lse}]
+        except UnsupportedError:
+            return False
+        return not self.chosen and all(kernel.windows for kernel in kernels)
+
+    def kernel(self, kind: Kind | bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
+        """The kernel for calls of a kind; False are plain ones, True explicitly masked ones."""
+        masked = kind in (True, Kind.MASKED, Kind.WINDOW)
+        return self._kernel(masked, kind is Kind.WINDOW, lse_grad, bias_grad, process_state())
 
     @remembered
     def _kernel(
-        self, masked: bool, lse_grad: bool, bias_grad: bool, state: tuple[Hashable, ...]
+        self,
+        masked: bool,
+        window: bool,
+        lse_grad: bool,
+        bias_grad: bool,
+        state: tuple[Hashable, ...],
     ) -> Kernel:
         p = self.problem
         request = Request(
@@ -274,6 +288,7 @@ class Plan:
             dtype=p.dtype,
             head_dim=p.head_dim,
             value_dim=p.value_dim,
+            window=window,
             masked=masked,
             bias=self.biased,
             softcap=p.softcap is not None,
@@ -583,12 +598,13 @@ class Pass:
 
     def _groups_of(self, mask: Mask, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
         """A tile as kernel calls; those that the kernel makes at once are one group."""
-        row_block = self.plan.row_block
+        row_block, windows = self.plan.row_block, self.plan.windows
         if self.varlen:
-            groups = grouped(tile_calls(mask, q_spans, kv_spans, row_block, MAX_PACKED_SPANS))
+            calls = tile_calls(mask, q_spans, kv_spans, row_block, MAX_PACKED_SPANS, windows)
+            groups = grouped(calls)
             if groups is not None:
                 return groups
-        calls = tile_calls(mask, q_spans, kv_spans, row_block, self.plan.most_spans)
+        calls = tile_calls(mask, q_spans, kv_spans, row_block, self.plan.most_spans, windows)
         if self.plan.biased or self.plan.chosen:
             calls = in_row_blocks(calls, row_block, self.plan.chosen)
         return tuple(Group((call,)) for call in calls)
@@ -616,8 +632,8 @@ class Pass:
         blocks = [self.block(block) for block in self.program.blocks]
         if self.dims.query or any(self.own(Side.QUERY, block.q) is None for block in blocks):
             return False
-        kinds = {group.kind is Kind.MASKED for block in blocks for group in block.groups}
-        kernels = (self.plan.kernel(masked, False, bias_grad) for masked in kinds)
+        kinds = {group.kind for block in blocks for group in block.groups}
+        kernels = (self.plan.kernel(kind, False, bias_grad) for kind in kinds)
         return all(kernel.takes_out for kernel in kernels)
 
 

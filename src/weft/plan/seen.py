@@ -116,11 +116,11 @@ class SeenKeys:
         return self._pieces[key]
 
     def pays(self) -> bool:
-        """True if less moves so than in chunks, and no rank keeps more of others than a chunk.
+        """True if less moves so than in chunks, and no rank keeps more of others than two chunks.
 
         A key that is seen travels once, and its gradient once; in chunks it travels in both passes,
-        and so do the keys between those that are seen. In chunks no more than two are on a rank at
-        a time, where here what came is kept until the backward pass. Every rank answers the same.
+        and so do the keys between those that are seen. A ring has two chunks of others at a time,
+        where here what came is kept until the backward pass. Every rank answers the same.
         """
         fewer, largest, most = False, 0, 0
         for first in places(self.sizes, self.travelling, dict.fromkeys(self.sizes, 0)):
@@ -131,7 +131,7 @@ class SeenKeys:
                 came = sum(map(count, parts.values()))
                 most = max(most, came)
                 fewer = fewer or came < sum(count(held[owner]) for owner in parts)
-        return fewer and most <= largest
+        return fewer and most <= 2 * largest
 
 
 def _few(spans: Spans) -> Spans:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -138,11 +138,12 @@ class PartRows(NamedTuple):
 class KernelWork(NamedTuple):
     """Kernel calls made at once: the rows and columns of the block's chunks, and of results.
 
+    kind: False for plain calls, which one kernel makes, else that of the calls.
     rows, columns: None if they are all that the block has.
     """
 
     group: Group
-    masked: bool
+    kind: Kind | Literal[False]
     rows: Ranges | None
     columns: Ranges | None
     samples: Rows | None
@@ -427,7 +428,7 @@ class _Compiler:
         return tuple(
             KernelWork(
                 group,
-                group.kind is Kind.MASKED,
+                group.kind if group.kind in (Kind.MASKED, Kind.WINDOW) else False,
                 None if group.rows == (rows,) else group.rows,
                 None if group.columns == (columns,) else group.columns,
                 group.samples,

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .._caching import cached
-from ..masks import Causal, Mask, Window, is_empty, merge_intervals
+from ..masks import Causal, Interval, Mask, Window, is_empty, merge_intervals
 from .intervals import MAX_SPANS, few, hull, visible
 from .order import Span, Spans, bounds, count, cut_spans
 
@@ -35,6 +35,7 @@ class Kind(enum.StrEnum):
 
     FULL = "full"
     CAUSAL = "causal"  # a square whose row i sees columns j <= i, counted within the call
+    WINDOW = "window"  # row i sees columns from i + m - n - left to i + m - n + right
     MASKED = "masked"
 
 
@@ -43,6 +44,8 @@ class KernelCall:
     """Rows [q0, q1) by columns [k0, k1) of a tile, in memory order of its queries and keys.
 
     samples: of which local sequences [low, high), where not of all: their masks differ.
+    window: (left, right) of a WINDOW, which is counted from the last row's and the last column's
+        diagonal, as flash-attn has it. Every row sees a column.
     """
 
     q0: int
@@ -51,21 +54,31 @@ class KernelCall:
     k1: int
     kind: Kind
     samples: tuple[int, int] | None = None
+    window: tuple[int, int] | None = None
 
     @property
     def entries(self) -> int:
         """Score entries computed per sequence (for MASKED all of the rectangle)."""
         rows, columns = self.q1 - self.q0, self.k1 - self.k0
+        if self.window is not None:
+            return _in_window(rows, columns, *self.window)
         return rows * (rows + 1) // 2 if self.kind is Kind.CAUSAL else rows * columns
 
 
 def tile_calls(
-    mask: Mask, q: Spans, k: Spans, row_block: int = ROW_BLOCK, most: int = MAX_SPANS
+    mask: Mask,
+    q: Spans,
+    k: Spans,
+    row_block: int = ROW_BLOCK,
+    most: int = MAX_SPANS,
+    windows: bool = False,
 ) -> tuple[KernelCall, ...]:
     """The fewest plain kernel calls that compute the visible part of queries `q` by keys `k`.
 
     What needs an explicit mask is cut into `row_block` rows; so is a tile with more than `most`
     parts.
+
+    windows: whether bands of the scores are calls of their own.
 
     >>> from weft.masks import Causal
     >>> [c.kind.value for c in tile_calls(Causal(), (Span(4, 4),), (Span(0, 8),))]
@@ -74,9 +87,9 @@ def tile_calls(
     if not count(q) or not count(k):
         return ()
     if type(mask) not in _RELATIVE:
-        return _calls_of(mask, q, k, row_block, most)
+        return _calls_of(mask, q, k, row_block, most, windows)
     first = min(span.start for span in (*q, *k))
-    return _relative_calls(mask, _earlier(q, first), _earlier(k, first), row_block, most)
+    return _relative_calls(mask, _earlier(q, first), _earlier(k, first), row_block, most, windows)
 
 
 #: Masks of which the distance between two positions says all; their subclasses may see otherwise.
@@ -85,17 +98,19 @@ _RELATIVE = (Causal, Window)
 
 @cached(4096)
 def _relative_calls(
-    mask: Mask, q: Spans, k: Spans, row_block: int, most: int
+    mask: Mask, q: Spans, k: Spans, row_block: int, most: int, windows: bool
 ) -> tuple[KernelCall, ...]:
     """`tile_calls`, independent of the tile's position: ranks of a mesh share most of them."""
-    return _calls_of(mask, q, k, row_block, most)
+    return _calls_of(mask, q, k, row_block, most, windows)
 
 
 def _earlier(spans: Spans, by: int) -> Spans:
     return tuple(Span(s.start - by, s.count, s.step) for s in spans)
 
 
-def _calls_of(mask: Mask, q: Spans, k: Spans, row_block: int, most: int) -> tuple[KernelCall, ...]:
+def _calls_of(
+    mask: Mask, q: Spans, k: Spans, row_block: int, most: int, windows: bool
+) -> tuple[KernelCall, ...]:
     n, m = count(q), count(k)
     q_hull, k_hull = bounds(q), bounds(k)
     if mask.is_full(q_hull, k_hull):
@@ -113,7 +128,7 @@ def _calls_of(mask: Mask, q: Spans, k: Spans, row_block: int, most: int) -> tupl
         return tuple(_row_blocks(mask, q, k, (0, n, 0, m), row_block))
     calls = []
     for (q0, q_span), (k0, k_span) in pairs:
-        calls += _classify(mask, q_span, k_span, q0, k0)
+        calls += _classify(mask, q_span, k_span, q0, k0, windows)
     calls = _merge_columns(calls)
     return tuple(_merge_rows(_expand_masked(mask, q, k, calls, row_block)))
 
@@ -181,6 +196,7 @@ def grouped(calls: tuple[KernelCall, ...], most: int = MAX_SPANS) -> tuple[Group
         rows, columns = (call.q0, call.q1), (call.k0, call.k1)
         for group, (its_rows, its_columns) in zip(groups, taken):
             same = group[0].kind is call.kind is not Kind.MASKED
+            same = same and group[0].window == call.window
             if same and _fits(its_rows, rows) and _fits(its_columns, columns):
                 break
         else:
@@ -246,7 +262,7 @@ def _pairs(mask: Mask, q_parts: list, k_parts: list) -> Iterator[tuple]:
             yield part, other
 
 
-def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int) -> list[KernelCall]:
+def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int, windows: bool) -> list[KernelCall]:
     q_hull, k_hull = hull(q), hull(k)
     q1, k1 = q0 + q.count, k0 + k.count
     if is_empty(mask, q_hull, k_hull):
@@ -258,6 +274,9 @@ def _classify(mask: Mask, q: Span, k: Span, q0: int, k0: int) -> list[KernelCall
     if diagonal is not None:
         step = k.step if q.count == 1 else q.step
         return _around_diagonal(-((q.start + diagonal - k.start) // step), q0, q1, k0, k1)
+    band = mask.band(q_hull, k_hull) if windows and steps_agree else None
+    if band is not None:
+        return _within_band(band, q, k, q0, k0)
     return [KernelCall(q0, q1, k0, k1, Kind.MASKED)]
 
 
@@ -278,6 +297,34 @@ def _around_diagonal(shift: int, q0: int, q1: int, k0: int, k1: int) -> list[Ker
     return calls
 
 
+def _within_band(band: Interval, q: Span, k: Span, q0: int, k0: int) -> list[KernelCall]:
+    """Rows and columns that a band touches, as one call."""
+    apart, step = k.start - q.start, k.step if q.count == 1 else q.step
+    low, high = (
+        -((apart - band[0]) // step),
+        (band[1] - apart) // step,
+    )  # row i: i + low .. i + high
+    rows = max(0, -high), min(q.count, k.count - low)
+    columns = max(0, rows[0] + low), min(k.count, rows[1] + high)
+    if low > high or rows[0] >= rows[1] or columns[0] >= columns[1]:
+        return []
+    shift = columns[1] - rows[1]  # of the last column to the last row
+    left = min(shift - low, columns[1] - columns[0])
+    right = min(high - shift, rows[1] - rows[0])
+    ends = q0 + rows[0], q0 + rows[1], k0 + columns[0], k0 + columns[1]
+    return [KernelCall(*ends, Kind.WINDOW, window=(left, right))]
+
+
+def _in_window(rows: int, columns: int, left: int, right: int) -> int:
+    """Score entries of a WINDOW call: those of its rows, and not those left or right of it."""
+
+    def beyond(most: int) -> int:
+        """Entries outside on one side: `most` in one row, one less in each of the others."""
+        return math.comb(max(most, 0) + 1, 2) - math.comb(max(most - rows, 0) + 1, 2)
+
+    return rows * columns - beyond(rows - 1 - right) - beyond(columns - 1 - left)
+
+
 def _merge_columns(calls: list[KernelCall]) -> list[KernelCall]:
     """Adjacent full (or masked) calls on the same rows become one."""
     joined: list[KernelCall] = []
@@ -286,7 +333,8 @@ def _merge_columns(calls: list[KernelCall]) -> list[KernelCall]:
         if (
             last is not None
             and (last.q0, last.q1, last.k1) == (call.q0, call.q1, call.k0)
-            and last.kind is call.kind is not Kind.CAUSAL
+            and last.kind is call.kind
+            and call.kind in (Kind.FULL, Kind.MASKED)
         ):
             joined[-1] = replace(last, k1=call.k1)
         else:

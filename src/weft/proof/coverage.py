@@ -213,6 +213,8 @@ def _call_counts(
     if call.kind is Kind.FULL:
         seen = count_visible(sure, columns)
         return seen, bool((seen == call.k1 - call.k0).all())
+    if call.window is not None:
+        return _window_counts(call, mask, rows, columns)
     # Row i sees columns 0 to i of the call: they are visible, and the others are not.
     seen = np.arange(1, len(rows) + 1)
     every = positions_of(columns)
@@ -224,6 +226,22 @@ def _call_counts(
         ((lo <= first_hidden) & (first_hidden <= hi)) for lo, hi in visible_ranges(mask, rows)
     )
     return seen, bool((visible == seen).all() and inside.all() and not hidden.any())
+
+
+def _window_counts(
+    call: KernelCall, mask: Mask, rows: np.ndarray, columns: Spans
+) -> tuple[np.ndarray, bool]:
+    """`_call_counts` of a band: its first and its last column are visible, and no other ones."""
+    assert call.window is not None
+    every, (left, right) = positions_of(columns), call.window
+    last_diagonal = np.arange(len(rows)) + len(every) - len(rows)
+    first = np.clip(last_diagonal - left, 0, None)
+    last = np.clip(last_diagonal + right, None, len(every) - 1)
+    seen, sure = last - first + 1, visible_ranges(mask, rows, widest=False)
+    ends: Any = sum(((lo <= every[first]) & (every[last] <= hi)) for lo, hi in sure)
+    counts = (count_visible(r, columns) for r in (sure, visible_ranges(mask, rows)))
+    right_counts = all((visible == seen).all() for visible in counts)
+    return seen, bool(right_counts and (seen > 0).all() and ends.all())
 
 
 def tile_defects(tile: Pass, numbers: Container[int] | None = None) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import compress
 
@@ -11,8 +10,9 @@ from torch import Tensor
 
 from ..comm import Shuffle
 from ..comm.transport import Messages
+from ..plan.exchange import FlatExchange, exchange_of
 from ..plan.resharding import AllToAll
-from ..plan.steps import Form, Shape, form_of
+from ..plan.steps import Form
 
 
 def pack(tensors: Sequence[Tensor], form: Form) -> Tensor:
@@ -52,9 +52,8 @@ def all_to_all(
 ) -> list[Tensor]:
     """Several all-to-alls along one mesh dim in one exchange; see `AllToAll`.
 
-    `reverse` undoes it: parts go back to where they came from (and slices are gathered).
-
-    outgoing  q for rank 0, k for rank 0, q for rank 1, k for rank 1
+    `reverse` undoes it: parts go back to where they came from (and slices are gathered). What
+    arrives is not copied where its parts follow one another in memory; see `plan.exchange`.
     """
     moving = [reverse or e.cat_dim is not None for _, e in items]
     own = transport.coords[items[0][1].mesh_dim]
@@ -70,78 +69,45 @@ def _exchange(
 ) -> list[Tensor]:
     if not items:
         return []
-    mesh_dim = items[0][1].mesh_dim
-    own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     dtypes = [t.dtype for t, _ in items]
     # A logsumexp next to a half-precision output goes as pairs of its numbers: without padding.
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
-    items = [(t.view(narrow), e) for t, e in items]
-    cuts = [_cut(t, e, reverse, size) for t, e in items]
-    shapes = [_shape(t, e, own, peer, reverse) for peer in range(size) for t, e in items]
-    counts = [math.prod(shape) for shape, _ in shapes]
-    equal = all(len({*(e.cat_sizes if reverse else e.split_sizes)}) <= 1 for _, e in items)
-    shuffle = Shuffle(
-        mesh_dim,
-        label,
-        _equal_parts(items, reverse, size)
-        if equal
-        else _packed([parts[peer] for peer in range(size) for parts in cuts]),
-        [sum(parts[peer].numel() for parts in cuts) for peer in range(size)],
-        [sum(counts[i : i + len(items)]) for i in range(0, len(counts), len(items))],
-        all(e.even for _, e in items),
-    )
+    tensors = [t if t.dtype == narrow else t.view(narrow) for t, _ in items]
+    mesh_dim = items[0][1].mesh_dim
+    own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+    steps = tuple(e for _, e in items)
+    form = exchange_of(tuple(tuple(t.shape) for t in tensors), steps, own, size, reverse)
+    outgoing = _outgoing(form, tensors)
+    shuffle = Shuffle(mesh_dim, label, outgoing, form.sends, form.receives, form.even)
     incoming = transport.all_to_all(shuffle)
-    del shuffle, cuts  # frees the sent buffer while parts are joined
-    parts = unpack(incoming, form_of(shapes, 1))
+    del shuffle, outgoing  # frees the sent buffer while parts are joined
+    joined = [
+        incoming if len(parts) == 1 else torch.cat([incoming[low:high] for low, high in parts])
+        for parts in form.groups
+    ]
+    del incoming
     return [
-        torch.cat(parts[i :: len(items)], e.split_dim if reverse else _joined_along(e)).view(dtype)
-        for i, ((_, e), dtype) in enumerate(zip(items, dtypes))
+        _as_dtype(joined[group].as_strided(shape, strides, first), dtype)
+        for (group, shape, strides, first), dtype in zip(form.arrived, dtypes)
     ]
 
 
-def _packed(parts: list[Tensor]) -> Tensor:
-    return pack(parts, form_of([(tuple(t.shape), t.dtype) for t in parts], 1))
+def _outgoing(form: FlatExchange, tensors: list[Tensor]) -> Tensor:
+    """The parts of all tensors, by rank: where they are even, one copy per tensor."""
+    if len(tensors) == 1 and form.even_cuts:
+        ((_, _, source),) = form.parts
+        return flat(tensors[0].as_strided(*source.view_of(tensors[0])))
+    buffer = tensors[0].new_empty(sum(form.sends))
+    for i, place, part in form.parts:
+        t = tensors[i]
+        buffer.as_strided(*place).copy_(t.as_strided(*part.view_of(t)))
+    return buffer
 
 
-def _joined_along(e: AllToAll) -> int:
-    assert e.cat_dim is not None  # a slice, which joins nothing, is no all-to-all
-    return e.cat_dim
-
-
-def _cut(t: Tensor, e: AllToAll, reverse: bool, size: int) -> Sequence[Tensor]:
-    if not reverse:
-        return t.split(e.split_sizes, e.split_dim)
-    if e.cat_dim is None:
-        return [t] * size
-    return t.split(e.cat_sizes, e.cat_dim)
-
-
-def _equal_parts(items: list[tuple[Tensor, AllToAll]], reverse: bool, size: int) -> Tensor:
-    """Parts of one size, by rank: one copy per tensor, however many ranks there are."""
-    by_rank = []
-    for t, e in items:
-        dim = e.cat_dim if reverse else e.split_dim
-        by_rank.append(
-            t.expand(size, *t.shape)
-            if dim is None
-            else t.unflatten(dim, (size, t.shape[dim] // size)).movedim(dim, 0)
-        )
-    if len(by_rank) == 1:
-        return flat(by_rank[0])
-    widths = [t.numel() // size for t in by_rank]
-    buffer = by_rank[0].new_empty(size, sum(widths))
-    for place, t in zip(buffer.split(widths, 1), by_rank):
-        place.view(t.shape).copy_(t)
-    return buffer.view(-1)
-
-
-def _shape(t: Tensor, e: AllToAll, own: int, peer: int, reverse: bool) -> Shape:
-    shape = list(t.shape)
-    if reverse:
-        shape[e.split_dim] = e.split_sizes[peer]
-        if e.cat_dim is not None:
-            shape[e.cat_dim] = e.cat_sizes[own]
-    else:
-        shape[e.split_dim] = e.split_sizes[own]
-        shape[_joined_along(e)] = e.cat_sizes[peer]
-    return tuple(shape), t.dtype
+def _as_dtype(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Numbers that came as several of a narrower dtype."""
+    if t.dtype == dtype:
+        return t
+    ratio = dtype.itemsize // t.dtype.itemsize
+    in_place = all(stride % ratio == 0 for stride in (t.storage_offset(), *t.stride()[:-1]))
+    return (t if in_place else t.contiguous()).view(dtype)

@@ -51,9 +51,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp, all in their compute placement; of latents, if an expander is given."""
     transport.watches.note(plan, False)
-    if plan.forward.whole and expander is None:
+    whole = plan.forward.whole if expander is None else None
+    if whole is not None:
         with mark(plan.forward, 0, "compute", _WHOLE):
-            out, lse = plan.kernel(False).forward(q, k, v, view_of(plan, plan.forward.whole))
+            out, lse = plan.kernel(whole.kind).forward(q, k, v, view_of(plan, whole))
     else:
         options = bias, chosen, expander
         run = _Forward(plan, plan.forward, transport, call, *options, q, k, v)
@@ -82,10 +83,10 @@ def backward(
     q, k, v, out, lse = entry
     dbias = None
     whole = plan.backward.whole if expander is None else None
-    if whole and dlse is None and plan.kernel(False).takes_out:
+    if whole is not None and dlse is None and plan.kernel(whole.kind).takes_out:
         view = view_of(plan, whole)
         with mark(plan.backward, 0, "compute", _WHOLE):
-            dq, dk, dv, _ = plan.kernel(False).backward(dout, q, k, v, out, lse, None, view)
+            dq, dk, dv, _ = plan.kernel(whole.kind).backward(dout, q, k, v, out, lse, None, view)
     else:
         delta = None
         fixed = plan.edges is not None
@@ -123,7 +124,8 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 
 def view_of(plan: Plan, call: KernelCall) -> TileView:
     """The view of the scores of a pass that is one kernel call."""
-    return TileView(plan.scale, call.kind is Kind.CAUSAL, softcap=plan.problem.softcap)
+    causal = call.kind is Kind.CAUSAL
+    return TileView(plan.scale, causal, softcap=plan.problem.softcap, window=call.window)
 
 
 class _Forward(TileRun):
@@ -232,7 +234,7 @@ class _Forward(TileRun):
         )
         if block.leaves:
             q, k, v = (t.contiguous() for t in (q, k, v))
-        kernel = self._kernel(work.masked)
+        kernel = self._kernel(work.kind)
         view = self.views.of(block.plan, work.group, kernel, block.overlapped)
         return kernel.forward(q, k, v, view)
 
@@ -358,7 +360,7 @@ class _Backward(TileRun):
                 columns = self._cut(of_keys, work.columns, samples)
                 cut[Side.KEY, work.columns, samples] = columns
             (lse, delta, q, dout, of_out), (k, v) = rows, columns
-            kernel = self._kernel(work.masked, **grads)
+            kernel = self._kernel(work.kind, **grads)
             view = self.views.of(block.plan, work.group, kernel, block.overlapped, **grads)
             assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
             dq, dk, dv, ds = kernel.backward(dout, q, k, v, of_out, lse, delta, view)

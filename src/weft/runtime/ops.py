@@ -6,21 +6,21 @@ where a rule trades one split for another (Ulysses, axial), the tensors in their
 So a policy of activation checkpointing that keeps this op's outputs repeats no communication. Fake
 kernels tell `torch.compile` the shapes.
 
-A call without communication that is exactly one kernel call skips the op, which costs the CPU about
-0.1 ms in each pass: `attend_alone`. What is computed is the same, by the same kernel. Where torch
-differentiates the kernel itself and nobody asks for the logsumexp, its own node does the backward
-pass, and Python only looks on. Graphs, and modes that look at ops, get the ops.
+Graphs, profilers, and modes that look at ops get the ops; any other call runs the same functions
+without them (`attend_eagerly`). In a call without communication that is exactly one kernel call, of
+which torch differentiates the kernel itself and nobody asks for the logsumexp, torch's own node
+does the backward pass, and Python only looks on (`attend_alone`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from .._torch import dispatched, profiling
+from .._torch import dispatched, memory_of, profiling
 from ..comm.channel import refused_everywhere
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
@@ -32,7 +32,6 @@ from .handles import differentiable, op, shapes_of
 from .merging import by_token, empty_by_token, empty_like_query, like_query
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
-Nine = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def _agreed(bound: calls.BoundCall) -> Tensor:
@@ -60,7 +59,21 @@ def _attention_op(
     it. The last are the numbers of chosen keys of the rank's tile, empty where they are those that
     rest here.
     """
-    return _forward(handles.get(call).with_floats(scale, softcap), q, k, v, bias, chosen)
+    bound = handles.get(call).with_floats(scale, softcap)
+    out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen)
+    kept = q.new_empty(0) if moved is None else moved
+    q_inside, k_inside, v_inside, out_inside, lse_inside = entry
+    if not bound.reach.reshards:
+        empty, out_kept, lse_kept = _none(q, 3)
+        if k_inside is k:
+            k_kept, v_kept = _none(q, 2)
+        else:
+            k_kept, v_kept = _unaliased((k_inside, v_inside), (q, k, v, out, lse))
+        return out, lse, agreed, empty, k_kept, v_kept, out_kept, lse_kept, kept
+    q_inside, k_inside, v_inside = (t.contiguous() for t in (q_inside, k_inside, v_inside))
+    out_inside = like_query(out_inside, q_inside)
+    results = (out, lse, agreed, q_inside, k_inside, v_inside, out_inside, lse_inside, kept)
+    return _unaliased(results, (q, k, v))
 
 
 def _forward(
@@ -71,34 +84,30 @@ def _forward(
     bias: Tensor | None,
     chosen: Tensor | None,
     expander: Expander | None = None,
-) -> Nine:
+) -> tuple[Tensor, Tensor, Tensor, executor.Entry, Tensor | None]:
+    """Output and logsumexp at rest, then what a backward pass needs.
+
+    That is: the agreed numbers; q, k, v, output and logsumexp while computing; and the numbers of
+    chosen keys of the rank's tile, None where they are those that rest here.
+    """
     parameters = () if expander is None else expander.parameters
     plan, channel, agreed = bound.begin(q, k, v, bias, chosen, parameters)
     moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
     chosen = chosen if moved is None else moved
-    (kept,) = _none(q, 1) if moved is None else (moved,)
-    if not bound.reach.reshards and plan.seen is None:
-        out, lse = executor.forward(plan, channel, bound.call, q, k, v, bias, chosen, expander)
-        channel.finish()
-        if not plan.forward.whole or plan.replicated.query:
-            out, lse = _unaliased((out, lse), (q, k, v))
-        results = like_query(out, q), lse.contiguous(), agreed, *_none(q, 5), kept
-        return cast(Nine, results)
-    entry = resharding.to_compute(plan, channel, q, k, v)
+    moves = bound.reach.reshards or plan.seen is not None
+    inside = resharding.to_compute(plan, channel, q, k, v) if moves else (q, k, v)
+    out, lse = executor.forward(plan, channel, bound.call, *inside, bias, chosen, expander)
     if bound.reach.reshards:
-        entry = entry[0].contiguous(), entry[1].contiguous(), entry[2].contiguous()
-    entry_q, entry_k, entry_v = entry
-    out, lse = executor.forward(plan, channel, bound.call, *entry, bias, chosen, expander)
-    out, lse = like_query(out, entry_q), lse.contiguous()
-    if not bound.reach.reshards:
+        out, lse = like_query(out, inside[0]), lse.contiguous()
+        rest = resharding.to_rest(plan, channel, out, lse)
         channel.finish()
-        out, lse, entry_k, entry_v = _unaliased((out, lse, entry_k, entry_v), (q, k, v))
-        results = out, lse, agreed, q.new_empty(0), entry_k, entry_v, *_none(q, 2), kept
-        return cast(Nine, results)
-    rest_out, rest_lse = (t.contiguous() for t in resharding.to_rest(plan, channel, out, lse))
+        rest_out, rest_lse = (_apart(t.contiguous(), (q, k, v, out, lse)) for t in rest)
+        return rest_out, rest_lse, agreed, (*inside, out, lse), moved
     channel.finish()
-    results = (rest_out, rest_lse, agreed, entry_q, entry_k, entry_v, out, lse, kept)
-    return _unaliased(results, (q, k, v))
+    if not plan.forward.whole or plan.replicated.query or moves:
+        out, lse = (_apart(t, (q, k, v)) for t in (out, lse))
+    out, lse = like_query(out, q), lse.contiguous()
+    return out, lse, agreed, (*inside, out, lse), moved
 
 
 @shapes_of(_attention_op)
@@ -113,7 +122,7 @@ def _(
     call: str,
 ) -> tuple[Tensor, ...]:
     bound = handles.get(call)
-    (kept,) = _none(q, 1) if chosen is None else (_moved_shape(bound, q, k, v, chosen),)
+    kept = q.new_empty(0) if chosen is None else _moved_shape(bound, q, k, v, chosen)
     (b, h, n, _), e = q.shape, v.shape[3]
     dtype = accumulate_dtype(q.dtype)
     inside: list[Tensor] = []
@@ -155,12 +164,17 @@ def _backward_op(
     `dout` and `dlse` are at rest; all other tensors in their compute placement.
     """
     bound = handles.get(call).with_floats(scale, softcap)
-    return _backward(bound, dout, dlse, (q, k, v, out, lse), bias, chosen, agreed, rest)
+    entry = (q, k, v, out, lse)
+    dq, dk, dv, learned = _backward(bound, dout, dlse, entry, bias, chosen, agreed, rest)
+    if bound.reach.reshards:
+        dq, dk, dv = dq.contiguous(), dk.contiguous(), dv.contiguous()
+    dbias = q.new_empty(0) if learned is None else learned
+    return _unaliased((dq, dk, dv, dbias), (dout, *entry))
 
 
 def _backward(
     bound: calls.BoundCall,
-    dout: Tensor,
+    dout: Tensor | None,
     dlse: Tensor | None,
     entry: executor.Entry,
     bias: Tensor | None,
@@ -168,26 +182,31 @@ def _backward(
     agreed: Tensor,
     rest: list[int],
     expander: Expander | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q = entry[0]
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv at rest, and dbias; gradients above that are None are 0."""
+    q, reshards = entry[0], bound.reach.reshards
+    b, h, n, *_, e = rest
+    dout = q.new_zeros((b, h, n, e)) if dout is None else dout
+    if dlse is None and reshards and bound.call.return_lse:
+        dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
     if expander is not None:
         with refused_everywhere(bound.refuse):
             expander.begin_backward()
     plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
     above: tuple[Tensor, Tensor | None] = dout, dlse
-    if bound.reach.reshards:
+    if reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)
-    dq, dk, dv, learned = executor.backward(
+    dq, dk, dv, dbias = executor.backward(
         plan, channel, bound.call, *above, entry, bias, chosen, expander
     )
-    dbias = q.new_empty(0) if learned is None else learned.contiguous()
-    if bound.reach.reshards or plan.seen is not None:
-        moved = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
-        dq, dk, dv = (t.contiguous() for t in moved)
+    dbias = None if dbias is None else dbias.contiguous()
+    moves = reshards or plan.seen is not None
+    if moves:
+        dq, dk, dv = resharding.to_compute_adjoint(plan, channel, dq, dk, dv)
     channel.finish()
-    if not plan.backward.whole or any(plan.replicated) or bound.reach.reshards:
-        dq, dk, dv, dbias = _unaliased((dq, dk, dv, dbias), (dout, *entry))
-    if not bound.reach.reshards:
+    if not plan.backward.whole or any(plan.replicated) or moves:
+        dq, dk, dv = (_apart(t, (dout, *entry)) for t in (dq, dk, dv))
+    if not reshards:
         dq, dk, dv = map(by_token, (dq, dk, dv))
     return dq, dk, dv, dbias
 
@@ -234,8 +253,6 @@ def _attention_gradient(
     b, h, n, *_, e = ctx.rest
     if dout is None:
         dout = entry[0].new_zeros((b, h, n, e))
-    if dlse is None and ctx.keep.reach.reshards and ctx.keep.call.return_lse:
-        dlse = entry[4].new_zeros((b, h, n))  # it moves on every rank, whoever uses it
     handles.keep(ctx.call[-1], ctx.keep)
     op = torch.ops.weft.attention_backward
     *grads, dbias = op(dout, dlse, *entry, bias, chosen, agreed, *ctx.call, ctx.rest)
@@ -245,14 +262,14 @@ def _attention_gradient(
 differentiable(_attention_op, _backward_op, _setup_attention, _attention_gradient, "weft.attention")
 
 
-class _OfLatents(torch.autograd.Function):
-    """The same of latents that ranks expand: no op, as autograd is at work within it."""
+class _Attention(torch.autograd.Function):
+    """The same without the ops, which cost the CPU about 0.1 ms; latents are expanded within it."""
 
     @staticmethod
     def forward(
         ctx: Any,
         bound: calls.BoundCall,
-        expander: Expander,
+        expander: Expander | None,
         q: Tensor,
         k: Tensor,
         v: Tensor,
@@ -260,10 +277,9 @@ class _OfLatents(torch.autograd.Function):
         chosen: Tensor | None,
         *parameters: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        out, lse, agreed, *kept, moved = _forward(bound, q, k, v, bias, chosen, expander)
+        out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen, expander)
         ctx.bound, ctx.expander, ctx.rest = bound, expander, bound.rest_shape(q, k, v)
-        entry = (t if t.dim() > 1 else rest for t, rest in zip(kept, (q, k, v, out, lse)))
-        ctx.save_for_backward(*entry, bias, moved if moved.dim() == 4 else chosen, agreed)
+        ctx.save_for_backward(*entry, bias, chosen if moved is None else moved, agreed)
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -273,15 +289,29 @@ class _OfLatents(torch.autograd.Function):
         ctx: Any, saved: tuple, dout: Tensor | None, dlse: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         *entry, bias, chosen, agreed = saved
-        b, h, n, *_, e = ctx.rest
-        if dout is None:
-            dout = entry[0].new_zeros((b, h, n, e))
-        if dlse is None and ctx.bound.reach.reshards and ctx.bound.call.return_lse:
-            dlse = entry[4].new_zeros((b, h, n))
-        saved = tuple(entry), bias, chosen, agreed
-        *grads, dbias = _backward(ctx.bound, dout, dlse, *saved, ctx.rest, ctx.expander)
-        of_bias = None if bias is None else dbias
-        return None, None, *grads, of_bias, None, *ctx.expander.gradients
+        kept = cast(executor.Entry, tuple(entry)), bias, chosen, agreed
+        gradients = _backward(ctx.bound, dout, dlse, *kept, ctx.rest, ctx.expander)
+        of_parameters = () if ctx.expander is None else ctx.expander.gradients
+        return None, None, *gradients, None, *of_parameters
+
+
+def attend_eagerly(
+    bound: calls.BoundCall,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    chosen: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp of a call that is not in a graph."""
+    alone = attend_alone(bound, q, k, v)
+    if alone is not None:
+        return alone
+    tensors = q, k, v, bias, chosen
+    if profiling() or dispatched(*(t for t in tensors if t is not None)):
+        given = bound.call.scale, bound.call.softcap, calls.handle_of(bound)
+        return torch.ops.weft.attention(*tensors, *given)[:2]
+    return _Attention.apply(bound, None, *tensors)
 
 
 def attend_latents(
@@ -294,7 +324,7 @@ def attend_latents(
     chosen: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of a call whose keys and values are expanded where they arrive."""
-    return _OfLatents.apply(bound, expander, q, k, v, bias, chosen, *expander.parameters)
+    return _Attention.apply(bound, expander, q, k, v, bias, chosen, *expander.parameters)
 
 
 def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
@@ -306,20 +336,24 @@ def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen
     return chosen.new_empty((b, r, plan.tile_shape()[0], count), dtype=NUMBER)
 
 
-def _none(like: Tensor, count: int) -> Iterator[Tensor]:
-    return (like.new_empty(0) for _ in range(count))
+def _none(like: Tensor, count: int) -> Sequence[Tensor]:
+    return [like.new_empty(0) for _ in range(count)]
 
 
 def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:
     """Outputs that share no memory with inputs or each other, as ops must return."""
-    taken = {t.untyped_storage().data_ptr() for t in inputs}
+    taken = {memory_of(t)[0] for t in inputs}
     own = []
     for t in outputs:
-        if t.untyped_storage().data_ptr() in taken:
-            t = t.clone()
-        taken.add(t.untyped_storage().data_ptr())
+        t = t.clone() if memory_of(t)[0] in taken else t
+        taken.add(memory_of(t)[0])
         own.append(t)
     return cast(Tensors, tuple(own))
+
+
+def _apart(t: Tensor, inputs: Sequence[Tensor]) -> Tensor:
+    """A tensor that shares no memory with inputs."""
+    return t.clone() if memory_of(t)[0] in {memory_of(x)[0] for x in inputs} else t
 
 
 def attend_alone(
@@ -334,11 +368,12 @@ def attend_alone(
     if bound.mesh_dims or not bound.plain or dispatched(q, k, v):
         return None
     plan = bound.plan_alone(q, k, v)
-    if not (plan.forward.whole and plan.backward.whole) or any(plan.replicated):
+    whole = plan.forward.whole
+    if whole is None or plan.backward.whole is None or any(plan.replicated):
         return None
     if not (bound.call.return_lse or profiling()):
-        view = executor.view_of(plan, plan.forward.whole)
-        both = plan.kernel(False).differentiable(q, k, v, view)
+        view = executor.view_of(plan, whole)
+        both = plan.kernel(whole.kind).differentiable(q, k, v, view)
         if both is not None:
             return like_query(_observed(both[0], bound, plan), q), both[1]
     return _Alone.apply(q, k, v, bound, plan)

@@ -182,11 +182,16 @@ def _through(
 
 
 def _sorted(t: Tensor, arrival: Spans | None) -> Tensor:
-    return t if arrival is None else t.index_select(2, sort_index(arrival, t.device))
+    return t if arrival is None else _by_index(t, sort_index(arrival, t.device))
 
 
 def _unsorted(t: Tensor, arrival: Spans | None) -> Tensor:
-    return t if arrival is None else t.index_select(2, sort_index(arrival, t.device, True))
+    return t if arrival is None else _by_index(t, sort_index(arrival, t.device, True))
+
+
+def _by_index(t: Tensor, index: Tensor) -> Tensor:
+    """Rows (b h n ...) in another order: read and written by token, whose numbers are together."""
+    return t.transpose(0, 2).index_select(0, index).transpose(0, 2)
 
 
 @cached(128)

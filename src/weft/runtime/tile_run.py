@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from ..plan.memory import held_bytes
 from ..plan.plan import Pass, Plan
 from ..plan.program import Payload, Transfer
 from ..plan.steps import BlockSteps, Joined, Packing, RankTransfer, Receive, steps_of
+from ..plan.tiles import Kind
 from .buffers import pack, unpack
 from .expand import ExpandedChunk, Expander
 from .marks import mark
@@ -88,7 +90,7 @@ class TileRun(abc.ABC):
         #: flat buffers that are sent or received, by the numbers that the steps give them
         self.buffers: list[Tensor | None] = [None] * self.flat.buffers
         self.joined: list[Tensor] = []  # for the block at hand
-        self.kernels: dict[tuple[bool, bool, bool], Kernel] = {}
+        self.kernels: dict[tuple[Kind | Literal[False], bool, bool], Kernel] = {}
         self.peak = 0
 
     @contextlib.contextmanager
@@ -128,9 +130,11 @@ class TileRun(abc.ABC):
             if self.transport.watches:
                 self.transport.watches.note_peak(self.plan, self.tile.backward, self.peak)
 
-    def _kernel(self, masked: bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
-        """The kernel of plain or of masked calls, looked up once in a run."""
-        key = masked, lse_grad, bias_grad
+    def _kernel(
+        self, kind: Kind | Literal[False], lse_grad: bool = False, bias_grad: bool = False
+    ) -> Kernel:
+        """The kernel of plain calls or of a kind, looked up once in a run."""
+        key = kind, lse_grad, bias_grad
         if key not in self.kernels:
             self.kernels[key] = self.plan.kernel(*key)
         return self.kernels[key]

@@ -40,6 +40,7 @@ def _plain_view(
     scale: float,
     causal: bool,
     softcap: float | None,
+    window: tuple[int, int] | None,
     segments: tuple[tuple[int, int], ...] | None,
     overlapped: bool,
     lse_grad: bool,
@@ -50,6 +51,7 @@ def _plain_view(
         scale,
         causal,
         softcap=softcap,
+        window=window,
         varlen_segments=segments,
         overlapped=overlapped,
         lse_grad=lse_grad,
@@ -93,7 +95,8 @@ class Views:
             fixed = self.plan.edges is not None
             segments = group.varlen_segments
             return _plain_view(
-                self.plan.scale, causal, p.softcap, segments, overlapped, lse_grad, bias_grad, fixed
+                *(self.plan.scale, causal, p.softcap, call.window, segments),
+                *(overlapped, lse_grad, bias_grad, fixed),
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)

@@ -31,13 +31,22 @@ from . import consistency, losses, refused, rows
 from .batches import Batch, tokens_of, unpadded
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
-from .defaults import CACHES, Absent, cache_name, differentiated, keeps_cache, put_cache
+from .chosen_keys import chooses_over_ranks
+from .defaults import (
+    CACHES,
+    Absent,
+    cache_name,
+    differentiated,
+    keeps_cache,
+    put_cache,
+    put_features,
+)
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
 from .replicated import recomputed_within
 from .running import Fused, ModelCall, during, running
-from .seam import OF_TOKENS, cut_arguments
+from .seam import OF_TOKENS, crossing, cut_arguments, without_mark
 from .whole import (
     accepts_positions,
     balances,
@@ -110,6 +119,8 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     if call.absent:
         put_cache(output, call.absent)
     if call.outputs is not None:
+        if call.spread:
+            put_features(output)
         output = call.outputs(output, call.length)
         if call.fused is not None and call.fused.cut:
             output = rows.without_last(output)
@@ -132,7 +143,7 @@ class Calls:
         splits_inside: bool,
         full: bool,
         recurrent: Iterable[nn.Module] = (),
-        counting: Iterable[nn.Module] = (),
+        of_rows: Iterable[nn.Module] = (),
         decoder: nn.Module | None = None,
     ) -> None:
         self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, full
@@ -144,6 +155,9 @@ class Calls:
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.own_positions = makes_positions(model if decoder is None else decoder)
         self.takes_positions = accepts_positions(model)
+        self.crosses = decoder is not None and bool(crossing(decoder))
+        below = () if decoder is None else inspect.signature(decoder.forward).parameters
+        self.names_below = tuple(below)
         self.follows_length = any(map(follows_length, model.modules()))
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model)
@@ -152,7 +166,8 @@ class Calls:
         self.masks_see_positions = flash or masks_see_positions(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         self.droppers = refused.layer_droppers(model if decoder is None else decoder)
-        self.recurrent, self.counting = list(recurrent), list(counting)
+        self.recurrent, self.of_rows = list(recurrent), list(of_rows)
+        self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         self.leaves_padding_out = leaves_padding_out(model)
         self.block_types = takes_block_types(model)
         self.entered, self.all_weights = consistency.Entered(), consistency.AllWeights()
@@ -181,7 +196,7 @@ class Calls:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
-            refused.replaced_layers([*self.recurrent, *self.counting])
+            refused.replaced_layers([*self.recurrent, *self.of_rows])
             if self.whole:
                 state = consistency.state(module, kwargs, self.entered, self.all_weights)
                 call, kwargs = self._of_whole_rows(kwargs, module)
@@ -215,9 +230,11 @@ class Calls:
     def enter_decoder(self, decoder: Foreign, args: tuple, kwargs: dict) -> tuple | None:
         """Before the text decoder of a model with images, in whose call rows are full so far."""
         call = running()
-        if call is None or not call.seam:
+        if call is None or call.replicated:
             return None
         arguments = named_arguments(decoder, args, kwargs)
+        if not call.seam:
+            return without_mark(call, arguments)
         cut = cut_arguments(call, decoder, arguments)
         if self.follows_length and arguments.get("position_ids") is not None:
             call.last_position = int(arguments["position_ids"].max())
@@ -248,7 +265,7 @@ class Calls:
                 share = self.layout.local_length(self.axis, call.length) / call.length
                 scope.enter_context(neftune_scaled(model, share))
         # There may have been other calls of the model by then.
-        if self.recurrent or self.counting:
+        if self.recurrent or self.of_rows:
             scope.enter_context(recomputed_within(model, lambda: during(call)))
         call.model = called
         scope.enter_context(during(call))
@@ -393,6 +410,8 @@ class Calls:
         """The cache that a call without one makes, or why a split call makes none."""
         if differentiated(module, kwargs):
             return None, _IN_A_GRAPH
+        if self.choosers:
+            return None, f"{_NOT_MADE} of a model that chooses its keys"
         if kwargs.get("cu_seq_lens_q") is not None:
             return None, f"{_NOT_MADE} of documents that are packed by cu_seq_lens_q"
         if self.layout.reproducible:
@@ -404,6 +423,8 @@ class Calls:
             or not getattr(module, "_supports_default_dynamic_cache", lambda: True)()
         ):
             return None, f"{_NOT_MADE} of this model; weft.restore(model) gives one device's"
+        if self.crosses:
+            return None, f"{_NOT_MADE} of this model, which keeps keys of images, too"
         try:
             cache = ShardedCache(module)
         except UnsupportedError as error:
@@ -415,6 +436,7 @@ class Calls:
     def _with_cache(self, kwargs: dict, module: Foreign, name: str) -> tuple[ModelCall, dict]:
         """The same of a call with a `ShardedCache`: split, or whole tokens on every rank."""
         refused.caches(kwargs, module)
+        refused.caches_of_choices(self.choosers)
         cache, ids = kwargs[name], tokens_of(kwargs)
         cache.check(module, self.layout, None if ids is None else len(ids))
         past = cache.get_seq_length()
@@ -446,6 +468,8 @@ class Calls:
         keep = 0
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
+            if "logits_to_keep" not in (*self.names, *self.names_below):
+                keep = 0  # on one device it is ignored
         ahead = self.decoder is not None and bool(refused.foreign(local)) and not self.pooled
         refused.arguments(local, module, self.axis, self.splits_inside or ahead)
         local = rows.with_full_gradients(local, self.layout, self.axis)
@@ -471,7 +495,7 @@ class Calls:
 
     def _ahead(self, call: ModelCall, local: dict, full: dict) -> dict:
         """Arguments of a model ahead of its decoder: full rows, and a rank's for its head."""
-        call.seam = "ahead"
+        call.seam, call.ids = "ahead", full.get("input_ids")
         kept = {n: v for n, v in local.items() if n not in OF_TOKENS or "labels" in n}
         full = {n: v for n, v in full.items() if n not in ("labels", "shift_labels")}
         if self.balances:  # its loss counts by the mask that the head gets
@@ -530,7 +554,8 @@ class Calls:
             refused.pooled_labels(kwargs, self.layout, name)
         else:
             losses.choose_labels(kwargs, self.labels, name, self.layout)
-        if "use_cache" in self.names or (self.recurrent and self.open):
+        keeps = bool(self.recurrent) or "use_cache" in self.names_below
+        if "use_cache" in self.names or (keeps and self.open):
             kwargs["use_cache"] = False  # a recurrent layer would be asked for its last state
         length, positions, last = batch.length or 0, None, 0
         local: dict[str, Any] = {}
@@ -543,6 +568,8 @@ class Calls:
             positions, last = self._positions(kwargs, length, batch, x.device, past)
             local = self._lift(kwargs, batch, length)
         call = ModelCall(self.layout, self.axis, batch, length, self.labels)
+        if self.choosers:
+            refused.padding_of_choices(self.choosers, batch, length)
         if self.recurrent:
             refused.mask_of_recurrent(batch.mask, name)
             if self.model._weft.implementation == "eager" and not self.leaves_padding_out:

@@ -18,11 +18,13 @@ from transformers import DynamicCache
 from weft.errors import UnsupportedError
 
 from .. import Foreign
-from .whole import base
+from .whole import base, text_decoder
 
 #: Names of the argument, and of the output, that is a cache: transformers 5.24 renamed the first to
 #: the second.
 CACHES = ("past_key_values", "cache")
+#: How names of outputs that are features of images begin.
+FEATURES = ("image_", "video_", "mm_")
 
 
 def asked(model: Foreign, kwargs: Mapping[str, Any], name: str) -> bool:
@@ -43,7 +45,9 @@ def asked(model: Foreign, kwargs: Mapping[str, Any], name: str) -> bool:
 
 def keeps_cache(model: Foreign, kwargs: Mapping[str, Any]) -> bool:
     """True if on one device a call makes a cache: no argument has one, and it is asked for."""
-    if not asked(model, kwargs, "use_cache") or not _may_cache(model, base(model)):
+    decoder = text_decoder(model)
+    parts = [model, base(model)] if decoder is None else [model, base(model), decoder]
+    if not asked(model, kwargs, "use_cache") or not _may_cache(*parts):
         return False
     below = base(model)
     recomputed = getattr(below, "gradient_checkpointing", False) and below.training
@@ -83,18 +87,19 @@ class Absent:
         reason: what to do instead.
     """
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, reason: str, what: str = "the cache") -> None:
+        self.reason, self.what = reason, what
 
     def raise_(self) -> NoReturn:
         """Raise what a use of it raises."""
-        raise UnsupportedError(f"the cache of a model's output: {self.reason}")
+        raise UnsupportedError(f"{self.what} of a model's output: {self.reason}")
 
     def __repr__(self) -> str:
         return f"Absent({self.reason!r})"
 
     def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__") or (not hasattr(DynamicCache, name) and name != "layers"):
+        known = hasattr(DynamicCache, name) or name == "layers" or self.what != "the cache"
+        if name.startswith("__") or not known:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.raise_()
 
@@ -109,6 +114,14 @@ class Absent:
 
     def __getitem__(self, index: object) -> NoReturn:
         self.raise_()
+
+
+def put_features(output: Any) -> None:
+    """Give an output by name `Absent` features of images, of which a rank has its tokens' only."""
+    reason = "images='spread' leaves a rank the features of its own tokens; take images='whole'"
+    for name in list(output):
+        if name.startswith(FEATURES):
+            output[name] = Absent(reason, name)
 
 
 def put_cache(output: Any, reason: str) -> None:

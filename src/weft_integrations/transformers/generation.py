@@ -12,7 +12,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
-from transformers import Cache, EncoderDecoderCache, QuantizedCache, StaticCache
+from transformers import (
+    Cache,
+    EncoderDecoderCache,
+    GenerationMixin,
+    QuantizedCache,
+    StaticCache,
+)
 
 from weft.comm.channel import refused_everywhere
 from weft.comm.consistency import fingerprint
@@ -57,7 +63,8 @@ def _with_cache(
     _check_cache(cache, implementation, name)
     if setting("output_attentions"):
         raise UnsupportedError(f"{name}: output_attentions: no rank ever holds the weights")
-    if cache is None and setting("use_cache") is not False:
+    whole = self._weft.calls.crosses or type(self).generate is not GenerationMixin.generate
+    if cache is None and setting("use_cache") is not False and not whole:
         if not self._supports_default_dynamic_cache():
             raise UnsupportedError(
                 f"{name}: the model keeps a cache of a kind of its own, which has no parts on "

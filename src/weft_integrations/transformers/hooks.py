@@ -24,7 +24,7 @@ from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import calls, generation, interface, latents, refused, seam, whole
+from . import calls, chosen_keys, generation, interface, latents, refused, seam, towers, whole
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
@@ -46,7 +46,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
-        counting: modules that count places of tokens within what they get.
+        of_rows: modules that count tokens or images, or choose keys, of full rows.
         expanding: modules whose latents may travel.
         calls: what begins and ends each forward pass.
     """
@@ -60,7 +60,7 @@ class _Installed(Parallelized):
     own: list[Own] = field(default_factory=list)
     rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
-    counting: list[nn.Module] = field(default_factory=list)
+    of_rows: list[nn.Module] = field(default_factory=list)
     expanding: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
@@ -78,7 +78,7 @@ class _Installed(Parallelized):
         """Remove hooks, modules' functions and attributes of weft from a model."""
         for handle in self.hooks:
             handle.remove()
-        for module in (*self.recurrent, *self.counting):
+        for module in (*self.recurrent, *self.of_rows):
             put_back(module)
         for module in self.expanding:
             latents.take_back(module)
@@ -99,9 +99,12 @@ def install(
     name: str = interface.NAME,
     rows: str = "local",
     travel: latents.Latents = "auto",
+    images: str = "whole",
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
+    decoder = whole.text_decoder(model)
+    spread = towers.methods(model, decoder) if images == "spread" else []
     installed = _Installed(
         implementation=model.config._attn_implementation,
         layout=layout,
@@ -110,17 +113,20 @@ def install(
     )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
-    installed.counting = [m for m in model.modules() if whole.tempers_by_place(m)]
-    for module in installed.counting:
+    installed.of_rows = [m for m in model.modules() if whole.tempers_by_place(m)]
+    for module in installed.of_rows:
         put(module, rebound(type(module).forward, {"torch": whole.CountsRow()}))
+    installed.of_rows += _choose_over_ranks(model, layout)
     if travel != "keys" and not layout.reproducible:
         installed.expanding = latents.modules(model)
         for module in installed.expanding:
             latents.hand_on(module, layout, axis, travel)
     model.set_attn_implementation(name)
-    decoder = seam.text_decoder(model)
     if decoder is not None:
         _keep_towers(decoder, installed)
+    for module, function, method in spread:
+        put(module, function, method)
+        installed.of_rows.append(module)
     if model.config._attn_implementation != name:
         raise _outside(model)
     model._weft = installed
@@ -176,7 +182,7 @@ def check_kind(model: Foreign) -> None:
             "parallelize an encoder or a decoder alone"
         )
     sound = getattr(model, "main_input_name", "") in ("input_values", "input_features")
-    if sound and seam.text_decoder(model) is None:
+    if sound and whole.text_decoder(model) is None:
         raise UnsupportedError(
             f"{name} computes audio tokens with convolutions across token boundaries, which need "
             "neighbouring ranks' inputs; parallelize a model of text or images"
@@ -227,7 +233,7 @@ def _hook(
         hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
 
     full, inside = installed.rows == "whole", embeddings is not None
-    replaced = installed.recurrent, installed.counting
+    replaced = installed.recurrent, installed.of_rows
     entered = calls.Calls(model, layout, axis, inside, full, *replaced, decoder)
     installed.calls = entered
     before(model, entered.enter)
@@ -279,6 +285,21 @@ def _rebind(model: Foreign, layout: Layout, axis: str) -> list[nn.Module]:
     for module, function, name in changes:
         put(module, function, name)
     return [module for module, _, _ in changes]
+
+
+def _choose_over_ranks(model: Foreign, layout: Layout) -> list[nn.Module]:
+    """Give modules that choose keys functions that go over ranks; returns these modules."""
+    changes = [
+        change for module in model.modules() for change in chosen_keys.replaced_methods(module)
+    ]
+    if changes and layout.reproducible:
+        raise UnsupportedError(
+            f"{layout.source}: {type(model).__name__} chooses its keys by scores that are not known"
+            " to have the same bits on every layout; take a layout that is not reproducible"
+        )
+    for module, function, name in changes:
+        put(module, function, name)
+    return list(dict.fromkeys(module for module, _, _ in changes))
 
 
 def _check_carried(model: Foreign, layout: Layout, axis: str) -> None:

@@ -16,11 +16,15 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from weft.attention import attention, with_sinks
+from weft.choice import ChosenKeys
 from weft.decode.attend import merged_parts
 from weft.errors import DeclarationError, UnsupportedError
 from weft.masks import Causal, Full
 
+from .. import Foreign
 from . import decoding, latents, losses
+from .chosen_keys import Weighed, as_scores
+from .compressed import attend_with_entries
 from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
 from .masks import behind, is_known, looks_for_documents, translate
@@ -44,6 +48,8 @@ def make_mask(
         raise DeclarationError(
             f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
+    if call.made_mask is not None:
+        return call.made_mask
     if call.held:
         keys = kv_length, kwargs.get("kv_offset", 0)
         sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
@@ -59,8 +65,6 @@ def make_mask(
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
         )
-    if call.made_mask is not None:
-        return call.made_mask
     ahead = call.seam == "ahead"
     if attention_mask is not None and not (
         is_padding(call, attention_mask) if ahead else attention_mask.all()
@@ -99,6 +103,8 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
@@ -120,14 +126,19 @@ def attend(
         attention_mask, is_causal = None, False
     if attention_mask is None:
         attention_mask = _without_mask(module, query, is_causal, sliding_window)
-    if not isinstance(attention_mask, Sharded | OfCache):
+    if not isinstance(attention_mask, Sharded | OfCache | Weighed):
         raise UnsupportedError(
             f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
             "it can place: causal, sliding windows, chunks, documents, padding"
         )
-    where = attention_mask
+    where, choice = attention_mask, _choice(module, indices, block_indices)
+    if isinstance(where, Weighed):
+        query, key, scaling = as_scores(query, key, where.weights, _scale(query, scaling))
+        where, choice = where.where, where.choice
     if where.refusal:
         raise UnsupportedError(f"{name}: {where.refusal}")
+    if choice is not None and (isinstance(where, OfCache) or where.cached):
+        raise UnsupportedError(f"{name} chooses its keys, of which a cache has no parts on ranks")
     split = isinstance(where, Sharded) and where.past is None
     key, value, expand = latents.taken(key, value, whole=not split)
     if isinstance(where, OfCache):
@@ -138,8 +149,13 @@ def attend(
         layer, past, (key, value) = cache_of_call().past_and_new(module, key, value, tokens)
     length = None if where.length is None else int(where.length)
     place = where.layout, where.axis, where.mask, scaling, length
-    if where.past is None:
-        out = attention(query, key, value, *place, softcap=softcap, sinks=s_aux, expand=expand)
+    if call is not None and call.entries is not None:
+        seen, call.entries = call.entries, None
+        out, lse = attend_with_entries(query, key, place, softcap, seen)
+        out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
+    elif where.past is None:
+        named: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "choice": choice}
+        out = attention(query, key, value, *place, expand=expand, **named)
     else:
         own = attention(query, key, value, *place, return_lse=True, softcap=softcap)
         row = where.row(tokens)
@@ -147,6 +163,19 @@ def attend(
         out, lse = merged_parts([part, own])
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _choice(module: Foreign, tokens: Tensor | None, blocks: Tensor | None) -> ChosenKeys | None:
+    """The keys that a model chose: positions (b, n, K), or numbers of blocks (b, g, n, K)."""
+    if tokens is not None:
+        return ChosenKeys(tokens.unsqueeze(1), check=False)
+    if blocks is not None:
+        return ChosenKeys(blocks, module.indexer.block_size, check=False)
+    return None
+
+
+def _scale(query: Tensor, scaling: float | None) -> float:
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 def _leaves_nothing_out(mask: Any, tokens: int) -> bool:

@@ -116,6 +116,12 @@ class Sharded(Mark):
     past: OfCache | None = None  # of keys that were in the cache before
     refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
 
+    def __getitem__(self, index: object) -> Sharded:
+        """The same for the mask of one head, as all heads have: an indexer asks for it."""
+        if index not in ((slice(None), 0), (slice(None), 0, slice(None), slice(None))):
+            touched("__getitem__", self.subject)
+        return self
+
     def row(self, local: int) -> int:
         """Tokens of a full row, of which this rank has `local`."""
         return local * self.layout.size(self.axis) if self.length is None else int(self.length)

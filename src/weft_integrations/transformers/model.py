@@ -29,6 +29,7 @@ from .verification import verify as verification
 __all__ = ["parallelize_transformers"]
 
 Rows = Literal["whole", "local"]
+Images = Literal["whole", "spread"]
 
 
 def parallelize_transformers(
@@ -38,6 +39,7 @@ def parallelize_transformers(
     embeddings: nn.Module | None = None,
     verify: bool | Mapping[str, Any] = True,
     rows: Rows = "whole",
+    images: Images = "whole",
     latents: Latents = "auto",
 ) -> nn.Module:
     """Make a transformers model run sequence-parallel on a layout; returns the model.
@@ -123,6 +125,10 @@ def parallelize_transformers(
         verify: check the model now; or a call of your own to check it by, whole, as a processor
             makes it of images and text. Without it a model may compute something else on ranks.
         rows: "whole" or "local".
+        images: "whole": every rank runs towers on all images. "spread": each on some of them, in
+            training and evaluation, balanced by patches squared; features go to the ranks of their
+            tokens, and the outputs named image_... and video_... are not there. For families whose
+            towers see one image at a time.
         latents: of multi-head latent attention (DeepSeek's and others'): "auto", where latents
             travel instead of expanded keys if they are fewer bytes and the call takes no longer by
             the plan, which counts that every rank expands what arrives; "latents", always; or
@@ -170,13 +176,15 @@ def parallelize_transformers(
     check_layout(layout, axis)
     if rows not in ("whole", "local"):
         raise DeclarationError(f"rows={rows!r}: known are 'whole' and 'local'")
+    if images not in ("whole", "spread") or (images == "spread" and rows != "whole"):
+        raise DeclarationError(f"images={images!r}: known are 'whole', and 'spread' of full rows")
     if latents not in ("auto", "latents", "keys"):
         raise DeclarationError(f"latents={latents!r}: known are 'auto', 'latents' and 'keys'")
     if rows == "whole":
         check_context_group(layout, axis)
     if verify:
         batch = verify if isinstance(verify, Mapping) else None
-        verification.verify(inner, layout, axis, embeddings, batch, latents)
+        verification.verify(inner, layout, axis, embeddings, batch, latents, images)
     unshare_configurations(model)
-    install(inner, layout, axis, embeddings, rows=rows, travel=latents)
+    install(inner, layout, axis, embeddings, rows=rows, travel=latents, images=images)
     return model

@@ -18,7 +18,8 @@ from weft.losses.labels import IGNORED
 from weft.masks import And, KeyPadding, Mask
 
 from .. import Foreign
-from .batches import OTHER_INPUTS, KeySpans, unpadded
+from .batches import OTHER_INPUTS, Batch, KeySpans, unpadded
+from .chosen_keys import chooses_over_ranks, in_places
 from .defaults import CACHES, asked, differentiated
 from .rebinding import is_ours
 
@@ -77,13 +78,19 @@ _CHOICES = ("indexer", "compress_rate", "keep_window_size")
 def chosen_keys(model: Foreign) -> None:
     """Raise for attention that chooses keys by what other ranks hold: learned sparse attention."""
     for path, module in model.named_modules():
-        found = [name for name in _CHOICES if getattr(module, name, None) is not None]
+        found = [name for name in _CHOICES if _unknown_choice(module, name)]
         if found:
             raise UnsupportedError(
                 f"{type(model).__name__} chooses or compresses the keys of each query: {found[0]} "
                 f"of {path!r} ({type(module).__name__}). Every rank would choose among the keys "
                 "that it holds; run this model on one device"
             )
+
+
+def _unknown_choice(module: Foreign, name: str) -> bool:
+    value = getattr(module, name, None)
+    chooser = value if isinstance(value, nn.Module) else module
+    return value is not None and not chooses_over_ranks(chooser)
 
 
 def caches(kwargs: dict, model: Foreign) -> None:
@@ -107,6 +114,31 @@ def attentions(kwargs: dict, model: Foreign) -> None:
     if asked(model, kwargs, "output_attentions"):
         where = "" if kwargs.get("output_attentions") else " in the configuration"
         raise UnsupportedError(f"output_attentions{where}: no rank ever holds the weights")
+
+
+def caches_of_choices(choosers: Sequence[Foreign]) -> None:
+    """Raise for a `ShardedCache` of a model that chooses its keys."""
+    if choosers:
+        raise UnsupportedError(
+            f"past_key_values: {type(choosers[0]).__name__} chooses keys, and index keys have no"
+            " parts in a ShardedCache; generate with weft.restore(model), or call the model without"
+            " a cache"
+        )
+
+
+def padding_of_choices(choosers: Sequence[Foreign], batch: Batch, length: int) -> None:
+    """Raise for rows whose first token is not in the first place, where blocks count places."""
+    for module in choosers:
+        if not in_places(module):
+            continue
+        seen = unpadded(batch.mask, length)
+        if batch.documents is not None or (seen is not None and not seen[:, 0].all()):
+            kind = "padded on the left" if batch.documents is None else "packed"
+            raise UnsupportedError(
+                f"{type(module).__name__}: rows are {kind}, and blocks of keys are counted from the"
+                " first place of a row, so that on one device queries see other blocks than their"
+                " own; give each document a row, padded on the right"
+            )
 
 
 def arguments(kwargs: dict, model: Foreign, axis: str, splits_inside: bool) -> None:

@@ -41,7 +41,7 @@ from .lazy import LazyPlace, lazy
 POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
 
 #: Outputs that are made in front of a text decoder.
-_AHEAD = ("image_", "video_", "audio_", "vision_", "qformer_", "rope_deltas")
+_AHEAD = ("image_", "video_", "audio_", "vision_", "qformer_", "mm_", "rope_deltas")
 
 #: Arguments of varlen kernels, which documents stand for.
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -247,6 +247,8 @@ class Outputs:
         if value.dim() == 0 or name == "router_logits":
             return recorded(value, self.entered, factor(self.layout, self.axis))
         if name == "logits" and self.last is not None:
+            if value.shape[1] > len(self.last.local):  # the head compared with full rows
+                value = value[:, self.last.local.to(value.device)]
             value = scale_backward(value, factor(self.layout, self.axis))
             return recorded(self.last.whole(value, self.layout, self.axis), self.entered)
         tokens = self.layout.local_length(self.axis, length)

@@ -12,9 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from weft.carry.pieces import LocalPieces
+from weft.choice import ChosenKeys
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Documents, Mask
@@ -25,6 +27,9 @@ from .batches import Batch
 from .cache import ShardedCache
 from .mark import Mark, OfCache, Sharded
 from .rows import Outputs
+
+#: Scores (rows, heads, keys) of an indexer that exist at once.
+AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,12 @@ class ModelCall:
     padding: Tensor | None = None  # (b, past), which of them are none
     unsplit: str = ""  # why they are whole, where no token was cached before
     absent: str = ""  # why there is no cache among the outputs, where one device makes one
+    entries: ChosenKeys | None = None  # compressed keys that queries of the layer at hand see
     state: LocalPieces | None = None  # where recurrent layers' states cross ranks
     seam: str = ""  # "ahead" of the text decoder, where rows are full, or "behind"; "": none
+    ids: Tensor | None = None  # of full rows, ahead of the decoder
+    spreading: bool = False  # a tower computes this rank's images now
+    spread: bool = False  # features are those of this rank's tokens
     made_mask: Mark | None = None  # that the model made ahead of its decoder
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -77,6 +86,14 @@ class ModelCall:
     def whole(self) -> bool:
         """True if every rank computes all tokens, be it up to the text decoder."""
         return bool(self.replicated) or self.held or self.seam == "ahead"
+
+    def rows_at_once(self, device: torch.device, per_row: int) -> Iterator[tuple[slice, Tensor]]:
+        """Positions of this rank's queries, as many at a time as `AT_ONCE` scores allow."""
+        queries = self.layout.positions(self.axis, self.length, device)
+        low = 0
+        for rows in queries.split(max(1, AT_ONCE // max(1, per_row))):
+            yield slice(low, low + len(rows)), rows
+            low += len(rows)
 
     @property
     def how(self) -> str:

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from weft.errors import UnsupportedError
 from weft.layout import Layout
@@ -35,6 +34,8 @@ from .running import ModelCall
 OF_TOKENS = (
     *("input_ids", "inputs_embeds", "attention_mask", "position_ids", "labels", "shift_labels"),
 )
+#: Arguments of heads, which are of this rank's tokens already.
+_OF_HEADS = ("labels", "shift_labels", "logits_to_keep")
 #: Arguments of decoders that every rank needs whole, such as keys of images.
 _WHOLE = ("cross_attention_states",)
 #: Arguments of decoders whose tokens are in dim 2, (b, 1, n, ...).
@@ -44,23 +45,6 @@ _AT = {"deepstack_visual_embeds": "visual_pos_masks"}
 #: Arguments by which attention sees other states than its queries' own.
 _ACROSS = ("cross_attention_states", "encoder_hidden_states", "key_value_states")
 _MARKED = "_weft_across"
-
-
-def text_decoder(model: Foreign) -> nn.Module | None:
-    """The text decoder of a model that has towers of images or sound in front of it, else None."""
-    try:
-        config = model.config.get_text_config(decoder=True)
-    except ValueError:  # of several
-        return None
-    if config is model.config or getattr(config, "is_encoder_decoder", False):
-        return None
-    for module in model.modules():  # a module comes before those within
-        if module is model or not isinstance(module, PreTrainedModel):
-            continue
-        takes = "inputs_embeds" in inspect.signature(module.forward).parameters
-        if takes and type(module.config) is type(config):
-            return module
-    return None
 
 
 def crossing(decoder: nn.Module) -> list[nn.Module]:
@@ -108,6 +92,15 @@ def cut_arguments(
     return cut
 
 
+def without_mark(call: ModelCall, arguments: dict[str, Any]) -> tuple[tuple, dict] | None:
+    """The decoder's arguments without a mark that the model made; None: it made none."""
+    mask = arguments.get("attention_mask")
+    if not isinstance(mask, Mark):
+        return None
+    call.made_mask = mask
+    return (), arguments | {"attention_mask": None}
+
+
 def _cut(call: ModelCall, arguments: Mapping[str, Any], name: str) -> dict[str, Any]:
     """This rank's part of a decoder's arguments; refuses, by name, those of no known shape."""
     x = tokens_of(arguments)
@@ -128,11 +121,13 @@ def _cut(call: ModelCall, arguments: Mapping[str, Any], name: str) -> dict[str, 
             value = [_of_places(t, places, layout, axis) for t in value]
         elif key in _IN_DIM_2 and value is not None:
             value = layout.shard(value, {axis: 2})
-        elif isinstance(value, Tensor) and value.dim() and key not in _WHOLE:
-            if value.shape[:2] != size and key not in OF_TOKENS:
+        elif key in (*_WHOLE, *_OF_HEADS):
+            pass
+        elif isinstance(value, Tensor) and value.dim():
+            if value.shape[:2] != size:
                 raise _unknown(key, tuple(value.shape), size, name)
-            value = value if key in ("labels", "shift_labels") else layout.shard(value, {axis: 1})
-        elif key not in _WHOLE and _holds_tensors(value):
+            value = layout.shard(value, {axis: 1})
+        elif _holds_tensors(value):
             raise _unknown(key, type(value).__name__, size, name)
         cut[key] = value
     return cut
@@ -194,6 +189,6 @@ __all__ = [
     "cut_arguments",
     "is_padding",
     "mark_crossing",
-    "text_decoder",
     "unmark_crossing",
+    "without_mark",
 ]

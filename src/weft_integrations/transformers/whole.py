@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from weft.comm.collectives import partial_to_replicate
 from weft.errors import UnsupportedError
@@ -309,6 +310,23 @@ def base(model: Foreign) -> Foreign:
     if below is not model or not type(model).__name__.endswith(_POOLED_HEADS):
         return below
     return next((m for m in model.children() if hasattr(m, "set_attn_implementation")), model)
+
+
+def text_decoder(model: Foreign) -> nn.Module | None:
+    """The text decoder of a model that has towers of images or sound in front of it, else None."""
+    try:
+        config = model.config.get_text_config(decoder=True)
+    except ValueError:  # of several
+        return None
+    if config is model.config or getattr(config, "is_encoder_decoder", False):
+        return None
+    for module in model.modules():  # a module comes before those within
+        if module is model or not isinstance(module, PreTrainedModel):
+            continue
+        takes = "inputs_embeds" in inspect.signature(module.forward).parameters
+        if takes and type(module.config) is type(config):
+            return module
+    return None
 
 
 def poolers(model: Foreign) -> list[nn.Module]:

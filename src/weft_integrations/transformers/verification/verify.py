@@ -28,13 +28,12 @@ from weft.threads import on_threads
 
 from ... import Foreign
 from ..batches import shard_batch
-from ..defaults import CACHES
+from ..defaults import CACHES, FEATURES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
 from ..latents import Latents, taken
 from ..rebinding import calls, put, rebound
-from ..seam import text_decoder
-from ..whole import accepts_positions, base
+from ..whole import accepts_positions, base, text_decoder
 from .copies import Copies, InFP64, random_states_kept
 from .inputs import (
     Trial,
@@ -104,6 +103,7 @@ def verify(
     embeddings: nn.Module | None = None,
     batch: Mapping[str, Any] | None = None,
     latents: Latents = "auto",
+    images: str = "whole",
 ) -> Verified:
     """Compare a transformers model with itself on a layout; needs no process group.
 
@@ -129,6 +129,7 @@ def verify(
             makes, with labels. It runs as with rows="whole", and is refused unless its attention
             is split.
         latents: likewise; with "auto" they travel, as in long rows.
+        images: likewise, in a call of your own.
 
     Raises:
         DeclarationError: an axis that the layout does not attend.
@@ -146,7 +147,7 @@ def verify(
     embeddings = embeddings or find_embeddings(model)
     inside = None if embeddings is None else _path(model, embeddings)
     travel: Latents = "latents" if latents == "auto" else latents
-    check = _Check(model, layout, axis, inside, batch, travel)
+    check = _Check(model, layout, axis, inside, batch, travel, images)
     with random_states_kept(model), _autocast_off(model):
         planned = trials(model, check.layout, axis) if batch is None else [trial_of(batch)]
         try:
@@ -178,8 +179,9 @@ class _Check:
         embeddings: str | None,
         batch: Mapping[str, Any] | None = None,
         latents: Latents = "auto",
+        images: str = "whole",
     ) -> None:
-        self.latents = latents
+        self.latents, self.images = latents, images if batch is not None else "whole"
         self.model, self.axis, self.embeddings, self.batch = model, axis, embeddings, batch
         decoder = text_decoder(model)
         self.decoder = "" if decoder is None else _path(model, decoder)
@@ -232,7 +234,9 @@ class _Check:
         cuts = on_threads(self.layout, Cut.of, self.axis, trial.batch, length)
         recordings = [r.recording for r in ranks]
         tolerance = FP64_TOLERANCE if trial.fp64 else self.tolerance
-        difference = first_difference(full.recording, recordings, cuts, tolerance)
+        difference = None
+        if self.images == "whole":  # else a rank's towers see other images
+            difference = first_difference(full.recording, recordings, cuts, tolerance)
         outputs, which = _largest_gap(full, ranks, cuts)
         if trial.padding and outputs <= tolerance:
             difference = None  # modules may differ at padding, which nothing reads
@@ -265,7 +269,7 @@ class _Check:
         generator, weights = torch.Generator().manual_seed(1), {}
         with _mode(trial):
             more = options(model, batch) if self.batch is None else _WITHOUT_CACHE
-            outputs = _outputs(model, more | batch, masks)
+            outputs = self._compared(_outputs(model, more | batch, masks))
             for name, t in outputs.items():
                 drawn = torch.randn(t.shape, generator=generator) / max(t.numel(), 1) ** 0.5
                 weights[name] = drawn.to(t) if t.dim() else torch.ones_like(t)
@@ -288,7 +292,7 @@ class _Check:
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
         full = self.batch is not None
         rows = "whole" if full else "local"
-        install(model, layout, self.axis, inside, _ON_RANKS, rows, self.latents)
+        install(model, layout, self.axis, inside, _ON_RANKS, rows, self.latents, self.images)
         recording = TrialRecording(model)
         cut = Cut.of(layout, self.axis, trial.batch, length)
         if full:
@@ -300,13 +304,18 @@ class _Check:
         masks = [batch["attention_mask"].bool()] if trial.left else []
         masks += [layout.shard(t, {"batch": 0, self.axis: 1}) for t in masks]
         with _mode(trial):
-            outputs = _outputs(model, local, masks)
+            outputs = self._compared(_outputs(model, local, masks))
             if full:
                 self._check_split(model, recording)
             own = {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
             gradients = _gradients(model, outputs, own)
         counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
         return _Run(_detached(outputs), gradients if counts or full else {}, recording)
+
+    def _compared(self, outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Outputs without features of images, where ranks have their tokens' only."""
+        skipped = FEATURES if self.images == "spread" else ()
+        return {n: t for n, t in outputs.items() if not n.startswith(skipped)}
 
     def _check_split(self, model: Foreign, recording: TrialRecording) -> None:
         """Raise where ranks computed all of a call, which is exact and tells nothing."""

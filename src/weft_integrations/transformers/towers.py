@@ -1,0 +1,373 @@
+"""Towers of images spread over ranks: each computes some images, and features go where they belong.
+
+    images of a call     0  1  2  3        one unit of work each; frames of a video are units, too
+    rank 0 computes      0     2           balanced by patches squared
+    rank 1 computes         1     3
+    features (F, d)      to ranks whose tokens are their placeholders, one all-to-all per mesh dim
+
+A rank gets zeros for features of other ranks' tokens, which are cut away at the text decoder. A
+rank without images computes one and leaves it out, as FSDP2 and DDP wait for every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from weft.comm.once_differentiable import once
+from weft.comm.transport import Shuffle
+from weft.errors import ShapeError, UnsupportedError
+from weft.layout import Layout
+
+from .. import Foreign
+from ..common import chunks
+from .noise import own_random_numbers
+from .running import ModelCall, running
+
+#: Families whose towers see one image at a time, and one video, or one frame of it.
+_SEE_ONE = {
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "frame"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "glm4v", "qwen3_omni_moe_thinker"), "video"),
+    **dict.fromkeys(("gemma3", "gemma4", "paligemma", "llava", "llava_next"), "image"),
+    **dict.fromkeys(("llava_onevision", "internvl", "mistral3", "aya_vision"), "image"),
+}
+_FEATURES = {"get_image_features": "image", "get_video_features": "video"}
+
+
+def methods(model: Foreign, decoder: nn.Module | None) -> list[tuple[nn.Module, Callable, str]]:
+    """Replacements of methods that make features: (module, function, name).
+
+    Raises for families whose towers are not known to see one image at a time.
+    """
+    kind = model.config.model_type
+    if decoder is None or kind not in _SEE_ONE:
+        raise UnsupportedError(
+            f"images='spread': the tower of {type(model).__name__} ({kind}) is not known to see one"
+            f" image at a time; known are {', '.join(sorted(_SEE_ONE))}. Leave images='whole'"
+        )
+    owner = next(m for m in model.modules() if any(c is decoder for c in m.children()))
+    by = _SEE_ONE[kind]
+    return [
+        (owner, _spreading(getattr(type(owner), name), what, by == "frame"), name)
+        for name, what in _FEATURES.items()
+        if hasattr(owner, name) and (what == "image" or by != "image")
+    ]
+
+
+def _spreading(stock: Callable, what: str, by_frames: bool) -> Callable:
+    """A method like `stock`, that computes the features of this rank's images."""
+
+    def features(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+        call = running()
+        if call is None or call.seam != "ahead" or call.spreading:
+            return stock(self, *args, **kwargs)
+        signature = inspect.signature(stock)
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        arguments.pop("self", None)
+        extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
+        arguments |= arguments.pop(extra, {})
+        call.spreading = True
+        try:
+            apart = own_random_numbers(self, call.layout, call.axis)
+            with apart if self.training else contextlib.nullcontext():
+                return _features(call, self, stock, arguments, what, by_frames)
+        finally:
+            call.spreading, call.spread = False, True
+
+    return features
+
+
+@dataclass(frozen=True)
+class _Units:
+    """The images of a call: arguments by name, and how to pick some.
+
+    Attributes:
+        arguments: of the method that makes features.
+        pixels: the name of the pixels.
+        grid: (units, 3), the size of each in patches; None: all images have one size.
+        count: how many there are.
+    """
+
+    arguments: Mapping[str, Any]
+    pixels: str
+    grid: Tensor | None
+    count: int
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any], by_frames: bool) -> _Units:
+        """The units of a call; raises where images of a sample are treated together."""
+        together = arguments.get("batch_num_images")
+        if together is not None and bool((together != 1).any()):
+            raise UnsupportedError(
+                "images='spread': batch_num_images of several images in a sample"
+            )
+        pixels = next(n for n in arguments if n.startswith("pixel_values"))
+        name = next((n for n in arguments if n.endswith("grid_thw")), "")
+        grid = arguments.get(name)
+        if grid is None:
+            return cls(arguments, pixels, None, len(arguments[pixels]))
+        if by_frames:
+            frames = grid[:, 0]
+            sizes = grid[:, 1:].repeat_interleave(frames, 0)
+            grid = torch.cat([torch.ones_like(sizes[:, :1]), sizes], 1)
+        return cls({**arguments, name: grid}, pixels, grid, len(grid))
+
+    @property
+    def patches(self) -> list[int]:
+        """Patches of each unit, or numbers in proportion."""
+        return [1] * self.count if self.grid is None else self.grid.prod(-1).tolist()
+
+    def pick(self, chosen: Sequence[int]) -> dict[str, Any]:
+        """The arguments for some units."""
+        index = torch.tensor(chosen)
+        picked = {
+            n: v[index.to(v.device)] if isinstance(v, Tensor) and _is_of(v, self.count) else v
+            for n, v in self.arguments.items()
+        }
+        if self.grid is not None:
+            parts = self.arguments[self.pixels].split(self.patches)
+            picked[self.pixels] = torch.cat([parts[i] for i in chosen])
+        return picked
+
+
+def _is_of(value: Tensor, count: int) -> bool:
+    return value.dim() > 0 and len(value) == count
+
+
+def _features(
+    call: ModelCall,
+    owner: Foreign,
+    stock: Callable,
+    arguments: dict[str, Any],
+    what: str,
+    by_frames: bool,
+) -> Any:
+    """The output of `stock`, whose features are those of this rank's tokens, and zeros else."""
+    layout, axis = call.layout, call.axis
+    units = _Units.of(arguments, by_frames)
+    goals = _owners(call, owner, what)
+    guessed = _tokens_of(units, goals, call, owner, what)
+    sources = balanced(units.patches, guessed, goals, layout, axis)
+    own = [i for i, source in enumerate(sources) if source == layout.chunk(axis)]
+    cheapest = min(range(units.count), key=units.patches.__getitem__)
+    out = stock(owner, **units.pick(own or [cheapest]))
+    deep = out.get("deepstack_features") or []
+    joined = torch.cat([_rows(x) for x in (out.pooler_output, *deep)], -1)
+    counts = _counts(out.pooler_output, len(own or [cheapest]))
+    lengths = _agreed(counts, own, units.count, joined.device, layout, axis)
+    if sum(lengths) != len(goals):
+        raise ShapeError(f"{len(goals)} placeholders of {what}s, and features of {sum(lengths)}")
+    source = torch.tensor(sources).repeat_interleave(torch.tensor(lengths))
+    got, index = to_owners(joined if own else joined[:0], source, goals, layout, axis)
+    full = got.new_zeros(len(goals), got.shape[1]).index_copy(0, index.to(got.device), got)
+    grid = next((v for n, v in arguments.items() if n.endswith("grid_thw")), None)
+    if grid is not None:  # of images and videos again
+        lengths = (grid.prod(-1) * sum(lengths) // grid.prod(-1).sum()).tolist()
+    widths = [_rows(x).shape[-1] for x in (out.pooler_output, *deep)]
+    whole = [
+        _like(x, t, lengths) for x, t in zip((out.pooler_output, *deep), full.split(widths, -1))
+    ]
+    out["pooler_output"] = whole[0]
+    if deep:
+        out["deepstack_features"] = whole[1:]
+    return out
+
+
+# -- forms of features -----------------------------------------------------------------------------
+
+
+def _rows(x: Any) -> Tensor:
+    """Features (F, d) of all images: one tensor of each, (images, tokens, d), or flat already."""
+    if isinstance(x, list | tuple):
+        return torch.cat(list(x))
+    return x.flatten(0, -2)
+
+
+def _counts(x: Any, units: int) -> list[int]:
+    """Features of each image."""
+    if isinstance(x, list | tuple):
+        return [len(t) for t in x]
+    return [x[..., 0].numel() // units] * units
+
+
+def _like(x: Any, flat: Tensor, lengths: list[int]) -> Any:
+    """Features (F, d) in the form of others, of images of these lengths."""
+    if isinstance(x, list | tuple):
+        return type(x)(flat.split(lengths))
+    return flat if x.dim() == 2 else flat.view(-1, *x.shape[1:])
+
+
+# -- who computes what, and who needs it -----------------------------------------------------------
+
+
+def _placeholders(call: ModelCall, owner: Foreign, what: str) -> Tensor:
+    """The mask (b, n) of placeholders of features in full rows."""
+    names = (f"{what}_token_id", f"{what}_token_index")
+    token = next((v for n in names if (v := getattr(owner.config, n, None)) is not None), None)
+    if call.ids is None or token is None:
+        raise UnsupportedError(
+            f"images='spread': a call without input_ids, whose placeholders of {what}s are not"
+            " known; pass input_ids, or parallelize with images='whole'"
+        )
+    return call.ids.cpu() == token
+
+
+def _owners(call: ModelCall, owner: Foreign, what: str) -> Tensor:
+    """The chunk that each placeholder's token falls to, in row-major order."""
+    places = _placeholders(call, owner, what)
+    chunk_of = torch.empty(call.length, dtype=torch.long)
+    for number, spans in enumerate(chunks(call.layout, call.axis, call.length)):
+        for span in spans:
+            chunk_of[span.start : span.last + 1 : span.step] = number
+    return chunk_of.expand(places.shape)[places]
+
+
+def _tokens_of(
+    units: _Units, goals: Tensor, call: ModelCall, owner: Foreign, what: str
+) -> list[int]:
+    """Tokens of each unit: by its patches, or by the runs of placeholders, or equally many."""
+    total, patches = len(goals), units.patches
+    if units.grid is None:
+        places = _placeholders(call, owner, what)
+        starts = places & ~torch.nn.functional.pad(places, (1, 0))[:, :-1]
+        runs = starts.flatten().cumsum(0)[places.flatten()].bincount()[1:].tolist()
+        if len(runs) == units.count:
+            return runs
+    return [total * p // sum(patches) for p in patches]
+
+
+def balanced(
+    patches: Sequence[int], tokens: Sequence[int], goals: Tensor, layout: Layout, axis: str
+) -> list[int]:
+    """The chunk whose rank computes each unit: even by patches squared, near the placeholders.
+
+    The largest unit goes to the rank with the least work so far. Of all shifts of ranks along mesh
+    dims, that is taken by which the fewest features travel: at most their mean, F (1 - 1/size)
+    summed over mesh dims.
+    """
+    sizes = [layout.mesh[d] for d in layout.shard_dims(axis)]
+    work = [0] * layout.size(axis)
+    chosen = [0] * len(patches)
+    for unit in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
+        chosen[unit] = min(range(len(work)), key=lambda r: (work[r], r))
+        work[chosen[unit]] += patches[unit] ** 2
+    if sum(tokens) != len(goals):
+        return chosen
+    at = coordinates_of(torch.arange(len(work)), sizes)
+    each, goal = torch.tensor(chosen).repeat_interleave(torch.tensor(tokens)), at[goals]
+
+    def travelling(shift: int) -> int:
+        return int((_shifted(at[each], at[shift], sizes) != goal).sum())
+
+    best = min(range(len(work)), key=travelling)
+    return _chunk(_shifted(at[torch.tensor(chosen)], at[best], sizes), sizes).tolist()
+
+
+def coordinates_of(chunk: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Coordinates (..., mesh dims) of chunks along the mesh dims that split an axis.
+
+    >>> coordinates_of(torch.arange(4), [2, 2]).tolist()
+    [[0, 0], [0, 1], [1, 0], [1, 1]]
+    """
+    digits = []
+    for size in reversed(sizes):
+        digits.append(chunk % size)
+        chunk = chunk // size
+    return torch.stack(digits[::-1], -1)
+
+
+def _chunk(coordinates: Tensor, sizes: Sequence[int]) -> Tensor:
+    number = torch.zeros(coordinates.shape[:-1], dtype=torch.long)
+    for dim, size in enumerate(sizes):
+        number = number * size + coordinates[..., dim]
+    return number
+
+
+def _shifted(at: Tensor, shift: Tensor, sizes: Sequence[int]) -> Tensor:
+    return (at + shift) % torch.tensor(sizes)
+
+
+def _agreed(
+    counts: list[int],
+    own: Sequence[int],
+    units: int,
+    device: torch.device,
+    layout: Layout,
+    axis: str,
+) -> list[int]:
+    """Features of all images, of which a rank knows its own: one small sum."""
+    every = torch.zeros(units, dtype=torch.long)
+    for unit, count in zip(own, counts):
+        every[unit] = count
+    return layout.bound.all_reduce(every.to(device), layout.shard_dims(axis)).tolist()
+
+
+# -- features on their way -------------------------------------------------------------------------
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows (k, d), ordered by destination along a mesh dim, to those ranks; and back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, layout: Layout, dim: str, sends: list[int], receives: list[int]
+    ) -> Tensor:
+        ctx.layout, ctx.dim, ctx.sends, ctx.receives = layout, dim, sends, receives
+        return _all_to_all(x.detach(), layout, dim, sends, receives, "features")
+
+    @staticmethod
+    @once("features of images")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        args = ctx.layout, ctx.dim, ctx.receives, ctx.sends, "dfeatures"
+        return _all_to_all(grad, *args), None, None, None, None
+
+
+def _all_to_all(
+    x: Tensor, layout: Layout, dim: str, sends: list[int], receives: list[int], label: str
+) -> Tensor:
+    width = x.shape[1]
+    out, back = ([width * k for k in rows] for rows in (sends, receives))
+    shuffle = Shuffle(dim, label, x.contiguous().flatten(), out, back)
+    return layout.bound.all_to_all(shuffle).view(-1, width)
+
+
+def to_owners(
+    x: Tensor, source: Tensor, goal: Tensor, layout: Layout, axis: str
+) -> tuple[Tensor, Tensor]:
+    """Rows of which this rank has those with its `source`, to the ranks of `goal`, dim by dim.
+
+    before  rank 0: rows of source 0        rank 1: rows of source 1        in order
+    after   rank 0: rows of goal 0          rank 1: rows of goal 1          in order
+
+    Returns this rank's rows, and their numbers.
+    """
+    dims = layout.shard_dims(axis)
+    sizes = [layout.mesh[d] for d in dims]
+    here = coordinates_of(torch.tensor(layout.chunk(axis)), sizes)
+    where, goals = coordinates_of(source, sizes), coordinates_of(goal, sizes)
+    for i, dim in enumerate(dims):
+        held = (where == here).all(1).nonzero().flatten()
+        to = goals[held, i]
+        order = to.argsort(stable=True)
+        # Of rows that arrive, those from each rank along this dim, in order.
+        arriving = []
+        for peer in range(sizes[i]):
+            there = here.clone()
+            there[i] = peer
+            arrives = (where == there).all(1) & (goals[:, i] == here[i])
+            arriving.append(arrives.nonzero().flatten())
+        sends = to.bincount(minlength=sizes[i]).tolist()
+        receives = [len(rows) for rows in arriving]
+        x = _Exchange.apply(x[order.to(x.device)], layout, dim, sends, receives)
+        x = x[torch.cat(arriving).argsort().to(x.device)]
+        where[:, i] = goals[:, i]
+    return x, (goal == layout.chunk(axis)).nonzero().flatten()
+
+
+__all__ = ["balanced", "coordinates_of", "methods", "to_owners"]

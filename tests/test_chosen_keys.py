@@ -1,0 +1,254 @@
+"""Models that choose their keys are one device's on every layout: outputs, loss and gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from covering import pairs
+from torch import Tensor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import weft
+from benchmarks import families
+from weft import Layout
+from weft.errors import UnsupportedError
+from weft_integrations.transformers import chosen_keys, interface, running
+from weft_integrations.transformers.verification.copies import InFP64
+
+#: Families whose tiny models take less than a second.
+FAMILIES = (
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "axk2",
+    "hy_v4",
+    "minimax_m3_vl_text",
+    "doge",
+    "deepseek_v4",
+)
+LAYOUTS = (
+    "tokens(zigzag): ring=2",
+    "tokens: ring=4",
+    "tokens: tile=2x2",
+    "tokens: ulysses=2",
+    "tokens: hierarchical=2x2",
+    "tokens: ulysses=2 x ring=2",
+    "tokens: ring=1",
+)
+LENGTHS = (32, 29, 13)
+MODES = ("eval", "train", "checkpointed")
+
+
+def built(family: str) -> torch.nn.Module:
+    """A tiny model whose choices drop keys, in fp64."""
+    model = families.built(family, families.model_name("causal", family)).double()
+    for p in model.parameters():  # large enough to choose by
+        if p.dim() > 1:
+            p.data.mul_(5.0)
+    model.set_attn_implementation("eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
+    return model
+
+
+def results(model: torch.nn.Module, batch: dict, mode: str) -> tuple[Tensor, Tensor, dict]:
+    """Logits, loss and gradients of a model in a mode."""
+    model.train(mode != "eval")
+    if mode == "checkpointed":  # again in fp64
+        contexts = lambda: (contextlib.nullcontext(), InFP64())  # noqa: E731
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    with InFP64(), torch.autograd.set_multithreading_enabled(False):
+        out = model(**batch)
+        out.loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return out.logits.detach() + 0, out.loss.detach() + 0, gradients  # whole, within the rank
+
+
+def largest_gap(model, line: str, batch: dict, mode: str = "eval") -> float:
+    """The largest difference between ranks and one device, on the largest number of a tensor."""
+    logits, loss, gradients = results(copy.deepcopy(model), batch, mode)
+
+    def rank(layout: Layout) -> tuple:
+        split = weft.parallelize(copy.deepcopy(model), layout, verify=False)
+        return results(split, batch, mode)
+
+    ranks = weft.on_threads(Layout.parse(line), rank, timeout=20)
+    kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    gaps = [(t[0][kept], logits[kept]) for t in ranks] + [(t[1], loss) for t in ranks]
+    for name, gradient in gradients.items():
+        parts = [t[2].get(name, torch.zeros_like(gradient)) for t in ranks]
+        if gradient.abs().max() > 1e-9:
+            gaps.append((sum(parts) / len(ranks), gradient))
+    further = [g for t in ranks for name, g in t[2].items() if name not in gradients]
+    assert not any(g.any() for g in further)
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in gaps)
+
+
+def rows(length: int, batch: int = 2) -> dict[str, Tensor]:
+    ids = torch.randint(3, 97, (batch, length), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": ids, "labels": ids}
+
+
+def case(family: str, line: str, length: int, mode: str) -> pytest.param:
+    """A case; those of four ranks, or of layers of three kinds, take seconds."""
+    many = Layout.parse(line).world_size > 2 or family == "deepseek_v4"
+    marks = [pytest.mark.slow] if many else []
+    return pytest.param(family, line, length, mode, marks=marks)
+
+
+CASES = [case(*row) for row in pairs(FAMILIES, LAYOUTS, LENGTHS, MODES)]
+
+
+@pytest.mark.parametrize(("family", "line", "length", "mode"), CASES)
+def test_models_that_choose_keys_are_exact(family, line, length, mode) -> None:
+    assert largest_gap(built(family), line, rows(length), mode) < 1e-11
+
+
+#: Chunks shorter than a window; a rank of one token, which no other row tells from decoding.
+SHORT = {"tokens: ring=3": 7, "tokens(zigzag): ring=2": 13}
+
+
+@pytest.mark.parametrize("line", SHORT)
+def test_windows_of_compressed_keys_close_on_any_rank(line, monkeypatch) -> None:
+    kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
+    options = families.EXTRA["deepseek_v4"] | {"layer_types": kinds, "num_hidden_layers": 2}
+    monkeypatch.setitem(families.EXTRA, "deepseek_v4", options)
+    assert largest_gap(built("deepseek_v4"), line, rows(SHORT[line])) < 1e-11
+
+
+def dense(module, *qkv, attention_mask=None, indices=None, block_indices=None, **options):
+    """Attention on ranks to every key, whatever a model chose."""
+    *qkv, where = qkv if attention_mask is None else (*qkv, attention_mask)
+    if isinstance(where, chosen_keys.Weighed):
+        where = replace(where, choice=None)
+    return interface.attend(module, *qkv, where, **options)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "deepseek_v4"])
+def test_choices_drop_keys_that_matter(family, monkeypatch) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, interface.NAME, dense)
+    assert largest_gap(built(family), "tokens: ring=1", rows(29)) > 1e-3
+
+
+def right_padded(length: int) -> dict[str, Tensor]:
+    batch = rows(length)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 21:], mask[1, 26:] = 0, 0
+    labels = batch["labels"].masked_fill(mask == 0, -100)
+    return batch | {"attention_mask": mask, "labels": labels}
+
+
+def packed(length: int) -> dict[str, Tensor]:
+    places = torch.cat([torch.arange(11), torch.arange(length - 11)])
+    return rows(length) | {"position_ids": places.expand(2, -1), "use_cache": False}
+
+
+@pytest.mark.parametrize(
+    ("family", "made"),
+    [
+        ("deepseek_v32", packed),
+        ("deepseek_v32", right_padded),
+        ("minimax_m3_vl_text", right_padded),
+        ("doge", right_padded),
+        ("doge", packed),
+    ],
+)
+def test_padded_and_packed_rows_choose_their_own_keys(family, made) -> None:
+    assert largest_gap(built(family), "tokens(zigzag): ring=2", made(29)) < 1e-11
+
+
+def on_ranks(family: str, act, line: str = "tokens: ring=2", **options) -> list:
+    model = built(family)
+
+    def rank(layout: Layout):
+        split = weft.parallelize(copy.deepcopy(model), layout, verify=False, **options)
+        return act(split, layout)
+
+    return weft.on_threads(Layout.parse(line), rank, timeout=20)
+
+
+def test_packed_rows_of_blocks_run_whole_with_a_warning() -> None:
+    def act(split, layout):
+        return split(**packed(29)).logits.detach() + 0
+
+    wanted = built("minimax_m3_vl_text")(**packed(29)).logits
+    with pytest.warns(UserWarning, match="blocks of keys are counted from the first place"):
+        found = on_ranks("minimax_m3_vl_text", act)
+    for logits in found:
+        torch.testing.assert_close(logits, wanted.detach(), equal_nan=True)  # eager: no key
+
+
+NOT_CACHED = {"doge": "DogeAttention chooses keys", "deepseek_v32": "DynamicIndexedLayer"}
+
+
+@pytest.mark.parametrize("family", NOT_CACHED)
+def test_caches_of_models_that_choose_keys_are_refused(family) -> None:
+    def act(split, layout):
+        with pytest.raises(UnsupportedError, match=NOT_CACHED[family]):
+            split.generate(rows(13)["input_ids"], max_new_tokens=2)
+
+    on_ranks(family, act)
+
+
+def test_calls_without_gradients_keep_no_cache_of_choices() -> None:
+    batch = {"input_ids": rows(29)["input_ids"]}
+    model = built("deepseek_v32")
+    wanted = model(**batch).logits
+
+    def act(split, layout):
+        with torch.no_grad(), weft.traffic() as report:
+            logits = split(**batch).logits + 0
+        return logits, report.by_tensor()["index"]
+
+    for logits, received in on_ranks("deepseek_v32", act):
+        torch.testing.assert_close(logits, wanted.detach(), rtol=0, atol=1e-5)
+        assert received in {4 * 2 * n * 8 * 8 for n in (14, 15)}  # layers, rows, tokens, d_i, fp64
+
+
+def test_reproducible_layouts_refuse_models_that_choose_keys() -> None:
+    layout = Layout.from_dict(
+        {
+            "mesh": {"ring": 2},
+            "shard": {"tokens": ["ring"]},
+            "attend": {"tokens": [{"strategy": "ring", "on": "ring"}]},
+            "reproducible": True,
+        }
+    )
+    with pytest.raises(UnsupportedError, match="chooses its keys by scores"):
+        weft.on_threads(layout, lambda on: weft.parallelize(built("doge"), on, verify=False))
+
+
+def test_a_restored_model_chooses_as_before() -> None:
+    model = built("glm_moe_dsa")
+    before = {type(m).__name__: m.forward.__func__ for m in model.modules() if hasattr(m, "wq_b")}
+
+    def act(split, layout):
+        weft.restore(split)
+        names = {
+            type(m).__name__: m.forward.__func__ for m in split.modules() if hasattr(m, "wq_b")
+        }
+        assert names == before
+
+    on_ranks("glm_moe_dsa", act, "tokens: ring=1")
+
+
+def test_rows_of_scores_are_made_in_pieces(monkeypatch) -> None:
+    monkeypatch.setattr(running, "AT_ONCE", 2 * 4 * 29 * 5)  # five rows of four heads
+    assert largest_gap(built("deepseek_v32"), "tokens(zigzag): ring=2", rows(29)) < 1e-11
+    assert largest_gap(built("minimax_m3_vl_text"), "tokens: ring=2", rows(29)) < 1e-11
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_ties_are_those_of_one_device(heads, monkeypatch) -> None:
+    monkeypatch.setitem(families.TINY, "index_n_heads", heads)
+    model = built("deepseek_v32")
+    for module in model.modules():
+        if hasattr(module, "wq_b"):  # few heads of small whole numbers: scores are equal often
+            for p in (module.wq_b.weight, module.wk.weight, module.weights_proj.weight):
+                p.data.copy_(p.data.sign() * (p.data.abs() > p.data.abs().median()))
+    ids = torch.randint(3, 6, (2, 29), generator=torch.Generator().manual_seed(0))
+    batch = {"input_ids": ids, "labels": ids}
+    assert largest_gap(model, "tokens(zigzag): ring=2", batch) < 1e-11

@@ -1,0 +1,220 @@
+"""Towers spread over ranks: features, losses and gradients of one device, at bytes counted."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import weft
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.layout import Layout
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
+
+import test_seam
+from test_seam import FP64, LAYOUTS, cloned, gaps, has_border_within_an_image, split, step
+
+from benchmarks import image_families as families
+from benchmarks.image_families import FAMILIES, IMAGE, built, example
+from weft_integrations.transformers import parallelize, verify
+from weft_integrations.transformers.towers import balanced
+
+del test_seam
+APART = ("blip_2", "idefics3", "mllama", "qwen2_audio", "smolvlm")
+SPREAD = [family for family in FAMILIES if family not in APART]
+
+
+def on_ranks(model, line, run):
+    """The results of ranks, and bytes of features that all of them received, there and back."""
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False, images="spread")
+        result = run(own)
+        received = layout.bound.received.items()
+        return result, [
+            sum(size for (_, label), size in received if label == name)
+            for name in ("features", "dfeatures")
+        ]
+
+    results, counted = zip(*weft.on_threads(Layout.parse(line), work))
+    return results, [sum(of) for of in zip(*counted)]
+
+
+def check(model, call, line):
+    reference = step(copy.deepcopy(model), call)
+    ranks, received = on_ranks(model, line, lambda own: step(own, call))
+    loss, logits, (grads, name) = gaps(ranks, reference)
+    assert loss < FP64
+    assert logits < FP64
+    assert grads < FP64, name
+    return received
+
+
+ALWAYS = {
+    ("qwen3_vl", LAYOUTS[1]),
+    ("gemma3", LAYOUTS[0]),
+    ("llava_next", LAYOUTS[2]),
+    ("mistral3", LAYOUTS[1]),
+    ("qwen3_omni_moe", LAYOUTS[0]),
+}
+CASES = [
+    pytest.param(family, line, marks=[] if (family, line) in ALWAYS else pytest.mark.slow)
+    for family in SPREAD
+    for line in LAYOUTS
+]
+
+
+@split
+@pytest.mark.parametrize(("family", "line"), CASES)
+def test_spread_images_are_one_devices(family, line):
+    call = example(family)
+    assert has_border_within_an_image(call["input_ids"], line)
+    there, back = check(built(family), call, line)
+    assert there == back
+
+
+CALLS = {
+    "video": ("qwen3_vl", LAYOUTS[0], families.with_video),
+    "ranks without placeholders": ("qwen3_vl", LAYOUTS[1], families.early),
+    "two rows": ("gemma3", LAYOUTS[0], lambda call: families.padded(call, False)),
+    "packed documents": ("qwen3_vl", LAYOUTS[2], families.packed),
+    "fewer images than ranks": ("qwen3_vl", LAYOUTS[1], families.one_image),
+    "one image": ("gemma3", LAYOUTS[0], families.one_image),
+}
+
+
+@split
+@pytest.mark.parametrize("case", CALLS)
+def test_spread_calls_of_other_rows(case):
+    family, line, change = CALLS[case]
+    call = change(example(family))
+    assert has_border_within_an_image(call["input_ids"], line)
+    check(built(family), call, line)
+
+
+@split
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_features_travel_at_most_their_mean_way(line):
+    """At most F d (1 - 1/size) over all ranks, summed over mesh dims, forward and backward."""
+    call = example("qwen3_vl")
+    there, back = check(built("qwen3_vl"), call, line)
+    layout = Layout.parse(line)
+    # Two of the tower's layers hand features on to the decoder's, too; of fp64.
+    features = int((call["input_ids"] == IMAGE).sum()) * (1 + 2) * 32 * 8
+    bound = features * sum(1 - 1 / layout.mesh[d] for d in layout.shard_dims("tokens"))
+    assert 0 < there <= bound
+    assert there == back
+
+
+def test_large_images_are_computed_on_other_ranks():
+    layout = Layout.parse("tokens: ring=3")
+    goals = torch.arange(3).repeat_interleave(12)
+    tokens = [9, 3, 3, 9, 3, 9]
+    chosen = balanced([36, 12, 12, 36, 12, 36], tokens, goals, layout, "tokens")
+    assert sorted(chosen[i] for i in (0, 3, 5)) == [0, 1, 2]
+    assert sorted(chosen[i] for i in (1, 2, 4)) == [0, 1, 2]
+    assert chosen[0] == 0  # whose tokens are its own
+
+
+def flops(model, call):
+    """Floating-point operations of a forward and backward pass on this thread, as torch counts."""
+    with (
+        FlopCounterMode(display=False) as counter,
+        torch.autograd.set_multithreading_enabled(False),
+    ):
+        model(**cloned(call)).loss.backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param("qwen3_vl", marks=pytest.mark.sample),
+        pytest.param("gemma3", marks=pytest.mark.slow),
+    ],
+)
+def test_operations_of_a_rank_are_a_share_of_one_devices(family):
+    """A tower almost as large as the decoder: 0.63 with it on every rank, 0.35 spread."""
+    call = families.early(families.early(example(family)))
+    model = built(family)
+    want = flops(copy.deepcopy(model), call)
+
+    def most(images):
+        def work(layout):
+            return flops(
+                parallelize(copy.deepcopy(model), layout, verify=False, images=images), call
+            )
+
+        return max(weft.on_threads(Layout.parse(LAYOUTS[1]), work)) / want
+
+    whole, spread = most("whole"), most("spread")
+    print(f"{family}: {whole:.3f} whole, {spread:.3f} spread")
+    assert 0.24 < spread < 0.35
+    assert 0.4 < whole < 0.63
+
+
+def test_outputs_of_features_are_not_there():
+    call = example("gemma3")
+
+    def run(model):
+        out = model(**cloned(call))
+        with pytest.raises(UnsupportedError, match=r"image_.*images='whole'"):
+            out.image_hidden_states.sum()
+        return True
+
+    results, _ = on_ranks(built("gemma3"), LAYOUTS[0], run)
+    assert all(results)
+
+
+def test_verify_compares_a_call_that_is_spread():
+    model, call = built("qwen3_vl").float(), example("qwen3_vl")
+    result = verify(model, Layout.parse(LAYOUTS[0]), batch=call, images="spread")
+    assert 0 < result.gradients < 1e-4
+
+
+@pytest.mark.parametrize("family", APART)
+def test_towers_of_other_families_are_not_spread(family):
+    with pytest.raises(UnsupportedError, match="images='spread': the tower of"):
+        parallelize(built(family), Layout.single(), verify=False, images="spread")
+
+
+def test_refuses_to_spread_local_rows_and_other_words():
+    for options in ({"images": "spread", "rows": "local"}, {"images": "some"}):
+        with pytest.raises(DeclarationError, match="images="):
+            parallelize(built("llava"), Layout.single(), verify=False, **options)
+
+
+def refused(family, line, error, match, change):
+    model, call = built(family), example(family)
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False, images="spread")
+        with pytest.raises(error, match=match):
+            own(**change(cloned(call), layout))
+        return True
+
+    assert all(weft.on_threads(Layout.parse(line), work))
+
+
+def test_refuses_calls_that_are_not_spread_on_every_rank():
+    def embedded(call, layout):
+        x = torch.zeros(*call.pop("input_ids").shape, 32, dtype=torch.float64)
+        return call | {"inputs_embeds": x}
+
+    def fewer(call, layout):
+        return call | {"input_ids": call["input_ids"].index_fill(1, torch.tensor([7]), 5)}
+
+    def samples(call, layout):
+        return call | {"batch_num_images": torch.tensor([2])}
+
+    def swapped(call, layout):
+        pixels = call["pixel_values"]
+        return call | {"pixel_values": pixels.flip(0) if layout.rank else pixels}
+
+    refused("gemma3", LAYOUTS[0], UnsupportedError, "a call without input_ids", embedded)
+    refused("gemma3", LAYOUTS[0], ShapeError, "11 placeholders of images.*features of 12", fewer)
+    refused("llava_onevision", LAYOUTS[0], UnsupportedError, "several images in a sample", samples)
+    refused("gemma3", LAYOUTS[0], ShapeError, "pixel_values differs between", swapped)
