@@ -165,6 +165,7 @@ BUGS = (
         '"latents" if latents == "auto" else latents',
         "latents",
         "latents",
+    ),
     # -- keys that a model chooses
     Bug(
         "attention drops a model's choice of tokens",
@@ -1000,8 +1001,8 @@ BUGS = (
         "a merged row stands for the whole result",
         "weft/plan/steps.py",
         "_Compiler._merged_rows",
-        "first + low, first + high",
-        "low, high",
+        "number, first + low, first + high",
+        "number, low, high",
         "attention",
     ),
     Bug(

@@ -27,9 +27,10 @@ from weft_integrations.transformers import latents, verify
 from weft_integrations.transformers.mark import Mark
 from weft_integrations.transformers.verification.copies import InFP64
 
-#: One class of each form of the attention, with the calls of layers that differ.
-FAMILIES = ["deepseek_v2", "deepseek_v3", "kimi_linear"]
+#: Families with the attention of DeepSeek V3, besides those that are always tried.
 OTHERS = ["glm4_moe_lite", "youtu", "minicpm3", "mistral4", "longcat_flash", "axk1"]
+#: These choose their keys besides.
+CHOOSING = ["glm_moe_dsa", "hy_v4"]
 
 
 @pytest.fixture(autouse=True)
@@ -97,7 +98,11 @@ def compared(family: str, line: str, travel: str, change=lambda model: model) ->
         ("kimi_linear", "tokens: ring=2"),
         pytest.param("deepseek_v3", "tokens: tile=2x2", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "tokens: ulysses=2 x ring=2", marks=pytest.mark.slow),
-        *[pytest.param(f, "tokens(zigzag): ring=2", marks=pytest.mark.slow) for f in OTHERS],
+        ("deepseek_v32", "tokens(zigzag): ring=2"),
+        *[
+            pytest.param(f, "tokens(zigzag): ring=2", marks=pytest.mark.slow)
+            for f in (*OTHERS, *CHOOSING)
+        ],
     ],
 )
 def test_latents_travel_in_unmodified_models(family, line):
