@@ -94,7 +94,7 @@ def _expands(module: Foreign) -> bool:
 
 @dataclass
 class _Handed:
-    """How a module's latents travel, and its expansion, with what one token showed of it."""
+    """The way of a module's latents, and its expansion, with what one token showed of it."""
 
     travel: Latents
     expansion: Expansion | None = None
