@@ -72,6 +72,17 @@ ROPE = {
     "mrope_section": [2, 1, 1],
     "mrope_interleaved": True,
 }
+OPT = {
+    "model_type": "opt",
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "ffn_dim": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "word_embed_proj_dim": 32,
+    "dropout": 0.0,
+}
 STATES = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention"] * 2,
@@ -254,21 +265,10 @@ def _gemma4() -> Family:
     return Family("Gemma4ForConditionalGeneration", config, call)
 
 
-def _blip2() -> Family:
+def _blip2(text: Mapping = OPT) -> Family:
     queries = {k: PLAIN[k] for k in ("vocab_size", "hidden_size", "intermediate_size")}
     queries |= {"num_hidden_layers": 2, "num_attention_heads": 4, "encoder_hidden_size": 32}
     dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    text = {
-        "model_type": "opt",
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "ffn_dim": 48,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 128,
-        "word_embed_proj_dim": 32,
-        "dropout": 0.0,
-    }
     config = hf.Blip2Config(
         vision_config=TOWER,
         qformer_config=queries | dropout,
@@ -415,13 +415,15 @@ FAMILIES: dict[str, Callable[[], Family]] = {
         "SmolVLM", _LLAMA, TOWER, 4, extra=_nested, image_token_id=IMAGE, scale_factor=2
     ),
 }  # fmt: skip
+#: Models that are no family of their own.
+VARIANTS = {"blip_2 with llama": lambda: _blip2(_LLAMA)}
 #: Families that make a loss of their own, and not by `loss_function`.
 OWN_LOSS = ("qwen2_audio",)
 
 
 def built(family: str, attention: str = "sdpa") -> torch.nn.Module:
     """A tiny model in fp64 with random weights; biases too, so that nothing is hidden by a zero."""
-    name, config, _ = FAMILIES[family]()
+    name, config, _ = (FAMILIES | VARIANTS)[family]()
     config._attn_implementation = "eager"
     torch.manual_seed(0)
     model = getattr(hf, name)(config).double().eval()
@@ -438,7 +440,7 @@ def built(family: str, attention: str = "sdpa") -> torch.nn.Module:
 
 def example(family: str, labels: bool = True, seed: int = 1) -> Call:
     """A call of it, in fp64, with the labels of its words."""
-    call = FAMILIES[family]().call(torch.Generator().manual_seed(seed))
+    call = (FAMILIES | VARIANTS)[family]().call(torch.Generator().manual_seed(seed))
     return labelled(call) if labels and family not in OWN_LOSS else call
 
 

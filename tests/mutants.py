@@ -1292,14 +1292,6 @@ BUGS = (
         "towers",
     ),
     Bug(
-        "a rank without images counts one",
-        "weft_integrations/transformers/towers.py",
-        "_features",
-        "joined if own else joined[:0]",
-        "joined",
-        "towers",
-    ),
-    Bug(
         "images are computed one after the other, far from their tokens",
         "weft_integrations/transformers/towers.py",
         "balanced",
@@ -1955,6 +1947,22 @@ BUGS = (
         "sorted((c for c in made if self._seconds(c) <= limit), key=self._burden)",
         "[c for c in made if self._seconds(c) <= limit]",
         "search",
+    ),
+    Bug(
+        "the gap that ends a search also chooses",
+        "weft_planner/search.py",
+        "Search.run",
+        "(1 + min(gap, SAME)) * self._seconds(made[0])",
+        "(1 + gap) * self._seconds(made[0])",
+        "search",
+    ),
+    Bug(
+        "a transformers model is offered split heads",
+        "weft_planner/choices.py",
+        "",
+        "BINDABLE = ('ring', 'gather', 'burst', 'seen', 'pass_q', 'ulysses')",
+        "BINDABLE = ('ring', 'gather', 'burst', 'seen', 'pass_q', 'ulysses', 'tp')",
+        "groups",
     ),
     Bug(
         "a layout may take twice the memory",

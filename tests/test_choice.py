@@ -34,7 +34,12 @@ LAYOUTS = [
     for name, axis in one_per_combination()
     if axis == "tokens" and same_tile_in_both_passes(name)
 ]
-MASKS = [weft.Full(), weft.Causal(), weft.Documents([(4, 9), (10, 3)]) & weft.Causal()]
+MASKS = [
+    weft.Full(),
+    weft.Causal(),
+    weft.Causal(window=4),
+    weft.Documents([(4, 9), (10, 3)]) & weft.Causal(),
+]
 ROWS, BLOCKS = (1, KV_HEADS, HEADS), (1, 3, 5)
 
 
@@ -66,6 +71,8 @@ LINES = (
     "tokens(striped): tile=2x2",
     "tokens(zigzag): ulysses=2 x tile=2x2",
     "tokens: ulysses=3",
+    "tokens: seen=3",
+    "tokens(zigzag): seen=2",
 )
 
 

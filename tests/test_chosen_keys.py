@@ -16,7 +16,10 @@ import weft
 from benchmarks import families
 from weft import Layout
 from weft.errors import UnsupportedError
-from weft_integrations.transformers import chosen_keys, interface, running
+from weft.plan.order import positions
+from weft_integrations import common
+from weft_integrations.transformers import chosen_keys, compressed, interface, running, verify
+from weft_integrations.transformers.verification import verify as verification
 from weft_integrations.transformers.verification.copies import InFP64
 
 #: Families whose tiny models take less than a second.
@@ -252,3 +255,83 @@ def test_ties_are_those_of_one_device(heads, monkeypatch) -> None:
     ids = torch.randint(3, 6, (2, 29), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     assert largest_gap(model, "tokens(zigzag): ring=2", batch) < 1e-11
+
+
+# -- planted mistakes, which the verifier refuses --------------------------------------------------
+
+
+def planted_rows(change):
+    """Replaces the positions by which rows are scored."""
+    stock = running.ModelCall.rows_at_once
+
+    def rows_at_once(call, device, per_row):
+        for part, queries in stock(call, device, per_row):
+            yield part, change(call, part, queries)
+
+    return running.ModelCall, "rows_at_once", rows_at_once
+
+
+def of_own_rank(x, dim, length, layout, axis, label):
+    """Index keys of this rank alone; others are as if they were zero."""
+    places = layout.positions(axis, length)
+    shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
+    return x.new_zeros(shape).index_copy(dim, places, x)
+
+
+def in_order_of_ranks(x, dim, length, layout, axis, label):
+    whole = common.of_all_ranks(x, dim, length, layout, axis, label)
+    order = common.chunks(layout, axis, length)
+    return whole.index_select(dim, torch.cat([positions(spans, "cpu") for spans in order]))
+
+
+def without_sinks(module, *qkv, s_aux=None, **options):
+    return interface.attend(module, *qkv, **options)
+
+
+def local_numbers(call, part, queries):
+    return torch.arange(part.start, part.stop)
+
+
+def fewer(self, *inputs, **options):
+    """Each rank's share of K."""
+    return chosen_keys.choose_tokens(self, *inputs, **options)[..., ::2]
+
+
+def no_columns(pieces, x, columns, dim):
+    shape = [*x.shape[:dim], columns, *x.shape[dim + 1 :]]
+    return [x.new_zeros(shape) + 0 * x.sum() for _ in pieces.pieces]
+
+
+#: A mistake -> family, what is replaced, and by what.
+WRONG = {
+    "dense": ("deepseek_v32", lambda: (verification, "attend", dense)),
+    "own keys only": ("deepseek_v32", lambda: (chosen_keys, "of_all_ranks", of_own_rank)),
+    "keys by rank": ("glm_moe_dsa", lambda: (chosen_keys, "of_all_ranks", in_order_of_ranks)),
+    "no causal mask": (
+        "axk2",
+        lambda: (chosen_keys, "_seen", lambda w, q, k, b: torch.ones(1, len(q), k).bool()),
+    ),
+    "local positions": ("minimax_m3_vl_text", lambda: planted_rows(local_numbers)),
+    "local positions, shared": ("hy_v4", lambda: planted_rows(local_numbers)),
+    "fewer keys": ("deepseek_v32", lambda: (chosen_keys.INDEXERS, "DeepseekV32Indexer", fewer)),
+    "no sinks": ("hy_v4", lambda: (verification, "attend", without_sinks)),
+    "no halo": ("deepseek_v4", lambda: (compressed.LocalPieces, "left", no_columns)),
+    "window before": (
+        "deepseek_v4",
+        lambda: (compressed.OfRanks, "_extra", lambda cache, windows: 0),
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", WRONG)
+def test_the_verifier_refuses_wrong_choices(mistake, monkeypatch) -> None:
+    family, replaced = WRONG[mistake]
+    owner, name, wrong = replaced()
+    if isinstance(owner, dict):
+        monkeypatch.setitem(owner, name, wrong)
+    else:
+        monkeypatch.setattr(owner, name, wrong)
+    model = families.built(family, families.model_name("causal", family))
+    with pytest.raises(UnsupportedError, match="is the first module whose output differs"):
+        verify(model, Layout.parse("tokens(zigzag): ring=2"))

@@ -147,6 +147,24 @@ def test_explain_says_rules_bytes_memory_and_work(name: str):
         assert text in shown
 
 
+def test_explain_counts_chosen_keys_and_index_keys():
+    sizes = ("--length", "1024", "--heads", "8", "--choose", "64", "--index", "4x32")
+    shown = run("explain", "tokens: ulysses=4", *sizes, "--dtype", "float32")
+    assert "numbers of chosen keys 192.0 KiB" in shown  # 768 rows of 64 numbers of 4 bytes
+    assert "rank 0 receives 96.0 KiB forward" in shown  # 768 x 32 x 4 bytes
+    shown = run("explain", "tokens: ring=4", *sizes)
+    assert "numbers of chosen keys" not in shown
+    assert "64 of 1,024 keys per query" in shown
+
+
+def test_explain_refuses_index_keys_that_choose_nothing():
+    assert "say how many by --choose" in run("explain", "ring-4", "--index", "4x32", code=1)
+    wrong = run("explain", "ring-4", "--choose", "4", "--index", "4", code=1)
+    assert "not heads x size" in wrong
+    assert "other rows in the backward pass" in run("explain", "burst-4", "--choose", "4", code=1)
+    assert "router's weights" in run("explain", "routed-4", "--choose", "4", code=1)
+
+
 def test_explain_counts_the_states_of_a_recurrent_layer():
     sizes = ("--length", "64", "--heads", "2", "--head-dim", "8", "--dtype", "float32")
     shown = run("explain", "tokens: ring=4", "--state", *sizes)

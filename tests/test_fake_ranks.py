@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,3 +162,11 @@ def even_exchanges(line: str, length: int) -> list[bool]:
 def test_even_exchanges_are_given_no_lengths(length: int, even: bool, apart) -> None:
     """With lengths torch makes messages of an all-to-all, which NCCL has itself."""
     assert apart(even_exchanges, "tokens(zigzag): ulysses=4", length) == [even] * 4
+
+
+def test_fake_groups_leave_no_rank_in_front_of_later_tracebacks():
+    before = sys.excepthook
+    for _ in range(2):
+        with fake_ranks(0, 2):
+            pass
+    assert sys.excepthook is before

@@ -120,6 +120,18 @@ def test_windows_are_priced_by_masks_of_their_own():
     assert windowed.seconds["products"] == full.seconds["products"]
 
 
+def test_models_with_windows_are_offered_keys_by_halo():
+    """Layers of both kinds: the layout that suits whole ones is tried with halos for the others."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    config = hf.AutoConfig.for_model(
+        "gemma3_text", **WIDE, head_dim=64, sliding_window=512, layer_types=kinds
+    )
+    options = {"recompute": ["layers"], "losses": ["chunked"], "only": ("ring", "seen")}
+    rows = Groups(HFModel(config, "gemma3"), 16384, H100, 2, **options).rows()
+    seconds = {row.layout.name: row.seconds["attention"] for row in rows}
+    assert seconds["tokens(zigzag): seen=2"] < seconds["tokens(zigzag): ring=2"]
+
+
 # -- the command ----------------------------------------------------------------------------------
 
 
@@ -145,15 +157,30 @@ def test_command_says_what_fits_and_what_to_type(config, tmp_path):
         "--recompute", "layers", "--only", "ring", "--write", str(path),
     )  # fmt: skip
     assert "exact on ranks (a copy of 2 layers was verified)" in told
-    assert "torchrun --nnodes 1 --nproc-per-node 2 train.py" in told
+    assert "torchrun --nproc-per-node 2 train.py" in told
     assert "longest row that fits so:" in told
     assert "SFTConfig(gradient_checkpointing=True" in told
     assert Layout.load(path).world_size in (1, 2)
 
 
+def test_machine_of_unknown_memory_has_no_longest_row(config, tmp_path):
+    """A file of `weft rates` on CPUs names no memory: everything fits, as far as anybody knows."""
+    machine = tmp_path / "measured.toml"
+    machine.write_text(
+        "[device]\nflops = 2e10\nkernels = 'cpu'\n"
+        "[[level]]\nname = 'links'\nranks = -1\nrate = 1e8\nlatency = 1e-5\n"
+    )
+    words = ["--tokens", "512", "--devices", "2", "--hardware", str(machine), "--only", "ring"]
+    told = said(config, *words, "--recompute", "layers", "--loss", "chunked")
+    assert "what fits is not known" in told
+    assert "pass --memory" in told
+    assert "inf" not in told
+    assert "torchrun --nproc-per-node 2 -m weft rates" in told or "no layout" in told
+
+
 def test_command_serves(config):
     told = said(config, "--tokens", "16384", "--devices", "4", "--hardware", "h100-8", "--serve")
-    assert "fits from 1 ranks on" in told
+    assert "fits on one rank, without a layout" in told
     assert re.search(r" 4 0\.0 GB .*yes 24\.4 KiB", told)  # 4 layers x 3 x 8 x 65 x 4 bytes
 
 

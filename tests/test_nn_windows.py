@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import weft
 from weft import DeclarationError, Layout, ShapeError, on_threads
 from weft.nn import BatchNorm, Convolution, GroupNorm, Pool, Resample
 from weft.nn.parameters import local
@@ -299,6 +300,19 @@ def test_positions_in_windows_are_not_cached():
         model.encode(torch.zeros(1, 4, 4, 8), "lat")
 
 
+@pytest.mark.slow
+def test_a_model_of_windows_compiles_whole_on_one_device():
+    model = compose(ModelSpec.from_dict(SPEC), dtype=torch.float64).eval()
+    x = drawn(1, 7, 8, 8)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), model(x))
+    model, x, context = compose("weather"), torch.randn(1, 2, 3, 4, 32), torch.randn(1, 3, 32)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(
+        compiled(x, {"forcing": context}), model(x, {"forcing": context}), rtol=1e-4, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize("layout", ["weather-halo-2x2", "lat: ring=3", "heads: tp=2; lat: halo=2"])
 def test_the_shipped_weather_model_of_windows_is_exact(layout):
     x = drawn(1, 13, 18, 32)
@@ -323,3 +337,47 @@ def test_the_shipped_weather_model_of_windows_is_exact(layout):
 
     named = Layout.load(layout) if "weather" in layout else Layout.parse(layout)
     on_threads(named, rank)
+
+
+class Forecast(torch.nn.Module):
+    """The shipped trunk with an embedding and a head of plain torch."""
+
+    def __init__(self, layout: Layout) -> None:
+        super().__init__()
+        self.trunk = compose("weather_windows", layout, dtype=torch.float64)
+        torch.manual_seed(7)
+        self.enter = torch.nn.Linear(2, 32, dtype=torch.float64)
+        self.leave = torch.nn.Linear(32, 2, dtype=torch.float64)
+
+    def forward(self, fields: Tensor) -> Tensor:
+        lengths = {"lat": 13, "lon": 18}
+        return fields + self.leave(self.trunk(self.enter(fields), lengths=lengths))
+
+
+def losses(layout: Layout, way: str) -> list[float]:
+    """Of three steps; gradients are summed by DDP, FSDP2, or after the backward pass."""
+    model = Forecast(layout)
+    model = model if way == "sync" else weft.data_parallel(model, layout, way)
+    optimizer, found = torch.optim.AdamW(model.parameters(), 3e-3), []
+    for step in range(3):
+        now = layout.shard(drawn(1, 13, 18, 2, seed=step), DIMS)
+        loss = layout.mean((model(now) - now.square()).square().sum(), now.numel())
+        optimizer.zero_grad()
+        loss.backward()
+        if way == "sync":
+            layout.sync_gradients(model)
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def _on_ranks(rank: int, way: str) -> list[float]:
+    return losses(Layout.load("weather-halo-2x2").build("cpu", timeout=60), way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["sync", "ddp", "fsdp"])
+def test_windows_train_on_real_ranks_as_on_one(pool, way):
+    alone = losses(Layout.single(), "sync")
+    for found in pool.run(_on_ranks, way):
+        assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) < 1e-10

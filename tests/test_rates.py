@@ -360,6 +360,11 @@ def test_the_written_hardware_says_what_was_measured(bandwidth):
     assert machine.device.rate(8 * 8) == pytest.approx(found.block.flops, rel=5e-3)
     assert machine.device.rate(8 * 8, True) == pytest.approx(2.5 * found.block.flops, rel=5e-3)
     assert (machine.device.host.per_pass, machine.device.host.step) == (1e-3, 2e-4)
+    assert (machine.device.kernels, machine.device.memory) == ("cpu", None)
+    of_gpu = replace(found, device="cuda", memory=80 << 30)
+    machine_of_gpu = Hardware.from_dict(tomllib.loads(measure.hardware_file(of_gpu)))
+    assert machine_of_gpu.device.kernels == "cuda"
+    assert machine_of_gpu.device.memory == pytest.approx(80 << 30, rel=5e-3)
     for name, rate in bandwidth.items():
         levels = [level for level in machine.level if level.name in (name, "links")]
         assert levels[0].rate == pytest.approx(rate if len(machine.level) > 1 else 1e9, rel=5e-3)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import weft
 from weft.declare.hardware import Hardware
-from weft_cli.cli import app
+from weft_cli.cli import app, parser_of
 from weft_cli.commands import options
 from weft_models.declare.run_file import RunSpec, changed
 from weft_models.models import ModelSpec
@@ -309,3 +309,15 @@ def work(layout: weft.Layout) -> list[float]:
     asked = options.problem_of("tokens", [4096], mask="causal")
     entries = [forecast_of(plan_for(layout, asked, rank)).forward.entries for rank in range(8)]
     return [n / sum(entries) for n in entries]
+
+
+def test_commands_of_planning_take_what_they_are_given():
+    """Options and arguments of every line; the lines themselves were walked by hand."""
+    page = (ROOT / "docs" / "planning.md").read_text()
+    text = "\n".join(blocks("bash", page)).replace("\\\n", " ")
+    lines = [shlex.split(line, comments=True) for line in text.splitlines()]
+    words = [line[line.index("weft") + 1 :] for line in lines if "weft" in line]
+    assert {name for name, *_ in words} == {"plan", "explain", "check", "verify", "rates"}
+    for name, *arguments in words:
+        with parser_of(name).make_context(name, arguments) as context:
+            assert context.params

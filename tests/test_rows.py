@@ -207,6 +207,25 @@ def test_layers_of_a_model_choose_halo_or_ring(name):
     assert gap(average(grads), expected) < FP32
 
 
+def test_a_model_of_mixed_layers_generates_on_seen_keys():
+    kind, config = MODELS["gemma3"]
+    config = copy.deepcopy(config)
+    config.num_hidden_layers = 2
+    config.layer_types = ["sliding_attention", "full_attention"]
+    torch.manual_seed(0)
+    model = kind(config).double().eval()
+    options = {"max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(IDS[:1, :21], **options)
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        with torch.no_grad():
+            return own.generate(IDS[:1, :21], **options)
+
+    for found in weft.on_threads(Layout.parse("tokens: seen=3"), work):
+        assert torch.equal(found, wanted)
+
+
 def test_without_the_factor_gradients_are_too_small(monkeypatch):
     """The control: what the other tests compare is what the factor makes."""
     model = build("gpt2")

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import math
 import re
+import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 import weft
+import weft_planner
 from weft import Causal, DeclarationError, Documents, Full, Layout, UnsupportedError
 from weft.declare.hardware import Hardware
 from weft.plan.predict import forecast_of, plans_for
@@ -266,8 +270,16 @@ def test_of_equally_fast_layouts_the_least_busy_is_best():
     [
         ("full", 1e7, ["ring", "ulysses", "gather"]),
         ("full", 1e10, ["ring", "pass_q", "ulysses"]),
+        ("full", 1e8, ["tile", "gather"]),
+        ("full", 1e9, ["burst", "ulysses"]),
         ("causal", 1e8, ["tile", "ulysses"]),
+        ("causal", 1e7, ["ring", "pass_q"]),
+        ("causal", 1e9, ["gather", "ulysses"]),
+        ("causal", 1e10, ["burst", "ring"]),
         ("documents", 1e8, ["burst", "ulysses"]),
+        ("documents", 1e7, ["ring", "gather"]),
+        ("documents", 1e9, ["pass_q", "ulysses"]),
+        ("documents", 1e10, ["ring", "tile"]),
     ],
 )
 def test_no_gap_makes_the_choice_slower_than_the_clock_says(mask, rate, only):
@@ -280,6 +292,38 @@ def test_no_gap_makes_the_choice_slower_than_the_clock_says(mask, rate, only):
         clocked = min(choice.total for choice in found.choices)
         assert found.best.total <= (1 + min(gap, SAME)) * clocked
         assert fastest >= (1 - max(gap, found.gap)) * clocked
+
+
+def test_searches_read_no_clock():
+    """So their answers cannot depend on a machine's load: measuring alone knows the time."""
+    package = Path(weft_planner.__file__).parent
+    reads = {
+        path.stem
+        for path in package.glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        for name in _imported(node)
+        if name.partition(".")[0] in ("time", "timeit", "datetime", "random", "resource")
+    }
+    assert reads == {"measure"}
+
+
+def _imported(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+
+
+def test_answers_of_ten_searches_are_equal_idle_and_busy():
+    problem, machine = call(tokens=256, mask=Causal()), cluster(rate=1e8)
+    done, answers = threading.Event(), []
+    spinning = threading.Thread(target=lambda: [None for _ in iter(done.is_set, True)])
+    for n in range(10):
+        if n == 5:
+            spinning.start()
+        found = Search(problem, machine, 4, ["ring", "ulysses"]).run(work=2e3)
+        answers.append([(c.layout.name, c.total) for c in found.choices])
+    done.set()
+    assert all(answer == answers[0] for answer in answers)
 
 
 @pytest.mark.slow

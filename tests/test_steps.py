@@ -21,10 +21,10 @@ from weft.runtime.calls import BoundCall, rest_shape
 
 #: layout: calls of functions in a forward and in a backward pass of the last rank, at most
 CALLS = {
-    "tokens(zigzag): ring=8": (1000, 1800),
-    "tokens: ulysses=8": (550, 480),
-    "tokens(zigzag): gather=8": (760, 1400),
-    "tokens(zigzag): tile=2x4": (1080, 1320),
+    "tokens(zigzag): ring=8": (930, 1700),
+    "tokens: ulysses=8": (550, 460),
+    "tokens(zigzag): gather=8": (780, 1450),
+    "tokens(zigzag): tile=2x4": (1030, 1270),
 }
 #: layout: frames between the caller and the kernel, at most
 DEPTH = {"tokens(zigzag): ring=8": 10, "tokens: ulysses=8": 7}

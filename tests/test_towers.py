@@ -218,3 +218,9 @@ def test_refuses_calls_that_are_not_spread_on_every_rank():
     refused("gemma3", LAYOUTS[0], ShapeError, "11 placeholders of images.*features of 12", fewer)
     refused("llava_onevision", LAYOUTS[0], UnsupportedError, "several images in a sample", samples)
     refused("gemma3", LAYOUTS[0], ShapeError, "pixel_values differs between", swapped)
+
+
+def test_restored_models_compute_all_images_again():
+    model = parallelize(built("qwen3_vl"), Layout.single(), verify=False, images="spread")
+    assert "get_image_features" in vars(model.model)
+    assert "get_image_features" not in vars(weft.restore(model).model)

@@ -1,6 +1,11 @@
 """Other people's trainers on a sequence-sharded model: every step is one process's step."""
 
 import importlib.util
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -413,3 +418,38 @@ def test_a_subclass_has_the_name_of_its_class():
     assert issubclass(cls, hf.Trainer)
     assert cls.__name__ == "Trainer"
     assert cls.__init__.__doc__ == hf.Trainer.__init__.__doc__
+
+
+@slow
+def test_script_of_planning_trains_on_two_processes(tmp_path):
+    """The page's `train.py`, with the changes that it names for a laptop and a small model."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    page = (Path(__file__).parent.parent / "docs" / "planning.md").read_text()
+    (script,) = re.findall(r"^```python\n(from datasets.*?)^```", page, re.M | re.S)
+    for old, new in (
+        ("ring=2 x pass_q=2 x ulysses=4", "ring=2"),
+        ("bf16=True,", "bf16=False, use_cpu=True, max_steps=2, report_to='none',"),
+    ):
+        assert old in script
+        script = script.replace(old, new)
+    (tmp_path / "train.py").write_text(script)
+    folder = tmp_path / "Meta-Llama-3-8B"
+    words = {name: i for i, name in enumerate(["<pad>", "<eos>", *(f"w{i}" for i in range(30))])}
+    raw = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    ends = {"pad_token": "<pad>", "eos_token": "<eos>"}
+    PreTrainedTokenizerFast(tokenizer_object=raw, **ends).save_pretrained(folder)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    LlamaForCausalLM(LlamaConfig(vocab_size=32, num_attention_heads=8, **sizes)).save_pretrained(
+        folder
+    )
+    text = json.dumps({"text": " ".join(f"w{i % 30}" for i in range(75))})
+    (tmp_path / "data.jsonl").write_text("\n".join([text] * 4))
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "train.py"]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "train_loss" in done.stdout

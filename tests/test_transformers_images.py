@@ -294,3 +294,11 @@ def test_images_beyond_the_first_numbers_are_compared(nested, monkeypatch):
         return True
 
     assert all(on_ranks(model, "tokens: ring=2", run))
+
+
+def test_towers_of_two_encoders_are_split():
+    """Their text configuration is of an encoder that the classifier of images does not have."""
+    vision, text = VISION | {"projection_dim": 32}, {k: TEXT[k] for k in SIZES}
+    config = hf.CLIPConfig(vision_config=vision, text_config=text, projection_dim=32)
+    model = build(lambda: hf.CLIPForImageClassification(config))
+    assert find_embeddings(model) is model.vision_model.embeddings

@@ -119,6 +119,7 @@ EXACT = {
         )
     ),
     "temperature by places in a row": lambda: tempered(),
+    "rope over an image": lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**IMAGES)),
     "latent attention": lambda: hf.DeepseekV3ForCausalLM(
         hf.DeepseekV3Config(
             **SMALL,
@@ -160,10 +161,6 @@ REFUSED = {
             hf.SwinConfig(image_size=32, patch_size=4, embed_dim=32, depths=[1], num_heads=[4])
         ),
         r"SwinEmbeddings gives tuple",
-    ),
-    "rope over an image": (
-        lambda: hf.DINOv3ViTModel(hf.DINOv3ViTConfig(**IMAGES)),
-        r"on ranks it fails \(modeling_dinov3_vit\.py, line",
     ),
     "images without tokens": (
         lambda: hf.ResNetModel(hf.ResNetConfig(hidden_sizes=[8], depths=[1], embedding_size=8)),
@@ -528,6 +525,10 @@ def test_the_command_says_exact_or_why_not(tmp_path):
     text = run(app, ["verify", "LlamaForCausalLM", str(tmp_path), "ring-zigzag-4", "--layers", "1"])
     assert text.exit_code == 0, text.output
     assert "exact, checked in" in text.output
+    both = run(
+        app, ["verify", "LlamaForCausalLM", str(tmp_path), "ring-2", "--layers", "1", "--small"]
+    )
+    assert "--layers and --small" in both.output
     text = run(app, ["verify", "FNetForMaskedLM", str(config), "ring-4"])
     assert text.exit_code == 1
     assert "mixes tokens" in text.stderr
@@ -738,3 +739,27 @@ def test_places_within_a_chunk_are_refused(monkeypatch):
     match = r"'model\.layers\.1\.self_attn' .*local positions.*\(query\).*floor_scale = 6"
     with pytest.raises(UnsupportedError, match=match):
         verify(build(tempered), RING)
+
+
+def test_errors_on_ranks_alone_name_the_models_line(monkeypatch):
+    monkeypatch.setattr(whole, "rotates_patches", lambda module: False)
+    with pytest.raises(
+        UnsupportedError, match=r"on ranks it fails \(modeling_dinov3_vit\.py, line"
+    ):
+        verify(build(EXACT["rope over an image"]), RING)
+
+
+def test_small_copy_of_a_model_that_fits_nowhere_is_verified(tmp_path):
+    """Its heads are the model's, so layouts that split heads are those of the model."""
+    from typer.testing import CliRunner
+
+    from weft_cli.cli import app
+
+    wide = {"model_type": "llama", "hidden_size": 16384, "num_attention_heads": 8}
+    wide |= {"num_key_value_heads": 2, "intermediate_size": 1 << 20, "num_hidden_layers": 126}
+    (tmp_path / "config.json").write_text(json.dumps(wide))
+    words = ["verify", "LlamaForCausalLM", str(tmp_path), "tokens: ulysses=2"]
+    assert "give --layers, or --small" in " ".join(CliRunner().invoke(app, words).output.split())
+    text = CliRunner().invoke(app, [*words, "--small"])
+    assert text.exit_code == 0, text.output
+    assert "exact, checked in" in text.output

@@ -167,11 +167,13 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    hook = sys.excepthook  # torch's next one puts the rank before every line, each time again
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 def product_flops(func: Any, args: tuple, out: Any) -> int | None:

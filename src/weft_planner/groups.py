@@ -352,14 +352,18 @@ class Groups:
             "other": OTHER,
         }
 
-    def longest(self, row: Row) -> int:
+    def longest(self, row: Row) -> int | None:
         """Tokens of the longest row that fits as one of the answer does, in whole thousands.
+
+        None where nobody knows the memory of a device.
 
         Activations are linear in tokens, so a second count at half the length tells the slope.
 
         Args:
             row: of the answer.
         """
+        if math.isinf(self.limit):
+            return None
         size, recompute = row.layout.world_size, row.recompute
         half = max(2 * size, self.tokens // 2 // (2 * size) * (2 * size))
 

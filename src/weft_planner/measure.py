@@ -197,6 +197,9 @@ class Measured:
     cores: Mapping[str, int] | None = None
     #: of the ranks, in mesh order, relative to the slowest; where they were asked for
     speeds: tuple[float, ...] = ()
+    #: whose kernels computed, and bytes of a GPU
+    device: str = "cpu"
+    memory: int | None = None
 
     @property
     def side_by_side(self) -> bool:
@@ -277,8 +280,18 @@ def measure(
     together = _together(transport, links, device) if len(links) > 1 else None
     block = blocks[2 * SCALES.index(1)]
     speeds = _speeds(layout, problem, cores) if by_rank else ()
+    memory = torch.cuda.mem_get_info()[1] if device == "cuda" else None
     made = Measured(
-        block, links, together, tuple(blocks), merge, per_pass, cores=cores, speeds=speeds
+        block,
+        links,
+        together,
+        tuple(blocks),
+        merge,
+        per_pass,
+        cores=cores,
+        speeds=speeds,
+        device=device,
+        memory=memory,
     )
     return replace(made, per_step=_per_step(layout, problem, made))
 
@@ -327,6 +340,10 @@ def described(measured: Measured) -> dict[str, Any]:
     if measured.merge:
         device["memory_rate"] = measured.merge.rate
         source["device.memory_rate"] = "measured: a partial output added to another"
+    if measured.memory:
+        device["memory"] = measured.memory
+        source["device.memory"] = "as CUDA has it"
+    device["kernels"] = measured.device
     device["host"] = {"pass": measured.per_pass, "step": measured.per_step}
     source["device.host"] = "measured: calls of 8 rows a rank, on one rank and on all"
     if measured.cores:

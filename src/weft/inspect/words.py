@@ -31,6 +31,7 @@ SIDES = {0: "batch", 1: "heads", 2: "sequence"}
 PAYLOAD = {
     ("qkv", False): "queries, keys and values",
     ("q", False): "queries",
+    ("choice", False): "numbers of chosen keys",
     ("kv", False): "keys and values",
     ("out", False): "outputs",
     ("dout", True): "gradient of the output",

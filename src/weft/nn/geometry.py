@@ -171,7 +171,7 @@ class Geometry:
     def pairs(self, n: Mapping[str, int], m: Mapping[str, int]) -> dict[str, tuple[int, int]]:
         """Lengths (queries, keys) per attended axis, as `weft.attention` takes them."""
         if self.own:
-            return {self.names[0]: (math.prod(n.values()), math.prod(m.values()))}
+            return {self.names[0]: (math.prod([*n.values()]), math.prod([*m.values()]))}
         return {name: (n[name], m[name]) for name in self.attended}
 
     def renumbered(

@@ -142,17 +142,18 @@ class OverAxes(nn.Module):
             for name in self.axis:
                 here = x.shape[self.axes.index(name)]
                 whole[name] = int((lengths or {}).get(name, here * layout.size(name)))
-                held = count(layout.spans(name, whole[name]))
+                split = layout.size(name) > 1
+                held = count(layout.spans(name, whole[name])) if split else whole[name]
                 if here != held and not wrong:
                     wrong = (
                         f"this rank's chunk of axis {name!r} of length {whole[name]} holds {held}"
                         f" positions, found {here}; where the mesh does not divide an axis, pass"
                         f" lengths={{{name!r}: global length}}"
                     )
-        split = tuple(d for name in self.axis for d in layout.shard_dims(name))
         if any(layout.size(name) > 1 for name in self.axis):
+            dims = tuple(d for name in self.axis for d in layout.shard_dims(name))
             subject = f"a call of {type(self).__name__} over {self.axis}"
-            layout.bound.agree(subject, wrong or str(whole), split)
+            layout.bound.agree(subject, wrong or str(whole), dims)
         if wrong:
             raise ShapeError(wrong)
         return whole

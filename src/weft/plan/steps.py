@@ -117,6 +117,7 @@ class RankTransfer(NamedTuple):
 
     number: int
     transfer: Transfer
+    is_chunk: bool
     batch: int
     send: Send | None
     receive: Receive | None
@@ -353,7 +354,9 @@ class _Compiler:
             rows = self._merged_rows(t)
             peer = (own + t.ring_offset) % size
             receive = Receive(peer, self.buffers.take(form), form, *rows)
-        self.moves[t] = RankTransfer(len(self.moves), t, batch, send, receive, ())
+        self.moves[t] = RankTransfer(
+            len(self.moves), t, t.payload.is_chunk, batch, send, receive, ()
+        )
 
     def _packed(self, t: Transfer) -> tuple[int, Packing | None]:
         """The buffer that a transfer sends, and how it is packed if it is not yet."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -32,10 +32,6 @@ from .marks import mark
 from .views import Views
 
 _NOTHING = contextlib.nullcontext()
-
-
-def _unmarked(*_: object) -> contextlib.nullcontext:
-    return _NOTHING
 
 
 class TransferBatch:
@@ -88,10 +84,11 @@ class TileRun(abc.ABC):
         self.chunks: dict[tuple[Payload, int], tuple[Tensor, ...]] = {}  # received
         self.in_flight: dict[int, tuple[RankTransfer, TransferBatch]] = {}
         #: flat buffers that are sent or received, by the numbers that the steps give them
-        self.buffers: list[Tensor | None] = [None] * self.flat.buffers
+        self.buffers: list[Any] = [None] * self.flat.buffers
         self.joined: list[Tensor] = []  # for the block at hand
         self.kernels: dict[tuple[Kind | Literal[False], bool, bool], Kernel] = {}
         self.peak = 0
+        self.counted = bool(transport.watches)
 
     @contextlib.contextmanager
     def _failures_noted(self) -> Iterator[None]:
@@ -107,27 +104,29 @@ class TileRun(abc.ABC):
     def steps(self) -> None:
         """Run the program."""
         with self._failures_noted():
-            ranged = mark if profiling() else _unmarked
+            ranged = profiling()
             for i, step in enumerate(self.flat.steps):
                 batches = [TransferBatch(*names) for names in step.batches]
                 for move in step.begin:
-                    with ranged(self.tile, i, "begin", move.transfer):
+                    with mark(self.tile, i, "begin", move.transfer) if ranged else _NOTHING:
                         self._begin(move, batches[move.batch])
-                    self._count()
+                    if self.counted:
+                        self._count()
                 for batch in batches:
                     batch.start(self.transport, i)
                 for block in step.blocks:
-                    with ranged(self.tile, i, "compute", block.block):
+                    with mark(self.tile, i, "compute", block.block) if ranged else _NOTHING:
                         self._block(block)
-                    self._count()
+                    if self.counted:
+                        self._count()
                     self.joined.clear()
                 for move in step.end:
-                    with ranged(self.tile, i, "wait", move.transfer):
+                    with mark(self.tile, i, "wait", move.transfer) if ranged else _NOTHING:
                         self._end(move)
                 for dropped in step.drops:
                     self.chunks.pop(dropped, None)
                 self._free(step.frees)
-            if self.transport.watches:
+            if self.counted:
                 self.transport.watches.note_peak(self.plan, self.tile.backward, self.peak)
 
     def _kernel(
@@ -144,10 +143,9 @@ class TileRun(abc.ABC):
             self.buffers[buffer] = None
 
     def _count(self, *more: Tensor) -> None:
-        """Count the bytes that are held for other ranks, and `more`, while passes are observed."""
-        if self.transport.watches:
-            own = [t for chunk in self.own.values() for t in chunk if t is not None]
-            self.peak = max(self.peak, held_bytes([*more, *self._retained()], own))
+        """Count the bytes that are held for other ranks, and `more`: while passes are observed."""
+        own = [t for chunk in self.own.values() for t in chunk if t is not None]
+        self.peak = max(self.peak, held_bytes([*more, *self._retained()], own))
 
     def _retained(self) -> Iterator[Tensor]:
         """Every tensor that is held for other ranks, and own chunks that are being sent."""
@@ -160,13 +158,13 @@ class TileRun(abc.ABC):
         if (send := move.send) is not None:
             if send.packing is not None:
                 self.buffers[send.buffer] = self._packed(move.transfer, send.packing)
-            batch.sends.append((send.peer, self._buffer(send.buffer)))
+            batch.sends.append((send.peer, self.buffers[send.buffer]))
         if (receive := move.receive) is not None:
             if self.buffers[receive.buffer] is None:
                 form, device = receive.form, self.like.device
                 made = torch.empty(form.numel, dtype=form.dtype, device=device)
                 self.buffers[receive.buffer] = made
-            batch.receives.append((receive.peer, self._buffer(receive.buffer)))
+            batch.receives.append((receive.peer, self.buffers[receive.buffer]))
         self.in_flight[move.number] = move, batch
 
     def _packed(self, t: Transfer, packing: Packing) -> Tensor:
@@ -179,25 +177,22 @@ class TileRun(abc.ABC):
             parts = tuple(x[:, :, rows] for x in parts)
         return pack(parts, packing.form)
 
-    def _buffer(self, number: int) -> Tensor:
-        buffer = self.buffers[number]
-        assert buffer is not None
-        return buffer
-
     def _end(self, move: RankTransfer) -> None:
         _, batch = self.in_flight.pop(move.number)
         batch.wait()
         t, receive = move.transfer, move.receive
         if receive is not None:
-            buffer = self._buffer(receive.buffer)
+            buffer = self.buffers[receive.buffer]
             tensors = unpack(buffer, receive.form)
-            if t.payload.is_chunk:
+            if move.is_chunk:
                 self.chunks[t.payload, t.target] = tensors
             else:
                 self._merge(t, receive, tensors)
-            self._free(move.frees)
-            self._count(buffer)
-        else:
+            if move.frees:
+                self._free(move.frees)
+            if self.counted:
+                self._count(buffer)
+        elif move.frees:
             self._free(move.frees)
 
     def _chunk(self, payload: Payload, chunks: Joined) -> tuple[Tensor | None, ...] | None:

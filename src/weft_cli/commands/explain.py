@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +12,10 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from weft.choice import ChoiceKind
 from weft.declare.hardware import Hardware
 from weft.declare.one_line import is_line
+from weft.declare.placements import SEQ
 from weft.declare.rates import rates_for, rates_of
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.inspect import words
@@ -22,6 +25,7 @@ from weft.plan.order import count
 from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
+from weft.plan.sides import Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_models.declare.model_file import ModelSpec
 from weft_models.routing.attention import blocks_per_rank, check_routed
@@ -44,7 +48,8 @@ MOST_READ, MOST_PLANNED = 32, 1 << 16
 MOST_SHARED = 64
 #: Options that only a call has, not a model.
 _OF_CALL = (
-    *("axis", "keys", "heads", "kv_heads", "head_dim", "value_dim", "latents", "mask", "device"),
+    *("axis", "keys", "heads", "kv_heads", "head_dim", "value_dim", "latents", "mask", "choose"),
+    *("index", "device"),
     *("state", "every_rank", "score_matrix", "timeline", "html"),
 )
 
@@ -86,6 +91,8 @@ def explain(
     latents: options.LatentDims = None,
     batch: options.Batch = None,
     mask: options.Mask = options.MASK,
+    choose: options.Choose = None,
+    index: options.Index = None,
     order: options.Order = None,
     dtype: options.DType = options.PLANNED_DTYPE,
     device: options.PlannedDevice = None,
@@ -156,6 +163,8 @@ def explain(
         weft explain tile-2x4 'tokens(zigzag): ring=8' --mask causal --hardware h100-8 \\
             --html page.html
 
+        weft explain tile-2x2 --mask causal --choose 2048 --index 64x128
+
         weft explain causal_lm head-x-ring tp-x-ring --length tokens=4096 --hardware h100-8
     """
     if is_model(names[0]):
@@ -200,6 +209,11 @@ def explain(
         dtype=dtype,
         device=device or options.planned_device(None, machine),
     )
+    if index is not None and choose is None:
+        raise DeclarationError("--index: index keys choose keys; say how many by --choose")
+    if choose is not None:
+        chosen = ChoiceKind(1, min(choose, problem.m), check=False)
+        problem = replace(problem, choice=chosen)
     travel = None
     if problem.expanded is not None:
         options.refuse_routed_axis(layout, axis)
@@ -212,7 +226,8 @@ def explain(
     if is_routed(layout, problem.axes):
         if score_matrix or timeline:
             options.refuse_routed_axis(layout, axis)
-        options.refuse_given(context, ["hardware", "state", "every_rank", "device"], _ROUTED)
+        of_plans = ["hardware", "state", "every_rank", "device", "choose", "index"]
+        options.refuse_given(context, of_plans, _ROUTED)
         _print_routed(layout, axis, problem)
         return
     if layout.world_size > MOST_PLANNED:
@@ -226,6 +241,8 @@ def explain(
     _print(layout, axis, problem, read)
     if travel is not None:
         _print_travel(layout, before, travel, f"of {hardware}" if machine else "of the layout")
+    if index is not None:
+        _print_index(layout, problem, *options.heads_by_size("--index", index))
     if state or axis in layout.carry:
         _print_states(layout, axis, problem, machine)
     if machine is not None:
@@ -485,6 +502,23 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
             " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
             highlight=False,
         )
+
+
+def _print_index(layout: Layout, problem: Problem, heads: int, size: int) -> None:
+    """Bytes of the index keys by which a model chooses: each rank scores its queries by all."""
+    (plan,) = plans_for(layout, problem, [0])
+    rows, held = (plan.resharding[side].state(0, plan.coords).size(SEQ) for side in Side)
+    kind, batch, keys = plan.problem.choice, plan.problem.batch, problem.m
+    assert kind is not None
+    nbytes = (keys - held) * batch * size * problem.dtype.itemsize
+    scores = 4 * batch * rows * heads * keys
+    console().print(
+        f"\nchosen: {kind.count:,} of {keys:,} keys per query. Index keys of {size}: rank 0"
+        f" receives {words.nbytes(nbytes)} forward, those of {keys - held:,} other tokens, and"
+        f" nothing backward; of {words.nbytes(scores)} of scores ({rows:,} queries, {heads} heads,"
+        f" {keys:,} keys) it makes a few rows at a time",
+        highlight=False,
+    )
 
 
 def _print_states(layout: Layout, axis: str, problem: Problem, machine: Hardware | None) -> None:

@@ -194,6 +194,22 @@ Batch = Annotated[
         max=MOST,
     ),
 ]
+Choose = Annotated[
+    int | None,
+    of_call(
+        "Keys that a model chooses for each query: their numbers travel where queries do.",
+        show_default="all",
+        min=1,
+        max=MOST_TOKENS,
+    ),
+]
+Index = Annotated[
+    str | None,
+    of_call(
+        "Index heads and their size, such as 64x128, by which --choose chooses.",
+        show_default="not counted",
+    ),
+]
 Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
 DType = Annotated[str, of_call("bfloat16, float16, float32 or float64.")]
 CheckedDType = Annotated[
@@ -316,6 +332,18 @@ def batch_of(batch: int | None, mask: str, parts: int) -> int:
     (2, 4, 3)
     """
     return batch or sequences_named(mask) or parts
+
+
+def heads_by_size(option: str, text: str) -> tuple[int, int]:
+    """Two numbers of an option such as 64x128: heads, and the size of one.
+
+    >>> heads_by_size("--index", "64x128")
+    (64, 128)
+    """
+    parts = text.split("x")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+        raise DeclarationError(f"{option}: {text!r} is not heads x size, such as 64x128")
+    return int(parts[0]), int(parts[1])
 
 
 def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:

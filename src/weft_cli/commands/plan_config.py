@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from ..inspect import tables
 from . import options
 from .options import console
 from .plan_model import write_layout
+
+#: Where a trainer offloads what recomputation keeps; of transformers 5.24.
+_OFFLOAD = ', with gradient_checkpointing_kwargs={"offload": True}'
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,7 @@ def plan_config(path: str, asked: Asked) -> None:
             asked.memory,
         )
         rows = search.rows(tell)
+        advice = _advice(rows[0], search, asked) if rows and search.fits(rows[0]) else []
     about = "~ " if _rough(model) else ""
     out.print(
         f"[bold]{escape(model.class_name)}[/], {model.numbers:.3g} weights, {model.layers} layers:"
@@ -78,7 +83,7 @@ def plan_config(path: str, asked: Asked) -> None:
     fit, unfit = ([r for r in rows if search.fits(r) is fits] for fits in (True, False))
     if fit:
         out.print(_table(fit[: asked.top], search, about))
-        for line in _advice(fit[0], search, asked):
+        for line in advice:
             out.print(line, markup=False, highlight=False, soft_wrap=True)
     else:
         out.print("nothing fits: more devices, fewer tokens, or adapters (LoRA)\n")
@@ -111,13 +116,17 @@ def serve_config(path: str, asked: Asked) -> None:
     if room is None:
         out.print("nothing fits: more devices, or fewer tokens", highlight=False)
         return
-    line = "tokens: local" if room.ranks == 1 else f"tokens: ring={room.ranks}"
-    for text in (
-        f"fits from {room.ranks} ranks on",
-        f"type:    weft.parallelize(model, weft.Layout.parse({line!r}).build())",
-        "         model.generate(ids, max_new_tokens=...)        torchrun --nproc-per-node "
-        f"{room.ranks} serve.py",
-    ):
+    line = f"tokens: ring={room.ranks}"
+    if room.ranks == 1:
+        texts = ["fits on one rank, without a layout; more of them share the cache"]
+    else:
+        texts = [
+            f"fits from {room.ranks} ranks on",
+            f"type:    weft.parallelize(model, weft.Layout.parse({line!r}).build())",
+            "         model.generate(ids, max_new_tokens=...)        torchrun --nproc-per-node "
+            f"{room.ranks} serve.py",
+        ]
+    for text in texts:
         out.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -166,7 +175,9 @@ def _rough(model: HFModel) -> bool:
 def _table(rows: Sequence[Row], search: Groups, about: str) -> Table:
     columns = ("s/step", "tokens/s/GPU", "memory", "state", "gathered", "activations")
     names = ("groups", "layout of a group", "recompute", "FSDP", "loss", "optimizer", *columns)
-    made = tables.table(f"predicted, of {search.limit / 1e9:.0f} GB", *names, right=columns)
+    limit = f"predicted, of {search.limit / 1e9:.0f} GB"
+    title = "predicted" if math.isinf(search.limit) else limit
+    made = tables.table(title, *names, right=columns)
     for row in rows:
         made.add_row(
             f"{row.groups} x {row.layout.world_size}",
@@ -176,7 +187,7 @@ def _table(rows: Sequence[Row], search: Groups, about: str) -> Table:
             row.loss,
             row.optimizer.removeprefix("adamw-"),
             f"{about}{row.step:.3g}",
-            f"{row.rate:,.0f}",
+            f"{row.rate:,.0f}" if row.rate >= 100 else f"{row.rate:.3g}",
             about + _gb(row.nbytes),
             *(_gb(row.memory[part]) for part in ("state", "gathered", "activations")),
         )
@@ -195,20 +206,18 @@ def _advice(row: Row, search: Groups, asked: Asked) -> list[str]:
     fsdp = f"; FSDP's messages {words.show_time(row.fsdp)}, {hidden}" if row.fsdp else ""
     node = search.hardware.level[0].ranks
     node = asked.devices if node < 1 else min(node, asked.devices)
-    nodes = asked.devices // node
-    start = f"torchrun --nnodes {nodes} --nproc-per-node {node} train.py"
     if row.layout.world_size == 1:
         layout = "no layout: every GPU has rows of its own"
     else:
         layout = f'layout = trainers.layout("{row.layout.name}"); trainers.of(SFTTrainer, layout)'
     recompute = str(row.recompute != "none")
     lines = [
-        f"best: {parts}{fsdp}; by weft's clock, nothing was measured on your machines",
-        f"longest row that fits so: {search.longest(row):,} tokens",
-        f"type:    {start}",
+        f"best: {parts}{fsdp}; by weft's clock, on {asked.hardware}",
+        _longest(row, search, asked),
+        f"type:    {_started(asked.devices, node)} train.py",
         f"         {layout}",
         f"         SFTConfig(gradient_checkpointing={recompute}, per_device_train_batch_size=1)"
-        + ("" if row.recompute != "offload" else "; and offload the inputs of layers"),
+        + ("" if row.recompute != "offload" else _OFFLOAD),
         f"         FSDP2 {_sharded(row, asked.devices)}, {row.optimizer.removeprefix('adamw-')}"
         " weights and AdamW states",
     ]
@@ -219,11 +228,27 @@ def _advice(row: Row, search: Groups, asked: Asked) -> list[str]:
         )
     file = asked.write or "plan.toml"
     if row.layout.world_size > 1:
-        lines.append(
-            f"check:   weft check {file} --symbolic --mask causal;  weft rates {file} --write"
-            " measured.toml"
-        )
+        lines += [
+            f"check:   weft check {file} --symbolic --mask causal",
+            f"         weft verify {search.model.class_name} {search.model.name} {file} --small",
+            f"measure: {_started(row.layout.world_size, node)} -m weft rates {file} --write"
+            " measured.toml",
+        ]
     return lines
+
+
+def _started(ranks: int, node: int) -> str:
+    """The beginning of a command that starts some ranks on nodes of a size; "..." is where."""
+    if ranks <= node:
+        return f"torchrun --nproc-per-node {ranks}"
+    return f"torchrun --nnodes {-(-ranks // node)} --nproc-per-node {node} ..."
+
+
+def _longest(row: Row, search: Groups, asked: Asked) -> str:
+    tokens = search.longest(row)
+    if tokens is None:
+        return f"what fits is not known: {asked.hardware} has no memory of a device; pass --memory"
+    return f"longest row that fits so: {tokens:,} tokens"
 
 
 def _sharded(row: Row, devices: int) -> str:

@@ -40,6 +40,10 @@ def verify(
     layers: Annotated[
         int | None, options.of_call("Build this many layers only.", min=1, show_default=False)
     ] = None,
+    small: Annotated[
+        bool,
+        options.of_call("Build a narrow copy of the same heads, of each kind of layers."),
+    ] = False,
     seed: Annotated[
         int, options.of_call("Of the random weights.", min=0, max=options.MOST_SEED)
     ] = 0,
@@ -58,10 +62,14 @@ def verify(
         weft verify LlamaForCausalLM ./llama/config.json ring-zigzag-4
 
         weft verify Qwen3ForCausalLM ./qwen3 "tokens: ulysses=8 x ring=4" --layers 4
+
+        weft verify LlamaForCausalLM ./llama-405b plan.toml --small
     """
+    if small and layers is not None:
+        raise DeclarationError("--layers and --small: a small copy has layers of each kind")
     chosen = options.layout_named(layout, None, axis)
     axis = _axis(chosen, axis)
-    built = build(model, config, layers, seed)
+    built = build(model, config, layers, seed, small)
     from weft_integrations.transformers import verify as compare
 
     begin = time.perf_counter()
@@ -72,7 +80,9 @@ def verify(
     out.print(f"[green]exact[/], checked in {time.perf_counter() - begin:.1f} s")
 
 
-def build(name: str, config: Path, layers: int | None = None, seed: int = 0) -> Any:
+def build(
+    name: str, config: Path, layers: int | None = None, seed: int = 0, small: bool = False
+) -> Any:
     """A model of a transformers class with random weights."""
     try:
         import transformers
@@ -93,10 +103,14 @@ def build(name: str, config: Path, layers: int | None = None, seed: int = 0) -> 
     if layers is not None:
         read = _fewer_layers(read, layers)
     try:
-        config = kind.config_class.from_dict(read)
-        _check_room(kind, config, name, path)
+        sizes = kind.config_class.from_dict(read)
+        if small:
+            from weft_planner.hf_config import HFModel
+
+            sizes = HFModel(sizes, str(path)).small().config
+        _check_room(kind, sizes, name, path)
         torch.manual_seed(seed)
-        return kind(config).eval()
+        return kind(sizes).eval()
     except DeclarationError:
         raise
     except Exception as error:  # of whatever kind the configuration's own checks raise
@@ -121,7 +135,7 @@ def _check_room(kind: Any, config: Any, name: str, path: Path) -> None:
     if least > memory:
         raise DeclarationError(
             f"{path}: {name} has {least / 2**30:,.0f} GiB of weights, and this machine"
-            f" {memory / 2**30:,.0f} GiB of memory; give --layers, or a smaller configuration"
+            f" {memory / 2**30:,.0f} GiB of memory; give --layers, or --small"
         )
 
 

@@ -113,9 +113,10 @@ def install(
     )
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
-    installed.of_rows = [m for m in model.modules() if whole.tempers_by_place(m)]
-    for module in installed.of_rows:
-        put(module, rebound(type(module).forward, {"torch": whole.CountsRow()}))
+    for module in model.modules():
+        if values := whole.counting_rows(module):
+            put(module, rebound(type(module).forward, values))
+            installed.of_rows.append(module)
     installed.of_rows += _choose_over_ranks(model, layout)
     if travel != "keys" and not layout.reproducible:
         installed.expanding = latents.modules(model)
@@ -203,7 +204,7 @@ def find_embeddings(model: Foreign) -> nn.Module | None:
     """The module that makes tokens of images, where the model has no text."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return None
-    if model.config.get_text_config(decoder=True) is not model.config:
+    if whole.text_decoder(model) is not None:
         return None  # its tokens are those of a text decoder, and its tower stays whole
     candidates = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
     if len(candidates) != 1:
@@ -250,6 +251,8 @@ def _hook(
             before(module, seam.mark_crossing)
             after(module, seam.unmark_crossing, always_call=True)
     below = whole.base(model)
+    for module in {below: None, model: None}:
+        after(module, whole.bring_first_state(layout, axis))
     after(below, whole.gather_base(layout, axis, entered.pooled))
     if entered.pooled or entered.balances:
         before(below, whole.give_local)

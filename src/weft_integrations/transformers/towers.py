@@ -164,7 +164,7 @@ def _features(
     if sum(lengths) != len(goals):
         raise ShapeError(f"{len(goals)} placeholders of {what}s, and features of {sum(lengths)}")
     source = torch.tensor(sources).repeat_interleave(torch.tensor(lengths))
-    got, index = to_owners(joined if own else joined[:0], source, goals, layout, axis)
+    got, index = to_owners(joined, source, goals, layout, axis)
     full = got.new_zeros(len(goals), got.shape[1]).index_copy(0, index.to(got.device), got)
     grid = next((v for n, v in arguments.items() if n.endswith("grid_thw")), None)
     if grid is not None:  # of images and videos again
@@ -341,6 +341,8 @@ def to_owners(
     x: Tensor, source: Tensor, goal: Tensor, layout: Layout, axis: str
 ) -> tuple[Tensor, Tensor]:
     """Rows of which this rank has those with its `source`, to the ranks of `goal`, dim by dim.
+
+    Further rows of x, of an image that a rank without any computed, are left out.
 
     before  rank 0: rows of source 0        rank 1: rows of source 1        in order
     after   rank 0: rows of goal 0          rank 1: rows of goal 1          in order

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from weft.comm.collectives import partial_to_replicate
@@ -243,6 +244,42 @@ class CountsRow:
         return call.layout.positions(call.axis, call.length, kwargs.get("device"))
 
 
+_ROTARY = "apply_rotary_pos_emb"
+
+
+def rotates_patches(module: Foreign) -> bool:
+    """True if attention rotates the last tokens it gets, as many as its embeddings are of patches.
+
+    Class and register tokens in front of them are left as they are.
+    """
+    rotary = getattr(inspect.unwrap(type(module).forward), "__globals__", {}).get(_ROTARY)
+    code = getattr(rotary, "__code__", None)
+    return bool(calls(module, [_ROTARY])) and "num_patches" in getattr(code, "co_varnames", ())
+
+
+def counting_rows(module: Foreign) -> dict[str, Any]:
+    """Globals for the `forward` of a module that counts places of tokens; none: it does not."""
+    values: dict[str, Any] = {"torch": CountsRow()} if tempers_by_place(module) else {}
+    if rotates_patches(module):
+        values[_ROTARY] = _of_all_patches(type(module).forward.__globals__[_ROTARY])
+    return values
+
+
+def _of_all_patches(rotary: Callable) -> Callable:
+    """The same function, for this rank's tokens of an image: others' angles are cut off."""
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, **kwargs: Any) -> Any:
+        call = running()
+        if call is None or call.whole or not call.length:
+            return rotary(q, k, cos, sin, **kwargs)
+        ahead = (0, 0, call.length - cos.shape[-2], 0)  # tokens that are no patches: no angle
+        angles = F.pad(cos, ahead, value=1.0), F.pad(sin, ahead)
+        own = (call.layout.shard(t, {call.axis: t.dim() - 2}) for t in angles)
+        return rotary(q, k, *own, **kwargs)
+
+    return rotate
+
+
 def follows_length(module: Foreign) -> bool:
     """True if a rotary embedding's parameters depend on the largest position there is."""
     kind = str(getattr(module, "rope_type", ""))
@@ -376,11 +413,6 @@ def gather_base(layout: Layout, axis: str, pooled: bool) -> Callable:
 
     @while_split
     def hook(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
-        if _pools_first_state(output):
-            first = output.pooler_output * float(layout.chunk(axis) == 0)
-            output["pooler_output"] = partial_to_replicate(
-                first, layout.shard_dims(axis), layout.bound
-            )
         if pooled and getattr(output, "last_hidden_state", None) is not None:
             gathered = gathered_rows(output.last_hidden_state, layout, {axis: 1}, ways)
             output["last_hidden_state"] = gathered
@@ -389,6 +421,20 @@ def gather_base(layout: Layout, axis: str, pooled: bool) -> Callable:
             rows = len(next(t for name in _BY_SEQUENCE if (t := output.get(name)) is not None))
             parts = (_whole_router(t, rows, layout, axis) for t in logits)
             output["router_logits"] = tuple(parts)
+        return output
+
+    return hook
+
+
+def bring_first_state(layout: Layout, axis: str) -> Callable:
+    """A hook of a model: a pooled output that is the first state is the first rank's."""
+
+    @while_split
+    def hook(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
+        if _pools_first_state(output):
+            first, dims = layout.chunk(axis) == 0, layout.shard_dims(axis)
+            pooled = output.pooler_output * float(first)
+            output["pooler_output"] = partial_to_replicate(pooled, dims, layout.bound)
         return output
 
     return hook

@@ -157,7 +157,7 @@ class Trunk(Model):
             if here is not self.layout and here not in lent:
                 axes = {name: c.axes for name, c in self.spec.context.items()}
                 lent[here] = lend_inputs(given, self.layout, here, axes)
-            one = lent.get(here, given)
+            one = given if here is self.layout else lent[here]
             if number in cached:
                 one = dataclasses.replace(one, cache=cache, number=number)
             x = block(x, one)
