@@ -1,12 +1,13 @@
 """Counted peaks of training steps against the memory of CPU processes that run them.
 
-    python -m benchmarks.memory_of_step                  # 24 settings on 1, 2 and 4 processes
+    python -m benchmarks.memory_of_step --write          # 26 settings on 1, 2 and 4 processes
     python -m benchmarks.memory_of_step --only 0,9,22    # some of them
 
 A small model takes a step in fp32 in every process of a layout; large blocks are mapped by
 themselves and unmapped when freed, so the growth of the peak of VmHWM is what the step
-needs. The same model is counted without numbers (`weft_planner.hf_step`). Needs `transformers`, a
-few hundred MiB, and some seconds a setting. Prints a Markdown table.
+needs. The same model is counted without numbers (`weft_planner.hf_step`), with recurrences as they
+run on a CPU. Needs `transformers`, 1 to 3 GiB, and some seconds a setting, however busy the machine
+is. Prints a Markdown table; `--write` puts its rows into results/memory_of_step.md.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import NamedTuple
 import torch
 
 from weft import Layout
+from weft_integrations.transformers.shapes import loops_as_written
 from weft_planner.hf_config import HFModel
 from weft_planner.hf_step import count_model, forward_loss, place
 
@@ -74,7 +76,14 @@ SETTINGS = [
     Setting("llama", "tokens: ulysses=2 x ring=2", 8192, "full", False),
     Setting("mistral", "tokens: ring=2", 8192, "chunked", False),
     Setting("qwen3_5_text", "tokens: ring=1", 4096, "full", False),
+    Setting("qwen3_5_text", "tokens(zigzag): ring=2", 4096, "chunked", True),
+    Setting("mistral", "tokens: ring=1", 4096, "full", True),
 ]
+HEAD = (
+    "| model | layout | tokens | loss | recomputed | counted MiB | measured MiB | error |",
+    "| --- | --- | ---: | --- | --- | ---: | ---: | ---: |",
+)
+RESULT = Path(__file__).parent / "results" / "memory_of_step.md"
 
 
 def model_of(name: str) -> HFModel:
@@ -87,15 +96,15 @@ def model_of(name: str) -> HFModel:
 def counted(setting: Setting) -> int:
     """Bytes of the peak without numbers."""
     model, layout = model_of(setting.model), Layout.parse(setting.line)
-    return count_model(
-        model,
-        layout,
-        setting.tokens,
-        loss=setting.loss,
-        recompute=setting.recompute,
-        dtype=torch.float32,
-        free_gradients=False,
-    ).peak
+    options = {"loss": setting.loss, "recompute": setting.recompute, "dtype": torch.float32}
+    with loops_as_written():  # as they run on a CPU
+        return count_model(
+            model,
+            layout,
+            setting.tokens,
+            free_gradients=False,
+            **options,  # type: ignore[arg-type]
+        ).peak
 
 
 def measured(setting: Setting) -> int:
@@ -146,23 +155,44 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--only", help="numbers of settings, such as 0,9,22")
+    parser.add_argument("--write", action="store_true", help="rows to results/memory_of_step.md")
     parser.add_argument("--setting", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.setting:
         _run(Setting(*json.loads(asked.setting)))
         return
     numbers = range(len(SETTINGS)) if asked.only is None else map(int, asked.only.split(","))
-    print("| model | layout | tokens | loss | recomputed | counted MiB | measured MiB | error |")
-    print("| --- | --- | ---: | --- | --- | ---: | ---: | ---: |")
+    print("\n".join(HEAD))
     for number in numbers:
         setting = SETTINGS[number]
-        peak, grown = counted(setting), measured(setting)
-        print(
-            f"| {setting.model} | `{setting.line}` | {setting.tokens:,} | {setting.loss} | "
-            f"{'yes' if setting.recompute else 'no'} | {peak / MIB:.0f} | {grown / MIB:.0f} | "
-            f"{peak / grown - 1:+.1%} |",
-            flush=True,
-        )
+        found = row(setting, counted(setting), measured(setting))
+        print(found, flush=True)
+        if asked.write:
+            write(found)
+
+
+def row(setting: Setting, peak: int, grown: int) -> str:
+    """A row of the table."""
+    recomputed = "yes" if setting.recompute else "no"
+    return (
+        f"| {setting.model} | `{setting.line}` | {setting.tokens:,} | {setting.loss} |"
+        f" {recomputed} | {peak / MIB:.0f} | {grown / MIB:.0f} | {peak / grown - 1:+.1%} |"
+    )
+
+
+def write(found: str) -> None:
+    """Put a row into the file of results, in the place of an earlier one of its setting."""
+    lines = RESULT.read_text().splitlines() if RESULT.exists() else []
+    known = {_key(line): line for line in lines if line.startswith("| ")}
+    known[_key(found)] = found
+    wanted = [known[key] for key in (_key(row(s, 1, 1)) for s in SETTINGS) if key in known]
+    about = (__doc__ or "").partition("\n\n")[0]
+    text = ["# Memory of a training step", "", about, "", *HEAD, *wanted, ""]
+    RESULT.write_text("\n".join(text))
+
+
+def _key(line: str) -> str:
+    return "|".join(line.split("|")[:6])
 
 
 if __name__ == "__main__":

@@ -1538,8 +1538,8 @@ BUGS = (
         "a halo is predicted without its values",
         "weft/plan/predict.py",
         "_seen",
-        "plan.problem.head_dim + plan.problem.value_dim",
-        "plan.problem.head_dim",
+        "sum(plan.problem.dims(Side.KEY))",
+        "plan.problem.dims(Side.KEY)[0]",
         "seen",
     ),
     Bug(
@@ -2027,6 +2027,14 @@ BUGS = (
         "place",
         "(enable or model.gradient_checkpointing_enable)({'use_reentrant': False})",
         "pass",
+        "hf_step",
+    ),
+    Bug(
+        "loops over tokens are counted as kernels",
+        "weft_integrations/transformers/shapes.py",
+        "by_shapes",
+        "None if _as_written.get() else SHAPES.get(name)",
+        "SHAPES.get(name)",
         "hf_step",
     ),
     Bug(

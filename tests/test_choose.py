@@ -156,6 +156,15 @@ def test_other_chunks_travel_whole(shape, costs):
     assert choose_sub_chunks(rings(*shape), costs, False) == (1, 1)
 
 
+def test_chunks_whose_launches_and_merges_cost_more_travel_whole():
+    whole = Costs(block=1.0, kv=2.0)
+    assert choose_sub_chunks(rings(1, 2), whole, False) == (1, 2)
+    for price in ({"launch": 0.6}, {"merge_q": 0.6}):
+        assert choose_sub_chunks(rings(1, 2), Costs(block=1.6, kv=2.0, **price), False) == (1, 1)
+    grows = Costs(block=1.6, kv=2.0, merge_kv=0.6)  # a half has half of it
+    assert grows.cut((1, 2)).block == 0.8
+
+
 def test_a_collective_is_not_cut():
     dims = (MovingDim("kv", 2, "gather"),)
     assert choose_sub_chunks(((), dims), Costs(block=1.0, kv=2.0), False) == (1, 1)

@@ -176,6 +176,15 @@ def test_explain_counts_the_states_of_a_recurrent_layer():
     assert "nothing is carried along tokens" in shown
 
 
+def test_explain_names_the_order_that_makes_fewer_kernel_calls():
+    sizes = "--length", "512", "--heads", "8", "--mask", "causal"
+    shown = run("explain", "tokens(zigzag): ulysses=4 x ring=2", *sizes)
+    assert "kernel calls of a rank, forward and backward: 16" in shown
+    assert "in the order ring=2 x ulysses=4: 4" in " ".join(shown.split())
+    shown = run("explain", "tokens(zigzag): ring=2 x ulysses=4", *sizes)
+    assert "in the order" not in shown
+
+
 def test_explain_counts_a_ring_to_the_byte():
     """3 chunks of K and V of 16 tokens, 8 heads, 64 dims, 2 bytes: 96 KiB; twice that backward."""
     shown = run("explain", "ring-4", "--length", "64", "--heads", "8")

@@ -236,6 +236,24 @@ def test_merges_cost_what_they_read_and_write():
     assert slow.backward - fast.backward == pytest.approx(gradients / 1e9, rel=1e-6)
 
 
+def test_launches_cost_as_many_as_there_are():
+    """Ulysses outside a ring leaves every rank rows in pieces, each of which is a kernel call."""
+    machine = [hardware({"name": "n", "rate": 1e12}, host={"launch": s}) for s in (0.0, 1e-3)]
+    taken = {}
+    for line in ("tokens(zigzag): ulysses=4 x ring=2", "tokens(zigzag): ring=2 x ulysses=4"):
+        every = plans(line, Causal())
+        free, priced = (time_call(every, m) for m in machine)
+        taken[line] = priced.forward - free.forward, priced.backward - free.backward
+        blocks = [
+            [run.block(b) for b in run.program.blocks]
+            for run in (every[-1].forward, every[-1].backward)
+        ]
+        calls = [sum(len(block.groups) for block in made) for made in blocks]
+        assert taken[line] == pytest.approx((2e-3 * calls[0], 4e-3 * calls[1]), rel=0.01)
+    apart, together = taken.values()
+    assert apart[0] >= 3 * together[0]
+
+
 def test_ranks_that_no_images_under_mask_are_refused_as_images():
     window = Causal(window=40)
     with pytest.raises(UnsupportedError, match=r"under Causal\(40\) ranks are no images"):

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 
 import pytest
+import torch
 
+import weft
 from weft import Layout
 
 hf = pytest.importorskip("transformers")
 
+from weft_integrations.transformers.shapes import loops_as_written  # noqa: E402
 from weft_planner.hf_config import HFModel  # noqa: E402
-from weft_planner.hf_step import count_model, count_whole  # noqa: E402
+from weft_planner.hf_step import count_model, count_whole, forward_loss, place  # noqa: E402
 from weft_planner.live import Live  # noqa: E402
 
 SMALL = {
@@ -106,3 +110,34 @@ def test_windows_of_layers_are_in_the_plans():
     windows = {plan.problem.mask.window for plan, _ in counted.plans}
     assert len(windows) == 2
     assert None in windows
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "recompute"),
+    [
+        ("llama", {}, True),
+        ("mistral", {"sliding_window": 32}, False),
+        ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention"]}, False),
+    ],
+)
+def test_counted_peak_is_that_of_a_step_of_numbers(kind, more, recompute):
+    """Bytes of all storages of a step in fp32 on a CPU, whose recurrences loop as written."""
+    small, layout, tokens = model(kind, 2, **more), Layout.parse("tokens: ring=2"), 384
+    with loops_as_written():
+        counted = count_model(
+            small, layout, tokens, loss="full", recompute=recompute, dtype=torch.float32,
+            free_gradients=False,
+        )  # fmt: skip
+
+    whole = small.build(torch.float32, "cpu")
+
+    def step(on: Layout) -> int:
+        built = place(copy.deepcopy(whole), on, "full", recompute)
+        ids = torch.zeros(1, on.local_length("tokens", tokens), dtype=torch.long)
+        for live in (Live(), Live([*built.parameters(), *built.buffers()])):
+            built.zero_grad(set_to_none=True)
+            with live:
+                forward_loss(built, on, ids, tokens, "full").backward()
+        return live.peak
+
+    assert weft.on_threads(layout, step)[0] == pytest.approx(counted.peak, rel=1e-4)

@@ -27,6 +27,7 @@ from weft.plan.program import Block
 from weft.plan.shifts import image_group
 from weft.plan.sides import Side
 from weft.plan.tiles import KernelCall, Kind, entries
+from weft.plan.timing import launches
 
 #: Ranks whose programs are replayed one by one; of more, one node's.
 MOST_REPLAYED = 256
@@ -102,6 +103,8 @@ class RankScript(Player):
                 seconds = block_seconds(tile, tile.block(block).calls, device)
                 if device.memory_rate:
                     seconds += merged_bytes(tile, block, merged) / device.memory_rate
+                groups = len(tile.block(block).groups)
+                seconds += groups * launches(tile.backward) * device.host.launch
                 yield self.block(tile, number, block, seconds)
             for t in step.end:
                 yield waits[t]

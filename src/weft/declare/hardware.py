@@ -55,12 +55,14 @@ class Host(BaseModel):
     pass: of every pass of a call.
     step: of every step of a tile program.
     message: of every message that a rank sends or receives.
+    launch: of every kernel launch around attention, until the next kernel runs.
     """
 
     model_config = _FROZEN
     per_pass: ZeroOrMore = Field(0.0, alias="pass")
     step: ZeroOrMore = 0.0
     message: ZeroOrMore = 0.0
+    launch: ZeroOrMore = 0.0
 
 
 class Cores(BaseModel):

@@ -38,6 +38,8 @@ class MeasuredRates(BaseModel):
     bandwidth: bytes per second each way of a rank's link to all others.
     latency: seconds until a message begins to arrive.
     speeds: of the ranks, in mesh order, relative to `flops`; default all 1.
+    memory_rate: bytes per second that merges of partial results reach.
+    launch: seconds of a kernel launch.
     level: levels of links between ranks, innermost first, as a hardware file has them; in place of
         `bandwidth` and `latency`.
     """
@@ -47,6 +49,8 @@ class MeasuredRates(BaseModel):
     bandwidth: AboveZero | None = None
     latency: ZeroOrMore | None = None
     speeds: tuple[AboveZero, ...] | None = None
+    memory_rate: AboveZero | None = None
+    launch: ZeroOrMore | None = None
     level: Levels | None = None
 
     @model_validator(mode="after")

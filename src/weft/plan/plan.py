@@ -367,6 +367,9 @@ class Plan:
             for payload in (Payload.Q, Payload.KV, Payload.DQ if backward else Payload.OUT)
         )
         queries = p.heads * p.n * (q * forth + out * back)
+        if backward and self.shifts.hardware.device.memory_rate:  # what stands for others' outputs
+            moved = 2 * p.value_dim * p.dtype.itemsize
+            queries += p.heads * p.n * moved / self.shifts.hardware.device.memory_rate
         keys = p.kv_heads * p.m * kv * (forth + back * backward)
         return Role.KEY if queries < keys else Role.QUERY
 

@@ -15,13 +15,14 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.mesh import coordinates, index_at
 from ..errors import ShapeError
+from ..kernels import accumulate_dtype
 from ..masks import FULL, Mask
 from .call import Expanded, Length, reach, read_length
 from .order import shard_sizes
 from .program import Payload
 from .shifts import Shifts
 from .sides import Side
-from .timing import Costs
+from .timing import Costs, launches
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,9 @@ def pass_costs(
     `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs. Latents
     are expanded for every block, one of `expansions` parts of the tokens; again in the backward
     pass, which also has two products of that size for the gradients.
+
+    Results of a block are merged with those of others: an output forward, dq, dk and dv backward,
+    each read as the kernel wrote it, the sum read and written in the accumulation dtype.
     """
     p = problem
     batch = p.program_batch
@@ -196,8 +200,23 @@ def pass_costs(
     if p.expanded is not None:
         tokens = batch * p.m / expansions
         expansion = (3 if backward else 1) * tokens * p.expanded.work / flops
+    device, merged = (
+        shifts.hardware.device,
+        p.dtype.itemsize + 2 * accumulate_dtype(p.dtype).itemsize,
+    )
+    merge_q = merge_kv = launch = 0.0
+    if blocks > 1:
+        launch = launches(backward) * device.host.launch
+        if device.memory_rate:
+            merge_q = n * (p.head_dim if backward else p.value_dim) * merged / device.memory_rate
+            dkv = m * (p.head_dim + p.value_dim) * merged / device.memory_rate
+            merge_kv = dkv if backward else 0.0
+    kernel = (2.5 if backward else 1.0) * work / blocks / flops + expansion
     return Costs(
-        block=(2.5 if backward else 1.0) * work / blocks / flops + expansion,
+        block=kernel + launch + merge_q + merge_kv,
+        launch=launch,
+        merge_q=merge_q,
+        merge_kv=merge_kv,
         q=seconds(Payload.Q, n),
         kv=seconds(Payload.KV, m),
         back_q=seconds(Payload.DQ if backward else Payload.OUT, n),

@@ -17,16 +17,25 @@ from .sides import Sides
 SHARED = ()
 
 
+def launches(backward: bool) -> int:
+    """Kernels of a call: attention and the merge of its output, or additions to three gradients."""
+    return 4 if backward else 2
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times, in any one unit: of one block, and of one chunk of each payload.
 
     Attributes:
+        block: with launches and merges, whose parts the last three are.
         latency: of every transfer, on top of its chunk's time.
         shifts: where links differ, which shifts transfers make, in seconds; else one link per rank
             carries them all.
         slowest: the shift whose seconds per byte chunks are priced by.
         unit: seconds of one unit of time, where there are shifts.
+        launch: of a block's kernels, however small it is.
+        merge_q: of a block's results for its queries, which grow with their rows.
+        merge_kv: of its gradients of keys and values.
     """
 
     block: float = 1.0
@@ -38,6 +47,9 @@ class Costs:
     shifts: Shifts | None = None
     slowest: float = 1.0
     unit: float = 1.0
+    launch: float = 0.0
+    merge_q: float = 0.0
+    merge_kv: float = 0.0
 
     @functools.cached_property
     def _chunks(self) -> dict[Payload, float]:
@@ -66,9 +78,13 @@ class Costs:
     def cut(self, sub_chunks: Sides[int]) -> Costs:
         """The costs where each chunk of queries, and of keys, is cut into this many sub-chunks."""
         of_q, of_kv = sub_chunks
+        merge_q, merge_kv = self.merge_q / of_q, self.merge_kv / of_kv
+        kernel = self.block - self.launch - self.merge_q - self.merge_kv
         return replace(
             self,
-            block=self.block / (of_q * of_kv),
+            block=kernel / (of_q * of_kv) + self.launch + merge_q + merge_kv,
+            merge_q=merge_q,
+            merge_kv=merge_kv,
             q=self.q / of_q,
             back_q=self.back_q / of_q,
             kv=self.kv / of_kv,
@@ -79,6 +95,7 @@ class Costs:
         """The same costs with the largest as 1, rounded to a thousandth of it."""
         names = ("block", "q", "kv", "back_q", "back_kv", "latency")
         largest = max(getattr(self, name) for name in names) or 1.0
+        names += ("launch", "merge_q", "merge_kv")
         scaled = {name: round(getattr(self, name) / largest, 3) for name in names}
         return replace(self, **scaled, unit=self.unit * largest)
 

@@ -153,6 +153,19 @@ def empty_like_query(q: Tensor, shape: Sequence[int], dtype: torch.dtype | None 
     )
 
 
+def as_kept(t: Tensor) -> Tensor:
+    """A full tensor (b h n d) with the strides in which ops keep it for their backward pass.
+
+    By token, as exchanges leave it and kernels of GPUs read it; contiguous on CPUs.
+    """
+    return t.contiguous() if t.device.type == "cpu" else by_token(t)
+
+
+def empty_as_kept(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """An empty tensor with the strides of `as_kept`."""
+    return like.new_empty(shape) if like.device.type == "cpu" else empty_by_token(like, shape)
+
+
 def _written_by_token(q: Tensor) -> bool:
     return q.device.type != "cpu" or not q.is_contiguous()
 

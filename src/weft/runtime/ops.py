@@ -29,7 +29,7 @@ from ..plan.plan import Plan
 from . import calls, choices, executor, handles, resharding
 from .expand import Expander
 from .handles import differentiable, op, shapes_of
-from .merging import by_token, empty_by_token, empty_like_query, like_query
+from .merging import as_kept, by_token, empty_as_kept, empty_by_token, empty_like_query, like_query
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])
 
@@ -70,7 +70,7 @@ def _attention_op(
         else:
             k_kept, v_kept = _unaliased((k_inside, v_inside), (q, k, v, out, lse))
         return out, lse, agreed, empty, k_kept, v_kept, out_kept, lse_kept, kept
-    q_inside, k_inside, v_inside = (t.contiguous() for t in (q_inside, k_inside, v_inside))
+    q_inside, k_inside, v_inside = map(as_kept, (q_inside, k_inside, v_inside))
     out_inside = like_query(out_inside, q_inside)
     results = (out, lse, agreed, q_inside, k_inside, v_inside, out_inside, lse_inside, kept)
     return _unaliased(results, (q, k, v))
@@ -131,7 +131,8 @@ def _(
         sides = (plan.compute.query, plan.compute.key, plan.compute.key)
         shapes = ([s.size(i) for i in range(3)] for s in sides)
         if bound.reach.reshards or plan.seen is not None:
-            inside = [t.new_empty((*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes)]
+            make = empty_as_kept if bound.reach.reshards else Tensor.new_empty
+            inside = [make(t, (*shape, t.shape[3])) for t, shape in zip((q, k, v), shapes)]
     if not bound.reach.reshards:
         out, lse = empty_like_query(q, (b, h, n, e)), q.new_empty((b, h, n), dtype=dtype)
         came = inside[1:] or _none(q, 2)

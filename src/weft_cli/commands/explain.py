@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 from rich.table import Table
+from torch.distributed.tensor import Shard
 
 from weft.choice import ChoiceKind
 from weft.declare.hardware import Hardware
@@ -22,7 +24,7 @@ from weft.inspect import words
 from weft.layout import Layout
 from weft.plan.memory import memory_bound
 from weft.plan.order import count
-from weft.plan.plan import Plan
+from weft.plan.plan import TRAVELS, Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.sides import Side
@@ -481,6 +483,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         f"{plans[0].kernel(False).name}; {read}\n",
         highlight=False,
     )
+    out.print(f"{_kernel_calls(layout, problem, plans, read)}\n", highlight=False)
     forecasts = [forecast_of(plan) for plan in plans]
     chunks = math.prod(layout.size(axis) for axis in problem.axes)
     unit = p.batch * p.heads * p.n * p.head_dim * p.dtype.itemsize / chunks
@@ -502,6 +505,36 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
             " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
             highlight=False,
         )
+
+
+def _kernel_calls(layout: Layout, problem: Problem, plans: list[Plan], read: Reading) -> str:
+    """Kernel calls of the busiest rank, and an order of mesh dims that makes fewer of them."""
+    calls, text = _calls(plans), f"kernel calls of a rank, forward and backward: {_calls(plans)}"
+    rules = plans[0].rules.items()
+    exchanging = [d for d, r in rules if r.role not in TRAVELS and r.query.rest == Shard(SEQ)]
+    order = [*(d for d in layout.mesh if d not in exchanging), *exchanging]
+    if list(layout.mesh) == order or not exchanging:
+        return text
+    declared = tomllib.loads(layout.to_toml())
+    declared["mesh"] = {d: declared["mesh"][d] for d in order}
+    for axis, dims in declared["shard"].items():
+        declared["shard"][axis] = sorted(dims, key=order.index)
+    other = Layout.from_dict(declared)
+    fewer = _calls(list(read_plans(other, problem, read)))
+    mesh = " x ".join(f"{d}={n}" for d, n in other.mesh.items())
+    return f"{text}; with the mesh dims in the order {mesh}: {fewer}" if fewer < calls else text
+
+
+def _calls(plans: list[Plan]) -> int:
+    """Calls of both passes, of the rank that makes the most."""
+    return max(
+        sum(
+            len(run.block(b).groups)
+            for run in (plan.forward, plan.backward)
+            for b in run.program.blocks
+        )
+        for plan in plans
+    )
 
 
 def _print_index(layout: Layout, problem: Problem, heads: int, size: int) -> None:

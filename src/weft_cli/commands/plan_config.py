@@ -265,7 +265,9 @@ def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
     if model.experts:
         notes.append(f"~: each of {model.experts} experts gets its mean share of the tokens")
     if model.recurrent:
-        notes.append("~: recurrent layers by the products of their chunked form")
+        notes.append(
+            "~: recurrent layers as kernels of flash-linear-attention; without it they take more"
+        )
     if any(row.recompute == "offload" for row in search.tried):
         notes.append("offloading is taken to be hidden; nothing prices the host's memory or links")
     for note in notes:

@@ -42,7 +42,7 @@ from weft.same_bits import modules as reproducible
 
 from .batches import unpadded
 from .running import now, running
-from .shapes import SHAPES
+from .shapes import by_shapes
 
 #: Numbers of Mamba-1's states, one per token, that exist at once.
 _STATES = 1 << 22
@@ -60,7 +60,7 @@ def of_device(stock: Callable) -> Callable:
     meta tensors, which have shapes alone, a loop over tokens gives way to its shapes.
     """
     own = inspect.unwrap(stock)
-    shapes = SHAPES.get(getattr(own, "__name__", ""))
+    shapes = by_shapes(getattr(own, "__name__", ""))
     if own is stock and shapes is None:
         return stock
     names = inspect.signature(own).parameters
