@@ -265,3 +265,37 @@ def test_chosen_cuts_blocks_to_a_part_of_the_keys() -> None:
     numbers, keys = drawn(1, 3), torch.tensor([7, 4, 5, 12, 9])
     found = chosen(numbers, 3, keys, 4, 12)
     torch.testing.assert_close(found, (numbers[..., None] == keys // 3).any(-2))
+
+
+@pytest.mark.slow
+def test_a_graph_has_a_choice_and_its_gradient() -> None:
+    q, numbers, layout = whole_problem()[0], drawn(1, 1), weft.Layout.single()
+
+    def attend(q: Tensor, numbers: Tensor) -> Tensor:
+        choice = weft.ChosenKeys(numbers)
+        return weft.attention(q, q, q, layout, "tokens", choice=choice)
+
+    found = []
+    for run in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        leaf = q.clone().requires_grad_()
+        out = run(leaf, numbers)
+        out.square().sum().backward()
+        found.append((out.detach(), leaf.grad))
+    for eager, compiled in zip(*found):
+        close(compiled, eager)
+
+
+def _of_dtensors(rank: int, line: str) -> float:
+    layout = weft.Layout.parse(line).build("cpu")
+    q, k, v, _ = whole_problem()
+    numbers = drawn(1, 3)
+    placed = [layout.distribute(t, {"tokens": 2}) for t in (q, k, v)]
+    choice = weft.ChosenKeys(layout.shard(numbers, {"tokens": 2}), 3)
+    out = weft.attention(*placed, layout, "tokens", weft.Causal(), choice=choice).full_tensor()
+    return (out - reference(q, k, v, weft.Causal(), numbers, 3)).abs().max().item()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["tokens: ulysses=4", "tokens: tile=2x2"])
+def test_dtensors_take_this_ranks_rows_of_a_choice(pool, line) -> None:
+    assert max(pool.run(_of_dtensors, line)) < 1e-11

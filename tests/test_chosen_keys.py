@@ -16,7 +16,6 @@ import weft
 from benchmarks import families
 from weft import Layout
 from weft.errors import UnsupportedError
-from weft.plan.order import positions
 from weft_integrations import common
 from weft_integrations.transformers import chosen_keys, compressed, interface, running, verify
 from weft_integrations.transformers.verification import verify as verification
@@ -211,6 +210,23 @@ def test_calls_without_gradients_keep_no_cache_of_choices() -> None:
         assert received in {4 * 2 * n * 8 * 8 for n in (14, 15)}  # layers, rows, tokens, d_i, fp64
 
 
+def test_bytes_of_entries_are_those_of_others_windows() -> None:
+    batch, length = {"input_ids": rows(29)["input_ids"]}, 29
+
+    def act(split, layout):
+        with torch.no_grad(), weft.traffic() as report:
+            split(**batch)
+        return report.by_tensor()["entries"]
+
+    own = [set(range(0, 15)), set(range(15, length))]
+    received = []
+    for held in own:
+        closed = {m: sum((p + 1) % m == 0 and p not in held for p in range(length)) for m in (4, 8)}
+        # two layers of each kind, two rows, fp64: entries of 512 numbers, index entries of 8
+        received.append(2 * 2 * 8 * (closed[4] * (512 + 8) + closed[8] * 512))
+    assert on_ranks("deepseek_v4", act) == received
+
+
 def test_reproducible_layouts_refuse_models_that_choose_keys() -> None:
     layout = Layout.from_dict(
         {
@@ -271,17 +287,15 @@ def planted_rows(change):
     return running.ModelCall, "rows_at_once", rows_at_once
 
 
-def of_own_rank(x, dim, length, layout, axis, label):
+def of_own_rank(x, dim, places, layout, axis, label):
     """Index keys of this rank alone; others are as if they were zero."""
-    places = layout.positions(axis, length)
-    shape = [*x.shape[:dim], length, *x.shape[dim + 1 :]]
-    return x.new_zeros(shape).index_copy(dim, places, x)
+    shape = [*x.shape[:dim], sum(map(len, places)), *x.shape[dim + 1 :]]
+    return x.new_zeros(shape).index_copy(dim, places[layout.rank], x)
 
 
-def in_order_of_ranks(x, dim, length, layout, axis, label):
-    whole = common.of_all_ranks(x, dim, length, layout, axis, label)
-    order = common.chunks(layout, axis, length)
-    return whole.index_select(dim, torch.cat([positions(spans, "cpu") for spans in order]))
+def in_order_of_ranks(x, dim, places, layout, axis, label):
+    whole = common.of_all_ranks(x, dim, places, layout, axis, label)
+    return whole.index_select(dim, torch.cat(places))
 
 
 def without_sinks(module, *qkv, s_aux=None, **options):

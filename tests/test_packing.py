@@ -9,7 +9,9 @@ from hypothesis import given, settings
 
 import weft
 from weft.comm import Transport
+from weft.declare.mesh import coordinates
 from weft.plan.memory import ALIGNMENT, payload_bytes
+from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 from weft.plan.program import Payload
@@ -163,14 +165,18 @@ def test_a_buffer_is_kept_for_the_next_step_only():
     assert buffers.recycle([], [five]) == (one,)  # the next step needs a larger one
 
 
-@pytest.mark.parametrize("line", ["tokens: pass_q=4", "tokens(zigzag): ring=4", "tokens: tile=2x4"])
+@pytest.mark.parametrize(
+    "line", ["tokens: pass_q=4", "tokens: pass_q=2 x ring=4", "tokens: tile=2x4"]
+)
+@pytest.mark.parametrize("mask", [weft.Full(), weft.Causal(9)], ids=str)
 @pytest.mark.parametrize("heads", [1, 2])
-def test_a_buffer_in_flight_is_not_reused(line, heads):
+def test_a_buffer_in_flight_is_neither_reused_nor_freed(line, mask, heads, monkeypatch):
     """Queries of one sequence and head are sent without a copy: some rows of what came."""
-    problem = Problem.of("tokens", 64, heads=heads, head_dim=8, mask=weft.Causal(9))
+    monkeypatch.setattr("weft.plan.plan.SMALL_BLOCK", 0)  # rings, as of long sequences
+    problem = Problem.of("tokens", 64, heads=heads, head_dim=8, mask=mask)
     layout = weft.Layout.parse(line)
     for rank in range(layout.world_size):
-        plan = plan_for(layout, problem, rank)
+        plan = Plan(layout, problem.on(layout, rank), coordinates(layout.mesh, rank))
         for tile in (plan.forward, plan.backward):
             sending, filled = [], {}
             for step in steps_of(tile).steps:
@@ -184,6 +190,7 @@ def test_a_buffer_in_flight_is_not_reused(line, heads):
                     sending = [(number, read) for number, read in sending if number != move.number]
                     if move.receive is not None:
                         filled[move.transfer.payload, move.transfer.target] = move.receive.buffer
+                assert not any(read & {*step.frees} for _, read in sending)
 
 
 def test_a_second_call_copies_and_sorts_nothing(monkeypatch):

@@ -414,6 +414,60 @@ def test_activation_checkpoints_compute_the_same_gradients():
     assert run_threads(layout.mesh, rank, timeout=20.0) == [0, *2 * [2 * 2 * 2 * 2 * 2 * 4 * 8]]
 
 
+def test_a_graph_computes_the_same_gradients():
+    """The op's own passes, whose fake kernels know how many keys come."""
+    mask, layout = Causal(window=3), Layout.parse("tokens: seen=2")
+
+    def rank(bound):
+        q, k, v = torch.randn(3, 1, 2, 8, 4, dtype=torch.float64).unbind(0)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+
+        def call(*tensors):
+            return weft.attention(*tensors, bound, "tokens", mask)
+
+        graph = torch.compile(call, fullgraph=True, backend="aot_eager")
+        found = [torch.autograd.grad(f(*leaves).square().sum(), leaves) for f in (call, graph)]
+        assert all(map(torch.equal, *found))
+        return True
+
+    assert all(weft.on_threads(layout, rank))
+
+
+def test_latents_come_by_halo_in_the_place_of_keys():
+    """Keys and values are made of a rank's own latents and of those that its queries see."""
+    n, mask, make = 15, Causal(window=3), torch.Generator().manual_seed(5)
+    c, r = torch.randn(2, 1, 1, n, 3, dtype=torch.float64, generator=make).unbind(0)
+    q, dout = torch.randn(2, 1, 2, n, 4, dtype=torch.float64, generator=make).unbind(0)
+    weights = torch.randn(2, 3, 8, dtype=torch.float64, generator=make)
+
+    def on(layout):
+        w = weights.clone().requires_grad_()
+        leaves = [layout.shard(t, {"tokens": 2}).clone().requires_grad_() for t in (q, c, r)]
+
+        def expand(c, r):
+            return tuple(
+                (x @ y).unflatten(-1, (2, 4))[:, 0].transpose(1, 2) for x, y in zip((c, r), w)
+            )
+
+        travel = weft.Expansion(expand, [w], travel="latents" if layout.world_size > 1 else "keys")
+        with traffic(layout) as moved:
+            out = weft.attention(*leaves, layout, "tokens", mask, length=n, expand=travel)
+            grads = torch.autograd.grad(out, [*leaves, w], layout.shard(dout, {"tokens": 2}))
+        assert moved.as_predicted, moved.differences()
+        return (
+            [layout.gather(t.detach(), {"tokens": 2}) for t in (out, *grads[:3])],
+            grads[3],
+            moved,
+        )
+
+    wanted, of_weights, _ = on(Layout.single())
+    ranks = weft.on_threads(Layout.parse("tokens: seen=3"), on)
+    for found, _, moved in ranks:
+        assert max((a - b).abs().max() for a, b in zip(found, wanted)) < 1e-12
+        assert moved.received["seen", "kv"] in (0, 2 * (3 + 3) * 8)
+    assert (sum(part for _, part, _ in ranks) - of_weights).abs().max() < 1e-12
+
+
 def test_queries_and_outputs_are_not_copied_for_the_backward_pass():
     """Keys and values that came are kept beside the rank's own; what rests as it is is not."""
     layout, case = Layout.parse("tokens: seen=2"), Case(mask=Causal(window=3))

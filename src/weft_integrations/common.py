@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from weft.comm.collectives import gather_flat, partial_to_replicate, scale_backward
 from weft.comm.once_differentiable import once
 from weft.declare.layout_file import HEADS
+from weft.declare.mesh import index_at
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.plan.order import Spans, count, positions, shard_spans
@@ -134,22 +136,52 @@ def joined(x: Tensor, index: Tensor, length: int, dim: int, layout: Layout, axis
     return partial_to_replicate(placed, layout.shard_dims(axis), layout.bound)
 
 
-def of_all_ranks(x: Tensor, dim: int, length: int, layout: Layout, axis: str, label: str) -> Tensor:
-    """All tokens along `dim` on every rank, in global order, without a gradient.
+def of_all_ranks(
+    x: Tensor, dim: int, places: Sequence[Tensor], layout: Layout, axis: str, label: str
+) -> Tensor:
+    """All tokens along `dim` on every rank, in global order; `places` are those of every chunk.
 
     before  rank 0: x0        rank 1: x1
     after   both:   [x0 | x1]            received: the bytes of the others' tokens, by `label`
+                                         backward: rank i gets (g0 + g1)'s part i
+
+    Where x has a gradient on one rank it has one on all.
     """
-    parts, front = chunks(layout, axis, length), x.movedim(dim, 0).contiguous()
-    width = front[:1].numel()
-    sizes = [count(spans) * width for spans in parts]
     dims = layout.shard_dims(axis)
-    if not dims:
-        return x
-    flat = torch.cat(gather_flat(front.flatten(), sizes, dims, layout.bound, label))
-    joined = flat.view(length, *front.shape[1:])
-    places = torch.cat([positions(spans, x.device) for spans in parts])
-    return torch.empty_like(joined).index_copy_(0, places, joined).movedim(0, dim)
+    return _OfAll.apply(x, dim, tuple(places), layout, dims, label) if dims else x
+
+
+def chunk_places(layout: Layout, axis: str, length: int) -> list[Tensor]:
+    """The positions of every chunk of an axis of some length, (n,) each."""
+    return [positions(spans, "cpu") for spans in chunks(layout, axis, length)]
+
+
+class _OfAll(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dim: int,
+        places: tuple[Tensor, ...],
+        layout: Layout,
+        dims: tuple[str, ...],
+        label: str,
+    ) -> Tensor:
+        front = x.movedim(dim, 0).contiguous()
+        width = math.prod(front.shape[1:])
+        sizes = [len(each) * width for each in places]
+        flat = torch.cat(gather_flat(front.flatten(), sizes, dims, layout.bound, label))
+        rows = flat.view(-1, *front.shape[1:])
+        order = torch.cat(places).to(x.device)
+        ctx.dim, ctx.layout, ctx.dims = dim, layout, dims
+        ctx.own = places[index_at(layout.mesh, dims, layout.coords)]
+        return torch.empty_like(rows).index_copy_(0, order, rows).movedim(0, dim)
+
+    @staticmethod
+    @once("a gather of ranks")
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        total = ctx.layout.bound.all_reduce(grad.clone().contiguous(), ctx.dims)
+        return total.index_select(ctx.dim, ctx.own.to(grad.device)), *[None] * 5
 
 
 class _Gather(torch.autograd.Function):

@@ -27,7 +27,7 @@ from weft.errors import UnsupportedError
 from weft.masks import Full
 
 from .. import Foreign
-from ..common import of_all_ranks
+from ..common import chunk_places, of_all_ranks
 from .compressed import COMPRESSORS, WITHIN, compress
 from .mark import Mark, Sharded
 from .rebinding import rebound
@@ -66,7 +66,8 @@ class OtherRanks:
         if self.keys is not None:
             return self.keys
         call = self.call
-        self.keys = of_all_ranks(keys.detach(), dim, call.length, call.layout, call.axis, "index")
+        places = chunk_places(call.layout, call.axis, call.length)
+        self.keys = of_all_ranks(keys.detach(), dim, places, call.layout, call.axis, "index")
         return keys.narrow(dim, 0, 1)
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
@@ -171,7 +172,8 @@ def weigh(
     if call.length <= keep_window_size:
         return Weighed(where, dt_states, None)
     with torch.no_grad():
-        options = call.length, call.layout, call.axis, "index"
+        places = chunk_places(call.layout, call.axis, call.length)
+        options = places, call.layout, call.axis, "index"
         weights = of_all_ranks(dt_states.detach(), 2, *options)
         batch, groups, keys = weights.shape
         lowest, chosen = torch.finfo(hidden_states.dtype).min, []

@@ -29,7 +29,7 @@ from weft.decode.attend import merged_parts
 from weft.layout import Layout
 
 from .. import Foreign
-from ..common import joined
+from ..common import chunk_places, of_all_ranks
 from .running import ModelCall, now
 
 
@@ -126,14 +126,18 @@ class OfRanks:
 
     def gather(self) -> None:
         """Bring the entries of all ranks to every rank; their gradients come back and add up."""
-        layout, axis, number = self.call.layout, self.call.axis, self.call.length // self.ratio
-        own = [torch.arange(w.start, w.stop) for w in map(self.windows, self.pieces.pieces)]
-        index = torch.cat(own)
+        layout, axis = self.call.layout, self.call.axis
+        places = [self._closing(each) for each in chunk_places(layout, axis, self.call.length)]
         for kind in self.kinds.values():
             dim = kind.made[0].shape[-1]
             none = (kind.kv[:, :0, :dim] + kind.gate[:, :0, :dim]).to(kind.made[0].dtype)
             made = self.pieces.join(1, [none, *kind.made], kind.left)
-            kind.whole = joined(made, index.to(made.device), number, 1, layout, axis)
+            kind.whole = of_all_ranks(made, 1, places, layout, axis, "entries")
+
+    def _closing(self, positions: Tensor) -> Tensor:
+        """The windows whose last token is at one of some positions."""
+        last = positions[(positions + 1) % self.ratio == 0]
+        return torch.div(last, self.ratio, rounding_mode="floor")
 
 
 def compress(
