@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from weft import Causal, Documents, Layout
-from weft.plan.intervals import SpanTable, hull, merge_intervals
+from weft.masks.base import merge_intervals
+from weft.plan.intervals import SpanTable, hull
 
 DOCUMENTS = 4096
 RESULTS = Path(__file__).parent / "results" / "packing.md"

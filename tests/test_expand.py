@@ -285,9 +285,9 @@ def test_a_checkpoint_expands_again_with_the_same_gradients():
     def run(layout, checkpointed):
         module = weights(s)
         q, c, r, dout, _ = (layout.shard(t, {"tokens": 2}) for t in full)
+        expand = Expansion(module, travel="latents")  # which tries a token, the first time
 
         def layer(q, c, r):
-            expand = Expansion(module, travel="latents")
             return weft.attention(2 * q, c, r, layout, "tokens", length=n, expand=expand)
 
         if checkpointed:

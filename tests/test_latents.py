@@ -13,19 +13,24 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers
+from pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import weft
 from benchmarks import families
 from weft import Layout
 from weft.errors import DeclarationError, UnsupportedError
-from weft_integrations.transformers import latents
+from weft_integrations.transformers import latents, verify
 from weft_integrations.transformers.mark import Mark
 from weft_integrations.transformers.verification.copies import InFP64
 
-#: One class of each form of the attention, with the calls of layers that differ.
-FAMILIES = ["deepseek_v2", "deepseek_v3", "kimi_linear"]
+#: Families with the attention of DeepSeek V3, besides those that are always tried.
 OTHERS = ["glm4_moe_lite", "youtu", "minicpm3", "mistral4", "longcat_flash", "axk1"]
+#: These choose their keys besides.
+CHOOSING = ["glm_moe_dsa", "hy_v4"]
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +98,11 @@ def compared(family: str, line: str, travel: str, change=lambda model: model) ->
         ("kimi_linear", "tokens: ring=2"),
         pytest.param("deepseek_v3", "tokens: tile=2x2", marks=pytest.mark.slow),
         pytest.param("deepseek_v3", "tokens: ulysses=2 x ring=2", marks=pytest.mark.slow),
-        *[pytest.param(f, "tokens(zigzag): ring=2", marks=pytest.mark.slow) for f in OTHERS],
+        ("deepseek_v32", "tokens(zigzag): ring=2"),
+        *[
+            pytest.param(f, "tokens(zigzag): ring=2", marks=pytest.mark.slow)
+            for f in (*OTHERS, *CHOOSING)
+        ],
     ],
 )
 def test_latents_travel_in_unmodified_models(family, line):
@@ -159,6 +168,83 @@ def test_checkpointed_layers_expand_again():
         assert all(gap(again[n], g) < 1e-9 for n, g in plain.items() if g.abs().max() > 1e-9)
 
 
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, preload=("transformers", "test_latents")) as pool:
+        yield pool
+
+
+def _wrapped(rank, way):
+    """The largest error of a gradient that torch averages over processes, and the bytes sent."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
+    layout = Layout.parse("tokens(zigzag): ring=2").bind(mesh, timeout=60)
+    stock, ids = made("deepseek_v3"), tokens()
+    own = weft.parallelize(copy.deepcopy(stock), layout, verify=False, latents="latents")
+    if way == "ddp":
+        options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
+        around = nn.parallel.DistributedDataParallel(own, **options)
+    else:
+        for block in (*own.model.layers, own):
+            fully_shard(block, mesh=mesh)
+            block.set_force_sum_reduction_for_comms(True)  # gloo has no average
+        around = own
+    if way == "fsdp with checkpoints":
+        own.gradient_checkpointing_enable()
+    found = []
+    with weft.traffic() as moved:
+        for model in (stock, around):
+            model(input_ids=ids, labels=ids).loss.backward()
+            grads = {n.removeprefix("module."): p.grad for n, p in model.named_parameters()}
+            full = {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+            found.append({n: g for n, g in full.items() if g is not None and g.abs().max() > 1e-9})
+    wanted, averaged = found
+    return max(gap(averaged[n], g) for n, g in wanted.items()), moved.by_tensor()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("fsdp with checkpoints", marks=pytest.mark.sample),
+        pytest.param("fsdp", marks=pytest.mark.slow),
+        pytest.param("ddp", marks=pytest.mark.slow),
+    ],
+)
+def test_torch_averages_gradients_of_expanded_latents(two, way):
+    for error, moved in two.run(_wrapped, way, timeout=240):
+        assert error < 1e-5  # the model's norms are in fp32
+        assert moved["kv"]
+
+
+@pytest.mark.slow
+def test_compiled_attention_is_one_graph_and_sends_keys():
+    stock, ids, graphs = made("deepseek_v3", torch.float32), tokens(32), []
+    wanted = stock(input_ids=ids, labels=ids).loss.detach()
+    torch._dynamo.reset()
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    def rank(layout, travel):
+        model = weft.parallelize(copy.deepcopy(stock), layout, verify=False, latents=travel)
+        for layer in model.model.layers:
+            layer.self_attn.compile(fullgraph=True, backend=backend)
+        with weft.traffic() as moved:
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        return loss.detach(), moved.by_tensor()
+
+    line = "tokens(zigzag): ring=2"
+    both = [
+        weft.on_threads(Layout.parse(line), rank, travel, timeout=120)[0]
+        for travel in ("latents", "keys")
+    ]
+    torch._dynamo.reset()
+    assert len(graphs) == 4  # one per rank and choice: the layers are alike
+    assert all(abs(loss - wanted) < 1e-5 for loss, _ in both)
+    assert both[0][1] == both[1][1]
+
+
 def test_generation_caches_latents_as_before():
     model = made("deepseek_v3", torch.float32).eval()
     ids, options = tokens(40), {"max_new_tokens": 3, "do_sample": False}
@@ -179,16 +265,20 @@ def test_verification_has_latents_travel(monkeypatch):
     monkeypatch.setattr(
         latents, "hand_on", lambda m, lay, axis, t: asked.append(t) or stock(m, lay, axis, t)
     )
-    weft.parallelize(made("deepseek_v3", torch.float32), Layout.single())
-    assert set(asked) == {"latents", "auto"}
+    model = made("deepseek_v3", torch.float32)
+    assert verify(model, Layout.parse("tokens: ring=2")).outputs < 1e-4
+    assert set(asked) == {"latents"}
 
 
 def test_restored_models_expand_by_themselves():
     model = made("deepseek_v3")
-    weft.parallelize(model, Layout.single(), verify=False)
-    module = latents.modules(model)
-    assert not module  # handed on
-    weft.restore(model)
+
+    def rank(layout):
+        own = weft.parallelize(copy.deepcopy(model), layout, verify=False)
+        assert not latents.modules(own)  # handed on
+        return weft.restore(own)
+
+    model = weft.on_threads(Layout.parse("tokens: ring=2"), rank)[0]
     assert len(latents.modules(model)) == model.config.num_hidden_layers
     assert not any("_weft" in name for m in model.modules() for name in vars(m))
 

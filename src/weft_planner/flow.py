@@ -25,6 +25,7 @@ from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import AnyProblem, Problem
 from weft.plan.program import Block
 from weft.plan.shifts import image_group
+from weft.plan.sides import Side
 from weft.plan.tiles import KernelCall, Kind, entries
 from weft.plan.timing import launches
 
@@ -141,6 +142,7 @@ def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> 
 
     4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward. Calls along the
     diagonal take as long as if they had more visible scores, where a kernel does not skip them all.
+    Latents are expanded first, again in the backward pass, with two products for the gradients.
     """
     p, entry = tile.plan.problem, tile.plan.compute.query
     visible = entries(calls, entry.batch)  # per head, of all sequences
@@ -152,7 +154,11 @@ def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> 
     costly += entries(tuple(c for c in calls if c.kind is not Kind.CAUSAL), entry.batch)
     work = 2 * entry.heads * costly * (p.head_dim + p.value_dim)
     rate = device.rate(visible / max(entry.batch, 1), tile.backward)
-    return work * (2.5 if tile.backward else 1.0) / rate
+    seconds = work * (2.5 if tile.backward else 1.0) / rate
+    if p.expanded is not None and calls:  # a rank's own chunk is expanded once for all blocks
+        tokens = entry.batch * max(c.k1 for c in calls) / (1 if tile.dims.key else tile.program.a)
+        seconds += tokens * p.expanded.work * (3 if tile.backward else 1) / rate
+    return seconds
 
 
 def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
@@ -172,7 +178,7 @@ def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
         numbers = 0
     merged.update(block.q)
     if tile.backward:
-        numbers += plan.compute.key.heads * columns * (p.head_dim + p.value_dim)
+        numbers += plan.compute.key.heads * columns * sum(p.dims(Side.KEY))
     return plan.compute.query.batch * numbers * width
 
 

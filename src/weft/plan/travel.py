@@ -7,6 +7,7 @@ latents   d' + e' numbers travel, and each rank expands what arrives, in both pa
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from .._caching import cached
 from ..declare.layout import LayoutDeclaration
@@ -14,9 +15,10 @@ from ..declare.mesh import coordinates
 from ..masks import FULL
 from .plan import Pass, Plan
 from .predict import Prediction, forecast_of
-from .problem import LocalProblem
+from .problem import AnyProblem, LocalProblem
 from .timing import duration
 
+AnyCall = TypeVar("AnyCall", bound=AnyProblem)
 #: How much longer both passes may take for the fewer bytes: they hold less, and leave links free.
 WORTH = 1.05
 
@@ -60,7 +62,7 @@ class Travel:
         return not self.why and fewer and sooner
 
 
-def of_keys(problem: LocalProblem) -> LocalProblem:
+def of_keys(problem: AnyCall) -> AnyCall:
     """The call of a problem with latents, if keys and values are expanded before it."""
     sizes = problem.expanded
     assert sizes is not None

@@ -94,6 +94,9 @@ class Expansion:
         k, v = _checked(self.function(c, r), (c, r))
         return (k[:, :, :0], v[:, :, :0]) if none else (k, v)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_known": {}}  # which is of these very parameters
+
     @property
     def parameters(self) -> tuple[Tensor, ...]:
         """Tensors that the function uses and that get gradients now."""

@@ -18,15 +18,17 @@ from weft.choice import ChoiceKind
 from weft.declare.hardware import Hardware
 from weft.declare.one_line import is_line
 from weft.declare.placements import SEQ
-from weft.declare.rates import rates_for
+from weft.declare.rates import rates_for, rates_of
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.inspect import words
 from weft.layout import Layout
 from weft.plan.memory import memory_bound
+from weft.plan.order import count
 from weft.plan.plan import TRAVELS, Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.sides import Side
+from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_models.declare.model_file import ModelSpec
 from weft_models.routing.attention import blocks_per_rank, check_routed
 from weft_models.routing.bounds import RoutedBytes, ring_bytes, routed_bounds
@@ -48,7 +50,8 @@ MOST_READ, MOST_PLANNED = 32, 1 << 16
 MOST_SHARED = 64
 #: Options that only a call has, not a model.
 _OF_CALL = (
-    *("axis", "keys", "heads", "kv_heads", "head_dim", "mask", "choose", "index", "device"),
+    *("axis", "keys", "heads", "kv_heads", "head_dim", "value_dim", "latents", "mask", "choose"),
+    *("index", "device"),
     *("state", "every_rank", "score_matrix", "timeline", "html"),
 )
 
@@ -86,6 +89,8 @@ def explain(
     heads: options.Heads = options.HEADS,
     kv_heads: options.KvHeads = None,
     head_dim: options.HeadDim = options.HEAD_DIM,
+    value_dim: options.ValueDim = None,
+    latents: options.LatentDims = None,
     batch: options.Batch = None,
     mask: options.Mask = options.MASK,
     choose: options.Choose = None,
@@ -198,6 +203,8 @@ def explain(
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
+        value_dim=value_dim,
+        latents=latents,
         batch=batch,
         parts=layout.batch_parts(axis.split("+")),
         mask=mask,
@@ -209,6 +216,11 @@ def explain(
     if choose is not None:
         chosen = ChoiceKind(1, min(choose, problem.m), check=False)
         problem = replace(problem, choice=chosen)
+    travel = None
+    if problem.expanded is not None:
+        options.refuse_routed_axis(layout, axis)
+        travel = choose_travel(_rated(layout, machine), problem.on(layout, 0))
+        before, problem = problem, problem if travel.latents else of_keys(problem)
     if html is not None and machine is not None:
         _write_page([layout, *names[1:]], problem, machine, f"{mask}, on {hardware}", html)
         if len(names) > 1:
@@ -229,6 +241,8 @@ def explain(
     with console().status(work), options.still_here(work):
         read = reading(layout, problem, every_rank)
     _print(layout, axis, problem, read)
+    if travel is not None:
+        _print_travel(layout, before, travel, f"of {hardware}" if machine else "of the layout")
     if index is not None:
         _print_index(layout, problem, *options.heads_by_size("--index", index))
     if state or axis in layout.carry:
@@ -240,6 +254,43 @@ def explain(
     if score_matrix or timeline:
         plans = list(plans_for(layout, problem, range(layout.world_size)))
         _draw(plans, f"{layout.name}, {axis}, {mask}", score_matrix, timeline)
+
+
+def _rated(layout: Layout, machine: Hardware | None) -> Layout:
+    """The layout at the rates of a machine, by which calls on it choose."""
+    if machine is None:
+        return layout
+    data = {**layout.declaration, "rates": rates_of(machine)}
+    return Layout.from_dict(data, layout.name, layout.source)
+
+
+def _print_travel(layout: Layout, problem: Problem, travel: Travel, whose: str) -> None:
+    """The choice between latents and keys: bytes of a rank, and seconds, of both passes."""
+    expanded = problem.expanded
+    assert expanded is not None
+    wide = expanded.heads * (expanded.head_dim + expanded.value_dim)
+    made = tables.table(
+        f"latents of {' + '.join(map(str, expanded.carried))} numbers per token, keys and values of"
+        f" {wide:,}: {'latents' if travel.latents else 'keys'} travel",
+        *("what travels", "received, both passes", "time"),
+        right=("received, both passes", "time"),
+    )
+    for name, way in (("latents", travel.if_latents), ("keys and values", travel.if_keys)):
+        made.add_row(name, words.nbytes(way.received), words.show_time(way.seconds))
+    why = travel.why or (
+        f"fewer bytes, unless the call takes longer by more than {round(100 * (WORTH - 1))} %"
+    )
+    made.caption = (
+        f"of one rank without a mask, at the rates {whose}; every rank expands what arrives, in"
+        f" both passes. Chosen: {why}"
+    )
+    made.caption_justify = "left"
+    console().print()
+    console().print(made)
+    if travel.latents:
+        entry = next(plans_for(layout, problem, [0])).compute.key
+        held = entry.batch * count(entry.spans) * wide * problem.dtype.itemsize
+        console().print(f"expanded, while a chunk is computed with: {words.nbytes(held)}")
 
 
 def _write_page(
@@ -413,6 +464,12 @@ def _print_rules(layout: Layout, axis: str, transports: dict[str, str]) -> None:
         out.print(line)
 
 
+def _of_keys(problem: Problem) -> str:
+    if problem.expanded is None:
+        return f"{problem.kv_heads} key/value heads"
+    return f"{problem.expanded.heads} key/value heads made of latents on arrival"
+
+
 def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     out = console()
     plans = list(read_plans(layout, problem, read))
@@ -422,7 +479,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     _print_rules(layout, axis, chunked | dict.fromkeys(halo, "halo"))
     out.print(
         f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of {p.head_dim}, "
-        f"{problem.kv_heads} key/value heads, batch {problem.batch}, {str(p.dtype)[6:]}; kernel "
+        f"{_of_keys(problem)}, batch {problem.batch}, {str(p.dtype)[6:]}; kernel "
         f"{plans[0].kernel(False).name}; {read}\n",
         highlight=False,
     )

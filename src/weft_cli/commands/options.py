@@ -32,6 +32,7 @@ from weft.inspect.picture import writable, writable_file
 from weft.launch.environment import already_launched, ranks_here, shown_one_gpu_each
 from weft.layout import Layout
 from weft.masks.names import MASKS, mask_named, sequences_named
+from weft.plan.call import Expanded
 from weft.plan.problem import Problem
 
 #: The largest seed that torch takes on every device.
@@ -172,6 +173,17 @@ KvHeads = Annotated[
     of_call("Key/value heads, over all ranks.", show_default="as many as heads", min=1, max=MOST),
 ]
 HeadDim = Annotated[int, of_call("Size of a head.", min=1, max=MOST)]
+ValueDim = Annotated[
+    int | None, of_call("Size of a head of values.", show_default="that of keys", min=1, max=MOST)
+]
+LatentDims = Annotated[
+    str | None,
+    of_call(
+        "Keys and values are made of latents: numbers per token, and those of the part of keys "
+        "that all heads share, '512+64'.",
+        show_default="none",
+    ),
+]
 Batch = Annotated[
     int | None,
     of_call(
@@ -251,6 +263,8 @@ def problem_of(
     heads: int = HEADS,
     kv_heads: int | None = None,
     head_dim: int = HEAD_DIM,
+    value_dim: int | None = None,
+    latents: str | None = None,
     batch: int | None = None,
     parts: int = 1,
     mask: str = MASK,
@@ -260,9 +274,12 @@ def problem_of(
     """The call that the options of a command describe, over all ranks.
 
     `lengths` are queries of each attended axis; `parts`: into how many the layout splits the batch.
+    With latents these have one head, and the key/value heads are those of the expansion.
 
     >>> problem_of("tokens", [64], mask="padding:5:7").batch
     2
+    >>> problem_of("tokens", [64], heads=8, head_dim=24, value_dim=16, latents="32+8").expanded
+    Expanded(heads=8, head_dim=24, value_dim=16, carried=(32, 8), work=16384)
     """
     refuse_joint_keys(keys, axis)
     n = math.prod(lengths)
@@ -272,17 +289,40 @@ def problem_of(
     if heads % kv_heads:
         raise ShapeError(f"{heads} query heads cannot share {kv_heads} key/value heads")
     length = dict(zip(axis.split("+"), lengths)) if keys is None else (n, m)
+    value_dim = head_dim if value_dim is None else value_dim
+    expanded = None if latents is None else expanded_of(latents, kv_heads, head_dim, value_dim)
     return Problem.of(
         axis,
         length,
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=kv_heads if expanded is None else 1,
         head_dim=head_dim,
+        value_dim=value_dim,
+        expanded=expanded,
         batch=batch,
         dtype=dtype_named(dtype),
         device=device_type(device),
         mask=mask_named(mask, n, m, batch, lengths),
     )
+
+
+def expanded_of(latents: str, heads: int, head_dim: int, value_dim: int) -> Expanded:
+    """The expansion that `--latents` describes: of latents, and of a key part that heads share.
+
+    Raises `ShapeError` for anything but two numbers, of which the second is below the head dim.
+    """
+    parts = latents.split("+")
+    try:
+        c, r = map(int, parts)
+    except ValueError:
+        c = r = 0
+    if not (0 < c <= MOST and 0 < r < head_dim):
+        raise ShapeError(
+            f"--latents {shown(latents)}: two numbers per token, such as 512+64, of which heads of"
+            f" {head_dim} have the second in them"
+        )
+    work = 2 * c * heads * (head_dim - r + value_dim)
+    return Expanded(heads, head_dim, value_dim, (c, r), work)
 
 
 def batch_of(batch: int | None, mask: str, parts: int) -> int:

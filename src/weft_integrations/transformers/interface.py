@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -113,7 +114,7 @@ def attend(
     for key_, option in kwargs.items():
         if option is not None and option is not False and key_ not in _HARMLESS:
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
-    call = running()
+    call = None if torch.compiler.is_compiling() else running()  # no graph can ask
     if call is not None and call.seam == "ahead":
         raise UnsupportedError(f"{name} attends ahead of the text decoder, by weft's attention")
     if crosses(module):  # keys of images, whole on every rank, for this rank's queries

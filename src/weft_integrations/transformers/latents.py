@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -25,6 +26,8 @@ from .. import Foreign
 from .mark import Marked, touched
 from .running import running
 
+#: The attribute of a module whose latents are handed on.
+_KEPT = "_weft_latents"
 #: Whether latents travel: "auto", where they are fewer bytes and take no longer by the plan.
 Latents = Literal["auto", "latents", "keys"]
 _METHOD, _WEIGHTS = "expand_kv", "kv_b_proj"
@@ -89,19 +92,19 @@ def _expands(module: Foreign) -> bool:
     return len(inspect.signature(method).parameters) == 3
 
 
+@dataclass
+class _Handed:
+    """The way of a module's latents, and its expansion, with what one token showed of it."""
+
+    travel: Latents
+    expansion: Expansion | None = None
+
+
 def hand_on(module: Foreign, layout: Layout, axis: str, travel: Latents) -> None:
     """Let a module hand its latents on to weft's attention, in calls that are split."""
-    ranks = layout.size(axis)
-
-    def expand_kv(self: Foreign, c: Tensor, r: Tensor) -> Any:
-        stock = functools.partial(getattr(type(self), _METHOD), self)
-        if torch.compiler.is_compiling() or ranks == 1 or not _travels(self, c, r):
-            return stock(c, r)
-        expansion = _expansion(self, travel)
-        both = Unexpanded(c, r, expansion)
-        return both, both
-
-    module.__dict__[_METHOD] = types.MethodType(expand_kv, module)
+    if layout.size(axis) > 1:
+        module.__dict__[_KEPT] = _Handed(travel)
+        module.__dict__[_METHOD] = types.MethodType(_expand_kv, module)
 
 
 def take_back(module: Foreign) -> None:
@@ -110,17 +113,20 @@ def take_back(module: Foreign) -> None:
     module.__dict__.pop(_KEPT, None)
 
 
-#: The attribute of a module that keeps its expansion, and with it what one token showed.
-_KEPT = "_weft_expansion"
+def _expand_kv(self: Foreign, c: Tensor, r: Tensor) -> Any:
+    """The method of every instance: one function, so that layers that are alike share a graph."""
+    if torch.compiler.is_compiling() or not _travels(self, c, r):
+        return type(self).expand_kv(self, c, r)
+    both = Unexpanded(c, r, _expansion(self))
+    return both, both
 
 
-def _expansion(module: Foreign, travel: Latents) -> Expansion:
-    weights = getattr(module, _WEIGHTS)
-    kept = module.__dict__.get(_KEPT)
-    if kept is None or kept.module is not weights:  # adapters come and go
+def _expansion(module: Foreign) -> Expansion:
+    handed, weights = module.__dict__[_KEPT], getattr(module, _WEIGHTS)
+    if handed.expansion is None or handed.expansion.module is not weights:  # adapters come and go
         stock = functools.partial(getattr(type(module), _METHOD), module)
-        kept = module.__dict__[_KEPT] = Expansion(stock, weights, travel)
-    return kept
+        handed.expansion = Expansion(stock, weights, handed.travel)
+    return handed.expansion
 
 
 def _travels(module: Foreign, c: Tensor, r: Tensor) -> bool:
@@ -135,7 +141,8 @@ def _travels(module: Foreign, c: Tensor, r: Tensor) -> bool:
         return False
     if any(isinstance(part, nn.Dropout) and part.training and part.p for part in parts):
         return False
-    return not any(isinstance(p, DTensor) or p.is_meta for part in parts for p in part.parameters())
+    weights = [p for part in parts for p in part.parameters(recurse=False)]
+    return not any(isinstance(p, DTensor) or p.device != c.device for p in weights)
 
 
 __all__ = ["Latents", "Unexpanded", "hand_on", "modules", "take_back", "taken"]
