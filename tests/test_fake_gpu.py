@@ -307,3 +307,55 @@ def test_calls_of_several_ranks_are_not_captured_in_cuda_graph(apart) -> None:
     assert all("cannot be captured in a CUDA graph" in text for text in apart(movements_captured))
     tags = torch.ops.weft.attention.default.tags
     assert not hasattr(torch.Tag, "cudagraph_unsafe") or torch.Tag.cudagraph_unsafe in tags
+
+
+def model_reads(given: str) -> tuple[list[int], int, int]:
+    """Tensors read from the GPU at a time, CPU copies, and exchanges of texts of a second call."""
+    import transformers as hf
+
+    from weft_integrations.transformers import consistency, refused
+
+    layout = weft.Layout.parse("tokens(zigzag): ring=4")
+    transport, reads = OneOf(layout.mesh, 1), []
+    on = layout.on(transport)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads)).bfloat16().eval()
+    weft.parallelize(model, on)
+
+    def read(tensors):
+        reads.extend([len(tensors)] if tensors else [])
+        assert all(t.is_cuda for t in tensors)
+        return [[0.0] * t.numel() for t in tensors]
+
+    torch.cuda.default_generators = (torch.Generator(),)
+    with (
+        mock.patch.object(consistency, "_read", read),
+        mock.patch.object(consistency.AllWeights, "described", return_value=""),  # now and then
+        mock.patch.object(refused, "exported"),  # fake tensors are what a trace has
+        fake_gpu() as crossings,
+        torch.no_grad(),
+    ):
+        for part in model.modules():
+            for name, t in [*part.named_parameters(recurse=False)]:
+                there = torch.empty(t.shape, device="cuda", dtype=t.dtype)
+                setattr(part, name, torch.nn.Parameter(there))
+            for name, t in [*part.named_buffers(recurse=False)]:
+                setattr(part, name, torch.empty(t.shape, device="cuda", dtype=t.dtype))
+        ids = torch.empty(1, 64, dtype=torch.int64, device="cuda")
+        for _ in range(2):
+            crossings.found.clear()
+            reads.clear()
+            transport.asked = 0
+            if given == "after a backward pass":
+                model._weft.calls.entered.record(torch.empty(8, device="cuda"))
+            model(input_ids=ids, use_cache=False)
+    return reads, len(crossings.found), transport.asked
+
+
+@pytest.mark.parametrize(("given", "texts"), [("ids", 0), ("after a backward pass", 1)])
+def test_a_parallelized_model_reads_the_gpu_once_per_call(given: str, texts: int, apart) -> None:
+    """Ids, three weights and entered gradients, all at once; docs/gpu.md says what else waits."""
+    reads, copies, exchanges = apart(model_reads, given)
+    assert reads == [4 + texts]
+    assert (copies, exchanges) == (0, texts)

@@ -9,6 +9,7 @@ otherwise.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +39,10 @@ class Entered:
         """Keep the probe of an entering gradient."""
         self.probes.append(probe(grad.reshape(-1)[:_LOOKED_AT]))
 
-    def take(self) -> list[float]:
-        """The number of gradients, their norms and products summed, and forget them."""
+    def take(self) -> list[Tensor]:
+        """The probes, and forget them."""
         probes, self.probes = self.probes, []
-        return [float(len(probes)), *map(sum, zip(*_read(probes) or [[0.0] * 5]))]
+        return probes
 
 
 class _Recorded(torch.autograd.Function):
@@ -104,19 +105,25 @@ NOTHING = GroupState("", (), (0.0,) * 6)
 def state(
     model: nn.Module, kwargs: Mapping[str, Any], entered: Entered, weights_of: AllWeights
 ) -> GroupState:
-    """The state of this rank before a call; forgets the gradients that entered."""
+    """The state of this rank before a call; forgets the gradients that entered.
+
+    All that is compared is read at once: a GPU is waited for a single time.
+    """
     tensors = dict(_tensors(kwargs))
     real = {n: t for n, t in tensors.items() if t.is_floating_point()}
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     weights = [fingerprint(p.detach().reshape(-1)[:_OF_A_WEIGHT]) for p in chosen]
     integers = [t for n, t in tensors.items() if n not in real]
-    marks = _read([*map(fingerprint, integers), *weights])
-    left = iter([f"{mark & 0xFFFFFFFF:08x}" for mark in marks])
+    marks = [mark & 0xFFFFFFFF for mark in (*map(fingerprint, integers), *weights)]
+    gradients, probes = entered.take(), [probe(_folded(t)) for t in real.values()]
+    read = _read([*marks, *gradients, *probes])
+    found = [read[len(marks) :][: len(gradients)], read[len(marks) + len(gradients) :]]
+    left = iter([f"{int(mark):08x}" for (mark,) in read[: len(marks)]])
     rows = [f"{n} {tuple(t.shape)} {'' if n in real else next(left)}" for n, t in tensors.items()]
     rows += [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
-    numbers = entered.take()
-    for numbers_of in _read([probe(_folded(t)) for t in real.values()]):
+    numbers = [float(len(gradients)), *map(sum, zip(*found[0] or [[0.0] * 5]))]
+    for numbers_of in found[1]:
         numbers += [1.0, *numbers_of]
     text = f"{', '.join(rows)}; weights {' '.join([*left, weights_of.described(model)])}"
     return GroupState(text.rstrip(), tuple(real), tuple(numbers))
@@ -153,11 +160,16 @@ def _tensors(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
             yield from _tensors({str(i): item for i, item in enumerate(value)}, f"{path}.")
 
 
-def _read(tensors: Sequence[Tensor]) -> list[Any]:
-    """Small tensors as numbers, which waits once for each device."""
-    if len({t.device for t in tensors}) == 1:
-        return torch.stack(list(tensors)).tolist()
-    return [t.tolist() for t in tensors]
+def _read(tensors: Sequence[Tensor]) -> list[list[float]]:
+    """The numbers of small tensors, which fp64 holds; waits once for each device."""
+    numbers: list[list[float]] = [[] for _ in tensors]
+    for device in {t.device for t in tensors}:
+        places = [i for i, t in enumerate(tensors) if t.device == device]
+        parts = [tensors[i].reshape(-1).double() for i in places]
+        flat = iter(torch.cat(parts).tolist())
+        for i, part in zip(places, parts):
+            numbers[i] = [*itertools.islice(flat, part.numel())]
+    return numbers
 
 
 def _is_plain(p: Tensor) -> bool:
