@@ -115,7 +115,7 @@ def guide(page: str) -> str:
 
 def playing(match: re.Match) -> str:
     """The frame of the live page in place of its picture, and a link to it alone."""
-    style = "width: 100%; height: 72em; border: 1px solid #ccc"
+    style = "width: 1280px; height: 1130px; zoom: 0.54; border: 1px solid #ccc"
     frame = f'<iframe src="{LIVE}#1,282" title="{match[1]}" style="{style}"></iframe>'
     return f"{frame}\n\n[The page by itself]({LIVE})"
 

@@ -95,8 +95,9 @@ def rows(length: int, batch: int = 2) -> dict[str, Tensor]:
 
 
 def case(family: str, line: str, length: int, mode: str) -> pytest.param:
-    """A case; those of four ranks, or of layers of three kinds, take seconds."""
-    many = Layout.parse(line).world_size > 2 or family == "deepseek_v4"
+    """A case; those of four ranks, or of many kinds of layers, take seconds; some are alike."""
+    alike = family in ("glm_moe_dsa", "axk2") and "zigzag" not in line
+    many = Layout.parse(line).world_size > 2 or family == "deepseek_v4" or alike
     marks = [pytest.mark.slow] if many else []
     return pytest.param(family, line, length, mode, marks=marks)
 

@@ -28,7 +28,7 @@ from weft_integrations.transformers.mark import Mark
 from weft_integrations.transformers.verification.copies import InFP64
 
 #: Families with the attention of DeepSeek V3, besides those that are always tried.
-OTHERS = ["glm4_moe_lite", "youtu", "minicpm3", "mistral4", "longcat_flash", "axk1"]
+OTHERS = ["glm4_moe_lite", "youtu", "minicpm3", "longcat_flash", "axk1"]
 #: These choose their keys besides.
 CHOOSING = ["glm_moe_dsa", "hy_v4"]
 

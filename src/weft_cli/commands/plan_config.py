@@ -223,8 +223,8 @@ def _advice(row: Row, search: Groups, asked: Asked) -> list[str]:
     ]
     if row.loss == "chunked":
         lines.append(
-            "         loss: weft.losses.cross_entropy(hidden, head.weight, labels, layout), logits"
-            " of 1,024 tokens at a time"
+            "         loss: TRL's has chunks of its own; in a loop of yours"
+            " weft.losses.cross_entropy(hidden, head.weight, labels, layout)"
         )
     file = asked.write or "plan.toml"
     if row.layout.world_size > 1:
