@@ -95,8 +95,8 @@ class Costs:
         """The same costs with the largest as 1, rounded to a thousandth of it."""
         names: tuple[str, ...] = ("block", "q", "kv", "back_q", "back_kv", "latency")
         largest = max(getattr(self, name) for name in names) or 1.0
-        names += ("launch", "merge_q", "merge_kv")
-        scaled = {name: round(getattr(self, name) / largest, 3) for name in names}
+        parts = ("launch", "merge_q", "merge_kv")
+        scaled = {name: round(getattr(self, name) / largest, 3) for name in (*names, *parts)}
         return replace(self, **scaled, unit=self.unit * largest)
 
 
