@@ -288,6 +288,21 @@ def test_variables_are_named_after_their_values():
     assert not found, "; ".join(found)
 
 
+#: Names of local variables under which a reader learns nothing of the value.
+VAGUE = {"own", "made", "what", "more", "others"}
+
+
+def test_local_variables_are_nouns_of_their_values():
+    assert not [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.id}"
+        for path in SOURCES.values()
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE
+    ]
+
+
 def test_the_field_s_terms_are_used():
     old = {re.compile(rf"(?<![a-z])({word})(?![a-z])", re.I): OLD_WORDS[word] for word in OLD_WORDS}
     found = [

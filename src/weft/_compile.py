@@ -63,19 +63,19 @@ def restored(flat: tuple) -> Any:
 
     Raises `ShapeError` where an object that was made in the graph is not made again by its fields.
     """
-    made, *entries = flat
-    if isinstance(made, str):
-        return _named[made]
-    if made is None:
+    result, *entries = flat
+    if isinstance(result, str):
+        return _named[result]
+    if result is None:
         return entries[0]
     values = {name: restored(value) for name, value in entries}
     try:
-        again = made(**{field.name: values[field.name] for field in fields(made) if field.init})
+        again = result(**{field.name: values[field.name] for field in fields(result) if field.init})
     except TypeError:
         again = None
     if again is None or any(getattr(again, name) != value for name, value in values.items()):
         raise ShapeError(
-            f"{made.__name__} made inside a compiled function is not made again by its own fields "
-            f"{values}; make it outside and pass it in"
+            f"{result.__name__} made inside a compiled function is not made again by its own"
+            f" fields {values}; make it outside and pass it in"
         )
     return again

@@ -232,8 +232,8 @@ def _paths(code: types.CodeType) -> frozenset[tuple[str, ...]]:
 
 def _members(kind: type) -> dict[str, Any]:
     """Functions and attributes that a class itself defines."""
-    made = {"_abc_impl"} | (_GENERATED if dataclasses.is_dataclass(kind) else set())
-    members = {name: _unwrapped(member) for name, member in vars(kind).items() if name not in made}
+    result = {"_abc_impl"} | (_GENERATED if dataclasses.is_dataclass(kind) else set())
+    members = {name: _unwrapped(m) for name, m in vars(kind).items() if name not in result}
     functions = types.FunctionType
     return {n: m for n, m in members.items() if isinstance(m, functions) or n[:2] != "__"}
 
@@ -316,8 +316,8 @@ def beside_fields(value: Any) -> dict[str, Any]:
 def _attributes(value: Any) -> dict[str, Any]:
     """All attributes of an object; of one of weft's dataclasses, the fields."""
     kind: type = type(value)
-    names, own = _attribute_names(kind)
-    stored = {} if own else getattr(value, "__dict__", {})
+    names, local = _attribute_names(kind)
+    stored = {} if local else getattr(value, "__dict__", {})
     read = {name: held for name, held in stored.items() if name not in names["derived"]}
     return read | {n: getattr(value, n) for n in names["fixed"] if hasattr(value, n)}
 
@@ -331,8 +331,8 @@ def _attribute_names(kind: type) -> tuple[dict[str, frozenset[str]], bool]:
     fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
     derived |= {*OF_THIS_ONE}
     fixed = ({field.name for field in fields} | slots) - derived
-    own = kind.__module__.partition(".")[0] in PACKAGES
-    return {"derived": frozenset(derived), "fixed": frozenset(fixed)}, own
+    local = kind.__module__.partition(".")[0] in PACKAGES
+    return {"derived": frozenset(derived), "fixed": frozenset(fixed)}, local
 
 
 def is_frozen(dataclass: Any) -> bool:

@@ -207,15 +207,15 @@ def attention(
         op = torch.ops.weft.attention
         out, lse = op(q, k, v, learned, numbers, scale, softcap, handle)[:2]
     else:
-        more = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
-        bound = _bound(layout, axes, mask, length, *more, (q, k, v, sinks))
+        extra = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
+        bound = _bound(layout, axes, mask, length, *extra, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
         expansion = None if expand is None else as_expansion(expand)
         tried = None if expansion is None else _latents(bound, expansion, q, k, v)
         if expansion is not None and tried is None:
             k, v = expansion(k, v)
         if expansion is not None and tried is not None:
-            bound = _bound(layout, axes, mask, length, *more, (), tried.sizes)
+            bound = _bound(layout, axes, mask, length, *extra, (), tried.sizes)
             expander = Expander(expansion, tried.parameters, q)
             out, lse = attend_latents(bound, expander, q, k, v, learned, numbers)
         else:
@@ -409,18 +409,18 @@ def _plain_kind(choice: ChosenKeys | None) -> tuple[int, int, int, bool] | None:
     return rows, count, choice.block, choice.check
 
 
-def _number(what: str, value: float) -> float:
+def _number(label: str, value: float) -> float:
     if isinstance(value, Tensor) and value.requires_grad:
         raise UnsupportedError(
-            f"{what} is a number of the call and gets no gradient, found a tensor that requires one"
-            "; for a learned scale multiply q by it, or pass a number"
+            f"{label} is a number of the call and gets no gradient, found a tensor that requires"
+            " one; for a learned scale multiply q by it, or pass a number"
         )
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
     if isinstance(value, str | bool) or not math.isfinite(number):
-        raise ShapeError(f"{what} is a finite number, found {value!r:.80}")
+        raise ShapeError(f"{label} is a finite number, found {value!r:.80}")
     return number
 
 

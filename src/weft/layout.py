@@ -431,11 +431,11 @@ class Layout(LayoutDeclaration, Traceable):
                 "the device mesh has no dim names; make it with init_device_mesh(..., "
                 f"mesh_dim_names={tuple(self.mesh)})"
             )
-        for own, name in zip(self.mesh, names):
+        for local, name in zip(self.mesh, names):
             if name not in device_names:
                 raise DeclarationError(
-                    f"{self.source}: mesh dim {own!r} is not among the device mesh's dims"
-                    f" {device_names}{did_you_mean(name, device_names)}; rename={{{own!r}: ...}}"
+                    f"{self.source}: mesh dim {local!r} is not among the device mesh's dims"
+                    f" {device_names}{did_you_mean(name, device_names)}; rename={{{local!r}: ...}}"
                     " says which it is"
                 )
         if sorted(names, key=device_names.index) != names or len(set(names)) < len(names):

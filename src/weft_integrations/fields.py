@@ -154,16 +154,16 @@ class _Calls:
             failure = f"refused: {error}"
         tensors = {k: v for k, v in bound.arguments.items() if isinstance(v, Tensor)}
         shapes = {k: f"{tuple(v.shape)} of {v.dtype}" for k, v in tensors.items()}
-        what = f"a call of {type(self.model).__name__}.{name}"
-        self.layout.bound.agree(what, failure or str(shapes), self.mesh_dims)
+        label = f"a call of {type(self.model).__name__}.{name}"
+        self.layout.bound.agree(label, failure or str(shapes), self.mesh_dims)
         if failure:
             raise UnsupportedError(failure.removeprefix("refused: "))
         before = _generators()
-        made = run(*bound.args, **bound.kwargs)
+        result = run(*bound.args, **bound.kwargs)
         if before != _generators():
-            drawn = f"the state of random generators, from which {what} draws"
+            drawn = f"the state of random generators, from which {label} draws"
             self.layout.bound.agree(drawn, before, self.mesh_dims)
-        return made if self.keeps_fields else _whole(made)
+        return result if self.keeps_fields else _whole(result)
 
     def _split(self, name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
@@ -197,25 +197,25 @@ def _generators() -> str:
     return " ".join(digest.hexdigest() for digest in digests)
 
 
-def _whole(made: Any) -> Any:
+def _whole(result: Any) -> Any:
     """Outputs with whole tensors in place of fields."""
-    if isinstance(made, Field):
-        return made.full_tensor()
-    if isinstance(made, Mapping) or type(made) in (list, tuple):
-        keys = made.keys() if isinstance(made, Mapping) else range(len(made))
-        parts = [_whole(made[key]) for key in keys]
-        if type(made) in (list, tuple):
-            return type(made)(parts)
-        changed = copy.copy(made)
+    if isinstance(result, Field):
+        return result.full_tensor()
+    if isinstance(result, Mapping) or type(result) in (list, tuple):
+        keys = result.keys() if isinstance(result, Mapping) else range(len(result))
+        parts = [_whole(result[key]) for key in keys]
+        if type(result) in (list, tuple):
+            return type(result)(parts)
+        changed = copy.copy(result)
         for key, part in zip(keys, parts):
             changed[key] = part
         return changed
-    held = getattr(made, "__dict__", {})
+    held = getattr(result, "__dict__", {})
     if any(isinstance(value, Field) for value in held.values()):
-        changed = copy.copy(made)
+        changed = copy.copy(result)
         changed.__dict__.update({name: _whole(value) for name, value in held.items()})
         return changed
-    return made
+    return result
 
 
 __all__ = ["parallelize_fields"]

@@ -170,8 +170,8 @@ def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
     Args:
         merged: query chunks that have results; those of the block are added.
     """
-    plan, p, made = tile.plan, tile.plan.problem, tile.block(block)
-    rows, columns = count(made.q_spans), count(made.kv_spans)
+    plan, p, result = tile.plan, tile.plan.problem, tile.block(block)
+    rows, columns = count(result.q_spans), count(result.kv_spans)
     width = p.dtype.itemsize + 2 * plan.accum_dtype.itemsize
     numbers = plan.compute.query.heads * rows * (p.head_dim if tile.backward else p.value_dim)
     if not tile.backward and not merged.intersection(block.q):

@@ -48,7 +48,7 @@ class Checked:
         )
 
 
-def nearest(hardware: str, ranks: int, what: str = "call") -> Checked | None:
+def nearest(hardware: str, ranks: int, label: str = "call") -> Checked | None:
     """The set of measured rows nearest to a case, or None where nothing like it was measured.
 
     A set is near where its hardware file is the same and its ranks reach as far: rows inside one
@@ -57,12 +57,12 @@ def nearest(hardware: str, ranks: int, what: str = "call") -> Checked | None:
     Args:
         hardware: the name of a shipped hardware file; of any other there is no set.
         ranks: how many are planned for.
-        what: that is planned, an attention "call" or the "step" of a transformers model.
+        label: that is planned, an attention "call" or the "step" of a transformers model.
 
     >>> print(nearest("b200-8", 8).name, nearest("ethernet-laptops", 8))
     simumax None
     """
-    near = [each for each in _sets() if each.hardware == hardware and each.what == what]
+    near = [each for each in _sets() if each.hardware == hardware and each.what == label]
     if not near:
         return None
     machine = Hardware.load(hardware)

@@ -281,7 +281,7 @@ def measure(
     block = blocks[2 * SCALES.index(1)]
     speeds = _speeds(layout, problem, cores) if by_rank else ()
     memory = torch.cuda.mem_get_info()[1] if device == "cuda" else None
-    made = Measured(
+    result = Measured(
         block,
         links,
         together,
@@ -293,7 +293,7 @@ def measure(
         device=device,
         memory=memory,
     )
-    return replace(made, per_step=_per_step(layout, problem, made))
+    return replace(result, per_step=_per_step(layout, problem, result))
 
 
 def _speeds(layout: Layout, problem: Problem, cores: Mapping[str, int] | None) -> tuple[float, ...]:
@@ -520,8 +520,8 @@ def _per_step(layout: Layout, problem: Problem, measured: Measured) -> float:
 
     What the rest of the measured figures say of that call is taken off.
     """
-    axis, *others = problem.axes
-    if others or layout.world_size == 1 or set(layout.shard_dims(axis)) != set(layout.mesh):
+    axis, *rest = problem.axes
+    if rest or layout.world_size == 1 or set(layout.shard_dims(axis)) != set(layout.mesh):
         return 0.0
     rows = 8
     n = rows * layout.world_size
@@ -561,9 +561,9 @@ def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
 
     small, nbytes, run = message(SMALL, SMALL_REPEATS, SMALL_RUN), LARGE, LARGE_RUN[device]
     enough = max(ENOUGH_SECONDS, ENOUGH_TIMES * small.median)
-    others: dict[int, Sample] = {}
+    rest: dict[int, Sample] = {}
     while (large := message(nbytes, REPEATS, run)).median < enough and nbytes < LARGEST[device]:
-        others[nbytes] = large
+        rest[nbytes] = large
         nbytes *= 4
     if large.median <= small.median:
         raise WeftError(
@@ -579,17 +579,17 @@ def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
         transport, clocked(_pairs(transport, mesh_dim, nbytes, device), REPEATS, device)
     )
     return Link(
-        mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, pairs, others
+        mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, pairs, rest
     )
 
 
 def _pair(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Callable[[], None]:
     """The first rank and the one half a turn further send to each other; all others wait."""
     coords, ranks = transport.coords, transport.sizes[mesh_dim]
-    own, others = coords[mesh_dim], [c for d, c in coords.items() if d != mesh_dim]
-    if any(others) or own not in (0, ranks // 2):
+    here, rest = coords[mesh_dim], [c for d, c in coords.items() if d != mesh_dim]
+    if any(rest) or here not in (0, ranks // 2):
         return lambda: None
-    peer = ranks // 2 - own
+    peer = ranks // 2 - here
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     p2p = P2PBatch(mesh_dim, "rates", [(peer, sent)], [(peer, torch.empty_like(sent))])
     return lambda: transport.start(p2p)()
@@ -597,9 +597,9 @@ def _pair(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Call
 
 def _pairs(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Callable[[], None]:
     """Every rank sends its share to every other along a mesh dim."""
-    own, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+    here, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     sent = torch.zeros(nbytes // (ranks - 1), dtype=torch.uint8, device=device)
-    peers = [rank for rank in range(ranks) if rank != own]
+    peers = [rank for rank in range(ranks) if rank != here]
     received = [(peer, torch.empty_like(sent)) for peer in peers]
     p2p = P2PBatch(mesh_dim, "rates", [(peer, sent) for peer in peers], received)
     return lambda: transport.start(p2p)()
@@ -627,9 +627,9 @@ def _shift(
     """
     batches = []
     for mesh_dim, size in nbytes.items():
-        own, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+        here, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
         sent = torch.zeros(size, dtype=torch.uint8, device=device)
-        right, left = ((own + 1) % ranks, sent), ((own - 1) % ranks, torch.empty_like(sent))
+        right, left = ((here + 1) % ranks, sent), ((here - 1) % ranks, torch.empty_like(sent))
         batches.append(P2PBatch(mesh_dim, "rates", [right], [left]))
 
     def shift() -> None:

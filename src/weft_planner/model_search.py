@@ -71,8 +71,8 @@ class ModelChoice:
     @property
     def name(self) -> str:
         """In a word or two."""
-        others = "".join(f"; {kind} on {each.name}" for kind, each in self.layouts.items())
-        return self.layout.name + others
+        rest = "".join(f"; {kind} on {each.name}" for kind, each in self.layouts.items())
+        return self.layout.name + rest
 
     @property
     def memory(self) -> int:
@@ -130,24 +130,24 @@ class ModelSearch:
         )[:counted]
         todo: list[tuple[Layout, dict[str, Layout]]] = [(layout, {}) for _, layout in guesses]
         todo += list(self._resharded())[:counted]
-        made = []
+        result = []
         for number, (layout, layouts) in enumerate(todo):
             tell(number, len(todo))
             choice = self._choice(layout, layouts)
             if choice is not None:
-                made.append(choice)
-        if not made:
+                result.append(choice)
+        if not result:
             why = "; ".join(f"{n}: {reason}" for reason, n in self.refused.items())
             raise UnsupportedError(
                 f"no layout of {self.devices:,} devices fits model {self.spec.name!r}: "
                 f"{why or 'no axis is long enough'}"
             )
-        return sorted(made, key=lambda choice: choice.time.total)
+        return sorted(result, key=lambda choice: choice.time.total)
 
     def _choice(self, layout: Layout, layouts: Mapping[str, Layout]) -> ModelChoice | None:
         try:
-            own = {block.kind for block in self.spec.attends}.difference(layouts)
-            check_fit(self.spec, layout, own)
+            local = {block.kind for block in self.spec.attends}.difference(layouts)
+            check_fit(self.spec, layout, local)
             ranks = sorted({0, self.devices - 1})
             sizes = (self.batch, self.lengths, self.dtype, self.gradients, ranks, layouts)
             count = busiest(count_steps(layout, self.spec, *sizes))
@@ -208,9 +208,9 @@ class ModelSearch:
                 return f"{self.sizes[axis]:,} {axis} are fewer than the ranks that would split them"
         for use in uses:
             if use.role == "axial":  # trades places with sequences of the other axes
-                others = [axis for axis in self.spec.axes[:-1] if axis != use.axis]
+                rest = [axis for axis in self.spec.axes[:-1] if axis != use.axis]
                 traded = math.prod(u.ways for u in uses if (u.axis, u.role) == (use.axis, "axial"))
-                local = math.prod(-(-self.sizes[axis] // ways.get(axis, 1)) for axis in others)
+                local = math.prod(-(-self.sizes[axis] // ways.get(axis, 1)) for axis in rest)
                 if local % traded:
                     return f"sequences of {use.axis} do not divide over the ranks of axial"
         tensor = ways.get(HEADS, 1)

@@ -81,10 +81,10 @@ def why_second(choices: Choices, bounds: Bounds) -> str | None:
         )
     share = slower_by / choices.seconds(best)
     parts = _parts(second, bounds, choices.passes), _parts(best, bounds, choices.passes)
-    more = {name: parts[0].get(name, 0.0) - parts[1].get(name, 0.0) for name in parts[0]}
+    extra = {name: parts[0].get(name, 0.0) - parts[1].get(name, 0.0) for name in parts[0]}
     named = [
         f"{name} takes {show_time(seconds)} longer"
-        for name, seconds in sorted(more.items(), key=lambda item: -item[1])
+        for name, seconds in sorted(extra.items(), key=lambda item: -item[1])
         if slower_by > 0 and seconds > _PART * slower_by
     ]
     because = f": {', '.join(named[:2])}" if named else ""
@@ -121,7 +121,7 @@ def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
     half = tuple((max(1, n // 2), max(1, m // 2)) for n, m in problem.lengths)
     if len(half) == 1 and (isinstance(problem.mask, Full) or is_causal(problem)):
         cases.append((f"With {half[0][0]:,} tokens", hardware, replace(problem, lengths=half)))
-    for what, machine, call in cases:
+    for label, machine, call in cases:
         other = replace(search, hardware=machine, problem=call)
         stay = other.clock(choices.best.candidate)
         for choice in choices.choices[1:tries]:
@@ -129,17 +129,17 @@ def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
         try:
             after = other.run(least=2 * tries, gap=1.0, work=math.inf)
         except UnsupportedError:
-            yield f"{what}: no layout would fit."
+            yield f"{label}: no layout would fit."
             continue
         if stay is None:
-            yield f"{what}: {after.best.layout.name}; {choices.best.layout.name} would not fit."
+            yield f"{label}: {after.best.layout.name}; {choices.best.layout.name} would not fit."
             continue
         gain = after.seconds(stay) / min(map(after.seconds, after.choices)) - 1
         if gain <= SAME:  # as fast as any other: no reason to change
-            yield f"{what}: the same, {show_time(after.seconds(stay))}."
+            yield f"{label}: the same, {show_time(after.seconds(stay))}."
         else:
             yield (
-                f"{what}: {after.best.layout.name}, {show_time(after.seconds(after.best))}; "
+                f"{label}: {after.best.layout.name}, {show_time(after.seconds(after.best))}; "
                 f"{choices.best.layout.name} would be {digits(100 * gain)} % slower."
             )
 

@@ -186,8 +186,8 @@ class Search:
             tell(len(self._clocked))
             self.clock(c)
         unseen = [bounds[c] for c in self.every if c not in self._clocked]
-        made = [choice for choice in self._clocked.values() if choice is not None]
-        if not made:
+        result = [choice for choice in self._clocked.values() if choice is not None]
+        if not result:
             why = "; ".join(
                 f"{reason} ({n} layout{'s' * (n > 1)})" for reason, n in self.refused.items()
             )
@@ -195,13 +195,13 @@ class Search:
                 f"no layout of {self.devices:,} devices fits this call: "
                 f"{why or 'none uses these strategies'}"
             )
-        made.sort(key=lambda choice: (self._seconds(choice), choice.layout.name))
-        _refuse_endless(self._seconds(made[0]))
-        limit = (1 + min(gap, SAME)) * self._seconds(made[0])
-        close = sorted((c for c in made if self._seconds(c) <= limit), key=self._burden)
+        result.sort(key=lambda choice: (self._seconds(choice), choice.layout.name))
+        _refuse_endless(self._seconds(result[0]))
+        limit = (1 + min(gap, SAME)) * self._seconds(result[0])
+        close = sorted((c for c in result if self._seconds(c) <= limit), key=self._burden)
         passes = "forward" if self.forward_only else "both"
         return Choices(
-            (*close, *made[len(close) :]),
+            (*close, *result[len(close) :]),
             len(self.every),
             max(0.0, 1 - min(unseen, default=math.inf) / self._best()),
             dict(self.refused),
@@ -287,9 +287,9 @@ def _refuse_endless(seconds: float) -> None:
 
 def call_memory(plan: Plan, forward_only: bool = False) -> int:
     """Bytes of a rank for one call: its own tensors, and what it holds for others at most."""
-    own = forecast_of(plan).rest_bytes * (1 if forward_only else 2)
+    local = forecast_of(plan).rest_bytes * (1 if forward_only else 2)
     passes = [plan.forward] if forward_only else [plan.forward, plan.backward]
-    return own + max(memory_bound(each).nbytes for each in passes)
+    return local + max(memory_bound(each).nbytes for each in passes)
 
 
 def bounded_by(bounds: Iterable[LowerBound], total: float) -> str:

@@ -214,11 +214,11 @@ def _moved(when: str, reports: Mapping[Layout, TrafficReport]) -> Iterator[Moved
         for key, nbytes in sorted(report.received.items()):
             planned = report.predicted.received[key]
             calls = report.calls[key], report.predicted.calls[key]
-            dim, what = key
+            dim, label = key
             if planned:
-                yield Moved(when, dim, what, planned, calls[1], True, mesh)
+                yield Moved(when, dim, label, planned, calls[1], True, mesh)
             if nbytes > planned:
-                yield Moved(when, dim, what, nbytes - planned, calls[0] - calls[1], False, mesh)
+                yield Moved(when, dim, label, nbytes - planned, calls[0] - calls[1], False, mesh)
 
 
 def _sharded(layout: Layout, way: str, nbytes: int) -> list[Moved]:
@@ -236,8 +236,8 @@ def _sharded(layout: Layout, way: str, nbytes: int) -> list[Moved]:
         kinds.append(("gradients", "gradients (fsdp)", 1))
     mesh = tuple(layout.mesh.items())
     return [
-        Moved(when, dims, what, times * share, times * (ranks - 1), False, mesh)
-        for when, what, times in kinds
+        Moved(when, dims, label, times * share, times * (ranks - 1), False, mesh)
+        for when, label, times in kinds
     ]
 
 

@@ -74,8 +74,8 @@ def model_work(
         one = one.to(torch.device(device))
         x = one.inputs.to(dtype) if one.inputs.is_floating_point() else one.inputs
         forward = functools.partial(model, x, **one.given)
-    others = [block.layout for block in getattr(model, "blocks", ()) if layouts]
-    used = tuple(dict.fromkeys([layout, *others]))
+    rest = [block.layout for block in getattr(model, "blocks", ()) if layouts]
+    used = tuple(dict.fromkeys([layout, *rest]))
     return Work(forward, leaves, lambda: layout.sync_gradients(model), used)
 
 
@@ -137,22 +137,22 @@ def masks_of_call(spec: ModelSpec, sizes: Mapping[str, int]) -> dict[str, Any]:
     >>> masks_of_call(spec, {"batch": 2, "t": 8})
     {'padding': (6, 6)}
     """
-    made: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for block in spec.attends:
         n, m = _queries_and_keys(spec, block, sizes)
         for name, value in block.mask:
             if name == "given":
-                made[value] = Full()
+                result[value] = Full()
             elif value is None and name in block.masks_of_call:
                 parameter = _parameter(name, n, m, _sequences(spec, block, sizes))
-                if made.setdefault(name, parameter) != parameter:
+                if result.setdefault(name, parameter) != parameter:
                     if name not in ("first-keys", "prefix"):
                         raise UnsupportedError(
                             f"model {spec.name!r}: its blocks take {name!r} of several lengths from"
                             " one call; give these masks in the file"
                         )
-                    made[name] = min(made[name], parameter)
-    return made
+                    result[name] = min(result[name], parameter)
+    return result
 
 
 def _parameter(name: str, n: int, m: int, sequences: int) -> Any:

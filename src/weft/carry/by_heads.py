@@ -68,13 +68,13 @@ def traded(
         placed = redistribute(torch.cat(flat, 3), layout, other, transports, axes, lengths)
         for i, part in zip(which, placed.split([x.shape[3] for x in flat], 3)):
             moved[i] = _by_head(part, inputs[i].shape[3:])
-    (own,), (by_other,) = (each.spans(HEADS, lengths[HEADS]) for each in (layout, other))
+    (local,), (by_other,) = (each.spans(HEADS, lengths[HEADS]) for each in (layout, other))
 
     def cut(x: Tensor) -> Tensor:
         if len(x) == 1:
             return x
         n = len(x) // units
-        return x.narrow(0, (by_other.start - own.start) * n, by_other.count * n)
+        return x.narrow(0, (by_other.start - local.start) * n, by_other.count * n)
 
     out = run(other, *(moved[i] for i in range(len(inputs))), *map(cut, per_head))
     back = redistribute(

@@ -55,8 +55,8 @@ def chained(
         if not piece.count:
             outs[i] = [step(i, group, zero)[0] for group, zero in enumerate(zeros)]
     flat = _Close.apply(chain, baton, *(out for group in outs for out in group))
-    made = iter(flat)
-    return [[next(made) for _ in group] for group in outs]
+    result = iter(flat)
+    return [[next(result) for _ in group] for group in outs]
 
 
 class _Chain:

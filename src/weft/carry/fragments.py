@@ -134,7 +134,7 @@ class Fragments:
     @functools.cached_property
     def chains(self) -> tuple[tuple[tuple[int, int], ...], ...]:
         """(chunk, piece) of the pieces of every document that has several, in order."""
-        made: list[list[tuple[int, int]]] = []
+        result: list[list[tuple[int, int]]] = []
         pieces = (
             (piece.start, piece.begins, c, i)
             for c, chunk in enumerate(self.chunks)
@@ -143,9 +143,9 @@ class Fragments:
         )
         for _, begins, chunk, i in sorted(pieces):
             if begins:
-                made.append([])
-            made[-1].append((chunk, i))
-        return tuple(tuple(chain) for chain in made if len(chain) > 1)
+                result.append([])
+            result[-1].append((chunk, i))
+        return tuple(tuple(chain) for chain in result if len(chain) > 1)
 
     # -- from one rank to the next -------------------------------------------------------------
 
@@ -181,14 +181,14 @@ class Fragments:
         the last round all are held.
         """
         below = [0, *itertools.accumulate(self.counts)]
-        made, inner = [], 1
+        result, inner = [], 1
         for name, size in reversed(self.mesh):
             base = chunk - chunk % (inner * size)
             ends = [below[base + i * inner] for i in range(size + 1)]
             if size > 1:
-                made.append((name, tuple(itertools.pairwise(ends))))
+                result.append((name, tuple(itertools.pairwise(ends))))
             inner *= size
-        return tuple(made)
+        return tuple(result)
 
 
 class Stage(NamedTuple):
@@ -275,12 +275,12 @@ class StateExchange(StatesPass):
     def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
         rounds = self.fragments.rounds(self.chunk)
         for mesh_dim, held in reversed(rounds) if backward else rounds:
-            own = self.fragments.coordinate(self.chunk, mesh_dim)
+            local = self.fragments.coordinate(self.chunk, mesh_dim)
             sizes = [(high - low) * self.nbytes for low, high in held]
             messages: list[PlannedMessage] = []
             for peer, size in enumerate(sizes):
-                if peer != own:
-                    out, back = (size, sizes[own]) if backward else (sizes[own], size)
+                if peer != local:
+                    out, back = (size, sizes[local]) if backward else (sizes[local], size)
                     messages.append(PlannedMessage(mesh_dim, peer, out, True))
                     messages.append(PlannedMessage(mesh_dim, peer, back, False))
             yield messages
@@ -320,11 +320,11 @@ def fragments(
         documents.check(length, length, 1)
         lengths = cast(tuple[int, ...], documents.lengths)  # not per sample
         starts = (0, *itertools.accumulate(lengths))[:-1]
-    made = _fragments(mesh, shard_spans(length, tuple(n for _, n in mesh), order), starts)
-    most = max(made.counts)
+    result = _fragments(mesh, shard_spans(length, tuple(n for _, n in mesh), order), starts)
+    most = max(result.counts)
     if most > MOST_FRAGMENTS:
         raise _too_many(layout, axis, f"a rank has {most} fragments, of {MOST_FRAGMENTS} at most")
-    return made
+    return result
 
 
 def check_carried(layout: LayoutDeclaration, axis: str) -> None:
@@ -412,7 +412,7 @@ def _pieces(spans: Spans, starts: tuple[int, ...]) -> tuple[Piece, ...]:
 def _relay(plan: Fragments) -> tuple[tuple[Stage, ...], ...]:
     """The stages of every chunk."""
     sizes = dict(plan.mesh)
-    made: list[list[Stage]] = [[] for _ in plan.chunks]
+    result: list[list[Stage]] = [[] for _ in plan.chunks]
     pieces = sorted(
         (piece.start, c, i)
         for c, chunk in enumerate(plan.chunks)
@@ -432,12 +432,12 @@ def _relay(plan: Fragments) -> tuple[tuple[Stage, ...], ...]:
                 here, came = index_at(sizes, sizes, at), source
                 source, at = (name, at[name]), {**at, name: goes}
                 if here == before:
-                    made[here][-1] = made[here][-1]._replace(target=(name, goes))
+                    result[here][-1] = result[here][-1]._replace(target=(name, goes))
                 else:
-                    made[here].append(Stage(-1, came, (name, goes)))
-        made[chunk].append(Stage(i, source, None, begins))
+                    result[here].append(Stage(-1, came, (name, goes)))
+        result[chunk].append(Stage(i, source, None, begins))
         before = chunk
-    return tuple(map(tuple, made))
+    return tuple(map(tuple, result))
 
 
 @cached(256)

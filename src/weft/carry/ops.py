@@ -39,9 +39,9 @@ class StatesPassing(Passing):
         maps[low : low + len(x)] = x
         for mesh_dim, held in fragments.rounds(chunk):
             at = channel.coords[mesh_dim]
-            others = [i for i in range(len(held)) if i != at]
-            sends = [(i, maps[slice(*held[at])].view(-1)) for i in others]
-            receives = [(i, maps[slice(*held[i])].view(-1)) for i in others]
+            rest = [i for i in range(len(held)) if i != at]
+            sends = [(i, maps[slice(*held[at])].view(-1)) for i in rest]
+            receives = [(i, maps[slice(*held[i])].view(-1)) for i in rest]
             channel.start(P2PBatch(mesh_dim, self.plan.label, sends, receives))()
         return maps
 
@@ -52,10 +52,10 @@ class StatesPassing(Passing):
         for mesh_dim, held in reversed(self.plan.fragments.rounds(self.plan.chunk)):
             at = channel.coords[mesh_dim]
             parts = [grad[low - base : high - base] for low, high in held]
-            others = [i for i in range(len(held)) if i != at]
-            sends = [(i, parts[i].view(-1)) for i in others]
-            summands = {i: torch.empty_like(parts[at]) for i in others} | {at: parts[at]}
-            receives = [(i, summands[i].view(-1)) for i in others]
+            rest = [i for i in range(len(held)) if i != at]
+            sends = [(i, parts[i].view(-1)) for i in rest]
+            summands = {i: torch.empty_like(parts[at]) for i in rest} | {at: parts[at]}
+            receives = [(i, summands[i].view(-1)) for i in rest]
             channel.start(P2PBatch(mesh_dim, f"d{self.plan.label}", sends, receives))()
             grad, base = _sum([summands[i] for i in range(len(held))]), held[at][0]
         return grad.clone()
@@ -131,8 +131,8 @@ class TreePassing(Passing):
 
         gradients = self._swept(channel, leaf, x, True)
         states = {i: row.view(b_shape) for i, row in zip(self._reading, out)}
-        made = torch.zeros_like(x)
-        for row, piece in zip(made, self._giving):
+        result = torch.zeros_like(x)
+        for row, piece in zip(result, self._giving):
             if piece not in gradients:
                 continue
             leaving = gradients[piece]
@@ -141,7 +141,7 @@ class TreePassing(Passing):
                 state = states[piece]
                 da = leaving @ state.mT if self.matrix else (leaving * state).sum_to_size(a_shape)
                 row[: math.prod(a_shape)] = da.flatten()
-        return made
+        return result
 
     def shape(self, x: Tensor) -> Sequence[int]:
         return len(self._reading), math.prod(self.shapes[1])
@@ -165,11 +165,11 @@ class TreePassing(Passing):
         `like`.
         """
         plan, (a_shape, b_shape) = self.plan, self.shapes
-        made, label = state_tree(plan.fragments, backward), f"{'d' * backward}{plan.label}"
+        result, label = state_tree(plan.fragments, backward), f"{'d' * backward}{plan.label}"
         apply = torch.matmul if self.matrix else torch.mul
         held: dict[Value, Map] = {}
         entering: dict[int, Value] = {}
-        for chain, leaves in enumerate(made.chains):
+        for chain, leaves in enumerate(result.chains):
             for at, (chunk, piece) in enumerate(leaves):
                 if chunk == plan.chunk and at:
                     entering[piece] = Value(chain, 0, at)
@@ -190,7 +190,7 @@ class TreePassing(Passing):
             a, b = flat.split([math.prod(a_shape), math.prod(b_shape)])
             return a.view(a_shape), b.view(b_shape)
 
-        for step in made.rounds[plan.chunk]:
+        for step in result.rounds[plan.chunk]:
             for fold in step.folds:
                 held[fold.made] = folded(fold)
             waits, received = [], []

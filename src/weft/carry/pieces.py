@@ -182,20 +182,20 @@ class LocalPieces:
                 )
             if piece.ends:
                 packed.append(torch.cat([x.flatten(), y.flatten()]))
-        own = _after(torch.stack(packed), of)[: self._own]
+        local = _after(torch.stack(packed), of)[: self._own]
         if not self._moves:
-            return self._composed(own, a, b, apply)
+            return self._composed(local, a, b, apply)
         by = "a matrix" if apply is torch.matmul else "numbers"
-        described = f"{by} A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(own)}"
+        described = f"{by} A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(local)}"
         if self._of_maps(a, b) == "tree":
             shapes = tuple(a.shape), tuple(b.shape), apply is torch.matmul
-            entering = self._pass(_TREE, own, f"in a tree, {described}", own.itemsize, *shapes)
+            entering = self._pass(_TREE, local, f"in a tree, {described}", local.itemsize, *shapes)
             states = [_zeros_after(entering, b.shape)] * len(self.pieces)
             for at, i in enumerate(self._reading):
                 states[i] = entering[at].view(b.shape)
             return states
-        own = self._pass(_STATES, own, described, own.shape[1] * own.itemsize)
-        return self._composed(own, a, b, apply)
+        local = self._pass(_STATES, local, described, local.shape[1] * local.itemsize)
+        return self._composed(local, a, b, apply)
 
     def in_chain(
         self,
@@ -221,9 +221,9 @@ class LocalPieces:
         named = self.layout.state_transport(self.axis)
         if named != "auto" or not self._moves or torch.compiler.is_dynamo_compiling():
             return named == "chain"
-        numbers, more = math.prod(state), math.prod(matrix)
-        factor = 1 + more / numbers if widened and numbers else 1.0
-        of = Carried(numbers * dtype.itemsize, more * dtype.itemsize, numbers, factor)
+        numbers, extra = math.prod(state), math.prod(matrix)
+        factor = 1 + extra / numbers if widened and numbers else 1.0
+        of = Carried(numbers * dtype.itemsize, extra * dtype.itemsize, numbers, factor)
         layout, device = self.layout.unbound, like.device.type
         return ways_of(layout, self.axis, self.length, device, of).way == "chain"
 
@@ -235,31 +235,31 @@ class LocalPieces:
         flat = flattened(self.layout), self.axis, self.length, b.device.type
         return _composed_by(*flat, b.numel(), a.numel(), b.itemsize)
 
-    def _pass(self, label: str, x: Tensor, described: str, nbytes: int, *more: Any) -> Tensor:
-        """Runs the op of a label; `nbytes` and `more` as for `passing`."""
+    def _pass(self, label: str, x: Tensor, described: str, nbytes: int, *extra: Any) -> Tensor:
+        """Runs the op of a label; `nbytes` and `extra` as for `passing`."""
         run = _OPS[label]
         if in_graph(x):
             flat = flattened(self.layout), self.axis, self.length, flattened(self.documents)
-            return run(x, _traced(*flat, self.name, label, described, x.is_cuda, nbytes, more))[0]
-        made = self.passing(label, described, x.is_cuda, nbytes, *more)
-        handles.keep(made.handle, made)
-        return run(x, made.handle)[0]
+            return run(x, _traced(*flat, self.name, label, described, x.is_cuda, nbytes, extra))[0]
+        result = self.passing(label, described, x.is_cuda, nbytes, *extra)
+        handles.keep(result.handle, result)
+        return run(x, result.handle)[0]
 
-    def passing(self, kind: str, described: str, ahead: bool, nbytes: int, *more: Any) -> Passing:
+    def passing(self, kind: str, described: str, ahead: bool, nbytes: int, *extra: Any) -> Passing:
         """A pass of states or columns, for their ops.
 
         `nbytes` are those of a map or a column; where maps are composed in a tree, of a number.
-        `more` is, of a tree, the shapes of A and b and whether A is a matrix; of a halo, the dim of
-        the tokens and the fields of its windows.
+        `extra` is, of a tree, the shapes of A and b and whether A is a matrix; of a halo, the dim
+        of the tokens and the fields of its windows.
         """
         exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
         if kind == _STATES:
             return StatesPassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
         if kind == _HALO:
-            dim, *window = more
+            dim, *window = extra
             wanted = self.plan.around(Windows(*window))
             return TakePassing(TakePass(wanted, self.chunk, nbytes), exchange, dim)
-        a, b, matrix = more
+        a, b, matrix = extra
         state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
         plan = TreeExchange(self.plan, self.chunk, state, state + matrices)
         return TreePassing(plan, exchange, (a, b), matrix)
@@ -351,18 +351,18 @@ class LocalPieces:
             return x.split([n * each for n in sizes], dim) if each else [x] * len(sizes)
 
         parts = [list(zip(*(groups(x, 2) for x in part))) for part in self.split(1, *inputs)]
-        more = [tuple(groups(x, 0)[i] for x in per_head) for i in range(len(sizes))]
+        extra = [tuple(groups(x, 0)[i] for x in per_head) for i in range(len(sizes))]
 
         def step(piece: int, group: int, state: Tensor) -> tuple[Tensor, Tensor]:
             inputs_of_group = parts[piece][group]
             if not self.layout.reproducible:
-                out, end = run(*inputs_of_group, *more[group], state)
+                out, end = run(*inputs_of_group, *extra[group], state)
                 return out, end.to(state.dtype)
             # In products of several matrices the bits of one may depend on how many there are.
             counts = self._blocks(self.pieces[piece])
             rows = zip(*(x.split(1) for x in (*inputs_of_group, state)))
-            made = [_in_blocks(run, counts, row[:-1], more[group], row[-1]) for row in rows]
-            return torch.cat([out for out, _ in made]), torch.cat([end for _, end in made])
+            result = [_in_blocks(run, counts, row[:-1], extra[group], row[-1]) for row in rows]
+            return torch.cat([out for out, _ in result]), torch.cat([end for _, end in result])
 
         outs = self.chain(step, groups(zero, 1), (*inputs, *per_head))
         return self.join(1, [torch.cat(group, 2) for group in outs])
@@ -464,13 +464,13 @@ def _in_blocks(
     run: Callable[..., tuple[Tensor, Tensor]],
     counts: list[int],
     inputs: Sequence[Tensor],
-    more: Sequence[Tensor],
+    extra: Sequence[Tensor],
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """A recurrence over a piece in blocks of so many tokens: output, and state that leaves."""
     outs = []
     for part in zip(*(x.split(counts, 1) for x in inputs)):
-        out, end = run(*part, *more, state)
+        out, end = run(*part, *extra, state)
         state = end.to(state.dtype)
         outs.append(out)
     return torch.cat(outs, 1), state
@@ -539,8 +539,8 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
 @constant_in_graphs
 def _plain_cuts(pieces: tuple, window: tuple) -> tuple:
     """The cuts of pieces by windows, as plain numbers."""
-    made = (cut_run(start, count, Windows(*window)) for start, count, _, _ in pieces)
-    return tuple((tuple(part), windows) for part, windows in made)
+    result = (cut_run(start, count, Windows(*window)) for start, count, _, _ in pieces)
+    return tuple((tuple(part), windows) for part, windows in result)
 
 
 @constant_in_graphs
@@ -554,11 +554,11 @@ def _traced(
     described: str,
     ahead: bool,
     nbytes: int,
-    more: tuple,
+    extra: tuple,
 ) -> str:
     """A handle of a pass that a graph may keep."""
     pieces = LocalPieces(restored(layout), axis, length, restored(documents), name)
-    return pieces.passing(label, described, ahead, nbytes, *more).keep_traced()
+    return pieces.passing(label, described, ahead, nbytes, *extra).keep_traced()
 
 
 @constant_in_graphs
@@ -577,12 +577,12 @@ def _zeros_after(x: Tensor, shape: Sequence[int]) -> Tensor:
     return _After.apply(x.new_zeros(shape), x) if _wanted(x) else x.new_zeros(shape)
 
 
-def _after(x: Tensor, others: Sequence[Tensor]) -> Tensor:
+def _after(x: Tensor, rest: Sequence[Tensor]) -> Tensor:
     """The same tensor, whose backward pass goes on to others."""
-    others = [t for t in others if in_graph(x) or _wanted(t)]
+    rest = [t for t in rest if in_graph(x) or _wanted(t)]
     if not in_graph(x):
-        return _After.apply(x, *others) if others else x
-    for t in others:
+        return _After.apply(x, *rest) if rest else x
+    for t in rest:
         x = x + torch.ops.weft.zeros_after(t, ()).to(x.dtype)
     return x
 
@@ -593,8 +593,8 @@ def _wanted(x: Tensor) -> bool:
 
 class _After(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = len(others)
+    def forward(ctx: Any, x: Tensor, *rest: Tensor) -> Tensor:
+        ctx.others = len(rest)
         return x.view_as(x)
 
     @staticmethod

@@ -43,14 +43,14 @@ def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
     >>> all(claim.ok for claim in prove_states(Layout.parse("tokens: tile=2x2"), "tokens", 37))
     True
     """
-    made, placed = [], layout
+    result, placed = [], layout
     if layout.carries_by_heads(axis):
         placed = by_heads(layout, axis)
         if layout.world_size <= MOST_CHUNKS:
-            made.append(_prove_trade(layout, placed, axis, length))
+            result.append(_prove_trade(layout, placed, axis, length))
     striped = placed.order.get(axis) == "striped"
     if striped or not 1 < placed.size(axis) <= MOST_CHUNKS:
-        return made
+        return result
     packed = None if length < 4 else Documents((1, length // 2, length - length // 2 - 1))
     plans = [fragments(placed, axis, length, documents) for documents in (None, packed)]
     claims = {
@@ -61,9 +61,9 @@ def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
     }
     how = f"{len(plans[0].slots)} runs on {placed.size(axis)} ranks"
     places = [d for plan in plans for d in place_defects(plan, placed, axis, length)]
-    return made + [
-        Claim(what, how, tuple([*places, *(d for p in plans for d in find(p))][:3]))
-        for what, find in claims.items()
+    return result + [
+        Claim(label, how, tuple([*places, *(d for p in plans for d in find(p))][:3]))
+        for label, find in claims.items()
     ]
 
 
@@ -78,8 +78,8 @@ def _prove_trade(layout: Layout, other: Layout, axis: str, length: int) -> Claim
             for rank in range(before.ranks)
         ]
         defects += move_defects(before, after, lengths, moves)
-    what = "tokens for heads, and back: each once, in its place, and every message expected"
-    return Claim(what, f"{2 * heads} heads on {layout.world_size} ranks", tuple(defects[:3]))
+    label = "tokens for heads, and back: each once, in its place, and every message expected"
+    return Claim(label, f"{2 * heads} heads on {layout.world_size} ranks", tuple(defects[:3]))
 
 
 def move_defects(
@@ -147,17 +147,17 @@ def place_defects(plan: Fragments, layout: Layout, axis: str, length: int) -> It
 def composition_defects(plan: Fragments) -> Iterator[str]:
     """Defects of states composed of all ranks' maps."""
     starts = _documents(plan)
-    own = [range(low, high) for low, high in _ranges(plan)]
+    local = [range(low, high) for low, high in _ranges(plan)]
     for chunk, pieces in enumerate(plan.chunks):
         inner = 1
-        held = own[chunk]
+        held = local[chunk]
         for mesh_dim, ranges in plan.rounds(chunk):
             at = plan.coordinate(chunk, mesh_dim)
             step = inner * at
             for i, (low, high) in enumerate(ranges):
                 peer = chunk - step + inner * i
                 first = peer - peer % inner
-                block = own[first : first + inner]
+                block = local[first : first + inner]
                 if (low, high) != (block[0].start, block[-1].stop):
                     yield f"chunk {chunk}: expects other maps along {mesh_dim} than {peer} has"
             held = range(ranges[0][0], ranges[-1][1])
@@ -223,7 +223,7 @@ def tree_defects(plan: Fragments) -> Iterator[str]:
         yield from sweep_defects(plan, state_tree(plan, backward), backward)
 
 
-def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
+def sweep_defects(plan: Fragments, result: Tree, backward: bool) -> Iterator[str]:
     """Defects of the rounds of a tree, forward or in reverse."""
     which, starts = "gradients" if backward else "states", _documents(plan)
     documents: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by their first token
@@ -237,7 +237,7 @@ def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
         order = [(chunk, i) for _, chunk, i in sorted(document, reverse=backward)]
         expected |= {leaf: order[:at] for at, leaf in enumerate(order) if at}
     held: list[dict[Value, list[tuple[int, int]]]] = [{} for _ in plan.chunks]
-    for number, chain in enumerate(made.chains):
+    for number, chain in enumerate(result.chains):
         for at, leaf in enumerate(chain):
             held[leaf[0]][Value(number, at, at + 1)] = [leaf]
     sent: dict[tuple[int, int], deque] = defaultdict(deque)
@@ -245,7 +245,7 @@ def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
 
     def script(chunk: int) -> Iterator[Wait]:
         here = held[chunk]
-        for step in made.rounds[chunk]:
+        for step in result.rounds[chunk]:
             for fold in step.folds:
                 if fold.before not in here or fold.after not in here:
                     defects.append(f"{which}: chunk {chunk} has not what makes {fold.made}")
@@ -271,7 +271,7 @@ def sweep_defects(plan: Fragments, made: Tree, backward: bool) -> Iterator[str]:
         yield f"{which}: ranks wait for each other: {stuck}, or messages are left"
     found = {
         leaf: held[leaf[0]].get(Value(number, 0, at))
-        for number, leaves in enumerate(made.chains)
+        for number, leaves in enumerate(result.chains)
         for at, leaf in enumerate(leaves)
         if at
     }

@@ -86,11 +86,11 @@ def scan(
         scanned.append((products, sums))
         maps.append((_last(products, dim), _last(sums, dim)))
     states = pieces.states(maps, apply, of=(decay, update))
-    made = [
+    result = [
         sums if piece.begins else sums + apply(products, state.unsqueeze(dim))
         for piece, (products, sums), state in zip(pieces.pieces, scanned, states)
     ]
-    return pieces.join(dim, made, states)
+    return pieces.join(dim, result, states)
 
 
 def halo(
@@ -177,26 +177,26 @@ def halo(
                 )
         return _over_box(fn, x, windows)
     ((pieces, window, at),) = windows
-    made, strips = [], pieces.around(x, window, at)
+    result, strips = [], pieces.around(x, window, at)
     for piece, (before, after, outputs), (part,) in zip(pieces.pieces, strips, pieces.split(at, x)):
         (_, low, high, _), _ = cut_run(piece.start, piece.count, window)
         run = torch.cat([before, part.narrow(at, low, high - low), after], at)
-        made.append(_results(fn, run, [(window, outputs, at)]))
-    return pieces.join(at, made, [t for strip in strips for t in strip[:2]])
+        result.append(_results(fn, run, [(window, outputs, at)]))
+    return pieces.join(at, result, [t for strip in strips for t in strip[:2]])
 
 
 def _over_box(
     fn: Callable[[Tensor], Tensor], x: Tensor, windows: Sequence[tuple[LocalPieces, Windows, int]]
 ) -> Tensor:
     """Results of `fn` for a box: axis by axis, each with the surroundings of those before it."""
-    made, strips = [], []
+    result, strips = [], []
     for pieces, window, dim in windows:
         ((before, after, outputs),) = pieces.around(x, window, dim)
         (_, low, high, _), _ = cut_run(pieces.pieces[0].start, pieces.pieces[0].count, window)
         x = torch.cat([before, x.narrow(dim, low, high - low), after], dim)
-        made.append((window, outputs, dim))
+        result.append((window, outputs, dim))
         strips += [before, after]
-    return windows[0][0].join(0, [_results(fn, x, made)], strips)
+    return windows[0][0].join(0, [_results(fn, x, result)], strips)
 
 
 def _results(

@@ -122,10 +122,10 @@ class TreeExchange(StatesPass):
 def state_tree(plan: Fragments, backward: bool = False) -> Tree:
     """The tree of maps that gives the state entering each piece, or the gradient leaving it."""
     chains = tuple(c[::-1] if backward else c for c in plan.chains)
-    made = _Sweep(plan, chains)
+    result = _Sweep(plan, chains)
     for number, leaves in enumerate(chains):
-        made.down(number, 0, len(leaves), -1)
-    return Tree(chains, made.rounds())
+        result.down(number, 0, len(leaves), -1)
+    return Tree(chains, result.rounds())
 
 
 class _Sweep:
@@ -196,10 +196,10 @@ class _Sweep:
     def rounds(self) -> tuple[tuple[Round, ...], ...]:
         """Per chunk; messages between two ranks in one order on both."""
         parts = self.folds, self.sends, self.receives
-        made = []
+        result = []
         for chunk in range(self.chunks):
             times = sorted({when for part in parts for when, at in part if at == chunk})
-            made.append(
+            result.append(
                 tuple(
                     Round(
                         tuple(self.folds.get((when, chunk), ())),
@@ -208,4 +208,4 @@ class _Sweep:
                     for when in times
                 )
             )
-        return tuple(made)
+        return tuple(result)

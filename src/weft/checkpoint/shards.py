@@ -189,7 +189,7 @@ def _of_dtensor(tensor: DTensor, layout: Layout) -> Shard:
 def _of_heads(tensor: Tensor, layout: Layout) -> Shard:
     dims = layout.shard_dims("heads")
     index = index_at(layout.mesh, dims, layout.coords)
-    rows, *others = tensor.shape
+    rows, *rest = tensor.shape
     first = all(c == 0 for d, c in layout.coords.items() if d not in dims)
-    shape = (rows * math.prod(layout.mesh[d] for d in dims), *others)
-    return Shard(tensor, shape, (index * rows, *(0 for _ in others)), first)
+    shape = (rows * math.prod(layout.mesh[d] for d in dims), *rest)
+    return Shard(tensor, shape, (index * rows, *(0 for _ in rest)), first)

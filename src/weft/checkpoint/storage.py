@@ -161,7 +161,7 @@ class SafetensorsWriter(_AtPath, StorageWriter):
             results: of all ranks' `write_data`.
         """
         parts = [result.storage_data for rank in results for result in rank]
-        values = {name: value for _, own in parts for name, value in own.items()}
+        values = {name: value for _, local in parts for name, value in local.items()}
         commit(self.path, [written for written, _ in parts], values)
 
 

@@ -50,7 +50,7 @@ class Channel:
         transport: Transport,
         mesh_dims: Sequence[str],
         digest: int,
-        what: str,
+        label: str,
         detail: Callable[[], str],
         vote: int | None = None,
         kind: int | None = None,
@@ -61,13 +61,13 @@ class Channel:
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
         if self.mesh_dims and kind is not None and _is_captured():
             raise UnsupportedError(
-                f"{what} along mesh dims {self.mesh_dims} cannot be captured in a CUDA graph: ranks"
-                " vote on every pass on the CPU, and a replay would leave that out; capture the"
-                " code between such calls, or calls on one rank"
+                f"{label} along mesh dims {self.mesh_dims} cannot be captured in a CUDA graph:"
+                " ranks vote on every pass on the CPU, and a replay would leave that out; capture"
+                " the code between such calls, or calls on one rank"
             )
         self.sizes, self.coords, self.rank = transport.sizes, transport.coords, transport.rank
         self.watches = transport.watches
-        self.what, self.digest, self.detail, self.kind = what, digest, detail, kind
+        self.what, self.digest, self.detail, self.kind = label, digest, detail, kind
         self.subject, self.origin = subject, origin
         self.deferred = kind is not None and transport.agreed_before(kind)
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
@@ -76,7 +76,7 @@ class Channel:
         self._answer: Callable[[], bool] | None = None
         self._posted: list[Callable[[], None]] = []  # and not waited for yet
         if self.mesh_dims:
-            transport.note_call(what, number, self.mesh_dims, self.tag, detail)
+            transport.note_call(label, number, self.mesh_dims, self.tag, detail)
             transport.check_deferred()
             self._answer = transport.vote(
                 self.mesh_dims, digest if vote is None else vote, origin.numbers
@@ -119,8 +119,8 @@ class Channel:
 
         Raises as `check` does, where ranks' calls differ or one of them refused.
         """
-        own = json.dumps([self.digest, self.origin.path, self.origin.site, *numbers])
-        text = f"{self.origin.after(self.detail())}{_NUMBERS}{own}"
+        local = json.dumps([self.digest, self.origin.path, self.origin.site, *numbers])
+        text = f"{self.origin.after(self.detail())}{_NUMBERS}{local}"
         texts = self.transport.all_gather_text(text, self.mesh_dims)
         rows = {rank: json.loads(t.partition(_NUMBERS)[2] or "[]") for rank, t in texts.items()}
         if not all(rows.values()) or together(row[:3] for row in rows.values()) is None:
@@ -169,9 +169,9 @@ class Channel:
         self.transport.note_failure(error)
 
 
-def disagreed(transport: Transport, what: str, texts: Mapping[int, str]) -> ShapeError:
+def disagreed(transport: Transport, label: str, texts: Mapping[int, str]) -> ShapeError:
     """The error where ranks' calls differ: each call in words, and its origin."""
-    error = transport.disagreement(what, texts)
+    error = transport.disagreement(label, texts)
     if not differ_in_origin(texts.values()):
         return error
     return ShapeError(f"{error}\n{advice(texts.values())}")
@@ -196,7 +196,7 @@ def refused_everywhere(tell: Callable[[WeftError], object]) -> Iterator[None]:
 def refuse(
     transport: Transport,
     mesh_dims: Sequence[str],
-    what: str,
+    label: str,
     error: WeftError,
     subject: str = "an attention call",
 ) -> None:
@@ -206,7 +206,7 @@ def refuse(
     """
     kind = UNSUPPORTED if isinstance(error, UnsupportedError) else REFUSED
     text = f"{kind}: {error}"
-    channel = Channel(transport, mesh_dims, number_of(text), what, lambda: text, subject=subject)
+    channel = Channel(transport, mesh_dims, number_of(text), label, lambda: text, subject=subject)
     try:
         channel.check()
     except WeftError as others:

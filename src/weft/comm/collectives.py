@@ -153,8 +153,8 @@ def _agreed_counts(
         return [len(front)]
     where = origin() if name is None else UNKNOWN
     detail = f"{front.dtype}, dim {dim}, the others {tuple(front.shape[1:])}, name {name!r}"
-    own = json.dumps([detail, where.path, where.site, len(front)])
-    rows = {r: json.loads(t) for r, t in transport.all_gather_text(own, (mesh_dim,)).items()}
+    local = json.dumps([detail, where.path, where.site, len(front)])
+    rows = {r: json.loads(t) for r, t in transport.all_gather_text(local, (mesh_dim,)).items()}
     if together(row[:3] for row in rows.values()) is None:
         texts = {r: Origin(*names).after(text) for r, (text, *names, _) in rows.items()}
         raise disagreed(transport, "gather", texts)
@@ -175,14 +175,14 @@ def gather_flat(
     parts, inner = [buffer], 1
     first = index_at(transport.sizes, dims, transport.coords)  # the number of the first of `parts`
     for mesh_dim in reversed(dims):
-        size, own = transport.sizes[mesh_dim], transport.coords[mesh_dim]
+        size, here = transport.sizes[mesh_dim], transport.coords[mesh_dim]
         if size > 1:
-            start = first - own * inner
+            start = first - here * inner
             lengths = [sizes[start + i * inner : start + (i + 1) * inner] for i in range(size)]
             joined = parts[0] if inner == 1 else torch.cat(parts)
-            others = [i for i in range(size) if i != own]
-            rows = {i: buffer.new_empty(sum(lengths[i])) for i in others} | {own: joined}
-            sends, receives = ([(i, x[i]) for i in others] for x in ([joined] * size, rows))
+            rest = [i for i in range(size) if i != here]
+            rows = {i: buffer.new_empty(sum(lengths[i])) for i in rest} | {here: joined}
+            sends, receives = ([(i, x[i]) for i in rest] for x in ([joined] * size, rows))
             transport.start(P2PBatch(mesh_dim, label, sends, receives))()
             parts = [p for i in range(size) for p in rows[i].split(list(lengths[i]))]
             first = start

@@ -113,11 +113,11 @@ def compare_weights(
             " parameters do); draw them from one seed on every rank, or load one checkpoint"
         )
     plain = {name: p for name, p in parameters.items() if not isinstance(p, DTensor)}
-    others = tuple(d for d in transport.sizes if d not in same_dims)
-    names = _differing(plain, others, transport) if len(plain) < len(parameters) else []
+    rest = tuple(d for d in transport.sizes if d not in same_dims)
+    names = _differing(plain, rest, transport) if len(plain) < len(parameters) else []
     if names:
         warnings.warn(
-            f"the weights of {names[0]!r} differ between ranks along mesh dims {others}, which "
+            f"the weights of {names[0]!r} differ between ranks along mesh dims {rest}, which "
             f"split heads ({len(names)} of {len(plain)} plain parameters do); draw them from one "
             "seed on every rank, unless the module splits them itself",
             stacklevel=5,
@@ -134,8 +134,8 @@ def _differing(
     if not compared or not dims:
         return []
     ranks = math.prod(transport.sizes[d] for d in dims)
-    own = torch.stack([fingerprint(local_tensor(p)) for p in compared.values()])
-    differs = transport.all_reduce(own.clone(), dims, "weights") != own * ranks
+    local = torch.stack([fingerprint(local_tensor(p)) for p in compared.values()])
+    differs = transport.all_reduce(local.clone(), dims, "weights") != local * ranks
     differs = transport.all_reduce(differs.long(), tuple(transport.sizes), "weights") > 0
     return [name for name, wrong in zip(compared, differs.tolist()) if wrong]
 

@@ -79,9 +79,9 @@ def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlG
 def _name(ranks: tuple[int, ...]) -> str:
     """A name for a new group of some ranks: all of them make equally many of the same ranks."""
     with _lock:
-        made = _current().made
-        made[ranks] += 1
-        number = made[ranks]
+        result = _current().made
+        result[ranks] += 1
+        number = result[ranks]
     return f"weft/control/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{number}"
 
 
@@ -127,13 +127,13 @@ class ControlGroup:
         Every wait is limited by `timeout`. `names` are further numbers that must be the same where
         they are not 0.
         """
-        own = (digest, *names)
-        posted = self._in_turn(lambda: self._through_phases(own, timeout), timeout)
+        local = (digest, *names)
+        posted = self._in_turn(lambda: self._through_phases(local, timeout), timeout)
 
         def answer() -> bool:
             work, votes = posted()
             work.wait(timeout)
-            return together([own, *votes.tolist()]) is not None
+            return together([local, *votes.tolist()]) is not None
 
         return answer
 
@@ -156,10 +156,10 @@ class ControlGroup:
         return answer
 
     def _through_phases(
-        self, own: tuple[int, ...], timeout: datetime.timedelta
+        self, here: tuple[int, ...], timeout: datetime.timedelta
     ) -> tuple[dist.Work, Tensor]:
         """Exchange digests in every phase; the last exchange is not waited for."""
-        passed, (*before, last) = own, self._phases
+        passed, (*before, last) = here, self._phases
         for group in before:
             votes = self._gather(_row(passed), group, timeout)
             passed = together([passed, *votes.tolist()]) or _DIFFERENT

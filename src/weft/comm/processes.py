@@ -95,9 +95,9 @@ class ProcessTransport(Transport):
         """
         text = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
         gathered = {r: json.loads(t) for r, t in self.all_gather_text(text).items()}
-        for what, index in (("the version of weft", 0), ("the layout", 1)):
+        for label, index in (("the version of weft", 0), ("the layout", 1)):
             if len({values[index] for values in gathered.values()}) > 1:
-                raise self.disagreement(what, {r: values[index] for r, values in gathered.items()})
+                raise self.disagreement(label, {r: values[index] for r, values in gathered.items()})
         self.name = gathered[min(gathered)][2]
         self.nodes = {r: values[3] for r, values in gathered.items()}
         if self._on_gpu:
@@ -112,11 +112,11 @@ class ProcessTransport(Transport):
         for mesh_dim, group in self._groups.items():
             number = torch.zeros(1, device=device)
             dist.all_reduce(number, group=group)
-            own, size = self.coords[mesh_dim], self.sizes[mesh_dim]
+            here, size = self.coords[mesh_dim], self.sizes[mesh_dim]
             if 1 < size <= _MOST_CONNECTED:
-                others = [(own + i) % size for i in range(1, size)]
-                receives = [(peer, torch.empty_like(number)) for peer in others]
-                sends = [(peer, number) for peer in others]
+                rest = [(here + i) % size for i in range(1, size)]
+                receives = [(peer, torch.empty_like(number)) for peer in rest]
+                sends = [(peer, number) for peer in rest]
                 self._start(P2PBatch(mesh_dim, "warm-up", sends, receives), 0)()
 
     def _check_place(self, tensors: Iterable[Tensor]) -> None:
@@ -227,14 +227,14 @@ class ProcessTransport(Transport):
 
     def note_call(
         self,
-        what: str,
+        label: str,
         number: int,
         mesh_dims: tuple[str, ...],
         tag: int,
         detail: Callable[[], str],
     ) -> None:
         if self.box is not None:
-            self.box.call(what, number, self._ranges(mesh_dims), tag, detail())
+            self.box.call(label, number, self._ranges(mesh_dims), tag, detail())
 
     def note_failure(self, error: str) -> None:
         if self.box is not None:
@@ -264,13 +264,13 @@ class ProcessTransport(Transport):
         return dict(sorted((number[world], text) for world, text in texts.items()))
 
     def _all_begin(
-        self, what: str, mesh_dims: tuple[str, ...], nbytes: int = 0
+        self, label: str, mesh_dims: tuple[str, ...], nbytes: int = 0
     ) -> AbstractContextManager:
         """A step in the trace: a collective along mesh dims begins."""
         if self.box is None:
             return trace.NOTHING
         ranks = self._ranges(mesh_dims)
-        return self.box.collective(self.title, "+".join(mesh_dims), what, ranks, nbytes)
+        return self.box.collective(self.title, "+".join(mesh_dims), label, ranks, nbytes)
 
     def _ranges(self, mesh_dims: tuple[str, ...]) -> trace.Ranges:
         """The world ranks along mesh dims."""
@@ -329,13 +329,14 @@ class ProcessTransport(Transport):
             work.wait(self.timeout)
 
     def _together(
-        self, what: str, mesh_dim: str, moved: Tensor, begin: Callable[[], dist.Work]
+        self, label: str, mesh_dim: str, moved: Tensor, begin: Callable[[], dist.Work]
     ) -> None:
         """A collective along a mesh dim; if it fails, the error names the missing ranks."""
         dims = (mesh_dim,)
         self._steps[dims] += 1
-        step = self._all_begin(what, dims, moved.numel() * moved.itemsize)
-        self._try(lambda: self._wait(begin()), lambda error: self._missing(what, dims, error), step)
+        step = self._all_begin(label, dims, moved.numel() * moved.itemsize)
+        missing = lambda error: self._missing(label, dims, error)  # noqa: E731
+        self._try(lambda: self._wait(begin()), missing, step)
 
     def _gone(self, error: ValueError) -> WeftError:
         """The error when torch no longer knows the groups that the layout was bound to."""
@@ -344,7 +345,7 @@ class ProcessTransport(Transport):
             f"torch.distributed.destroy_process_group(): build or bind the layout anew ({error})"
         )
 
-    def _missing(self, what: str, mesh_dims: tuple[str, ...], error: RuntimeError) -> RankError:
+    def _missing(self, label: str, mesh_dims: tuple[str, ...], error: RuntimeError) -> RankError:
         """The error for a failed collective: it names the ranks that did not notice the failure."""
         ranks, step = self.ranks_along(mesh_dims), self._steps[mesh_dims]
         name = f"{self.name}/{'+'.join(mesh_dims)}"
@@ -352,14 +353,14 @@ class ProcessTransport(Transport):
         def absent() -> list[int]:
             return failures.missing_ranks(name, step, self.rank, ranks)
 
-        return self._lost(what, absent, mesh_dims[0] if len(mesh_dims) == 1 else "", error)
+        return self._lost(label, absent, mesh_dims[0] if len(mesh_dims) == 1 else "", error)
 
     def _lost(
-        self, what: str, who: Callable[[], list[int]], mesh_dim: str, error: RuntimeError
+        self, label: str, who: Callable[[], list[int]], mesh_dim: str, error: RuntimeError
     ) -> RankError:
         """The error when other ranks did not answer: that of the first rank to notice."""
         reason = failures.reason(error)
-        moving = f"moving {what}" + (f" along mesh dim {mesh_dim!r}" if mesh_dim else "")
+        moving = f"moving {label}" + (f" along mesh dim {mesh_dim!r}" if mesh_dim else "")
         self.note_failure(f"while {moving}: {reason}")
         noticed = f"noticed by {self._who([self.rank])} while {moving}: {reason}"
         lost = [] if self.box is None else failures.lost(self.box.lost, reason)

@@ -91,14 +91,14 @@ class ThreadTransport(Transport):
     def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
         self._shuffle(shuffle, tag)
 
-    def _everyone(self, item: Any, mesh_dims: Sequence[str], what: str) -> Callable[[], dict]:
+    def _everyone(self, item: Any, mesh_dims: Sequence[str], label: str) -> Callable[[], dict]:
         """The items of all ranks along mesh dims, by rank; the returned function waits for them."""
         group = self.ranks_along(mesh_dims)
         for to in group:
-            self.post.put((self.rank, to, what, *group), item)
+            self.post.put((self.rank, to, label, *group), item)
 
         def wait() -> dict[int, Any]:
-            return {r: self.post.take((r, self.rank, what, *group), f"rank {r}") for r in group}
+            return {r: self.post.take((r, self.rank, label, *group), f"rank {r}") for r in group}
 
         return wait
 

@@ -166,7 +166,7 @@ class Transport(abc.ABC):
 
     def note_call(  # noqa: B027
         self,
-        what: str,
+        label: str,
         number: int,
         mesh_dims: tuple[str, ...],
         tag: int,
@@ -193,9 +193,9 @@ class Transport(abc.ABC):
         after   rank 0: a0 b0        rank 1: a1 b1
         """
         key, item = (shuffle.mesh_dim, shuffle.label), shuffle.outgoing.itemsize
-        own = self.coords[shuffle.mesh_dim]
-        self.sent[key] += (sum(shuffle.sends) - shuffle.sends[own]) * item
-        self.received[key] += (sum(shuffle.receives) - shuffle.receives[own]) * item
+        here = self.coords[shuffle.mesh_dim]
+        self.sent[key] += (sum(shuffle.sends) - shuffle.sends[here]) * item
+        self.received[key] += (sum(shuffle.receives) - shuffle.receives[here]) * item
         self.calls[key] += len(shuffle.sends) - 1
         self._all_to_all(shuffle, tag)
         return shuffle.incoming
@@ -211,18 +211,22 @@ class Transport(abc.ABC):
             self._all_reduce(tensor, tuple(mesh_dims))
         return tensor
 
-    def agree(self, what: str, detail: str, mesh_dims: Sequence[str] | None = None) -> None:
+    def agree(self, label: str, detail: str, mesh_dims: Sequence[str] | None = None) -> None:
         """Raise on every rank along mesh dims (default all) if `detail` differs among them."""
-        self.collect(what, detail, (), mesh_dims)
+        self.collect(label, detail, (), mesh_dims)
 
     def collect(
-        self, what: str, detail: str, numbers: Sequence[int], mesh_dims: Sequence[str] | None = None
+        self,
+        label: str,
+        detail: str,
+        numbers: Sequence[int],
+        mesh_dims: Sequence[str] | None = None,
     ) -> dict[int, tuple[int, ...]]:
         """The `numbers` of every rank along mesh dims, by rank, after a check as in `agree`."""
         texts = self.all_gather_text(json.dumps([detail, list(numbers)]), mesh_dims)
         gathered = {rank: json.loads(text) for rank, text in texts.items()}
         if len({text for text, _ in gathered.values()}) > 1:
-            raise self.disagreement(what, {r: text for r, (text, _) in gathered.items()})
+            raise self.disagreement(label, {r: text for r, (text, _) in gathered.items()})
         return {rank: tuple(row) for rank, (_, row) in gathered.items()}
 
     def all_gather_text(self, text: str, mesh_dims: Sequence[str] | None = None) -> dict[int, str]:
@@ -274,9 +278,9 @@ class Transport(abc.ABC):
         if len(self._agreed) > _KINDS:
             self._agreed.popitem(last=False)
 
-    def disagreement(self, what: str, details: Mapping[int, str]) -> ShapeError:
+    def disagreement(self, label: str, details: Mapping[int, str]) -> ShapeError:
         """The error where ranks' details differ: ranks by their number in the world."""
-        return ShapeError(disagreement(what, {self.world_ranks[r]: d for r, d in details.items()}))
+        return ShapeError(disagreement(label, {self.world_ranks[r]: d for r, d in details.items()}))
 
     def moving(self, mesh_dims: Sequence[str] | None = None) -> tuple[str, ...]:
         """The given mesh dims (default all) in mesh order, without those of size 1."""
@@ -298,14 +302,14 @@ class Transport(abc.ABC):
 
     def _shuffle(self, shuffle: Shuffle, tag: int) -> None:
         """An all-to-all by messages between pairs."""
-        own, size = self.coords[shuffle.mesh_dim], self.sizes[shuffle.mesh_dim]
+        here, size = self.coords[shuffle.mesh_dim], self.sizes[shuffle.mesh_dim]
         outgoing = shuffle.outgoing.split(list(shuffle.sends))
         incoming = shuffle.incoming.split(list(shuffle.receives))
-        peers = [(own + i) % size for i in range(1, size)]  # not all to the same one at a time
+        peers = [(here + i) % size for i in range(1, size)]  # not all to the same one at a time
         sends = [(p, outgoing[p]) for p in peers]
         receives = [(p, incoming[p]) for p in reversed(peers)]
         wait = self._start(P2PBatch(shuffle.mesh_dim, shuffle.label, sends, receives), tag)
-        incoming[own].copy_(outgoing[own])
+        incoming[here].copy_(outgoing[here])
         wait()
 
     @abc.abstractmethod
@@ -355,8 +359,8 @@ _here = threading.local()
 
 def alive() -> list[Transport]:
     """The transports of this process; on a thread that is a rank, those of that rank alone."""
-    own = getattr(_here, "transports", None)
-    return [*own] if own is not None else [t for t in _ALIVE if not t.of_thread]
+    local = getattr(_here, "transports", None)
+    return [*local] if local is not None else [t for t in _ALIVE if not t.of_thread]
 
 
 @contextlib.contextmanager
@@ -375,7 +379,7 @@ def _ring_bytes(tensor: Tensor, size: int) -> int:
     return 2 * (size - 1) * tensor.numel() * tensor.itemsize // size
 
 
-def disagreement(what: str, details: Mapping[int, str]) -> str:
+def disagreement(label: str, details: Mapping[int, str]) -> str:
     """The message where ranks' details differ: who has which, and where long ones differ.
 
     >>> details = {0: "n 4, mask full, bf16, cpu", 1: "n 4, mask causal, bf16, cpu"}
@@ -392,7 +396,7 @@ def disagreement(what: str, details: Mapping[int, str]) -> str:
     apart = _apart([*ranks])
     parts = ", ".join(f"{part} (rank {rank_list(who)})" for part, who in zip(apart, ranks.values()))
     end = f"\nthey differ in: {parts}" if parts else ""
-    return f"{what} must be the same on every rank, but:\n{lines}{end}"
+    return f"{label} must be the same on every rank, but:\n{lines}{end}"
 
 
 def _apart(details: Sequence[str]) -> list[str]:

@@ -152,11 +152,11 @@ def world_mesh(
     key = (device_type, *sizes.items(), *([timeout] if device_type == "cuda" else []))
     world, mesh = _meshes.get(key, (None, None))
     if world is not dist.group.WORLD:
-        own: dict[Any, Any] | None = None
+        local: dict[Any, Any] | None = None
         if device_type == "cuda" and not is_fake(dist.group.WORLD):
-            own = {name: ("nccl", nccl_options(timeout)) for name in sizes}
+            local = {name: ("nccl", nccl_options(timeout)) for name in sizes}
         mesh = init_device_mesh(
-            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=own
+            device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=local
         )
         _meshes[key] = dist.group.WORLD, mesh
     assert mesh is not None
@@ -209,17 +209,17 @@ def check_inside_node(
 _met = itertools.count()
 
 
-def compare_over_world(what: str, detail: str, timeout: datetime.timedelta) -> None:
+def compare_over_world(label: str, detail: str, timeout: datetime.timedelta) -> None:
     """Raise `ShapeError` on every rank of the world unless `detail` is the same on all of them.
 
     Raises `RankError` where not all of them come.
     """
-    texts = gather_over_world(what, detail, timeout)
+    texts = gather_over_world(label, detail, timeout)
     if len(set(texts.values())) > 1:
-        raise ShapeError(disagreement(what, texts))
+        raise ShapeError(disagreement(label, texts))
 
 
-def gather_over_world(what: str, detail: str, timeout: datetime.timedelta) -> dict[int, str]:
+def gather_over_world(label: str, detail: str, timeout: datetime.timedelta) -> dict[int, str]:
     """The `detail` of every rank of the world; `RankError` where not all of them come."""
     step, world = next(_met), range(dist.get_world_size())
     group = control_group(world, timeout)
@@ -228,9 +228,9 @@ def gather_over_world(what: str, detail: str, timeout: datetime.timedelta) -> di
     except RuntimeError as error:
         absent = failures.missing_ranks("world", step, dist.get_rank(), world)
         raise RankError(
-            f"{failures.who(absent)} ended or did not agree on {what} within"
+            f"{failures.who(absent)} ended or did not agree on {label} within"
             f" {timeout.total_seconds():g} s: {failures.reason(error)}"
             if absent
-            else f"ranks cannot agree on {what}, as an earlier failure closed the connections"
+            else f"ranks cannot agree on {label}, as an earlier failure closed the connections"
             f" between them ({failures.reason(error)}); start them anew"
         ) from error

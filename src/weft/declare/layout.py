@@ -227,18 +227,18 @@ class LayoutDeclaration:
         """
         return tuple(self.share.get(d) or self.mesh[d] for d in dims)
 
-    def refuse_shares(self, what: str) -> None:
+    def refuse_shares(self, label: str) -> None:
         """Refuses a layout that splits tokens unequally, for what takes equal parts.
 
         Args:
-            what: that cannot be done with it.
+            label: that cannot be done with it.
 
         Raises:
             UnsupportedError: it has `[share]`.
         """
         if self.share:
             raise UnsupportedError(
-                f"{self.source}: {what} needs equal parts of tokens, and [share] gives"
+                f"{self.source}: {label} needs equal parts of tokens, and [share] gives"
                 f" {dict(self.share)}; leave it out of the layout"
             )
 
@@ -350,13 +350,13 @@ class LayoutDeclaration:
         ]
         return any(a.rest != entry_placement(a) and size > 1 for a, size in arrows)
 
-    def check_heads(self, what: str, heads: int) -> None:
+    def check_heads(self, label: str, heads: int) -> None:
         """Refuse heads that the mesh dims of the axis `heads` do not divide.
 
         Ranks with other numbers of heads would pair queries with other keys than one device does.
 
         Args:
-            what: what they are heads of, for the error.
+            label: what they are heads of, for the error.
             heads: over all ranks.
 
         Raises:
@@ -365,7 +365,7 @@ class LayoutDeclaration:
         shards = self.size(HEADS)
         if heads % shards:
             raise ShapeError(
-                f"{self.source}: {heads} {what} do not divide over the {shards} shards of heads"
+                f"{self.source}: {heads} {label} do not divide over the {shards} shards of heads"
                 f" (mesh dims {self.shard_dims(HEADS)}); use a multiple of {shards}"
             )
 

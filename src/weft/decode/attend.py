@@ -101,19 +101,21 @@ def merge_rows(
     """
     counts = list(counts)
     for mesh_dim in dims:
-        size, own = channel.sizes[mesh_dim], channel.coords[mesh_dim]
+        size, here = channel.sizes[mesh_dim], channel.coords[mesh_dim]
         if size == 1:
             continue
         each = len(counts) // size
         groups = [counts[i * each : (i + 1) * each] for i in range(size)]
         rows = [*zip(*(t.split([*map(sum, groups)], 2) for t in (out, lse)))]
         packed = [_packed(*pair) for pair in rows]
-        others = [i for i in range(size) if i != own]
-        received = {i: torch.empty_like(packed[own]) for i in others}
-        sends = [(i, packed[i]) for i in others]
+        rest = [i for i in range(size) if i != here]
+        received = {i: torch.empty_like(packed[here]) for i in rest}
+        sends = [(i, packed[i]) for i in rest]
         channel.start(P2PBatch(mesh_dim, "parts", sends, [*received.items()]))()
-        counts = groups[own]
-        parts = [rows[own] if i == own else _unpacked(received[i], *rows[own]) for i in range(size)]
+        counts = groups[here]
+        parts = [
+            rows[here] if i == here else _unpacked(received[i], *rows[here]) for i in range(size)
+        ]
         out, lse = merged_parts(parts)
     return out, lse
 

@@ -106,8 +106,8 @@ def _positions(held: Held, part: int) -> Tensor:
             every = torch.arange(run.start, run.stop)
             pieces.append(every[(every // held.block) % held.parts == part])
         else:
-            own = positions(run.chunks[part]) + run.start
-            pieces.append(own[own < run.stop])
+            local = positions(run.chunks[part]) + run.start
+            pieces.append(local[local < run.stop])
     return torch.cat(pieces)
 
 
@@ -165,8 +165,8 @@ def moves(
         peers = [
             [rank_at(mesh, {**c, mesh_dim: i}) for i in range(size)] for c in coords
         ]  # by rank, those along the mesh dim
-        own = coords[rank][mesh_dim]
-        receives = tuple(counts[peer][own] for peer in peers[rank])
+        here = coords[rank][mesh_dim]
+        receives = tuple(counts[peer][here] for peer in peers[rank])
         steps.append(Move(mesh_dim, sorted_by[rank], counts[rank], receives))
         now = [
             torch.cat([pieces[peer][c[mesh_dim]] for peer in peers[number]])

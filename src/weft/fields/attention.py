@@ -120,8 +120,8 @@ def _rechunked(
     for i, (factor, goal) in enumerate(zip(dim, goals)):
         if factor.chunks is not None and goal is not None:
             x, _ = rechunked(x, at + i, factor.chunks, goal.starts, region)
-    made = tuple(Factor(f.size, goal) for f, goal in zip(dim, goals))
-    return x.flatten(at, at + len(dim) - 1), made
+    result = tuple(Factor(f.size, goal) for f, goal in zip(dim, goals))
+    return x.flatten(at, at + len(dim) - 1), result
 
 
 def _bias(
@@ -148,8 +148,8 @@ def _product(numbers: Any) -> int:
 
 
 def _batch(one: Sequence[Dim], two: Sequence[Dim]) -> list[Dim]:
-    made: list[Dim] = []
+    result: list[Dim] = []
     for a, b in zip(one, two):
         large = [dim for dim in (a, b) if dim_size(dim) != 1] or [a]
-        made.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
-    return made
+        result.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
+    return result

@@ -78,15 +78,15 @@ def fused_factors(dim: Sequence[Factor]) -> Dim:
     >>> fused_factors((Factor(4, Chunks("height", (0, 2, 4))), Factor(3)))
     (Factor(size=12, chunks=Chunks(axis='height', starts=(0, 6, 12))),)
     """
-    made: list[Factor] = []
+    result: list[Factor] = []
     for factor in dim:
-        if factor.chunks is None and made:
-            size, chunks = made[-1]
+        if factor.chunks is None and result:
+            size, chunks = result[-1]
             inner = None if chunks is None else chunks.times(factor.size)
-            made[-1] = Factor(size * factor.size, inner)
+            result[-1] = Factor(size * factor.size, inner)
         elif factor != (1, None):
-            made.append(factor)
-    return tuple(made) or whole(1)
+            result.append(factor)
+    return tuple(result) or whole(1)
 
 
 def text_of(dims: Sequence[Dim]) -> str:

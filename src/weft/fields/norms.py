@@ -125,13 +125,13 @@ def normalized(
     return Field(y, dims, region)
 
 
-def _wide(norm: Callable, x: Field, *others: Tensor | None) -> tuple[Field, list[Tensor | None]]:
+def _wide(norm: Callable, x: Field, *rest: Tensor | None) -> tuple[Field, list[Tensor | None]]:
     """Tensors in the dtype that autocast has for a norm on their device."""
     t = x._local
     if not autocast_is_on(t.device.type):
-        return x, list(others)
+        return x, list(rest)
     dtype = norm(t.new_zeros(1, 1, 2)).dtype
-    cast = [None if other is None else other.to(dtype) for other in others]
+    cast = [None if other is None else other.to(dtype) for other in rest]
     return Field(t.to(dtype), x._dims, x._region), cast
 
 

@@ -105,9 +105,9 @@ def _best(name: str) -> Callable:
             return pointwise(getattr(torch, f"{name}imum"), (x, dim), {})
         if is_split_dim(x._dims[dim]):
             raise refused(f"{name} with indices along a split dim", x, f"; use a{name}")
-        made = getattr(x._local, name)(dim, keepdim)
+        result = getattr(x._local, name)(dim, keepdim)
         dims = reduced_dims(x._dims, (dim % x.dim(),), keepdim)
-        return type(made)(Field(t, dims, x._region) for t in made)
+        return type(result)(Field(t, dims, x._region) for t in result)
 
     return best
 
@@ -203,13 +203,13 @@ def _keys(x: Field, d: int) -> Field:
 
 def _batch(one: Sequence[Dim], two: Sequence[Dim]) -> list[Dim]:
     """The dims of a broadcast of two groups of dims."""
-    made: list[Dim] = []
+    result: list[Dim] = []
     for i in range(max(len(one), len(two)), 0, -1):
         found = [dims[-i] for dims in (one, two) if len(dims) >= i]
         large = [dim for dim in found if dim_size(dim) != 1] or found
-        made.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
-    return made
+        result.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
+    return result
 
 
-def _tail(batch: Sequence[Dim], own: Sequence[Dim]) -> Sequence[Dim]:
-    return batch[len(batch) - len(own) :]
+def _tail(batch: Sequence[Dim], local: Sequence[Dim]) -> Sequence[Dim]:
+    return batch[len(batch) - len(local) :]

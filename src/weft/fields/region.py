@@ -27,8 +27,8 @@ class FieldRegion:
 
     def local_size(self, dim: Sequence[Factor]) -> int:
         """The size of this rank's part of a dim."""
-        own = (self.own(f.chunks) if f.chunks else (0, f.size) for f in dim)
-        return math.prod(high - low for low, high in own)
+        local = (self.own(f.chunks) if f.chunks else (0, f.size) for f in dim)
+        return math.prod(high - low for low, high in local)
 
     def copies(self, dims: Sequence[Dim]) -> int:
         """The number of ranks that hold the same part of a tensor of some dims."""

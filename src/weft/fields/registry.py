@@ -21,10 +21,10 @@ RULES: dict[Any, Callable] = {}
 def rule(*functions: Any) -> Callable[[Callable], Callable]:
     """Registers a rule of functions of torch; it takes their arguments."""
 
-    def register(made: Callable) -> Callable:
+    def register(result: Callable) -> Callable:
         for function in functions:
-            RULES[function] = made
-        return made
+            RULES[function] = result
+        return result
 
     return register
 
@@ -62,15 +62,15 @@ def tuple_of(value: Any, n: int) -> tuple[int, ...]:
     return values * n if len(values) == 1 else values
 
 
-def refused(what: str, x: Tensor, fix: str = "") -> UnsupportedError:
+def refused(label: str, x: Tensor, fix: str = "") -> UnsupportedError:
     """The error of something that has no rule for a field of these dims."""
-    return UnsupportedError(f"{what} of a weft.Field {text_of(dims_of(x))} is not split{fix}")
+    return UnsupportedError(f"{label} of a weft.Field {text_of(dims_of(x))} is not split{fix}")
 
 
-def one_factor(what: str, x: Field, d: int) -> Factor:
+def one_factor(label: str, x: Field, d: int) -> Factor:
     """The only factor of a split dim."""
     if len(x._dims[d]) != 1:
-        raise refused(f"{what} along dim {d}, which views merged,", x)
+        raise refused(f"{label} along dim {d}, which views merged,", x)
     return x._dims[d][0]
 
 
@@ -133,8 +133,8 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
             return aligned_part(t, dims[len(dims) - t.dim() :], region)
         return local_of(t)
 
-    made = func(*map(placed, args), **{name: placed(t) for name, t in kwargs.items()})
-    return Field(made, dims, region) if isinstance(made, Tensor) else made
+    result = func(*map(placed, args), **{name: placed(t) for name, t in kwargs.items()})
+    return Field(result, dims, region) if isinstance(result, Tensor) else result
 
 
 def broadcast(groups: list[tuple[Dim, ...]]) -> list[Dim]:

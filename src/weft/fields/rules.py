@@ -132,7 +132,7 @@ def _described(values: tuple) -> str:
 
 
 def _in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
-    x, *others = args
+    x, *rest = args
     if not isinstance(x, Field):
         name = function_name(func)
         raise UnsupportedError(
@@ -145,7 +145,7 @@ def _in_place(func: Callable, args: tuple, kwargs: dict) -> Any:
             return aligned_part(t, goal[len(goal) - t.dim() :], x._region)
         return local_of(t)
 
-    func(x._local, *map(placed, others), **{name: placed(t) for name, t in kwargs.items()})
+    func(x._local, *map(placed, rest), **{name: placed(t) for name, t in kwargs.items()})
     return x
 
 
@@ -159,8 +159,8 @@ def to(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     def kind(value: Any) -> Any:
         return local_of(value).new_empty(()) if isinstance(value, Tensor) else value
 
-    made = local_of(x).to(*map(kind, args), **{name: kind(v) for name, v in kwargs.items()})
-    return Field(made, x._dims, x._region) if isinstance(x, Field) else made
+    result = local_of(x).to(*map(kind, args), **{name: kind(v) for name, v in kwargs.items()})
+    return Field(result, x._dims, x._region) if isinstance(x, Field) else result
 
 
 for _made in (

@@ -268,8 +268,8 @@ def getitem(x: Field, index: Any) -> Field:
             assert chunks is not None
             taken = range(*i.indices(chunks.length))
             low, high = x._region.own(chunks)
-            own = [p - low for p in taken if low <= p < high]
-            steps.append(slice(own[0], own[-1] + 1, taken.step) if own else slice(0, 0))
+            local = [p - low for p in taken if low <= p < high]
+            steps.append(slice(local[0], local[-1] + 1, taken.step) if local else slice(0, 0))
             kept = tuple(sum(p < start for p in taken) for start in chunks.starts)
             dims.append(split_dim(Chunks(chunks.axis, kept)))
         else:  # one position, on every rank

@@ -185,12 +185,12 @@ def _transposed(nd: int) -> Callable:
         x = _checked(given, weight, nd)
         region, dims, first = x._region, list(x._dims), x.dim() - nd
         stride, dilation = tuple_of(stride, nd), tuple_of(dilation, nd)
-        pads, more = list(tuple_of(padding, nd)), list(tuple_of(output_padding, nd))
+        pads, extra = list(tuple_of(padding, nd)), list(tuple_of(output_padding, nd))
         t, strips, crops = x._local, [], []
         for i in range(nd):
             d, extent = first + i, dilation[i] * (weight.shape[2 + i] - 1) + 1
             length = dim_size(dims[d])
-            outputs = (length - 1) * stride[i] - 2 * pads[i] + extent + more[i]
+            outputs = (length - 1) * stride[i] - 2 * pads[i] + extent + extra[i]
             if not is_split_dim(dims[d]):
                 dims[d] = whole(outputs)
                 continue
@@ -204,10 +204,10 @@ def _transposed(nd: int) -> Callable:
                 ranges.append((a, max(a, b)) if high > low else (0, 0))
             strips.append(Strips(d, *around(t, d, chunks, tuple(ranges), region, "halo")))
             t = joined_box(t, strips[-1:])
-            own = region.layout.chunk(chunks.axis)
-            low, high = edges[own], edges[own + 1]
-            crops.append((d, low - ranges[own][0] * stride[i] + pads[i], high - low))
-            dims[d], pads[i], more[i] = split_dim(Chunks(chunks.axis, edges)), 0, 0
+            local = region.layout.chunk(chunks.axis)
+            low, high = edges[local], edges[local + 1]
+            crops.append((d, low - ranges[local][0] * stride[i] + pads[i], high - low))
+            dims[d], pads[i], extra[i] = split_dim(Chunks(chunks.axis, edges)), 0, 0
         dims[first - 1] = whole(weight.shape[1] * groups)
         shape = [region.local_size(dim) for dim in dims]
         if not math.prod(shape[first:]) or not math.prod(t.shape[first:]):
@@ -215,7 +215,7 @@ def _transposed(nd: int) -> Callable:
             if bias is not None:
                 y = y + bias.view(-1, *[1] * nd)
             return Field(y, dims, region)
-        options = (list(stride), pads, list(dilation), True, more, groups)
+        options = (list(stride), pads, list(dilation), True, extra, groups)
         y = _convolve(x, weight, None, strips, options)
         for d, at, n in crops:  # outputs that other ranks compute, and those that no input reaches
             before, after = max(-at, 0), max(at + n - y.shape[d], 0)
@@ -374,8 +374,8 @@ def interpolate(
             )
             seen = around(t, d, chunks, ranges, x._region, "halo")
             t = joined_box(t, [Strips(d, *seen)])
-            own = x._region.layout.chunk(chunks.axis)
-            low, high, base = edges[own], edges[own + 1], ranges[own][0]
+            local = x._region.layout.chunk(chunks.axis)
+            low, high, base = edges[local], edges[local + 1], ranges[local][0]
             dims[d] = split_dim(Chunks(chunks.axis, edges))
         places = uploaded(tuple(s - base for s in first[low:high]), t.device)
         below = t.index_select(d, places)

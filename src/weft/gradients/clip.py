@@ -79,8 +79,8 @@ def clip_grad_norm_(
         alike = [d for d in layout.mesh if d not in heads or not of_model]
         # Parts of heads are replicated over the ranks that have the same heads.
         parts = [g.to_local() for _, g in given if _is_over(g, heads, layout)]
-        others = [d for d in layout.mesh if d not in heads]
-        spread = _spread(whole, squares, alike, layout) + _spread(parts, squares, others, layout)
+        rest = [d for d in layout.mesh if d not in heads]
+        spread = _spread(whole, squares, alike, layout) + _spread(parts, squares, rest, layout)
         both = torch.stack([squares, spread])
         squares, spread = layout.bound.all_reduce(both, tuple(layout.mesh))
         if spread > 0:
@@ -134,21 +134,21 @@ def _beyond(grads: list[DTensor], like: Tensor) -> Tensor:
         assert coordinate is not None  # this rank has a part
         places = zip(coordinate, grad.placements)
         first = all(c == 0 for c, place in places if place.is_replicate())
-        own = _square(local) if first else torch.zeros_like(like)
-        by_mesh[mesh] = by_mesh.get(mesh, 0) + own
+        held = _square(local) if first else torch.zeros_like(like)
+        by_mesh[mesh] = by_mesh.get(mesh, 0) + held
     total = torch.zeros_like(like)
-    for mesh, own in by_mesh.items():
-        total += _over(mesh, own)
+    for mesh, held in by_mesh.items():
+        total += _over(mesh, held)
     return total
 
 
-def _over(mesh: DeviceMesh, own: Tensor) -> Tensor:
+def _over(mesh: DeviceMesh, local: Tensor) -> Tensor:
     """The sum over all ranks of a mesh.
 
     Dim by dim: a DTensor would ask for dims in the order that the mesh has them in the one it is a
     slice of, and `fully_shard` on (tp, cp) makes a mesh of (cp, tp).
     """
-    total = own.clone()
+    total = local.clone()
     for dim in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(dim))
     return total
@@ -164,13 +164,13 @@ def _refuse_stages(layout: Layout) -> None:
     if mesh is None:
         return
     whole = root_of(mesh)
-    names, own = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
-    others = [name for name in names if name not in own and whole.size(names.index(name)) > 1]
-    for name in others:
+    names, local = whole.mesh_dim_names or (), mesh.mesh_dim_names or ()
+    rest = [name for name in names if name not in local and whole.size(names.index(name)) > 1]
+    for name in rest:
         if name.lower() in _STAGES:
             raise UnsupportedError(
-                f"the layout is bound to mesh dims {own} of {names}, and ranks along {name!r} hold"
-                f" other stages of the model: their norm counts, too; pass stages=mesh[{name!r}] on"
+                f"the layout is bound to mesh dims {local} of {names}, and ranks along {name!r} "
+                f"hold other stages of the model: their norm counts, too; pass stages=mesh[{name!r}] on"
                 " every rank"
             )
 

@@ -92,9 +92,9 @@ def _leaves(x: Tensor) -> list[Tensor]:
 def _is_over(parameter: DTensor, ranks: Sequence[int]) -> bool:
     """True if more than one of the ranks holds a shard of a parameter."""
     mesh = parameter.device_mesh
-    own = mesh.get_coordinate() or ()  # no rank outside the mesh asks
+    here = mesh.get_coordinate() or ()  # no rank outside the mesh asks
     for dim, placement in enumerate(parameter.placements):
-        index = tuple(slice(None) if d == dim else c for d, c in enumerate(own))
+        index = tuple(slice(None) if d == dim else c for d, c in enumerate(here))
         if not placement.is_replicate() and len({*mesh.mesh[index].tolist()} & {*ranks}) > 1:
             return True
     return False
@@ -180,8 +180,8 @@ def _sum(
     local = [local_tensor(g) for g in grads]
     has_gradient = [float(p.grad is not None) for p in parameters]
     flags = uploaded(tuple(map(int, has_gradient)), local[0].device).to(local[0].dtype)
-    *others, last = _buckets(local)
-    totals = [_sum_bucket(bucket, dims, transport) for bucket in others]
+    *rest, last = _buckets(local)
+    totals = [_sum_bucket(bucket, dims, transport) for bucket in rest]
     totals.append(_sum_bucket([*last, flags], dims, transport))
     if transport.fake:
         *anywhere, total = *has_gradient, 0.0
@@ -222,10 +222,10 @@ def _anywhere(
     some: bool, finite: bool, dims: Sequence[str], transport: Transport
 ) -> tuple[bool, bool]:
     """Values that are the same along `dims`, of all ranks of the mesh."""
-    others = [d for d in transport.moving() if d not in dims]
-    if not others:
+    rest = [d for d in transport.moving() if d not in dims]
+    if not rest:
         return some, finite
-    texts = transport.all_gather_text(f"{int(some)} {int(finite)}", others).values()
+    texts = transport.all_gather_text(f"{int(some)} {int(finite)}", rest).values()
     words = [text.split() for text in texts]
     return any(a == "1" for a, _ in words), all(b == "1" for _, b in words)
 
@@ -291,9 +291,9 @@ def is_summed_by_ddp(model: nn.Module) -> bool:
     return getattr(model, BY_DDP, False) or getattr(getattr(around, "module", None), BY_DDP, False)
 
 
-def _refuse(what: str) -> None:
+def _refuse(label: str) -> None:
     raise UnsupportedError(
-        f"{what} during backward, and sync_gradients would sum them once more; a model takes one "
+        f"{label} during backward, and sync_gradients would sum them once more; a model takes one "
         "of: sync_gradients after backward, weft.data_parallel(model, layout, 'ddp'), or "
         "weft.data_parallel(model, layout, 'fsdp')"
     )
@@ -323,13 +323,13 @@ def _add_up_partial(
     every = tuple(transport.sizes)
     over = [name for name, p in placed.items() if is_partial(p.grad, dims, transport)]
     elsewhere = [name for name, p in placed.items() if is_partial(p.grad, every, transport)]
-    others = [d for d in transport.moving() if d not in dims]
+    rest = [d for d in transport.moving() if d not in dims]
     # Ranks along the others add up together; those along dims need not.
-    if not same_along(repr(elsewhere), others, transport, everywhere=repr(over)):
+    if not same_along(repr(elsewhere), rest, transport, everywhere=repr(over)):
         texts = transport.all_gather_text(f"{elsewhere}, over {tuple(dims)} {over}")
         raise UnsupportedError(
             "gradients are DTensors of partial sums on some ranks only, so that these cannot add"
-            f" them up; let all ranks along mesh dims {tuple(others)} compute them, or none: "
+            f" them up; let all ranks along mesh dims {tuple(rest)} compute them, or none: "
             f"{transport.disagreement('their names', texts)}"
         )
     if over:
@@ -359,10 +359,10 @@ def _refuse_parts(
     ranks = math.prod(transport.sizes[d] for d in dims)
     apart = []
     for p in parameters.values():
-        own = local_tensor(torch.zeros_like(p) if p.grad is None else p.grad)
-        own = own.to(torch.promote_types(own.dtype, torch.float32))
-        mean = transport.all_reduce(own.clone(), dims, "gradients") / ranks
-        apart.append((own - mean).norm() > _ALIKE * mean.norm())
+        local = local_tensor(torch.zeros_like(p) if p.grad is None else p.grad)
+        local = local.to(torch.promote_types(local.dtype, torch.float32))
+        mean = transport.all_reduce(local.clone(), dims, "gradients") / ranks
+        apart.append((local - mean).norm() > _ALIKE * mean.norm())
     differs = torch.stack(apart).to(torch.int64)
     counts = transport.all_reduce(differs, tuple(transport.sizes), "gradients").tolist()
     names = [name for name, count in zip(parameters, counts) if count]

@@ -30,6 +30,6 @@ class Event:
     work: float = 1.0
 
 
-def is_empty_event(what: str) -> bool:
+def is_empty_event(label: str) -> bool:
     """True if masks leave nothing of a transfer's chunk on this rank."""
-    return what.startswith("(")
+    return label.startswith("(")

@@ -100,11 +100,11 @@ def _recorded(named: Sequence[tuple[str, float, float]]) -> list[Event]:
         if r is None:
             continue
         start, end = start * 1e-3, end * 1e-3
-        what, _, lane = r.what.partition(" on ")
+        label, _, lane = r.what.partition(" on ")
         if r.kind == "begin":
             begun[r.backward, r.rank, r.what] = start
         elif r.kind == "wait":
             start = begun.pop((r.backward, r.rank, r.what), start)
-        if r.kind != "begin" and not is_empty_event(what):
-            events.append(Event(r.rank, r.backward, lane or COMPUTE, what, start, end))
+        if r.kind != "begin" and not is_empty_event(label):
+            events.append(Event(r.rank, r.backward, lane or COMPUTE, label, start, end))
     return events

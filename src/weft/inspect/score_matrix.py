@@ -41,12 +41,12 @@ def colours(number: int) -> np.ndarray:
     lightness repeats every 8 in steps; the picture then relies on its numbers.
     """
     rounds = math.ceil(number / len(picture.WONG))
-    made = []
+    result = []
     for i in range(number):
         base = np.array(to_rgb(picture.WONG[i % len(picture.WONG)]))
         white = 0.30 + 0.5 * (i // len(picture.WONG)) / max(1, rounds)
-        made.append(base * (1 - white) + white)
-    return np.array(made).reshape(-1, 3)
+        result.append(base * (1 - white) + white)
+    return np.array(result).reshape(-1, 3)
 
 
 def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, list[list[int]]]:

@@ -123,14 +123,14 @@ def _steps(rank: int, tile: Pass, first: int) -> Iterator[Event]:
     for i, step in enumerate(tile.program.steps, start=first):
         begun |= dict.fromkeys(step.begin, i)
         for t in step.end:
-            what = ranges.name_of(tile, t).removesuffix(f" on {t.mesh_dim}")
-            if not is_empty_event(what):
-                yield Event(rank, tile.backward, t.mesh_dim, what, begun[t], i + 1)
+            label = ranges.name_of(tile, t).removesuffix(f" on {t.mesh_dim}")
+            if not is_empty_event(label):
+                yield Event(rank, tile.backward, t.mesh_dim, label, begun[t], i + 1)
         now, total = float(i), sum(len(b.q) * len(b.kv) for b in step.blocks)
         for block in step.blocks:
             end = now + len(block.q) * len(block.kv) / total
-            what = ranges.name_of(tile, block)
-            yield Event(rank, tile.backward, COMPUTE, what, now, end, _work(tile, block))
+            label = ranges.name_of(tile, block)
+            yield Event(rank, tile.backward, COMPUTE, label, now, end, _work(tile, block))
             now = end
 
 

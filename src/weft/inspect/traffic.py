@@ -59,11 +59,11 @@ class TrafficReport(Traffic):
     def differences(self) -> dict[tuple[str, str, str], tuple[int, int]]:
         """(what, mesh dim, tensor) -> (predicted, counted), where they differ."""
         different = {}
-        for what in ("received", "sent", "calls"):
-            predicted, counted = getattr(self.predicted, what), getattr(self, what)
+        for label in ("received", "sent", "calls"):
+            predicted, counted = getattr(self.predicted, label), getattr(self, label)
             for key, number in predicted.items():
                 if number != counted[key]:
-                    different[what, *key] = (number, counted[key])
+                    different[label, *key] = (number, counted[key])
         return different
 
     def table(self) -> Table:
@@ -154,9 +154,9 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
         else:
             forecast = forecast_of(plan)
             per_call = (forecast.backward if backward else forecast.forward).traffic
-        for what in ("received", "sent", "calls"):
-            numbers = getattr(per_call, what)
-            getattr(total, what).update({key: n * times for key, n in numbers.items() if n})
+        for label in ("received", "sent", "calls"):
+            numbers = getattr(per_call, label)
+            getattr(total, label).update({key: n * times for key, n in numbers.items() if n})
 
 
 def _add_peaks(report: TrafficReport, passes: Watch) -> None:

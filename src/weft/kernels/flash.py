@@ -80,8 +80,8 @@ class FlashKernel(Kernel):
         dim = self.dim(request.head_dim, request.value_dim + extra)
         if self.widest is None or dim <= self.widest:
             return None
-        more = f" ({extra} more dims carry the logsumexp's gradient)" if extra else ""
-        return f"has head dims up to {self.widest}, not {dim}{more}"
+        further = f" ({extra} more dims carry the logsumexp's gradient)" if extra else ""
+        return f"has head dims up to {self.widest}, not {dim}{further}"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         if is_empty_call(q, k, v):

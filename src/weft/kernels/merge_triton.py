@@ -19,19 +19,19 @@ from torch import Tensor
 TILE = 4096
 
 
-def merge_into(own: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_into(local: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a part into an accumulator, in place; all tensors may be strided.
 
-    `own` is the accumulator, (b, h, n, e) in fp32, with its logsumexp (b, h, n); the part has the
+    `local` is the accumulator, (b, h, n, e) in fp32, with its logsumexp (b, h, n); the part has the
     same shapes, in any dtype.
     """
-    b, h, n, e = own.shape
-    if own.numel() == 0:
+    b, h, n, e = local.shape
+    if local.numel() == 0:
         return
     width = triton.next_power_of_2(e)
     rows = max(1, TILE // width)
     blocks = triton.cdiv(n, rows)
-    tensors = (own, own_lse, part, part_lse)
+    tensors = (local, own_lse, part, part_lse)
     strides = [s for t in tensors for s in t.stride()]
     _merge[(blocks * b * h,)](*tensors, *strides, h, n, e, blocks, ROWS=rows, WIDTH=width)
 
@@ -39,7 +39,7 @@ def merge_into(own: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -> 
 # fmt: off
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
-    own, own_lse, part, part_lse,
+    local, own_lse, part, part_lse,
     own_b, own_h, own_n, own_e, own_lse_b, own_lse_h, own_lse_n,
     part_b, part_h, part_n, part_e, part_lse_b, part_lse_h, part_lse_n,
     heads, rows, dim, blocks,
@@ -63,8 +63,8 @@ def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its o
     total = tl.where(seen, keep + add, 1.0)
     tl.store(own_lse, tl.where(seen, base + tl.log(total), float("-inf")), mask=row)
     inside = row[:, None] & (e < dim)[None, :]
-    own += b * own_b + h * own_h + n[:, None] * own_n + e[None, :] * own_e
+    local += b * own_b + h * own_h + n[:, None] * own_n + e[None, :] * own_e
     part += b * part_b + h * part_h + n[:, None] * part_n + e[None, :] * part_e
-    kept = tl.load(own, mask=inside, other=0.0) * (keep / total)[:, None]
+    kept = tl.load(local, mask=inside, other=0.0) * (keep / total)[:, None]
     added = tl.load(part, mask=inside, other=0.0).to(tl.float32) * (add / total)[:, None]
-    tl.store(own, kept + added, mask=inside)
+    tl.store(local, kept + added, mask=inside)

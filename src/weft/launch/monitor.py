@@ -114,12 +114,12 @@ class LauncherMonitor:
         failed = [e for e in sorted(self.endings, key=lambda e: e.time) if e.attempt == last]
         failed = [e for e in failed if not e.done]
         sent = [e for e in failed if e.message is not None]
-        own = [e for e in sent if not e.follows]
+        local = [e for e in sent if not e.follows]
         first = sent[0].time if sent else float("inf")
         killed = [e for e in failed if e.silent and e.time < first + _SLACK]
-        if own:
+        if local:
             killed = [e for e in killed if e.code is not None]
-        return next(iter([*killed, *own, *sent]), None)
+        return next(iter([*killed, *local, *sent]), None)
 
     def _unread(self, before: float) -> bool:
         """True if there are messages that no thread of this process has read yet."""
@@ -189,8 +189,8 @@ class MonitoredRank:
         """This rank fails: because another one did, or because weft refused something."""
         self._send(message=message, follows=follows, refused=refused)
 
-    def _send(self, **what: object) -> None:
-        self._socket.sendall(json.dumps(what).encode() + b"\n")
+    def _send(self, **label: object) -> None:
+        self._socket.sendall(json.dumps(label).encode() + b"\n")
 
     def _watch(self) -> None:
         with contextlib.suppress(OSError):

@@ -118,11 +118,11 @@ class Trace:
         process |= {"pid": os.getpid(), "started": _status(os.getpid())[1]}
         self.write_line(0, _encode(process))
 
-    def call(self, what: str, number: int, ranks: Ranges, tag: int, detail: str) -> None:
+    def call(self, label: str, number: int, ranks: Ranges, tag: int, detail: str) -> None:
         """A pass of a call begins; its steps have the same tag."""
         count = next(self._calls)
         fields = {"kind": "call", "count": count, "began": time.time(), "number": number}
-        fields |= {"tag": str(tag), "ranks": ranks, "what": what, "detail": detail}
+        fields |= {"tag": str(tag), "ranks": ranks, "what": label, "detail": detail}
         self.write_line(2 + count % CALLS, _fitting(fields, WIDTH))
 
     def step(
@@ -363,9 +363,9 @@ def _has_noticed(path: Path) -> bool:
     """True if a rank itself recorded a failure and has begun nothing since."""
     try:
         lines = _lines(path)
-        own = [line["at"] for line in lines if line["kind"] == "failure" and "by" not in line]
+        local = [line["at"] for line in lines if line["kind"] == "failure" and "by" not in line]
         begun = (line["began"] for line in lines if line["kind"] == "step")
-        return bool(own) and all(began <= max(own) for began in begun)
+        return bool(local) and all(began <= max(local) for began in begun)
     except _UNREADABLE:
         return False
 

@@ -64,14 +64,14 @@ def agreed(
     """
     hidden, weight, labels = tensors
     error: ShapeError | IndexError | None = None
-    own = 0, 0, 0, -1
+    local = 0, 0, 0, -1
     try:
         options.check()
         _check_shapes(hidden, weight, labels)
-        own = (labels.numel(), len(weight), *_range(labels, options.ignore_index))
+        local = (labels.numel(), len(weight), *_range(labels, options.ignore_index))
     except ShapeError as raised:
         error = raised
-    texts = layout.bound.all_gather_text(json.dumps(own), vocab_dims)
+    texts = layout.bound.all_gather_text(json.dumps(local), vocab_dims)
     ranks = {rank: Share(*json.loads(text)) for rank, text in texts.items()}
     try:
         _check_shares(ranks, layout, vocab_dims, options.ignore_index)

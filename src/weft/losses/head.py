@@ -77,12 +77,12 @@ class LossHead:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
-    def enter(self, own: Tensor) -> Tensor:
+    def enter(self, local: Tensor) -> Tensor:
         """The chunk's rows of all ranks that have other tokens, from this rank's (V -> R)."""
         if not self.other:
-            return own
-        rows = own.new_zeros(self.own, *own.shape[1:])
-        rows[: len(own)] = own
+            return local
+        rows = local.new_zeros(self.own, *local.shape[1:])
+        rows[: len(local)] = local
         return _stacked(rows, self.other, self.transport, "loss").flatten(0, 1)
 
     def leave(self, partial: Tensor, tokens: int) -> Tensor:
@@ -137,10 +137,10 @@ class _Numbers(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, head: LossHead
     ) -> tuple[Tensor, ...]:
-        own, *of_chunks = _forward(hidden, weight, labels, head)
+        local, *of_chunks = _forward(hidden, weight, labels, head)
         ctx.save_for_backward(hidden, weight, *of_chunks)
         ctx.head = head
-        return own
+        return local
 
     @staticmethod
     @once("weft.losses", linear=False)
@@ -157,18 +157,18 @@ def _forward(
 ) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
     """Numbers of this rank's tokens, 4 x (T,); the labels and (lse, mean) of all chunks' tokens."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
-    own = tuple(
+    local = tuple(
         torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in LossNumbers._fields
     )
-    targets, saved = [labels[:0]], [own[0].new_empty(2, 0)]
+    targets, saved = [labels[:0]], [local[0].new_empty(2, 0)]
     for span in head.spans(len(hidden)):
         target = head.enter(labels[span])
-        made = _merged(_of_logits(head.enter(hidden[span]), weight, target, head), head)
-        for number, rows in zip(own, head.take(made, span.stop - span.start)):
+        result = _merged(_of_logits(head.enter(hidden[span]), weight, target, head), head)
+        for number, rows in zip(local, head.take(result, span.stop - span.start)):
             number[span] = rows
         targets.append(target)
-        saved.append(made[[0, 3]])
-    return own, torch.cat(targets), torch.cat(saved, 1)
+        saved.append(result[[0, 3]])
+    return local, torch.cat(targets), torch.cat(saved, 1)
 
 
 def _of_logits(hidden: Tensor, weight: Tensor, labels: Tensor, head: LossHead) -> Tensor:
@@ -275,13 +275,13 @@ def _stacked(x: Tensor, dims: tuple[str, ...], transport: Transport, label: str)
     """The tensors of all ranks along mesh dims, in their order: (ranks, *shape)."""
     shape = x.shape
     for mesh_dim in reversed(dims):
-        own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+        here, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
         x = x.contiguous()
         parts = x.new_empty(size, *x.shape)
-        parts[own] = x
-        others = [i for i in range(size) if i != own]
-        sends = [(i, x.view(-1)) for i in others]
-        receives = [(i, parts[i].view(-1)) for i in others]
+        parts[here] = x
+        rest = [i for i in range(size) if i != here]
+        sends = [(i, x.view(-1)) for i in rest]
+        receives = [(i, parts[i].view(-1)) for i in rest]
         transport.start(P2PBatch(mesh_dim, label, sends, receives))()
         x = parts
     return x.view(-1, *shape)

@@ -24,7 +24,7 @@ EVERYTHING: Interval = (-FAR, FAR)
 NOTHING: Interval = (FAR, -FAR)
 
 
-def whole_number(value: object, what: str) -> int:
+def whole_number(value: object, label: str) -> int:
     """A Python, NumPy or tensor integer as an int.
 
     Raises `ShapeError` for anything else.
@@ -37,7 +37,7 @@ def whole_number(value: object, what: str) -> int:
             return operator.index(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         pass
-    raise ShapeError(f"{what} is a whole number, found {value!r:.80}")
+    raise ShapeError(f"{label} is a whole number, found {value!r:.80}")
 
 
 class Mask(Traceable):

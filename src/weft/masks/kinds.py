@@ -388,11 +388,11 @@ class Documents(Mask):
             )
         for b, row in enumerate(self._rows or (self,)):
             total, where = row._ends[-1] if row._ends else 0, f" of row {b}" if self._rows else ""
-            for what, length in (("queries", n), ("keys", m)):
-                if total != length and (what == "keys" or self.offset is None):
+            for label, length in (("queries", n), ("keys", m)):
+                if total != length and (label == "keys" or self.offset is None):
                     raise ShapeError(
                         f"Documents lengths{where} add up to {total}, but there are {length} "
-                        f"{what}; a padded tail is a separate document, and offset= says which "
+                        f"{label}; a padded tail is a separate document, and offset= says which "
                         "positions the queries are"
                     )
             first = _first(self)

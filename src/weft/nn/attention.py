@@ -367,10 +367,10 @@ class MultiAxisAttention(nn.Module):
             "a bias": (self.bias is not None, "call it with context= instead"),
             "rope": (bool(self.rope) and first is None, "give first=, where the queries begin"),
         }
-        for what, (lacking, instead) in lacks.items():
+        for label, (lacking, instead) in lacks.items():
             if lacking:
                 raise DeclarationError(
-                    f"this attention has {what}, which depends on where queries are among the keys"
+                    f"this attention has {label}, which depends on where queries are among the keys"
                     f" that were kept: {instead}"
                 )
 

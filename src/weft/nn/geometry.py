@@ -203,8 +203,8 @@ class Geometry:
         whole = {name: n * self.placed.size(name) for name, n in here.items()} | {
             name: int(n) for name, n in (lengths or {}).items() if name in here
         }
-        others = sequences.other_dims(self.placed, self.attended, self.sequences)
-        copies = math.prod(self.placed.mesh[d] for d in others)
+        rest = sequences.other_dims(self.placed, self.attended, self.sequences)
+        copies = math.prod(self.placed.mesh[d] for d in rest)
         first = next(iter(here), None)
         if wanted and self.in_order and first is not None and first not in (lengths or {}):
             inner = copies * math.prod(n for name, n in whole.items() if name != first)
@@ -394,8 +394,8 @@ def _of_heads(layout: Layout) -> Layout:
     split = layout.shard_dims(HEADS)
     if layout.size(HEADS) == 1:
         return Layout.single()
-    others = tuple(d for d in layout.mesh if d not in split)
-    return replace(layout, sharding={HEADS: split}, replicate=others, order={}, attend={})
+    rest = tuple(d for d in layout.mesh if d not in split)
+    return replace(layout, sharding={HEADS: split}, replicate=rest, order={}, attend={})
 
 
 def _count(given: Mask | Bias | Tensor) -> int | None:

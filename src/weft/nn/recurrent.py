@@ -283,11 +283,11 @@ def _composed(pieces: LocalPieces, inputs: tuple[Tensor, ...]) -> Tensor:
             maps.append((end[..., dim:], end[..., :dim]))
         outs.append(out)
     states = pieces.states(maps, torch.matmul, of=inputs)
-    made = [
+    result = [
         out if piece.begins else out[..., :dim] + torch.einsum("bthk,bhkv->bthv", out[..., dim:], s)
         for piece, out, s in zip(pieces.pieces, outs, states)
     ]
-    return pieces.join(1, made, states)
+    return pieces.join(1, result, states)
 
 
 def _in_chain(pieces: LocalPieces, inputs: tuple[Tensor, ...]) -> Tensor:

@@ -75,9 +75,9 @@ def sequence_order(
     (0, 1, 4, 5, 2, 3, 6, 7)
     """
     known, found = dict(lengths), []
-    others = other_dims(layout, attended, tuple(known))
+    rest = other_dims(layout, attended, tuple(known))
     for place in places(layout.mesh, layout.batch_dims(attended), dict.fromkeys(layout.mesh, 0)):
-        first = index_at(layout.mesh, others, place) * math.prod(known.values())
+        first = index_at(layout.mesh, rest, place) * math.prod(known.values())
         index, steps = torch.tensor([first]), _steps(known)
         for name in local:
             held = positions_at(layout, name, known[name], place)

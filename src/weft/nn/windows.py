@@ -112,11 +112,11 @@ class OverAxes(nn.Module):
     ) -> Tensor:
         """`_run` on x as a field (b c axes), in and out as `axes` names its dims."""
         whole = self._whole(x, lengths)
-        others = [name for name in self.axes[:-1] if name not in self.axis]
-        order = [self.axes.index(name) for name in (*others, self.axes[-1], *self.axis)]
+        rest = [name for name in self.axes[:-1] if name not in self.axis]
+        order = [self.axes.index(name) for name in (*rest, self.axes[-1], *self.axis)]
         turned = x.permute(order)
-        kept = turned.shape[: len(others)]
-        y: Tensor = turned.reshape(math.prod(kept), *turned.shape[len(others) :])
+        kept = turned.shape[: len(rest)]
+        y: Tensor = turned.reshape(math.prod(kept), *turned.shape[len(rest) :])
         dims = {name: 2 + i for i, name in enumerate(self.axis) if self.layout.size(name) > 1}
         if dims:
             y = Field.from_local(y, self.layout, dims, whole)
@@ -288,8 +288,8 @@ class Convolution(Windowed):
             )
         ]
         for mode in dict.fromkeys(self.border):  # corners come with the later ones
-            own = [p if b == mode else (0, 0) for p, b in zip(pads, self.border)]
-            x = _padded(x, own, mode)
+            held = [p if b == mode else (0, 0) for p, b in zip(pads, self.border)]
+            x = _padded(x, held, mode)
         convolve = (F.conv1d, F.conv2d, F.conv3d)[len(self.axis) - 1]
         options = self.stride, 0, self.dilation, self.groups
         return convolve(x, local(self.weight), local(self.bias), *options)

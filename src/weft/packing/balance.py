@@ -366,18 +366,18 @@ class _Pool:
         stop, document, start = self.line[at]
         alone = at == self.first
         start += self.eaten if alone else 0
-        others, scores = self.tokens_left - (stop - start), self.scores_of
+        rest, scores = self.tokens_left - (stop - start), self.scores_of
         most, window = min(need, stop - start), self.window
         before = scores(stop) - aim
 
         def miss(tokens: int) -> tuple[float, int]:
             """Excess work, and its derivative by one token."""
-            fill, own = need - tokens, 0
-            if fill > others:  # then the rest is from this document's own start
-                fill, own = others, fill - others
+            fill, local = need - tokens, 0
+            if fill > rest:  # then the rest is from this document's own start
+                fill, local = rest, fill - rest
             filled, last, _ = self._light(fill)
-            if own:
-                last = start + own
+            if local:
+                last = start + local
                 filled += scores(last) - scores(start)
             heaviest = stop - tokens
             error = before - scores(heaviest) + filled
@@ -399,7 +399,7 @@ class _Pool:
             if best[0] <= MISS * share:
                 break
         tokens = best[1]
-        if need - tokens <= others:
+        if need - tokens <= rest:
             tokens = self._to_border(need, tokens, most, MISS * share / max(slope, 1))
         if tokens:
             self._forget(at)
@@ -427,8 +427,8 @@ class _Pool:
         at, inside = self._end(need - tokens)
         stop, _, start = self.line[at]
         eaten = self.eaten if at == self.first else 0
-        more, less = tokens + inside - eaten, tokens - (stop - start - inside)
+        extra, less = tokens + inside - eaten, tokens - (stop - start - inside)
         if inside in (eaten, stop - start):
             return tokens
-        way = min(more, less, key=lambda way: abs(way - tokens))
+        way = min(extra, less, key=lambda way: abs(way - tokens))
         return way if 0 <= way <= most and abs(way - tokens) <= change else tokens

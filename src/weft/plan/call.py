@@ -171,17 +171,17 @@ def read_length(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int],
     return (_pair(length, "length"),)
 
 
-def _pair(length: object, what: str) -> tuple[int, int]:
+def _pair(length: object, label: str) -> tuple[int, int]:
     wrong = ShapeError(
-        f"{what} is a whole number, or a pair (queries, keys) of them, found {length!r:.80}"
+        f"{label} is a whole number, or a pair (queries, keys) of them, found {length!r:.80}"
     )
     both = length if isinstance(length, tuple | list) else (length, length)
     try:
-        n, m = (whole_number(x, what) for x in both)
+        n, m = (whole_number(x, label) for x in both)
     except (ShapeError, ValueError):
         raise wrong from None
     if n < 0 or m < 0:
-        raise ShapeError(f"{what} is 0 or more, found {length!r:.80}")
+        raise ShapeError(f"{label} is 0 or more, found {length!r:.80}")
     return n, m
 
 

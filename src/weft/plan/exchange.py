@@ -111,11 +111,11 @@ class _Item(NamedTuple):
 def exchange_of(
     shapes: tuple[tuple[int, ...], ...],
     steps: tuple[AllToAll, ...],
-    own: int,
+    here: int,
     size: int,
     reverse: bool,
 ) -> FlatExchange:
-    """The exchange of tensors of some shapes along a mesh dim, on the rank `own` of `size`."""
+    """The exchange of tensors of some shapes along a mesh dim, on the rank `here` of `size`."""
     items = [_item(shape, step, reverse) for shape, step in zip(shapes, steps)]
     groups: dict[tuple, list[int]] = {}
     for i, item in enumerate(items):
@@ -128,7 +128,7 @@ def exchange_of(
     lengths = [items[group[0]].joined_sizes for group in members]
     of_own = [items[group[0]].shape[items[group[0]].joined] for group in members]
     sends = [[w * n for w, n in zip(widths[rank], of_own)] for rank in range(size)]
-    receives = [[w * n[rank] for w, n in zip(widths[own], lengths)] for rank in range(size)]
+    receives = [[w * n[rank] for w, n in zip(widths[here], lengths)] for rank in range(size)]
     even_cuts = all(len({*item.cut_sizes}) <= 1 for item in items)
     parts = _parts(items, members, widths, sends, even_cuts)
     return FlatExchange(
@@ -138,7 +138,7 @@ def exchange_of(
         even_cuts,
         tuple(parts),
         tuple(_groups(receives)),
-        tuple(_arrived(items, members, widths[own], own)),
+        tuple(_arrived(items, members, widths[here], here)),
     )
 
 
@@ -194,14 +194,14 @@ def _groups(receives: Sequence[Sequence[int]]) -> list[tuple[tuple[int, int], ..
 
 
 def _arrived(
-    items: Sequence[_Item], members: Sequence[list[int]], widths: Sequence[int], own: int
+    items: Sequence[_Item], members: Sequence[list[int]], widths: Sequence[int], here: int
 ) -> list[Arrived]:
     arrived: dict[int, Arrived] = {}
     for g, (group, width) in enumerate(zip(members, widths)):
         first = 0
         for i in group:
             item = items[i]
-            rest = item.part(own)
+            rest = item.part(here)
             shape, strides = [*rest], [*_contiguous(rest)]
             shape.insert(item.joined, sum(item.joined_sizes))
             strides.insert(item.joined, width)

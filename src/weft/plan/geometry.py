@@ -121,8 +121,8 @@ class ChunkGeometry:
         for number, intervals in enumerate(interesting[1:], start=1):
             rows = chunks.visible(intervals)
             if number == 1:
-                own = chunks.owners == 0
-                same[own] = rows[own]
+                local = chunks.owners == 0
+                same[local] = rows[local]
             if (rows != same)[chunks.owners != number].any():
                 return False
         return True

@@ -143,7 +143,7 @@ def leaf_calls(
         rows_together: full leaves of one key block whose queries follow each other are one call
             where their blocks begin at multiples of this many rows; 0: never.
     """
-    made: list[tuple[int, KernelCall]] = []
+    result: list[tuple[int, KernelCall]] = []
     queries = blocks_of(q, edges[0])
     for key_block, k0, keys in blocks_of(k, edges[1]):
         run_ends = -1  # row at which a run of full leaves ends that may go on
@@ -156,11 +156,11 @@ def leaf_calls(
             )
             joins = joins and calls == (KernelCall(0, rows.count, 0, keys.count, Kind.FULL),)
             if joins and run_ends == q0:
-                made[-1] = key_block, replace(made[-1][1], q1=q0 + rows.count)
+                result[-1] = key_block, replace(result[-1][1], q1=q0 + rows.count)
             else:
-                made += ((key_block, _moved(call, q0, k0)) for call in calls)
-            run_ends = made[-1][1].q1 if joins else -1
-    return made
+                result += ((key_block, _moved(call, q0, k0)) for call in calls)
+            run_ends = result[-1][1].q1 if joins else -1
+    return result
 
 
 def _moved(call: KernelCall, rows: int, columns: int) -> KernelCall:

@@ -28,10 +28,10 @@ from .sides import Side
 ALIGNMENT = 16
 
 
-def held_bytes(tensors: Iterable[Tensor], own: Iterable[Tensor]) -> int:
-    """Bytes of the memory behind some tensors, each counted once, but not that behind `own`."""
+def held_bytes(tensors: Iterable[Tensor], local: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind some tensors, each counted once, but not that behind `local`."""
     sizes = dict(map(memory_of, tensors))
-    for t in own:
+    for t in local:
         sizes.pop(memory_of(t)[0], None)
     return sum(sizes.values())
 
@@ -122,7 +122,7 @@ def memory_bound(tile: Pass) -> MemoryBound:
     moments = list(_Walk(tile).moments())
     results = max((results for results, _ in moments), default=0)
     nbytes += seen_bytes(tile.plan)
-    return MemoryBound(chunks, results, nbytes + max((more for _, more in moments), default=0))
+    return MemoryBound(chunks, results, nbytes + max((extra for _, extra in moments), default=0))
 
 
 def seen_bytes(plan: Plan) -> int:
@@ -196,11 +196,11 @@ class _Walk:
 
     def _compute(self, block: Block) -> int:
         """A block adds to results of both sides; the bytes of chunks joined for its time."""
-        made = self.tile.block(block)
-        if not made.calls:
+        result = self.tile.block(block)
+        if not result.calls:
             return 0
         joined = 0
-        for side, numbers in zip(Side, (made.q, made.kv)):
+        for side, numbers in zip(Side, (result.q, result.kv)):
             copied = len(numbers) > 1 and self.tile.own(side, numbers) is None
             for number in numbers:
                 self._mark_outstanding((side, number))

@@ -238,14 +238,14 @@ class Plan:
         runs: list[MaskRun] = []
         starts: list[int] = []
         for i, b in enumerate(numbers):
-            own = mask.of_sequences((b,))
-            if runs and runs[-1].mask == own:
+            local = mask.of_sequences((b,))
+            if runs and runs[-1].mask == local:
                 runs[-1] = runs[-1]._replace(samples=(starts[-1], i + 1))
             elif len(runs) == MOST_RUNS and self.edges is None:
                 return (MaskRun(None, None, mask),)
             else:
                 starts.append(i)
-                runs.append(MaskRun((i, i + 1), b, own))
+                runs.append(MaskRun((i, i + 1), b, local))
         return tuple(runs) if len(runs) > 1 else (runs[0]._replace(samples=None),)
 
     # -- kernels and costs ---------------------------------------------------------------------
@@ -500,15 +500,15 @@ class Pass:
         self, coords: Mapping[str, int], number: int, edges: tuple[int, ...]
     ) -> set[int]:
         """Key blocks for which a rank holds partial outputs of a chunk."""
-        made = {
+        result = {
             block
             for n in self.program.chunks(Side.KEY)
             for block, _, _ in blocks_of(self.spans(Side.KEY, coords, n), edges)
         }
         for t in self.program.transfers:
             if t.payload is Payload.OUT and t.target == number:
-                made |= self._key_blocks(self.source(t, coords), t.source, edges)
-        return made
+                result |= self._key_blocks(self.source(t, coords), t.source, edges)
+        return result
 
     def _by_owner(self, side: Side) -> list[int]:
         """The numbers of the tile's chunks in the order of their owners' ranks."""

@@ -165,12 +165,12 @@ def _choice(moved: Traffic, plan: Plan) -> None:
         return
     row = plan.problem.batch * kind.rows * kind.count * NUMBER.itemsize
     for dims, rows in plan.row_moves:
-        own, inner = index_at(plan.sizes, dims, plan.coords), 1
-        known = [rows[own]] if dims else []
+        here, inner = index_at(plan.sizes, dims, plan.coords), 1
+        known = [rows[here]] if dims else []
         for mesh_dim in reversed(dims):
             size = plan.sizes[mesh_dim]
             held, inner = sum(known), inner * size
-            known = list(rows[own // inner * inner :][:inner])
+            known = list(rows[here // inner * inner :][:inner])
             through = (size - 1) * held * row, (sum(known) - held) * row
             _add(moved, mesh_dim, "choice", *through, size - 1)
 
@@ -218,13 +218,13 @@ def _all_to_alls(
 
 def _sizes(plan: Plan, resharding: Resharding, level: int, mesh_dim: str) -> tuple[int, int]:
     """Batch x heads x rows that one all-to-all sends to and receives from peers on the way in."""
-    own, index = resharding.all_to_alls(plan.coords)[level], plan.coords[mesh_dim]
+    here, index = resharding.all_to_alls(plan.coords)[level], plan.coords[mesh_dim]
     shape = _shape(resharding, level, plan.coords)
     after = _shape(resharding, level + 1, plan.coords)
-    if own.cat_dim is None:  # a slice, undone by a gather: own slice to all, all others' back
+    if here.cat_dim is None:  # a slice, undone by a gather: own slice to all, all others' back
         kept = math.prod(after)
         return math.prod(shape) - kept, kept * (plan.sizes[mesh_dim] - 1)
-    kept = math.prod(shape) // max(1, shape[own.split_dim]) * own.split_sizes[index]
+    kept = math.prod(shape) // max(1, shape[here.split_dim]) * here.split_sizes[index]
     return math.prod(shape) - kept, math.prod(after) - kept
 
 
@@ -250,10 +250,10 @@ def _all_reduce(
     moved: Traffic, plan: Plan, mesh_dim: str, label: str, rows: int, nbytes: int
 ) -> None:
     """Every rank reduces its share of the rows, then all share their results."""
-    size, own = plan.sizes[mesh_dim], plan.coords[mesh_dim]
+    size, here = plan.sizes[mesh_dim], plan.coords[mesh_dim]
     if size == 1:
         return
-    share = chunk_sizes(rows, size)[own]
+    share = chunk_sizes(rows, size)[here]
     through = (rows - share + share * (size - 1)) * nbytes
     _add(moved, mesh_dim, label, through, through, 2 * (size - 1))
 

@@ -154,8 +154,8 @@ class Resharding:
         """The all-to-alls of the rank at `coords`, in order."""
         steps = []
         for level, move in enumerate(self.steps):
-            own = self.state(level, coords)
-            sizes = self._cut(move, own.size(move.target), coords)
+            local = self.state(level, coords)
+            sizes = self._cut(move, local.size(move.target), coords)
             cat_sizes: tuple[int, ...] = ()
             if move.source is not None:
                 peers = [{**coords, move.mesh_dim: i} for i in range(len(sizes))]

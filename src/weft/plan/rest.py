@@ -75,8 +75,8 @@ def reshardings(
     def batch_span(index: int) -> Span:
         """Batch entries at rest: one range after another along the batch dims."""
         if not problem.batches:
-            own = index_at(sizes, batch_dims, coords)
-            return Span(problem.batch_offset + (index - own) * problem.batch, problem.batch)
+            here = index_at(sizes, batch_dims, coords)
+            return Span(problem.batch_offset + (index - here) * problem.batch, problem.batch)
         peers = places(sizes, batch_dims, coords)
         entries = [problem.batches[rank_at(sizes, peer)] for peer in peers]
         return Span(sum(entries[:index]), entries[index])
@@ -99,8 +99,8 @@ def reshardings(
             """Positions of this side's tokens at rest; several axes flatten, the first major."""
             spans: Spans | None = None
             for pair, order, dims in zip(problem.lengths, orders, seq_dims[side], strict=True):
-                own = shard_spans(pair[side], layout.parts(dims), order)[index_at(sizes, dims, at)]
-                spans = own if spans is None else product(spans, own, pair[side])
+                here = shard_spans(pair[side], layout.parts(dims), order)[index_at(sizes, dims, at)]
+                spans = here if spans is None else product(spans, here, pair[side])
             return spans or ()
 
         def rest(at: Mapping[str, int]) -> State:

@@ -174,15 +174,15 @@ def _join(parts: Iterable[Spans]) -> Spans:
     return ascending(join(s for spans in parts for s in spans))
 
 
-def _interleaved(own: Spans, received: Spans) -> tuple[Stretch, ...]:
+def _interleaved(local: Spans, received: Spans) -> tuple[Stretch, ...]:
     """The pieces of two lists of positions, whose positions in that order ascend.
 
     >>> _interleaved((Span(4, 4),), (Span(2, 2), Span(8, 1)))[0]
     Stretch(received=True, low=0, high=2)
     """
-    places = np.concatenate([positions(own, "cpu").numpy(), positions(received, "cpu").numpy()])
+    places = np.concatenate([positions(local, "cpu").numpy(), positions(received, "cpu").numpy()])
     order = np.argsort(places, kind="stable")
-    border = count(own)
+    border = count(local)
     starts = np.flatnonzero(np.diff(order, prepend=-2) != 1)
     into = np.flatnonzero(order == border)
     edges = np.unique(np.concatenate([starts, into, [len(order)]]))

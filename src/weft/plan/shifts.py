@@ -63,8 +63,8 @@ class Shifts:
     @functools.cached_property
     def uniform(self) -> Shift | None:
         """The shift of every message, where all are the same: one level, a card for every rank."""
-        level, *others = self.hardware.level
-        if others or level.uplink or level.card_ranks > 1 or not level.rate:
+        level, *rest = self.hardware.level
+        if rest or level.uplink or level.card_ranks > 1 or not level.rate:
             return None
         return Shift(level.latency + level.half / level.rate, 1 / level.rate, ())
 

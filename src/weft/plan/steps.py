@@ -202,9 +202,9 @@ def slot(tile: Pass, side: Side, number: int) -> tuple[int, int]:
 
     A rank keeps one result of its chunk, also where that travels in sub-chunks.
     """
-    own = tile.own(side, (number,))
-    if own is not None:
-        return 0, own[0]
+    local = tile.own(side, (number,))
+    if local is not None:
+        return 0, local[0]
     return number, -tile.held(side, tile.plan.coords, number)[0]
 
 
@@ -215,8 +215,8 @@ def rows_by_chunk(
 
     (number, first and last row in its results, the same counted from `low`).
     """
-    if (own := tile.own(side, numbers)) is not None:
-        yield 0, own[0] + low, own[0] + high, 0, high - low
+    if (local := tile.own(side, numbers)) is not None:
+        yield 0, local[0] + low, local[0] + high, 0, high - low
         return
     offset = 0
     for n in numbers:
@@ -320,11 +320,11 @@ class _Compiler:
         return high - low
 
     def _chunks(self, side: Side, numbers: tuple[int, ...]) -> Joined:
-        own = self.tile.own(side, numbers)
-        whole = own == (0, count(self.plan.compute[side].spans))
-        apart = own is None and len(numbers) > 1
+        local = self.tile.own(side, numbers)
+        whole = local == (0, count(self.plan.compute[side].spans))
+        apart = local is None and len(numbers) > 1
         each = tuple(self._chunks(side, (n,)) for n in numbers) if apart else ()
-        return Joined(numbers, own, whole, each)
+        return Joined(numbers, local, whole, each)
 
     # -- messages ------------------------------------------------------------------------------
 
@@ -343,16 +343,16 @@ class _Compiler:
         return form_of(payload_shapes(self.plan, t.payload, self.tile.backward, rows[1] - rows[0]))
 
     def _begin(self, t: Transfer, batch: int) -> None:
-        own, size = self.coords[t.mesh_dim], self.plan.sizes[t.mesh_dim]
+        here, size = self.coords[t.mesh_dim], self.plan.sizes[t.mesh_dim]
         send = receive = None
         if self._sends(t):
-            send = Send((own - t.ring_offset) % size, *self._packed(t))
+            send = Send((here - t.ring_offset) % size, *self._packed(t))
             self.reads[t] = self._reads(t, send.buffer)
             self.sending.update(self.reads[t])
         if self._receives(t):
             form = self._form(t, self.rows[t][1])
             rows = self._merged_rows(t)
-            peer = (own + t.ring_offset) % size
+            peer = (here + t.ring_offset) % size
             receive = Receive(peer, self.buffers.take(form), form, *rows)
         self.moves[t] = RankTransfer(
             len(self.moves), t, t.payload.is_chunk, batch, send, receive, ()
@@ -420,11 +420,11 @@ class _Compiler:
     # -- blocks --------------------------------------------------------------------------------
 
     def _block(self, block: Block, overlapped: bool) -> BlockSteps:
-        made = self.tile.block(block)
-        queries, keys = self._chunks(Side.QUERY, made.q), self._chunks(Side.KEY, made.kv)
-        leaves = tuple((at, self._works(made, groups)) for at, groups in made.leaves)
-        works = () if leaves else self._works(made, made.groups)
-        return BlockSteps(block, made, queries, keys, works, leaves, overlapped)
+        result = self.tile.block(block)
+        queries, keys = self._chunks(Side.QUERY, result.q), self._chunks(Side.KEY, result.kv)
+        leaves = tuple((at, self._works(result, groups)) for at, groups in result.leaves)
+        works = () if leaves else self._works(result, result.groups)
+        return BlockSteps(block, result, queries, keys, works, leaves, overlapped)
 
     def _works(self, block: BlockPlan, groups: Sequence[Group]) -> tuple[KernelWork, ...]:
         rows, columns = ((0, count(spans)) for spans in (block.q_spans, block.kv_spans))

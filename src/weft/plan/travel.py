@@ -77,8 +77,8 @@ def _chosen(layout: LayoutDeclaration, problem: LocalProblem) -> Travel:
     keys = Plan(layout, of_keys(problem), coords)
     # Each rank expands its own tokens, and the gradients go back by two products.
     tokens = problem.batch * keys.resharding.key.state(0, coords).size(2)
-    own = 3 * tokens * sizes.work / _rate(keys)
-    if_keys = _travelling(keys, own)
+    local = 3 * tokens * sizes.work / _rate(keys)
+    if_keys = _travelling(keys, local)
     why = ""
     if layout.reproducible:
         why = "a reproducible layout expands them in blocks of no layout"

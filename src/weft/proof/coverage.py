@@ -164,18 +164,18 @@ def block_defects(tile: Pass, block: Block) -> list[str]:
 
 def _run_defects(tile: Pass, block: Block, run: MaskRun) -> list[str]:
     """Defects of the calls of one run of sequences."""
-    made, mask, coords = tile.block(block), run.mask, tile.plan.coords
-    its_calls = [call for call in made.calls if call.samples == run.samples]
+    result, mask, coords = tile.block(block), run.mask, tile.plan.coords
+    its_calls = [call for call in result.calls if call.samples == run.samples]
     whole = {side: [tile.spans(side, coords, n) for n in block.sides[side]] for side in Side}
-    rows = positions_of(made.q_spans)
+    rows = positions_of(result.q_spans)
     keys = [s for spans in whole[Side.KEY] for s in spans]
     wanted = count_visible(visible_ranges(mask, rows), keys) if len(rows) else rows
-    defects = _calls_defects(its_calls, made.kv_spans, mask, rows, wanted)
+    defects = _calls_defects(its_calls, result.kv_spans, mask, rows, wanted)
     everything = [s for spans in whole[Side.QUERY] for s in spans]
     if len(rows) != sum(s.count for s in everything):  # rows that were not fetched see nothing here
-        others = positions_of(everything)
-        others = others[~np.isin(others, rows)]
-        if len(others) and count_visible(visible_ranges(mask, others), keys).any():
+        rest = positions_of(everything)
+        rest = rest[~np.isin(rest, rows)]
+        if len(rest) and count_visible(visible_ranges(mask, rest), keys).any():
             defects.append(f"{block}: rows that see keys of it are not fetched")
     return defects
 

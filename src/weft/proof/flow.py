@@ -48,8 +48,8 @@ class Flow:
                 self._end(at, t)
         self._finish()
 
-    def _wrong(self, at: int | str, what: str) -> None:
-        self.defects.append(f"step {at}: {what}")
+    def _wrong(self, at: int | str, label: str) -> None:
+        self.defects.append(f"step {at}: {label}")
 
     def owner(self, side: Side, number: int) -> tuple[Offset, int]:
         """Whose chunk a number stands for, counted from this rank, and which sub-chunk of it."""
@@ -121,9 +121,9 @@ class Flow:
 
     def _check_results(self, side: Side) -> None:
         """Every block's result is with the owner of its chunk, once."""
-        own = self.program.own(side)
+        local = self.program.own(side)
         for (of, n), found in self.results.items():
-            if of is side and n not in own and found:
+            if of is side and n not in local and found:
                 self._wrong("end", f"the result of {CHUNKS[side].value} {n} never leaves")
         a, b = map(self.program.chunks, Side)
         expected: Counter = Counter()
@@ -131,7 +131,7 @@ class Flow:
             offset, _ = self.owner(side, (i, j)[side])
             back = tuple((-o) % size for o, size in zip(offset, self.sizes))
             expected[back, i, j] += 1
-        found = sum((self.results[side, n] for n in own), Counter())
+        found = sum((self.results[side, n] for n in local), Counter())
         wrong = [(key, found[key]) for key in {*expected, *found} if expected[key] != found[key]]
         for (offset, i, j), times in sorted(wrong)[:3]:
             rows = ("queries", "keys")[side]

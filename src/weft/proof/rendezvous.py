@@ -76,10 +76,10 @@ def rendezvous(tiles: Sequence[Pass]) -> list[str]:
                     (asked, sent, (source, rank, t.mesh_dim), _bytes(tile, t, 1)),
                 )
                 meetings = []
-                for own, others, key, nbytes in messages:
+                for local, rest, key, nbytes in messages:
                     if nbytes:
-                        meetings.append((others[key], len(own[key]), (t.payload, nbytes)))
-                        own[key].append((t.payload, nbytes))
+                        meetings.append((rest[key], len(local[key]), (t.payload, nbytes)))
+                        local[key].append((t.payload, nbytes))
                 begun[t].append(meetings)
             for t in step.end:
                 if not begun[t]:

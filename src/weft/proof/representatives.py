@@ -188,11 +188,11 @@ def _known(mask: Mask) -> bool:
 
 def _parts(chunks: Sequence[Spans]) -> list[Parts]:
     """The first part of every chunk, the second, and so on; (0, 0) where a chunk has fewer."""
-    made = []
+    result = []
     for x in range(max(map(len, chunks), default=0)):
         ends = [(c[x].start, c[x].last) if x < len(c) else (0, 0) for c in chunks]
-        made.append(Parts(*np.array(ends).T))
-    return made
+        result.append(Parts(*np.array(ends).T))
+    return result
 
 
 def _relation(mask: Mask, q: Parts, k: Parts) -> tuple[np.ndarray, int]:

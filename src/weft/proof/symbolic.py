@@ -160,13 +160,13 @@ def claims(
     )
     found.append(_claim("all-to-alls fit on both ends", every, _cuts_and_joins(layout, plans[0])))
     if plans[0].seen is not None:
-        what = "keys by halo: every key that a query sees once, from its owner"
-        found.append(_claim(what, how, [*itertools.islice(seen_defects(plans), 5)]))
+        label = "keys by halo: every key that a query sees once, from its owner"
+        found.append(_claim(label, how, [*itertools.islice(seen_defects(plans), 5)]))
     return found
 
 
-def _claim(what: str, how: str, defects: Sequence[str]) -> Claim:
-    return Claim(what, how, tuple(defects[:5]))
+def _claim(label: str, how: str, defects: Sequence[str]) -> Claim:
+    return Claim(label, how, tuple(defects[:5]))
 
 
 def _by_rank(plans: Sequence[Plan], defects: Iterator[list[str]]) -> list[str]:

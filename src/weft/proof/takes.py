@@ -71,8 +71,8 @@ def take_defects(plan: Wanted) -> Iterator[str]:
                 if not same or same[0].receives[at[step.mesh_dim]] != overlaps:
                     yield f"chunk {chunk}: sends positions that {peer} does not expect"
             received += sum(o.numel for part in step.receives for o in part if o.target == chunk)
-        own = {*held[chunk]}
-        if received < (lacking := sum(p >= 0 and p not in own for p in wanted)):
+        local = {*held[chunk]}
+        if received < (lacking := sum(p >= 0 and p not in local for p in wanted)):
             yield f"chunk {chunk}: receives {received} entries, and lacks {lacking}"
 
 

@@ -60,7 +60,7 @@ def fetch_together(
             _shuffled(flat, step.mesh_dim, step.sends, step.receives, width, transport, label)
         )
     complete = sum(overlap.numel for overlap in plan.arrived) == math.prod(plan.shape)
-    made = [
+    result = [
         (x.tensor.new_empty if complete else x.tensor.new_zeros)((*plan.shape, *x.tail))
         for x in placed
     ]
@@ -68,10 +68,10 @@ def fetch_together(
         parts = part(overlap)
         if len(parts) < len(placed):
             parts = parts[0].split([overlap.numel * math.prod(x.tail) for x in placed])
-        for x, out, piece in zip(placed, made, parts):
+        for x, out, piece in zip(placed, result, parts):
             shape = (*(len(p) for p in overlap.put), *x.tail)
             out[_put(overlap, out.device)] = piece.view(shape)
-    return [x.back(out) for x, out in zip(placed, made)]
+    return [x.back(out) for x, out in zip(placed, result)]
 
 
 def collect(

@@ -251,15 +251,15 @@ class Paths:
 def _overlaps(before: Placed, after: Placed, lengths: tuple[int, ...]) -> tuple[Overlap, ...]:
     """Every message between all ranks, also those that a rank keeps."""
     shared = [_shared_tokens(before, after, a, n) for a, n in enumerate(lengths)]
-    made = []
+    result = []
     for target in range(after.ranks):
         coords = after.coords(target)
         positions = [shared[a][after.chunk(a, coords)] for a in range(len(lengths))]
         for boxes in itertools.product(*positions):
             source = _nearest(before, target, [chunk for chunk, _, _ in boxes])
             taken = tuple(t for _, t, _ in boxes)
-            made.append(Overlap(source, target, taken, tuple(p for _, _, p in boxes)))
-    return tuple(made)
+            result.append(Overlap(source, target, taken, tuple(p for _, _, p in boxes)))
+    return tuple(result)
 
 
 def _shared_tokens(before: Placed, after: Placed, axis: int, length: int) -> list[list[tuple]]:
@@ -268,7 +268,7 @@ def _shared_tokens(before: Placed, after: Placed, axis: int, length: int) -> lis
     for chunk, spans in enumerate(before.chunks(axis, length)):
         for i, position in enumerate(_positions(spans)):
             at[position] = chunk, i
-    made = []
+    result = []
     for spans in after.chunks(axis, length):
         shared: dict[int, tuple[list[int], list[int]]] = {}
         for j, position in enumerate(_positions(spans)):
@@ -276,8 +276,8 @@ def _shared_tokens(before: Placed, after: Placed, axis: int, length: int) -> lis
             taken, put = shared.setdefault(chunk, ([], []))
             taken.append(i)
             put.append(j)
-        made.append([(c, tuple(t), tuple(p)) for c, (t, p) in sorted(shared.items())])
-    return made
+        result.append([(c, tuple(t), tuple(p)) for c, (t, p) in sorted(shared.items())])
+    return result
 
 
 def _positions(spans: Spans) -> list[int]:

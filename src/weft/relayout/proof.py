@@ -45,9 +45,9 @@ def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
                 defects += window_defects(layout, axis, length, window)
             except ShapeError:  # a border that needs a longer axis is refused before it is planned
                 continue
-    what = "windows: every output once; every entry of its position; borders at the ends alone"
+    label = "windows: every output once; every entry of its position; borders at the ends alone"
     how = f"{len(WINDOWS)} windows, {len(BORDERS)} borders, {layout.size(axis)} chunks of {axis}"
-    return [Claim(what, how, tuple(defects[:3]))]
+    return [Claim(label, how, tuple(defects[:3]))]
 
 
 def window_defects(layout: Layout, axis: str, length: int, window: Windows) -> Iterator[str]:
@@ -62,9 +62,9 @@ def window_defects(layout: Layout, axis: str, length: int, window: Windows) -> I
     for chunk, ((first, last), part) in enumerate(zip(steps, plan.parts)):
         if first == last:
             continue
-        own = [*range(starts[chunk] + part.low, starts[chunk] + part.high)]
+        local = [*range(starts[chunk] + part.low, starts[chunk] + part.high)]
         wanted = _positions(plan.wanted.wanted[chunk])
-        found = [*wanted[: part.before], *own, *wanted[part.before :]]
+        found = [*wanted[: part.before], *local, *wanted[part.before :]]
         begin = window.first + first * window.stride
         end = window.first + (last - 1) * window.stride + window.extent
         if found != [_bordered(p, length, window.border) for p in range(begin, end)]:

@@ -138,13 +138,13 @@ def _moving(source: Placed, target: Placed) -> tuple[str, ...]:
         called |= {other: name for (name, _), (other, _) in shared}
     wide, wide_after = ({name for name, _ in mesh} for mesh in (one, two))
     before = {a: (tuple(d for d in ds if d in wide), order) for a, ds, order in source.splits}
-    moving, others = set(), {name for name, _ in one} - {*called.values()}
+    moving, rest = set(), {name for name, _ in one} - {*called.values()}
     for axis, dims, order in target.splits:
         after = tuple(called.get(dim, "") for dim in dims if dim in wide_after)
         if before[axis] != (after, order):
             moving |= {*before[axis][0], *after}
-    if moving & {"", *others}:
-        moving |= others
+    if moving & {"", *rest}:
+        moving |= rest
     return tuple(name for name, _ in source.mesh if name in moving)
 
 

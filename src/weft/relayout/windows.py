@@ -150,13 +150,13 @@ def _stretches(spans: Spans) -> Iterator[tuple[int, int, bool]]:
 
 def runs(spans: Spans) -> list[tuple[int, int]]:
     """(start, end) of the runs of consecutive positions in spans."""
-    made: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     for s in spans:
         if s.step == 1 or s.count == 1:
-            made.append((s.start, s.start + s.count))
+            result.append((s.start, s.start + s.count))
         else:
-            made += ((s.start + i * s.step, s.start + i * s.step + 1) for i in range(s.count))
-    return made
+            result += ((s.start + i * s.step, s.start + i * s.step + 1) for i in range(s.count))
+    return result
 
 
 def _with_offsets(spans: Spans) -> Iterator[tuple[int, int, int]]:
@@ -340,8 +340,8 @@ def _cut(start: int, end: int, low: int, high: int) -> SeenPart:
         return SeenPart(0, 0, 0, 0)
     if low >= end or high <= start:
         return SeenPart(high - low, 0, 0, 0)
-    own = max(low, start) - start, min(high, end) - start
-    return SeenPart(max(start - low, 0), *own, max(high - end, 0))
+    local = max(low, start) - start, min(high, end) - start
+    return SeenPart(max(start - low, 0), *local, max(high - end, 0))
 
 
 class RangePlan(NamedTuple):

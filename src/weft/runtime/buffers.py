@@ -56,10 +56,10 @@ def all_to_all(
     arrives is not copied where its parts follow one another in memory; see `plan.exchange`.
     """
     moving = [reverse or e.cat_dim is not None for _, e in items]
-    own = transport.coords[items[0][1].mesh_dim]
+    here = transport.coords[items[0][1].mesh_dim]
     arrived = iter(_exchange(transport, label, [*compress(items, moving)], reverse))
     return [
-        next(arrived) if moves else t.split(e.split_sizes, e.split_dim)[own]
+        next(arrived) if moves else t.split(e.split_sizes, e.split_dim)[here]
         for moves, (t, e) in zip(moving, items)
     ]
 
@@ -74,9 +74,9 @@ def _exchange(
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
     tensors = [t if t.dtype == narrow else t.view(narrow) for t, _ in items]
     mesh_dim = items[0][1].mesh_dim
-    own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+    here, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     steps = tuple(e for _, e in items)
-    form = exchange_of(tuple(tuple(t.shape) for t in tensors), steps, own, size, reverse)
+    form = exchange_of(tuple(tuple(t.shape) for t in tensors), steps, here, size, reverse)
     outgoing = _outgoing(form, tensors)
     shuffle = Shuffle(mesh_dim, label, outgoing, form.sends, form.receives, form.even)
     incoming = transport.all_to_all(shuffle)

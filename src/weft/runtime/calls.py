@@ -83,9 +83,9 @@ class BoundCall:
         """The same call with another scale and soft cap: a graph passes them as it runs."""
         if (scale, softcap) == (self.call.scale, self.call.softcap):
             return self
-        made = BoundCall(self.layout, replace(self.call, scale=scale, softcap=softcap))
-        made.gradients, made.origin = self.gradients, self.origin
-        return made
+        result = BoundCall(self.layout, replace(self.call, scale=scale, softcap=softcap))
+        result.gradients, result.origin = self.gradients, self.origin
+        return result
 
     # -- planning ------------------------------------------------------------------------------
 
@@ -199,8 +199,8 @@ class BoundCall:
         if not self.asks_batches:
             channel = self._channel(_FORWARD, *described, where)
         else:
-            own = 1 if bias is None else len(bias)
-            channel, batches, samples = self._with_batches(described, own, where)
+            local = 1 if bias is None else len(bias)
+            channel, batches, samples = self._with_batches(described, local, where)
             total = self._whole_batch(batches)
             plan = self.plan(rest, q.dtype, q.device.type, batches)
             checks.check_samples(plan, samples)
@@ -283,25 +283,27 @@ class BoundCall:
 
     def _channel(
         self,
-        what: str,
+        label: str,
         content: str,
         rest: Sequence[int],
         like: Tensor,
-        more: str,
+        extra: str,
         where: Origin = UNKNOWN,
         batches: str = "",
     ) -> Channel:
         if not self.mesh_dims:
-            return Channel(self.transport, (), 0, what, str)
-        described = self._describe(rest, like) + more
-        kind = number_of(f"{what} {content} {self._describe(rest, like)}") if like.is_cuda else None
-        digest = number_of(f"{what} {self.layout.digest} {content} {described}")
+            return Channel(self.transport, (), 0, label, str)
+        described = self._describe(rest, like) + extra
+        kind = None
+        if like.is_cuda:
+            kind = number_of(f"{label} {content} {self._describe(rest, like)}")
+        digest = number_of(f"{label} {self.layout.digest} {content} {described}")
         return Channel(
             self.transport,
             self.mesh_dims,
             digest,
-            what,
-            lambda: f"{what}, {self._detail(described, content)}",
+            label,
+            lambda: f"{label}, {self._detail(described, content)}",
             vote=number_of(f"{digest}{batches}") if batches else None,
             kind=kind,
             origin=where,

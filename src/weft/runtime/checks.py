@@ -128,9 +128,9 @@ def check_choice(plan: Plan, numbers: Tensor, q: Tensor, groups: int) -> None:
     low, high = (int(x) for x in numbers.aminmax())
     blocks = -(-plan.problem.m // kind.block)
     if low < -1 or high >= blocks:
-        what = "positions" if kind.block == 1 else f"blocks of {kind.block} keys"
+        label = "positions" if kind.block == 1 else f"blocks of {kind.block} keys"
         raise ShapeError(
-            f"the choice has number {low if low < -1 else high}, and there are {blocks} {what}"
+            f"the choice has number {low if low < -1 else high}, and there are {blocks} {label}"
             f" of {plan.problem.m} keys; numbers are 0 to {blocks - 1}, and -1 is none"
         )
 
@@ -156,15 +156,15 @@ def probe_functions(call: Call, device: torch.device) -> None:
     functions: dict[str, Callable[..., Tensor]] = {"the mask": call.mask.allowed}
     if call.bias is not None:
         functions["the bias"] = call.bias.fn
-    for what, function in functions.items():
+    for label, function in functions.items():
         try:
             result = function(zero, zero, zero, zero)
         except WeftError:
             raise
         except Exception as error:
-            raise ShapeError(f"{what} raised {type(error).__name__}: {error}") from error
+            raise ShapeError(f"{label} raised {type(error).__name__}: {error}") from error
         if isinstance(result, Tensor) and result.dim():
             raise ShapeError(
-                f"{what} gives shape {tuple(result.shape)} for one query and one key, where one"
+                f"{label} gives shape {tuple(result.shape)} for one query and one key, where one"
                 " value is wanted; its indices have any shape, which is that of its result"
             )

@@ -45,15 +45,15 @@ class Exchange:
         """The channel of the backward pass of the forward pass of a number."""
         return self._of_pass(f"the backward pass of {self.label}", f", of pass {number}", UNKNOWN)
 
-    def _of_pass(self, what: str, number: str, where: Origin) -> Channel:
-        detail = f"{what} {self.described}{number}"
+    def _of_pass(self, label: str, number: str, where: Origin) -> Channel:
+        detail = f"{label} {self.described}{number}"
         return Channel(
             self.transport,
             self.mesh_dims,
-            number_of(f"{what} {self.content}{number}"),
-            what,
+            number_of(f"{label} {self.content}{number}"),
+            label,
             lambda: detail,
-            kind=number_of(f"{what} {self.content}") if self.ahead else None,
+            kind=number_of(f"{label} {self.content}") if self.ahead else None,
             subject=self.subject,
             origin=where,
         )
@@ -136,10 +136,10 @@ def pass_op(name: str, subject: str) -> None:
     ) -> Tensor:
         passing: Passing = handles.get(handle)
         channel = passing.exchange.backward(int(number))
-        made = passing.backward(grad, x, out, shape, channel)
+        result = passing.backward(grad, x, out, shape, channel)
         channel.watches.note(passing.plan, True)
         channel.finish()
-        return made
+        return result
 
     @shapes_of(forward)
     def _(x: Tensor, handle: str) -> tuple[Tensor, Tensor]:

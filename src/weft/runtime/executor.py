@@ -218,10 +218,10 @@ class _Forward(TileRun):
                 for n, low, _, rows in work.of_queries:
                     those = slice(None) if rows is None else rows
                     parts[n].append((low, out[:, :, those], lse[:, :, those], work.samples))
-            for n, made in parts.items():
+            for n, result in parts.items():
                 tree = self._partial(n)
                 assert isinstance(tree, OutputTree)
-                tree.leaf(key_block, made)
+                tree.leaf(key_block, result)
 
     def _computed(
         self, block: BlockSteps, work: KernelWork, qkv: tuple[Tensor | None, ...]
@@ -335,12 +335,12 @@ class _Backward(TileRun):
             self._settle()
         of_keys = self._keys(block.keys)
         # Only this rank's own rows have their true output here; for others delta stands in.
-        own = block.queries.own
-        lse_grad = self.others_lse_grad if own is None else self.lse_grad
+        local = block.queries.own
+        lse_grad = self.others_lse_grad if local is None else self.lse_grad
         fixed = self.bounds is not None
-        out = None if own is None or lse_grad or fixed else self.out
-        if own is not None and out is not None and not block.queries.whole:
-            out = out[:, :, slice(*own)]
+        out = None if local is None or lse_grad or fixed else self.out
+        if local is not None and out is not None and not block.queries.whole:
+            out = out[:, :, slice(*local)]
         grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
         #: tensors of some rows or columns: calls of a block share them
         cut: dict[tuple, tuple[Tensor | None, ...]] = {}

@@ -128,16 +128,16 @@ class Expansion:
     def _tried(self, c: Tensor, r: Tensor, parameters: Sequence[Tensor]) -> Tried:
         one = [t.new_zeros((1, t.shape[1], 1, t.shape[3])) for t in (c, r)]
         # Within a checkpoint the try is no part of what is recomputed.
-        own = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
-        with own, Observed() as observed:
+        local = torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+        with local, Observed() as observed:
             k, v = _checked(self.function(*one), one)
         if observed.draws:
             raise UnsupportedError(
                 f"the expansion draws random numbers ({observed.draws[0]}), and the backward pass"
                 " expands again: travel='keys' lets keys travel, or set its dropout to 0"
             )
-        used, others = _reached((k, v), parameters)
-        if others:
+        used, rest = _reached((k, v), parameters)
+        if rest:
             raise UnsupportedError(
                 "the expansion uses tensors with gradients that it was not given; name them:"
                 " weft.Expansion(function, parameters)"
@@ -167,16 +167,16 @@ def _as_it_is(t: Tensor) -> Tensor:
     return t
 
 
-def _checked(made: Any, latents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def _checked(result: Any, latents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Keys and values, or `ShapeError` where the function made something else."""
     c = latents[0]
-    fits = isinstance(made, tuple | list) and len(made) == 2
+    fits = isinstance(result, tuple | list) and len(result) == 2
     if fits:
-        k, v = made
-        fits = all(isinstance(t, Tensor) and t.dim() == 4 and t.dtype == c.dtype for t in made)
+        k, v = result
+        fits = all(isinstance(t, Tensor) and t.dim() == 4 and t.dtype == c.dtype for t in result)
         fits = fits and k.shape[:3] == v.shape[:3] == (len(c), k.shape[1], c.shape[2])
     if not fits:
-        shapes = [tuple(getattr(t, "shape", ())) for t in made] if fits is False else made
+        shapes = [tuple(getattr(t, "shape", ())) for t in result] if fits is False else result
         raise ShapeError(
             "the expansion makes keys (b, g, m, d) and values (b, g, m, e) of latents"
             f" {tuple(c.shape)} in their dtype, {c.dtype}, found {shapes!r:.80}"
@@ -187,23 +187,23 @@ def _checked(made: Any, latents: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 def _reached(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[set[int], bool]:
     """The parameters that gradients of some tensors reach, and True if these reach other leaves."""
     leaves = {id(p): i for i, p in enumerate(parameters) if p.grad_fn is None}
-    made = {p.grad_fn: i for i, p in enumerate(parameters) if p.grad_fn is not None}
+    result = {p.grad_fn: i for i, p in enumerate(parameters) if p.grad_fn is not None}
     nodes: list[Any] = [t.grad_fn for t in tensors]
-    seen, used, others = {None}, set[int](), False
+    seen, used, rest = {None}, set[int](), False
     while nodes:
         node = nodes.pop()
         if node in seen:
             continue
         seen.add(node)
-        if node in made:
-            used.add(made[node])
+        if node in result:
+            used.add(result[node])
         elif hasattr(node, "variable"):
             known = leaves.get(id(node.variable))
-            others |= known is None
+            rest |= known is None
             used |= set() if known is None else {known}
         else:
             nodes += [after for after, _ in node.next_functions]
-    return used, others
+    return used, rest
 
 
 class Expander:
@@ -295,13 +295,13 @@ class ExpandedChunk:
     def settle(self) -> tuple[tuple[int, ...], Tensor, Tensor] | None:
         """Send the gradients at hand through the expansion: (numbers, dc, dr), if there are any."""
         grads, self._grads = self._grads, []
-        made, self.made = self.made, None
-        if not grads or made is None:
+        result, self.made = self.made, None
+        if not grads or result is None:
             return None
         inputs = [*self.leaves, *self.expander.parameters]
-        above = [g.to(t.dtype) for g, t in zip(grads, made)]
+        above = [g.to(t.dtype) for g, t in zip(grads, result)]
         with torch.enable_grad():
-            found = torch.autograd.grad(list(made), inputs, above, allow_unused=True)
+            found = torch.autograd.grad(list(result), inputs, above, allow_unused=True)
         self.expander.add(found[2:], self.plan.accum_dtype)
         dc, dr = (
             torch.zeros_like(t) if grad is None else grad for t, grad in zip(self.leaves, found)
@@ -314,8 +314,8 @@ def _heads_of(plan: Plan) -> list[int]:
     p = plan.problem
     assert p.expanded is not None
     at_rest, now = plan.resharding.query.state(0, plan.coords), plan.compute.query
-    own = positions(now.head_spans, "cpu") - at_rest.head_spans[0].start
-    seen = Counter((own // (p.heads // p.expanded.heads)).tolist())
+    local = positions(now.head_spans, "cpu") - at_rest.head_spans[0].start
+    seen = Counter((local // (p.heads // p.expanded.heads)).tolist())
     each = math.gcd(*seen.values())
     return [head for head, count in seen.items() for _ in range(count // each)]
 

@@ -49,13 +49,13 @@ class OutputTree:
         self, key_block: int, parts: Iterable[tuple[int, Tensor, Tensor, tuple[int, int] | None]]
     ) -> None:
         """Results of a leaf's calls: (first row, output, logsumexp, sequences)."""
-        made: Part | None = None
+        result: Part | None = None
         for low, out, lse, samples in parts:
             part = Part(low, out.to(self.accum_dtype), lse.to(self.accum_dtype))
             if samples is not None:
                 part = self._among_all(part, samples)
-            made = part if made is None else self._merged(made, part)
-        self.put((0, key_block), made)
+            result = part if result is None else self._merged(result, part)
+        self.put((0, key_block), result)
 
     def put(self, node: Node, part: Part | None) -> None:
         """A node that is whole."""
@@ -220,9 +220,9 @@ def gradient_bounds(
         sizes = t.abs().amax((-2, -1)) if t.numel() else t.new_zeros(t.shape[:2])
         return sizes.unflatten(1, (groups, -1)).amax(-1).to(torch.float32)
 
-    own = [most(t) for t in (q, k, v, dout)]
-    own.append(torch.zeros_like(own[0]) if dlse is None else most(dlse.unsqueeze(-1)))
-    sizes = torch.stack(own)
+    local = [most(t) for t in (q, k, v, dout)]
+    local.append(torch.zeros_like(local[0]) if dlse is None else most(dlse.unsqueeze(-1)))
+    sizes = torch.stack(local)
     for mesh_dim in mesh_dims:
         sizes = largest(transport, mesh_dim, sizes)
     most_q, most_k, most_v, most_dout, most_dlse = sizes.to(torch.float64)[..., None, None]

@@ -28,15 +28,15 @@ def new_name() -> str:
     return f"{_NAMES}{next(_numbers)}"
 
 
-def name(made: Any) -> None:
+def name(result: Any) -> None:
     """Let a handle name an object while it lives."""
-    _alive[made.handle] = made
+    _alive[result.handle] = result
 
 
-def keep_traced(made: Any) -> str:
+def keep_traced(result: Any) -> str:
     """The handle of an object that a graph refers to, which lives as long as the process."""
-    _traced[made.handle] = _alive[made.handle] = made
-    return made.handle
+    _traced[result.handle] = _alive[result.handle] = result
+    return result.handle
 
 
 def keep(handle: str, bound: Any) -> None:
@@ -53,9 +53,9 @@ def op(name: str) -> Callable[[Callable], Any]:
     """A custom op that keeps its body, for `shapes_of`."""
 
     def define(body: Callable) -> Any:
-        made: Any = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
-        made.body = body
-        return made
+        result: Any = torch.library.custom_op(name, mutates_args=(), tags=_TAGS)(body)
+        result.body = body
+        return result
 
     return define
 

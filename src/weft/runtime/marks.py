@@ -53,14 +53,14 @@ def mark_move(plan: Plan, label: str, mesh_dims: Sequence[str]) -> AbstractConte
     """A range around an all-to-all or a reduction over mesh dims, likewise."""
     if not profiling() or not mesh_dims:
         return _NOTHING
-    what = f"{label} on {'+'.join(mesh_dims)}"
-    return _range(plan, label in _BACKWARD, "reshard", "move", what)
+    subject = f"{label} on {'+'.join(mesh_dims)}"
+    return _range(plan, label in _BACKWARD, "reshard", "move", subject)
 
 
-def _range(plan: Plan, backward: bool, step: str, kind: str, what: str) -> AbstractContextManager:
+def _range(plan: Plan, backward: bool, step: str, kind: str, label: str) -> AbstractContextManager:
     name = "backward" if backward else "forward"
     rank = rank_at(plan.sizes, plan.coords)
-    return torch.profiler.record_function(f"weft/{name}/rank {rank}/{step}/{kind}/{what}")
+    return torch.profiler.record_function(f"weft/{name}/rank {rank}/{step}/{kind}/{label}")
 
 
 def read_range(name: str) -> Range | None:
@@ -72,8 +72,8 @@ def read_range(name: str) -> Range | None:
     match = _NAME.fullmatch(name)
     if match is None:
         return None
-    which, rank, step, kind, what = match.groups()
-    return Range(which == "backward", int(rank), step, kind, what)
+    which, rank, step, kind, label = match.groups()
+    return Range(which == "backward", int(rank), step, kind, label)
 
 
 def name_of(tile: Pass, item: Block | Transfer) -> str:
@@ -94,13 +94,13 @@ def name_of(tile: Pass, item: Block | Transfer) -> str:
 
 
 def _owners(tile: Pass, side: Side, numbers: tuple[int, ...]) -> str:
-    plan, own = tile.plan, tile.program.own(side)
+    plan, local = tile.plan, tile.program.own(side)
     sub_chunks: dict[int, list[str]] = {}
     for n in sorted(numbers):
         owner = rank_at(plan.sizes, tile.chunk(side, plan.coords, n))
-        sub_chunks.setdefault(owner, []).append(string.ascii_lowercase[n // own.step])
+        sub_chunks.setdefault(owner, []).append(string.ascii_lowercase[n // local.step])
     named = (
-        "" if len(sub_chunks[rank]) == len(own) else "".join(sub_chunks[rank])
+        "" if len(sub_chunks[rank]) == len(local) else "".join(sub_chunks[rank])
         for rank in sub_chunks
     )
     return ",".join(f"{rank}{name}" for rank, name in sorted(zip(sub_chunks, named)))

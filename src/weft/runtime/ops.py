@@ -344,12 +344,12 @@ def _none(like: Tensor, count: int) -> Sequence[Tensor]:
 def _unaliased(outputs: Tensors, inputs: Sequence[Tensor]) -> Tensors:
     """Outputs that share no memory with inputs or each other, as ops must return."""
     taken = {memory_of(t)[0] for t in inputs}
-    own = []
+    local = []
     for t in outputs:
         t = t.clone() if memory_of(t)[0] in taken else t
         taken.add(memory_of(t)[0])
-        own.append(t)
-    return cast(Tensors, tuple(own))
+        local.append(t)
+    return cast(Tensors, tuple(local))
 
 
 def _apart(t: Tensor, inputs: Sequence[Tensor]) -> Tensor:

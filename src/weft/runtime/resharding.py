@@ -96,8 +96,8 @@ def _of_pieces(t: Tensor, pieces: Sequence[Stretch], received: bool) -> Tensor:
 
 
 @cached(128)
-def _piece_index(pieces: tuple[Stretch, ...], own: int, device: torch.device) -> Tensor:
-    rows = [torch.arange(p.low, p.high) + own * p.received for p in pieces]
+def _piece_index(pieces: tuple[Stretch, ...], here: int, device: torch.device) -> Tensor:
+    rows = [torch.arange(p.low, p.high) + here * p.received for p in pieces]
     return upload(torch.cat(rows), device)
 
 
@@ -262,17 +262,17 @@ def _all_reduce(
     combine: Callable[[Tensor], Tensor],
     label: str,
 ) -> Tensor:
-    own, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+    here, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     counts = chunk_sizes(rows.shape[0], size)
     width = rows.shape[1]
     sends = [n * width for n in counts]
-    receives = [counts[own] * width] * size
+    receives = [counts[here] * width] * size
     incoming = transport.all_to_all(Shuffle(mesh_dim, label, flat(rows), sends, receives))
-    combined = combine(incoming.view(size, counts[own], width)).contiguous()
+    combined = combine(incoming.view(size, counts[here], width)).contiguous()
     gathered = rows.new_empty(rows.shape)
     shares = gathered.split(counts)
-    shares[own].copy_(combined)
-    peers = [(own + i) % size for i in range(1, size)]  # not all to the same one at a time
+    shares[here].copy_(combined)
+    peers = [(here + i) % size for i in range(1, size)]  # not all to the same one at a time
     p2p = P2PBatch(
         mesh_dim,
         label,

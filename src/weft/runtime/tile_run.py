@@ -142,10 +142,10 @@ class TileRun(abc.ABC):
         for buffer in buffers:
             self.buffers[buffer] = None
 
-    def _count(self, *more: Tensor) -> None:
-        """Count the bytes that are held for other ranks, and `more`: while passes are observed."""
-        own = [t for chunk in self.own.values() for t in chunk if t is not None]
-        self.peak = max(self.peak, held_bytes([*more, *self._retained()], own))
+    def _count(self, *extra: Tensor) -> None:
+        """Count the bytes that are held for other ranks, and `extra`: while passes are observed."""
+        local = [t for chunk in self.own.values() for t in chunk if t is not None]
+        self.peak = max(self.peak, held_bytes([*extra, *self._retained()], local))
 
     def _retained(self) -> Iterator[Tensor]:
         """Every tensor that is held for other ranks, and own chunks that are being sent."""
@@ -162,8 +162,8 @@ class TileRun(abc.ABC):
         if (receive := move.receive) is not None:
             if self.buffers[receive.buffer] is None:
                 form, device = receive.form, self.like.device
-                made = torch.empty(form.numel, dtype=form.dtype, device=device)
-                self.buffers[receive.buffer] = made
+                result = torch.empty(form.numel, dtype=form.dtype, device=device)
+                self.buffers[receive.buffer] = result
             batch.receives.append((receive.peer, self.buffers[receive.buffer]))
         self.in_flight[move.number] = move, batch
 
@@ -200,11 +200,11 @@ class TileRun(abc.ABC):
         if chunks.own is None:
             one = len(chunks.numbers) == 1
             return self.chunks.get((payload, chunks.numbers[0])) if one else None
-        own = self.own[payload]
+        local = self.own[payload]
         if chunks.whole:
-            return own
+            return local
         rows = slice(*chunks.own)
-        return tuple(None if t is None else t[:, :, rows] for t in own)
+        return tuple(None if t is None else t[:, :, rows] for t in local)
 
     def _whole_chunk(self, payload: Payload, chunk: Joined) -> tuple[Tensor, ...]:
         """All tensors of one chunk, as other ranks need them."""

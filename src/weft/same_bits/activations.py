@@ -21,12 +21,12 @@ _CHUNK = 2**15
 
 def _by_chunk(function: Callable[..., Tensor], *of: Tensor) -> Tensor:
     """A function element by element, in fp32 at least, of tensors of one shape."""
-    made = torch.empty_like(of[0], memory_format=torch.contiguous_format)
-    dtype = torch.promote_types(made.dtype, torch.float32)
+    result = torch.empty_like(of[0], memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(result.dtype, torch.float32)
     parts = zip(*(t.contiguous().view(-1).split(_CHUNK) for t in of))
-    for out, part in zip(made.view(-1).split(_CHUNK), parts):
+    for out, part in zip(result.view(-1).split(_CHUNK), parts):
         out.copy_(function(*(t.to(dtype) for t in part)))
-    return made
+    return result
 
 
 class _Pointwise(torch.autograd.Function):

@@ -94,11 +94,11 @@ def hooks(model: nn.Module, layout: Layout) -> list[RemovableHandle]:
                     check_graph(output)
                     seen.add("its graph")
 
-    made = []
+    result = []
     for module in model.modules():
-        made.append(module.register_forward_pre_hook(enter))
-        made.append(module.register_forward_hook(leave, always_call=True))
-    return made
+        result.append(module.register_forward_pre_hook(enter))
+        result.append(module.register_forward_hook(leave, always_call=True))
+    return result
 
 
 def causal_convolution(
@@ -184,9 +184,9 @@ class _Reproducible(TorchFunctionMode):
         if name in _RANDOM and kwargs.get("generator") is None:
             raise _drawn(name)
         if func in _RULES:
-            made = _RULES[func](self.sums, func, *args, **kwargs)
-            if made is not NotImplemented:
-                return made
+            result = _RULES[func](self.sums, func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
         tensors = [*_tensors((*args, *kwargs.values()))]
         weights = [t for t in tensors if _is_of_weights(t)]
         if len(weights) < len(tensors):
@@ -200,11 +200,11 @@ class _Reproducible(TorchFunctionMode):
                     f"part of a weight of shape {shape} may be another one on each rank, so that"
                     " its gradient has no reproducible sum; use a whole weight, or embedding"
                 )
-            made = func(*args, **kwargs)
-            for t in _tensors((made,)):
+            result = func(*args, **kwargs)
+            for t in _tensors((result,)):
                 if t.requires_grad:
                     setattr(t, _OF_WEIGHTS, True)
-            return made
+            return result
         if name not in _ELEMENTWISE:
             raise UnsupportedError(
                 f"torch's {name} of a weight of shape {shape} and of tokens has a gradient whose"
@@ -405,8 +405,8 @@ def _dropout(
 def _addmm(
     sums: ExactSums, func: Callable, input: Tensor, x: Tensor, weight: Tensor, **factors: float
 ) -> Any:
-    made = NotImplemented if factors else _matmul(sums, func, x, weight)
-    return made if made is NotImplemented else _weighted(sums, made, None, input)
+    result = NotImplemented if factors else _matmul(sums, func, x, weight)
+    return result if result is NotImplemented else _weighted(sums, result, None, input)
 
 
 def _alone(function: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -109,16 +109,16 @@ class ExactSums:
 
     def _products(self, above: Tensor, x: Tensor, offset: Tensor) -> tuple[Tensor, Tensor]:
         i, j = above.shape[1], x.shape[1]
-        made = offset.new_zeros((i, j + 1))
+        result = offset.new_zeros((i, j + 1))
         rounded = offset.new_ones((CHUNK, i + j + 1))
         for a, b in zip(above.split(CHUNK), x.split(CHUNK)):
             rows = rounded[: len(a)]
             rows[:, :i].copy_(a)
             rows[:, i:-1].copy_(b)
             rows[:, :-1].add_(offset).sub_(offset)
-            made.addmm_(rows[:, :i].t(), rows[:, i:])
-        made = self._sum(made)
-        return made[:, :-1], made[:, -1]
+            result.addmm_(rows[:, :i].t(), rows[:, i:])
+        result = self._sum(result)
+        return result[:, :-1], result[:, -1]
 
     def on_first(self, total: Tensor, dtype: torch.dtype) -> Tensor:
         """A sum on the first of the ranks, and zeros on the others."""
@@ -158,13 +158,14 @@ def _squares(above: Tensor, x: Tensor, exponent: Tensor) -> Tensor:
     """Sums of squares of columns times 2^exponent, each rounded up to a whole number; fp64."""
     i, dtype = above.shape[1], torch.promote_types(above.dtype, torch.float32)
     scale = torch.ldexp(torch.ones_like(exponent, dtype=torch.float64), exponent).to(dtype)
-    made, held = torch.zeros_like(scale, dtype=torch.float64), scale.new_empty((CHUNK, len(scale)))
+    result = torch.zeros_like(scale, dtype=torch.float64)
+    held = scale.new_empty((CHUNK, len(scale)))
     for a, b in zip(above.split(CHUNK), x.split(CHUNK)):
         rows = held[: len(a)]
         rows[:, :i].copy_(a)
         rows[:, i:].copy_(b)
-        made += rows.mul_(scale).square_().ceil_().sum(0)
-    return made
+        result += rows.mul_(scale).square_().ceil_().sum(0)
+    return result
 
 
 def _offset(exponent: Tensor, finite: Tensor, bits: int) -> Tensor:
@@ -199,8 +200,8 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sums = sums
-        made = _rows_times(x, weight)
-        return made if bias is None else made.add_(bias)
+        result = _rows_times(x, weight)
+        return result if bias is None else result.add_(bias)
 
     @staticmethod
     @once("a reproducible product", linear=False)
@@ -210,10 +211,10 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _rows_times(above, weight.t())
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            made = ctx.sums.of_products(above.flatten(0, -2), x.flatten(0, -2))
+            result = ctx.sums.of_products(above.flatten(0, -2), x.flatten(0, -2))
             dw, db = (
                 ctx.sums.on_first(total, weight.dtype) if needed else None
-                for total, needed in zip(made, ctx.needs_input_grad[1:])
+                for total, needed in zip(result, ctx.needs_input_grad[1:])
             )
         return dx, dw, db, None
 
@@ -221,8 +222,8 @@ class _Linear(torch.autograd.Function):
 def _rows_times(x: Tensor, weight: Tensor) -> Tensor:
     """x weight^T in one call, both padded and in contiguous memory."""
     rows = x.flatten(0, -2)
-    made = F.linear(_padded(rows, ROWS), _padded(weight, COLUMNS))
-    return made[: len(rows), : len(weight)].reshape(*x.shape[:-1], len(weight))
+    result = F.linear(_padded(rows, ROWS), _padded(weight, COLUMNS))
+    return result[: len(rows), : len(weight)].reshape(*x.shape[:-1], len(weight))
 
 
 def _padded(x: Tensor, unit: int) -> Tensor:

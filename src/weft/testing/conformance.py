@@ -109,13 +109,13 @@ class _Job:
         try:
             for seed in range(1 + case.twice):
                 full = case.draw(self.dtype, seed)
-                own = {n: self._laid_out(case, t, n, rank, layout) for n, t in full.items()}
-                before.append({n: t.clone() for n, t in own.items()})
-                q, k, v = leaves = [own[n].requires_grad_() for n in "qkv"]
+                local = {n: self._laid_out(case, t, n, rank, layout) for n, t in full.items()}
+                before.append({n: t.clone() for n, t in local.items()})
+                q, k, v = leaves = [local[n].requires_grad_() for n in "qkv"]
                 call = RankCall(
                     q, k, v, rank, self.ranks, case.queries, case.keys, case.mask, layout
                 )
-                calls.append((leaves, own["dout"], self.attend(call)))
+                calls.append((leaves, local["dout"], self.attend(call)))
             tensors, changed = [], ""
             for (leaves, dout, out), old in zip(calls, before):
                 grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)

@@ -51,11 +51,11 @@ class AttentionParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         names = device_mesh.mesh_dim_names or ()
-        own = self.layout.device_dims(self.layout.mesh)
-        if self.layout.device_mesh is None or not set(names) <= set(own) or not names:
+        local = self.layout.device_dims(self.layout.mesh)
+        if self.layout.device_mesh is None or not set(names) <= set(local) or not names:
             raise DeclarationError(
                 f"{self.layout.source}: parallelize_module got mesh dims {names}, which are not of "
-                f"the layout's mesh {own}; pass layout.device_mesh, or a slice"
+                f"the layout's mesh {local}; pass layout.device_mesh, or a slice"
             )
         open_regions: list[sdpa] = []
 

@@ -216,9 +216,9 @@ class sdpa(TorchFunctionMode):
                 )
         parts = list(zip(k.split(sizes, 2), v.split(sizes, 2), self.streams))
         outs = []
-        for own, n in zip(q.split(sizes, 2), self.streams):
+        for local, n in zip(q.split(sizes, 2), self.streams):
             matches = [
-                attention(own, k, v, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
+                attention(local, k, v, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
                 for k, v, m in parts
             ]
             outs.append(merged_parts(matches)[0])

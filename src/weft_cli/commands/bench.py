@@ -39,7 +39,7 @@ MOST_ROUNDS = 10_000
 
 def bench(
     context: typer.Context,
-    what: Annotated[
+    label: Annotated[
         str,
         typer.Argument(
             metavar="MODEL_OR_SHAPE",
@@ -114,7 +114,7 @@ def bench(
     place = options.device_for(device, ranks)
     named = dtype or options.DTYPES[place]
     kind = options.dtype_named(named)
-    shape = _SHAPE.fullmatch(what)
+    shape = _SHAPE.fullmatch(label)
     job: list[Case] | _Model
     if shape:
         options.refuse_given(
@@ -123,14 +123,14 @@ def bench(
         job = _cases(shape, chosen, axis, mask, kind)
     else:
         options.refuse_given(context, ("axis", "mask"), "not for a model, whose file says it")
-        job = _model(what, chosen, batch, length)
+        job = _model(label, chosen, batch, length)
     with options.still_here(f"timing {', '.join(layouts)} on {ranks} ranks"):
         found = launch.run(_rank, job, layouts, named, place, rounds, timeout, ranks=ranks)
     if found is None:  # not the rank that answers
         return
     where = f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}"
     names = [layout.name for layout in chosen]
-    _show(f"{escape(what)}, {named}: {where}, medians of {rounds} rounds", names, found, place)
+    _show(f"{escape(label)}, {named}: {where}, medians of {rounds} rounds", names, found, place)
 
 
 def _ranks(layouts: Sequence[Layout], nproc: int | None) -> int:
@@ -150,7 +150,7 @@ def _cases(
 ) -> list[Case]:
     """The call of every layout, refused before anything is started where it cannot be planned."""
     batch, heads, kv_heads, tokens, head_dim = shape.groups()
-    made = []
+    result = []
     for layout in layouts:
         attended = options.attended(layout, axis or options.first_axis(layout))[0]
         options.refuse_routed_axis(layout, attended)
@@ -173,10 +173,10 @@ def _cases(
             plan_for(layout, case.problem, rank=0)
         except WeftError as error:
             raise type(error)(f"{layout.source}: {error}") from None
-        made.append(case)
-    for case in made:
+        result.append(case)
+    for case in result:
         _refuse_large(case)
-    return made
+    return result
 
 
 def _refuse_large(case: Case) -> None:
@@ -231,7 +231,7 @@ def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str 
 
 
 def _rank(
-    what: list[Case] | _Model,
+    label: list[Case] | _Model,
     layouts: list[str],
     dtype: str,
     device: str,
@@ -245,10 +245,10 @@ def _rank(
     from .side_by_side import call_work, side_by_side
 
     def work(place: int, layout: Layout) -> Work:
-        if not isinstance(what, _Model):
-            return call_work(layout, what[place], device)
-        spec, kind = ModelSpec.load(what.name), options.dtype_named(dtype)
-        return model_work(layout, spec, what.batch, what.lengths, kind, device)
+        if not isinstance(label, _Model):
+            return call_work(layout, label[place], device)
+        spec, kind = ModelSpec.load(label.name), options.dtype_named(dtype)
+        return model_work(layout, spec, label.batch, label.lengths, kind, device)
 
     bound = [options.layout_named(name).build(device, timeout=timeout) for name in layouts]
     works = [(layout, work(place, layout)) for place, layout in enumerate(bound)]

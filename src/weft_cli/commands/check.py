@@ -308,8 +308,8 @@ def _sizes(case: Case) -> str:
 def comparisons_table(title: str, compared: Sequence[Comparison]) -> Table:
     """The error of every tensor, and the error allowed."""
     numbers = ("largest error", "allowed")
-    made = tables.table(title, "tensor", *numbers, "", right=numbers)
+    result = tables.table(title, "tensor", *numbers, "", right=numbers)
     for c in compared:
         verdict = Text("ok", "green") if c.ok else Text("WRONG", "bold red")
-        made.add_row(c.tensor, f"{c.error:.1e}", f"{c.allowed:.1e}", verdict)
-    return made
+        result.add_row(c.tensor, f"{c.error:.1e}", f"{c.allowed:.1e}", verdict)
+    return result

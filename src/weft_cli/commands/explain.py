@@ -269,24 +269,24 @@ def _print_travel(layout: Layout, problem: Problem, travel: Travel, whose: str) 
     expanded = problem.expanded
     assert expanded is not None
     wide = expanded.heads * (expanded.head_dim + expanded.value_dim)
-    made = tables.table(
+    result = tables.table(
         f"latents of {' + '.join(map(str, expanded.carried))} numbers per token, keys and values of"
         f" {wide:,}: {'latents' if travel.latents else 'keys'} travel",
         *("what travels", "received, both passes", "time"),
         right=("received, both passes", "time"),
     )
     for name, way in (("latents", travel.if_latents), ("keys and values", travel.if_keys)):
-        made.add_row(name, words.nbytes(way.received), words.show_time(way.seconds))
+        result.add_row(name, words.nbytes(way.received), words.show_time(way.seconds))
     why = travel.why or (
         f"fewer bytes, unless the call takes longer by more than {round(100 * (WORTH - 1))} %"
     )
-    made.caption = (
+    result.caption = (
         f"of one rank without a mask, at the rates {whose}; every rank expands what arrives, in"
         f" both passes. Chosen: {why}"
     )
-    made.caption_justify = "left"
+    result.caption_justify = "left"
     console().print()
-    console().print(made)
+    console().print(result)
     if travel.latents:
         entry = next(plans_for(layout, problem, [0])).compute.key
         held = entry.batch * count(entry.spans) * wide * problem.dtype.itemsize
@@ -342,7 +342,7 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
 def _routed(bounds: Sequence[Sequence[RoutedBytes]], backward: bool) -> Table:
     """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor."""
     name = "backward" if backward else "forward"
-    made = tables.table(
+    result = tables.table(
         f"{name}: bytes that each rank receives, at least and at most",
         *("mesh dim", "what", "rank 0", "any rank"),
         right=("rank 0", "any rank"),
@@ -353,12 +353,12 @@ def _routed(bounds: Sequence[Sequence[RoutedBytes]], backward: bool) -> Table:
             if b.backward == backward:
                 rows = per_rank.setdefault((b.mesh_dim, b.what), [(0, 0)] * len(bounds))
                 rows[rank] = b.least, b.most
-    for (mesh_dim, what), rows in per_rank.items():
+    for (mesh_dim, label), rows in per_rank.items():
         if any(most for _, most in rows):
             least, most = (f(column) for f, column in zip((min, max), zip(*rows)))
-            payload = words.PAYLOAD.get((what, backward), what)
-            made.add_row(mesh_dim, payload, _between(*rows[0]), _between(least, most))
-    return made
+            payload = words.PAYLOAD.get((label, backward), label)
+            result.add_row(mesh_dim, payload, _between(*rows[0]), _between(least, most))
+    return result
 
 
 def _between(least: int, most: int) -> str:
@@ -415,23 +415,23 @@ def _print_shares(layout: Layout, problem: Problem, machine: Hardware) -> None:
 
 def _on_hardware(timing: Timing, machine: Hardware, title: str) -> Table:
     """Seconds of each pass on some hardware, and bytes sent at each of its levels."""
-    made = tables.table(
+    result = tables.table(
         f"predicted times {title}",
         *("pass", "compute alone", "in all"),
         right=("compute alone", "in all"),
     )
     passes = (timing.forward, timing.backward)
     for name, compute, seconds in zip(("forward", "backward"), timing.compute, passes):
-        made.add_row(name, words.show_time(compute), words.show_time(seconds))
-    made.add_row("both", words.show_time(sum(timing.compute)), words.show_time(timing.total))
+        result.add_row(name, words.show_time(compute), words.show_time(seconds))
+    result.add_row("both", words.show_time(sum(timing.compute)), words.show_time(timing.total))
     levels = zip(machine.level, timing.bytes_of_levels)
     moved = ", ".join(f"{level.name} {words.nbytes(n)}" for level, n in levels)
-    made.caption = f"bytes sent by all ranks replayed, by level: {moved}"
+    result.caption = f"bytes sent by all ranks replayed, by level: {moved}"
     if len(set(machine.device.speeds)) > 1:
         each = ", ".join(words.show_time(seconds) for seconds in timing.compute_of_ranks)
-        made.caption += f"\ncompute alone, rank by rank: {each}"
-    made.caption_justify = "left"
-    return made
+        result.caption += f"\ncompute alone, rank by rank: {each}"
+    result.caption_justify = "left"
+    return result
 
 
 def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
@@ -450,8 +450,8 @@ def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Pa
 def _print_rules(layout: Layout, axis: str, transports: dict[str, str]) -> None:
     out = console()
     out.print(f"[bold]{escape(layout.name)}[/]  {escape(layout.about)}")
-    others = [a for a in layout.attend if a != axis]
-    note = f"; it also attends {', '.join(others)} (--axis)" if others else ""
+    rest = [a for a in layout.attend if a != axis]
+    note = f"; it also attends {', '.join(rest)} (--axis)" if rest else ""
     out.print(f"attention over [bold]{axis}[/]{note}\n")
     if layout.mesh:
         out.print(tables.mesh(layout, axis.split("+")))
@@ -556,6 +556,6 @@ def _print_index(layout: Layout, problem: Problem, heads: int, size: int) -> Non
 
 def _print_states(layout: Layout, axis: str, problem: Problem, machine: Hardware | None) -> None:
     """Bytes that a recurrent layer of these heads receives, where the axis is split."""
-    made = tables.states(layout, axis, problem.on(layout, 0), machine)
+    result = tables.states(layout, axis, problem.on(layout, 0), machine)
     console().print()
-    console().print(f"nothing is carried along {axis}" if made is None else made)
+    console().print(f"nothing is carried along {axis}" if result is None else result)

@@ -71,8 +71,8 @@ def explain_model(
         highlight=False,
     )
     rows, refused = [], {}
-    what = "counting a step"
-    with out.status(what), options.still_here(what):
+    label = "counting a step"
+    with out.status(label), options.still_here(label):
         for layout in layouts:
             try:
                 rows.append(_row(spec, layout, batch, lengths, dtype, way, machine, ranks_per_node))
@@ -113,7 +113,7 @@ def _row(
 
 def _details(row: Row) -> Table:
     """Every kind of message of one layout."""
-    made = tables.table(
+    result = tables.table(
         f"what rank {row.count.rank} receives",
         *("pass", "mesh dim", "what", "for", "bytes", "messages sent"),
         right=("bytes", "messages sent"),
@@ -122,7 +122,7 @@ def _details(row: Row) -> Table:
         name = words.PAYLOAD.get((each.what, each.when == "backward"), each.what)
         if not each.attention:
             name = each.what
-        made.add_row(
+        result.add_row(
             each.when,
             each.mesh_dim,
             name,
@@ -130,14 +130,14 @@ def _details(row: Row) -> Table:
             words.nbytes(each.nbytes),
             str(each.messages),
         )
-    return made
+    return result
 
 
 def _bytes(rows: Sequence[Row]) -> Table:
     parts = [by_part(row.count) for row in rows]
     named = [*PARTS, *sorted({p for part in parts for p in part} - {*PARTS})]
     used = [name for name in named if any(part[name] for part in parts)]
-    made = tables.table(
+    result = tables.table(
         "bytes that the busiest rank receives in a step",
         *("layout", *used, "all"),
         right=(*used, "all"),
@@ -145,8 +145,8 @@ def _bytes(rows: Sequence[Row]) -> Table:
     )
     for row, part in zip(rows, parts):
         numbers = [words.nbytes(part[name]) if part[name] else "-" for name in used]
-        made.add_row(escape(row.layout.name), *numbers, words.nbytes(row.count.nbytes))
-    return made
+        result.add_row(escape(row.layout.name), *numbers, words.nbytes(row.count.nbytes))
+    return result
 
 
 def _ranks(rows: Sequence[Row]) -> Iterator[str]:
@@ -158,21 +158,21 @@ def _ranks(rows: Sequence[Row]) -> Iterator[str]:
 def _memory(rows: Sequence[Row]) -> Table:
     parts = list(rows[0].count.memory)
     columns = (*parts, "all", "peak beside weights")
-    made = tables.table("bytes of a rank", "layout", *columns, right=columns)
+    result = tables.table("bytes of a rank", "layout", *columns, right=columns)
     for row in rows:
         held = row.count.memory
         numbers = (*(held[part] for part in parts), sum(held.values()), row.count.peak)
-        made.add_row(escape(row.layout.name), *map(words.nbytes, numbers))
-    made.caption = (
+        result.add_row(escape(row.layout.name), *map(words.nbytes, numbers))
+    result.caption = (
         "peak beside weights: activations, temporaries and gradients that are alive at one time"
     )
-    made.caption_justify = "left"
-    return made
+    result.caption_justify = "left"
+    return result
 
 
 def _times(rows: Sequence[Row], name: str) -> Table:
     columns = ("attention", "matrix products", "the rest", "step", "x best")
-    made = tables.table(
+    result = tables.table(
         f"predicted on {name}",
         *("layout", *columns),
         right=columns,
@@ -186,5 +186,5 @@ def _times(rows: Sequence[Row], name: str) -> Table:
     for name, time in times:
         seconds = (time.attention, time.products, time.rest, time.total)
         share = f"{time.total / times[0][1].total:.2f}"
-        made.add_row(escape(name), *map(words.show_time, seconds), share)
-    return made
+        result.add_row(escape(name), *map(words.show_time, seconds), share)
+    return result

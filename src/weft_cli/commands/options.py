@@ -71,19 +71,19 @@ LayoutName = Annotated[
 ]
 
 
-def of_call(what: str, **options: Any) -> OptionInfo:
+def of_call(label: str, **options: Any) -> OptionInfo:
     """An option about the attention call."""
-    return typer.Option(help=what, rich_help_panel=CALL, **options)
+    return typer.Option(help=label, rich_help_panel=CALL, **options)
 
 
-def of_run(what: str, *names: str, **options: Any) -> OptionInfo:
+def of_run(label: str, *names: str, **options: Any) -> OptionInfo:
     """An option about where and how it runs."""
-    return typer.Option(*names, help=what, rich_help_panel=RUN, **options)
+    return typer.Option(*names, help=label, rich_help_panel=RUN, **options)
 
 
-def of_model(what: str, **options: Any) -> OptionInfo:
+def of_model(label: str, **options: Any) -> OptionInfo:
     """An option about the training of a transformers model."""
-    return typer.Option(help=what, rich_help_panel=CONFIG, **options)
+    return typer.Option(help=label, rich_help_panel=CONFIG, **options)
 
 
 def chosen(name: str, value: str, known: tuple[str, ...]) -> tuple[str, ...]:
@@ -120,20 +120,20 @@ def tokens_of(text: str | None) -> int:
     return tokens
 
 
-def of_picture(what: str) -> OptionInfo:
+def of_picture(label: str) -> OptionInfo:
     """An option that names a picture to write; refused before anything runs."""
     return typer.Option(
-        help=f"{what} A .png, .pdf or .svg.",
+        help=f"{label} A .png, .pdf or .svg.",
         show_default=False,
         callback=lambda path: None if path is None else writable(path),
         rich_help_panel=FILES,
     )
 
 
-def of_file(what: str) -> OptionInfo:
+def of_file(label: str) -> OptionInfo:
     """An option that names a file to write; refused before anything runs."""
     return typer.Option(
-        help=what,
+        help=label,
         show_default=False,
         callback=lambda path: None if path is None else writable_file(path),
         rich_help_panel=FILES,
@@ -530,7 +530,7 @@ def planned_device(device: str | None, machine: Hardware | None) -> str:
 
 
 @contextlib.contextmanager
-def still_here(what: str) -> Iterator[None]:
+def still_here(label: str) -> Iterator[None]:
     """Print the work and its seconds every 10 s on stderr, where that is no terminal.
 
     Where a launcher started the ranks, only rank 0 prints.
@@ -543,7 +543,7 @@ def still_here(what: str) -> Iterator[None]:
 
     def report() -> None:
         while not done.wait(EVERY):
-            print(f"{what}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+            print(f"{label}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, daemon=True)
     thread.start()

@@ -253,12 +253,12 @@ def _searched(search: Search) -> Choices:
         console=out,
         transient=True,
     )
-    what = f"{len(search.every):,} candidates"
-    with bar, options.still_here(f"searching {what}"):
-        task = bar.add_task(what, total=None)
+    label = f"{len(search.every):,} candidates"
+    with bar, options.still_here(f"searching {label}"):
+        task = bar.add_task(label, total=None)
 
         def tell(replays: int) -> None:
-            bar.update(task, description=f"{replays + 1} of {what} on the clock")
+            bar.update(task, description=f"{replays + 1} of {label} on the clock")
 
         return search.run(tell=tell)
 
@@ -274,15 +274,15 @@ def _print(choices: Choices, search: Search, machine: Hardware, hardware: str, t
         highlight=False,
     )
     out.print(_table(choices, machine, top))
-    others = "no other is faster, by their lower bounds."
+    rest = "no other is faster, by their lower bounds."
     if choices.gap:
-        others = f"by their lower bounds no other is more than {100 * choices.gap:.1f} % faster."
+        rest = f"by their lower bounds no other is more than {100 * choices.gap:.1f} % faster."
     lines = [
         reasons.why_best(choices),
         reasons.why_second(choices, search.bounds),
         reasons.simplest(choices),
         f"{len(choices.choices)} of {choices.considered:,} candidates were put on the clock; "
-        + others,
+        + rest,
     ]
     for line in filter(None, lines):
         out.print(line, markup=False, highlight=False)
@@ -299,10 +299,10 @@ def _print(choices: Choices, search: Search, machine: Hardware, hardware: str, t
 def _table(choices: Choices, machine: Hardware, top: int) -> Table:
     levels = [level.name for level in machine.level]
     right = ("forward", "backward", "both", "x best", *levels, "memory")
-    made = tables.table("predicted", "layout", *right, "bounded by", right=right)
+    result = tables.table("predicted", "layout", *right, "bounded by", right=right)
     best = min(map(choices.seconds, choices.choices))
     for c in choices.choices[:top]:
-        made.add_row(
+        result.add_row(
             escape(c.layout.name),
             *map(words.show_time, (c.forward, c.backward, c.total)),
             f"{choices.seconds(c) / best:.2f}",
@@ -310,13 +310,13 @@ def _table(choices: Choices, machine: Hardware, top: int) -> Table:
             words.nbytes(c.memory),
             c.bounded_by,
         )
-    made.caption = (
+    result.caption = (
         "bytes that a rank sends in both passes, by level; memory: q, k, v, out"
         + ("" if choices.passes == "forward" else ", their gradients")
         + " and what a rank holds for others"
     )
-    made.caption_justify = "left"
-    return made
+    result.caption_justify = "left"
+    return result
 
 
 def _draw(search: Search, path: Path) -> None:

@@ -52,12 +52,12 @@ def plan_config(path: str, asked: Asked) -> None:
     model = HFModel.load(path)
     machine = Hardware.load(asked.hardware)
     out = console()
-    what = "counting steps with the model's own code"
-    with out.status(what) as status, options.still_here(what), warnings.catch_warnings():
+    label = "counting steps with the model's own code"
+    with out.status(label) as status, options.still_here(label), warnings.catch_warnings():
         warnings.simplefilter("ignore")
 
         def tell(text: str) -> None:
-            status.update(f"{what}: {text}")
+            status.update(f"{label}: {text}")
 
         verified = _verified(model)
         search = Groups(
@@ -136,18 +136,18 @@ def _powers(devices: int) -> list[int]:
 
 def _served(found: Sequence[Served], limit: float | None) -> Table:
     columns = ("ranks", "weights", "cache", "states", "in all", "fits", "received per token")
-    made = tables.table("memory of a rank", *columns, right=columns)
+    result = tables.table("memory of a rank", *columns, right=columns)
     for each in found:
         fits = "?" if limit is None else "yes" if each.nbytes + OTHER <= limit else "no"
-        made.add_row(
+        result.add_row(
             str(each.ranks),
             *map(_gb, (each.weights, each.cache, each.states, each.nbytes)),
             fits,
             words.nbytes(each.decoded),
         )
-    made.caption = "received: partial outputs of every layer that attends, in fp32; 4 GB to spare"
-    made.caption_justify = "left"
-    return made
+    result.caption = "received: partial outputs of every layer that attends, in fp32; 4 GB to spare"
+    result.caption_justify = "left"
+    return result
 
 
 def _gb(nbytes: float) -> str:
@@ -177,9 +177,9 @@ def _table(rows: Sequence[Row], search: Groups, about: str) -> Table:
     names = ("groups", "layout of a group", "recompute", "FSDP", "loss", "optimizer", *columns)
     limit = f"predicted, of {search.limit / 1e9:.0f} GB"
     title = "predicted" if math.isinf(search.limit) else limit
-    made = tables.table(title, *names, right=columns)
+    result = tables.table(title, *names, right=columns)
     for row in rows:
-        made.add_row(
+        result.add_row(
             f"{row.groups} x {row.layout.world_size}",
             escape(row.layout.name),
             row.recompute,
@@ -191,12 +191,12 @@ def _table(rows: Sequence[Row], search: Groups, about: str) -> Table:
             about + _gb(row.nbytes),
             *(_gb(row.memory[part]) for part in ("state", "gathered", "activations")),
         )
-    made.caption = (
+    result.caption = (
         f"memory: with {OTHER / 1e9:.0f} GB for CUDA, NCCL and fragmentation, assumed. FSDP: ranks"
         " that shard weights"
     )
-    made.caption_justify = "left"
-    return made
+    result.caption_justify = "left"
+    return result
 
 
 def _advice(row: Row, search: Groups, asked: Asked) -> list[str]:
@@ -272,7 +272,7 @@ def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
         notes.append("offloading is taken to be hidden; nothing prices the host's memory or links")
     for note in notes:
         out.print(note, markup=False, highlight=False, soft_wrap=True)
-    checked = [nearest(asked.hardware, asked.devices, what) for what in ("step", "memory")]
+    checked = [nearest(asked.hardware, asked.devices, label) for label in ("step", "memory")]
     lines = [str(each) for each in checked if each is not None]
     out.print()
     for line in lines or ["not checked against anything measured"]:

@@ -55,10 +55,10 @@ def _weighted(text: str) -> tuple[list[str], list[float]]:
 def _print(found: LayoutsOfLengths, searches: list[Search], weights: list[float]) -> None:
     out = console()
     headers = ("tokens", "weight", "its best layout", "time", "best one for all", "best two")
-    made = tables.table("predicted", *headers, right=("tokens", "weight", "time"))
+    result = tables.table("predicted", *headers, right=("tokens", "weight", "time"))
     rows = zip(searches, weights, found.best, found.one, found.two, found.times, strict=True)
     for search, weight, best, one, two, times in rows:
-        made.add_row(
+        result.add_row(
             f"{search.problem.n:,}",
             f"{weight:g}",
             escape(best.layout.name),
@@ -66,7 +66,7 @@ def _print(found: LayoutsOfLengths, searches: list[Search], weights: list[float]
             f"{escape(one.layout.name)} {times[1] / times[0]:.2f}x",
             f"{escape(two.layout.name)} {times[2] / times[0]:.2f}x",
         )
-    out.print(made)
+    out.print(result)
     best, one, two = found.seconds
     names = list(dict.fromkeys(choice.layout.name for choice in found.two))
     second = "a second would not be faster"

@@ -57,11 +57,11 @@ def plan_model(
         f"examples, {sizes}; {str(dtype)[6:]}, gradients {search.gradients}\n",
         highlight=False,
     )
-    what = "counting steps of the promising layouts"
-    with out.status(what) as status, options.still_here(what):
+    label = "counting steps of the promising layouts"
+    with out.status(label) as status, options.still_here(label):
 
         def tell(done: int, most: int) -> None:
-            status.update(f"{what}: {done + 1} of {most}")
+            status.update(f"{label}: {done + 1} of {most}")
 
         choices = search.run(tell=tell)
     out.print(_table(choices, top))
@@ -91,42 +91,42 @@ def write_layout(layout: Layout, about: str, path: Path) -> None:
 
 def _table(choices: Sequence[ModelChoice], top: int) -> Table:
     columns = ("attention", "products", "the rest", "step", "x best", "received", "memory")
-    made = tables.table("predicted", "layout", *columns, right=columns)
+    result = tables.table("predicted", "layout", *columns, right=columns)
     best = choices[0].time.total
     for choice in choices[:top]:
         time = choice.time
         seconds = (time.attention, time.products, time.rest, time.total)
-        made.add_row(
+        result.add_row(
             escape(choice.name),
             *map(words.show_time, seconds),
             f"{time.total / best:.2f}",
             words.nbytes(choice.count.nbytes),
             words.nbytes(choice.memory),
         )
-    made.caption = (
+    result.caption = (
         "the rest: resharding, sums and gradients, hidden by nothing. received: bytes of the "
         "busiest rank. memory: weights, gradients, optimizer, activations, held for others."
     )
-    made.caption_justify = "left"
-    return made
+    result.caption_justify = "left"
+    return result
 
 
 def _why(choices: Sequence[ModelChoice]) -> list[str]:
     """The purposes of the best one's bytes, and the part in which the second is slower."""
     best = choices[0]
-    parts = ", ".join(f"{what} {words.nbytes(n)}" for what, n in by_part(best.count).items() if n)
+    parts = ", ".join(f"{label} {words.nbytes(n)}" for label, n in by_part(best.count).items() if n)
     lines = [f"{best.name} receives: {parts or 'nothing'}."]
     if len(choices) > 1:
         second = choices[1]
-        more = {
-            what: getattr(second.time, what) - getattr(best.time, what)
-            for what in ("attention", "products", "rest")
+        extra = {
+            label: getattr(second.time, label) - getattr(best.time, label)
+            for label in ("attention", "products", "rest")
         }
-        largest = max(more, key=lambda what: more[what])
+        largest = max(extra, key=lambda label: extra[label])
         share = 100 * (second.time.total / best.time.total - 1)
         lines.append(
             f"{second.name} is second, {words.digits(share)} % slower: {largest} takes "
-            f"{words.show_time(max(0.0, more[largest]))} longer."
+            f"{words.show_time(max(0.0, extra[largest]))} longer."
         )
     lines.append(
         f"{len(choices)} layouts were counted; others were only guessed at, in closed form."
@@ -145,8 +145,8 @@ def _write(choice: ModelChoice, model: str, where: str, path: Path) -> None:
     out = console()
     out.print(f"layout: {path}", markup=False, soft_wrap=True)
     if choice.layouts:
-        others = ", ".join(
+        rest = ", ".join(
             f"{k!r}: {str(path.with_suffix(f'.{k}{path.suffix}'))!r}" for k in choice.layouts
         )
-        call = f"weft.compose({model!r}, {str(path)!r}, layouts={{{others}}})"
+        call = f"weft.compose({model!r}, {str(path)!r}, layouts={{{rest}}})"
         out.print(f"run it with {call}", markup=False, soft_wrap=True)

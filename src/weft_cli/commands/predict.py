@@ -40,12 +40,12 @@ PREDICTION = "prediction"
 PACKED = (".gz", ".bz2", ".zip", ".xz", ".zst", ".tar")
 
 
-def _of_tables(what: str, *names: str, **more: Any) -> OptionInfo:
-    return typer.Option(*names, help=what, rich_help_panel="The tables", **more)
+def _of_tables(label: str, *names: str, **extra: Any) -> OptionInfo:
+    return typer.Option(*names, help=label, rich_help_panel="The tables", **extra)
 
 
-def _of_model(what: str, **more: Any) -> OptionInfo:
-    return typer.Option(help=what, rich_help_panel="The model", **more)
+def _of_model(label: str, **extra: Any) -> OptionInfo:
+    return typer.Option(help=label, rich_help_panel="The model", **extra)
 
 
 def predict(

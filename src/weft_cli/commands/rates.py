@@ -168,21 +168,21 @@ def _show(layout: Layout, found: Measured, where: str) -> None:
 def _table(title: str, found: Measured) -> Table:
     """Each measurement: median, quickest to slowest repeat, and the rate that follows."""
     numbers = ("median", "spread", "rate")
-    made = tables.table(title, "what", "of", *numbers, right=numbers)
+    result = tables.table(title, "what", "of", *numbers, right=numbers)
     b, h, n, m, d = found.block.shape
     block = f"{b * h} x {n} x {m} x {d}"
     speed = f"{found.block.flops:.3g} flop/s"
-    made.add_row(found.block.kernel, block, *_times(found.block.sample), speed)
+    result.add_row(found.block.kernel, block, *_times(found.block.sample), speed)
     for link in found.links:
         for nbytes, sample, rate in (
             (measure.SMALL, link.small, f"{show_time(link.latency)} latency"),
             (link.nbytes, link.large, f"{link.bandwidth:.3g} B/s"),
         ):
-            made.add_row(link.mesh_dim, words.nbytes(nbytes), *_times(sample), rate)
+            result.add_row(link.mesh_dim, words.nbytes(nbytes), *_times(sample), rate)
     if found.together:
         moved, sample = words.nbytes(found.together.nbytes), found.together.sample
-        made.add_row("at once", moved, *_times(sample), f"{found.together.slowdown:.2g} x alone")
-    return made
+        result.add_row("at once", moved, *_times(sample), f"{found.together.slowdown:.2g} x alone")
+    return result
 
 
 def _times(sample: Sample) -> tuple[str, str]:

@@ -33,14 +33,14 @@ OF_TABLES = (
 
 
 def _of_training(
-    what: str, default: str | bool = True, param_decls: Sequence[str] = (), **options: Any
+    label: str, default: str | bool = True, param_decls: Sequence[str] = (), **options: Any
 ) -> OptionInfo:
-    options |= {"help": what, "show_default": default, "rich_help_panel": "Training"}
+    options |= {"help": label, "show_default": default, "rich_help_panel": "Training"}
     return typer.Option(*param_decls, **options)
 
 
-def _of_files(what: str, default: str, **more: Any) -> OptionInfo:
-    return typer.Option(help=what, show_default=default, rich_help_panel=options.FILES, **more)
+def _of_files(label: str, default: str, **extra: Any) -> OptionInfo:
+    return typer.Option(help=label, show_default=default, rich_help_panel=options.FILES, **extra)
 
 
 def train(

@@ -202,9 +202,9 @@ def _classes(read: dict[str, Any], lead: str, auto: str = "") -> str:
         getattr(transformers, t)._model_mapping.get(known[of], None) for t in tables if of in known
     ]
     named = [n for n in read.get("architectures") or () if hasattr(transformers, str(n))]
-    made = [kind.__name__ for kind in found if kind is not None]
-    made = made or named if auto else named or made
-    return f"; {lead} {' or '.join(dict.fromkeys(made))}" if made else ""
+    result = [kind.__name__ for kind in found if kind is not None]
+    result = result or named if auto else named or result
+    return f"; {lead} {' or '.join(dict.fromkeys(result))}" if result else ""
 
 
 def _near(name: str, known: list[str]) -> str:

@@ -79,9 +79,9 @@ def reading(layout: Layout, problem: Problem, every: bool = False) -> Reading:
         return Reading(_spread(range(total), first, every), 1, total)
     if isinstance(problem.mask, Full):
         return Reading((0,), total, total)
-    others = [d for d, rule in first.rules.items() if rule.role not in (Role.QUERY, Role.KEY)]
+    rest = [d for d, rule in first.rules.items() if rule.role not in (Role.QUERY, Role.KEY)]
     places = ((rank, coordinates(layout.mesh, rank)) for rank in range(total))
-    ranks = [rank for rank, coords in places if not any(coords[d] for d in others)]
+    ranks = [rank for rank, coords in places if not any(coords[d] for d in rest)]
     return Reading(_spread(ranks, first, every), total // len(ranks), total)
 
 

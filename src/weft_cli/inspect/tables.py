@@ -30,7 +30,7 @@ from weft.relayout.windows import TakePass, Windows
 
 def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) -> Table:
     """An empty table in weft's style; columns in `right` hold numbers."""
-    made = Table(
+    result = Table(
         title=title,
         box=box.SIMPLE_HEAD,
         title_justify="left",
@@ -39,13 +39,13 @@ def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) 
         **options,
     )
     for i, name in enumerate(columns):
-        made.add_column(
+        result.add_column(
             name,
             justify="right" if name in right else "left",
             style="bold cyan" if i == 0 else None,
             no_wrap=i == 0 or name in right,
         )
-    return made
+    return result
 
 
 # -- weft list ------------------------------------------------------------------------------------
@@ -53,47 +53,47 @@ def table(title: str, *columns: str, right: Sequence[str] = (), **options: Any) 
 
 def strategies() -> Table:
     """Every shipped strategy with its rules."""
-    made = table("strategies", "name", "rules", "about")
+    result = table("strategies", "name", "rules", "about")
     for name in catalog.names("strategies"):
         strategy = Strategy.load(name)
-        made.add_row(name, ", ".join(strategy.all_rules) or "-", _first_sentence(strategy.about))
-    return made
+        result.add_row(name, ", ".join(strategy.all_rules) or "-", _first_sentence(strategy.about))
+    return result
 
 
 def layouts() -> Table:
     """Every shipped layout with its mesh and the axes it attends."""
-    made = table("layouts", "name", "mesh", "attends", "about")
+    result = table("layouts", "name", "mesh", "attends", "about")
     for name in catalog.names("layouts"):
         layout = Layout.load(name)
         mesh = " x ".join(f"{d} {size}" for d, size in layout.mesh.items())
-        made.add_row(name, mesh or "-", ", ".join(layout.attend), layout.about)
-    return made
+        result.add_row(name, mesh or "-", ", ".join(layout.attend), layout.about)
+    return result
 
 
 def models() -> Table:
     """Every shipped model with its axes."""
-    made = table("models", "name", "axes", "about")
+    result = table("models", "name", "axes", "about")
     for name in catalog.names("models"):
         data, _ = catalog.read_declaration("models", name)
-        made.add_row(name, ", ".join(data.get("axes", ())), data.get("about", ""))
-    return made
+        result.add_row(name, ", ".join(data.get("axes", ())), data.get("about", ""))
+    return result
 
 
 def masks() -> Table:
     """Every mask that commands take, by its name."""
-    made = table("masks, as --mask takes them", "name", "who sees whom")
+    result = table("masks, as --mask takes them", "name", "who sees whom")
     for name, about in MASKS.items():
-        made.add_row(name, about)
-    return made
+        result.add_row(name, about)
+    return result
 
 
 def hardware() -> Table:
     """Every shipped hardware file with its levels."""
-    made = table("hardware, as --hardware takes it", "name", "levels", "about")
+    result = table("hardware, as --hardware takes it", "name", "levels", "about")
     for name in catalog.names("hardware"):
         machine = Hardware.load(name)
-        made.add_row(name, ", ".join(level.name for level in machine.level), machine.about)
-    return made
+        result.add_row(name, ", ".join(level.name for level in machine.level), machine.about)
+    return result
 
 
 def _first_sentence(text: str) -> str:
@@ -105,21 +105,21 @@ def _first_sentence(text: str) -> str:
 
 def mesh(layout: Layout, axes: Sequence[str]) -> Table:
     """Every mesh dim: its size, what it splits at rest, its strategy and its rule."""
-    made = table("mesh, outermost dim first", "mesh dim", "ranks", "at rest", "strategy", "rule")
+    result = table("mesh, outermost dim first", "mesh dim", "ranks", "at rest", "strategy", "rule")
     bound = {
         mesh_dim: f"{binding.strategy.name}.{rule}"
         for binding in layout._bindings(tuple(axes))
         for rule, mesh_dim in binding.on.items()
     }
     for mesh_dim, rule in layout.rules(axes).items():
-        made.add_row(
+        result.add_row(
             mesh_dim,
             str(layout.mesh[mesh_dim]),
             _rests(layout, mesh_dim),
             bound.get(mesh_dim, "-"),
             rule.describe(),
         )
-    return made
+    return result
 
 
 def _rests(layout: Layout, mesh_dim: str) -> str:
@@ -152,7 +152,7 @@ def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) ->
     """
     name = "backward" if backward else "forward"
     numbers = ("rank 0", "min", "max", "u", "sends")
-    made = table(
+    result = table(
         f"{name}: bytes that each rank receives",
         *("mesh dim", "what", *numbers),
         right=numbers,
@@ -163,25 +163,25 @@ def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) ->
     calls = {key: passes[0].calls[key] for key in rows}
 
     def row(
-        mesh_dim: str, what: str, received: list[int], messages: int, style: str | None = None
+        mesh_dim: str, subject: str, received: list[int], messages: int, style: str | None = None
     ) -> None:
         ends = (words.nbytes(n) for n in (received[0], min(received), max(received)))
         units = f"{received[0] / unit:.2f}" if unit else "-"
-        made.add_row(mesh_dim, what, *ends, units, str(messages), style=style)
+        result.add_row(mesh_dim, subject, *ends, units, str(messages), style=style)
 
     for (mesh_dim, label), received in rows.items():
         if any(received):
-            what = words.PAYLOAD.get((label, backward), label)
-            row(mesh_dim, what, received, calls[mesh_dim, label])
-    made.add_section()
+            subject = words.PAYLOAD.get((label, backward), label)
+            row(mesh_dim, subject, received, calls[mesh_dim, label])
+    result.add_section()
     row("all", "", [t.bytes for t in passes], sum(calls.values()), "bold")
-    return made
+    return result
 
 
 def per_rank(forecasts: Sequence[Forecast]) -> Table:
     """Memory and work: rank 0, least, most, and how far the busiest is above the mean."""
     numbers = ("rank 0", "min", "max", "busiest / mean")
-    made = table("memory and work per rank", "", *numbers, right=numbers)
+    result = table("memory and work per rank", "", *numbers, right=numbers)
     rows = {
         "q, k, v, out, logsumexp at rest": ([f.rest_bytes for f in forecasts], words.nbytes),
         "others' chunks, forward": ([f.forward.live_bytes for f in forecasts], words.nbytes),
@@ -192,8 +192,8 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
     for name, (values, show) in rows.items():
         mean = sum(values) / len(values)
         balance = f"{max(values) / mean:.2f}" if mean else "-"
-        made.add_row(name, *(show(v) for v in (values[0], min(values), max(values))), balance)
-    return made
+        result.add_row(name, *(show(v) for v in (values[0], min(values), max(values))), balance)
+    return result
 
 
 # -- weft check -----------------------------------------------------------------------------------
@@ -201,11 +201,11 @@ def per_rank(forecasts: Sequence[Forecast]) -> Table:
 
 def claims_table(title: str, claims: Sequence[Claim]) -> Table:
     """Proven properties of a layout, the ranks that they were proven for, and violations."""
-    made = table(title, "claim", "looked at", "")
+    result = table(title, "claim", "looked at", "")
     for claim in claims:
         verdict = Text("proven", "green") if claim.ok else Text("WRONG", "bold red")
-        made.add_row(claim.what, "\n".join([claim.how, *claim.defects]), verdict)
-    return made
+        result.add_row(claim.what, "\n".join([claim.how, *claim.defects]), verdict)
+    return result
 
 
 def states(
@@ -254,7 +254,7 @@ def states(
         moved["tokens for heads, and back"] = _traded(layout, other, axis, problem)
     how = {"chain": "handed on from rank to rank", "tree": "composed in a tree"}
     runs = f"{len(plan.slots)} runs of consecutive tokens; states are as large at any length.{why}"
-    made = table(
+    result = table(
         f"a recurrent layer along {axis} (gated delta rule, {taps} taps), received; states"
         f" {how.get(way, 'of all ranks to all')}",
         *("what", "rank 0", "any rank", "any rank, backward"),
@@ -263,8 +263,8 @@ def states(
     )
     for name, rows in moved.items():
         forward, backward = zip(*rows)
-        made.add_row(name, *(words.nbytes(n) for n in (forward[0], max(forward), max(backward))))
-    return made
+        result.add_row(name, *(words.nbytes(n) for n in (forward[0], max(forward), max(backward))))
+    return result
 
 
 def _why(timed: Ways) -> str:

@@ -86,9 +86,9 @@ class Region(TorchFunctionMode):
                 f"keys, bool and (batch, 1, 1, {keys})"
             )
         state = self.state
-        own = attn_mask[:, 0, 0]
-        own = self._own_text(own, 1) if state.whole_text else own
-        present = state.layout.gather(own.to(torch.uint8), {state.axis: 1}).bool()
+        local = attn_mask[:, 0, 0]
+        local = self._own_text(local, 1) if state.whole_text else local
+        present = state.layout.gather(local.to(torch.uint8), {state.axis: 1}).bool()
         return FULL if bool(present.all()) else MaskMod(_Keys(present))
 
 

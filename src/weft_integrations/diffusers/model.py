@@ -150,11 +150,11 @@ class _Hooks(Streams):
 
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             arguments = named_arguments(module, args, kwargs)
-            value, what = arguments.get(name), f"{name} of {type(module).__name__}"
+            value, label = arguments.get(name), f"{name} of {type(module).__name__}"
             if isinstance(value, Tensor):
-                arguments[name] = self._split_all((value,), splits, what)[0]
+                arguments[name] = self._split_all((value,), splits, label)[0]
             elif value is not None:
-                arguments[name] = type(value)(self._split_all(value, splits, what))
+                arguments[name] = type(value)(self._split_all(value, splits, label))
             self.apart = self.apart or name == "hidden_states"
             return (), arguments
 
@@ -164,18 +164,18 @@ class _Hooks(Streams):
         """A hook that splits one of a module's outputs."""
 
         def hook(module: nn.Module, args: tuple, kwargs: dict, output: Any) -> Any:
-            what = f"output {index} of {type(module).__name__}"
+            label = f"output {index} of {type(module).__name__}"
             parts = [output] if isinstance(output, Tensor) else list(output)
-            parts[index] = self._split_all((parts[index],), splits, what)[0]
+            parts[index] = self._split_all((parts[index],), splits, label)[0]
             return parts[0] if isinstance(output, Tensor) else tuple(parts)
 
         return hook
 
-    def _split_all(self, values: Any, splits: tuple[TokenSplit, ...], what: str) -> list[Tensor]:
+    def _split_all(self, values: Any, splits: tuple[TokenSplit, ...], label: str) -> list[Tensor]:
         text_only = all(s.streams == ("text",) for s in splits)
         if text_only and self.whole_text:
             return list(values)
-        return [self.split(x, s, what) for x, s in zip(values, splits, strict=True)]
+        return [self.split(x, s, label) for x, s in zip(values, splits, strict=True)]
 
     def gather_output(self, module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         """The full output: later layers are replicated, and sync_gradients sums over the ranks."""
@@ -262,7 +262,7 @@ def _check_modules(transformer: nn.Module, tokenwise: tuple[str, ...]) -> None:
         kind: Any = type(transformer)  # one of diffusers' model classes
         built = dict(kind.from_config(transformer.config).named_modules())
     for path, part in parts.items():
-        inside = any(path == own or path.startswith(f"{own}.") for own in tokenwise)
+        inside = any(path == local or path.startswith(f"{local}.") for local in tokenwise)
         unknown = any(c.__module__.split(".")[0] not in _KNOWN for c in type(part).mro())
         mixes = _mixes(part) and type(built.get(path)) is not type(part)
         if not inside and (unknown or mixes):

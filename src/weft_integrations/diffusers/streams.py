@@ -68,12 +68,12 @@ class Streams:
             f"{cut}; every rank needs one: {enough} image tokens would do, or fewer ranks"
         )
 
-    def split(self, x: Tensor, split: TokenSplit, what: str) -> Tensor:
+    def split(self, x: Tensor, split: TokenSplit, label: str) -> Tensor:
         """This rank's part of a full tensor."""
         if split.ndim is not None and x.dim() != split.ndim:
             if split.optional:
                 return x
-            raise ShapeError(f"{what} must have {split.ndim} dims, found shape {tuple(x.shape)}")
+            raise ShapeError(f"{label} must have {split.ndim} dims, found shape {tuple(x.shape)}")
         length = x.shape[split.dim]
         lengths = {"text": self.text}
         if "image" in split.streams:
@@ -82,7 +82,7 @@ class Streams:
             lengths["image"] = self.image
         if length != sum(lengths[s] for s in split.streams):
             raise ShapeError(
-                f"{what} of shape {tuple(x.shape)} does not have the tokens of "
+                f"{label} of shape {tuple(x.shape)} does not have the tokens of "
                 f"{'+'.join(split.streams)}: expected {lengths}"
             )
         parts = x.split([lengths[s] for s in split.streams], split.dim)

@@ -120,8 +120,8 @@ def parallelize_tabicl(model: Foreign, layout: Layout, axis: str = "rows") -> nn
         model.register_forward_pre_hook(_check_call(model, layout, axis), with_kwargs=True),
         model.register_forward_hook(lambda module, args, out: scale_gradient(out, share)),
     ]
-    own = [functools.partial(vars(part).pop, "forward") for part in (columns, icl)]
-    model.__dict__["_weft"] = Parallelized([*own, *(hook.remove for hook in hooks)])
+    local = [functools.partial(vars(part).pop, "forward") for part in (columns, icl)]
+    model.__dict__["_weft"] = Parallelized([*local, *(hook.remove for hook in hooks)])
     return model
 
 

@@ -79,14 +79,14 @@ def _split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], 
     """Split the rows of TabPFN v2, v2.5 or v2.6; returns functions that undo it."""
     undo: list[Callable[[], object]] = []
     for block in model.blocks:
-        own = getattr(block, _COLUMN_ATTENTION)
-        undo.append(functools.partial(setattr, block, _COLUMN_ATTENTION, own))
-        setattr(block, _COLUMN_ATTENTION, ContextRows(own, layout, axis, test_heads=1))
+        local = getattr(block, _COLUMN_ATTENTION)
+        undo.append(functools.partial(setattr, block, _COLUMN_ATTENTION, local))
+        setattr(block, _COLUMN_ATTENTION, ContextRows(local, layout, axis, test_heads=1))
 
     def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, n = output  # b R c e
-        own = own_rows(x, layout, axis, "rows, of thinking and of the table,")
-        return own, TrainRows(n, x.shape[1])
+        local = own_rows(x, layout, axis, "rows, of thinking and of the table,")
+        return local, TrainRows(n, x.shape[1])
 
     def join(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, _ = output  # b r c e; only the last column, the target's, is read from here on

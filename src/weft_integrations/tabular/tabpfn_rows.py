@@ -143,11 +143,11 @@ def take_rows(blocks: Sequence[nn.Module], layout: Layout, axis: str) -> list[Ca
     rows = [0]  # of the running call
 
     def hook(module: nn.Module, args: tuple) -> tuple:
-        x, n, *more = args
+        x, n, *extra = args
         if module is blocks[0]:
             table = x.pop(0) if isinstance(x, list) else x
             rows[0], x = table.shape[1], own_rows(table, layout, axis)
-        return x, TrainRows(n, rows[0]), *more
+        return x, TrainRows(n, rows[0]), *extra
 
     return [block.register_forward_pre_hook(hook).remove for block in blocks]
 

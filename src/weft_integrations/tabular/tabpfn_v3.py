@@ -83,16 +83,16 @@ def split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], o
         columns.layers[i] = InducedRows(layer, layout, axis)
     for block in model.icl_blocks:
         undo.append(functools.partial(setattr, block, "icl_attention", block.icl_attention))
-        own = block.icl_attention
-        block.icl_attention = ContextRows(own, layout, axis, own.num_kv_heads_test)
+        local = block.icl_attention
+        block.icl_attention = ContextRows(local, layout, axis, local.num_kv_heads_test)
     rows = [0]  # of the running call
 
     def split(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         table = kwargs["x_BRiCE"]  # tables R columns e
         rows[0] = table.shape[1]
         train = TrainRows(kwargs["num_train_rows"], rows[0])
-        own = own_rows(table, layout, axis)
-        return args, kwargs | {"x_BRiCE": own, "num_train_rows": train}
+        local = own_rows(table, layout, axis)
+        return args, kwargs | {"x_BRiCE": local, "num_train_rows": train}
 
     def join(module: nn.Module, args: tuple, kwargs: dict, output: Tensor) -> Tensor:
         return gather_rows(output, layout, axis, rows[0])

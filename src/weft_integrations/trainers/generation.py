@@ -149,8 +149,8 @@ def _check(args: Any, name: str, group: ContextGroup) -> None:
         )
 
 
-def _refuse(name: str, what: str, why: str) -> None:
-    raise UnsupportedError(f"{name}: {what} on a sequence-sharded model: {why}")
+def _refuse(name: str, label: str, why: str) -> None:
+    raise UnsupportedError(f"{name}: {label} on a sequence-sharded model: {why}")
 
 
 __all__ = ["SEAMS", "generates", "with_generation"]

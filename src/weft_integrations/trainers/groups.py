@@ -130,8 +130,8 @@ def compare_arguments(values: Mapping[str, str], processes: int) -> None:
     """
     if processes == 1:
         return
-    what, limit = "the arguments of a trainer", datetime.timedelta(seconds=wait_limit())
-    texts = gather_over_world(what, json.dumps(dict(values)), limit)
+    label, limit = "the arguments of a trainer", datetime.timedelta(seconds=wait_limit())
+    texts = gather_over_world(label, json.dumps(dict(values)), limit)
     rows = {rank: json.loads(text) for rank, text in texts.items()}
     names = dict.fromkeys(name for row in rows.values() for name in row)
     wrong = [name for name in names if len({row.get(name) for row in rows.values()}) > 1]
@@ -140,7 +140,7 @@ def compare_arguments(values: Mapping[str, str], processes: int) -> None:
             rank: ", ".join(f"{name}={row.get(name)}" for name in wrong)
             for rank, row in rows.items()
         }
-        raise ShapeError(disagreement(what, differing))
+        raise ShapeError(disagreement(label, differing))
 
 
 def sampler(

@@ -115,5 +115,5 @@ def _parallelism(config: Any) -> None:
             )
 
 
-def _refuse(what: str, why: str) -> NoReturn:
-    raise UnsupportedError(f"{what} on a sequence-sharded model: {why}")
+def _refuse(label: str, why: str) -> NoReturn:
+    raise UnsupportedError(f"{label} on a sequence-sharded model: {why}")

@@ -335,9 +335,9 @@ def token_loss(
         sums = exact_sums(layout)
         count = total((labels != IGNORED).flatten().double(), sums) if items is None else items
         return (total(losses, sums) / torch.as_tensor(count, device=losses.device)).to(wide.dtype)
-    own = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    local = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     if items is None:
-        return layout.mean(own, (labels != IGNORED).sum())
+        return layout.mean(local, (labels != IGNORED).sum())
     # fp64 on the way, as in `layout.mean`.
-    summed = partial_to_invariant(own.double(), layout.data_dims, layout.bound)
-    return (summed / torch.as_tensor(items, device=own.device)).to(own.dtype)
+    summed = partial_to_invariant(local.double(), layout.data_dims, layout.bound)
+    return (summed / torch.as_tensor(items, device=local.device)).to(local.dtype)

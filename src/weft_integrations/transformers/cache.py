@@ -244,25 +244,25 @@ class ShardedCache(DynamicCache):
                 f"{layout.world_size}, or the order of ranks differs; save the cache, and load it "
                 "there"
             )
-        made = copy.copy(self)
-        made.shards = Shards(there, self.shards.axis, self.shards.block)
-        made.layers = [
-            copy.deepcopy(layer, {id(self.shards): made.shards})
+        result = copy.copy(self)
+        result.shards = Shards(there, self.shards.axis, self.shards.block)
+        result.layers = [
+            copy.deepcopy(layer, {id(self.shards): result.shards})
             if isinstance(layer, StateLayer)
             else copy.copy(layer)
             for layer in self.layers
         ]
-        goals = {layer.held: made.shards.whole(layer.held.length) for layer in self.sharded()}
-        parts = [made.shards.part_of(rank) for rank in range(there.world_size)]
+        goals = {layer.held: result.shards.whole(layer.held.length) for layer in self.sharded()}
+        parts = [result.shards.part_of(rank) for rank in range(there.world_size)]
         after = {held: [goal.positions(p) for p in parts] for held, goal in goals.items()}
         tensors = iter(self.moved(after))
-        for layer in made.layers:
+        for layer in result.layers:
             if isinstance(layer, ShardedLayer | WindowLayer):
-                layer.shards = made.shards
+                layer.shards = result.shards
             if isinstance(layer, ShardedLayer) and layer.is_initialized:
                 layer._replace(*next(tensors))
                 layer.held = goals[layer.held]
-        return made
+        return result
 
     def save(self, folder: str | Path) -> Path:
         """Write the cache as safetensors with a JSON index; all ranks call this.
@@ -299,10 +299,10 @@ class ShardedCache(DynamicCache):
                 start = sum(map(len, pieces[layer.held][:rank]))
             elif rank:
                 continue  # the first has the same
-            for what, t in zip(("key", "value"), pair):
+            for label, t in zip(("key", "value"), pair):
                 shape = [*t.shape[:2], count, t.shape[3]]
                 if t.numel():
-                    blocks[f"layer.{number}.{what}"] = (t, [0, 0, start, 0], shape)
+                    blocks[f"layer.{number}.{label}"] = (t, [0, 0, start, 0], shape)
         facts = cache_files.Facts(model=self.model, name=self.name, lengths=lengths)
         return cache_files.write(Path(folder), self.layout, facts, blocks)
 
@@ -326,8 +326,8 @@ class ShardedCache(DynamicCache):
             for number, length in facts.lengths.items():
                 layer: Any = cache.layers[int(number)]
                 held, pair = cache.shards.whole(length), []
-                for what in ("key", "value"):
-                    name = f"layer.{number}.{what}"
+                for label in ("key", "value"):
+                    name = f"layer.{number}.{label}"
                     at = [torch.arange(n) for n in index.tensors[name].shape]
                     if isinstance(layer, ShardedLayer):
                         at[2] = held.positions(cache.shards.part)
@@ -359,10 +359,10 @@ class ShardedCache(DynamicCache):
             after: by where positions are now, those that every rank is to have.
         """
         shards, mesh = self.shards, dict(self.layout.mesh)
-        others = [d for d, size in mesh.items() if size > 1 and d not in shards.dims]
-        if others:
+        rest = [d for d, size in mesh.items() if size > 1 and d not in shards.dims]
+        if rest:
             raise DeclarationError(
-                f"{self.layout.source}: mesh dims {others} do not split {shards.axis!r}, so "
+                f"{self.layout.source}: mesh dims {rest} do not split {shards.axis!r}, so "
                 "several ranks hold the same keys; bind a layout of the tokens alone"
             )
         parts = [shards.part_of(rank) for rank in range(self.layout.world_size)]

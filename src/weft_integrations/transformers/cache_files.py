@@ -67,8 +67,8 @@ def read(
                 "another dtype made it"
             )
         for number, length in facts.lengths.items():
-            for what in ("key", "value"):
-                shape = index.tensors[f"layer.{number}.{what}"].shape
+            for label in ("key", "value"):
+                shape = index.tensors[f"layer.{number}.{label}"].shape
                 _check_layer(folder, number, length, shape, split)
 
     index = agreed_index(folder, layout, check)
@@ -102,7 +102,7 @@ def _facts(folder: Path, index: Index) -> Facts:
         first = error.errors(include_url=False)[0]
         at = ".".join(map(str, first["loc"]))
         raise CheckpointError(f"{folder} holds no prefix: {at}: {first['msg']}") from None
-    names = {f"layer.{n}.{what}" for n in facts.lengths for what in ("key", "value")}
+    names = {f"layer.{n}.{label}" for n in facts.lengths for label in ("key", "value")}
     if names != index.tensors.keys():
         raise CheckpointError(f"{folder} holds no prefix: its tensors are not those it lists")
     return facts

@@ -95,11 +95,11 @@ class Shards:
         `t` is this rank's chunk; `weft.traffic` counts the message by its label.
         """
         places = self.layout.positions(self.axis, length, t.device) - (length - count)
-        own = (places >= 0).nonzero().flatten()
+        local = (places >= 0).nonzero().flatten()
         shape = list(t.shape)
         shape[dim] = count
         last = t.new_zeros(shape)
-        last.index_copy_(dim, places[own], t.detach().index_select(dim, own))
+        last.index_copy_(dim, places[local], t.detach().index_select(dim, local))
         return self.sum(last, label)
 
     def sum(self, t: Tensor, label: str) -> Tensor:
@@ -193,12 +193,12 @@ class ShardedLayer(DynamicLayer):
             past = self.keys[:, :, :before], self.values[:, :, :before]
             return Kept.on(self, key_states, value_states, past)
         count = key_states.shape[2]
-        own = self.held.next_positions(self.shards.part, count)
-        if len(own):
+        local = self.held.next_positions(self.shards.part, count)
+        if len(local):
             k, v = key_states, value_states
-            if len(own) < count:
-                own = own.to(k.device)
-                k, v = k.index_select(2, own), v.index_select(2, own)
+            if len(local) < count:
+                local = local.to(k.device)
+                k, v = k.index_select(2, local), v.index_select(2, local)
             self._append(k, v, self.shards.block)
         self.held = self.held.grown(count)
         return Kept.on(self, key_states, value_states)
@@ -373,9 +373,9 @@ class StateLayer(LinearAttentionLayer):
     @classmethod
     def of(cls, layer: LinearAttentionLayer, shards: Shards) -> Self:
         """A layer that transformers made, with the same settings."""
-        made = cls.__new__(cls)
-        vars(made).update(vars(layer), shards=shards)
-        return made
+        result = cls.__new__(cls)
+        vars(result).update(vars(layer), shards=shards)
+        return result
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any
@@ -389,12 +389,12 @@ class StateLayer(LinearAttentionLayer):
             return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
         taps = kwargs["conv_kernel_size"]  # transformers calls with it wherever prompts are split
         count = length if self.record_past else min(length, taps)
-        last, made = self.shards.last(conv_states, -1, count, length, "halo"), conv_states
+        last, result = self.shards.last(conv_states, -1, count, length, "halo"), conv_states
         before = self.conv_states[state_idx]
         if before is not None and self.has_previous_state[state_idx]:
-            made = torch.cat([before, conv_states], -1)
+            result = torch.cat([before, conv_states], -1)
         super().update_conv_state(last, state_idx, *args, **kwargs)
-        return made
+        return result
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any
@@ -433,9 +433,9 @@ class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentio
     @classmethod
     def of(cls, layer: LinearAttentionLayer, shards: Shards) -> Self:
         """A layer that transformers made, with the same settings."""
-        made = super().of(layer, shards)
-        made.held, made._room = shards.empty(), None
-        return made
+        result = super().of(layer, shards)
+        result.held, result._room = shards.empty(), None
+        return result
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         """Initialise keys and values, by position, or a state, by name, as transformers does."""

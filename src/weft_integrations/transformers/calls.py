@@ -310,7 +310,7 @@ class Calls:
         self._open(ModelCall(self.layout, self.axis, replicated=reason), part)
 
     def agree(
-        self, what: str, verdict: str, state: consistency.GroupState = consistency.NOTHING
+        self, label: str, verdict: str, state: consistency.GroupState = consistency.NOTHING
     ) -> Channel:
         """Raise on all ranks of a context group unless all come here with the same.
 
@@ -321,7 +321,7 @@ class Calls:
         numbers = any(state.numbers)
         vote = number_of(f"{verdict} {numbers}")
         common = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
-        channel = Channel(*common, subject=what)
+        channel = Channel(*common, subject=label)
         if not channel.agrees() or numbers:
             every = channel.exchange(state.numbers)
             consistency.check_close(every, state.names, transport.world_ranks)

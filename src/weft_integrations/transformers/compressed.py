@@ -97,8 +97,8 @@ class OfRanks:
         kind = self.kinds[name]
         if self.piece is None:
             return kv[:, :0], gate[:, :0], 0
-        piece, own = self.pieces.pieces[self.piece], torch.cat([kind.kv, kind.gate], -1)
-        ((part,),) = self.pieces.split(1, own)[self.piece : self.piece + 1]
+        piece, local = self.pieces.pieces[self.piece], torch.cat([kind.kv, kind.gate], -1)
+        ((part,),) = self.pieces.split(1, local)[self.piece : self.piece + 1]
         wide = torch.cat([kind.left[self.piece], part], 1)  # from `columns` before the piece on
         windows = self.windows(piece)
         first = windows.start - self._extra(windows)
@@ -131,8 +131,8 @@ class OfRanks:
         for kind in self.kinds.values():
             dim = kind.made[0].shape[-1]
             none = (kind.kv[:, :0, :dim] + kind.gate[:, :0, :dim]).to(kind.made[0].dtype)
-            made = self.pieces.join(1, [none, *kind.made], kind.left)
-            kind.whole = of_all_ranks(made, 1, places, layout, axis, "entries")
+            result = self.pieces.join(1, [none, *kind.made], kind.left)
+            kind.whole = of_all_ranks(result, 1, places, layout, axis, "entries")
 
     def _closing(self, positions: Tensor) -> Tensor:
         """The windows whose last token is at one of some positions."""
@@ -156,22 +156,22 @@ def compress(
     call = now(type(self).__name__)
     if call.whole:
         return stock(hidden_states, q_residual, position_ids, cache, layer_idx)
-    others = OfRanks(call, self.compress_rate, hasattr(self, "indexer"))
+    rest = OfRanks(call, self.compress_rate, hasattr(self, "indexer"))
     positions = call.layout.positions(call.axis, call.length, hidden_states.device)
     places = positions.expand(len(hidden_states), -1)
 
     def run(rows: Any) -> tuple[Tensor, Tensor | None]:
         inputs = hidden_states[:, rows], q_residual[:, rows], places[:, rows]
-        return stock(*inputs, others, layer_idx)
+        return stock(*inputs, rest, layer_idx)
 
     run(slice(None))  # no window yet: the projections are captured
-    for number, piece in enumerate(others.pieces.pieces):
-        if len(others.windows(piece)):
-            others.piece = number
+    for number, piece in enumerate(rest.pieces.pieces):
+        if len(rest.windows(piece)):
+            rest.piece = number
             run(slice(0, 1))
-    others.piece = None
-    others.gather()
-    entries = others.kinds["compressor"].whole
+    rest.piece = None
+    rest.gather()
+    entries = rest.kinds["compressor"].whole
     assert entries is not None
     indexer, number = getattr(self, "indexer", None), entries.shape[1]
     count = number if indexer is None else min(indexer.index_topk, number)
@@ -206,8 +206,8 @@ def attend_with_entries(
     `keys` (b, 1, n + T, d) are this rank's and the entries of all ranks; values are the same.
     """
     n, (_, axis, _, scale, _) = query.shape[2], place
-    own, entries = keys.tensor_split([n], 2)
-    near = attention(query, own, own, *place, return_lse=True, softcap=softcap)
+    local, entries = keys.tensor_split([n], 2)
+    near = attention(query, local, local, *place, return_lse=True, softcap=softcap)
     length = n, entries.shape[2]
     rest = Layout.single(), axis, None, scale, length
     named: dict[str, Any] = {"softcap": softcap, "choice": seen}

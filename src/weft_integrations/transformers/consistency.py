@@ -204,8 +204,8 @@ def check_close(
 
 def _close(one: Sequence[float], other: Sequence[float]) -> bool:
     """True if two probes are of as many tensors and close, or both NaN."""
-    (count, norm, *products), (counted, normed, *others) = one, other
+    (count, norm, *products), (counted, normed, *rest) = one, other
     if count != counted or math.isnan(norm) != math.isnan(normed):
         return False
-    far = (abs(a - b) > _SAME * abs(norm) for a, b in zip([norm, *products], [normed, *others]))
+    far = (abs(a - b) > _SAME * abs(norm) for a, b in zip([norm, *products], [normed, *rest]))
     return not any(far)

@@ -112,7 +112,7 @@ def attend_past(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     k, v = (t.to(query.dtype) for t in past)
     shards, device, start = layer.shards, query.device, mask.first
-    own = shards.part
+    local = shards.part
     if isinstance(layer, WindowLayer):
 
         def window() -> Tensor:
@@ -130,10 +130,10 @@ def attend_past(
         held = [before.positions(p) for p in range(before.parts)]
         where = [len(p) for p in held]
         k, v = (gathered_parts(t, where, shards.dims, channel) for t in (k, v))
-        seen = _seen(mask, lambda: torch.cat(held).to(device), lambda: rows[own], True)
+        seen = _seen(mask, lambda: torch.cat(held).to(device), lambda: rows[local], True)
         return attend_part(query, k, v, scale, seen, softcap)
     every = gathered_parts(query, counts, shards.dims, channel)
-    seen = _seen(mask, lambda: before.positions(own).to(device), lambda: torch.cat(rows), True)
+    seen = _seen(mask, lambda: before.positions(local).to(device), lambda: torch.cat(rows), True)
     out, lse = attend_part(every, k, v, scale, seen, softcap)
     return merge_rows(out, lse, counts, shards.dims, channel)
 

@@ -87,8 +87,8 @@ class Absent:
         reason: what to do instead.
     """
 
-    def __init__(self, reason: str, what: str = "the cache") -> None:
-        self.reason, self.what = reason, what
+    def __init__(self, reason: str, label: str = "the cache") -> None:
+        self.reason, self.what = reason, label
 
     def raise_(self) -> NoReturn:
         """Raise what a use of it raises."""

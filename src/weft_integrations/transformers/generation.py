@@ -35,19 +35,19 @@ _KNOWN = (None, "dynamic", "hybrid", "offloaded")
 
 def generate(self: Foreign, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on a layout, see `weft.parallelize`."""
-    own, name = _own(self), f"{type(self).__name__}.generate"
+    local, name = _own(self), f"{type(self).__name__}.generate"
     with refused_everywhere(self._weft.calls.refuse):
-        kwargs = _with_cache(self, own, args, kwargs, name)
-    made = own(*args, **kwargs)
-    _agree(self, made, name)
-    return made
+        kwargs = _with_cache(self, local, args, kwargs, name)
+    result = local(*args, **kwargs)
+    _agree(self, result, name)
+    return result
 
 
 def _with_cache(
-    self: Foreign, own: Callable, args: tuple, kwargs: dict[str, Any], name: str
+    self: Foreign, local: Callable, args: tuple, kwargs: dict[str, Any], name: str
 ) -> dict[str, Any]:
     """The options of a call, with a sharded cache; raises for those that have no parts."""
-    arguments = inspect.signature(own).bind_partial(*args, **kwargs).arguments
+    arguments = inspect.signature(local).bind_partial(*args, **kwargs).arguments
     options = {**arguments, **arguments.get("kwargs", {})}
     config = options.get("generation_config")
 
@@ -105,9 +105,9 @@ def _check_cache(cache: Any, implementation: str | None, name: str) -> None:
         )
 
 
-def _agree(model: Foreign, made: Any, name: str) -> None:
+def _agree(model: Foreign, result: Any, name: str) -> None:
     """Raise on every rank where ranks made different tokens: of the last ones nobody else hears."""
-    tokens = made if isinstance(made, Tensor) else getattr(made, "sequences", None)
+    tokens = result if isinstance(result, Tensor) else getattr(result, "sequences", None)
     if isinstance(tokens, Tensor) and model._weft.layout.moves(model._weft.axis):
         mark = int(fingerprint(tokens)) & 0xFFFFFFFF
         text = f"tokens {tuple(tokens.shape)} {mark:08x}"

@@ -54,8 +54,8 @@ def make_mask(
         keys = kv_length, kwargs.get("kv_offset", 0)
         sizes = (batch_size, q_length, kwargs.get("q_offset", 0), keys, attention_mask)
         custom = kwargs.get("use_vmap") and not is_known(mask_function)
-        own = "the model makes a custom mask function" if custom else ""
-        return OfCache(mask_function, *sizes, refusal=own)
+        local = "the model makes a custom mask function" if custom else ""
+        return OfCache(mask_function, *sizes, refusal=local)
     past = None
     if call.past:
         keys = kv_length, kwargs.get("kv_offset", 0)
@@ -157,10 +157,10 @@ def attend(
         named: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "choice": choice}
         out = attention(query, key, value, *place, expand=expand, **named)
     else:
-        own = attention(query, key, value, *place, return_lse=True, softcap=softcap)
+        local = attention(query, key, value, *place, return_lse=True, softcap=softcap)
         row = where.row(tokens)
         part = decoding.attend_past(query, row, layer, past, where.past, scaling, softcap)
-        out, lse = merged_parts([part, own])
+        out, lse = merged_parts([part, local])
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     return out.transpose(1, 2).contiguous(), None
 

@@ -350,8 +350,8 @@ def _view(func: Callable, rows: LazyRows, *shape: Any) -> Any:
     contiguous = rows.is_contiguous()
     if tuple(sizes) == (-1, -1) or (func.__name__ == "view" and not contiguous):
         return NotImplemented
-    made = lazy(_Local.apply(rows), replace(rows.place, flat=True))
-    return _viewed(made, rows, func, *shape) if contiguous else made  # torch copies
+    result = lazy(_Local.apply(rows), replace(rows.place, flat=True))
+    return _viewed(result, rows, func, *shape) if contiguous else result  # torch copies
 
 
 #: Methods that read no numbers.

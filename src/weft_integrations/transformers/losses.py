@@ -59,8 +59,8 @@ def labels_of(model: Foreign) -> str:
 
 def choose_labels(kwargs: dict, labels: str, name: str, layout: Layout) -> None:
     """Leave one kind of labels among a call's arguments: those that the model's loss takes."""
-    shifted, own = kwargs.get("shift_labels"), kwargs.get("labels")
-    if shifted is None and own is None:
+    shifted, local = kwargs.get("shift_labels"), kwargs.get("labels")
+    if shifted is None and local is None:
         return
     if labels == NEXT:
         if shifted is None:
@@ -72,13 +72,13 @@ def choose_labels(kwargs: dict, labels: str, name: str, layout: Layout) -> None:
         return
     if labels != OWN:
         raise UnsupportedError(f"labels: {name} makes its loss by {labels}, not weft; {USE_LOGITS}")
-    if own is None:
+    if local is None:
         raise UnsupportedError(
             f"shift_labels: labels of {name} are not shifted; pass labels, as shard_batch splits "
             "them"
         )
     kwargs.pop("shift_labels", None)
-    kwargs["labels"] = TokenLabels.of(own, layout)
+    kwargs["labels"] = TokenLabels.of(local, layout)
 
 
 def loss_of(

@@ -42,11 +42,11 @@ _MASK = (
 )
 
 
-def touched(what: str, subject: tuple[str, str]) -> NoReturn:
+def touched(label: str, subject: tuple[str, str]) -> NoReturn:
     """Raise, naming the model's code that used a marker as a tensor.
 
     Args:
-        what: the use.
+        label: the use.
         subject: what was used, and what it is.
     """
     frame = sys._getframe(2)
@@ -56,7 +56,7 @@ def touched(what: str, subject: tuple[str, str]) -> NoReturn:
     code = frame.f_code
     raise UnsupportedError(
         f"{frame.f_globals.get('__name__', code.co_filename)}, line {frame.f_lineno}, in "
-        f"{code.co_name}: uses {subject[0]} ({what}); {subject[1]}, so weft cannot run this model"
+        f"{code.co_name}: uses {subject[0]} ({label}); {subject[1]}, so weft cannot run this model"
     )
 
 

@@ -153,8 +153,8 @@ def translate(fn: Callable, length: int | None, packed: bool = False) -> Mask:
         # Which packed sequence a token is in, they read off local position ids, where a shard of
         # one sequence looks packed too; the documents' lengths replace that.
         pieces = values["mask_functions"]
-        others = [f for f in pieces if _origin(f)[0] != "packed_sequence_mask_function"]
-        return _meet([translate(f, length, packed) for f in others])
+        rest = [f for f in pieces if _origin(f)[0] != "packed_sequence_mask_function"]
+        return _meet([translate(f, length, packed) for f in rest])
     if made_by == "remap_positions_for_packed_sequence":
         return translate(values["mask_function"], length, packed)
     if made_by.startswith("sliding_window") and values["sliding_window"] < 1:

@@ -40,8 +40,8 @@ def rebound(function: Callable, values: Mapping[str, Any]) -> Callable:
         globals_ = function.__globals__ | dict(values)
     else:
         globals_ = function.__globals__
-        made = rebound(inner, values)
-        cells = tuple(types.CellType(made) if _holds(cell, inner) else cell for cell in cells)
+        result = rebound(inner, values)
+        cells = tuple(types.CellType(result) if _holds(cell, inner) else cell for cell in cells)
     new = types.FunctionType(
         function.__code__, globals_, function.__name__, function.__defaults__, cells
     )
@@ -49,7 +49,7 @@ def rebound(function: Callable, values: Mapping[str, Any]) -> Callable:
     new.__dict__.update(function.__dict__)
     new.__qualname__, new.__module__ = function.__qualname__, function.__module__
     if inner is not None:
-        new.__dict__["__wrapped__"] = made
+        new.__dict__["__wrapped__"] = result
     setattr(new, _MARK, True)
     return new
 
@@ -68,11 +68,11 @@ def put(module: Foreign, function: Callable, name: str = "forward") -> None:
     which instances share, and lives in its globals, which they do not. A method that was replaced
     already, such as by a kernel of the hub, is refused.
     """
-    own, place = getattr(type(module), name), name
+    local, place = getattr(type(module), name), name
     if name == "forward" and {"_hf_hook", "_old_forward"} <= module.__dict__.keys():
         place = "_old_forward"
     current = module.__dict__.get(place)
-    if current is not None and getattr(current, "__func__", None) is not own:
+    if current is not None and getattr(current, "__func__", None) is not local:
         raise UnsupportedError(
             f"{type(module).__name__}: its {name} was replaced by"
             f" {getattr(current, '__qualname__', current)}, a fused kernel perhaps, within which"

@@ -48,9 +48,9 @@ from .shapes import by_shapes
 _STATES = 1 << 22
 
 
-def recurrence(what: str) -> LocalPieces | None:
+def recurrence(label: str) -> LocalPieces | None:
     """The recurrence of the call that this thread is in; None if it is not split."""
-    return now(what).state
+    return now(label).state
 
 
 def of_device(stock: Callable) -> Callable:
@@ -59,19 +59,19 @@ def of_device(stock: Callable) -> Callable:
     transformers 5.24 takes fla's kernels wherever fla is installed, and Triton runs on no CPU. On
     meta tensors, which have shapes alone, a loop over tokens gives way to its shapes.
     """
-    own = inspect.unwrap(stock)
-    shapes = by_shapes(getattr(own, "__name__", ""))
-    if own is stock and shapes is None:
+    local = inspect.unwrap(stock)
+    shapes = by_shapes(getattr(local, "__name__", ""))
+    if local is stock and shapes is None:
         return stock
-    names = inspect.signature(own).parameters
+    names = inspect.signature(local).parameters
 
     @functools.wraps(stock)
     def run(x: Any, *args: Any, **kwargs: Any) -> Any:
         if x.is_meta and shapes is not None:
             return shapes(x, *args, **kwargs)
-        if x.device.type != "cpu" or own is stock:
+        if x.device.type != "cpu" or local is stock:
             return stock(x, *args, **kwargs)
-        return own(x, *args, **{name: v for name, v in kwargs.items() if name in names})
+        return local(x, *args, **{name: v for name, v in kwargs.items() if name in names})
 
     return run
 
@@ -93,11 +93,11 @@ def completed(
     last token, on the rank that has this token, and zeros on the others.
     """
     states = pieces.states(maps, apply)
-    made = [
+    result = [
         out if piece.begins else complete(part, out, state)
         for piece, part, out, state in zip(pieces.pieces, parts, outs, states)
     ]
-    joined = pieces.join(dim, made, states)
+    joined = pieces.join(dim, result, states)
     return (joined, _last_state(pieces, maps, states, apply)) if last else joined
 
 
@@ -118,7 +118,7 @@ def over_heads(
     carried: Callable[..., Tensor],
     inputs: Sequence[Tensor],
     per_head: Sequence[Tensor] = (),
-    **more: Any,
+    **extra: Any,
 ) -> Tensor:
     """`carried(pieces, *inputs, *per_head)`, by heads where the layout trades tokens for them.
 
@@ -128,7 +128,7 @@ def over_heads(
     def run(layout: Layout, *tensors: Tensor) -> Tensor:
         same = layout is state.layout
         pieces = state if same else LocalPieces(layout, state.axis, state.length, state.documents)
-        return carried(pieces, *tensors, **more)
+        return carried(pieces, *tensors, **extra)
 
     return traded(state.layout, state.axis, state.length, run, inputs, per_head)
 
@@ -148,14 +148,14 @@ def convolution(stock: Callable) -> Callable:
         columns, tokens = weight.shape[-1] - 1, sum(piece.count for piece in state.pieces)
         # A cache puts the columns before the row in front, on every rank.
         cached, new = hidden_states.tensor_split([hidden_states.shape[-1] - tokens], -1)
-        left, made = state.left(new, columns, -1), []
+        left, result = state.left(new, columns, -1), []
         for piece, halo, (x,) in zip(state.pieces, left, state.split(-1, new)):
             if piece.begins and cached.shape[-1]:
                 halo = cached[..., cached.shape[-1] - columns :]
             wide = torch.cat([halo, x], -1)
             y = stock(wide, weight, bias, activation=activation, **kwargs)
-            made.append(y[..., columns:])
-        return state.join(-1, made, left)
+            result.append(y[..., columns:])
+        return state.join(-1, result, left)
 
     return run
 
@@ -203,8 +203,8 @@ def delta_rule(stock: Callable) -> Callable:
                 if state.layout.reproducible:
                     normed = bool(kw.get("use_qk_l2norm_in_kernel"))
                     return _own_delta_rule(q, k, v, decay, rate, entering, normed)
-                more = {"initial_state": entering, "output_final_state": True}
-                return stock(q, k, v, g=decay, beta=rate, **more, **kw)
+                extra = {"initial_state": entering, "output_final_state": True}
+                return stock(q, k, v, g=decay, beta=rate, **extra, **kw)
 
             zero = value.new_zeros(b, H, K, V, dtype=torch.float32)
             return state.chain_heads(step, (query, key, value, g, beta), zero)
@@ -214,14 +214,14 @@ def delta_rule(stock: Callable) -> Callable:
         parts, outs, maps = state.split(1, query, key, value, g, beta), [], []
         for piece, (q, k, v, decay, rate) in zip(state.pieces, parts):
             if piece.begins:
-                more = {"initial_state": before, "output_final_state": True}
-                o, end = stock(q, k, v, g=decay, beta=rate, **more, **kw)
+                extra = {"initial_state": before, "output_final_state": True}
+                o, end = stock(q, k, v, g=decay, beta=rate, **extra, **kw)
                 outs.append(o)
                 maps.append((torch.zeros_like(eye), end))
                 continue
             wide = torch.cat([v, v.new_zeros(*v.shape[:-1], K)], -1)
-            more = {"initial_state": torch.cat([none, eye], -1), "output_final_state": True}
-            o, end = stock(q, k, wide, g=decay, beta=rate, **more, **kw)
+            extra = {"initial_state": torch.cat([none, eye], -1), "output_final_state": True}
+            o, end = stock(q, k, wide, g=decay, beta=rate, **extra, **kw)
             outs.append(o)
             maps.append((end[..., V:], end[..., :V]))
 
@@ -267,8 +267,8 @@ def mamba2(stock: Callable) -> Callable:
         options = {"kw": kw, "names": names, "chunk_size": chunk_size}
         per_head = [A, *(kw[name] for name in names)]
         if last:
-            more = {"options": options, "last": True, "before": before}
-            return carried(state, x, dt, B, C, *per_head, **more)
+            extra = {"options": options, "last": True, "before": before}
+            return carried(state, x, dt, B, C, *per_head, **extra)
         return over_heads(state, carried, (x, dt, B, C), per_head, options=options)
 
     def carried(
@@ -289,16 +289,16 @@ def mamba2(stock: Callable) -> Callable:
         if not last and state.in_chain(x, shape, shape[:2]):
 
             def step(x: Any, dt: Any, B: Any, C: Any, A: Any, *rest: Any) -> Any:
-                more = kw | dict(zip(names, rest)) | {"return_final_states": True}
-                return stock(x, dt, A, B, C, chunk_size, initial_states=rest[-1], **more)
+                extra = kw | dict(zip(names, rest)) | {"return_final_states": True}
+                return stock(x, dt, A, B, C, chunk_size, initial_states=rest[-1], **extra)
 
             zero = x.new_zeros(shape, dtype=torch.float32)
             return state.chain_heads(step, (x, dt, B, C), zero, (A, *per_head))
         decay = _mamba2_decay(dt, A, kw)
         parts, outs, maps = state.split(1, x, dt, B, C, decay), [], []
         for piece, (x, dt, B, C, decay) in zip(state.pieces, parts):
-            more = kw | {"initial_states": before if piece.begins else None}
-            o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **more)
+            extra = kw | {"initial_states": before if piece.begins else None}
+            o, end = stock(x, dt, A, B, C, chunk_size, return_final_states=True, **extra)
             outs.append(o)
             maps.append((decay.sum(1).exp()[..., None, None], end.float()))
 
@@ -374,8 +374,8 @@ def mamba1(stock: Callable) -> Callable:
             *_, C, step = part
             return o + _read_mamba1(A, step, C, s).to(o.dtype)
 
-        made = completed(state, -1, parts, outs, maps, torch.mul, complete, last)
-        return (made[0].transpose(1, 2), made[1]) if last else made.transpose(1, 2)
+        result = completed(state, -1, parts, outs, maps, torch.mul, complete, last)
+        return (result[0].transpose(1, 2), result[1]) if last else result.transpose(1, 2)
 
     return run
 
@@ -383,11 +383,11 @@ def mamba1(stock: Callable) -> Callable:
 def _read_mamba1(A: Tensor, step: Tensor, C: Tensor, state: Tensor) -> Tensor:
     """C_t . (exp(A cumsum(step)) * S) as (b, d, t), of so many tokens at once as fit."""
     each = max(1, _STATES // max(1, state.numel()))
-    made = []
+    result = []
     for total, read in zip(step.cumsum(-1).split(each, -1), C.float().split(each, -1)):
         moved = (A[:, None] * total[..., None]).exp() * state[:, :, None]  # (b, d, t, N)
-        made.append(torch.einsum("bdtn,bnt->bdt", moved, read))
-    return torch.cat(made, -1)
+        result.append(torch.einsum("bdtn,bnt->bdt", moved, read))
+    return torch.cat(result, -1)
 
 
 def padding(stock: Callable) -> Callable:

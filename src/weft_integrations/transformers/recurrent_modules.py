@@ -58,8 +58,8 @@ def _lightning(state: LocalPieces, *tensors: Tensor) -> Tensor:
         decay = torch.exp(-decays[0] * q.shape[1])
         maps.append((decay, run(q, k, v, state=empty)[1]))
     states = state.states(maps, torch.mul)
-    made = [run(q, k, v, state=entering)[0] for (q, k, v), entering in zip(parts, states)]
-    return state.join(1, made, states)
+    result = [run(q, k, v, state=entering)[0] for (q, k, v), entering in zip(parts, states)]
+    return state.join(1, result, states)
 
 
 def _blocks(
@@ -73,14 +73,14 @@ def _blocks(
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The outputs (b, t, h, d) of a piece from the state that enters it, and its last state."""
-    made, size = [], query_decay.shape[-2]
+    result, size = [], query_decay.shape[-2]
     for q_b, k_b, v_b in zip(*(x.transpose(1, 2).split(size, 2) for x in (q, k, v))):
         n = q_b.shape[2]
         inside = (q_b @ k_b.transpose(-1, -2)) * diagonal_decay[:, :n, :n]
-        made.append((q_b * query_decay[:, :n]) @ state + inside @ v_b)
+        result.append((q_b * query_decay[:, :n]) @ state + inside @ v_b)
         written = (k_b * key_decay[:, -n:]).transpose(-1, -2) @ v_b
         state = state * torch.exp(-slope * n) + written
-    return torch.cat(made, 2).transpose(1, 2), state
+    return torch.cat(result, 2).transpose(1, 2), state
 
 
 _MASKED = padding(lambda x, seen: x if seen is None else (x * seen[:, :, None]).to(x.dtype))
@@ -125,11 +125,11 @@ def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:
     if state is None:
         return type(self).forward(self, x)
     columns = self.kernel_size[0] - 1
-    left, made = state.left(x, columns, -1), []
+    left, result = state.left(x, columns, -1), []
     for halo, (part,) in zip(left, state.split(-1, x)):
         wide = torch.cat([halo, part], -1)
-        made.append(F.conv1d(wide, self.weight, self.bias, groups=self.groups))
-    return F.pad(state.join(-1, made, left), (0, columns))
+        result.append(F.conv1d(wide, self.weight, self.bias, groups=self.groups))
+    return F.pad(state.join(-1, result, left), (0, columns))
 
 
 #: Class of a module -> the path of a module in it ("" is itself), the method that is replaced, and

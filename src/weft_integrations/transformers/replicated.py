@@ -52,12 +52,12 @@ def unshare_configurations(model: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def own_attention(model: nn.Module, own: Sequence[Own]) -> Iterator[None]:
+def own_attention(model: nn.Module, local: Sequence[Own]) -> Iterator[None]:
     """Give a parallelized model the attention of its configurations before, also in recomputation.
 
     A part of the model may be given instead.
     """
-    with _implementations(own), recomputed_within(model, lambda: _implementations(own)):
+    with _implementations(local), recomputed_within(model, lambda: _implementations(local)):
         yield
 
 
@@ -102,9 +102,9 @@ def without(model: nn.Module, name: str, before: dict[str, Any]) -> Iterator[Non
 
 
 @contextlib.contextmanager
-def _implementations(own: Sequence[Own]) -> Iterator[None]:
-    before = [(config, config._attn_implementation) for config, _ in own]
-    for config, implementation in own:
+def _implementations(local: Sequence[Own]) -> Iterator[None]:
+    before = [(config, config._attn_implementation) for config, _ in local]
+    for config, implementation in local:
         config._attn_implementation = implementation
     try:
         yield

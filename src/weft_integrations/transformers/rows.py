@@ -49,11 +49,11 @@ _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 
 def check_context_group(layout: Layout, axis: str) -> None:
     """Raise unless a layout is that of one context group, over which gradients can be averaged."""
-    others = [d for d in layout.data_dims if d not in layout.shard_dims(axis)]
-    if others:
+    rest = [d for d in layout.data_dims if d not in layout.shard_dims(axis)]
+    if rest:
         raise DeclarationError(
             f"{layout.source}: rows='whole' takes the layout of a context group, whose ranks hold"
-            f" the same rows, and mesh dims {others} split something else than {axis!r}; bind a"
+            f" the same rows, and mesh dims {rest} split something else than {axis!r}; bind a"
             " layout of the tokens alone to a slice of the mesh (layout.bind(mesh['cp'])) and leave"
             " data parallelism to DDP or FSDP, or pass rows='local' and take batches from"
             " shard_batch"
@@ -94,8 +94,8 @@ def cut(
             f"few tokens: {length} leave a rank of mesh {dict(layout.mesh)} without any"
         )
     for name, value in full.items():
-        others = isinstance(value, Tensor) and value.dim() and value.shape[:2] != ids.shape[:2]
-        if others and name not in ("labels", "position_ids"):
+        rest = isinstance(value, Tensor) and value.dim() and value.shape[:2] != ids.shape[:2]
+        if rest and name not in ("labels", "position_ids"):
             raise UnsupportedError(
                 f"{name}: {tuple(value.shape)} is not of {(rows, length)} tokens"
             )
@@ -218,27 +218,29 @@ class Outputs:
                 "rows cannot be made of them; parallelize with rows='local'"
             )
         if self.layout.size(self.axis) > 1:
-            made: list[tuple[Tensor, Tensor]] = []
+            result: list[tuple[Tensor, Tensor]] = []
             for name in list(output):
-                output[name] = self._entry(name, output[name], length, made)
+                output[name] = self._entry(name, output[name], length, result)
         return output
 
-    def _entry(self, name: str, value: Any, length: int, made: list[tuple[Tensor, Tensor]]) -> Any:
+    def _entry(
+        self, name: str, value: Any, length: int, result: list[tuple[Tensor, Tensor]]
+    ) -> Any:
         if name.startswith(_AHEAD):
             return value  # made in front of the text decoder, of full rows
         if isinstance(value, MutableMapping):  # outputs of a part
             for key in list(value):
-                value[key] = self._entry(key, value[key], length, made)
+                value[key] = self._entry(key, value[key], length, result)
             return value
         if isinstance(value, tuple | list):
-            return type(value)(self._entry(name, v, length, made) for v in value)
+            return type(value)(self._entry(name, v, length, result) for v in value)
         if not isinstance(value, Tensor):
             return value
         # The last hidden state is in `hidden_states`, too: one tensor stays one.
-        rows = next((full for local, full in made if local is value), None)
+        rows = next((full for local, full in result if local is value), None)
         if rows is None:
             rows = self._tensor(name, value, length)
-            made.append((value, rows))
+            result.append((value, rows))
         return rows
 
     def _tensor(self, name: str, value: Tensor, length: int) -> Tensor:

@@ -151,12 +151,12 @@ def running() -> ModelCall | None:
     return _running.get()
 
 
-def now(what: str = "a module") -> ModelCall:
+def now(label: str = "a module") -> ModelCall:
     """The same, for something that raises `DeclarationError` outside of one."""
     call = _running.get()
     if call is None:
         raise DeclarationError(
-            f"{what} is called outside of a parallelized model's forward pass, where this rank's"
+            f"{label} is called outside of a parallelized model's forward pass, where this rank's"
             " tokens are not known: call the model, and recompute layers by"
             " model.gradient_checkpointing_enable()"
         )

@@ -156,8 +156,8 @@ def _of_places(features: Tensor, places: Tensor | None, layout: Layout, axis: st
         found = "no mask" if places is None else f"{int(places.sum())} places"
         raise UnsupportedError(f"deepstack: {len(features)} features for {found}")
     numbers = (places.flatten().cumsum(0) - 1).view(places.shape)
-    own = layout.shard(places, {axis: 1})
-    return features[layout.shard(numbers, {axis: 1})[own]]
+    local = layout.shard(places, {axis: 1})
+    return features[layout.shard(numbers, {axis: 1})[local]]
 
 
 def _mask(call: ModelCall, mask: Any, name: str) -> Any:

@@ -54,13 +54,13 @@ def methods(model: Foreign, decoder: nn.Module | None) -> list[tuple[nn.Module, 
     owner = next(m for m in model.modules() if any(c is decoder for c in m.children()))
     by = _SEE_ONE[kind]
     return [
-        (owner, _spreading(getattr(type(owner), name), what, by == "frame"), name)
-        for name, what in _FEATURES.items()
-        if hasattr(owner, name) and (what == "image" or by != "image")
+        (owner, _spreading(getattr(type(owner), name), label, by == "frame"), name)
+        for name, label in _FEATURES.items()
+        if hasattr(owner, name) and (label == "image" or by != "image")
     ]
 
 
-def _spreading(stock: Callable, what: str, by_frames: bool) -> Callable:
+def _spreading(stock: Callable, label: str, by_frames: bool) -> Callable:
     """A method like `stock`, that computes the features of this rank's images."""
 
     def features(self: Foreign, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +76,7 @@ def _spreading(stock: Callable, what: str, by_frames: bool) -> Callable:
         try:
             apart = own_random_numbers(self, call.layout, call.axis)
             with apart if self.training else contextlib.nullcontext():
-                return _features(call, self, stock, arguments, what, by_frames)
+                return _features(call, self, stock, arguments, label, by_frames)
         finally:
             call.spreading, call.spread = False, True
 
@@ -145,24 +145,24 @@ def _features(
     owner: Foreign,
     stock: Callable,
     arguments: dict[str, Any],
-    what: str,
+    label: str,
     by_frames: bool,
 ) -> Any:
     """The output of `stock`, whose features are those of this rank's tokens, and zeros else."""
     layout, axis = call.layout, call.axis
     units = _Units.of(arguments, by_frames)
-    goals = _owners(call, owner, what)
-    guessed = _tokens_of(units, goals, call, owner, what)
+    goals = _owners(call, owner, label)
+    guessed = _tokens_of(units, goals, call, owner, label)
     sources = balanced(units.patches, guessed, goals, layout, axis)
-    own = [i for i, source in enumerate(sources) if source == layout.chunk(axis)]
+    local = [i for i, source in enumerate(sources) if source == layout.chunk(axis)]
     cheapest = min(range(units.count), key=units.patches.__getitem__)
-    out = stock(owner, **units.pick(own or [cheapest]))
+    out = stock(owner, **units.pick(local or [cheapest]))
     deep = out.get("deepstack_features") or []
     joined = torch.cat([_rows(x) for x in (out.pooler_output, *deep)], -1)
-    counts = _counts(out.pooler_output, len(own or [cheapest]))
-    lengths = _agreed(counts, own, units.count, joined.device, layout, axis)
+    counts = _counts(out.pooler_output, len(local or [cheapest]))
+    lengths = _agreed(counts, local, units.count, joined.device, layout, axis)
     if sum(lengths) != len(goals):
-        raise ShapeError(f"{len(goals)} placeholders of {what}s, and features of {sum(lengths)}")
+        raise ShapeError(f"{len(goals)} placeholders of {label}s, and features of {sum(lengths)}")
     source = torch.tensor(sources).repeat_interleave(torch.tensor(lengths))
     got, index = to_owners(joined, source, goals, layout, axis)
     full = got.new_zeros(len(goals), got.shape[1]).index_copy(0, index.to(got.device), got)
@@ -206,21 +206,21 @@ def _like(x: Any, flat: Tensor, lengths: list[int]) -> Any:
 # -- who computes what, and who needs it -----------------------------------------------------------
 
 
-def _placeholders(call: ModelCall, owner: Foreign, what: str) -> Tensor:
+def _placeholders(call: ModelCall, owner: Foreign, label: str) -> Tensor:
     """The mask (b, n) of placeholders of features in full rows."""
-    names = (f"{what}_token_id", f"{what}_token_index")
+    names = (f"{label}_token_id", f"{label}_token_index")
     token = next((v for n in names if (v := getattr(owner.config, n, None)) is not None), None)
     if call.ids is None or token is None:
         raise UnsupportedError(
-            f"images='spread': a call without input_ids, whose placeholders of {what}s are not"
+            f"images='spread': a call without input_ids, whose placeholders of {label}s are not"
             " known; pass input_ids, or parallelize with images='whole'"
         )
     return call.ids.cpu() == token
 
 
-def _owners(call: ModelCall, owner: Foreign, what: str) -> Tensor:
+def _owners(call: ModelCall, owner: Foreign, label: str) -> Tensor:
     """The chunk that each placeholder's token falls to, in row-major order."""
-    places = _placeholders(call, owner, what)
+    places = _placeholders(call, owner, label)
     chunk_of = torch.empty(call.length, dtype=torch.long)
     for number, spans in enumerate(chunks(call.layout, call.axis, call.length)):
         for span in spans:
@@ -229,12 +229,12 @@ def _owners(call: ModelCall, owner: Foreign, what: str) -> Tensor:
 
 
 def _tokens_of(
-    units: _Units, goals: Tensor, call: ModelCall, owner: Foreign, what: str
+    units: _Units, goals: Tensor, call: ModelCall, owner: Foreign, label: str
 ) -> list[int]:
     """Tokens of each unit: by its patches, or by the runs of placeholders, or equally many."""
     total, patches = len(goals), units.patches
     if units.grid is None:
-        places = _placeholders(call, owner, what)
+        places = _placeholders(call, owner, label)
         starts = places & ~torch.nn.functional.pad(places, (1, 0))[:, :-1]
         runs = starts.flatten().cumsum(0)[places.flatten()].bincount()[1:].tolist()
         if len(runs) == units.count:
@@ -295,7 +295,7 @@ def _shifted(at: Tensor, shift: Tensor, sizes: Sequence[int]) -> Tensor:
 
 def _agreed(
     counts: list[int],
-    own: Sequence[int],
+    here: Sequence[int],
     units: int,
     device: torch.device,
     layout: Layout,
@@ -303,7 +303,7 @@ def _agreed(
 ) -> list[int]:
     """Features of all images, of which a rank knows its own: one small sum."""
     every = torch.zeros(units, dtype=torch.long)
-    for unit, count in zip(own, counts):
+    for unit, count in zip(here, counts):
         every[unit] = count
     return layout.bound.all_reduce(every.to(device), layout.shard_dims(axis)).tolist()
 

@@ -48,8 +48,8 @@ def _counter(module: Foreign) -> Callable | None:
     """The function by which an embedding counts positions of tokens that are not padding."""
     if not hasattr(module, "position_embeddings") or not hasattr(module, "padding_idx"):
         return None
-    own = getattr(module, _POSITIONS, None)
-    return own or getattr(sys.modules[type(module).__module__], _POSITIONS, None)
+    local = getattr(module, _POSITIONS, None)
+    return local or getattr(sys.modules[type(module).__module__], _POSITIONS, None)
 
 
 def counts_positions(module: Foreign) -> bool:
@@ -174,8 +174,8 @@ def _given_positions(kind: type) -> Iterator[bool]:
         for call in re.finditer(r"create_(?!bidirectional)\w*causal_mask\(", source):
             arguments = _until_closed(source, call.end())
             for name in re.findall(r"\*\*(\w+)", arguments):
-                made = re.search(rf"{name} = {{", source)
-                arguments += _until_closed(source, made.end()) if made else "position_ids"
+                result = re.search(rf"{name} = {{", source)
+                arguments += _until_closed(source, result.end()) if result else "position_ids"
             yield "position_ids" in arguments
 
 
@@ -209,14 +209,14 @@ def leaves_padding_out(model: Foreign) -> bool:
 @while_split
 def give_positions(module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     """A pre-hook of such a table: this rank's positions, as if they were the caller's."""
-    arguments, own = named_arguments(module, args, kwargs), now(type(module).__name__).positions
-    if own is None:  # a submodule makes the tokens
+    arguments, local = named_arguments(module, args, kwargs), now(type(module).__name__).positions
+    if local is None:  # a submodule makes the tokens
         return None
     ids = arguments.get("position_ids")
     arguments["position_ids"] = (
-        own.reshape(-1, own.shape[-1])[0]  # counted within this rank's chunk, or given to us
+        local.reshape(-1, local.shape[-1])[0]  # counted within this rank's chunk, or given to us
         if ids is None or ids.dim() == 1
-        else own.expand_as(ids)
+        else local.expand_as(ids)
     )
     return (), arguments
 
@@ -274,8 +274,8 @@ def _of_all_patches(rotary: Callable) -> Callable:
             return rotary(q, k, cos, sin, **kwargs)
         ahead = (0, 0, call.length - cos.shape[-2], 0)  # tokens that are no patches: no angle
         angles = F.pad(cos, ahead, value=1.0), F.pad(sin, ahead)
-        own = (call.layout.shard(t, {call.axis: t.dim() - 2}) for t in angles)
-        return rotary(q, k, *own, **kwargs)
+        local = (call.layout.shard(t, {call.axis: t.dim() - 2}) for t in angles)
+        return rotary(q, k, *local, **kwargs)
 
     return rotate
 

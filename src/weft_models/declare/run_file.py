@@ -136,7 +136,7 @@ def changed(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     train = data.get("train", {})
     if not isinstance(train, Mapping):
         raise DeclarationError(f"train = {shown(train)}: give a table, such as {{ lr = 1e-3 }}")
-    made = {**data, "train": dict(train)}
+    result = {**data, "train": dict(train)}
     keys = [*TrainSpec.model_fields, *(k for k in RunSpec.model_fields if k != "train")]
     for setting in settings:
         key, equals, text = (part.strip() for part in setting.partition("="))
@@ -146,12 +146,12 @@ def changed(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
         if key not in keys or (axis and key != "length"):
             raise DeclarationError(f"--set {shown(setting)}: no such key{did_you_mean(key, keys)}")
         if axis:
-            made["train"]["length"] = {**made["train"].get("length", {}), axis: _value(text)}
+            result["train"]["length"] = {**result["train"].get("length", {}), axis: _value(text)}
         elif key in TrainSpec.model_fields:
-            made["train"][key] = _value(text)
+            result["train"][key] = _value(text)
         else:
-            made[key] = _value(text)
-    return made
+            result[key] = _value(text)
+    return result
 
 
 def _value(text: str) -> Any:

@@ -85,7 +85,7 @@ class KeyValueCache:
         Args:
             block: its number in the model's `spec.blocks`.
         """
-        k, v = (self.tensors[f"block.{block}.{what}"].local for what in ("key", "value"))
+        k, v = (self.tensors[f"block.{block}.{label}"].local for label in ("key", "value"))
         return _sequences(k), _sequences(v)
 
     def only(self, axis: str, position: int) -> KeyValueCache:
@@ -295,8 +295,8 @@ def _expected(model: Model, axis: str) -> dict[str, Expected]:
             heads = block.heads or spec.sizes.heads
             kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads) or heads
             sizes = (*(None for _ in shared), kv_heads, None, spec.sizes.embed // heads)
-            for what in ("key", "value"):
-                tensors[f"block.{number}.{what}"] = ((*shared, HEADS, axis, None), sizes)
+            for label in ("key", "value"):
+                tensors[f"block.{number}.{label}"] = ((*shared, HEADS, axis, None), sizes)
     return tensors
 
 
@@ -332,10 +332,10 @@ class CacheRecording:
         """
         axes = (*shared, HEADS, self.axis)
         sizes = [x.shape[self.axes.index(a)] for a in shared]
-        for what, t in (("key", k), ("value", v)):
+        for label, t in (("key", k), ("value", v)):
             t = self._at_rest(t.reshape(*sizes, *t.shape[1:]), axes)
-            self.keep(f"block.{number}.{what}", t, (*axes, None))
-        k, v = (self.tensors[f"block.{number}.{what}"].local for what in ("key", "value"))
+            self.keep(f"block.{number}.{label}", t, (*axes, None))
+        k, v = (self.tensors[f"block.{number}.{label}"].local for label in ("key", "value"))
         return _sequences(k), _sequences(v)
 
     def _at_rest(self, t: Tensor, axes: Sequence[str]) -> Tensor:

@@ -64,27 +64,27 @@ def compose(
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     layout = bound_layout(layout)
-    own = {block.kind for block in spec.attends}.difference(layouts or {})
-    check_fit(spec, layout, own)
+    local = {block.kind for block in spec.attends}.difference(layouts or {})
+    check_fit(spec, layout, local)
     _check_carries(spec, layout)
     if layout.reproducible:
         _check_reproducible(spec, layout, bool(layouts))
-    others = {k: _beside(spec, layout, k, other) for k, other in (layouts or {}).items()}
+    rest = {k: _beside(spec, layout, k, other) for k, other in (layouts or {}).items()}
     if device is None and layout.device_mesh is not None:
         device = layout.device_mesh.device_type
     generator = torch.Generator().manual_seed(seed)
     make = Trunk if spec.head is None else HEADS[spec.head].maker()
-    if others:
-        make = functools.partial(make, layouts=others)
+    if rest:
+        make = functools.partial(make, layouts=rest)
     if str(device) == "meta":  # shapes alone
         with torch.device("meta"):
-            made = make(spec, layout, generator).to(device="meta", dtype=dtype)
+            result = make(spec, layout, generator).to(device="meta", dtype=dtype)
     else:
         _check_room(spec, layout)
-        made = make(spec, layout, generator).to(device=device, dtype=dtype)
+        result = make(spec, layout, generator).to(device=device, dtype=dtype)
     if layout.reproducible:
-        make_reproducible(made, layout)
-    return made
+        make_reproducible(result, layout)
+    return result
 
 
 def _check_room(spec: ModelSpec, layout: Layout) -> None:
@@ -145,9 +145,9 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
 
     >>> check_fit(ModelSpec.load("causal_lm"), Layout.load("ring-4"))
     """
-    own = [a for c in spec.context.values() for a in c.axes[:-1] if a not in spec.axes]
+    local = [a for c in spec.context.values() for a in c.axes[:-1] if a not in spec.axes]
     for axis in layout.sharding:
-        if axis not in (*spec.axes[:-1], *own, "heads"):
+        if axis not in (*spec.axes[:-1], *local, "heads"):
             raise DeclarationError(
                 f"layout {layout.name!r} shards axis {axis!r}, which model {spec.name!r} does not"
                 f" have{did_you_mean(axis, spec.axes[:-1])}"
@@ -160,7 +160,7 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
         heads = block.heads or spec.sizes.heads
         kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads) or heads
         try:
-            if not any(axis in own for axis in block.axes):
+            if not any(axis in local for axis in block.axes):
                 layout.rules(block.axes)
             check_heads(heads, kv_heads, layout)
         except DeclarationError as error:
@@ -186,20 +186,20 @@ def _check_carries(spec: ModelSpec, layout: Layout) -> None:
 def _check_reproducible(spec: ModelSpec, layout: Layout, several: bool) -> None:
     """Refuse blocks that are not known to have the same bits on every layout."""
     plain = {"AttendBlock", "MlpBlock", "CarryBlock"}
-    others = sorted({type(block).__name__ for block in spec.blocks} - plain)
+    rest = sorted({type(block).__name__ for block in spec.blocks} - plain)
     if several:
-        others.append("layouts=")
+        rest.append("layouts=")
     if any(routes(block, layout) for block in spec.attends):
-        others.append("learned routing")
+        rest.append("learned routing")
     if any(layout.carries_by_heads(block.carry) for block in spec.carries):
-        others.append("states carried by heads ([carry] by ulysses)")
+        rest.append("states carried by heads ([carry] by ulysses)")
     for name, context in spec.context.items():
         split = [axis for axis in spec.axes if layout.size(axis) > 1 and axis not in context.axes]
         if split:  # keys' gradients are sums over the queries of a rank
-            others.append(f"context {name!r}, which is whole where {split[0]!r} is split")
-    if others:
+            rest.append(f"context {name!r}, which is whole where {split[0]!r} is split")
+    if rest:
         raise DeclarationError(
             f"model {spec.name!r} on layout {layout.name!r}: a reproducible layout takes blocks of "
-            f"attention, recurrences and perceptrons, found {', '.join(others)}; use a layout that "
+            f"attention, recurrences and perceptrons, found {', '.join(rest)}; use a layout that "
             "is not reproducible"
         )

@@ -98,8 +98,8 @@ class DecodeCache:
         return attention.attend(x, k, v, lengths, lengths, mask=mask, first=start)
 
     def _attend(self, number: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        own = self.own.to(k.device)
-        k, v = self._keep(number, k.index_select(2, own), v.index_select(2, own))
+        local = self.own.to(k.device)
+        k, v = self._keep(number, k.index_select(2, local), v.index_select(2, local))
         mask, first, last, seen = self.masks[number], self.held.length, self.after.length - 1, None
         if not mask.is_full((first, last), (0, last)):
             keys = self.after.positions(self.part).to(q.device)

@@ -64,11 +64,11 @@ class Sampling:
         return len(ids)
 
     def next_tokens(
-        self, logits: Tensor, rows: int, own: Tensor, generator: torch.Generator | None
+        self, logits: Tensor, rows: int, local: Tensor, generator: torch.Generator | None
     ) -> Tensor:
         """Ids (b,) of logits (b, vocabulary).
 
-        A number is drawn for each of the `rows` of all ranks, of which this rank has `own` (b,),
+        A number is drawn for each of the `rows` of all ranks, of which this rank has `local` (b,),
         and picks the token in whose share of the summed probabilities it is (inversion sampling).
         Without a generator torch's own draws.
 
@@ -87,5 +87,5 @@ class Sampling:
         shares = scores.softmax(-1).cumsum(-1)
         total = shares[:, -1:]
         below = total.nextafter(torch.zeros_like(total))  # rounding may give the sum itself
-        at = torch.minimum(drawn[own.to(device)].to(total.device)[:, None] * total, below)
+        at = torch.minimum(drawn[local.to(device)].to(total.device)[:, None] * total, below)
         return torch.searchsorted(shares, at, right=True).squeeze(-1)

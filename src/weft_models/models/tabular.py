@@ -158,9 +158,9 @@ class TableModel(Model):
         True
         """
         lengths, *_ = self._checked(cells, None, lengths, None)
-        made = self.stack.recording((*cells.shape, 0), self.rows, lengths)
-        self(cells, train=lengths[self.rows], lengths=lengths, cache=made)
-        return made.finished(self)
+        result = self.stack.recording((*cells.shape, 0), self.rows, lengths)
+        self(cells, train=lengths[self.rows], lengths=lengths, cache=result)
+        return result.finished(self)
 
     @torch.no_grad()
     def predict(
@@ -267,8 +267,8 @@ class TableModel(Model):
             if number is not None:
                 raise _KINDS[number](f"rank {self.layout.bound.world_ranks[rank]}: {message}")
         if any(theirs != size for _, _, theirs in found.values()):
-            what = "the rows, columns and training rows of a table (lengths, train)"
-            raise self.layout.bound.disagreement(what, {r: str(s) for r, (*_, s) in found.items()})
+            label = "the rows, columns and training rows of a table (lengths, train)"
+            raise self.layout.bound.disagreement(label, {r: str(s) for r, (*_, s) in found.items()})
         assert train is not None
         return whole, train, known, is_class
 

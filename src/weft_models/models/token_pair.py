@@ -124,24 +124,24 @@ class TokenModel(Model):
         torch.Size([1, 9])
         """
         chosen = (max_new_tokens, do_sample, temperature, top_k, eos_token_id)
-        sampling, rows, own = self._agreed(ids, chosen)
+        sampling, rows, local = self._agreed(ids, chosen)
         cache = DecodeCache(self.spec, self.layout, self.stack.blocks, sampling.steps - 1)
         ids = ids.long()
-        made, end, ended = [ids], sampling.end, ids.new_zeros(len(ids), 1, dtype=torch.bool)
-        while len(made) <= sampling.steps:
+        result, end, ended = [ids], sampling.end, ids.new_zeros(len(ids), 1, dtype=torch.bool)
+        while len(result) <= sampling.steps:
             logits = self(ids, cache=cache)[:, -1]
-            ids = sampling.next_tokens(logits, rows, own, generator)[:, None]
+            ids = sampling.next_tokens(logits, rows, local, generator)[:, None]
             if end is not None:
                 ids = ids.masked_fill(ended, end)
                 ended = ended | (ids == end)
                 # Ranks with other rows may need this one's weights until theirs have ended.
                 if cache.all_rows and bool(ended.all()):
-                    ids = ids.expand(-1, sampling.steps + 1 - len(made))
-                    made.append(ids)
+                    ids = ids.expand(-1, sampling.steps + 1 - len(result))
+                    result.append(ids)
                     break
-            made.append(ids)
+            result.append(ids)
         cache.agree(ids)
-        return torch.cat(made, 1)
+        return torch.cat(result, 1)
 
     def _agreed(
         self, ids: Any, chosen: tuple[Any, Any, Any, Any, Any]

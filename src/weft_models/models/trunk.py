@@ -235,10 +235,10 @@ class Trunk(Model):
         >>> torch.allclose(trunk(x[3:], cache=cache), whole[3:], atol=1e-6)
         True
         """
-        made = self.recording(x.shape, axis, lengths)
+        result = self.recording(x.shape, axis, lengths)
         given = {"lengths": lengths, "masks": masks, "biases": biases}
-        self(x, contexts, **given, cache=made)
-        return made.finished(self)
+        self(x, contexts, **given, cache=result)
+        return result.finished(self)
 
     def recording(
         self, shape: Sequence[int], axis: str, lengths: Mapping[str, int] | None
@@ -308,11 +308,11 @@ class Trunk(Model):
         """Names of masks that the model file leaves to the call."""
         return {name for block in self.spec.attends for name in block.masks_of_call}
 
-    def _check_names(self, what: str, known: set[str], given: Mapping[str, Any]) -> None:
+    def _check_names(self, label: str, known: set[str], given: Mapping[str, Any]) -> None:
         for name in given:
             if name not in known:
                 raise DeclarationError(
-                    f"model {self.spec.name!r}: {what} has {name!r}, which no block asks for"
+                    f"model {self.spec.name!r}: {label} has {name!r}, which no block asks for"
                     f"{did_you_mean(name, known)}"
                 )
 

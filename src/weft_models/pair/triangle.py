@@ -275,8 +275,8 @@ def _boxes(
 ) -> tuple[tuple[Spans, Spans], ...]:
     """The same of every rank along the mesh dims that split a pair axis."""
     mesh = dict(pair_mesh(layout, pair))
-    others = (dict(place) | at for at in places(mesh, mesh, dict.fromkeys(mesh, 0)))
-    return tuple(_box(layout, pair[1], length, heads, tuple(at.items()))[:2] for at in others)
+    rest = (dict(place) | at for at in places(mesh, mesh, dict.fromkeys(mesh, 0)))
+    return tuple(_box(layout, pair[1], length, heads, tuple(at.items()))[:2] for at in rest)
 
 
 def pair_axes(axes: Sequence[str]) -> tuple[str, str]:
@@ -326,10 +326,10 @@ def square_length(
     )
     mesh_dims = [d for d, _ in pair_mesh(layout.unbound, pair_axes(axes))]
     if mesh_dims:
-        what, digest = "a pair tensor", number_of(f"{layout.digest} {described}")
+        label, digest = "a pair tensor", number_of(f"{layout.digest} {described}")
         kind = digest if x.is_cuda and not wrong else None
-        given = layout.bound, mesh_dims, digest, what, lambda: described
-        Channel(*given, kind=kind, subject=what).finish()
+        given = layout.bound, mesh_dims, digest, label, lambda: described
+        Channel(*given, kind=kind, subject=label).finish()
     if wrong:
         raise ShapeError(wrong)
     return length

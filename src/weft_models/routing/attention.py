@@ -227,13 +227,13 @@ class _Run:
         want_attention: bool,
         kernel: str | None,
     ) -> tuple[Tensor, Routes]:
-        own, eligible = self.partition.own, self._visibility(q.device).eligible
+        local, eligible = self.partition.own, self._visibility(q.device).eligible
         shares = self._shares(q, k, router)
         matrix = GatherBlocks.apply(shares.detach(), self.partition, self.transport, "routes")
         chosen = routes.choose_keys(matrix, eligible, self.routing.top_k, self.routing.fan_out_cap)
         choice = chosen.cpu()  # the one wait of a call for the device
         route = fetch_plan(self.partition, choice, k.shape[1], q.device)
-        slots = routes.slots_of(choice, own, self.routing.top_k)  # b r i s
+        slots = routes.slots_of(choice, local, self.routing.top_k)  # b r i s
         rows = upload(slot_rows(route, slots), q.device)
         slots = upload(slots, q.device)
         keys, values = Fetch.apply(k, v, route, rows, self.transport)  # b i g s l d
@@ -244,9 +244,9 @@ class _Run:
             else [self._by_block(t, slots) for t in attention_weight]
         )
         row = (k.shape[3] + v.shape[3]) * k.itemsize
-        others = sum(self.partition.lengths) - k.shape[2]
-        moved = predicted_bytes(route, row), others * k.shape[0] * k.shape[1] * row
-        return out, Routes(shares, matrix, chosen, eligible, own, *moved, *found)
+        rest = sum(self.partition.lengths) - k.shape[2]
+        moved = predicted_bytes(route, row), rest * k.shape[0] * k.shape[1] * row
+        return out, Routes(shares, matrix, chosen, eligible, local, *moved, *found)
 
     def _visibility(self, device: torch.device | str) -> routes.BlockVisibility:
         return routes.block_visibility(self.mask, self.queries, self.keys, torch.device(device))
@@ -255,13 +255,13 @@ class _Run:
 
     def _shares(self, q: Tensor, k: Tensor, router: Router) -> Tensor:
         """log(w n) of this rank's query blocks: (b r i J)."""
-        own = self.partition.own
-        spans = [self.queries[i] for i in own]
+        local = self.partition.own
+        spans = [self.queries[i] for i in local]
         parts = q.split([count(s) for s in spans], 2)
         if self.routing.strict:
             tokens = [routes.counted(self.mask, s, q.device) for s in spans]
             parts = [part.index_select(2, t) for part, t in zip(parts, tokens)]
-        key_parts = k.split([self.partition.lengths[j] for j in own], 2)
+        key_parts = k.split([self.partition.lengths[j] for j in local], 2)
         q_heads, k_heads = self._heads(q.device)
         mine = router.summaries("query", parts, q_heads)  # b h i s
         keys = router.summaries("key", key_parts, k_heads)  # b g j s
@@ -270,7 +270,8 @@ class _Run:
         logits = mine @ keys.mT / math.sqrt(router.summary_dim)  # b g i J, summed over its heads
         logits = self._mean_over_heads(logits, router.heads)
         visibility = self._visibility(q.device)
-        eligible, whole = (t[own.start : own.stop] for t in (visibility.eligible, visibility.whole))
+        here = slice(local.start, local.stop)
+        eligible, whole = visibility.eligible[here], visibility.whole[here]
         open_ = whole | (not self.routing.strict)
         return routes.log_shares(logits, eligible, open_, self.routing.temperature)
 
@@ -351,8 +352,8 @@ class _Run:
         columns hold the rounded value and its rounding error.
         """
         bias = shares.gather(-1, slots.clamp_min(0)) / self.plan.scale
-        own = torch.arange(slots.shape[-1], device=slots.device) == 0
-        bias = torch.where(own, 0.0, bias).unsqueeze(-1)
+        local = torch.arange(slots.shape[-1], device=slots.device) == 0
+        bias = torch.where(local, 0.0, bias).unsqueeze(-1)
         bias = torch.where(valid, bias, lowest(keys.dtype)).permute(0, 2, 1, 3, 4).unsqueeze(-1)
         bias = bias.expand(-1, -1, bias.shape[2], -1, -1, -1)
         repeat = keys.shape[2] // bias.shape[2]
@@ -366,16 +367,17 @@ class _Run:
         self, slots: Tensor, valid: Tensor, tall: int, rows: Tensor
     ) -> tuple[tuple[Rectangle, ...], Tensor | None]:
         """The rectangles of scores that are plain, or one with a mask tensor."""
-        own = self.partition.own
+        local = self.partition.own
         width, long = slots.shape[-1] * self.partition.longest, self.partition.longest
         visibility = self._visibility("cpu")
-        eligible, whole = (t[own.start : own.stop] for t in (visibility.eligible, visibility.whole))
-        plain = bool((whole | ~eligible).all()) and all(self.partition.lengths[i] for i in own)
-        if plain and all(visibility.whole[i, i] for i in own):
+        here = slice(local.start, local.stop)
+        eligible, whole = visibility.eligible[here], visibility.whole[here]
+        plain = bool((whole | ~eligible).all()) and all(self.partition.lengths[i] for i in local)
+        if plain and all(visibility.whole[i, i] for i in local):
             return (Rectangle(0, width),), None
-        if plain and all(visibility.causal[i] for i in own):
-            others = (Rectangle(long, width),) if width > long else ()
-            return (Rectangle(0, tall, causal=True), *others), None
+        if plain and all(visibility.causal[i] for i in local):
+            rest = (Rectangle(long, width),) if width > long else ()
+            return (Rectangle(0, tall, causal=True), *rest), None
         seen = self._seen(slots, valid, tall).flatten(0, 1)  # b*i r n s*l
         if seen.shape[1] > 1:
             seen = seen.repeat_interleave(rows.shape[1] // seen.shape[1], 1)

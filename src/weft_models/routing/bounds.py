@@ -121,8 +121,8 @@ def _held(partition: BlockPartition, level: int, coord: int) -> Tensor:
 
 def _askers(partition: BlockPartition, level: int, coord: int | None) -> Tensor:
     """Query blocks of the ranks behind ours along a routed dim, or behind another coordinate."""
-    own = partition.coords[level] if coord is None else coord
-    wanted = (*partition.coords[:level], own)
+    here = partition.coords[level] if coord is None else coord
+    wanted = (*partition.coords[:level], here)
     return _numbers(partition, lambda place: place[: level + 1] == wanted)
 
 
@@ -143,12 +143,12 @@ def _others(
     held = partition.blocks
     ways = p.kv_heads if routing.per_head else 1
     for mesh_dim in reversed(dims):
-        others = (plan.sizes[mesh_dim] - 1) * held * number * entry.batch
-        summaries = others * entry.heads * per_block
+        rest = (plan.sizes[mesh_dim] - 1) * held * number * entry.batch
+        summaries = rest * entry.heads * per_block
         for backward in (False, True):
             label = "dsummaries" if backward else "summaries"
             yield RoutedBytes(backward, mesh_dim, label, summaries, summaries)
-        routed = others * ways * total
+        routed = rest * ways * total
         yield RoutedBytes(False, mesh_dim, "routes", routed, routed)
         held *= plan.sizes[mesh_dim]
     forecast = forecast_of(plan)

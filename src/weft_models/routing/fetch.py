@@ -317,11 +317,12 @@ class GatherBlocks(torch.autograd.Function):
     ) -> Any:
         ctx.partition, ctx.transport, ctx.label = partition, transport, label
         for mesh_dim in reversed(partition.dims):
-            own = x.contiguous().view(-1)
+            local = x.contiguous().view(-1)
             peers = _peers(transport, mesh_dim)
-            parts = {p: torch.empty_like(own) for p in peers} | {transport.coords[mesh_dim]: own}
+            parts = {p: torch.empty_like(local) for p in peers}
+            parts[transport.coords[mesh_dim]] = local
             p2p = P2PBatch(
-                mesh_dim, label, [(p, own) for p in peers], [(p, parts[p]) for p in peers]
+                mesh_dim, label, [(p, local) for p in peers], [(p, parts[p]) for p in peers]
             )
             transport.start(p2p)()
             x = torch.cat([parts[p].view(x.shape) for p in range(len(parts))], -2)

@@ -93,9 +93,9 @@ class RoutedAttention(MultiAxisAttention):
         ranks = math.prod(layout.mesh[d] for d in dims)
         self.blocks = ranks * blocks_per_rank(self.routing, layout, dims)
         # A separate generator, so that all other weights are those of every other layout.
-        own = torch.Generator().manual_seed(generator.initial_seed()) if generator else None
+        local = torch.Generator().manual_seed(generator.initial_seed()) if generator else None
         sizes = (self.head_dim, num_heads, heads, self.routing.summary_dim)
-        self.router = Router(*sizes, generator=own, **place)
+        self.router = Router(*sizes, generator=local, **place)
         self.progress, self.observe = 1.0, observe
         self.last: Routes | None = None
 

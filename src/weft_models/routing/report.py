@@ -54,11 +54,11 @@ def _numbers(how: Routes, top_k: int, sources: Tensor | None) -> dict[str, float
     if sources is not None:
         numbers["hit rate"] = hit_rate(how, sources)
     if how.attention_weight is not None:
-        own = torch.tensor(list(how.own), device=how.attention_weight.device)
+        local = torch.tensor(list(how.own), device=how.attention_weight.device)
         stays = how.attention_weight.gather(
-            -1, own[:, None].expand(*how.attention_weight.shape[:-1], 1)
+            -1, local[:, None].expand(*how.attention_weight.shape[:-1], 1)
         )
-        heaviest = heaviest_blocks(how, top_k)[:, :, own]
+        heaviest = heaviest_blocks(how, top_k)[:, :, local]
         covered = stays.squeeze(-1) + how.attention_weight.gather(-1, heaviest).sum(-1)
         numbers["attention fetched"] = 1.0 - stays.mean().item()
         numbers["attention covered"] = covered.mean().item()
@@ -113,12 +113,13 @@ def scores_figure(how: Routes, sample: int = 0) -> Figure:
     """
     rows, columns = how.eligible.shape
     share = how.chosen[:, 0].float().mean(0).cpu()
-    own = torch.eye(rows, columns).bool()
+    local = torch.eye(rows, columns).bool()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    shown = axes.imshow(share.masked_fill(own, float("nan")).numpy(), vmin=0, vmax=1, cmap="Blues")
+    shares = share.masked_fill(local, float("nan")).numpy()
+    shown = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
     figure.colorbar(shown, ax=axes, label="share of samples that compute the block")
     for i in range(min(rows, columns)):
         axes.add_patch(_square(i, i, facecolor="tab:orange"))

@@ -169,8 +169,8 @@ def log_shares(logits: Tensor, eligible: Tensor, open_: Tensor, temperature: flo
     """
     scores = torch.where(open_, logits / temperature, 0.0)
     scores = torch.where(eligible, scores, torch.finfo(scores.dtype).min)
-    others = eligible.sum(-1, keepdim=True).clamp_min(1)
-    shares = torch.log_softmax(scores, -1) + others.to(scores.dtype).log()
+    rest = eligible.sum(-1, keepdim=True).clamp_min(1)
+    shares = torch.log_softmax(scores, -1) + rest.to(scores.dtype).log()
     return torch.where(eligible, shares, 0.0)
 
 
@@ -209,18 +209,18 @@ def _capped(scores: Tensor, top_k: int, cap: int) -> Tensor:
     return chosen.view(scores.shape)
 
 
-def slots_of(chosen: Tensor, own: range, top_k: int) -> Tensor:
+def slots_of(chosen: Tensor, local: range, top_k: int) -> Tensor:
     """Key blocks side by side for this rank's query blocks: (b, r, blocks, 1 + k) of numbers.
 
     First the block itself, then its chosen ones in ascending order, -1 where there are fewer.
     """
-    mine = chosen[:, :, own.start : own.stop]
+    mine = chosen[:, :, local.start : local.stop]
     total = mine.shape[-1]
     numbers = torch.where(mine, torch.arange(total, device=mine.device), total)
-    others = numbers.sort(-1).values[..., : min(top_k, total - 1)]
-    others = others.masked_fill(others == total, -1)
-    first = torch.arange(own.start, own.stop, device=mine.device).expand(mine.shape[:-1])
-    return torch.cat([first.unsqueeze(-1), others], -1)
+    rest = numbers.sort(-1).values[..., : min(top_k, total - 1)]
+    rest = rest.masked_fill(rest == total, -1)
+    first = torch.arange(local.start, local.stop, device=mine.device).expand(mine.shape[:-1])
+    return torch.cat([first.unsqueeze(-1), rest], -1)
 
 
 def entropy(shares: Tensor, eligible: Tensor) -> Tensor:

@@ -204,10 +204,10 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
                 X = np.array(X, dtype=object)  # numbers among text stay numbers
             return validate_data(self, X, reset=reset, dtype=None, ensure_all_finite=False)
         validate_data(self, X, reset=reset, skip_check_array=True)
-        for count, what in zip(X.shape, ("sample", "feature")):
+        for count, label in zip(X.shape, ("sample", "feature")):
             if not count:
                 raise ValueError(
-                    f"Found array with 0 {what}(s) (shape={X.shape}) while a minimum of 1 is"
+                    f"Found array with 0 {label}(s) (shape={X.shape}) while a minimum of 1 is"
                     f" required by {type(self).__name__}."
                 )
         return X
@@ -252,12 +252,12 @@ def _warn(source: Source, rows: int, classes: np.ndarray, ensemble: Ensemble | N
     features, members = ensemble.features, len(ensemble.views)
     if features.own > features.seen_by(members):
         enough = -(-features.own // features.taken)
-        more = f", or give n_estimators={enough}" if enough <= MANY_VIEWS else ""
+        extra = f", or give n_estimators={enough}" if enough <= MANY_VIEWS else ""
         warnings.warn(
             f"X has {features.own:,} columns that vary, and {members} views of {features.width}"
             f" features see {features.seen_by(members)} of them, the others only through"
             f" {features.width - features.taken} principal components: leave out columns"
-            f"{more}",
+            f"{extra}",
             UserWarning,
             stacklevel=3,
         )

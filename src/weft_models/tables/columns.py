@@ -212,5 +212,5 @@ def listed(items: Sequence[str], most: int = 5) -> str:
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'
     """
-    more = len(items) - most
-    return ", ".join(map(printable, items[:most])) + (f" and {more} more" if more > 0 else "")
+    extra = len(items) - most
+    return ", ".join(map(printable, items[:most])) + (f" and {extra} more" if extra > 0 else "")

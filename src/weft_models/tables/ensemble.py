@@ -242,8 +242,8 @@ class Ensemble:
         if self.settings.batch_rows:
             return self.settings.batch_rows
         layout, spec = self.source.model.layout, self.source.model.spec
-        own = self._together() // layout.size(spec.axes[0])
-        return max(1, CELLS // (own * (self.features.width + 1))) * layout.size(spec.axes[1])
+        local = self._together() // layout.size(spec.axes[0])
+        return max(1, CELLS // (local * (self.features.width + 1))) * layout.size(spec.axes[1])
 
     def _cells(
         self, group: list[MemberView], tables: tuple | list, y: np.ndarray | None
@@ -278,7 +278,7 @@ class Ensemble:
         return sum(one[:, view.ids] for one, view in zip(found, group))
 
 
-def _agree(source: Source, what: str, *parts: np.ndarray) -> None:
+def _agree(source: Source, label: str, *parts: np.ndarray) -> None:
     """Raises on every rank if ranks have other rows: each would predict another table."""
     layout = source.model.layout
     if layout.world_size > 1:
@@ -286,4 +286,4 @@ def _agree(source: Source, what: str, *parts: np.ndarray) -> None:
         for part in parts:
             digest.update(np.ascontiguousarray(part).tobytes())
         rows, columns = parts[0].shape
-        layout.bound.agree(what, f"{rows} x {columns}, digest {digest.hexdigest()}")
+        layout.bound.agree(label, f"{rows} x {columns}, digest {digest.hexdigest()}")

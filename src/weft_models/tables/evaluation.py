@@ -128,7 +128,7 @@ def real_splits(
         yield Split(name, a, ya, b[:test_rows], yb[:test_rows])
 
 
-def _silent(what: str) -> None:
+def _silent(label: str) -> None:
     pass
 
 
@@ -191,10 +191,10 @@ def curves(results: list[Result]) -> dict[str, float]:
     {'accuracy/iris': 0.95, 'accuracy/mean': 0.95, 'AUC/iris': 0.99, 'AUC/mean': 0.99}
     """
     named: dict[str, float] = {}
-    for what, field in (("accuracy", "accuracy"), ("AUC", "auc")):
+    for label, field in (("accuracy", "accuracy"), ("AUC", "auc")):
         of_tables = {r.name: getattr(r.scores[THIS], field) for r in results}
         of_tables["mean"] = sum(of_tables.values()) / len(of_tables)
-        named |= {f"{what}/{name}": value for name, value in of_tables.items()}
+        named |= {f"{label}/{name}": value for name, value in of_tables.items()}
     return named
 
 

@@ -82,14 +82,14 @@ class Features:
             one[:, list(self.codes)] = x[:, self.columns[list(self.codes)]]
         if self.components is not None:
             found = self.components.transform(np.nan_to_num(plain))
-            both = [np.concatenate([own, found], axis=1) for own in both]
+            both = [np.concatenate([local, found], axis=1) for local in both]
         return tuple(one.clip(-FURTHEST, FURTHEST).astype(np.float32) for one in both)
 
     def deal(self, members: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Features of each member, in random order."""
-        order, own = rng.permutation(self.own), self.taken
+        order, local = rng.permutation(self.own), self.taken
         found = self.own + np.arange(self._count)
-        dealt = [order[(i * own + np.arange(own)) % self.own] for i in range(members)]
+        dealt = [order[(i * local + np.arange(local)) % self.own] for i in range(members)]
         return [rng.permutation(np.concatenate([one, found])) for one in dealt]
 
     @property

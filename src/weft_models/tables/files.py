@@ -99,9 +99,9 @@ def read_pair(
             f"{train} has no column other than {', '.join(sorted(apart))} to predict from"
         )
     _check_alike(features, unknown, train, test)
-    more = [c for c in unknown.columns if c not in {*features, *apart, *unnamed}]
-    if more:
-        notes.append(f"{test.name}: columns that {train.name} lacks are left out: {listed(more)}")
+    extra = [c for c in unknown.columns if c not in {*features, *apart, *unnamed}]
+    if extra:
+        notes.append(f"{test.name}: columns that {train.name} lacks are left out: {listed(extra)}")
     commas = separator != ",", other != ","
     x_train, x_test = known[features].copy(), unknown[features].copy()
     for column in features:
@@ -173,11 +173,11 @@ def _parse(path: Path, separator: str, encoding: str, shows: bool) -> tuple[pd.D
         try:
             frame = _read_csv(path, **read)
         except pd.errors.ParserWarning:
-            more = MORE
-            while more in header:
-                more += " "
-            frame = _read_csv(path, names=[*header, more], header=0, **read)
-            _check_more(frame.pop(more), path)
+            extra = MORE
+            while extra in header:
+                extra += " "
+            frame = _read_csv(path, names=[*header, extra], header=0, **read)
+            _check_more(frame.pop(extra), path)
         _check_size(len(frame), most, path)
         frame = frame.apply(lambda cells: cells.str.strip()).rename(columns=_name)
     return frame, separator

@@ -94,16 +94,16 @@ class Hierarchy:
         shared = (settings, unordered, budget)
         self.top = Ensemble(source, x, group, len(self.groups), *shared)
         if len(self.groups) < classes:
-            for i, own in enumerate(self.groups):
+            for i, local in enumerate(self.groups):
                 rows = group == i
-                one = Hierarchy(source, x[rows], y[rows] - own.start, len(own), *shared)
+                one = Hierarchy(source, x[rows], y[rows] - local.start, len(local), *shared)
                 self.below.append(one)
 
     @property
     def ensembles(self) -> list[Ensemble]:
         """All of them, the first of the widest groups."""
-        own = [] if self.top is None else [self.top]
-        return own + [ensemble for one in self.below for ensemble in one.ensembles]
+        local = [] if self.top is None else [self.top]
+        return local + [ensemble for one in self.below for ensemble in one.ensembles]
 
     def encode(self, advance: Callable[[int], None] = _silent) -> None:
         """As `Ensemble.encode`."""

@@ -216,8 +216,8 @@ def _observe(
     In half of the tables, 1 of 5 features [I] is the nearest of 2 + Gamma(1.5, 2) prototypes [P,
     parameters ours]; the others are a number of the node.
     """
-    others = [i for i in range(len(nodes)) if i != target]
-    origin = np.resize(rng.permutation(others), features)
+    rest = [i for i in range(len(nodes)) if i != target]
+    origin = np.resize(rng.permutation(rest), features)
     categories = 0.2 * 2 if rng.random() < 0.5 else 0.0
     categorical = rng.random(features) < categories
     columns = []

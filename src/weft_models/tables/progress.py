@@ -17,10 +17,10 @@ EVERY = 10.0
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress(label: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
     """Shows on stderr how much of some work is done; yields a function to call with amounts of it.
 
-    `what` is done, such as "predicting". Where the `total` amount is unknown (None), the bar goes
+    `label` is done, such as "predicting". Where the `total` amount is unknown (None), the bar goes
     when the work is done.
 
     >>> with progress("predicting", 10, shown=False) as advance:
@@ -42,18 +42,18 @@ def progress(what: str, total: int | None, shown: bool) -> Iterator[Callable[[in
 
     console = Terminal(stderr=True)
     if not console.is_terminal:
-        yield _lines(console, what, total)
+        yield _lines(console, label, total)
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, *times, console=console, transient=total is None) as bar:
-        task = bar.add_task(escape(what), total=total)
+        task = bar.add_task(escape(label), total=total)
         yield lambda work: bar.advance(task, work)
         if total is not None:
             bar.update(task, completed=total)
 
 
-def _lines(console: Terminal, what: str, total: int | None) -> Callable[[int], None]:
+def _lines(console: Terminal, label: str, total: int | None) -> Callable[[int], None]:
     begin = printed = time.monotonic()
     done = 0
 
@@ -63,6 +63,6 @@ def _lines(console: Terminal, what: str, total: int | None) -> Callable[[int], N
         if now - printed >= EVERY:
             printed = now
             share = f"{done:,}" if total is None else f"{done / max(1, total):.0%}"
-            console.print(f"{escape(what)}: {share} after {now - begin:.0f} s", highlight=False)
+            console.print(f"{escape(label)}: {share} after {now - begin:.0f} s", highlight=False)
 
     return advance

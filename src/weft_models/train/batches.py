@@ -338,11 +338,11 @@ class PackedReader(IterableDataset):
 
     def _step(self) -> PackedBatch:
         rows = [self._row() for _ in range(self.rows)]
-        own = [part for number, row in enumerate(rows) if number in self._own_rows for part in row]
-        assignment = self.layout.pack([p.stop - p.start for p in own], self.axis, self.window)
+        local = [part for i, row in enumerate(rows) if i in self._own_rows for part in row]
+        assignment = self.layout.pack([p.stop - p.start for p in local], self.axis, self.window)
         lengths = self._lengths
         targets = sum(p.stop - p.start - (p.stop == lengths[p.document]) for r in rows for p in r)
-        read = [self._read(own[f.document], f) for f in assignment.fragments[self._chunk]]
+        read = [self._read(local[f.document], f) for f in assignment.fragments[self._chunk]]
         tokens, labels = (
             torch.from_numpy(np.concatenate([np.empty(0, np.int64), *side]))[None]
             for side in (zip(*read) if read else ((), ()))

@@ -139,22 +139,22 @@ class Monitor:
         self.console.print(line, highlight=False)
 
     @contextlib.contextmanager
-    def also(self, what: str, total: int) -> Iterator[Callable[[str], None]]:
+    def also(self, label: str, total: int) -> Iterator[Callable[[str], None]]:
         """A second bar, for work after the steps, of `total` parts.
 
         Yields a function to call with the name of each part as it begins.
         """
-        task, begun = self.progress.add_task("", total=total, status=what), 0
+        task, begun = self.progress.add_task("", total=total, status=label), 0
 
         def begins(part: str) -> None:
             nonlocal begun
-            self.progress.update(task, completed=begun, status=f"{what}: {part}")
+            self.progress.update(task, completed=begun, status=f"{label}: {part}")
             begun += 1
             if not self.console.is_terminal:
-                self.console.print(f"{what}: {part} ({begun}/{total})", highlight=False)
+                self.console.print(f"{label}: {part} ({begun}/{total})", highlight=False)
 
         yield begins
-        self.progress.update(task, completed=total, status=what)
+        self.progress.update(task, completed=total, status=label)
 
     def results(self, results: list[Result], step: int) -> None:
         """Adds a trial on real tables to TensorBoard: curves, a picture and a table."""
@@ -165,10 +165,10 @@ class Monitor:
         self.writer.add_figure("real tables", results_figure(results), step - 1)
         self.writer.add_text("real tables", results_markdown(results), step - 1)
 
-    def print(self, what: RenderableType) -> None:
+    def print(self, label: RenderableType) -> None:
         """Prints on rank 0, below the progress line."""
         self.progress.stop()
-        self.console.print(what)
+        self.console.print(label)
 
     def _smooth(self, name: str, value: float) -> float:
         old = self.smooth.get(name, value)

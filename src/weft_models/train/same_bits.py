@@ -73,7 +73,7 @@ def trace(
 
 
 def _trace(spec: ModelSpec, layout: Layout, seed: int, dtype: torch.dtype | None) -> Trace:
-    plan, made = spec.train, Trace()
+    plan, result = spec.train, Trace()
     model = compose(spec, layout, seed=seed, dtype=dtype)
     options = plan.model_dump(include={"lr", "betas", "weight_decay"})
     optimizer = torch.optim.AdamW(model.parameters(), **options)
@@ -89,15 +89,15 @@ def _trace(spec: ModelSpec, layout: Layout, seed: int, dtype: torch.dtype | None
     for step in range(plan.steps):
         record = take_step(model, layout, optimizer, data, step)
         for number, output in enumerate(outputs):
-            made[f"step {step}: block {number}"] = layout.gather(output, dims)
+            result[f"step {step}: block {number}"] = layout.gather(output, dims)
         outputs.clear()
-        made[f"step {step}: loss"] = torch.tensor(record.loss, dtype=torch.float64)
+        result[f"step {step}: loss"] = torch.tensor(record.loss, dtype=torch.float64)
         for name, p in model.named_parameters():
             if p.grad is not None:
-                made[f"step {step}: gradient of {name}"] = p.grad.detach().clone()
+                result[f"step {step}: gradient of {name}"] = p.grad.detach().clone()
     for name, p in model.named_parameters():
-        made[f"weight {name} after {plan.steps} steps"] = p.detach().clone()
-    return made
+        result[f"weight {name} after {plan.steps} steps"] = p.detach().clone()
+    return result
 
 
 def first_other_bits(a: Trace, b: Trace) -> OtherBits | None:

@@ -63,8 +63,8 @@ def mean(layout: Layout, values: Sequence[Tensor], counted: Tensor | int) -> Ten
     `counted` is the number of this rank's targets in all parts of the step.
     """
     if not layout.reproducible:
-        own = [x.sum(dtype=values[0].dtype) for x in values]
-        return layout.mean(torch.stack(own), counted)
+        local = [x.sum(dtype=values[0].dtype) for x in values]
+        return layout.mean(torch.stack(local), counted)
     sums = exact_sums(layout)
     own_count = torch.as_tensor(counted, device=values[0].device)
     count = total(own_count.reshape(1).double(), sums)

@@ -80,8 +80,8 @@ class Board:
             row = self.ready[i]
             if not row:
                 heapq.heappush(self.rows, (i in self.own.query, i))
-            own = sum(k in self.own.key for k in row)  # they stay last
-            row.insert(len(row) - own, j)
+            local = sum(k in self.own.key for k in row)  # they stay last
+            row.insert(len(row) - local, j)
 
     def next_block(self) -> tuple[int, int] | None:
         """Take the ready block that comes first."""

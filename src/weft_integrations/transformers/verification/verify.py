@@ -268,8 +268,8 @@ class _Check:
         masks = [batch["attention_mask"].bool()] if trial.left else []
         generator, weights = torch.Generator().manual_seed(1), {}
         with _mode(trial):
-            more = options(model, batch) if self.batch is None else _WITHOUT_CACHE
-            outputs = self._compared(_outputs(model, more | batch, masks))
+            extra = options(model, batch) if self.batch is None else _WITHOUT_CACHE
+            outputs = self._compared(_outputs(model, extra | batch, masks))
             for name, t in outputs.items():
                 drawn = torch.randn(t.shape, generator=generator) / max(t.numel(), 1) ** 0.5
                 weights[name] = drawn.to(t) if t.dim() else torch.ones_like(t)
@@ -307,8 +307,8 @@ class _Check:
             outputs = self._compared(_outputs(model, local, masks))
             if full:
                 self._check_split(model, recording)
-            own = {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
-            gradients = _gradients(model, outputs, own)
+            held = {n: cut(weights[n], t.shape) for n, t in outputs.items() if n in weights}
+            gradients = _gradients(model, outputs, held)
         counts = all(layout.coords[d] == 0 for d in layout.mesh if d not in layout.data_dims)
         return _Run(_detached(outputs), gradients if counts or full else {}, recording)
 
@@ -421,7 +421,7 @@ def _be_eager(model: Foreign) -> None:
     it to functions of other names as an argument, which their eager function drops.
     """
     eager = [(module, _eager_functions(module)) for module in model.modules()]
-    nameless = any(calls(m, ["ALL_ATTENTION_FUNCTIONS"]) and not own for m, own in eager)
+    nameless = any(calls(m, ["ALL_ATTENTION_FUNCTIONS"]) and not local for m, local in eager)
     model.set_attn_implementation(_FULL if nameless else "eager")
     for module, functions in eager if not nameless else []:
         values = {name: _recorded(function) for name, function in functions.items()}
