@@ -171,15 +171,25 @@ def join(spans: Iterable[Span]) -> Spans:
 
 
 def ascending(spans: Spans) -> Spans:
-    """The same positions in ascending order, in few spans; interleaved ones become one.
+    """The same positions in few spans: in ascending order, or one by one where these are fewer.
 
     >>> ascending((Span(0, 3, 2), Span(1, 3, 2)))
     (Span(start=0, count=6, step=1),)
     """
+    ordered, runs = join(sorted(spans)), interleaved(spans)
+    return runs if len(runs) < len(ordered) else ordered
+
+
+def interleaved(spans: Spans) -> Spans:
+    """The same positions in ascending order, however many spans that takes.
+
+    >>> interleaved((Span(0, 3, 3), Span(1, 1)))
+    (Span(start=0, count=2, step=1), Span(start=3, count=2, step=3))
+    """
     ordered = join(sorted(spans))
     if all(a.last < b.start for a, b in itertools.pairwise(ordered)):
         return ordered
-    values = positions(ordered).sort().values
+    values = positions(ordered, "cpu").sort().values
     steps, counts = torch.unique_consecutive(values.diff(), return_counts=True)
     runs, taken, begin = [], 0, 0  # values[:taken] are in spans; a run starts at values[begin]
     for step, gaps in zip(steps.tolist(), counts.tolist()):
@@ -190,7 +200,7 @@ def ascending(spans: Spans) -> Spans:
         begin = end
     if taken < len(values):
         runs.append(Span(int(values[taken]), 1))
-    return tuple(runs) if len(runs) < len(ordered) else ordered
+    return tuple(runs)
 
 
 def _extend(first: Span, second: Span) -> Span | None:

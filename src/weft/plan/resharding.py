@@ -15,7 +15,7 @@ from torch.distributed.tensor import Placement, Shard
 
 from ..declare.placements import HEAD
 from .heads import nested
-from .order import Spans, ascending, chunk_sizes, count, cut_spans, join
+from .order import Spans, ascending, chunk_sizes, count, cut_spans, interleaved, join
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Resharding:
         key = ("entry", *coords.values())
         if key not in self._memo:
             base = self.base(coords)
-            spans = ascending(join((*base.spans, *self.received(coords))))
+            spans = interleaved((*base.spans, *self.received(coords)))
             self._memo[key] = State(base.batch_spans, base.head_spans, spans)
         return self._memo[key]
 

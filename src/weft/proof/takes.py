@@ -22,6 +22,7 @@ def seen_defects(plans: Sequence[Plan]) -> Iterator[str]:
     groups: list[Wanted] = []
     for plan in plans:
         assert plan.seen is not None
+        yield from _exchanged_rows(plan)
         wanted = plan.seen.wanted(plan.coords)
         if wanted not in groups:
             groups.append(wanted)
@@ -29,6 +30,21 @@ def seen_defects(plans: Sequence[Plan]) -> Iterator[str]:
             yield from _lacking(tile)
     for wanted in groups:
         yield from take_defects(wanted)
+
+
+def _exchanged_rows(plan: Plan) -> Iterator[str]:
+    """Keys that lie elsewhere than where the tile program looks for their positions."""
+    assert plan.seen is not None
+    keys = plan.resharding.key
+    sides = [_positions(keys.base(plan.coords).spans), _positions(plan.seen.spans(plan.coords))]
+    found = [
+        position
+        for piece in plan.seen.pieces(plan.coords)
+        for position in sides[piece.received][piece.low : piece.high]
+    ]
+    expected = _positions(keys.entry(plan.coords).spans)
+    if found != expected:
+        yield f"{plan.coords}: keys lie in the order {found}, and are taken for {expected}"
 
 
 def _lacking(tile: Pass) -> Iterator[str]:

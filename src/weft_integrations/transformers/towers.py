@@ -12,6 +12,7 @@ rank without images computes one and leaves it out, as FSDP2 and DDP wait for ev
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,7 @@ def methods(model: Foreign, decoder: nn.Module | None) -> list[tuple[nn.Module, 
 def _spreading(stock: Callable, label: str, by_frames: bool) -> Callable:
     """A method like `stock`, that computes the features of this rank's images."""
 
+    @functools.wraps(stock)  # `generate` reads the signature: which arguments it is to encode
     def features(self: Foreign, *args: Any, **kwargs: Any) -> Any:
         call = running()
         if call is None or call.seam != "ahead" or call.spreading:
