@@ -1503,6 +1503,22 @@ BUGS = (
     ),
     # -- keys by halo
     Bug(
+        "keys of a halo are taken in the fewest spans",
+        "weft/plan/resharding.py",
+        "Resharding.entry",
+        "interleaved((*base.spans, *self.received(coords)))",
+        "ascending((*base.spans, *self.received(coords)))",
+        "seen",
+    ),
+    Bug(
+        "a gradient of what other ranks sent is a constant",
+        "weft/comm/once_differentiable.py",
+        "once.decorate.run",
+        "() if linear else (torch.empty(0, requires_grad=True),)",
+        "()",
+        "calls_of_users",
+    ),
+    Bug(
         "a halo of keys is one short",
         "weft/plan/seen.py",
         "_foreign",

@@ -57,10 +57,10 @@ def _request(kernel, value_dim=8, masked=False, per_head=False, causal=False, **
         8,
         value_dim,
         masked,
-        asked.get("bias", False),
-        "softcap" in asked,
-        asked.get("lse_grad", False),
-        asked.get("bias_grad", False),
+        bias=asked.get("bias", False),
+        softcap="softcap" in asked,
+        lse_grad=asked.get("lse_grad", False),
+        bias_grad=asked.get("bias_grad", False),
     )
 
 

@@ -381,3 +381,20 @@ def test_windows_train_on_real_ranks_as_on_one(pool, way):
     alone = losses(Layout.single(), "sync")
     for found in pool.run(_on_ranks, way):
         assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) < 1e-10
+
+
+def test_one_value_per_channel_has_no_variance_on_any_rank():
+    def work(layout):
+        norm = BatchNorm(4, axes=AXES, layout=layout)
+        with pytest.raises(ShapeError, match="1 value per channel"):
+            norm(layout.shard(torch.randn(1, 1, 1, 4), {"lat": 1}), lengths={"lat": 1})
+
+    weft.on_threads(weft.Layout.parse("lat: halo=2"), work)
+
+
+@pytest.mark.parametrize(
+    ("to", "message"), [({"lax": 5}, "did you mean 'lat'"), ({"lat": 0}, "above 0")]
+)
+def test_lengths_to_resample_to_are_of_its_axes(to, message):
+    with pytest.raises(ShapeError, match=message):
+        Resample(4, axis="lat", axes=AXES)(torch.randn(1, 3, 2, 4), to=to)

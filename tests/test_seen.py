@@ -28,7 +28,7 @@ from weft.declare.strategy import Rule
 from weft.errors import DeclarationError, UnsupportedError
 from weft.inspect.traffic import traffic
 from weft.masks import describe
-from weft.plan.order import Span, count
+from weft.plan.order import Span, ascending, count
 from weft.plan.predict import forecast_of, plan_for, plans_for
 from weft.plan.problem import Problem
 from weft.plan.seen import _interleaved
@@ -112,6 +112,10 @@ def test_windows_are_exact_on_layouts_of_seen_keys(line, case):
         ("contiguous", 4, Case(mask=Window(3, 3), lengths=tokens(3))),  # an empty rank
         ("striped", 4, Case(mask=Causal(window=3), lse_gradient=True)),
         ("striped", 3, Case(mask=SINKS, lengths=tokens(31))),
+        ("striped", 2, Case(mask=FirstKeys(5), lse_gradient=True)),  # own keys between those
+        ("striped", 4, Case(mask=FirstKeys(3), lengths=tokens(14))),
+        ("striped", 2, Case(mask=KeyPadding((4, 9, 13)) & Window(2, 0), batch=3)),
+        ("striped", 3, Case(mask=Causal(4, offset=12), lengths=tokens(5, 17))),
         ("zigzag", 4, Case(mask=Causal(), lengths=tokens(14))),
     ],
     ids=named,
@@ -303,6 +307,7 @@ def test_the_choice_is_every_ranks():
     [
         ("tokens: seen=4", Window(3, 2)),
         ("tokens: seen=2 x ring=2", SINKS),
+        ("tokens(striped): seen=2", FirstKeys(4)),
         ("tokens: seen=2 x pass_q=2", Causal(window=3)),
         ("tokens: ulysses=2 x seen=3", Documents((5, 20, 12)) & Causal(window=3)),
     ],
@@ -326,6 +331,14 @@ def test_a_key_that_is_lacking_is_found():
         plan.resharding.key._memo.clear()
     plans = [plan.at(plan.coords) for plan in plans]
     assert any("sees" in defect for defect in seen_defects(plans))
+
+
+def test_keys_in_another_order_than_their_positions_are_found(monkeypatch):
+    """In few spans is not in order: 0 2 1 3 5 7 are two, 0 1 2 3 5 7 three."""
+    monkeypatch.setattr("weft.plan.resharding.interleaved", ascending)
+    asked = Problem.of("tokens", 37, heads=2, head_dim=4, mask=FirstKeys(4))
+    claims = prove(Layout.parse("tokens(striped): seen=2"), asked)
+    assert any("are taken for" in defect for claim in claims for defect in claim.defects)
 
 
 def test_stretches_put_positions_in_their_order():

@@ -15,7 +15,16 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import test_seam
-from test_seam import FP64, LAYOUTS, cloned, gaps, has_border_within_an_image, split, step
+from test_seam import (
+    FP64,
+    LAYOUTS,
+    cloned,
+    gaps,
+    generated,
+    has_border_within_an_image,
+    split,
+    step,
+)
 
 from benchmarks import image_families as families
 from benchmarks.image_families import FAMILIES, IMAGE, built, example
@@ -74,6 +83,15 @@ def test_spread_images_are_one_devices(family, line):
     assert has_border_within_an_image(call["input_ids"], line)
     there, back = check(built(family), call, line)
     assert there == back
+
+
+@split
+@pytest.mark.parametrize("family", ["qwen3_vl", pytest.param("llava", marks=pytest.mark.slow)])
+def test_prompts_of_spread_images_generate_one_devices_tokens(family):
+    model = built(family)
+    want = generated(copy.deepcopy(model), family)
+    ranks, _ = on_ranks(model, LAYOUTS[0], lambda own: generated(own, family))
+    assert all(torch.equal(seen, want) for seen in ranks)
 
 
 CALLS = {

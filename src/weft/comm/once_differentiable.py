@@ -53,7 +53,10 @@ def once(of: str, linear: bool = True) -> Callable[[Callable], Callable]:
             with torch.no_grad():
                 result = backward(ctx, *saved, *above)
             gradients = (result,) if isinstance(result, Tensor) else result
-            return final(of, gradients, (*above, *(t for group in saved for t in group)))
+            # What was saved may be without a graph, as what came from other ranks; an input wants
+            # a gradient, since this one is asked for.
+            depends = () if linear else (torch.empty(0, requires_grad=True),)
+            return final(of, gradients, (*above, *(t for group in saved for t in group), *depends))
 
         return run
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..comm.once_differentiable import once
+from ..errors import ShapeError
 from ..kernels import accumulate_dtype
 from ..runtime.autocast import autocast_is_on
 from .dims import Dim, Factor, dim_size, is_split_dim, whole
@@ -199,9 +200,13 @@ def batch_norm(
         y = F.batch_norm(x._local, *stats, weight, bias, training, momentum, eps)
         return Field(y, x._dims, x._region)
     over = (0, *range(2, x.dim()))
+    n = math.prod(dim_size(x._dims[d]) for d in over)
+    if n < 2:
+        raise ShapeError(
+            f"batch_norm: {n} value per channel over all ranks, and training needs more than 1"
+        )
     with torch.no_grad():
         mean, variance = merged_moments(x._local, over, x._dims, x._region)
-        n = math.prod(dim_size(x._dims[d]) for d in over)
         for running, found in ((running_mean, mean), (running_var, variance * (n / (n - 1)))):
             if running is not None:
                 running.mul_(1 - momentum).add_(found.flatten().to(running.dtype), alpha=momentum)

@@ -169,9 +169,9 @@ def _refuse_stages(layout: Layout) -> None:
     for name in rest:
         if name.lower() in _STAGES:
             raise UnsupportedError(
-                f"the layout is bound to mesh dims {local} of {names}, and ranks along {name!r} "
-                f"hold other stages of the model: their norm counts, too; pass stages=mesh[{name!r}] on"
-                " every rank"
+                f"the layout is bound to mesh dims {local} of {names}, and ranks along {name!r}"
+                " hold other stages of the model: their norm counts, too; pass"
+                f" stages=mesh[{name!r}] on every rank"
             )
 
 

@@ -410,8 +410,14 @@ class Resample(OverAxes):
             This rank's chunk of the result, as the layout cuts it.
 
         Raises:
-            ShapeError: on every rank, a tensor without these axes, or in other chunks.
+            ShapeError: on every rank, a tensor without these axes, or in other chunks; `to` of
+                another axis, or of no positions.
         """
+        for name, length in (to or {}).items():
+            if name not in self.axis:
+                raise ShapeError(f"to: no axis {name!r}{did_you_mean(name, self.axis)}")
+            if not isinstance(length, int) or length < 1:
+                raise ShapeError(f"to[{name!r}] = {length!r}: a length is a whole number above 0")
         return self._on_axes(x, lengths, {"to": dict(to or {})})
 
     def _run(

@@ -6,6 +6,7 @@ Everything is a hook or an attribute of the model's own modules; no class is cha
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -252,7 +253,7 @@ def _hook(
             after(module, seam.unmark_crossing, always_call=True)
     below = whole.base(model)
     for module in {below: None, model: None}:
-        after(module, whole.bring_first_state(layout, axis))
+        after(module, functools.partial(whole.bring_first_state, entered))
     after(below, whole.gather_base(layout, axis, entered.pooled))
     if entered.pooled or entered.balances:
         before(below, whole.give_local)

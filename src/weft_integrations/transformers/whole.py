@@ -426,18 +426,17 @@ def gather_base(layout: Layout, axis: str, pooled: bool) -> Callable:
     return hook
 
 
-def bring_first_state(layout: Layout, axis: str) -> Callable:
-    """A hook of a model: a pooled output that is the first state is the first rank's."""
-
-    @while_split
-    def hook(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
-        if _pools_first_state(output):
-            first, dims = layout.chunk(axis) == 0, layout.shard_dims(axis)
-            pooled = output.pooler_output * float(first)
-            output["pooler_output"] = partial_to_replicate(pooled, dims, layout.bound)
-        return output
-
-    return hook
+@while_split
+def bring_first_state(
+    entered: Foreign, module: Foreign, args: tuple, kwargs: dict, output: Any
+) -> Any:
+    """Make a pooled output that is the first state that of the first rank: a hook of a model."""
+    if _pools_first_state(output):
+        layout, axis = entered.layout, entered.axis
+        first, dims = layout.chunk(axis) == 0, layout.shard_dims(axis)
+        pooled = output.pooler_output * float(first)
+        output["pooler_output"] = partial_to_replicate(pooled, dims, layout.bound)
+    return output
 
 
 def _pools_first_state(output: Any) -> bool:
