@@ -87,6 +87,7 @@ def test_weights_are_not_kept_where_ranks_split_them_either(pool):
         assert split < alone < weights / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal_lm", "tabular", "pair", "weather", "retrieval"])
 def test_every_model_that_ships_is_timed(name):
     spec = ModelSpec.load(name)

@@ -44,6 +44,7 @@ def _over(name: str, counted: Counted, launches: int, megabytes: int) -> list[st
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "line",
     [line if line in QUICK else pytest.param(line, marks=pytest.mark.slow) for line in BUDGETS],

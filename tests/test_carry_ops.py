@@ -41,6 +41,7 @@ def _compiled(rank: int, name: str, backend: str, packed: tuple[int, ...] | None
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend", "packed"),
     [

@@ -98,7 +98,7 @@ def test_on_the_same_layout_a_run_goes_on_bitwise(tmp_path):
     assert all(torch.equal(parameters[name], again[name]) for name in parameters)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("layout", ["tabular-2x2", "tabular-axial-2x2", HEADS], ids=str)
 def test_on_another_layout_it_goes_on_to_rounding_and_back(layout, whole, folder):
     layout = Layout.load(layout) if isinstance(layout, str) else Layout.from_dict(layout)

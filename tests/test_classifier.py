@@ -443,7 +443,7 @@ def test_tables_beyond_what_the_model_knows_are_warned_of():
 # -- layouts ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "line",
     [

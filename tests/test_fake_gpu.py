@@ -219,7 +219,7 @@ WAITS = {"routed", "routed, heads within"}
 ASKS = {"gather", "cache"}
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -31,7 +31,7 @@ def _quiet():
     transformers.logging.set_verbosity_error()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("kind", "family"),
     [pytest.param(*x, id=x[1], marks=[pytest.mark.slow] if x[1] in LONG else []) for x in SAMPLE],

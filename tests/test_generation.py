@@ -198,7 +198,7 @@ def states(cache):
     return [t for tensors in kept for t in tensors if t is not None]
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "line", "lengths"),
     [
@@ -754,6 +754,7 @@ def _sampled(rank, options):
     return torch.equal(*made), len(set(made[0].flatten().tolist()))
 
 
+@pytest.mark.slow
 def test_samples_are_those_of_one_device_with_its_seed(pool):
     """On processes, as threads draw from one generator."""
     options = OPTIONS | {"do_sample": True, "num_return_sequences": 2, "temperature": 0.9}

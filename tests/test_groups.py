@@ -32,6 +32,7 @@ def search(kind: str = "llama", tokens: int = 16384, devices: int = 4, **options
     return Groups(model, tokens, H100, devices, **options)
 
 
+@pytest.mark.slow
 def test_rows_are_every_group_size_and_choice():
     found = search()
     rows = found.rows()

@@ -82,7 +82,7 @@ def alone() -> dict:
     return {packed: losses(weft.Layout.single(), packed) for packed in (None, DOCUMENTS)}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("name", "packed"), [*((name, DOCUMENTS) for name in LAYOUTS), ("tile, striped", None)]
 )

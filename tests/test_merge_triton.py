@@ -33,7 +33,7 @@ def test_fused_merge_compiles_for_gpus(triton, capability: int) -> None:
 
     from weft.kernels.merge_triton import _merge
 
-    types = {"own": "*fp32", "own_lse": "*fp32", "part": "*bf16", "part_lse": "*fp32"}
+    types = {"local": "*fp32", "local_lse": "*fp32", "part": "*bf16", "part_lse": "*fp32"}
     sizes = {"ROWS": 64, "WIDTH": 64}
     signature = {
         name: "constexpr" if name in sizes else types.get(name, "i32") for name in _merge.arg_names

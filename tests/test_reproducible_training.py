@@ -84,7 +84,7 @@ def _alone(kind: str, dtype: torch.dtype = torch.float32) -> Trace:
     return _bits(TOKENS if kind == "tokens" else TABLES, None, dtype)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("line", TOKEN_LINES)
 def test_a_layout_changes_no_bit_of_a_language_model(line):
     assert first_other_bits(_alone("tokens"), _bits(TOKENS, line)) is None
@@ -98,14 +98,14 @@ def test_nor_after_twenty_steps():
     assert first_other_bits(_bits(spec, None), _bits(spec, "tokens: ring=3")) is None
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["tokens: ring=3", TOKEN_LINES[-2]])
 def test_nor_in_half_precision(line):
     dtype = torch.bfloat16
     assert first_other_bits(_alone("tokens", dtype), _bits(TOKENS, line, dtype)) is None
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", TABLE_LINES)
 def test_a_layout_changes_no_bit_of_a_table_model(line):
     assert first_other_bits(_alone("tables"), _bits(TABLES, line)) is None

@@ -105,7 +105,7 @@ def test_a_layout_changes_no_bit_of_a_llama(model, alone, line):
     assert first_other_bits(alone, train(model, line)) is None
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"dtype": torch.bfloat16}, {"autocast": True}, {"padded": True}, {"rows": "whole"}],
@@ -137,7 +137,7 @@ def hybrid():
     return qwen()
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=3", "batch: dp=2; tokens: ring=2"])
 def test_a_layout_changes_no_bit_of_a_hybrid(hybrid, line):
     assert first_other_bits(train(hybrid, None), train(hybrid, line)) is None

@@ -80,7 +80,7 @@ def alone(*case) -> list:
     return attend(None, *case)
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(9)
 @covering("line mask dtype dim", LINES, MASKS, [torch.float32, torch.bfloat16], [20, 5, 9, 17, 33])
 def test_a_layout_changes_no_bit(line, mask, dtype, dim):
     case = 43, mask, dtype, mask in ("window", "packed"), dim

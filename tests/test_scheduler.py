@@ -130,6 +130,7 @@ def test_never_slower_than_gather_all_compute_reduce(backward):
             assert duration(found, costs) <= duration(plain, costs) + 1e-9
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backward", [False, True])
 def test_live_chunks_stay_within_the_declared_bound(backward):
     for shape in [*SHAPES, (1, 64), (64, 1), (8, 8)]:

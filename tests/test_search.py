@@ -107,6 +107,7 @@ def test_a_search_keeps_to_what_it_is_told(only):
         list(candidates(call(), cluster(), 16, only=["ulises"]))
 
 
+@pytest.mark.slow
 def test_line_stands_for_layout_where_one_line_can_say_it():
     same = others = 0
     for c in candidates(call(batch=4), cluster(), 16):
@@ -120,7 +121,7 @@ def test_line_stands_for_layout_where_one_line_can_say_it():
 # -- bounds ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("machine", ["nodes", "uplinks", "cards", "through", "flat"])
 def test_no_candidate_is_faster_than_its_bound(mask: str, machine: str):
@@ -157,6 +158,7 @@ def test_no_candidate_is_faster_than_its_bound(mask: str, machine: str):
     assert tightest > 0.85
 
 
+@pytest.mark.slow
 def test_bytes_of_a_bound_are_those_of_the_plan():
     """Full mask: what the closed form says of every level, a plan counts."""
     machine = cluster()
@@ -191,7 +193,7 @@ def test_key_value_heads_repeat_as_plans_repeat_them():
 # -- the search -----------------------------------------------------------------------------------
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "hardware", "devices", "only"),
     [

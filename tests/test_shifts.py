@@ -124,6 +124,7 @@ def test_role_of_the_backward_pass_follows_where_its_results_go():
     assert roles == ["query", "key"]
 
 
+@pytest.mark.slow
 def test_program_planned_by_the_true_levels_is_quicker_on_them():
     for line, better in (("hierarchical=4x4", 0.75), ("burst=16", 0.5), ("tile=4x4", 0.97)):
         seconds = []

@@ -104,7 +104,7 @@ def without_ranks(case: str) -> list[tuple]:
     return found
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CASES)
 def test_a_step_is_counted_as_ranks_run_it(case: str, apart):
     layout = Layout.named(CASES[case][1])

@@ -226,7 +226,7 @@ def layouts(column: Column, feature: Feature) -> list[Layout]:
     return [Layout.single(reproducible=fixed), *several]
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(11)
 @pytest.mark.parametrize(("feature", "column"), CELLS)
 def test_cell(feature: Feature, column: Column) -> None:
     refused = support.refusal(feature, column) or named(column.kernel).missing()

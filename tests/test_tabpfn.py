@@ -89,7 +89,7 @@ def run(model, x, y, grad_output):
     return out.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("name", "line"), CASES)
 def test_output_and_gradients_are_those_of_one_process(name, line):
     model, (x, y) = build(name), table()

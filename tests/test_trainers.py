@@ -73,12 +73,14 @@ def test_trainer(four, line, case):
     assert_same(found[0])
 
 
+@pytest.mark.slow
 def test_trainer_of_a_hybrid(two):
     """In rows padded on the right, of which two ranks have a half each."""
     found = two.run(cases.compare, cases.hybrid_run, "tokens(zigzag): ring=2", 4)
     assert_same(found[0])
 
 
+@pytest.mark.slow
 def test_a_reproducible_layout_changes_no_bit(two, tmp_path):
     changes = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
     assert two.run(cases.same_bits, "tokens(zigzag): ring=2", changes, str(tmp_path))[0] == []
@@ -110,6 +112,7 @@ def test_sft(four, line, case):
     assert_same(found[0])
 
 
+@pytest.mark.slow
 @table(cases.DPO, {(DP, "sigmoid")}, {(P4, "precomputed")})
 def test_dpo(four, line, case):
     found = four.run(cases.compare, cases.dpo_run, line, 4, *cases.DPO[case])
@@ -174,6 +177,7 @@ def test_workers_of_a_group_draw_the_same(four):
     assert {total for _, total in found} == {4}  # two rows on each of two groups
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("line", "groups"), [(RING, 2), (FOUR, 1)], ids=LAYOUTS)
 def test_evaluation_counts_each_row_once(four, line, groups):
     found = four.run(cases.compare_evaluation, line, groups)[0]
@@ -194,6 +198,7 @@ def test_run_resumes_bitwise_and_its_model_is_a_plain_one(four, tmp_path):
     assert plain.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.slow
 def test_a_loop_around_accelerate(four):
     one, many = four.run(cases.compare_loops, FOUR, 1)[0]
     assert many[0] == pytest.approx(one[0], rel=1e-6)
@@ -203,6 +208,7 @@ def test_a_loop_around_accelerate(four):
     assert many[4] == one[4] == 0.1 * 0.9**2
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_loop_around_accelerates_fsdp2(request, ranks):
     pool, line = request.getfixturevalue({2: "two", 4: "four"}[ranks]), {2: RING, 4: FOUR}[ranks]
@@ -240,6 +246,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("mistake", "words"), MISTAKES.items(), ids=lambda m: getattr(m, "__name__", "")
 )

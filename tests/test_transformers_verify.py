@@ -196,7 +196,7 @@ def build(make):
     return make()
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
 def test_these_are_exact(make):
     found = verify(build(make), RING)
@@ -205,7 +205,7 @@ def test_these_are_exact(make):
     assert found.gradients < 1000 * 2.0**-23
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_cannot_be_right_is_refused_by_name(make, message):
     model = build(make)
@@ -308,7 +308,7 @@ PERIODIC = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("line", "function"), PERIODIC.values(), ids=PERIODIC)
 def test_what_mixes_blocks_or_goes_by_periods_is_found(line, function):
     with pytest.raises(UnsupportedError, match=r"'model\.layers\.1\.mlp' \(Spliced\)"):
@@ -680,7 +680,7 @@ def dense(module, query, key, value, mask, indices=None, block_indices=None, **o
     return interface.attend(module, query, key, value, mask, **options)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CHOOSING.values(), ids=CHOOSING)
 def test_dense_attention_of_models_that_choose_keys_is_noticed(case, monkeypatch):
     model = choosing(*case, monkeypatch, on_ranks=False)

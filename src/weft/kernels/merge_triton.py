@@ -19,7 +19,7 @@ from torch import Tensor
 TILE = 4096
 
 
-def merge_into(local: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+def merge_into(local: Tensor, local_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge a part into an accumulator, in place; all tensors may be strided.
 
     `local` is the accumulator, (b, h, n, e) in fp32, with its logsumexp (b, h, n); the part has the
@@ -31,7 +31,7 @@ def merge_into(local: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -
     width = triton.next_power_of_2(e)
     rows = max(1, TILE // width)
     blocks = triton.cdiv(n, rows)
-    tensors = (local, own_lse, part, part_lse)
+    tensors = (local, local_lse, part, part_lse)
     strides = [s for t in tensors for s in t.stride()]
     _merge[(blocks * b * h,)](*tensors, *strides, h, n, e, blocks, ROWS=rows, WIDTH=width)
 
@@ -39,8 +39,8 @@ def merge_into(local: Tensor, own_lse: Tensor, part: Tensor, part_lse: Tensor) -
 # fmt: off
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
-    local, own_lse, part, part_lse,
-    own_b, own_h, own_n, own_e, own_lse_b, own_lse_h, own_lse_n,
+    local, local_lse, part, part_lse,
+    local_b, local_h, local_n, local_e, local_lse_b, local_lse_h, local_lse_n,
     part_b, part_h, part_n, part_e, part_lse_b, part_lse_h, part_lse_n,
     heads, rows, dim, blocks,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
@@ -52,18 +52,18 @@ def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its o
     n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, WIDTH)
     row = n < rows
-    own_lse += b * own_lse_b + h * own_lse_h + n * own_lse_n
+    local_lse += b * local_lse_b + h * local_lse_h + n * local_lse_n
     part_lse += b * part_lse_b + h * part_lse_h + n * part_lse_n
-    first = tl.load(own_lse, mask=row, other=float("-inf"))
+    first = tl.load(local_lse, mask=row, other=float("-inf"))
     second = tl.load(part_lse, mask=row, other=float("-inf")).to(tl.float32)
     top = tl.maximum(first, second)
     seen = top > float("-inf")
     base = tl.where(seen, top, 0.0)
     keep, add = tl.exp(first - base), tl.exp(second - base)
     total = tl.where(seen, keep + add, 1.0)
-    tl.store(own_lse, tl.where(seen, base + tl.log(total), float("-inf")), mask=row)
+    tl.store(local_lse, tl.where(seen, base + tl.log(total), float("-inf")), mask=row)
     inside = row[:, None] & (e < dim)[None, :]
-    local += b * own_b + h * own_h + n[:, None] * own_n + e[None, :] * own_e
+    local += b * local_b + h * local_h + n[:, None] * local_n + e[None, :] * local_e
     part += b * part_b + h * part_h + n[:, None] * part_n + e[None, :] * part_e
     kept = tl.load(local, mask=inside, other=0.0) * (keep / total)[:, None]
     added = tl.load(part, mask=inside, other=0.0).to(tl.float32) * (add / total)[:, None]
