@@ -144,6 +144,7 @@ def test_probabilities_that_are_not_of_all_classes_are_refused():
         accuracy.measure(lambda x: Short([]), table)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", accuracy.BASELINES)
 def test_baselines_take_missing_values_and_categories(name):
     rng = np.random.default_rng(0)

@@ -260,7 +260,7 @@ def test_odd_meshes_and_turned_dims_are_exact(name, order):
         assert_exact(_stack(mesh, [(strategy, on)], order), case)
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", STACKS)
 def test_stacked_strategies_are_exact(name, order):
@@ -274,7 +274,7 @@ def test_stacked_strategies_are_exact(name, order):
     assert_exact(_stack(mesh, entries, order), case)
 
 
-@pytest.mark.few(6)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("axes", [("rows", "columns"), ("columns", "rows")], ids="-".join)
 @pytest.mark.parametrize("split", ["both", "rows", "columns"])
@@ -296,7 +296,7 @@ def test_axes_attended_jointly_are_exact_whichever_of_them_is_split(split, axes,
         assert_exact(layout, Case(axes, cross, mask=mask))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("transport", ["ring", "gather"])
 @pytest.mark.parametrize("order", ORDERS)
 def test_windows_are_exact_whichever_way_chunks_travel(transport, order):

@@ -681,7 +681,7 @@ def test_layout_is_built_where_tensors_are_made_elsewhere_by_default(pool):
     assert max(pool.run(_default_device)) < 1e-12
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [None, "math", "flex"])
 def test_alibi_is_as_exact_as_its_call_whatever_torchs_default(default, kernel):
@@ -822,7 +822,7 @@ def _made(mask: str, number: int) -> weft.Mask:
 MASKS = ("every", "slotted", "banded", "around", "imported", "of its class", "fixed")
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kernel", [None, "flex"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_that_equal_each_other_are_told_apart(mask, kernel):

@@ -129,6 +129,7 @@ def test_a_row_s_probabilities_do_not_depend_on_other_rows():
     np.testing.assert_allclose(one, whole, rtol=1e-11)
 
 
+@pytest.mark.slow
 def test_other_seeds_are_other_views():
     x, y = _table()
     found = [

@@ -55,6 +55,7 @@ def test_a_bias_made_inside_a_graph_is_added():
     same(lambda q: attend(q, bias=Bias(lambda b, h, q, k: -0.5 * (q - k).abs())), q)
 
 
+@pytest.mark.slow
 def test_another_mask_from_outside_is_another_graph():
     q = torch.randn(1, 2, 16, 8, dtype=torch.float64)
     whole = compiled(attend)

@@ -219,7 +219,7 @@ def _run(layout: Layout, layouts=None, spec=SPEC):
     return model, out.detach(), x.grad
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_trunk_is_the_same_on_every_layout_with_every_gradient(line):
     reference, wanted, wanted_x = _run(Layout.single())
@@ -272,6 +272,7 @@ def _same_as_alone(found, alone, layout: Layout) -> None:
         assert (mine - whole).abs().max() < 1e-11, name
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", MIXED)
 def test_blocks_of_a_kind_may_lie_as_another_layout_says(name):
     layout, layouts, spec = _mixed(name)
@@ -489,7 +490,7 @@ def _over_a_context(layout: Layout, axes: str, kind, lengths=("batch", "t", "y")
     return [*whole, *(p.grad for p in model.parameters()), *([z.grad] if given else [])]
 
 
-@pytest.mark.few(12)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("kind", [{"relative": 3}, {"pair": "z", "width": 3}], ids=str)
 @pytest.mark.parametrize("axes", OVER)
 @pytest.mark.parametrize(

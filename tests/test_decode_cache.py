@@ -144,6 +144,7 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
         assert (shares - rest.softmax(0)).abs().max() < 0.015
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ring, zigzag", "batch and tokens split"])
 def test_rows_end_with_the_end_of_their_text(name: str, continued: torch.Tensor) -> None:
     ids = continued[:, :13]
@@ -159,6 +160,7 @@ def test_rows_end_with_the_end_of_their_text(name: str, continued: torch.Tensor)
         assert_same(layout, want, ids[rows], max_new_tokens=35, eos_token_id=end)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ring, zigzag", "queries whole, keys split"])
 def test_a_decoding_step_costs_the_same_at_any_length(name: str) -> None:
     """A rank receives b h (d + 1) numbers per layer from each other one, and nothing else."""

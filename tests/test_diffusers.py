@@ -143,7 +143,7 @@ FAMILIES = {
 }
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_that_of_one_process(name):
     make, options = FAMILIES[name]

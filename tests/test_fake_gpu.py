@@ -219,7 +219,7 @@ WAITS = {"routed", "routed, heads within"}
 ASKS = {"gather", "cache"}
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
     [

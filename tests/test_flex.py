@@ -129,7 +129,7 @@ ORDERS = [
 ]
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "mask"), ORDERS)
 def test_exact_in_every_order(monkeypatch, layout: str, mask: weft.Mask) -> None:
     with_kernel(monkeypatch, "flex")

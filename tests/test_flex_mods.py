@@ -95,6 +95,7 @@ def test_every_mask_is_lowered(lowering, name: str) -> None:
     lower(MASKS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_every_bias_of_positions_is_lowered(lowering, name: str) -> None:
     lower(None, FUNCTIONS[name])

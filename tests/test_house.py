@@ -135,7 +135,7 @@ def imports(module: str, types: bool = False) -> Iterator[tuple[str, bool]]:
             inside = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             yield from walk(child, loading and not inside)
 
-    found = walk(ast.parse(path.read_text()), True)
+    found = walk(tree(path), True)
     return ((name, loading) for name, loading in found if name.split(".")[0] in PACKAGES)
 
 
@@ -147,6 +147,12 @@ def edges(types: bool = False) -> dict[str, dict[str, bool]]:
         for target, loading in imports(module, types):
             made[module][target] = made[module].get(target, False) or loading
     return made
+
+
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
 
 
 def test_every_module_has_a_room():
@@ -277,7 +283,7 @@ def test_variables_are_named_after_their_values():
         f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
         for path in texts()
         if path.suffix == ".py"
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         for name in (
             getattr(node, "id", None),
             getattr(node, "arg", None),
@@ -296,7 +302,7 @@ def test_local_variables_are_nouns_of_their_values():
     assert not [
         f"{path.relative_to(ROOT)}:{node.lineno}: {node.id}"
         for path in SOURCES.values()
-        for function in ast.walk(ast.parse(path.read_text()))
+        for function in ast.walk(tree(path))
         if isinstance(function, ast.FunctionDef)
         for node in ast.walk(function)
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE
@@ -319,7 +325,7 @@ def test_a_public_name_is_defined_once():
     """Commands are functions of the command line's names, and do not count."""
     homes: dict[str, set[str]] = defaultdict(set)  # overloads are in one file
     for module, path in SOURCES.items():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree(path).body:
             named = isinstance(node, ast.ClassDef | ast.FunctionDef)
             if named and not node.name.startswith("_") and room_of(module) != "weft_cli.commands":
                 homes[node.name].add(module)
@@ -398,7 +404,7 @@ def test_names_of_tests_have_at_most_ten_words():
     names = [
         node.name
         for path in (ROOT / "tests").glob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     ]
     assert not [name for name in names if len(name.split("_")) > 11]
@@ -412,7 +418,7 @@ def test_first_lines_of_docstrings_have_a_noun():
     found = [
         f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
         for path in SOURCES.values()
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(tree(path))
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
         if clause.match(ast.get_docstring(node) or "")
     ]

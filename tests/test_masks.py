@@ -411,6 +411,7 @@ class Strict(Causal):
         return q[0] > k[1]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mask", [PerHead(), Strict(), Strict() & PerHead()], ids=repr)
 @pytest.mark.parametrize("kernel", ["math", "flex", None])
 def test_a_mask_of_ones_own_sees_what_it_says(mask, kernel):

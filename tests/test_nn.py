@@ -85,6 +85,7 @@ def _run(name: str, layout: Layout, example=None):
     return model, out.detach(), out_dims
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "layout"), CASES)
 def test_model_computes_the_same_on_layout_as_on_one_device(name, layout):
     _check_same(name, _layout(layout))

@@ -51,7 +51,7 @@ def one_kind(lse):
     return lse.masked_fill(lse.isposinf(), math.nan)
 
 
-@pytest.mark.few(16)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(
     ("line", "kernel"), [*((line, "cpu-flash") for line in LINES), ("tokens: ring=3", "math")]
 )

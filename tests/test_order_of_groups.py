@@ -126,6 +126,7 @@ def circle(orders: dict[int, list[int]]) -> bool:
     return False
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("name", sorted({*names("layouts")} - LEARNED))
 def test_ranks_begin_what_meets_in_one_order(notes: Notes, name: str, mask) -> None:

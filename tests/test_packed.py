@@ -204,6 +204,7 @@ LAYOUTS = {
 MASKS = {"full": Documents(LENGTHS), "causal": Documents(LENGTHS) & Causal()}
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("lse_gradient", [False, True], ids=["", "lse"])
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -271,7 +272,7 @@ BY_ROW_LAYOUTS = LAYOUTS | {
 }
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mask", BY_ROW.values(), ids=BY_ROW)
 @pytest.mark.parametrize("layout", BY_ROW_LAYOUTS.values(), ids=BY_ROW_LAYOUTS)
 def test_rows_packed_differently_are_exact(layout, mask):

@@ -56,6 +56,7 @@ def predict(kind: str, model: nn.Module) -> torch.Tensor:
     return model(x.transpose(0, 1), y.T) if kind == "TabICL" else model(x, y)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["TabICL", "TabPFN v2", "TabPFN v3"])
 def test_a_table_model_is_restored(kind: str):
     """Neither hooks nor modules of weft's are left, and it goes onto another layout."""

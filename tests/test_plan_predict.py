@@ -80,6 +80,7 @@ def nonzero(counter) -> dict:
 # -- traffic, memory, work ------------------------------------------------------------------------
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("name", "axis"), DENSE)
 def test_predicted_bytes_and_messages_are_those_counted(name: str, axis: str, mask: str):

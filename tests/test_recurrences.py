@@ -121,6 +121,7 @@ def test_states_go_on_where_position_ids_start_anew(family):
         assert other[:, 20:].max() > 2e-5
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", KINDS)
 def test_documents_start_anew(family):
     """Against calls of each document by itself, as transformers' torch functions refuse packing.
@@ -221,6 +222,7 @@ def test_half_precision_errs_as_one_device_does(family):
     assert error(found) < 1.25 * error(own)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("family", KINDS)
 def test_autocast_errs_as_one_device_does(family):
     """What a trainer's `bf16=True` does: weights in fp32, products and some states in bf16."""
@@ -329,7 +331,7 @@ def by_heads(line: str, carry: tuple[str, ...]) -> Layout:
     return Layout.from_dict({**declared, "carry": {"tokens": ways}}, name="by heads")
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("family", "line", "carry", "documents"),
     [
@@ -349,6 +351,7 @@ def test_tokens_are_traded_for_heads_where_the_layout_says_so(family, line, carr
     assert off < EXACT, which
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", ["qwen3_5", "bamba", "minimax", "recurrent_gemma"])
 def test_tokens_are_traded_for_heads_within_a_chain(family, monkeypatch):
     _no_maps(monkeypatch)
@@ -584,7 +587,7 @@ def _padding_enters(monkeypatch):
 WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("family", "wrong"), [*(("qwen3_5", wrong) for wrong in WRONG), ("bamba", _forgets)]
 )

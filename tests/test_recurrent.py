@@ -58,6 +58,7 @@ def weights(module: GatedDeltaNet) -> dict[str, Tensor]:
     return {name: p.grad for name, p in module.named_parameters()}
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize(("length", "documents"), [(150, None), (2, None), (150, (70, 1, 79))])
 def test_outputs_and_gradients_are_those_of_one_device(name, length, documents):

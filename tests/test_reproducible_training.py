@@ -84,13 +84,13 @@ def _alone(kind: str, dtype: torch.dtype = torch.float32) -> Trace:
     return _bits(TOKENS if kind == "tokens" else TABLES, None, dtype)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", TOKEN_LINES)
 def test_a_layout_changes_no_bit_of_a_language_model(line):
     assert first_other_bits(_alone("tokens"), _bits(TOKENS, line)) is None
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_nor_after_twenty_steps():
     spec = TOKENS.training(
         {"steps": 20, "accumulate": 1, "batch": 1, "length": {"tokens": [17, 23]}}
@@ -105,12 +105,13 @@ def test_nor_in_half_precision(line):
     assert first_other_bits(_alone("tokens", dtype), _bits(TOKENS, line, dtype)) is None
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("line", TABLE_LINES)
 def test_a_layout_changes_no_bit_of_a_table_model(line):
     assert first_other_bits(_alone("tables"), _bits(TABLES, line)) is None
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("model", "line", "length"),
     [

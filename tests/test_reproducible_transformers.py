@@ -116,6 +116,7 @@ def test_nor_in_other_ways_of_training(model, options):
     assert first_other_bits(one, train(model, "tokens: tile=2x2", **options)) is None
 
 
+@pytest.mark.slow
 def test_layers_that_are_recomputed_have_the_same_bits(model, alone):
     assert first_other_bits(alone, train(model, "tokens: ring=2", recomputed=True)) is None
 

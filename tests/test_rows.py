@@ -604,6 +604,7 @@ USES = {
 }
 
 
+@pytest.mark.few(8)
 @split
 @pytest.mark.parametrize(("loss", "gathers"), USES.values(), ids=USES)
 def test_uses_of_logits_are_those_of_one_device(loss, gathers):
@@ -867,6 +868,7 @@ def decoded(model):
         return tokens, second.logits[:, -1] + 0, second.cache.get_seq_length()
 
 
+@pytest.mark.few(3)
 @split
 @pytest.mark.filterwarnings("error::FutureWarning")  # weft uses no name that is on its way out
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
@@ -986,6 +988,7 @@ WITHOUT_PARTS = [
 ]
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recomputed layers"])
 @pytest.mark.parametrize("step", WITHOUT_PARTS, ids=lambda step: step.__name__)
 def test_calls_without_parts_are_those_of_one_device(step, recompute):

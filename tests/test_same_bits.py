@@ -80,7 +80,7 @@ def alone(*case) -> list:
     return attend(None, *case)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(7)
 @covering("line mask dtype dim", LINES, MASKS, [torch.float32, torch.bfloat16], [20, 5, 9, 17, 33])
 def test_a_layout_changes_no_bit(line, mask, dtype, dim):
     case = 43, mask, dtype, mask in ("window", "packed"), dim
@@ -101,7 +101,7 @@ OTHER_CALLS = {
 }
 
 
-@pytest.mark.few(5)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("line", [LINES[1], LINES[7]])
 @pytest.mark.parametrize("call", OTHER_CALLS)
 def test_calls_of_any_kind_keep_their_bits(call, line):

@@ -121,7 +121,7 @@ def test_line_stands_for_layout_where_one_line_can_say_it():
 # -- bounds ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("machine", ["nodes", "uplinks", "cards", "through", "flat"])
 def test_no_candidate_is_faster_than_its_bound(mask: str, machine: str):
@@ -503,6 +503,7 @@ def test_a_single_token_on_one_device_is_planned():
     assert "1 devices; 1 tokens" in said
 
 
+@pytest.mark.slow
 def test_the_command_draws_time_against_devices(tmp_path):
     path = tmp_path / "scaling.png"
     run(*CALL, "--devices", "4", "--only", "ring", "--png", str(path))

@@ -57,6 +57,7 @@ def _run(layout: Layout, given: dict, learned: bool) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("kind", ["padding", "function", "bias", "learned"])
 def test_sequences_are_numbered_by_their_axes_wherever_they_lie(line, kind):
@@ -335,6 +336,7 @@ HEADED = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("kind", HEADED)
 @pytest.mark.parametrize(
     "line",

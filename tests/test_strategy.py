@@ -169,6 +169,7 @@ OWN = [
 ]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("dim", OWN, ids=lambda d: " ".join(str(v) for v in vars(d).values()))
 def test_a_strategy_of_ones_own_runs_exactly(dim):
     case = Case(lengths=tokens(13), heads=6, kv_heads=2, mask=weft.Causal())

@@ -14,6 +14,7 @@ def exact(call: RankCall) -> torch.Tensor:
     return weft.attention(call.q, call.k, call.v, call.layout, "tokens", call.mask, length=length)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("line", "refusing"),
     [

@@ -158,6 +158,7 @@ def test_calls_compute_each_visible_score_exactly_once(seed):
                 assert torch.equal(times, seen.int()), (mask, q, k, windows)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(12))
 def test_offset_queries_compute_each_visible_score_once(seed):
     """Queries and keys are split into other numbers of chunks, too."""
@@ -204,6 +205,7 @@ def test_queries_that_are_the_last_keys_are_one_causal_call():
     assert tile_calls(Causal(offset=24), *two) == (KernelCall(0, 8, 0, 8, Kind.CAUSAL),)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_outside_what_is_visible_are_never_seen(seed):
     draw = random.Random(seed)

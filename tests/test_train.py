@@ -74,6 +74,7 @@ def _trained(rank, name, way, parts, folder):
     return [(r.loss, r.norm, r.accuracy) for r in run.records]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("name", "way", "parts"), WAYS)
 def test_wrappers_and_accumulation_do_not_change_the_curve(name, way, parts, pool, tmp_path):
     wanted = fit(_small("tabular"), Layout.single(), steps=3, seed=7, batch=4, **QUIET)

@@ -171,7 +171,7 @@ def test_batches_and_chunks_may_be_uneven(line):
     compare(model, Layout.parse(line), draw_ids(3, 19), tolerance)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [24, 25], ids=["even", "uneven"])
 def test_compiled_layers_are_one_graph_for_all_steps(length):
     """Every layer is a whole graph, and the second step runs what the first one compiled."""

@@ -196,7 +196,7 @@ def build(make):
     return make()
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(3)
 @pytest.mark.parametrize("make", EXACT.values(), ids=EXACT)
 def test_these_are_exact(make):
     found = verify(build(make), RING)
@@ -259,6 +259,7 @@ class Mixing(nn.Module):
         return self.inner(x + self.amount * x.roll(1, 1))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("amount", [1.0, 0.01])
 def test_a_hidden_mixture_of_neighbouring_tokens_is_found_and_named(amount):
     model = build(lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**GROUPED)))
@@ -389,6 +390,7 @@ class MakesItsLoss(hf.LlamaForCausalLM):
         return out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [PassesOn, MakesItsLoss])
 def test_position_ids_reach_a_model_through_keyword_arguments(kind):
     model = build(lambda: kind(hf.LlamaConfig(**GROUPED))).eval()
@@ -689,7 +691,7 @@ def test_dense_attention_of_models_that_choose_keys_is_noticed(case, monkeypatch
         verify(model, RING)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", CHOOSING.values(), ids=CHOOSING)
 def test_attention_to_chosen_keys_only_is_the_model(case, monkeypatch):
     model = choosing(*case, monkeypatch)

@@ -38,7 +38,7 @@ FORWARD_UNITS = {
 }
 
 
-@pytest.mark.few(4)
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("ranks", "g"), REDUCTIONS, ids=str)
 def test_reductions_against_a_ring_match_the_formulas_to_the_digit(ranks, g):
     row = volume.row(ranks, g, mixes=False)

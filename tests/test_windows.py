@@ -68,6 +68,7 @@ def box_bytes(layout, axes, sizes, around, border, stride, rest: int) -> int:
     return total * rest
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize("seed", range(24))
 def test_windows_equal_one_device_in_values_gradients_and_bytes(seed):
     line, axes, sizes, around, border, stride = cases(seed)
