@@ -350,3 +350,23 @@ def test_the_verifier_refuses_wrong_choices(mistake, monkeypatch) -> None:
     model = families.built(family, families.model_name("causal", family))
     with pytest.raises(UnsupportedError, match="is the first module whose output differs"):
         verify(model, Layout.parse("tokens(zigzag): ring=2"))
+
+
+def _no_entries(entries) -> None:
+    """Heavily compressed entries of others are 0: windows of 128 tokens, as they ship."""
+    _gather(entries)
+    for kind in () if entries.overlap else entries.kinds.values():
+        kind.whole = kind.whole * 0
+
+
+_gather = compressed.OfRanks.gather
+
+
+def test_the_verifier_sees_entries_of_windows_longer_than_its_trials(monkeypatch) -> None:
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+    monkeypatch.setitem(families.EXTRA, "deepseek_v4", {"compress_rates": rates})
+    model, layout = built("deepseek_v4").float(), Layout.parse("tokens(zigzag): ring=2")
+    assert verify(model, layout).gradients > 0
+    monkeypatch.setattr(compressed.OfRanks, "gather", _no_entries)
+    with pytest.raises(UnsupportedError, match="compressor"):
+        verify(model, layout)

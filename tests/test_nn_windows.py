@@ -383,11 +383,19 @@ def test_windows_train_on_real_ranks_as_on_one(pool, way):
         assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) < 1e-10
 
 
-def test_one_value_per_channel_has_no_variance_on_any_rank():
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda **given: BatchNorm(4, **given),
+        lambda **given: GroupNorm(4, 4, axis="lat", **given),
+    ],
+)
+def test_one_value_has_no_variance_on_any_rank(norm):
     def work(layout):
-        norm = BatchNorm(4, axes=AXES, layout=layout)
-        with pytest.raises(ShapeError, match="1 value per channel"):
-            norm(layout.shard(torch.randn(1, 1, 1, 4), {"lat": 1}), lengths={"lat": 1})
+        with pytest.raises(ShapeError, match="1 value per"):
+            norm(axes=AXES, layout=layout)(
+                layout.shard(torch.randn(1, 1, 1, 4), {"lat": 1}), lengths={"lat": 1}
+            )
 
     weft.on_threads(weft.Layout.parse("lat: halo=2"), work)
 
@@ -398,3 +406,23 @@ def test_one_value_per_channel_has_no_variance_on_any_rank():
 def test_lengths_to_resample_to_are_of_its_axes(to, message):
     with pytest.raises(ShapeError, match=message):
         Resample(4, axis="lat", axes=AXES)(torch.randn(1, 3, 2, 4), to=to)
+
+
+@pytest.mark.parametrize("wrong", [{"lat": 5}, {"lat": 0}, {"lon": 3}])
+def test_ranks_resample_to_the_same_lengths(wrong):
+    def work(layout):
+        x = layout.shard(torch.randn(1, 4, 2, 4), {"lat": 1})
+        with pytest.raises(ShapeError):
+            Resample(4, axis="lat", axes=AXES, layout=layout)(
+                x, to=wrong if layout.rank else {"lat": 6}
+            )
+
+    weft.on_threads(weft.Layout.parse("lat: halo=2"), work, timeout=20)
+
+
+@pytest.mark.parametrize("lengths", [{}, {"tim": 3}, {"time": 13, "tim": 3}])
+def test_lengths_after_a_trunk_are_of_its_axes(lengths):
+    spec = {"axes": ["batch", "time", "embed"], "sizes": {"embed": 8, "heads": 2}}
+    blocks = [{"conv": "time", "kernel": 4, "stride": 4}, {"attend": "time"}]
+    with pytest.raises(DeclarationError, match="lengths"):
+        compose(ModelSpec.from_dict(spec | {"block": blocks})).lengths_after(lengths)

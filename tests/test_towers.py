@@ -94,6 +94,30 @@ def test_prompts_of_spread_images_generate_one_devices_tokens(family):
     assert all(torch.equal(seen, want) for seen in ranks)
 
 
+@split
+def test_refusal_leaves_a_model_as_it_was():
+    model = built("llava")
+    owner = model.model
+    owner.get_image_features = lambda *args, **kwargs: None
+    before, call = model.config._attn_implementation, example("llava")
+    with pytest.raises(UnsupportedError, match="was replaced"):
+        weft.on_threads(
+            Layout.parse(LAYOUTS[0]),
+            lambda layout: parallelize(model, layout, verify=False, images="spread"),
+        )
+    del owner.get_image_features
+    assert model.config._attn_implementation == before
+    assert model(**cloned(call)).loss.isfinite()
+
+
+def test_images_are_spread_over_one_rank_where_nothing_is_split():
+    model, call = built("llava"), example("llava")
+    reference = step(copy.deepcopy(model), call)
+    mine = parallelize(model, Layout.parse("tokens: local"), verify=False, images="spread")
+    loss, *_ = gaps([step(mine, call)], reference)
+    assert loss < FP64
+
+
 CALLS = {
     "video": ("qwen3_vl", LAYOUTS[0], families.with_video),
     "ranks without placeholders": ("qwen3_vl", LAYOUTS[1], families.early),
@@ -239,6 +263,9 @@ def test_refuses_calls_that_are_not_spread_on_every_rank():
 
 
 def test_restored_models_compute_all_images_again():
-    model = parallelize(built("qwen3_vl"), Layout.single(), verify=False, images="spread")
-    assert "get_image_features" in vars(model.model)
-    assert "get_image_features" not in vars(weft.restore(model).model)
+    def work(layout):
+        model = parallelize(built("qwen3_vl"), layout, verify=False, images="spread")
+        given = "get_image_features" in vars(model.model)
+        return given, "get_image_features" in vars(weft.restore(model).model)
+
+    assert weft.on_threads(Layout.parse(LAYOUTS[0]), work) == [(True, False)] * 2

@@ -38,7 +38,7 @@ from .runtime import calls
 from .runtime.autocast import as_autocast
 from .runtime.calls import BoundCall
 from .runtime.expand import Expand, Expander, Expansion, Tried, as_expansion
-from .runtime.ops import attend_eagerly, attend_latents
+from .runtime.ops import attend_eagerly
 
 
 @overload
@@ -210,16 +210,16 @@ def attention(
         extra = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
         bound = _bound(layout, axes, mask, length, *extra, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
-        expansion = None if expand is None else as_expansion(expand)
-        tried = None if expansion is None else _latents(bound, expansion, q, k, v)
-        if expansion is not None and tried is None:
-            k, v = expansion(k, v)
-        if expansion is not None and tried is not None:
-            bound = _bound(layout, axes, mask, length, *extra, (), tried.sizes)
-            expander = Expander(expansion, tried.parameters, q)
-            out, lse = attend_latents(bound, expander, q, k, v, learned, numbers)
-        else:
-            out, lse = attend_eagerly(bound, q, k, v, learned, numbers)
+        expander = None
+        if expand is not None:
+            expansion = as_expansion(expand)
+            tried = _latents(bound, expansion, q, k, v)
+            if tried is None:
+                k, v = expansion(k, v)
+            else:
+                bound = _bound(layout, axes, mask, length, *extra, (), tried.sizes)
+                expander = Expander(expansion, tried.parameters, q)
+        out, lse = attend_eagerly(bound, q, k, v, learned, numbers, expander)
     if sinks is not None:
         out, lse = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out

@@ -180,7 +180,8 @@ class _OfAll(torch.autograd.Function):
     @staticmethod
     @once("a gather of ranks")
     def backward(ctx: Any, grad: Tensor) -> Any:
-        total = ctx.layout.bound.all_reduce(grad.clone().contiguous(), ctx.dims)
+        apart = grad.clone(memory_format=torch.contiguous_format)
+        total = ctx.layout.bound.all_reduce(apart, ctx.dims)
         return total.index_select(ctx.dim, ctx.own.to(grad.device)), *[None] * 5
 
 

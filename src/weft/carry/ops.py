@@ -165,11 +165,11 @@ class TreePassing(Passing):
         `like`.
         """
         plan, (a_shape, b_shape) = self.plan, self.shapes
-        result, label = state_tree(plan.fragments, backward), f"{'d' * backward}{plan.label}"
+        tree, label = state_tree(plan.fragments, backward), f"{'d' * backward}{plan.label}"
         apply = torch.matmul if self.matrix else torch.mul
         held: dict[Value, Map] = {}
         entering: dict[int, Value] = {}
-        for chain, leaves in enumerate(result.chains):
+        for chain, leaves in enumerate(tree.chains):
             for at, (chunk, piece) in enumerate(leaves):
                 if chunk == plan.chunk and at:
                     entering[piece] = Value(chain, 0, at)
@@ -190,7 +190,7 @@ class TreePassing(Passing):
             a, b = flat.split([math.prod(a_shape), math.prod(b_shape)])
             return a.view(a_shape), b.view(b_shape)
 
-        for step in result.rounds[plan.chunk]:
+        for step in tree.rounds[plan.chunk]:
             for fold in step.folds:
                 held[fold.made] = folded(fold)
             waits, received = [], []

@@ -223,7 +223,7 @@ def tree_defects(plan: Fragments) -> Iterator[str]:
         yield from sweep_defects(plan, state_tree(plan, backward), backward)
 
 
-def sweep_defects(plan: Fragments, result: Tree, backward: bool) -> Iterator[str]:
+def sweep_defects(plan: Fragments, tree: Tree, backward: bool) -> Iterator[str]:
     """Defects of the rounds of a tree, forward or in reverse."""
     which, starts = "gradients" if backward else "states", _documents(plan)
     documents: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by their first token
@@ -237,7 +237,7 @@ def sweep_defects(plan: Fragments, result: Tree, backward: bool) -> Iterator[str
         order = [(chunk, i) for _, chunk, i in sorted(document, reverse=backward)]
         expected |= {leaf: order[:at] for at, leaf in enumerate(order) if at}
     held: list[dict[Value, list[tuple[int, int]]]] = [{} for _ in plan.chunks]
-    for number, chain in enumerate(result.chains):
+    for number, chain in enumerate(tree.chains):
         for at, leaf in enumerate(chain):
             held[leaf[0]][Value(number, at, at + 1)] = [leaf]
     sent: dict[tuple[int, int], deque] = defaultdict(deque)
@@ -245,7 +245,7 @@ def sweep_defects(plan: Fragments, result: Tree, backward: bool) -> Iterator[str
 
     def script(chunk: int) -> Iterator[Wait]:
         here = held[chunk]
-        for step in result.rounds[chunk]:
+        for step in tree.rounds[chunk]:
             for fold in step.folds:
                 if fold.before not in here or fold.after not in here:
                     defects.append(f"{which}: chunk {chunk} has not what makes {fold.made}")
@@ -271,7 +271,7 @@ def sweep_defects(plan: Fragments, result: Tree, backward: bool) -> Iterator[str
         yield f"{which}: ranks wait for each other: {stuck}, or messages are left"
     found = {
         leaf: held[leaf[0]].get(Value(number, 0, at))
-        for number, leaves in enumerate(result.chains)
+        for number, leaves in enumerate(tree.chains)
         for at, leaf in enumerate(leaves)
         if at
     }

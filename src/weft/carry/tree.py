@@ -122,10 +122,10 @@ class TreeExchange(StatesPass):
 def state_tree(plan: Fragments, backward: bool = False) -> Tree:
     """The tree of maps that gives the state entering each piece, or the gradient leaving it."""
     chains = tuple(c[::-1] if backward else c for c in plan.chains)
-    result = _Sweep(plan, chains)
+    sweep = _Sweep(plan, chains)
     for number, leaves in enumerate(chains):
-        result.down(number, 0, len(leaves), -1)
-    return Tree(chains, result.rounds())
+        sweep.down(number, 0, len(leaves), -1)
+    return Tree(chains, sweep.rounds())
 
 
 class _Sweep:

@@ -79,9 +79,9 @@ def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlG
 def _name(ranks: tuple[int, ...]) -> str:
     """A name for a new group of some ranks: all of them make equally many of the same ranks."""
     with _lock:
-        result = _current().made
-        result[ranks] += 1
-        number = result[ranks]
+        counts = _current().made
+        counts[ranks] += 1
+        number = counts[ranks]
     return f"weft/control/{hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]}/{number}"
 
 

@@ -30,29 +30,29 @@ def name_of_start(store: dist.Store, rank: int, size: int, timeout: datetime.tim
     that rank 0 did not list.
     """
     until = time.monotonic() + timeout.total_seconds()
-    local = secrets.token_hex(8)
+    token = secrets.token_hex(8)
     if rank == 0:
-        store.set("weft/start", local)
-        joined = {other: f"weft/{local}/{size}/{other}" for other in range(1, size)}
+        store.set("weft/start", token)
+        joined = {other: f"weft/{token}/{size}/{other}" for other in range(1, size)}
         if not _appear(store, list(joined.values()), until):
             absent = [other for other, key in joined.items() if not store.check([key])]
             raise RankError(
                 f"ranks {absent} of {size} did not join this start within"
                 f" {timeout.total_seconds():g} s; their processes ended, or are still starting"
             )
-        names = [local, *(store.get(key).decode() for key in joined.values())]
-        store.set(f"weft/{local}/all", ",".join(names))
-        return local
+        names = [token, *(store.get(key).decode() for key in joined.values())]
+        store.set(f"weft/{token}/all", ",".join(names))
+        return token
     start = ""
     while time.monotonic() < until:
         if not _appear(store, ["weft/start"], until):
             break
         if (found := store.get("weft/start").decode()) != start:
             start = found
-            store.set(f"weft/{start}/{size}/{rank}", local)
+            store.set(f"weft/{start}/{size}/{rank}", token)
         everyone = f"weft/{start}/all"
         if _appear(store, [everyone], min(until, time.monotonic() + _LOOK_AGAIN.total_seconds())):
-            if local in store.get(everyone).decode().split(","):
+            if token in store.get(everyone).decode().split(","):
                 return start
             time.sleep(0.05)  # the list of an earlier start: rank 0 of this one is not there yet
     raise RankError(

@@ -140,6 +140,14 @@ def _per_channel(t: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     return None if t is None else t.view(shape)
 
 
+def _check_several(label: str, group: str, values: int) -> None:
+    """Raise where a variance would be of one value: torch does, and every rank knows the number."""
+    if values < 2:
+        raise ShapeError(
+            f"{label}: {values} value per {group} over all ranks, and a variance needs more than 1"
+        )
+
+
 @rule(F.group_norm, torch.group_norm)
 def group_norm(
     x: Field,
@@ -154,8 +162,10 @@ def group_norm(
     if not any(map(is_split_dim, x._dims[2:])):
         y = F.group_norm(x._local, num_groups, weight, bias, eps)
         return Field(y, x._dims, x._region)
-    x, (weight, bias) = _wide(lambda t: F.group_norm(t, 1), x, weight, bias)
     n = dim_size(x._dims[1]) // num_groups
+    values = n * math.prod(map(dim_size, (x._dims[0], *x._dims[2:])))
+    _check_several("group_norm", "group", values)
+    x, (weight, bias) = _wide(lambda t: F.group_norm(t, 1), x, weight, bias)
     dims: list[Sequence[Factor]] = [x._dims[0], whole(num_groups), whole(n), *x._dims[2:]]
     groups = Field(x._local.unflatten(1, (num_groups, n)), dims, x._region)
     shape = (num_groups, n, *[1] * (x.dim() - 2))
@@ -178,6 +188,8 @@ def instance_norm(
 ) -> Field:
     if running_mean is not None:
         raise refused("instance_norm with running statistics", x)
+    if use_input_stats:
+        _check_several("instance_norm", "channel", math.prod(map(dim_size, x._dims[2:])))
     return group_norm(x, dim_size(x._dims[1]), weight, bias, eps)
 
 
@@ -201,10 +213,7 @@ def batch_norm(
         return Field(y, x._dims, x._region)
     over = (0, *range(2, x.dim()))
     n = math.prod(dim_size(x._dims[d]) for d in over)
-    if n < 2:
-        raise ShapeError(
-            f"batch_norm: {n} value per channel over all ranks, and training needs more than 1"
-        )
+    _check_several("batch_norm", "channel", n)
     with torch.no_grad():
         mean, variance = merged_moments(x._local, over, x._dims, x._region)
         for running, found in ((running_mean, mean), (running_var, variance * (n / (n - 1)))):

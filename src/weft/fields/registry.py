@@ -21,10 +21,10 @@ RULES: dict[Any, Callable] = {}
 def rule(*functions: Any) -> Callable[[Callable], Callable]:
     """Registers a rule of functions of torch; it takes their arguments."""
 
-    def register(result: Callable) -> Callable:
-        for function in functions:
-            RULES[function] = result
-        return result
+    def register(function: Callable) -> Callable:
+        for key in functions:
+            RULES[key] = function
+        return function
 
     return register
 

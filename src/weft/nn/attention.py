@@ -345,7 +345,7 @@ class MultiAxisAttention(nn.Module):
         if not isinstance(bias, Tensor):
             return bias
         geometry = self.geometry
-        wanted = tuple(math.prod(lengths.values()) for lengths in (n, m))
+        wanted = tuple(math.prod([*lengths.values()]) for lengths in (n, m))
         if bias.dim() != 4 or tuple(bias.shape[2:]) != wanted:
             raise ShapeError(
                 f"bias must be (batch or 1, heads or 1, {wanted[0]}, {wanted[1]}), found"

@@ -211,7 +211,7 @@ class Geometry:
             whole[first] = wanted // inner if inner and not wanted % inner else whole[first]
         known = tuple(whole.items())
         sequences.check_held(self.placed, self.placed.coords, known, here)
-        count = copies * math.prod(whole.values())
+        count = copies * math.prod([*whole.values()])
         if wanted not in (None, count):
             raise ShapeError(
                 f"a bias of {wanted} sequences, where {whole} make {count}: give it one or"

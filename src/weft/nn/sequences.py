@@ -77,7 +77,7 @@ def sequence_order(
     known, found = dict(lengths), []
     rest = other_dims(layout, attended, tuple(known))
     for place in places(layout.mesh, layout.batch_dims(attended), dict.fromkeys(layout.mesh, 0)):
-        first = index_at(layout.mesh, rest, place) * math.prod(known.values())
+        first = index_at(layout.mesh, rest, place) * math.prod([*known.values()])
         index, steps = torch.tensor([first]), _steps(known)
         for name in local:
             held = positions_at(layout, name, known[name], place)

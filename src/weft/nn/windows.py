@@ -14,13 +14,14 @@ stride 1 has its middle where its output is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._uploads import uploaded
 from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..fields import Field
 from ..layout import Layout
@@ -63,16 +64,14 @@ class OverAxes(nn.Module):
             order = self.layout.order.get(name, "contiguous")
             if order != "contiguous" and self.layout.size(name) > 1:
                 raise DeclarationError(
-                    f"{self.layout.source}: axis {name!r} is in {order} order, and windows see"
-                    " neighbours; drop its order"
+                    f"{self.layout.source}: axis {name!r} is in {order} order, and"
+                    f" {type(self).__name__} takes contiguous chunks; drop its order"
                 )
 
     def _per_axis(self, key: str, value: Any, least: int = 1) -> tuple[int, ...]:
         """One whole number per axis: from one, a list, or a table by axis; 1 where it has none."""
         if isinstance(value, Mapping):
-            for name in value:
-                if name not in self.axis:
-                    raise DeclarationError(f"{key}: {name!r}{did_you_mean(name, self.axis)}")
+            self._check_axes(key, value)
             value = [value.get(name, 1) for name in self.axis]
         several = isinstance(value, Sequence) and not isinstance(value, str)
         values = tuple(value) if several else (value,) * len(self.axis)
@@ -83,6 +82,11 @@ class OverAxes(nn.Module):
                 f" {self.axis}"
             )
         return values
+
+    def _check_axes(self, key: str, value: Iterable[str]) -> None:
+        for name in value:
+            if name not in self.axis:
+                raise DeclarationError(f"{key}: {name!r}{did_you_mean(name, self.axis)}")
 
     def lengths_after(self, lengths: Mapping[str, int]) -> dict[str, int]:
         """Global lengths of the axes of the result, from those of x.
@@ -111,7 +115,7 @@ class OverAxes(nn.Module):
         self, x: Tensor, lengths: Mapping[str, int] | None, options: Mapping[str, Any]
     ) -> Tensor:
         """`_run` on x as a field (b c axes), in and out as `axes` names its dims."""
-        whole = self._whole(x, lengths)
+        whole = self._whole(x, lengths, options)
         rest = [name for name in self.axes[:-1] if name not in self.axis]
         order = [self.axes.index(name) for name in (*rest, self.axes[-1], *self.axis)]
         turned = x.permute(order)
@@ -130,11 +134,17 @@ class OverAxes(nn.Module):
         """The module on x (b c axes), a field where the layout splits an axis."""
         raise NotImplementedError
 
-    def _whole(self, x: Tensor, lengths: Mapping[str, int] | None) -> dict[str, int]:
-        """Global lengths of the axes; refused on all ranks where a rank holds another chunk."""
-        layout, wrong, whole = self.layout, "", {}
+    def _refusal(self, options: Mapping[str, Any]) -> str:
+        """Why the options of a call do not fit the module; "" where they do."""
+        return ""
+
+    def _whole(
+        self, x: Tensor, lengths: Mapping[str, int] | None, options: Mapping[str, Any]
+    ) -> dict[str, int]:
+        """Global lengths of the axes; refused on all ranks if one has other options or chunks."""
+        layout, wrong, whole = self.layout, self._refusal(options), {}
         if x.dim() != len(self.axes) or x.shape[-1] != self.embed_dim:
-            wrong = (
+            wrong = wrong or (
                 f"x must have the axes {self.axes} and {self.axes[-1]} = {self.embed_dim}, found"
                 f" shape {tuple(x.shape)}"
             )
@@ -153,7 +163,7 @@ class OverAxes(nn.Module):
         if any(layout.size(name) > 1 for name in self.axis):
             dims = tuple(d for name in self.axis for d in layout.shard_dims(name))
             subject = f"a call of {type(self).__name__} over {self.axis}"
-            layout.bound.agree(subject, wrong or str(whole), dims)
+            layout.bound.agree(subject, wrong or f"{whole} {dict(options) or ''}", dims)
         if wrong:
             raise ShapeError(wrong)
         return whole
@@ -272,9 +282,8 @@ class Convolution(Windowed):
 
     def _borders(self, border: str | Mapping[str, str]) -> tuple[str, ...]:
         given = dict.fromkeys(self.axis, border) if isinstance(border, str) else dict(border)
-        for name, found in given.items():
-            if name not in self.axis:
-                raise DeclarationError(f"border: {name!r}{did_you_mean(name, self.axis)}")
+        self._check_axes("border", given)
+        for found in given.values():
             if found not in BORDERS:
                 raise DeclarationError(f"border {found!r:.80}{did_you_mean(str(found), BORDERS)}")
         return tuple(given.get(name, "zeros") for name in self.axis)
@@ -346,9 +355,22 @@ class Pool(Windowed):
         y = mean(_padded(x, pads, "zeros"), self.kernel, self.stride)
         if not any(map(any, pads)):
             return y
-        inside = torch.ones(1, 1, *(lengths[name] for name in self.axis), dtype=torch.float64)
-        share = mean(_padded(inside, pads, "zeros"), self.kernel, self.stride)
-        return y / share.to(y.device, y.dtype)
+        share = torch.ones((), dtype=torch.float64, device=y.device)
+        for i, name in enumerate(self.axis):
+            inside = _inside(lengths[name], self.extent[i], self.stride[i], pads[i][0])
+            along = uploaded(inside, y.device, torch.float64)
+            share = share * along.view(-1, *[1] * (at - i))
+        return y / share.to(y.dtype)
+
+
+def _inside(length: int, extent: int, stride: int, before: int) -> tuple[float, ...]:
+    """For each window of an axis, the share of its positions that are between the ends.
+
+    >>> _inside(5, 4, 2, 1)
+    (0.75, 1.0, 0.5)
+    """
+    firsts = range(-before, length - before, stride)
+    return tuple((min(a + extent, length) - max(a, 0)) / extent for a in firsts)
 
 
 class Resample(OverAxes):
@@ -413,12 +435,15 @@ class Resample(OverAxes):
             ShapeError: on every rank, a tensor without these axes, or in other chunks; `to` of
                 another axis, or of no positions.
         """
-        for name, length in (to or {}).items():
+        return self._on_axes(x, lengths, {} if to is None else {"to": dict(to)})
+
+    def _refusal(self, options: Mapping[str, Any]) -> str:
+        for name, length in options.get("to", {}).items():
             if name not in self.axis:
-                raise ShapeError(f"to: no axis {name!r}{did_you_mean(name, self.axis)}")
-            if not isinstance(length, int) or length < 1:
-                raise ShapeError(f"to[{name!r}] = {length!r}: a length is a whole number above 0")
-        return self._on_axes(x, lengths, {"to": dict(to or {})})
+                return f"to: no axis {name!r}{did_you_mean(name, self.axis)}"
+            if isinstance(length, bool) or not isinstance(length, int) or length < 1:
+                return f"to[{name!r}] = {length!r}: a length is a whole number above 0"
+        return ""
 
     def _run(
         self, x: Tensor, lengths: Mapping[str, int], to: Mapping[str, int] | None = None

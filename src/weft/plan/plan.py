@@ -129,12 +129,11 @@ class Plan:
         )
         replicated = (*self.replicated.query, *self.replicated.key)
         self.edges = fixed_edges(layout, problem, self.head_shares, replicated)
-        if problem.expanded is not None and (layout.reproducible or self.replicated.key):
-            why = f"keys rest whole along {self.replicated.key}"
+        why = self.why_keys_travel
+        if problem.expanded is not None and why:
             raise UnsupportedError(
-                f"{layout.source}: latents do not travel where "
-                f"{'a layout is reproducible' if layout.reproducible else why}; expand them before"
-                " the call, as travel='auto' does"
+                f"{layout.source}: latents do not travel where {why}; expand them before the call,"
+                " as travel='auto' does"
             )
         self._geometries: dict[tuple, ChunkGeometry] = {}
         self._set_rank(coords)
@@ -167,6 +166,14 @@ class Plan:
             )
         if self.chosen:
             check_travel(self.resharding.query, self.forward.dims, self.backward.dims)
+
+    @property
+    def why_keys_travel(self) -> str:
+        """Why latents cannot travel in the place of keys; "" where they can."""
+        if self.edges is not None:
+            return "a reproducible layout computes keys in blocks of its own"
+        whole = self.replicated.key
+        return f"keys rest whole along {', '.join(whole)}" if whole else ""
 
     @property
     def row_moves(self) -> tuple[RowMove, ...]:

@@ -195,15 +195,13 @@ def pass_costs(
         return rows * p.row_bytes(payload, backward) * slowest
 
     # Of a block's share of the queries and of the keys.
-    flops = shifts.hardware.device.rate(p.n * p.m / ways / blocks, backward)
+    device = shifts.hardware.device
+    flops = device.rate(p.n * p.m / ways / blocks, backward)
     expansion = 0.0
     if p.expanded is not None:
         tokens = batch * p.m / expansions
         expansion = (3 if backward else 1) * tokens * p.expanded.work / flops
-    device, merged = (
-        shifts.hardware.device,
-        p.dtype.itemsize + 2 * accumulate_dtype(p.dtype).itemsize,
-    )
+    merged = p.dtype.itemsize + 2 * accumulate_dtype(p.dtype).itemsize
     merge_q = merge_kv = launch = 0.0
     if blocks > 1:
         launch = launches(backward) * device.host.launch

@@ -79,16 +79,9 @@ def _chosen(layout: LayoutDeclaration, problem: LocalProblem) -> Travel:
     tokens = problem.batch * keys.resharding.key.state(0, coords).size(2)
     local = 3 * tokens * sizes.work / _rate(keys)
     if_keys = _travelling(keys, local)
-    why = ""
-    if layout.reproducible:
-        why = "a reproducible layout expands them in blocks of no layout"
-    elif keys.replicated.key:
-        why = f"keys rest whole along {', '.join(keys.replicated.key)}"
-    if why:
-        return Travel(if_keys, if_keys, why)
-    latents = Plan(layout, problem, coords)
-    if_latents = _travelling(latents, 0.0)
-    return Travel(if_latents, if_keys)
+    if keys.why_keys_travel:
+        return Travel(if_keys, if_keys, keys.why_keys_travel)
+    return Travel(_travelling(Plan(layout, problem, coords), 0.0), if_keys)
 
 
 def _rate(plan: Plan) -> float:

@@ -77,18 +77,18 @@ class PartialOutput:
         return out.to(self.like.dtype), lse.to(self.accum_dtype)
 
 
-def merge_part(local: Tensor, own_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+def merge_part(local: Tensor, local_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge an output (b h n e) and its logsumexp (b h n) into others, in their memory."""
     on_gpu = local.is_cuda and local.dtype == torch.float32
     kernel = fused.launcher("merge_into") if on_gpu else None
     if kernel is not None:
-        kernel(local, own_lse, out, lse)
+        kernel(local, local_lse, out, lse)
         return
     # From the difference, since exp(lse - total) is off by a rounding of total, which is large
     # where logits are.
-    weight = torch.sigmoid(lse - own_lse).masked_fill(torch.isneginf(lse), 0.0)
+    weight = torch.sigmoid(lse - local_lse).masked_fill(torch.isneginf(lse), 0.0)
     local.lerp_(out.to(local.dtype), weight.to(local.dtype).unsqueeze(-1))
-    own_lse.copy_(torch.logaddexp(own_lse, lse))
+    local_lse.copy_(torch.logaddexp(local_lse, lse))
 
 
 class PartialSum:

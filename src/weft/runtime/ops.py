@@ -303,29 +303,22 @@ def attend_eagerly(
     v: Tensor,
     bias: Tensor | None,
     chosen: Tensor | None,
+    expander: Expander | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of a call that is not in a graph."""
+    """Output and logsumexp of a call that is not in a graph.
+
+    With an `expander` k and v are latents, expanded where they arrive, which no op does.
+    """
+    tensors = q, k, v, bias, chosen
+    if expander is not None:
+        return _Attention.apply(bound, expander, *tensors, *expander.parameters)
     alone = attend_alone(bound, q, k, v)
     if alone is not None:
         return alone
-    tensors = q, k, v, bias, chosen
     if profiling() or dispatched(*(t for t in tensors if t is not None)):
         given = bound.call.scale, bound.call.softcap, calls.handle_of(bound)
         return torch.ops.weft.attention(*tensors, *given)[:2]
     return _Attention.apply(bound, None, *tensors)
-
-
-def attend_latents(
-    bound: calls.BoundCall,
-    expander: Expander,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    chosen: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp of a call whose keys and values are expanded where they arrive."""
-    return _Attention.apply(bound, expander, q, k, v, bias, chosen, *expander.parameters)
 
 
 def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:

@@ -213,6 +213,7 @@ def explain(
     )
     if index is not None and choose is None:
         raise DeclarationError("--index: index keys choose keys; say how many by --choose")
+    index_keys = None if index is None else options.heads_by_size("--index", index)
     if choose is not None:
         chosen = ChoiceKind(1, min(choose, problem.m), check=False)
         problem = replace(problem, choice=chosen)
@@ -243,8 +244,8 @@ def explain(
     _print(layout, axis, problem, read)
     if travel is not None:
         _print_travel(layout, before, travel, f"of {hardware}" if machine else "of the layout")
-    if index is not None:
-        _print_index(layout, problem, *options.heads_by_size("--index", index))
+    if index_keys is not None:
+        _print_index(layout, problem, *index_keys)
     if state or axis in layout.carry:
         _print_states(layout, axis, problem, machine)
     if machine is not None:
@@ -509,7 +510,8 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
 
 def _kernel_calls(layout: Layout, problem: Problem, plans: list[Plan], read: Reading) -> str:
     """Kernel calls of the busiest rank, and an order of mesh dims that makes fewer of them."""
-    calls, text = _calls(plans), f"kernel calls of a rank, forward and backward: {_calls(plans)}"
+    calls = _calls(plans)
+    text = f"kernel calls of a rank, forward and backward: {calls}"
     rules = plans[0].rules.items()
     exchanging = [d for d, r in rules if r.role not in TRAVELS and r.query.rest == Shard(SEQ)]
     order = [*(d for d in layout.mesh if d not in exchanging), *exchanging]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 import time
@@ -340,10 +341,10 @@ def heads_by_size(option: str, text: str) -> tuple[int, int]:
     >>> heads_by_size("--index", "64x128")
     (64, 128)
     """
-    parts = text.split("x")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+    found = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
+    if found is None:
         raise DeclarationError(f"{option}: {text!r} is not heads x size, such as 64x128")
-    return int(parts[0]), int(parts[1])
+    return int(found[1]), int(found[2])
 
 
 def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:

@@ -652,10 +652,11 @@ def _of_tokens(kwargs: dict) -> dict:
 
     Position ids of several rows are the model's own; masks read documents off the text's.
     """
+    foreign = refused.foreign(kwargs)
     kept = {
         n: v
         for n, v in kwargs.items()
-        if n in OF_TOKENS or (n not in refused.foreign(kwargs) and not _is_of_dims(v))
+        if n in OF_TOKENS or (n not in foreign and not _is_of_dims(v))
     }
     if "position_ids" in kept:
         kept["position_ids"] = rows.text_positions(kept["position_ids"])

@@ -23,6 +23,11 @@ from .cache_layers import ShardedLayer, WindowLayer
 from .mark import OfCache
 
 
+def scale_of(query: Tensor, scaling: float | None) -> float:
+    """The scale of the logits: as the model gives it, or d ** -0.5."""
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
 def causal(query: Tensor, first: int) -> OfCache:
     """The mask of a layer that got none."""
     n = query.shape[2]
@@ -66,7 +71,7 @@ def attend_cached(
     """q (b h n d) on every rank, k and v as a layer of the cache returned them, to (b n h e)."""
     layer, key, value = cache.keys_values(module, key, value)
     (query,) = as_autocast(query)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = scale_of(query, scaling)
     device = query.device
 
     def queries() -> Tensor:
@@ -109,7 +114,7 @@ def attend_past(
     keys and values of tokens before, and `mask` says which query sees which of them.
     """
     (query,) = as_autocast(query)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = scale_of(query, scaling)
     k, v = (t.to(query.dtype) for t in past)
     shards, device, start = layer.shards, query.device, mask.first
     local = shards.part

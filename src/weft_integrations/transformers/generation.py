@@ -35,19 +35,19 @@ _KNOWN = (None, "dynamic", "hybrid", "offloaded")
 
 def generate(self: Foreign, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on a layout, see `weft.parallelize`."""
-    local, name = _own(self), f"{type(self).__name__}.generate"
+    stock, name = _own(self), f"{type(self).__name__}.generate"
     with refused_everywhere(self._weft.calls.refuse):
-        kwargs = _with_cache(self, local, args, kwargs, name)
-    result = local(*args, **kwargs)
+        kwargs = _with_cache(self, stock, args, kwargs, name)
+    result = stock(*args, **kwargs)
     _agree(self, result, name)
     return result
 
 
 def _with_cache(
-    self: Foreign, local: Callable, args: tuple, kwargs: dict[str, Any], name: str
+    self: Foreign, stock: Callable, args: tuple, kwargs: dict[str, Any], name: str
 ) -> dict[str, Any]:
     """The options of a call, with a sharded cache; raises for those that have no parts."""
-    arguments = inspect.signature(local).bind_partial(*args, **kwargs).arguments
+    arguments = inspect.signature(stock).bind_partial(*args, **kwargs).arguments
     options = {**arguments, **arguments.get("kwargs", {})}
     config = options.get("generation_config")
 

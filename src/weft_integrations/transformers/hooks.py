@@ -104,14 +104,34 @@ def install(
 ) -> nn.Module:
     """Give a model weft's attention (registered under a name), mask, loss and hooks."""
     embeddings = embeddings or find_embeddings(model)
-    decoder = whole.text_decoder(model)
-    spread = towers.methods(model, decoder) if images == "spread" else []
     installed = _Installed(
         implementation=model.config._attn_implementation,
         layout=layout,
         axis=axis,
         rows=rows,
     )
+    try:
+        _put_in(model, installed, embeddings, name, travel, images)
+    except BaseException:  # the model stays as it was
+        for module in model.modules():
+            put_back(module)
+        installed.undo(model)
+        model.__dict__.pop("_weft", None)
+        raise
+    return model
+
+
+def _put_in(
+    model: Foreign,
+    installed: _Installed,
+    embeddings: nn.Module | None,
+    name: str,
+    travel: latents.Latents,
+    images: str,
+) -> None:
+    layout, axis, rows = installed.layout, installed.axis, installed.rows
+    decoder = whole.text_decoder(model)
+    spread = towers.methods(model, decoder) if images == "spread" else []
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
     for module in model.modules():
@@ -126,7 +146,7 @@ def install(
     model.set_attn_implementation(name)
     if decoder is not None:
         _keep_towers(decoder, installed)
-    for module, function, method in spread:
+    for module, function, method in spread if layout.size(axis) > 1 else ():
         put(module, function, method)
         installed.of_rows.append(module)
     if model.config._attn_implementation != name:
@@ -139,7 +159,6 @@ def install(
     if hasattr(model, "generate"):
         for attribute, function in generation.REPLACED[rows].items():
             _replace(model, attribute, types.MethodType(function, model), installed)
-    return model
 
 
 def _keep_towers(decoder: nn.Module, installed: _Installed) -> None:

@@ -133,7 +133,8 @@ def attend(
         )
     where, choice = attention_mask, _choice(module, indices, block_indices)
     if isinstance(where, Weighed):
-        query, key, scaling = as_scores(query, key, where.weights, _scale(query, scaling))
+        scaling = decoding.scale_of(query, scaling)
+        query, key, scaling = as_scores(query, key, where.weights, scaling)
         where, choice = where.where, where.choice
     if where.refusal:
         raise UnsupportedError(f"{name}: {where.refusal}")
@@ -172,10 +173,6 @@ def _choice(module: Foreign, tokens: Tensor | None, blocks: Tensor | None) -> Ch
     if blocks is not None:
         return ChosenKeys(blocks, module.indexer.block_size, check=False)
     return None
-
-
-def _scale(query: Tensor, scaling: float | None) -> float:
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 def _leaves_nothing_out(mask: Any, tokens: int) -> bool:

@@ -23,7 +23,7 @@ from weft.layout import Layout
 from weft.runtime.expand import Expansion
 
 from .. import Foreign
-from .mark import Marked, touched
+from .mark import Untouchable, touched
 from .running import running
 
 #: The attribute of a module whose latents are handed on.
@@ -33,7 +33,7 @@ Latents = Literal["auto", "latents", "keys"]
 _METHOD, _WEIGHTS = "expand_kv", "kv_b_proj"
 
 
-class Unexpanded(metaclass=Marked):
+class Unexpanded(Untouchable):
     """Latents in the place of keys and values, on their way to weft's attention.
 
     Used as a tensor it raises `UnsupportedError`, which names the model's code.
@@ -47,17 +47,6 @@ class Unexpanded(metaclass=Marked):
 
     def __init__(self, c: Tensor, r: Tensor, expansion: Expansion) -> None:
         self.latents, self.expansion = (c, r), expansion
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        touched(f".{name}", self.subject)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        touched(getattr(func, "__name__", str(func)), cls.subject)
 
 
 def taken(
@@ -141,7 +130,7 @@ def _travels(module: Foreign, c: Tensor, r: Tensor) -> bool:
         return False
     if any(isinstance(part, nn.Dropout) and part.training and part.p for part in parts):
         return False
-    weights = [p for part in parts for p in part.parameters(recurse=False)]
+    weights = getattr(module, _WEIGHTS).parameters()
     return not any(isinstance(p, DTensor) or p.device != c.device for p in weights)
 
 

@@ -60,10 +60,10 @@ def touched(label: str, subject: tuple[str, str]) -> NoReturn:
     )
 
 
-class Mark(metaclass=Marked):
-    """A mask that is no tensor: used as one it raises `UnsupportedError`, which names the code."""
+class Untouchable(metaclass=Marked):
+    """An argument that is no tensor: used as one it raises `UnsupportedError` naming the code."""
 
-    subject = _MASK
+    subject: tuple[str, str]
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
@@ -75,6 +75,12 @@ class Mark(metaclass=Marked):
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> NoReturn:
         touched(getattr(func, "__name__", str(func)), cls.subject)
+
+
+class Mark(Untouchable):
+    """A mask that is no tensor."""
+
+    subject = _MASK
 
 
 @dataclass(frozen=True, eq=False)

@@ -68,11 +68,11 @@ def put(module: Foreign, function: Callable, name: str = "forward") -> None:
     which instances share, and lives in its globals, which they do not. A method that was replaced
     already, such as by a kernel of the hub, is refused.
     """
-    local, place = getattr(type(module), name), name
+    stock, place = getattr(type(module), name), name
     if name == "forward" and {"_hf_hook", "_old_forward"} <= module.__dict__.keys():
         place = "_old_forward"
     current = module.__dict__.get(place)
-    if current is not None and getattr(current, "__func__", None) is not local:
+    if current is not None and getattr(current, "__func__", None) is not stock:
         raise UnsupportedError(
             f"{type(module).__name__}: its {name} was replaced by"
             f" {getattr(current, '__qualname__', current)}, a fused kernel perhaps, within which"

@@ -128,9 +128,7 @@ def caches_of_choices(choosers: Sequence[Foreign]) -> None:
 
 def padding_of_choices(choosers: Sequence[Foreign], batch: Batch, length: int) -> None:
     """Raise for rows whose first token is not in the first place, where blocks count places."""
-    for module in choosers:
-        if not in_places(module):
-            continue
+    for module in filter(in_places, choosers):
         seen = unpadded(batch.mask, length)
         if batch.documents is not None or (seen is not None and not seen[:, 0].all()):
             kind = "padded on the left" if batch.documents is None else "packed"

@@ -94,8 +94,8 @@ def cut(
             f"few tokens: {length} leave a rank of mesh {dict(layout.mesh)} without any"
         )
     for name, value in full.items():
-        rest = isinstance(value, Tensor) and value.dim() and value.shape[:2] != ids.shape[:2]
-        if rest and name not in ("labels", "position_ids"):
+        differs = isinstance(value, Tensor) and value.dim() and value.shape[:2] != ids.shape[:2]
+        if differs and name not in ("labels", "position_ids"):
             raise UnsupportedError(
                 f"{name}: {tuple(value.shape)} is not of {(rows, length)} tokens"
             )

@@ -27,7 +27,7 @@ from weft.errors import ShapeError, UnsupportedError
 from weft.layout import Layout
 
 from .. import Foreign
-from ..common import chunks
+from ..common import chunk_places
 from .noise import own_random_numbers
 from .running import ModelCall, running
 
@@ -120,7 +120,7 @@ class _Units:
             grid = torch.cat([torch.ones_like(sizes[:, :1]), sizes], 1)
         return cls({**arguments, name: grid}, pixels, grid, len(grid))
 
-    @property
+    @functools.cached_property
     def patches(self) -> list[int]:
         """Patches of each unit, or numbers in proportion."""
         return [1] * self.count if self.grid is None else self.grid.prod(-1).tolist()
@@ -224,9 +224,8 @@ def _owners(call: ModelCall, owner: Foreign, label: str) -> Tensor:
     """The chunk that each placeholder's token falls to, in row-major order."""
     places = _placeholders(call, owner, label)
     chunk_of = torch.empty(call.length, dtype=torch.long)
-    for number, spans in enumerate(chunks(call.layout, call.axis, call.length)):
-        for span in spans:
-            chunk_of[span.start : span.last + 1 : span.step] = number
+    for number, held in enumerate(chunk_places(call.layout, call.axis, call.length)):
+        chunk_of[held] = number
     return chunk_of.expand(places.shape)[places]
 
 
@@ -277,11 +276,7 @@ def coordinates_of(chunk: Tensor, sizes: Sequence[int]) -> Tensor:
     >>> coordinates_of(torch.arange(4), [2, 2]).tolist()
     [[0, 0], [0, 1], [1, 0], [1, 1]]
     """
-    digits = []
-    for size in reversed(sizes):
-        digits.append(chunk % size)
-        chunk = chunk // size
-    return torch.stack(digits[::-1], -1)
+    return torch.stack(torch.unravel_index(chunk, tuple(sizes)), -1)
 
 
 def _chunk(coordinates: Tensor, sizes: Sequence[int]) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from weft._torch import memory_of
 from weft.comm.collectives import partial_to_replicate
 from weft.errors import UnsupportedError
 from weft.layout import Layout
@@ -261,7 +262,8 @@ def counting_rows(module: Foreign) -> dict[str, Any]:
     """Globals for the `forward` of a module that counts places of tokens; none: it does not."""
     values: dict[str, Any] = {"torch": CountsRow()} if tempers_by_place(module) else {}
     if rotates_patches(module):
-        values[_ROTARY] = _of_all_patches(type(module).forward.__globals__[_ROTARY])
+        forward = inspect.unwrap(type(module).forward)
+        values[_ROTARY] = _of_all_patches(forward.__globals__[_ROTARY])
     return values
 
 
@@ -446,7 +448,9 @@ def _pools_first_state(output: Any) -> bool:
     if not isinstance(pooled, Tensor) or not isinstance(states, Tensor) or states.dim() != 3:
         return False
     first = states[:, 0]
-    return pooled.shape == first.shape and pooled.data_ptr() == first.data_ptr()
+    if pooled.shape != first.shape or pooled.storage_offset() != first.storage_offset():
+        return False
+    return memory_of(pooled)[0] == memory_of(states)[0]
 
 
 def _whole_router(logits: Tensor, rows: int, layout: Layout, axis: str) -> Tensor:

@@ -173,12 +173,16 @@ def _mask_parts(part: Any) -> list[tuple[str, Any]]:
     table = {part: None} if isinstance(part, str) else part
     if not isinstance(table, Mapping):
         raise ValueError(f"{shown(part)} is no mask; write 'causal', or {{ window = [4, 0] }}")
-    for grid in (name for name in GRID_MASKS if name in table):
-        keys = [key for key in GRID_MASKS[grid] if key in table]
-        options: dict[str, Any] = {grid: _counts(table, grid, 1)}
-        options |= {k: _counts(table, k, int(k == "dilation")) for k in keys if k != "circular"}
-        options |= {key: _names(table[key]) for key in keys if key == "circular"}
-        rest = {k: v for k, v in table.items() if k != grid and k not in keys}
+    grid = next((name for name in GRID_MASKS if name in table), None)
+    if grid is not None:
+        keys = (grid, *(key for key in GRID_MASKS[grid] if key in table))
+        options = {
+            key: _names(table[key])
+            if key == "circular"
+            else _counts(table, key, int(key in (grid, "dilation")))
+            for key in keys
+        }
+        rest = {k: v for k, v in table.items() if k not in keys}
         return [(grid, tuple(options.items())), *(_mask_parts(rest) if rest else [])]
     for name, value in table.items():
         if name not in MASKS:

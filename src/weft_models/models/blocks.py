@@ -124,11 +124,10 @@ class Attend(nn.Module):
         keys = {name: length for name, length in known if length is not None}
         bias, lengths = None, given.lengths
         if self.bias is not None:
+            n = queries
             if geometry.own:
                 n = geometry.whole_lengths(geometry.queries, x.shape, lengths)
                 lengths = {**lengths, **n}
-            else:
-                n = geometry.query_lengths(x.shape, lengths)
             m = n if context is None else geometry.key_lengths(context.shape, keys)
             bias = self.bias(tuple(n.values()), tuple(m.values()), given.biases)
         out = self.attention(self.norm(x), context, mask, lengths, keys, bias=bias)

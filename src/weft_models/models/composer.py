@@ -64,8 +64,8 @@ def compose(
     """
     spec = model if isinstance(model, ModelSpec) else ModelSpec.load(model)
     layout = bound_layout(layout)
-    local = {block.kind for block in spec.attends}.difference(layouts or {})
-    check_fit(spec, layout, local)
+    kinds = {block.kind for block in spec.attends}.difference(layouts or {})
+    check_fit(spec, layout, kinds)
     _check_carries(spec, layout)
     if layout.reproducible:
         _check_reproducible(spec, layout, bool(layouts))
@@ -145,9 +145,9 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
 
     >>> check_fit(ModelSpec.load("causal_lm"), Layout.load("ring-4"))
     """
-    local = [a for c in spec.context.values() for a in c.axes[:-1] if a not in spec.axes]
+    of_contexts = [a for c in spec.context.values() for a in c.axes[:-1] if a not in spec.axes]
     for axis in layout.sharding:
-        if axis not in (*spec.axes[:-1], *local, "heads"):
+        if axis not in (*spec.axes[:-1], *of_contexts, "heads"):
             raise DeclarationError(
                 f"layout {layout.name!r} shards axis {axis!r}, which model {spec.name!r} does not"
                 f" have{did_you_mean(axis, spec.axes[:-1])}"
@@ -160,7 +160,7 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
         heads = block.heads or spec.sizes.heads
         kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads) or heads
         try:
-            if not any(axis in local for axis in block.axes):
+            if not any(axis in of_contexts for axis in block.axes):
                 layout.rules(block.axes)
             check_heads(heads, kv_heads, layout)
         except DeclarationError as error:

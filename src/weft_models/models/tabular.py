@@ -158,9 +158,9 @@ class TableModel(Model):
         True
         """
         lengths, *_ = self._checked(cells, None, lengths, None)
-        result = self.stack.recording((*cells.shape, 0), self.rows, lengths)
-        self(cells, train=lengths[self.rows], lengths=lengths, cache=result)
-        return result.finished(self)
+        recording = self.stack.recording((*cells.shape, 0), self.rows, lengths)
+        self(cells, train=lengths[self.rows], lengths=lengths, cache=recording)
+        return recording.finished(self)
 
     @torch.no_grad()
     def predict(

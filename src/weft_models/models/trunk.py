@@ -179,6 +179,7 @@ class Trunk(Model):
         >>> weft.compose(spec).lengths_after({"time": 13})
         {'time': 4}
         """
+        self._check_lengths(lengths)
         given = BlockInputs(lengths=dict(lengths), first=dict(lengths))
         for block in filter(_changes_lengths, self.blocks):
             given = _after(block, given)
@@ -235,10 +236,10 @@ class Trunk(Model):
         >>> torch.allclose(trunk(x[3:], cache=cache), whole[3:], atol=1e-6)
         True
         """
-        result = self.recording(x.shape, axis, lengths)
+        recording = self.recording(x.shape, axis, lengths)
         given = {"lengths": lengths, "masks": masks, "biases": biases}
-        self(x, contexts, **given, cache=result)
-        return result.finished(self)
+        self(x, contexts, **given, cache=recording)
+        return recording.finished(self)
 
     def recording(
         self, shape: Sequence[int], axis: str, lengths: Mapping[str, int] | None
@@ -332,9 +333,13 @@ class Trunk(Model):
         self._check_names("masks", self.mask_names, given.masks)
         biases = {name for block in spec.attends for name in block.biases_of_call}
         self._check_names("biases", biases, given.biases)
+        self._check_lengths(given.lengths)
+
+    def _check_lengths(self, lengths: Mapping[str, int]) -> None:
+        spec = self.spec
         axes = [*spec.axes[:-1], *(a for c in spec.context.values() for a in c.axes[:-1])]
         axes += [f"{name}.{a}" for name, c in spec.context.items() for a in c.axes[:-1]]
-        for name in given.lengths:
+        for name in lengths:
             if name not in axes:
                 raise DeclarationError(
                     f"model {spec.name!r}: lengths has {name!r}, which is no axis"
@@ -355,4 +360,7 @@ def _changes_lengths(block: nn.Module) -> bool:
 def _after(block: nn.Module, given: BlockInputs) -> BlockInputs:
     """The inputs of later blocks, with the lengths that a block leaves."""
     assert isinstance(block, OnAxes)
+    for name in block.run.axis:
+        if name not in given.lengths:
+            raise DeclarationError(f"lengths of an axis that a block changes: give {name!r}, too")
     return dataclasses.replace(given, lengths={**given.lengths, **block.lengths_after(given)})

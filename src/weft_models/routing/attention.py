@@ -352,8 +352,8 @@ class _Run:
         columns hold the rounded value and its rounding error.
         """
         bias = shares.gather(-1, slots.clamp_min(0)) / self.plan.scale
-        local = torch.arange(slots.shape[-1], device=slots.device) == 0
-        bias = torch.where(local, 0.0, bias).unsqueeze(-1)
+        first = torch.arange(slots.shape[-1], device=slots.device) == 0
+        bias = torch.where(first, 0.0, bias).unsqueeze(-1)
         bias = torch.where(valid, bias, lowest(keys.dtype)).permute(0, 2, 1, 3, 4).unsqueeze(-1)
         bias = bias.expand(-1, -1, bias.shape[2], -1, -1, -1)
         repeat = keys.shape[2] // bias.shape[2]

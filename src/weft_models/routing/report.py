@@ -113,12 +113,12 @@ def scores_figure(how: Routes, sample: int = 0) -> Figure:
     """
     rows, columns = how.eligible.shape
     share = how.chosen[:, 0].float().mean(0).cpu()
-    local = torch.eye(rows, columns).bool()
+    diagonal = torch.eye(rows, columns).bool()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6, 4.2), layout="constrained")
     axes = figure.add_subplot()
-    shares = share.masked_fill(local, float("nan")).numpy()
+    shares = share.masked_fill(diagonal, float("nan")).numpy()
     shown = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
     figure.colorbar(shown, ax=axes, label="share of samples that compute the block")
     for i in range(min(rows, columns)):

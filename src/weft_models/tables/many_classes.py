@@ -94,16 +94,16 @@ class Hierarchy:
         shared = (settings, unordered, budget)
         self.top = Ensemble(source, x, group, len(self.groups), *shared)
         if len(self.groups) < classes:
-            for i, local in enumerate(self.groups):
+            for i, members in enumerate(self.groups):
                 rows = group == i
-                one = Hierarchy(source, x[rows], y[rows] - local.start, len(local), *shared)
+                one = Hierarchy(source, x[rows], y[rows] - members.start, len(members), *shared)
                 self.below.append(one)
 
     @property
     def ensembles(self) -> list[Ensemble]:
         """All of them, the first of the widest groups."""
-        local = [] if self.top is None else [self.top]
-        return local + [ensemble for one in self.below for ensemble in one.ensembles]
+        top = [] if self.top is None else [self.top]
+        return top + [ensemble for one in self.below for ensemble in one.ensembles]
 
     def encode(self, advance: Callable[[int], None] = _silent) -> None:
         """As `Ensemble.encode`."""

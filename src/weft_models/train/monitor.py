@@ -165,10 +165,10 @@ class Monitor:
         self.writer.add_figure("real tables", results_figure(results), step - 1)
         self.writer.add_text("real tables", results_markdown(results), step - 1)
 
-    def print(self, label: RenderableType) -> None:
+    def print(self, content: RenderableType) -> None:
         """Prints on rank 0, below the progress line."""
         self.progress.stop()
-        self.console.print(label)
+        self.console.print(content)
 
     def _smooth(self, name: str, value: float) -> float:
         old = self.smooth.get(name, value)

@@ -31,9 +31,15 @@ _LENGTHS = frozenset(
     {
         *("sliding_window", "attention_chunk_size", "chunk_size", "window_size", "local_attention"),
         *("block_size", "chunk_length", "floor_scale", "index_block_size"),
-        *("index_topk", "keep_window_size", "indexer_budget"),
+        *("index_topk", "keep_window_size", "indexer_budget", "compress_rate"),
     }
 )
+#: Options by which a model chooses its keys: the trial that has them shorter compares gradients.
+_CHOICES = frozenset(
+    {"index_topk", "keep_window_size", "indexer_budget", "index_topk_blocks", "compress_rate"}
+)
+#: Parameters with a row for each token of an option of modules.
+_ROWS = {"compress_rate": "position_bias"}
 #: Options that give a number of blocks of tokens, which is 1 where they are shortened.
 _BLOCKS = frozenset({"index_topk_blocks"})
 #: Names under which modules keep options, where they are others than the configuration's.
@@ -89,7 +95,8 @@ def trials(model: Foreign, layout: Layout, axis: str) -> list[Trial]:
         return [Trial(batch, 0, train=True), *again]
     first, length = lengths(layout, axis)
     planned = [Trial(batch, first, train=True)]
-    numbers = set(_numbers(model.config.to_dict()))
+    rates = {m.compress_rate for m in model.modules() if type(_rate_of(m)) is int}
+    numbers = {*_numbers(model.config.to_dict()), *(("compress_rate", rate) for rate in rates)}
     if balances(model) or pools(model):
         # Statistics leave padding out. Every token sees one that is no padding.
         windows = [n - 1 for name, n in numbers if name in _LENGTHS and n > 0]
@@ -98,10 +105,13 @@ def trials(model: Foreign, layout: Layout, axis: str) -> list[Trial]:
     if leaves_padding_out(model) and not may_skip_padding(model):
         planned.append(Trial(batch, length, padding=length // 4, left=True))
     longer = {name for name, n in numbers if name in _LENGTHS and n > first // 2}
-    short = [(name, length // 3) for name in longer]
-    short = sorted(short + [(name, 1) for name, n in numbers if name in _BLOCKS and n > 1])
+    short = {name: length // 3 for name in longer}
+    short |= {name: 1 for name, n in numbers if name in _BLOCKS and n > 1}
+    if rates and "index_topk" in short:  # of entries, of which there are fewer than tokens
+        short["index_topk"] = max(1, length // 3 // min(rates))
     if short:
-        planned.append(Trial(batch, length, gradients=False, short=tuple(short)))
+        compared = not _CHOICES.isdisjoint(short)
+        planned.append(Trial(batch, length, gradients=compared, short=tuple(sorted(short.items()))))
     if accepts_positions(model) and _dynamic(model.config):
         ends = {n for name, n in numbers if name in _POSITIONS}
         starts = {n - length // 2 for n in ends if n > length}
@@ -138,6 +148,13 @@ def shorten(model: nn.Module, trial: Trial) -> None:
                 number = owner.__dict__.get(name)
                 if isinstance(number, int | float) and number > value:
                     setattr(owner, name, value)
+                    rows = getattr(owner, _ROWS.get(name, ""), None)
+                    if isinstance(rows, nn.Parameter):
+                        rows.data = rows.data[:value].clone()
+
+
+def _rate_of(module: nn.Module) -> object:
+    return module.__dict__.get("compress_rate")
 
 
 def _dynamic(config: Any) -> bool:
