@@ -343,7 +343,8 @@ def page(rows: list[Row]) -> str:
     """The table as a page of the docs."""
     parts = [
         "# Model families",
-        f"Every causal, masked and vision family of transformers {transformers.__version__}, with\n"
+        f"Every causal, masked and vision family of transformers {transformers.__version__},"
+        " and some of\nimages with text, with\n"
         "random weights and a tiny configuration, compared with itself by "
         "`weft_integrations.transformers.verify` on "
         + " and ".join(f"`{x}`" for x in LAYOUTS)

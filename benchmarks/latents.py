@@ -157,9 +157,10 @@ Bytes that rank 0 receives in one attention layer of DeepSeek V3's sizes (128 he
 192 and values of 128, made of 512 + 64 numbers per token; 16 bits), of all tensors: under Ulysses,
 pass-Q and tiles, queries and outputs travel, too. Every number was counted by a rank that ran the
 call, forward and backward, on tensors without numbers, and is that of the plan to the byte. The
-last columns have what `travel="auto"` takes, at the rates that are assumed of a GPU (400 TFLOP/s,
-50 GB/s) and of a CPU core (50 GFLOP/s, 1.25 GB/s), and the seconds of both passes by which: those
-of the plan's clock, not measured.
+last columns have what "auto" takes (the latents, if they are fewer bytes and the call at most 5 %
+longer), at the rates that are assumed of a GPU (400 TFLOP/s, 50 GB/s) and of a CPU core
+(50 GFLOP/s, 1.25 GB/s), and the seconds of both passes by which: those of the plan's clock, not
+measured.
 
 """
 

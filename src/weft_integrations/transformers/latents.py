@@ -28,7 +28,7 @@ from .running import running
 
 #: The attribute of a module whose latents are handed on.
 _KEPT = "_weft_latents"
-#: Whether latents travel: "auto", where they are fewer bytes and take no longer by the plan.
+#: Whether latents travel: "auto", if they are fewer bytes and at most 5 % longer by the plan.
 Latents = Literal["auto", "latents", "keys"]
 _METHOD, _WEIGHTS = "expand_kv", "kv_b_proj"
 

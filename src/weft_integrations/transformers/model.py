@@ -130,9 +130,9 @@ def parallelize_transformers(
             tokens, and the outputs named image_... and video_... are not there. For families whose
             towers see one image at a time.
         latents: of multi-head latent attention (DeepSeek's and others'): "auto", where latents
-            travel instead of expanded keys if they are fewer bytes and the call takes no longer by
-            the plan, which counts that every rank expands what arrives; "latents", always; or
-            "keys", never.
+            travel instead of expanded keys if they are fewer bytes and the call takes at most 5 %
+            longer by the plan, which counts that every rank expands what arrives; "latents",
+            always; or "keys", never.
 
     Raises:
         UnsupportedError: a model outside of transformers' attention interface, or one that is

@@ -105,7 +105,7 @@ def trials(model: Foreign, layout: Layout, axis: str) -> list[Trial]:
     if leaves_padding_out(model) and not may_skip_padding(model):
         planned.append(Trial(batch, length, padding=length // 4, left=True))
     longer = {name for name, n in numbers if name in _LENGTHS and n > first // 2}
-    short = {name: length // 3 for name in longer}
+    short = dict.fromkeys(longer, length // 3)
     short |= {name: 1 for name, n in numbers if name in _BLOCKS and n > 1}
     if rates and "index_topk" in short:  # of entries, of which there are fewer than tokens
         short["index_topk"] = max(1, length // 3 // min(rates))
