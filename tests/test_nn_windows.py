@@ -182,7 +182,7 @@ def test_other_chunks_are_refused_on_every_rank(wrong):
             lambda: GroupNorm(
                 2, 4, axis="lat", axes=AXES, layout=Layout.parse("lat(zigzag): ring=2")
             ),
-            "zigzag order, and windows see neighbours",
+            "zigzag order, and GroupNorm takes contiguous chunks",
         ),
     ],
 )
