@@ -53,6 +53,15 @@ class Bug(NamedTuple):
 
 
 BUGS = (
+    # -- models on layouts
+    Bug(
+        "a pickle meets weft's functions before the refusal",
+        "weft_integrations/common.py",
+        "Parallelized.put_on",
+        '{"_weft": self} | attributes',
+        'attributes | {"_weft": self}',
+        "parallelize",
+    ),
     # -- latents in the place of keys
     Bug(
         "the expansion's gradient is that of the first chunk",
