@@ -53,6 +53,23 @@ class Bug(NamedTuple):
 
 
 BUGS = (
+    # -- names of axes
+    Bug(
+        "lengths of unknown axes are ignored",
+        "weft/plan/lengths.py",
+        "_check_names",
+        "name not in axes",
+        "False",
+        "lengths",
+    ),
+    Bug(
+        "a resampled call with `to` ignores lengths of unknown axes",
+        "weft/nn/windows.py",
+        "Resample._refusal",
+        "super()._refusal(lengths, options)",
+        "''",
+        "lengths",
+    ),
     # -- models on layouts
     Bug(
         "a pickle meets weft's functions before the refusal",
