@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import weft
+from benchmarks import chosen as chosen_bytes
 from benchmarks import families
 from weft import Layout
 from weft.errors import UnsupportedError
@@ -217,15 +218,26 @@ def test_bytes_of_entries_are_those_of_others_windows() -> None:
     def act(split, layout):
         with torch.no_grad(), weft.traffic() as report:
             split(**batch)
-        return report.by_tensor()["entries"]
+        return tuple(report.by_tensor()[label] for label in ("entries", "index"))
 
     own = [set(range(0, 15)), set(range(15, length))]
     received = []
     for held in own:
         closed = {m: sum((p + 1) % m == 0 and p not in held for p in range(length)) for m in (4, 8)}
         # two layers of each kind, two rows, fp64: entries of 512 numbers, index entries of 8
-        received.append(2 * 2 * 8 * (closed[4] * (512 + 8) + closed[8] * 512))
+        each = 2 * 2 * 8
+        received.append((each * 512 * (closed[4] + closed[8]), each * 8 * closed[4]))
     assert on_ranks("deepseek_v4", act) == received
+
+
+@pytest.mark.parametrize(
+    ("line", "length"),
+    [("tokens(zigzag): ring=4", 509), ("tokens: tile=2x2", 1024), ("tokens: seen=3", 300)],
+)
+def test_bytes_at_sizes_of_deepseek_are_those_of_formulas(line, length) -> None:
+    assert chosen_bytes.index_keys(line, length)["index"] > 0
+    for kind in (chosen_bytes.CSA, chosen_bytes.HCA):
+        assert chosen_bytes.entries(line, length, kind)["dhalo"] > 0
 
 
 def test_reproducible_layouts_refuse_models_that_choose_keys() -> None:
