@@ -53,6 +53,32 @@ class Bug(NamedTuple):
 
 
 BUGS = (
+    # -- names of axes
+    Bug(
+        "lengths of unknown axes are ignored",
+        "weft/plan/lengths.py",
+        "_check_names",
+        "name not in axes",
+        "False",
+        "lengths",
+    ),
+    Bug(
+        "a resampled call with `to` ignores lengths of unknown axes",
+        "weft/nn/windows.py",
+        "Resample._refusal",
+        "super()._refusal(lengths, options)",
+        "''",
+        "lengths",
+    ),
+    # -- models on layouts
+    Bug(
+        "a pickle meets weft's functions before the refusal",
+        "weft_integrations/common.py",
+        "Parallelized.put_on",
+        '{"_weft": self} | attributes',
+        'attributes | {"_weft": self}',
+        "parallelize",
+    ),
     # -- latents in the place of keys
     Bug(
         "the expansion's gradient is that of the first chunk",
