@@ -284,8 +284,8 @@ BUGS = (
         "compressed keys of other ranks hand no gradient back",
         "weft_integrations/transformers/compressed.py",
         "OfRanks.gather",
-        'of_all_ranks(result, 1, places, layout, axis, "entries")',
-        'of_all_ranks(result, 1, places, layout, axis, "entries").detach()',
+        "of_all_ranks(result, 1, places, layout, axis, label)",
+        "of_all_ranks(result, 1, places, layout, axis, label).detach()",
         "chosen_keys",
     ),
     Bug(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch.distributed.tensor import Shard
 
-from .._caching import Beside, cached
+from .._caching import beside, cached
 from .._digest import describe_value, is_plain
 from ..bias import Bias
 from ..choice import ChoiceKind
@@ -134,19 +134,15 @@ class Call:
         return ((n * participants.query_chunks, m * participants.key_chunks),)
 
 
-#: Masks of plain data, which cannot change, by value.
-_CONTENT = Beside[list[str]](list)
-
-
 def _content(mask: Mask) -> str:
     """A mask by value."""
-    kept = _CONTENT.of(mask)
-    if kept:
-        return kept[0]
-    content = describe_value(mask)
-    if is_plain(mask):
-        kept.append(content)
-    return content
+    return _content_of_plain(mask) if is_plain(mask) else describe_value(mask)
+
+
+@beside
+def _content_of_plain(mask: Mask) -> str:
+    """A mask of plain data, which cannot change, by value."""
+    return describe_value(mask)
 
 
 def read_length(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int], ...] | None:

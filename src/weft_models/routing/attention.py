@@ -177,13 +177,12 @@ def routed_attention(
     with refused_everywhere(bound.refuse):
         if error := unusable_scale(scale, q.dtype):
             raise error
-    rest = calls.rest_shape(q, k, v)
     plan, channel, agreed = bound.begin(q, k, v)
     channel.check()
     run = _Run(plan, layout, dims, blocks, routing, mask)
     if not bound.reach.reshards:
         return run(q, k, v, router, want_attention, kernel)
-    moves = RoutedResharding(bound, plan, channel, agreed, rest)
+    moves = RoutedResharding(bound, plan, channel, agreed)
     out, how = run(*moves.to_compute(q, k, v), router, want_attention, kernel)
     return moves.to_rest(out), how
 
