@@ -295,8 +295,8 @@ def _merged(
         came = [_unpacked(buffer, heights, scores, plan.sizes.count) for _, buffer in receives]
         for i, number in enumerate(parts[here]):
             every = [lists[number], *(each[i] for each in came)]
-            joined = (torch.cat(side, -1) for side in zip(*every))
-            lists[number] = merge_top_k(*joined, plan.sizes.count)
+            values, where = (torch.cat(side, -1) for side in zip(*every))
+            lists[number] = merge_top_k(values, where, plan.sizes.count)
     return lists[index_at(sizes, plan.lists, plan.coords)]
 
 
