@@ -6,11 +6,10 @@ gathered.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from weft._digest import number_of
 from weft._torch import outside_graphs
 from weft.carry.pieces import LocalPieces
 from weft.comm.channel import Channel
-from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from weft.errors import ShapeError, UnsupportedError, WeftError
 from weft.layout import Layout, check_not_averaged
 from weft.losses.labels import shift_labels
 from weft.masks import Documents
@@ -172,18 +171,6 @@ class Calls:
         self.block_types = takes_block_types(model)
         self.entered, self.all_weights = consistency.Entered(), consistency.AllWeights()
         self.warned: set[str] = set()
-
-    def __deepcopy__(self, memo: dict) -> Calls:
-        memo[id(self)] = copied = object.__new__(Calls)
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
-
-    def __getstate__(self) -> NoReturn:
-        raise DeclarationError(
-            "a parallelized model cannot be pickled: its hooks and its layout belong to this "
-            "process; save model.state_dict(), or weft.restore(model) "
-            "first"
-        )
 
     @outside_graphs
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -34,7 +34,8 @@ from weft.errors import ShapeError, UnsupportedError
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full, Mask
-from weft.plan.call import Call, read_length
+from weft.plan.call import Call
+from weft.plan.lengths import read_length
 from weft.plan.order import count, positions
 from weft.plan.plan import Plan
 from weft.plan.sides import Side
