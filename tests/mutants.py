@@ -53,6 +53,32 @@ class Bug(NamedTuple):
 
 
 BUGS = (
+    # -- names of axes
+    Bug(
+        "lengths of unknown axes are ignored",
+        "weft/plan/lengths.py",
+        "_check_names",
+        "name not in axes",
+        "False",
+        "lengths",
+    ),
+    Bug(
+        "a resampled call with `to` ignores lengths of unknown axes",
+        "weft/nn/windows.py",
+        "Resample._refusal",
+        "super()._refusal(lengths, options)",
+        "''",
+        "lengths",
+    ),
+    # -- models on layouts
+    Bug(
+        "a pickle meets weft's functions before the refusal",
+        "weft_integrations/common.py",
+        "Parallelized.put_on",
+        '{"_weft": self} | attributes',
+        'attributes | {"_weft": self}',
+        "parallelize",
+    ),
     # -- latents in the place of keys
     Bug(
         "the expansion's gradient is that of the first chunk",
@@ -284,8 +310,8 @@ BUGS = (
         "compressed keys of other ranks hand no gradient back",
         "weft_integrations/transformers/compressed.py",
         "OfRanks.gather",
-        'of_all_ranks(result, 1, places, layout, axis, "entries")',
-        'of_all_ranks(result, 1, places, layout, axis, "entries").detach()',
+        "of_all_ranks(result, 1, places, layout, axis, label)",
+        "of_all_ranks(result, 1, places, layout, axis, label).detach()",
         "chosen_keys",
     ),
     Bug(
@@ -303,6 +329,30 @@ BUGS = (
         "piece.start // self.ratio",
         "(piece.start + self.ratio - 1) // self.ratio",
         "chosen_keys",
+    ),
+    Bug(
+        "plain calls of a pass are not cut to a choice",
+        "weft/plan/plan.py",
+        "Pass._groups_of",
+        "in_row_blocks(calls, row_block, self.plan.chosen)",
+        "in_row_blocks(calls, row_block, False)",
+        "choice symbolic",
+    ),
+    Bug(
+        "rows of a choice are proven by their number",
+        "weft/proof/choices.py",
+        "moved_row_defects",
+        "not np.array_equal(result, wanted)",
+        "len(result) != len(wanted)",
+        "symbolic",
+    ),
+    Bug(
+        "calls of other queries' choices are proven",
+        "weft/proof/choices.py",
+        "uncut_calls",
+        "not np.array_equal(rows[_in_tile(tile, block, call.q0, call.q1)], wanted)",
+        "False",
+        "symbolic",
     ),
     Bug(
         "numbers of no key are not refused",

@@ -26,7 +26,7 @@ import weft
 from weft.choice import chosen
 from weft.comm import Transport, run_threads
 from weft.errors import ShapeError, UnsupportedError
-from weft.kernels import Request, choose, named, refusal_of
+from weft.kernels import Request, choose_kernel, named, refusal_of
 from weft.torch_interop.checkpointing import keep_attention
 
 LAYOUTS = [
@@ -155,7 +155,7 @@ def test_kernels_without_masks_refuse_a_choice_by_name(kernel) -> None:
     asked = Request("cuda", torch.bfloat16, 64, 64, masked=True, choice=True)
     assert refusal_of(named(kernel), asked)
     with pytest.raises(UnsupportedError, match="chosen keys"):
-        choose(asked, kernel)
+        choose_kernel(asked, kernel)
 
 
 BAD = {

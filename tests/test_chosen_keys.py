@@ -13,9 +13,12 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import weft
+from benchmarks import chosen as chosen_bytes
 from benchmarks import families
-from weft import Layout
+from weft import ChosenKeys, Layout
 from weft.errors import UnsupportedError
+from weft.plan.program import Payload
+from weft.runtime import executor
 from weft_integrations import common
 from weft_integrations.transformers import chosen_keys, compressed, interface, running, verify
 from weft_integrations.transformers.verification import verify as verification
@@ -217,15 +220,26 @@ def test_bytes_of_entries_are_those_of_others_windows() -> None:
     def act(split, layout):
         with torch.no_grad(), weft.traffic() as report:
             split(**batch)
-        return report.by_tensor()["entries"]
+        return tuple(report.by_tensor()[label] for label in ("entries", "index"))
 
     own = [set(range(0, 15)), set(range(15, length))]
     received = []
     for held in own:
         closed = {m: sum((p + 1) % m == 0 and p not in held for p in range(length)) for m in (4, 8)}
         # two layers of each kind, two rows, fp64: entries of 512 numbers, index entries of 8
-        received.append(2 * 2 * 8 * (closed[4] * (512 + 8) + closed[8] * 512))
+        each = 2 * 2 * 8
+        received.append((each * 512 * (closed[4] + closed[8]), each * 8 * closed[4]))
     assert on_ranks("deepseek_v4", act) == received
+
+
+@pytest.mark.parametrize(
+    ("line", "length"),
+    [("tokens(zigzag): ring=4", 509), ("tokens: tile=2x2", 1024), ("tokens: seen=3", 300)],
+)
+def test_bytes_at_sizes_of_deepseek_are_those_of_formulas(line, length) -> None:
+    assert chosen_bytes.index_keys(line, length)["index"] > 0
+    for kind in (chosen_bytes.CSA, chosen_bytes.HCA):
+        assert chosen_bytes.entries(line, length, kind)["dhalo"] > 0
 
 
 def test_reproducible_layouts_refuse_models_that_choose_keys() -> None:
@@ -264,11 +278,7 @@ def test_rows_of_scores_are_made_in_pieces(monkeypatch) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 def test_ties_are_those_of_one_device(heads, monkeypatch) -> None:
     monkeypatch.setitem(families.TINY, "index_n_heads", heads)
-    model = built("deepseek_v32")
-    for module in model.modules():
-        if hasattr(module, "wq_b"):  # few heads of small whole numbers: scores are equal often
-            for p in (module.wq_b.weight, module.wk.weight, module.weights_proj.weight):
-                p.data.copy_(p.data.sign() * (p.data.abs() > p.data.abs().median()))
+    model = few_scores(built("deepseek_v32"))
     ids = torch.randint(3, 6, (2, 29), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     assert largest_gap(model, "tokens(zigzag): ring=2", batch) < 1e-11
@@ -317,39 +327,124 @@ def no_columns(pieces, x, columns, dim):
     return [x.new_zeros(shape) + 0 * x.sum() for _ in pieces.pieces]
 
 
-#: A mistake -> family, what is replaced, and by what.
+def of_pages(module, tokens, blocks):
+    """Pages of four keys, of each of which a key was chosen."""
+    return None if tokens is None else ChosenKeys(tokens.unsqueeze(1) // 4, 4, check=False)
+
+
+def a_window_early(bias, count, rows):
+    """Each query sees the entry behind those that it may see."""
+    before = torch.nn.functional.pad(bias[..., :-1], (1, 0))  # the first entry is seen by all
+    return _numbers(torch.maximum(bias, before), bias.shape[-1], rows)
+
+
+def every_entry(bias, count, rows):
+    """A rank of one token sees every entry, as a step of decoding does."""
+    whole = torch.arange(bias.shape[-1], dtype=torch.int32).expand(len(bias), 1, 1, -1)
+    return whole if rows == 1 else _numbers(bias, count, rows)
+
+
+def without_gradients_of_others(run, transfer, receive, tensors):
+    """Gradients of this rank's keys that other ranks made are lost."""
+    if transfer.payload is not Payload.DKV:
+        _merge(run, transfer, receive, tensors)
+
+
+_numbers, _merge, _seen = compressed._numbers, executor._Backward._merge, chosen_keys._seen
+
+
+def order_of_ranks() -> Tensor:
+    call = running.now()
+    return torch.cat(common.chunk_places(call.layout, call.axis, call.length))
+
+
+def seen_by_rank(where, queries, keys, batch):
+    return _seen(where, queries, keys, batch)[..., order_of_ranks()]
+
+
+def ties_by_rank(self, *inputs, **options):
+    """Of equal scores the first in the order of ranks; other scores are as they were."""
+    places = chosen_keys.choose_tokens(self, *inputs, **options)
+    return order_of_ranks()[places.long()].int()
+
+
+#: A mistake -> family, and what is replaced by what.
 WRONG = {
-    "dense": ("deepseek_v32", lambda: (verification, "attend", dense)),
-    "own keys only": ("deepseek_v32", lambda: (chosen_keys, "of_all_ranks", of_own_rank)),
-    "keys by rank": ("glm_moe_dsa", lambda: (chosen_keys, "of_all_ranks", in_order_of_ranks)),
+    "dense": ("deepseek_v32", (verification, "attend", dense)),
+    "own keys only": ("deepseek_v32", (chosen_keys, "of_all_ranks", of_own_rank)),
+    "keys by rank": ("glm_moe_dsa", (chosen_keys, "of_all_ranks", in_order_of_ranks)),
+    "ties by rank": (
+        "deepseek_v32",
+        (chosen_keys, "of_all_ranks", in_order_of_ranks),
+        (chosen_keys, "_seen", seen_by_rank),
+        (chosen_keys.INDEXERS, "DeepseekV32Indexer", ties_by_rank),
+    ),
     "no causal mask": (
         "axk2",
-        lambda: (chosen_keys, "_seen", lambda w, q, k, b: torch.ones(1, len(q), k).bool()),
+        (chosen_keys, "_seen", lambda w, q, k, b: torch.ones(1, len(q), k).bool()),
     ),
-    "local positions": ("minimax_m3_vl_text", lambda: planted_rows(local_numbers)),
-    "local positions, shared": ("hy_v4", lambda: planted_rows(local_numbers)),
-    "fewer keys": ("deepseek_v32", lambda: (chosen_keys.INDEXERS, "DeepseekV32Indexer", fewer)),
-    "no sinks": ("hy_v4", lambda: (verification, "attend", without_sinks)),
-    "no halo": ("deepseek_v4", lambda: (compressed.LocalPieces, "left", no_columns)),
-    "window before": (
+    "local positions": ("minimax_m3_vl_text", planted_rows(local_numbers)),
+    "local positions, shared": ("hy_v4", planted_rows(local_numbers)),
+    "fewer keys": ("deepseek_v32", (chosen_keys.INDEXERS, "DeepseekV32Indexer", fewer)),
+    "whole pages": ("glm_moe_dsa", (interface, "_choice", of_pages)),
+    "no sinks": ("hy_v4", (verification, "attend", without_sinks)),
+    "no gradients of latents": (
+        "deepseek_v32",
+        (executor._Backward, "_merge", without_gradients_of_others),
+    ),
+    "no halo": ("deepseek_v4", (compressed.LocalPieces, "left", no_columns)),
+    "window before": ("deepseek_v4", (compressed.OfRanks, "_extra", lambda cache, windows: 0)),
+    "first window of zeros": (
         "deepseek_v4",
-        lambda: (compressed.OfRanks, "_extra", lambda cache, windows: 0),
+        (compressed.OfRanks, "_extra", lambda cache, windows: int(cache.overlap)),
     ),
+    "a window early": ("deepseek_v4", (compressed, "_numbers", a_window_early)),
+    "a rank of one token": ("deepseek_v4", (compressed, "_numbers", every_entry)),
 }
+#: Mistakes that change gradients alone.
+OF_GRADIENTS = ("no gradients of latents",)
+
+
+def few_scores(model) -> torch.nn.Module:
+    """The same model, whose indexers often score equally: small whole numbers, many of them 0."""
+    for module in model.modules():
+        if hasattr(module, "wq_b"):
+            for p in (module.wq_b.weight, module.wk.weight, module.weights_proj.weight):
+                p.data.copy_(p.data.sign() * (p.data.abs() > p.data.abs().median()))
+    return model
+
+
+def to_verify(mistake, monkeypatch) -> tuple:
+    """A model in which a mistake shows, the layout, and a call of one's own."""
+    family = WRONG[mistake][0]
+    if mistake == "ties by rank":
+        monkeypatch.setitem(families.TINY, "index_n_heads", 1)
+        model = families.built(family, families.model_name("causal", family))
+        return few_scores(model), "tokens(zigzag): ring=2", {}
+    if mistake == "a rank of one token":
+        rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 2}
+        options = families.EXTRA[family] | {"compress_rates": rates}
+        monkeypatch.setitem(families.EXTRA, family, options)
+        model = families.built(family, families.model_name("causal", family))
+        return model, "tokens: hierarchical=2x2", {"batch": rows(4)}
+    model = families.built(family, families.model_name("causal", family))
+    return model, "tokens(zigzag): ring=2", {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", WRONG)
 def test_the_verifier_refuses_wrong_choices(mistake, monkeypatch) -> None:
-    family, replaced = WRONG[mistake]
-    owner, name, wrong = replaced()
-    if isinstance(owner, dict):
-        monkeypatch.setitem(owner, name, wrong)
-    else:
-        monkeypatch.setattr(owner, name, wrong)
-    model = families.built(family, families.model_name("causal", family))
-    with pytest.raises(UnsupportedError, match="is the first module whose output differs"):
-        verify(model, Layout.parse("tokens(zigzag): ring=2"))
+    model, line, options = to_verify(mistake, monkeypatch)
+    _, *replaced = WRONG[mistake]
+    assert verify(model, Layout.parse(line), **options).outputs < 1e-4  # without it
+    for owner, name, wrong in replaced:
+        put = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
+        put(owner, name, wrong)
+    message = "is the first module whose output differs"
+    if mistake in OF_GRADIENTS:
+        message = "outputs agree, but the gradient of"
+    with pytest.raises(UnsupportedError, match=message):
+        verify(model, Layout.parse(line), **options)
 
 
 def _no_entries(entries) -> None:

@@ -46,7 +46,7 @@ ROOMS = (
     ("gradients.sync",),
     ("layout",),
     ("dtensors", "relayout.bind_on_same_ranks"),
-    ("attention", "losses", "carry.scan", "threads"),
+    ("attention", "choosing", "losses", "carry.scan", "threads"),
     ("fields",),
     ("proof",),
     ("relayout.proof",),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from .._caching import Beside, cached
+from .._caching import beside, cached
 from .._digest import is_plain, number_of
 from ..choice import chosen
 from ..kernels import Kernel, MaskContext, TileView
@@ -20,8 +20,6 @@ from ..plan.sides import Side
 from ..plan.steps import Ranges, rows_by_chunk
 from ..plan.tiles import Group, KernelCall, Kind
 
-#: Mask contexts of plain masks, beside the pass whose blocks they cover.
-_CONTEXTS = Beside[dict](dict)
 #: For how many plans a mask that is a function keeps the block masks of kernels.
 _KEPT_CONTEXTS = 16
 
@@ -33,6 +31,12 @@ def take(t: Tensor, ranges: Ranges | None, samples: tuple[int, int] | None = Non
         return t
     parts = [t[:, :, low:high] for low, high in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+@beside
+def _contexts_of(tile: Pass) -> dict:
+    """Mask contexts of plain masks, beside the pass whose blocks they cover."""
+    return {}
 
 
 @cached(256)
@@ -143,7 +147,7 @@ class Views:
         bias: no cache of weft keeps a function, or its captured values, longer than its user does.
         """
         if not self.call.has_functions:
-            return _CONTEXTS.of(self.tile)
+            return _contexts_of(self.tile)
         keeper = self.call.bias if is_plain(self.call.mask) else self.call.mask
         kept = vars(keeper).setdefault("_contexts", {})
         place = (self.plan.compute.query.batch_spans, self.plan.compute.query.head_spans)

@@ -6,12 +6,11 @@ gathered.
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +19,7 @@ from weft._digest import number_of
 from weft._torch import outside_graphs
 from weft.carry.pieces import LocalPieces
 from weft.comm.channel import Channel
-from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from weft.errors import ShapeError, UnsupportedError, WeftError
 from weft.layout import Layout, check_not_averaged
 from weft.losses.labels import shift_labels
 from weft.masks import Documents
@@ -179,18 +178,6 @@ class Calls:
         self.all_weights = consistency.AllWeights()
         self.generating = False  # tokens, of which a call gets one that the call before made
         self.warned: set[str] = set()
-
-    def __deepcopy__(self, memo: dict) -> Calls:
-        memo[id(self)] = copied = object.__new__(Calls)
-        vars(copied).update(copy.deepcopy(vars(self), memo))
-        return copied
-
-    def __getstate__(self) -> NoReturn:
-        raise DeclarationError(
-            "a parallelized model cannot be pickled: its hooks and its layout belong to this "
-            "process; save model.state_dict(), or weft.restore(model) "
-            "first"
-        )
 
     @outside_graphs
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
