@@ -33,8 +33,9 @@ from .errors import DeclarationError, ShapeError, UnsupportedError
 from .kernels import accumulate_dtype
 from .layout import Layout
 from .masks import FULL, Full, Mask, check_mask
-from .plan.call import Call, Length, read_length
+from .plan.call import Call
 from .plan.choices import NUMBER
+from .plan.lengths import Length, read_length
 from .plan.lists import IndexSizes, ListPlan, list_plan
 from .plan.order import Spans, count, positions
 from .runtime.autocast import without_autocast
