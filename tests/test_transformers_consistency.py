@@ -209,8 +209,6 @@ def test_tokens_of_generate_are_those_of_one_device(ahead: bool) -> None:
     assert histories[0] == histories[1] != 0
 
 
-
-
 def test_an_additive_mask_is_looked_at_once_for_all_layers(monkeypatch) -> None:
     begun = []
     landing = running.download

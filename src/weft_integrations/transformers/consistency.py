@@ -81,7 +81,7 @@ class Entered:
     At the end of the pass `compare` is given their state.
     """
 
-    compare: Callable[[Callable[[], GroupState]], object]
+    compare: Callable[[Callable[[], GroupState]], None]
     begun: dict[int, list[Callable[[], list[float]]]] = field(default_factory=dict)
 
     def record(self, grad: Tensor) -> None:

@@ -34,7 +34,7 @@ AT_ONCE = 1 << 26
 
 
 def refused_mask(layer: str, mask: object) -> str:
-    """Why a layer's mask is not honoured."""
+    """The refusal of a layer's mask, in words."""
     return (
         f"{layer} passes a mask of type {type(mask).__name__}; weft takes only masks "
         "it can place: causal, sliding windows, chunks, documents, padding"
@@ -95,7 +95,7 @@ class ModelCall:
     empty_masks: list[tuple[Tensor, str, Callable[[], bool]]] = field(default_factory=list)
 
     def leaves_nothing_out(self, mask: Tensor, layer: str) -> bool:
-        """Whether an additive mask is all zeros: asked once of the tensor that all layers get.
+        """True if an additive mask is all zeros: asked once of the tensor that all layers get.
 
         Where the CPU runs ahead of a GPU it is taken to be, and `check_masks` says if it was not.
         """
