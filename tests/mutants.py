@@ -251,6 +251,14 @@ BUGS = (
         "chosen_keys",
     ),
     Bug(
+        "rows of scores are made at once",
+        "weft_integrations/transformers/running.py",
+        "ModelCall.rows_at_once",
+        "AT_ONCE // max(1, per_row)",
+        "AT_ONCE",
+        "chosen_keys",
+    ),
+    Bug(
         "weights of keys get no gradient",
         "weft_integrations/transformers/chosen_keys.py",
         "as_scores",
@@ -329,6 +337,22 @@ BUGS = (
         "piece.start // self.ratio",
         "(piece.start + self.ratio - 1) // self.ratio",
         "chosen_keys",
+    ),
+    Bug(
+        "a tile is skipped whose first keys alone are chosen",
+        "weft/runtime/views.py",
+        "Views._without_keys",
+        "rows >= first // kind.block",
+        "rows > first // kind.block",
+        "choice",
+    ),
+    Bug(
+        "tiles without chosen keys are computed",
+        "weft/runtime/views.py",
+        "Views.chosen_works",
+        "id(w.group) not in skipped",
+        "True",
+        "choice",
     ),
     Bug(
         "plain calls of a pass are not cut to a choice",
