@@ -406,7 +406,8 @@ class _Run:
         mean = torch.stack([x.sum(2) / max(1, x.shape[2]) for x in rows], 2)
         peak = torch.stack([F.pad(x, (0, 0, 0, 1)).amax(2) for x in rows], 2)
         if r > 1 or self.routing.per_head:
-            return tuple(reduce(x, "b (r h) i s -> b r i s", "mean", r=r) for x in (mean, peak))
+            by_route = "b (r h) i s -> b r i s"
+            return reduce(mean, by_route, "mean", r=r), reduce(peak, by_route, "mean", r=r)
         parts = math.prod(self.plan.sizes[d] for d in self._head_dims())
         both = torch.stack([x.mean(1, keepdim=True) for x in (mean, peak)]) / parts
         return tuple(collectives.partial_to_invariant(both, self._head_dims(), self.transport))
