@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from weft._caching import cached
@@ -261,7 +262,7 @@ class TriangleAttention(MultiAxisAttention):
         if count(spans) != heads:  # those that this rank computes with
             first = heads * index_at(layout.mesh, layout.shard_dims(HEADS), coords)
             values = values.index_select(-1, positions(spans, values.device) - first)
-        return list(values.permute(0, 3, 1, 2).contiguous().split(1))
+        return list(rearrange(values, "b n m h -> b h n m").contiguous().split(1))
 
 
 @cached(256)
