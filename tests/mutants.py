@@ -72,6 +72,14 @@ BUGS = (
     ),
     # -- models on layouts
     Bug(
+        "layers that round by a rank's tokens are taken",
+        "weft_integrations/common.py",
+        "refuse_scaled_by_tensor",
+        "kind.__module__.startswith(_SCALED_BY_TENSOR)",
+        "False",
+        "parallelize",
+    ),
+    Bug(
         "a pickle meets weft's functions before the refusal",
         "weft_integrations/common.py",
         "Parallelized.put_on",
