@@ -32,7 +32,7 @@ from .layout import Layout
 from .masks import FULL, Mask, check_mask
 from .plan.call import Call, Expanded, Length, read_length
 from .plan.order import positions
-from .plan.plan import score_tile
+from .plan.plan import ScoreTile, score_tile
 from .plan.problem import shard_batches
 from .runtime import calls
 from .runtime.autocast import as_autocast
@@ -481,14 +481,44 @@ def tile_of_bias(
     batches: tuple[int, ...],
 ) -> Tensor:
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
-    lengths = read_length(axes, tuple(bias.shape[2:]) if length is None else length) or ()
-    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
-    where = layout.unbound, axes, lengths, layout.coords
-    tile = score_tile(*where, heads, batches, bias.dtype, bias.device.type)
+    tile = _tile(bias, layout, axes, tuple(bias.shape[2:]) if length is None else length, batches)
     for dim, spans in ((2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)):
         if dim > 1 or bias.shape[dim] > 1:
             bias = bias.index_select(dim, positions(spans, bias.device))
     return bias
+
+
+def _tile(
+    bias: Tensor,
+    layout: Layout,
+    axes: tuple[str, ...],
+    length: Length,
+    batches: tuple[int, ...] = (),
+) -> ScoreTile:
+    """The scores of this rank that a bias (b, h, ...) is of."""
+    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
+    where = layout.unbound, axes, read_length(axes, length) or (), layout.coords
+    return score_tile(*where, heads, batches, bias.dtype, bias.device.type)
+
+
+def tile_of_distances(table: Tensor, layout: Layout, axis: str) -> Tensor:
+    """This rank's tile (1, h, rows, columns) of a bias of distances, without the whole bias.
+
+    `table` (H or 1, 2 n - 1) has the bias of keys that are n - 1 before a query, ..., n - 1 behind
+    it, for an axis of n tokens; gradients are as those of `bias_tile`.
+
+    >>> tile_of_distances(torch.arange(5.0)[None], Layout.single(), "tokens")
+    tensor([[[[2., 3., 4.],
+              [1., 2., 3.],
+              [0., 1., 2.]]]])
+    """
+    length = (table.shape[1] + 1) // 2
+    tile = _tile(table[None], layout, (axis,), length)
+    rows, columns = (positions(spans, table.device) for spans in (tile.rows, tile.columns))
+    if table.shape[0] > 1:
+        table = table.index_select(0, positions(tile.heads, table.device))
+    distances = columns[None, :] - rows[:, None] + (length - 1)
+    return table.index_select(1, distances.flatten()).view(1, -1, *distances.shape)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

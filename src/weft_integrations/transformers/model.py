@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from weft.errors import DeclarationError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
 from .hooks import check_kind, check_layout, install, without_adapters
 from .latents import Latents
 from .replicated import unshare_configurations
 from .rows import check_context_group
+from .stacks import stacks_of
 from .verification import verify as verification
 
 __all__ = ["parallelize_transformers"]
@@ -182,6 +183,11 @@ def parallelize_transformers(
         raise DeclarationError(f"latents={latents!r}: known are 'auto', 'latents' and 'keys'")
     if rows == "whole":
         check_context_group(layout, axis)
+    elif stacks_of(inner) is not None:
+        raise UnsupportedError(
+            f"{type(inner).__name__} has an encoder and a decoder, each with rows of its own, and"
+            " rows='local' is of one; parallelize with rows='whole', and pass full rows"
+        )
     if verify:
         batch = verify if isinstance(verify, Mapping) else None
         verification.verify(inner, layout, axis, embeddings, batch, latents, images)
