@@ -33,6 +33,8 @@ from ..hooks import check_kind, check_layout, find_embeddings, install, recurren
 from ..interface import attend, make_mask
 from ..latents import Latents, taken
 from ..rebinding import calls, put, rebound
+from ..rows import check_context_group
+from ..stacks import stacks_of
 from ..whole import accepts_positions, base, text_decoder
 from .copies import Copies, InFP64, random_states_kept
 from .inputs import (
@@ -146,6 +148,8 @@ def verify(
     check_layout(layout, axis)
     embeddings = embeddings or find_embeddings(model)
     inside = None if embeddings is None else _path(model, embeddings)
+    if batch is not None or stacks_of(model) is not None:
+        check_context_group(layout, axis)
     travel: Latents = "latents" if latents == "auto" else latents
     check = _Check(model, layout, axis, inside, batch, travel, images)
     with random_states_kept(model), _autocast_off(model):
@@ -184,6 +188,7 @@ class _Check:
         self.latents, self.images = latents, images if batch is not None else "whole"
         self.model, self.axis, self.embeddings, self.batch = model, axis, embeddings, batch
         decoder = text_decoder(model)
+        self.full = batch is not None or stacks_of(model) is not None  # rows on ranks are whole
         self.decoder = "" if decoder is None else _path(model, decoder)
         self.declared = layout
         self.layout = reduced(layout, axis if recurrent(model) else None)
@@ -248,7 +253,7 @@ class _Check:
                 f"({_size(outputs)}); the model computes it from this rank's tokens, after its "
                 f"last module ({trial})"
             )
-        averaged = 1 if self.batch is None else len(ranks)
+        averaged = len(ranks) if self.full else 1
         gradients, which = _largest_gradient_gap(full, ranks, averaged)
         if gradients > tolerance:
             raise UnsupportedError(
@@ -290,13 +295,14 @@ class _Check:
     ) -> _Run:
         model = self.copies.make(trial)
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
-        full = self.batch is not None
+        full = self.full
         rows = "whole" if full else "local"
         install(model, layout, self.axis, inside, _ON_RANKS, rows, self.latents, self.images)
         recording = TrialRecording(model)
         cut = Cut.of(layout, self.axis, trial.batch, length)
         if full:
-            local = _WITHOUT_CACHE | batch
+            extra = options(model, batch) if self.batch is None else _WITHOUT_CACHE
+            local = extra | batch
         elif inside is None:
             local = options(model, batch) | shard_batch(batch, layout, self.axis)
         else:
