@@ -31,7 +31,7 @@ from weft import Layout
 from weft.errors import RankError, WeftError
 from weft_integrations.transformers import verify
 
-from . import image_families
+from . import encoder_families, image_families
 from .family_uses import LAYOUT, USES, tried
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -40,6 +40,10 @@ IMAGE_TEXT = (
     " split: outputs, loss and the gradients of decoder, projector and tower. Of other families"
     " `verify(model, layout, batch=...)` tells, by a call of yours."
 )
+ENCODER_DECODER = (
+    " Rows of an encoder and of a decoder, of other lengths, the encoder's with padding; encoders of"
+    " sound stay whole."
+)
 VERDICTS = ("exact", "refused", "not tried", "FAILED")
 LAYOUTS = ("tokens(zigzag): ring=2", "tokens: tile=2x2")
 KINDS = {
@@ -47,9 +51,10 @@ KINDS = {
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "vision": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "image-text": dict.fromkeys(image_families.FAMILIES, ""),
+    "encoder-decoder": encoder_families.NAMES,
 }
 #: Kinds whose uses are not tried.
-NO_USES = ("vision", "image-text")
+NO_USES = ("vision", "image-text", "encoder-decoder")
 #: Sizes of a tiny model, for whichever of these options a configuration has.
 TINY = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), 97),
@@ -306,6 +311,8 @@ def judge(kind: str, family: str) -> Row:
             if kind == "image-text":
                 model = image_families.built(family).float()
                 call = {"batch": image_families.example(family)}
+            elif kind == "encoder-decoder" and family in encoder_families.OPTIONS:
+                model = encoder_families.built(family).float()
             else:
                 model = built(family, name)
             parameters = sum(p.numel() for p in model.parameters())
@@ -364,7 +371,7 @@ def page(rows: list[Row]) -> str:
         if not mine:
             continue
         counts = Counter(row.verdict for row in mine)
-        about = IMAGE_TEXT if kind == "image-text" else ""
+        about = {"image-text": IMAGE_TEXT, "encoder-decoder": ENCODER_DECODER}.get(kind, "")
         summary = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
         lines = [f"| family | model | | {' | '.join(USES)} | why |", "|---" * (4 + len(USES)) + "|"]
         lines += [

@@ -238,7 +238,7 @@ class Calls:
         arguments = named_arguments(decoder, args, kwargs)
         if not call.seam:
             return without_mark(call, arguments)
-        cut = cut_arguments(call, decoder, arguments, self.model)
+        cut = cut_arguments(call, decoder, arguments)
         if self.follows_length and arguments.get("position_ids") is not None:
             call.last_position = int(arguments["position_ids"].max())
         self._draw(call)
@@ -251,16 +251,18 @@ class Calls:
         source = None if call is None else call.source
         if source is None:
             return None
-        source.model = encoder
-        enter = source.scope.enter_context
+        changed = None
+        if not source.replicated:
+            source.model = self.model
+            changed = (), cut_arguments(source, encoder, named_arguments(encoder, args, kwargs))
+        source.model, enter = encoder, source.scope.enter_context
         enter(during(source))
         if source.replicated:
             enter(own_attention(encoder, self.model._weft.own))
-            return None
-        cut = cut_arguments(source, encoder, named_arguments(encoder, args, kwargs), self.model)
-        enter(recomputed_within(encoder, lambda: during(source)))
-        self._draw(source)
-        return (), cut
+        else:
+            enter(recomputed_within(encoder, lambda: during(source)))
+            self._draw(source)
+        return changed
 
     def _draw(self, call: ModelCall) -> None:
         """Let what is behind a seam draw this rank's own random numbers, in training."""

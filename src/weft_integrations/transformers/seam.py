@@ -89,13 +89,13 @@ def source_of(module: nn.Module) -> ModelCall | None:
 
 
 def cut_arguments(
-    call: ModelCall, decoder: Foreign, arguments: Mapping[str, Any], model: Foreign
+    call: ModelCall, decoder: Foreign, arguments: Mapping[str, Any]
 ) -> dict[str, Any]:
     """This rank's part of the arguments of a call's text decoder, behind which its rows are cut.
 
     Or of an encoder. Raises for arguments of no known shape, by name, and for a second call of it.
     """
-    name = f"{type(decoder).__name__} of {type(model).__name__}"
+    name = f"{type(decoder).__name__} of {type(call.model).__name__}"
     if call.seam == "behind":
         raise UnsupportedError(f"{name} is called twice in a call of the model")
     given = losses.plain(dict(arguments))

@@ -230,11 +230,13 @@ def _two_rows(
     model: Foreign, trial: Trial, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """Inputs of an encoder and a decoder: rows of other lengths, the first with padding."""
-    size, pad = int(model.config.get_text_config().vocab_size), model.config.pad_token_id
+    config = model.config
+    pad = getattr(config, "pad_token_id", None) or 0
 
     def draw(length: int) -> Tensor:
+        size = int(getattr(config.get_text_config(), "vocab_size", 0) or 2)
         ids = torch.randint(0, size, (trial.batch, length), generator=generator)
-        return ids.where(ids != pad, (pad or 0) + 1)  # padding is where the mask says
+        return ids.where(ids != pad, (pad + 1) % size)  # padding is where the mask says
 
     names = inspect.signature(model.forward).parameters
     if "input_ids" in names:
@@ -242,15 +244,16 @@ def _two_rows(
         seen = torch.arange(length) < length - _MORE * torch.arange(trial.batch)[:, None]
         seen[-1, length - _MORE // 2 :] = False
         batch = {"input_ids": draw(length), "attention_mask": seen.long()}
-    elif model.main_input_name == "input_features":
+    elif "input_features" in names and hasattr(config, "num_mel_bins"):
         stem = [m.stride[0] for m in model.get_encoder().modules() if isinstance(m, nn.Conv1d)]
-        frames = math.prod(stem) * model.config.max_source_positions
-        shape = trial.batch, model.config.num_mel_bins, frames
+        frames = math.prod(stem) * config.max_source_positions
+        shape = trial.batch, config.num_mel_bins, frames
         batch = {"input_features": torch.randn(shape, generator=generator).to(dtype)}
     else:
         raise _no_input(model)
     other = draw(trial.length)
     labelled = "labels" in names and labels_of(model) == OWN
+    labelled = labelled and getattr(config, "decoder_start_token_id", None) is not None
     return batch | ({"labels": other} if labelled else {"decoder_input_ids": other})
 
 
