@@ -41,8 +41,8 @@ IMAGE_TEXT = (
     " `verify(model, layout, batch=...)` tells, by a call of yours."
 )
 ENCODER_DECODER = (
-    " Rows of an encoder and of a decoder, of other lengths, the encoder's with padding; encoders of"
-    " sound stay whole."
+    " Rows of an encoder and of a decoder, of other lengths, the encoder's with padding; encoders"
+    " of sound stay whole."
 )
 VERDICTS = ("exact", "refused", "not tried", "FAILED")
 LAYOUTS = ("tokens(zigzag): ring=2", "tokens: tile=2x2")

@@ -153,7 +153,7 @@ def test_gradients_reach_embeddings_that_are_given():
         assert (seen - want).abs().max() < FP64 * want.abs().max()
 
 
-def test_a_cache_that_is_not_made_raises_where_it_is_used():
+def test_a_cache_that_is_not_made_raises_in_use():
     model, call = built("bart"), example("bart")
     ids = {"input_ids": call["input_ids"], "decoder_input_ids": call["labels"].clamp(min=3)}
 
@@ -236,8 +236,8 @@ def test_refuses_models_and_uses_by_name():
         with pytest.raises(UnsupportedError, match="an encoder and a decoder"):
             ShardedCache(own)
         call = example("t5")
+        cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
         with pytest.raises(UnsupportedError, match="EncoderDecoderCache has no parts"):
-            cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
             own.generate(call["input_ids"], cache=cache)
         return not layout.bound.received
 
@@ -359,7 +359,9 @@ def _trains(rank, family):
     reference = step(built(family), example(family))
     own = parallelize(built(family), _layout(), verify=False)
     loss, logits, grads = step(torch.nn.parallel.DistributedDataParallel(own), example(family))
-    return gaps([(loss, logits, {n.removeprefix("module."): g for n, g in grads.items()})], reference)
+    return gaps(
+        [(loss, logits, {n.removeprefix("module."): g for n, g in grads.items()})], reference
+    )
 
 
 @split
@@ -378,7 +380,9 @@ def _drops(rank):
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
     for part in (stacks_of(model).encoder, stacks_of(model).decoder):
-        part.dropout.register_forward_hook(lambda module, args, out: kept.append((out == 0).tolist()))
+        part.dropout.register_forward_hook(
+            lambda module, args, out: kept.append((out == 0).tolist())
+        )
     own = parallelize(model, _layout(), verify=False)
     torch.manual_seed(7)
     own(**example("t5", 16, 16))  # as many on every rank

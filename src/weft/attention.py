@@ -481,7 +481,9 @@ def tile_of_bias(
     batches: tuple[int, ...],
 ) -> Tensor:
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
-    tile = _tile(bias, layout, axes, tuple(bias.shape[2:]) if length is None else length, batches)
+    if length is None:
+        length = bias.shape[2], bias.shape[3]
+    tile = _tile(bias, layout, axes, length, batches)
     for dim, spans in ((2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)):
         if dim > 1 or bias.shape[dim] > 1:
             bias = bias.index_select(dim, positions(spans, bias.device))

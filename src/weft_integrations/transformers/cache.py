@@ -109,8 +109,8 @@ class ShardedCache(DynamicCache):
         installed.layout.refuse_shares("a sharded cache")
         if installed.calls.stacks is not None:
             raise UnsupportedError(
-                f"{type(model).__name__} has an encoder and a decoder, whose caches have no parts on"
-                " ranks: model.generate without cache= runs whole on every rank"
+                f"{type(model).__name__} has an encoder and a decoder, whose caches have no parts"
+                " on ranks: model.generate without cache= runs whole on every rank"
             )
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "recurrent_kv_cache_mode", None) is not None:

@@ -539,18 +539,25 @@ class Calls:
         full = with_decoder_ids(module, rows.with_full_gradients(full, self.layout, self.axis))
         local = rows.cut(of_decoder(full), self.layout, self.axis, look=False)
         call = self._complete(local, local.pop("weft"), type(module).__name__)
-        call.seam = "ahead"
-        call.source = source = ModelCall(self.layout, self.axis, replicated=WHOLE)
-        if self.stacks.splits:
-            tokens = {n: full[n] for n in OF_ENCODER if full.get(n) is not None}
-            batch = rows.cut(tokens, self.layout, self.axis, look=False)["weft"]
-            call.source = source = ModelCall(self.layout, self.axis, batch, batch.length)
-            source.positions = self.layout.positions(self.axis, source.length, tokens_of(full).device)
-            source.last_position, source.seam = source.length - 1, "ahead"
+        call.seam, call.source = "ahead", self._source(full)
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
-        call.outputs.source = source.length
+        call.outputs.source = call.source.length
         kept = ("labels", "use_cache", "return_dict")
         return call, full | {n: local[n] for n in kept if n in local}
+
+    def _source(self, full: dict) -> ModelCall:
+        """The call of the encoder, of arguments of full rows."""
+        assert self.stacks is not None  # it is one of two
+        if not self.stacks.splits:
+            return ModelCall(self.layout, self.axis, replicated=WHOLE)
+        tokens = {n: full[n] for n in OF_ENCODER if full.get(n) is not None}
+        local = rows.cut(tokens, self.layout, self.axis, look=False)
+        batch, x = local.pop("weft"), tokens_of(local)
+        assert x is not None  # it was cut
+        source = ModelCall(self.layout, self.axis, batch, batch.length, seam="ahead")
+        source.positions = self.layout.positions(self.axis, source.length, x.device)
+        source.last_position = source.length - 1
+        return source
 
     def _ahead(self, call: ModelCall, local: dict, full: dict) -> dict:
         """Arguments of a model ahead of its decoder: full rows, and a rank's for its head."""

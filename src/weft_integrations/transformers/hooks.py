@@ -213,13 +213,12 @@ def check_kind(model: Foreign) -> None:
     check_not_placed(model)
     parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
     both = stacks.stacks_of(model)
-    if getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts:
-        if both is None or whole.pools(model):
-            raise UnsupportedError(
-                f"{name} has an encoder and a decoder, and weft splits those of which the decoder"
-                " takes encoder_hidden_states and gives tokens; parallelize an encoder or a decoder"
-                " alone"
-            )
+    pair = getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts
+    if pair and (both is None or whole.pools(model)):
+        raise UnsupportedError(
+            f"{name} has an encoder and a decoder, and weft splits those of which the decoder takes"
+            " encoder_hidden_states and gives tokens; parallelize an encoder or a decoder alone"
+        )
     sound = getattr(model, "main_input_name", "") in ("input_values", "input_features")
     if sound and both is None and whole.text_decoder(model) is None:
         raise UnsupportedError(

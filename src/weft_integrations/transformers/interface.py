@@ -113,7 +113,11 @@ def attend(
     """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
     name = type(module).__name__
     if dropout:
-        option = "dropout_rate" if hasattr(getattr(module, "config", None), "dropout_rate") else "attention_dropout"
+        option = (
+            "dropout_rate"
+            if hasattr(getattr(module, "config", None), "dropout_rate")
+            else "attention_dropout"
+        )
         raise UnsupportedError(f"{name}: dropout={dropout} in attention; set {option}=0")
     for key_, option in kwargs.items():
         if option is not None and option is not False and key_ not in _HARMLESS:

@@ -127,7 +127,10 @@ def bias_of_tile(
     if call is None or call.whole or not call.length:
         return stock(module, query_length, key_length, device, past_seen_tokens)
     n = call.length
-    if crosses(module) or (query_length, key_length) != (call.layout.local_length(call.axis, n),) * 2:
+    if (
+        crosses(module)
+        or (query_length, key_length) != (call.layout.local_length(call.axis, n),) * 2
+    ):
         raise UnsupportedError(
             f"{type(module).__name__}: a bias of {query_length} queries and {key_length} keys, not"
             " of this rank's tokens among themselves"

@@ -288,7 +288,11 @@ def options(model: Foreign, batch: dict[str, Tensor]) -> dict[str, bool]:
     chosen = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
         chosen["use_cache"] = False
-    if "input_ids" in batch and stacks_of(model) is None and hasattr(model.config.get_text_config(), "output_router_logits"):
+    if (
+        "input_ids" in batch
+        and stacks_of(model) is None
+        and hasattr(model.config.get_text_config(), "output_router_logits")
+    ):
         chosen["output_router_logits"] = True
     return chosen
 
