@@ -1,6 +1,6 @@
 """Which model families of the installed transformers are exact under weft: a table.
 
-Every causal, masked and vision family is built with random weights and a tiny configuration, and
+Every causal, masked, vision and encoder-decoder family is built with random weights and a tiny configuration, and
 `weft_integrations.transformers.verify` compares it with itself on two layouts; families of images,
 video or sound with text in a call of `benchmarks.image_families`, whose text decoder is split.
 
@@ -350,8 +350,8 @@ def page(rows: list[Row]) -> str:
     """The table as a page of the docs."""
     parts = [
         "# Model families",
-        f"Every causal, masked and vision family of transformers {transformers.__version__},"
-        " and some of\nimages with text, with\n"
+        f"Every causal, masked, vision and encoder-decoder family of transformers"
+        f" {transformers.__version__}, and some of\nimages with text, with\n"
         "random weights and a tiny configuration, compared with itself by "
         "`weft_integrations.transformers.verify` on "
         + " and ".join(f"`{x}`" for x in LAYOUTS)

@@ -77,6 +77,9 @@ def parallelize_transformers(
     `output_attentions`, with fewer tokens than ranks, and of a part by itself
     (`get_image_features`).
 
+    Of an encoder with a decoder both are split, by rows of their own; an encoder of sound stays
+    whole. Their caches have no parts, so `generate` of these runs replicated.
+
     In a call with images, video or sound, what stands in front of the text decoder sees full rows
     on every rank, and the decoder's rows are split. An argument of the decoder whose shape does not
     say of which tokens it is is refused by name.
@@ -141,8 +144,8 @@ def parallelize_transformers(
             that the model adds by itself, biases, another attention implementation set since,
             a transform of `torch.func`, gradients through a `ShardedCache`; in `generate` static,
             quantised and paged caches, and layers whose cache has no parts; with full rows a batch
-            of `shard_batch`, with local ones a call without it, caches, attention weights,
-            cross-attention, losses that weft does not make, masks given as tensors,
+            of `shard_batch`, with local ones an encoder with a decoder, a call without it, caches,
+            attention weights, cross-attention, losses that weft does not make, masks given as tensors,
             `logits_to_keep`, torch's own DDP or FSDP2.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
             layout without the axis, that splits heads, or whose keys are split otherwise than its

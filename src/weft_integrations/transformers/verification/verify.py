@@ -27,7 +27,7 @@ from weft.layout import Layout
 from weft.threads import on_threads
 
 from ... import Foreign
-from ..batches import shard_batch
+from ..batches import shard_batch, tokens_of
 from ..defaults import CACHES, FEATURES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
@@ -188,7 +188,8 @@ class _Check:
         self.latents, self.images = latents, images if batch is not None else "whole"
         self.model, self.axis, self.embeddings, self.batch = model, axis, embeddings, batch
         decoder = text_decoder(model)
-        self.full = batch is not None or stacks_of(model) is not None  # rows on ranks are whole
+        self.stacks = stacks_of(model)
+        self.full = batch is not None or self.stacks is not None  # rows on ranks are whole
         self.decoder = "" if decoder is None else _path(model, decoder)
         self.declared = layout
         self.layout = reduced(layout, axis if recurrent(model) else None)
@@ -239,9 +240,15 @@ class _Check:
         cuts = on_threads(self.layout, Cut.of, self.axis, trial.batch, length)
         recordings = [r.recording for r in ranks]
         tolerance = FP64_TOLERANCE if trial.fp64 else self.tolerance
-        difference = None
+        difference, source = None, None
+        if self.stacks is not None and self.stacks.splits:
+            tokens = tokens_of(batch)
+            assert tokens is not None  # of the encoder
+            size = trial.batch, tokens.shape[1]
+            others = on_threads(self.layout, Cut.of, self.axis, *size)
+            source = _path(self.model, self.stacks.encoder), others
         if self.images == "whole":  # else a rank's towers see other images
-            difference = first_difference(full.recording, recordings, cuts, tolerance)
+            difference = first_difference(full.recording, recordings, cuts, tolerance, source)
         outputs, which = _largest_gap(full, ranks, cuts)
         if trial.padding and outputs <= tolerance:
             difference = None  # modules may differ at padding, which nothing reads
