@@ -1,6 +1,7 @@
 """Accuracy and traffic of learned routing: `python benchmarks/routing.py [--steps N]`.
 
-Trains the retrieval model on 8 ranks (threads of this process, so that any machine can run it) with
+Trains the model of tutorial 6 on 8 ranks (threads of this process, so that any machine can run it)
+on the task of that tutorial, with
 full attention on a ring, with learned routing, with random projections that stay as they are (what
 they summarise still learns to suit them), and with projections drawn anew in every step, which
 nothing can learn. Writes `benchmarks/results/routing.md`. Examples are drawn afresh in every step,
@@ -11,20 +12,29 @@ received.
 from __future__ import annotations
 
 import argparse
+import functools
+import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.functional import cross_entropy
 
 import weft
 from weft.comm import run_threads
 from weft.layout import Layout
 from weft_models.models import ModelSpec
 from weft_models.routing import routed_modules, routing_penalty, set_progress
-from weft_models.train import clip_grad_norm_, stream
-from weft_models.train.step import lr_schedule, score
+from weft_models.routing.report import hit_rate
+from weft_models.train import clip_grad_norm_
+from weft_models.train.step import lr_schedule
 
+TUTORIAL = Path(__file__).parents[1] / "tutorials" / "06_learned_routing.py"
+BATCH, LR = 16, 3e-3
 LAST = 40
 RESULTS = Path(__file__).parent / "results" / "routing.md"
 TENSORS = ("kv", "dkv", "summaries", "dsummaries", "routes")
@@ -49,49 +59,59 @@ def draw_router(model: torch.nn.Module, seed: int, scale: float) -> None:
         module.router.requires_grad_(False)
 
 
+@functools.cache
+def task() -> tuple[ModelSpec, Callable[..., Any]]:
+    """The model and the examples of the tutorial, by the two cells that define them."""
+    cells = re.split(r"^# %%.*$", TUTORIAL.read_text(), flags=re.MULTILINE)
+    defined: dict[str, Any] = {"np": np, "torch": torch, "weft": weft}
+    for name in ("def draw", "class Retrieval"):
+        (cell,) = (cell for cell in cells if f"\n{name}" in cell)
+        exec(compile(cell, str(TUTORIAL), "exec"), defined)
+    return defined["spec"], defined["draw"]
+
+
 def run(name: str, layout: Layout, steps: int, router: str = "learned") -> Outcome:
     """Train on every rank of the layout; rank 0's outcome."""
-    spec = ModelSpec.load("retrieval")
+    task()
 
     def rank(transport) -> Outcome:
         bound = layout.on(transport)
-        model = weft.compose(spec, bound, seed=0)
+        model = weft.compose(task()[0], bound, seed=0)
         if router == "frozen":
             draw_router(model, 1, 1.0)
-        return train(name, spec, model, steps, redraw=router == "random")
+        return train(name, model, bound, steps, redraw=router == "random")
 
     return run_threads(layout.mesh, rank, timeout=600.0)[0]
 
 
-def train(name: str, spec: ModelSpec, model: torch.nn.Module, steps: int, redraw: bool) -> Outcome:
+def train(name: str, model: torch.nn.Module, layout: Layout, steps: int, redraw: bool) -> Outcome:
     """The trainer's loop without its reports."""
-    from weft_models.routing.report import hit_rate
-
-    layout, plan = model.layout, spec.train
-    data = stream(spec, layout, seed=0)
+    draw = task()[1]
     wanted = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(wanted, lr=plan.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(wanted, lr=LR, betas=(0.9, 0.95), weight_decay=0.01)
     accuracies, hits, moved = [], [], Counter()
     for step in range(steps):
         set_progress(model, step / steps)
         if redraw:  # small, so that the bias stays near 0 and only the choice is random
             draw_router(model, step, 0.01)
-        batch = data.batch(step)
+        *both, sources = draw(0, step, BATCH)
+        tokens, answers = (layout.shard(x, {"tokens": 1}) for x in both)
+        asked = answers >= 0
         with weft.traffic(layout) as traffic:
-            loss, right = score(spec.head, model(batch.inputs, **batch.given), batch)
-            loss, accuracy = layout.mean(
-                torch.stack([loss, right.to(loss.dtype)]), batch.counted.sum()
-            )
+            scores = model(tokens)[asked]
+            sums = [cross_entropy(scores, answers[asked], reduction="sum")]
+            sums.append((scores.argmax(-1) == answers[asked]).sum().to(scores.dtype))
+            loss, accuracy = layout.mean(torch.stack(sums), asked.sum())
             optimizer.zero_grad()
             (loss + routing_penalty(model)).backward()
         layout.sync_gradients(model)
-        clip_grad_norm_(model, plan.clip, model.layout)
+        clip_grad_norm_(model, 1.0, layout)
         for group in optimizer.param_groups:
-            group["lr"] = plan.lr * lr_schedule(step, steps, plan.warmup)
+            group["lr"] = LR * lr_schedule(step, steps, 0.1)
         optimizer.step()
         if step >= steps - LAST:
             accuracies.append(accuracy.item())
-            hits += [hit_rate(m.last, data.sources(step)) for m in routed_modules(model)]
+            hits += [hit_rate(m.last, sources) for m in routed_modules(model)]
             moved.update({t: n / LAST for t, n in traffic.by_tensor().items() if t in TENSORS})
     routed = sum(hits) / len(hits) if hits else None
     return Outcome(name, sum(accuracies) / len(accuracies), routed, moved)

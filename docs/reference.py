@@ -20,7 +20,7 @@ from pydantic_core import PydanticUndefined
 
 from weft.declare.layout_file import Entry, LayoutFile, MeasuredRates
 from weft.declare.routing import Routing
-from weft.declare.strategy import _RuleFile, _StateRuleFile, _StrategyFile
+from weft.declare.strategy import _ChoiceRuleFile, _RuleFile, _StateRuleFile, _StrategyFile
 from weft_models.declare.model_blocks import (
     BIASES,
     MASKS,
@@ -48,6 +48,7 @@ PAGES: dict[str, tuple[str, str, dict[str, type[BaseModel]]]] = {
             "At the top": _StrategyFile,
             "`[rule.NAME]`": _RuleFile,
             "`[rule.NAME]` of a recurrence": _StateRuleFile,
+            "`[rule.NAME]` of a choice of keys": _ChoiceRuleFile,
             "`[routing]`": Routing,
         },
     ),
@@ -56,7 +57,7 @@ PAGES: dict[str, tuple[str, str, dict[str, type[BaseModel]]]] = {
         "A layout binds strategies to a mesh. Those that ship are in `layouts/`.",
         {
             "At the top": LayoutFile,
-            "An entry of `[attend]` or `[carry]`": Entry,
+            "An entry of `[attend]`, `[carry]` or `[choose]`": Entry,
             "`[rates]`": MeasuredRates,
         },
     ),

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from covering import pairs
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import weft
+from benchmarks import chosen as chosen_bytes
 from benchmarks import families
-from weft import Layout
+from weft import ChosenKeys, Layout
+from weft._torch import fake_ranks
 from weft.errors import UnsupportedError
+from weft.plan.program import Payload
+from weft.runtime import executor
 from weft_integrations import common
 from weft_integrations.transformers import chosen_keys, compressed, interface, running, verify
 from weft_integrations.transformers.verification import verify as verification
@@ -217,15 +227,26 @@ def test_bytes_of_entries_are_those_of_others_windows() -> None:
     def act(split, layout):
         with torch.no_grad(), weft.traffic() as report:
             split(**batch)
-        return report.by_tensor()["entries"]
+        return tuple(report.by_tensor()[label] for label in ("entries", "index"))
 
     own = [set(range(0, 15)), set(range(15, length))]
     received = []
     for held in own:
         closed = {m: sum((p + 1) % m == 0 and p not in held for p in range(length)) for m in (4, 8)}
         # two layers of each kind, two rows, fp64: entries of 512 numbers, index entries of 8
-        received.append(2 * 2 * 8 * (closed[4] * (512 + 8) + closed[8] * 512))
+        each = 2 * 2 * 8
+        received.append((each * 512 * (closed[4] + closed[8]), each * 8 * closed[4]))
     assert on_ranks("deepseek_v4", act) == received
+
+
+@pytest.mark.parametrize(
+    ("line", "length"),
+    [("tokens(zigzag): ring=4", 509), ("tokens: tile=2x2", 1024), ("tokens: seen=3", 300)],
+)
+def test_bytes_at_sizes_of_deepseek_are_those_of_formulas(line, length) -> None:
+    assert chosen_bytes.index_keys(line, length)["index"] > 0
+    for kind in (chosen_bytes.CSA, chosen_bytes.HCA):
+        assert chosen_bytes.entries(line, length, kind)["dhalo"] > 0
 
 
 def test_reproducible_layouts_refuse_models_that_choose_keys() -> None:
@@ -264,14 +285,164 @@ def test_rows_of_scores_are_made_in_pieces(monkeypatch) -> None:
 @pytest.mark.parametrize("heads", [1, 2])
 def test_ties_are_those_of_one_device(heads, monkeypatch) -> None:
     monkeypatch.setitem(families.TINY, "index_n_heads", heads)
-    model = built("deepseek_v32")
-    for module in model.modules():
-        if hasattr(module, "wq_b"):  # few heads of small whole numbers: scores are equal often
-            for p in (module.wq_b.weight, module.wk.weight, module.weights_proj.weight):
-                p.data.copy_(p.data.sign() * (p.data.abs() > p.data.abs().median()))
+    model = few_scores(built("deepseek_v32"))
     ids = torch.randint(3, 6, (2, 29), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     assert largest_gap(model, "tokens(zigzag): ring=2", batch) < 1e-11
+
+
+# -- memory: 4,096 rows of 65,536 keys -------------------------------------------------------------
+
+MANY, KEYS = 4096, 65536
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that operators make."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.nbytes = max(self.nbytes, *made, 0)
+        return out
+
+
+@contextlib.contextmanager
+def one_of_16(line: str):
+    """A call of 65,536 tokens on a rank that has 4,096 of them, without numbers."""
+    with fake_ranks(1, 16):
+        call = running.ModelCall(Layout.parse(line).build("cpu"), "tokens", length=KEYS)
+        with running.during(call):
+            yield call
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def index_of_deepseek(call, heads: int = 64) -> int:
+    """The largest tensor of DeepSeek V3.2's indexer, of so many heads."""
+    config = copy.deepcopy(chosen_bytes.V32)
+    config.index_n_heads = heads
+    with torch.device("meta"):
+        indexer = chosen_bytes.v32.DeepseekV32Indexer(config, 0).bfloat16()
+    hidden, residual = empty(1, MANY, config.hidden_size), empty(1, MANY, config.q_lora_rank)
+    inputs = hidden, residual, (empty(1, MANY, 64),) * 2, call.sharded(weft.Causal())
+    with Largest() as largest:
+        chosen_keys.choose_tokens(indexer, *inputs)
+    return largest.nbytes
+
+
+def compressor_of_deepseek(call, kind) -> int:
+    """The largest tensor of a compressor of DeepSeek V4, with its indexer of 64 heads."""
+    config = chosen_bytes.V4
+    with torch.device("meta"):
+        module = kind(config).bfloat16()
+    hidden, residual = empty(1, MANY, config.hidden_size), empty(1, MANY, config.q_lora_rank)
+    with Largest() as largest:
+        compressed.compress(module, hidden, residual, torch.zeros(1, 1), None, 0)
+    return largest.nbytes
+
+
+TRACED = {
+    "indexer": index_of_deepseek,
+    "indexer of 4 heads": functools.partial(index_of_deepseek, heads=4),
+    "entries of 4": functools.partial(compressor_of_deepseek, kind=chosen_bytes.CSA),
+    "entries of 128": functools.partial(compressor_of_deepseek, kind=chosen_bytes.HCA),
+}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("indexer", marks=pytest.mark.slow),
+        "indexer of 4 heads",
+        pytest.param("entries of 4", marks=pytest.mark.slow),
+        "entries of 128",
+    ],
+)
+def test_modules_make_no_scores_of_all_rows_at_once(module) -> None:
+    with one_of_16("tokens(zigzag): ring=16") as call:
+        assert TRACED[module](call) <= 4 * running.AT_ONCE  # and with all rows 64 times as much
+
+
+@pytest.mark.parametrize(
+    ("line", "kernel"),
+    [
+        ("tokens: ring=16", None),
+        pytest.param("tokens: ring=16", "math", marks=pytest.mark.slow),
+        pytest.param("tokens: ulysses=16", "math", marks=pytest.mark.slow),
+        pytest.param("tokens: tile=4x4", "math", marks=pytest.mark.slow),
+    ],
+)
+def test_attention_makes_no_scores_of_all_rows_at_once(line, kernel, monkeypatch) -> None:
+    largest = Largest()
+
+    def traced(stock):  # of the op alone: modes end at its door
+        def run(*given):
+            with largest:
+                return stock(*given)
+
+        return run
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(executor, name, traced(getattr(executor, name)))
+    q, k = (empty(1, 16, MANY, 64).requires_grad_() for _ in range(2))
+    numbers = torch.empty((1, 1, MANY, 2048), dtype=torch.int32, device="meta")
+    with one_of_16(line) as call:
+        options = {"choice": ChosenKeys(numbers, check=False), "kernel": kernel, "length": KEYS}
+        out = weft.attention(q, k, k, call.layout, "tokens", weft.Causal(), **options)
+        out.sum().backward()
+    assert 0 < largest.nbytes <= 2**26  # of 2^34 bytes of (rows, heads, keys) in fp32
+
+
+def grown(run) -> int:
+    """Bytes by which this process grows at most while it runs something."""
+
+    def status(name: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(re.search(rf"{name}:\s+(\d+)", text)[1]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - before
+
+
+def index_few_heads() -> None:
+    """An indexer of 4 heads on the first of 16 ranks; the others hand it their index keys."""
+    sizes = {"hidden_size": 32, "q_lora_rank": 32, "index_n_heads": 4, "index_topk": 512}
+    config = chosen_bytes.DeepseekV32Config(index_head_dim=16, qk_rope_head_dim=8, **sizes)
+    indexer = chosen_bytes.v32.DeepseekV32Indexer(config, 0)
+
+    def rank(layout: Layout) -> None:
+        call = running.ModelCall(layout, "tokens", length=KEYS)
+        hidden, angles = torch.randn(1, MANY, 32), torch.randn(1, MANY, 8)
+        if layout.coords["ring"]:
+            chosen_keys.OtherRanks(call).update_indexer(hidden[..., :16], 0)
+            return
+        with running.during(call):
+            inputs = hidden, hidden, (angles, angles), call.sharded(weft.Causal())
+            assert chosen_keys.choose_tokens(indexer, *inputs).shape == (1, MANY, 512)
+
+    weft.on_threads(Layout.parse("tokens(zigzag): ring=16"), rank, timeout=200)
+
+
+def attend_few_heads() -> None:
+    """Attention of 4 heads on one rank, both passes."""
+    q, k, v = (torch.randn(1, 4, n, 8, requires_grad=True) for n in (MANY, KEYS, KEYS))
+    choice = ChosenKeys(torch.randint(0, KEYS, (1, 1, MANY, 512), dtype=torch.int32))
+    options = {"length": (MANY, KEYS), "choice": choice}
+    mask = weft.Causal(offset=KEYS - MANY)
+    weft.attention(q, k, v, Layout.single(), "tokens", mask, **options).sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the highest mark of memory in /proc")
+@pytest.mark.parametrize("run", [index_few_heads, attend_few_heads])
+def test_memory_is_a_fraction_of_all_scores(run) -> None:
+    assert grown(run) < MANY * KEYS * 4 * 4 / 4  # 0.7 and 0.4 GiB of 4 GiB
 
 
 # -- planted mistakes, which the verifier refuses --------------------------------------------------
@@ -317,39 +488,124 @@ def no_columns(pieces, x, columns, dim):
     return [x.new_zeros(shape) + 0 * x.sum() for _ in pieces.pieces]
 
 
-#: A mistake -> family, what is replaced, and by what.
+def of_pages(module, tokens, blocks):
+    """Pages of four keys, of each of which a key was chosen."""
+    return None if tokens is None else ChosenKeys(tokens.unsqueeze(1) // 4, 4, check=False)
+
+
+def a_window_early(bias, count, rows):
+    """Each query sees the entry behind those that it may see."""
+    before = torch.nn.functional.pad(bias[..., :-1], (1, 0))  # the first entry is seen by all
+    return _numbers(torch.maximum(bias, before), bias.shape[-1], rows)
+
+
+def every_entry(bias, count, rows):
+    """A rank of one token sees every entry, as a step of decoding does."""
+    whole = torch.arange(bias.shape[-1], dtype=torch.int32).expand(len(bias), 1, 1, -1)
+    return whole if rows == 1 else _numbers(bias, count, rows)
+
+
+def without_gradients_of_others(run, transfer, receive, tensors):
+    """Gradients of this rank's keys that other ranks made are lost."""
+    if transfer.payload is not Payload.DKV:
+        _merge(run, transfer, receive, tensors)
+
+
+_numbers, _merge, _seen = compressed._numbers, executor._Backward._merge, chosen_keys._seen
+
+
+def order_of_ranks() -> Tensor:
+    call = running.now()
+    return torch.cat(common.chunk_places(call.layout, call.axis, call.length))
+
+
+def seen_by_rank(where, queries, keys, batch):
+    return _seen(where, queries, keys, batch)[..., order_of_ranks()]
+
+
+def ties_by_rank(self, *inputs, **options):
+    """Of equal scores the first in the order of ranks; other scores are as they were."""
+    places = chosen_keys.choose_tokens(self, *inputs, **options)
+    return order_of_ranks()[places.long()].int()
+
+
+#: A mistake -> family, and what is replaced by what.
 WRONG = {
-    "dense": ("deepseek_v32", lambda: (verification, "attend", dense)),
-    "own keys only": ("deepseek_v32", lambda: (chosen_keys, "of_all_ranks", of_own_rank)),
-    "keys by rank": ("glm_moe_dsa", lambda: (chosen_keys, "of_all_ranks", in_order_of_ranks)),
+    "dense": ("deepseek_v32", (verification, "attend", dense)),
+    "own keys only": ("deepseek_v32", (chosen_keys, "of_all_ranks", of_own_rank)),
+    "keys by rank": ("glm_moe_dsa", (chosen_keys, "of_all_ranks", in_order_of_ranks)),
+    "ties by rank": (
+        "deepseek_v32",
+        (chosen_keys, "of_all_ranks", in_order_of_ranks),
+        (chosen_keys, "_seen", seen_by_rank),
+        (chosen_keys.INDEXERS, "DeepseekV32Indexer", ties_by_rank),
+    ),
     "no causal mask": (
         "axk2",
-        lambda: (chosen_keys, "_seen", lambda w, q, k, b: torch.ones(1, len(q), k).bool()),
+        (chosen_keys, "_seen", lambda w, q, k, b: torch.ones(1, len(q), k).bool()),
     ),
-    "local positions": ("minimax_m3_vl_text", lambda: planted_rows(local_numbers)),
-    "local positions, shared": ("hy_v4", lambda: planted_rows(local_numbers)),
-    "fewer keys": ("deepseek_v32", lambda: (chosen_keys.INDEXERS, "DeepseekV32Indexer", fewer)),
-    "no sinks": ("hy_v4", lambda: (verification, "attend", without_sinks)),
-    "no halo": ("deepseek_v4", lambda: (compressed.LocalPieces, "left", no_columns)),
-    "window before": (
+    "local positions": ("minimax_m3_vl_text", planted_rows(local_numbers)),
+    "local positions, shared": ("hy_v4", planted_rows(local_numbers)),
+    "fewer keys": ("deepseek_v32", (chosen_keys.INDEXERS, "DeepseekV32Indexer", fewer)),
+    "whole pages": ("glm_moe_dsa", (interface, "_choice", of_pages)),
+    "no sinks": ("hy_v4", (verification, "attend", without_sinks)),
+    "no gradients of latents": (
+        "deepseek_v32",
+        (executor._Backward, "_merge", without_gradients_of_others),
+    ),
+    "no halo": ("deepseek_v4", (compressed.LocalPieces, "left", no_columns)),
+    "window before": ("deepseek_v4", (compressed.OfRanks, "_extra", lambda cache, windows: 0)),
+    "first window of zeros": (
         "deepseek_v4",
-        lambda: (compressed.OfRanks, "_extra", lambda cache, windows: 0),
+        (compressed.OfRanks, "_extra", lambda cache, windows: int(cache.overlap)),
     ),
+    "a window early": ("deepseek_v4", (compressed, "_numbers", a_window_early)),
+    "a rank of one token": ("deepseek_v4", (compressed, "_numbers", every_entry)),
 }
+#: Mistakes that change gradients alone.
+OF_GRADIENTS = ("no gradients of latents",)
+
+
+def few_scores(model) -> torch.nn.Module:
+    """The same model, whose indexers often score equally: small whole numbers, many of them 0."""
+    for module in model.modules():
+        if hasattr(module, "wq_b"):
+            for p in (module.wq_b.weight, module.wk.weight, module.weights_proj.weight):
+                p.data.copy_(p.data.sign() * (p.data.abs() > p.data.abs().median()))
+    return model
+
+
+def to_verify(mistake, monkeypatch) -> tuple:
+    """A model in which a mistake shows, the layout, and a call of one's own."""
+    family = WRONG[mistake][0]
+    if mistake == "ties by rank":
+        monkeypatch.setitem(families.TINY, "index_n_heads", 1)
+        model = families.built(family, families.model_name("causal", family))
+        return few_scores(model), "tokens(zigzag): ring=2", {}
+    if mistake == "a rank of one token":
+        rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 2}
+        options = families.EXTRA[family] | {"compress_rates": rates}
+        monkeypatch.setitem(families.EXTRA, family, options)
+        model = families.built(family, families.model_name("causal", family))
+        return model, "tokens: hierarchical=2x2", {"batch": rows(4)}
+    model = families.built(family, families.model_name("causal", family))
+    return model, "tokens(zigzag): ring=2", {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mistake", WRONG)
 def test_the_verifier_refuses_wrong_choices(mistake, monkeypatch) -> None:
-    family, replaced = WRONG[mistake]
-    owner, name, wrong = replaced()
-    if isinstance(owner, dict):
-        monkeypatch.setitem(owner, name, wrong)
-    else:
-        monkeypatch.setattr(owner, name, wrong)
-    model = families.built(family, families.model_name("causal", family))
-    with pytest.raises(UnsupportedError, match="is the first module whose output differs"):
-        verify(model, Layout.parse("tokens(zigzag): ring=2"))
+    model, line, options = to_verify(mistake, monkeypatch)
+    _, *replaced = WRONG[mistake]
+    assert verify(model, Layout.parse(line), **options).outputs < 1e-4  # without it
+    for owner, name, wrong in replaced:
+        put = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
+        put(owner, name, wrong)
+    message = "is the first module whose output differs"
+    if mistake in OF_GRADIENTS:
+        message = "outputs agree, but the gradient of"
+    with pytest.raises(UnsupportedError, match=message):
+        verify(model, Layout.parse(line), **options)
 
 
 def _no_entries(entries) -> None:

@@ -151,7 +151,11 @@ def test_explain_counts_chosen_keys_and_index_keys():
     sizes = ("--length", "1024", "--heads", "8", "--choose", "64", "--index", "4x32")
     shown = run("explain", "tokens: ulysses=4", *sizes, "--dtype", "float32")
     assert "numbers of chosen keys 192.0 KiB" in shown  # 768 rows of 64 numbers of 4 bytes
-    assert "rank 0 receives 96.0 KiB forward" in shown  # 768 x 32 x 4 bytes
+    assert "by rows: index keys of 32: rank 0 receives 96.0 KiB" in shown  # 768 x 32 x 4 bytes
+    by_lists = run("explain", "lists-4", *sizes, "--dtype", "float32")
+    assert "rank 0 receives 396.0 KiB of index queries" in by_lists  # 768 x 4 x 33 x 4 bytes
+    assert "and 384.0 KiB of lists" in by_lists  # 3 x 256 x 64 x 8 bytes
+    assert "lists merge" in by_lists
     shown = run("explain", "tokens: ring=4", *sizes)
     assert "numbers of chosen keys" not in shown
     assert "64 of 1,024 keys per query" in shown

@@ -100,7 +100,7 @@ def test_lengths_a_model_file_does_not_give_are_asked_for():
         stream(bare, Layout.single(), seed=0).batch(0)
 
 
-@pytest.mark.parametrize("model", ["tabular", "causal_lm", "pair", "retrieval"])
+@pytest.mark.parametrize("model", ["tabular", "causal_lm", "pair"])
 def test_the_parts_of_a_batch_are_its_examples(model):
     spec = ModelSpec.load(model)
     whole = stream(spec.training({"batch": 6}), Layout.single(), seed=3).batch(2)

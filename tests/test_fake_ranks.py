@@ -13,7 +13,7 @@ import weft
 from weft._torch import fake_ranks
 from weft.comm import run_threads
 from weft.errors import UnsupportedError
-from weft.kernels import Request, TileView, choose, named
+from weft.kernels import Request, TileView, choose_kernel, named
 
 #: layout line, mask, queries and keys in all
 CASES = {
@@ -118,12 +118,12 @@ def test_meta_tensors_on_other_transports_get_shapes_and_move_nothing():
 
 
 def test_kernel_of_shapes_runs_where_no_numbers_and_nowhere_else():
-    assert choose(Request("meta", torch.bfloat16, 8, 6, masked=True)).name == "meta"
+    assert choose_kernel(Request("meta", torch.bfloat16, 8, 6, masked=True)).name == "meta"
     for device in ("cpu", "cuda"):
         with pytest.raises(UnsupportedError, match=f"on device meta only, not {device}"):
-            choose(Request(device, torch.bfloat16, 8, 8), "meta")
+            choose_kernel(Request(device, torch.bfloat16, 8, 8), "meta")
     with pytest.raises(UnsupportedError, match="needs a floating dtype"):
-        choose(Request("meta", torch.int32, 8, 8))
+        choose_kernel(Request("meta", torch.int32, 8, 8))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)

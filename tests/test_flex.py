@@ -12,7 +12,7 @@ from torch import Tensor
 
 import weft
 from weft.bias import alibi
-from weft.kernels import Request, TileView, choose, flex, named
+from weft.kernels import Request, TileView, choose_kernel, flex, named
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import mask_mod
 from weft.layout import Layout
@@ -185,7 +185,7 @@ def test_block_masks_are_made_once_per_plan(monkeypatch) -> None:
 )
 def test_order_of_preference(device: str, dtype: torch.dtype, changes: dict, kernel: str) -> None:
     request = {"head_dim": 64, "value_dim": 64, **changes}
-    assert choose(Request(device, dtype, **request)).name == kernel
+    assert choose_kernel(Request(device, dtype, **request)).name == kernel
 
 
 def test_why_flex_is_unfused_on_the_cpu() -> None:

@@ -9,7 +9,7 @@ import weft
 from benchmarks.gpu import compiled, exactness, host, messages
 from benchmarks.gpu.parts import Where
 from weft.errors import UnsupportedError
-from weft.kernels import KERNELS, Request, choose, named
+from weft.kernels import KERNELS, Request, choose_kernel, named
 from weft.kernels.base import surrogate_out
 from weft.plan.memory import ALIGNMENT
 from weft.plan.steps import form_of
@@ -44,7 +44,7 @@ def test_a_kernel_is_within_its_limit_of_fp64(kernel, dtype) -> None:
     for case in exactness.cases(WHERE, kernel.name):
         request = Request("cuda", dtype, *case.dims, lse_grad=case.how == "lse")
         try:
-            choose(request, kernel.name)
+            choose_kernel(request, kernel.name)
         except UnsupportedError:
             continue
         found = exactness.error_of(kernel, case, 500, dtype, "cuda")

@@ -12,7 +12,7 @@ from reference import attention
 
 import weft
 from weft.errors import UnsupportedError
-from weft.kernels import KERNELS, Request, TileView, accumulate_dtype, choose, named
+from weft.kernels import KERNELS, Request, TileView, accumulate_dtype, choose_kernel, named
 from weft.kernels.base import delta_in_values, finite_lse, surrogate_out
 from weft.masks import Causal, Documents, Full, MaskMod, Window
 
@@ -71,7 +71,7 @@ def test_a_kernel_computes_what_it_does_not_refuse(kernel, view):
     request = _request(kernel, **asked)
     if (why := kernel.refuses(request)) is not None:
         with pytest.raises(UnsupportedError) as refused:
-            choose(request, kernel.name)
+            choose_kernel(request, kernel.name)
         assert f"{kernel.name} {why}" in str(refused.value)
         return
     q, k, v, dout, dlse = _tensors(asked.get("value_dim", 8))
@@ -403,7 +403,7 @@ def test_every_kernel_says_what_it_is_and_refuses_in_words(kernel):
     why = kernel.refuses(IMPOSSIBLE[kernel.name])
     assert why
     with pytest.raises(UnsupportedError, match=f"no kernel computes .*{kernel.name} {why}"):
-        choose(IMPOSSIBLE[kernel.name], kernel.name)
+        choose_kernel(IMPOSSIBLE[kernel.name], kernel.name)
 
 
 def test_a_refused_request_is_told_in_words():
@@ -412,16 +412,16 @@ def test_a_refused_request_is_told_in_words():
         r"computes attention on cpu in bfloat16, head dim 64 \(values: 32\), a mask, a soft cap: "
     )
     with pytest.raises(UnsupportedError, match=words + "cpu-flash has no soft cap$"):
-        choose(request, "cpu-flash")
+        choose_kernel(request, "cpu-flash")
 
 
 def test_the_first_kernel_that_takes_a_request_is_chosen():
     plain = Request("cpu", torch.float64, 8, 8)
-    assert choose(plain).name == "cpu-flash"
-    assert choose(dataclasses.replace(plain, softcap=True)).name == "math"
-    assert choose(plain, "math").name == "math"
+    assert choose_kernel(plain).name == "cpu-flash"
+    assert choose_kernel(dataclasses.replace(plain, softcap=True)).name == "math"
+    assert choose_kernel(plain, "math").name == "math"
     with pytest.raises(UnsupportedError, match="did you mean 'cpu-flash'"):
-        choose(plain, "cpu-flsh")
+        choose_kernel(plain, "cpu-flsh")
 
 
 @pytest.mark.parametrize("name", ["cpu-flash", "math", "flex"])

@@ -27,7 +27,7 @@ from weft.errors import UnsupportedError
 from weft.kernels import (
     Request,
     TileView,
-    choose,
+    choose_kernel,
     cuda_flash,
     cudnn,
     flash_attn,
@@ -335,9 +335,9 @@ def test_release_that_asks_for_more_is_passed_over_with_reason(install, monkeypa
     assert flash_attn.load().generation == 2
     monkeypatch.setenv(flash_attn.VARIABLE, "3")
     request = Request("cuda", torch.bfloat16, 64, 64)
-    assert choose(request).name != "flash-attn"
+    assert choose_kernel(request).name != "flash-attn"
     with pytest.raises(UnsupportedError, match=r"generation 3: .* asks for 'mystery'"):
-        choose(request, "flash-attn")
+        choose_kernel(request, "flash-attn")
 
 
 def test_generation_3_follows_torch_in_determinism(install) -> None:
@@ -463,9 +463,9 @@ def test_package_that_does_not_load_passed_over_with_its_reason(
     assert flash_attn.load().generation == 2
     monkeypatch.setenv(flash_attn.VARIABLE, "3")
     request = Request("cuda", torch.bfloat16, 64, 64)
-    assert choose(request).name == "cuda-flash"
+    assert choose_kernel(request).name == "cuda-flash"
     with pytest.raises(UnsupportedError, match=rf"3: {error.__name__}: .*libcudart.so.11.0"):
-        choose(request, "flash-attn")
+        choose_kernel(request, "flash-attn")
 
 
 @pytest.mark.parametrize("function", fused.FUSED)
@@ -529,7 +529,7 @@ def test_which_kernel_computes_what_where(
     gpu, capability, cudnn_version, releases, asks: dict, kernel: str
 ) -> None:
     gpu(*releases, capability=capability, cudnn_version=cudnn_version)
-    assert choose(asked(**asks)).name == kernel
+    assert choose_kernel(asked(**asks)).name == kernel
 
 
 def asked(**asks) -> Request:
@@ -560,12 +560,12 @@ def gpu(install, monkeypatch):
 def test_generation_2_that_is_asked_for_is_taken(gpu, monkeypatch) -> None:
     """The variable decides from the next call on, whatever was chosen before."""
     gpu("2.8.3", capability=9)
-    assert choose(asked()).name == "cudnn"
+    assert choose_kernel(asked()).name == "cudnn"
     monkeypatch.setenv(flash_attn.VARIABLE, "2")
-    assert choose(asked()).name == "flash-attn"
-    assert choose(asked()).label == "flash-attn (FlashAttention 2)"
+    assert choose_kernel(asked()).name == "flash-attn"
+    assert choose_kernel(asked()).label == "flash-attn (FlashAttention 2)"
     monkeypatch.delenv(flash_attn.VARIABLE)
-    assert choose(asked()).name == "cudnn"
+    assert choose_kernel(asked()).name == "cudnn"
 
 
 @pytest.mark.parametrize(
@@ -589,10 +589,10 @@ def test_active_implementation_of_torch_has_its_own_limits(
 ) -> None:
     """Whether it is activated before the first call or after."""
     gpu(capability=capability)
-    choose(asked(**asks))
+    choose_kernel(asked(**asks))
     monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: active)
     with deterministic() if deterministic_backward else contextlib.nullcontext():
-        assert choose(asked(**asks)).name == kernel
+        assert choose_kernel(asked(**asks)).name == kernel
 
 
 def test_plan_follows_an_implementation_that_is_activated_later(gpu, monkeypatch) -> None:
@@ -641,7 +641,7 @@ def test_order_of_generations(
     monkeypatch.setenv(flash_attn.VARIABLE, named_one)
     assert flash_attn.load().generation == generation
     request = Request("cuda", torch.bfloat16, 64, 64)
-    assert choose(request).name == "flash-attn"
+    assert choose_kernel(request).name == "flash-attn"
 
 
 @pytest.mark.parametrize(
@@ -657,7 +657,7 @@ def test_a_named_generation_that_cannot_run_is_refused(
     install(2, 3, capability=8)
     monkeypatch.setenv(flash_attn.VARIABLE, variable)
     with pytest.raises(UnsupportedError, match=message):
-        choose(Request("cuda", torch.bfloat16, 64, 64), "flash-attn")
+        choose_kernel(Request("cuda", torch.bfloat16, 64, 64), "flash-attn")
 
 
 def test_without_the_package_the_next_kernel_is_taken(install, monkeypatch) -> None:
@@ -665,9 +665,9 @@ def test_without_the_package_the_next_kernel_is_taken(install, monkeypatch) -> N
     for package in flash_attn.PACKAGES.values():
         monkeypatch.setitem(sys.modules, package.module, None)  # importing it fails
     request = Request("cuda", torch.bfloat16, 64, 64)
-    assert choose(request).name == "cuda-flash"
+    assert choose_kernel(request).name == "cuda-flash"
     with pytest.raises(UnsupportedError, match="flash-attn package is not usable here"):
-        choose(request, "flash-attn")
+        choose_kernel(request, "flash-attn")
 
 
 def test_a_release_with_unknown_parameters_is_refused_by_their_names() -> None:
@@ -689,7 +689,7 @@ def test_a_release_with_unknown_parameters_is_refused_by_their_names() -> None:
 def test_dtypes_that_flash_kernels_lack_are_refused(kernel: str, dtype: torch.dtype) -> None:
     assert dtype not in HALF
     with pytest.raises(UnsupportedError, match="needs bf16 or fp16"):
-        choose(Request("cuda", dtype, 64, 64), kernel)
+        choose_kernel(Request("cuda", dtype, 64, 64), kernel)
 
 
 def test_head_dims_beyond_the_kernel_are_refused() -> None:
@@ -748,11 +748,12 @@ def test_windows_on_layouts_are_the_packages(install, monkeypatch, generation, n
 def test_windows_that_a_package_lacks_go_to_flex(install) -> None:
     window = Request("cuda", torch.bfloat16, 64, 64, masked=True, window=True)
     install(4)
-    assert choose(window).name == "flex"
+    assert choose_kernel(window).name == "flex"
     install(3)
-    assert choose(window).name == "flash-attn"
-    assert choose(replace(window, softcap=True)).name == "flex"  # theirs is an approximate tanh
-    assert choose(replace(window, bias=True)).name == "flex"
+    assert choose_kernel(window).name == "flash-attn"
+    # theirs is an approximate tanh
+    assert choose_kernel(replace(window, softcap=True)).name == "flex"
+    assert choose_kernel(replace(window, bias=True)).name == "flex"
     with deterministic():
-        assert choose(window).name == "flash-attn"
-        assert choose(replace(window, head_dim=256, value_dim=256)).name == "flex"
+        assert choose_kernel(window).name == "flash-attn"
+        assert choose_kernel(replace(window, head_dim=256, value_dim=256)).name == "flex"

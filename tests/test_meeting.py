@@ -149,7 +149,7 @@ def _named_as_missing() -> list[list[int]]:
 
 
 def test_ranks_that_take_no_part_are_not_named_as_missing(apart):
-    assert apart(_named_as_missing) == [[0, 1, 2, 3], [0, 4], [*range(8)]]
+    assert apart(_named_as_missing) == [(0, 1, 2, 3), (0, 4), tuple(range(8))]
 
 
 def _beside(rank: int) -> tuple[float, str]:

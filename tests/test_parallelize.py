@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 import subprocess
 import sys
 import warnings
@@ -82,6 +85,47 @@ def test_a_table_model_is_restored(kind: str):
 
     for out in weft.on_threads(LAYOUT, work):
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def parallelized(kind: str) -> nn.Module:
+    """A model of a kind on one device, with all hooks and functions of weft's."""
+    layout = Layout.single()
+    if kind == "transformers":
+        return weft.parallelize(gpt2(), layout, verify=False)
+    if kind == "fields":
+        model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4))
+        return weft.parallelize(model, layout, dims={"height": -2})
+    if kind == "diffusers":
+        diffusers = pytest.importorskip("diffusers")
+        model = diffusers.FluxTransformer2DModel(
+            in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
+            num_attention_heads=2, joint_attention_dim=8, pooled_projection_dim=8,
+            axes_dims_rope=(2, 2, 4),
+        )  # fmt: skip
+        return weft.parallelize(model, layout)
+    return weft.parallelize(table_model(kind), layout)
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    "kind", ["fields", "TabICL", "transformers", "diffusers", "TabPFN v2", "TabPFN v3"]
+)
+def test_a_parallelized_model_is_not_pickled(kind: str):
+    """Its functions belong to this process: alone, in a container, and by `torch.save`."""
+    model = parallelized(kind)
+    ways = {
+        "pickle": lambda: pickle.dumps(model),
+        "torch.save": lambda: torch.save(nn.ModuleDict({"model": model}), io.BytesIO()),
+    }
+    if kind != "transformers":  # of which a copy is parallelized, too
+        ways["copy"] = lambda: copy.deepcopy(nn.ModuleList([model]))
+    for way in ways.values():
+        with pytest.raises(DeclarationError, match=r"weft\.restore\(model\) first"):
+            way()
+    restored = weft.restore(model)
+    weights = pickle.loads(pickle.dumps(restored)).state_dict()
+    assert all(torch.equal(p, weights[name]) for name, p in restored.state_dict().items())
+    copy.deepcopy(restored)
 
 
 def test_transformers_model_known_in_adapters_and_by_its_own_class():

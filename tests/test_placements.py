@@ -11,12 +11,14 @@ from weft.declare.placements import (
     AffinePartial,
     Arrow,
     SoftmaxPartial,
+    TopKPartial,
     merge_affine,
     merge_softmax,
+    merge_top_k,
     parse_arrow,
     show,
 )
-from weft.errors import DeclarationError
+from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 
 WORDS = {
@@ -161,3 +163,80 @@ def _compose(rank: int) -> list[float]:
 
 def test_dtensor_composes_affine_partials_on_real_processes(pool):
     assert max(map(max, pool.run(_compose))) < 1e-11
+
+
+def stable_order(scores, count):
+    """Positions of the best of all keys on one device; -1 where there are fewer."""
+    best, places = (scores + 0.0).sort(dim=-1, descending=True, stable=True)
+    places = places.masked_fill(best.isneginf(), -1)
+    missing = (*scores.shape[:-1], max(0, count - scores.shape[-1]))
+    return torch.cat([places, places.new_full(missing, -1)], -1)[..., :count]
+
+
+def merged(lists, count):
+    return merge_top_k(*(torch.cat(side, -1) for side in zip(*lists)), count)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 70])
+@pytest.mark.parametrize("n", [1, 7, 37])
+def test_lists_merge_to_the_stable_order_in_any_grouping(n, count):
+    make = torch.Generator().manual_seed(n)
+    scores = torch.randint(-2, 3, (4, n), generator=make).double()
+    scores[scores == 0] *= torch.randint(0, 2, (4, n), generator=make).double()[scores == 0] * 2 - 1
+    scores[3], scores[2, ::3] = 1.0, -torch.inf
+    owner = torch.randint(0, 5, (n,), generator=make)
+    parts = []
+    for rank in range(5):  # some have no key
+        at = (owner == rank).nonzero().flatten()
+        parts.append(merge_top_k(scores[:, at], at.expand(4, -1), count))
+    nothing = merge_top_k(scores[:, :0], owner[:0].expand(4, -1), count)
+    assert nothing[0].isneginf().all()
+    assert nothing[1].eq(-1).all()
+    tree = merged([merged(parts[:2], count), merged([parts[3], nothing, parts[2]], count)], count)
+    chain = parts[3]
+    for rank in (0, 2, 4, 1):
+        chain = merged([parts[rank], chain], count)
+    wanted = stable_order(scores, count)
+    for found in (merged(parts, count), merged([parts[4], tree], count), chain):
+        assert torch.equal(found[1], wanted)
+        assert torch.equal(found[0], merged(parts, count)[0])
+
+
+def test_one_part_keeps_lists_that_are_split_into_partials():
+    mesh = SimpleNamespace(get_local_rank=lambda mesh_dim: mesh_dim)
+    scores, places = torch.randn(3, 4, dtype=torch.float64), torch.arange(12).view(3, 4)
+    packed = torch.cat(merge_top_k(scores, places, 4), -1)
+    parts = [TopKPartial()._partition_value(packed, mesh, rank) for rank in range(3)]
+    found = merged([part.split(4, -1) for part in parts], 4)
+    assert torch.equal(torch.cat(found, -1), packed)
+    assert TopKPartial() == TopKPartial()
+    assert TopKPartial() != SoftmaxPartial()
+    with pytest.raises(ShapeError, match="float64"):
+        TopKPartial()._partition_value(packed.float(), mesh, 1)
+
+
+def _lists(rank: int, length: int) -> list[bool]:
+    from torch.distributed.tensor import DTensor
+
+    mesh = Layout.load("ring-4").build("cpu", timeout=20).device_mesh
+    make = torch.Generator().manual_seed(0)
+    scores = torch.randint(-2, 3, (length, 13), generator=make).double()
+    own = torch.arange(13).chunk(4)[rank]
+    packed = torch.cat(merge_top_k(scores[:, own], own.expand(length, -1), 3), -1)
+    partial = DTensor.from_local(packed, mesh, [TopKPartial()], run_check=False)
+    wanted = stable_order(scores, 3).double()
+    shards = wanted.chunk(4)
+    part = shards[rank] if rank < len(shards) else wanted[:0]
+    found = [
+        (partial.redistribute(mesh, [to]).to_local()[:, 3:], want)
+        for to, want in ((Replicate(), wanted), (Shard(0), part))
+    ]
+    bad = DTensor.from_local(packed * torch.nan, mesh, [TopKPartial()], run_check=False)
+    with pytest.raises(ShapeError, match="NaN"):
+        bad.redistribute(mesh, [Replicate()])
+    return [torch.equal(a, b) for a, b in found]
+
+
+@pytest.mark.parametrize("length", [8, 3])
+def test_dtensor_merges_lists_on_real_processes(pool, length):
+    assert all(map(all, pool.run(_lists, length)))

@@ -19,7 +19,7 @@ from weft.comm import P2PBatch, Transport, run_threads
 from weft.declare.hardware import Hardware
 from weft.declare.rates import rates_for
 from weft.errors import ShapeError, WeftError
-from weft.kernels import Request, choose
+from weft.kernels import Request, choose_kernel
 from weft.kernels.cpu_flash import CpuFlash
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
@@ -58,7 +58,7 @@ def clock(monkeypatch) -> Clock:
     """What measurements are timed by; the kernel takes 20 ms."""
     made = Clock()
     monkeypatch.setattr(measure, "time", made)
-    assert isinstance(choose(Request("cpu", CALL.dtype, 16, 16)), CpuFlash)
+    assert isinstance(choose_kernel(Request("cpu", CALL.dtype, 16, 16)), CpuFlash)
     monkeypatch.setattr(CpuFlash, "forward", after(made, 0.02, CpuFlash.forward))
     monkeypatch.setattr(CpuFlash, "backward", after(made, 0.05, CpuFlash.backward))
     return made

@@ -279,7 +279,7 @@ def test_links_lead_to_files_and_the_picture_is_small():
 
 
 def test_the_map_of_the_code_names_files_that_are_there():
-    """And names in them: of `read_length` in `plan/call.py`."""
+    """And names in them: of `read_length` in `plan/lengths.py`."""
     page = (ROOT / "CONTRIBUTING.md").read_text()
     paths = re.findall(r"\b((?:\w+/)+\w+\.\w+)", page)
     assert len(paths) > 60

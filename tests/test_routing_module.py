@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import weft
+from benchmarks import routing
 from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.errors import DeclarationError, UnsupportedError
@@ -32,12 +33,18 @@ MESHES = {
 
 
 def small(**routing) -> ModelSpec:
-    """The retrieval model with other routing options, and a small batch."""
-    spec = ModelSpec.load("retrieval")
-    options = {**spec.block[0].routing, **routing}
-    block = spec.block[0].model_copy(update={"routing": options})
-    plan = spec.train.model_copy(update={"batch": 4})
-    return spec.model_copy(update={"block": (block, *spec.block[1:]), "train": plan})
+    """A model that routes 64 tokens, and a small batch."""
+    options = {"chunks": 8, "warm_up": 0.7, "imitate": 3.0, **routing}
+    blocks = [{"attend": "tokens", "init_k_from_q": True, "routing": options}, {"mlp": 64}]
+    return ModelSpec.from_dict(
+        {
+            "head": "tokens",
+            "axes": ["batch", "tokens", "embed"],
+            "sizes": {"embed": 32, "heads": 4, "vocabulary": 16},
+            "block": blocks,
+            "train": {"batch": 4, "lr": 3e-3, "length": {"tokens": [64, 64]}},
+        }
+    )
 
 
 def losses(layout: Layout, spec: ModelSpec, steps: int = 3) -> list[float]:
@@ -70,7 +77,7 @@ def test_training_is_the_same_on_every_mesh(mesh, routing):
 
 
 def test_a_layout_that_does_not_route_computes_full_attention():
-    spec = ModelSpec.load("retrieval")
+    spec = small()
     assert not routed_modules(weft.compose(spec))
     for name, count in (("ring-4", 0), ("routed-4", 1)):
         layout = Layout.load(name)
@@ -189,7 +196,7 @@ def test_what_routing_does_is_measured_and_drawn():
         data = stream(spec, ROUTED.on(transport), seed=0)
         batch = data.batch(0)
         model(batch.inputs, **batch.given)
-        return measure_routing(model, data.sources(0)), figures(model)
+        return measure_routing(model), figures(model)
 
     for found, pictures in run_threads(ROUTED.mesh, rank):
         assert found["blocks taken"] == 1.0
@@ -203,20 +210,25 @@ def test_what_routing_does_is_measured_and_drawn():
 
 
 def test_every_question_answered_by_fact_in_its_source_chunk_alone():
-    spec = ModelSpec.load("retrieval")
-    data = stream(spec, Layout.single(), seed=3)
-    batch, sources = data.batch(5), data.sources(5)
-    chunk = batch.inputs.shape[1] // 8
-    keys, values = batch.inputs.unbind(-1)
-    assert torch.equal(batch.counted, (keys >= 0) & (values < 0))
-    assert batch.counted.sum() == len(batch.inputs) * 4 * 3
-    for b, n in batch.counted.nonzero().tolist():
+    """Of the tutorial's task, on which the benchmark measures routing."""
+    tokens, answers, sources = routing.task()[1](3, 5, 16)
+    chunk, asked = tokens.shape[1] // 8, answers >= 0
+    keys, values = tokens.unbind(-1)
+    assert torch.equal(asked, (keys >= 0) & (values < 0))
+    assert asked.sum() == len(tokens) * 4 * 3
+    for b, n in asked.nonzero().tolist():
         stated = (keys[b] == keys[b, n]) & (values[b] >= 0)
         (place,) = stated.nonzero().flatten().tolist()
-        assert values[b, place] == batch.targets[b, n]
+        assert values[b, place] == answers[b, n]
         assert place // chunk == sources[b, n // chunk] != n // chunk
-    asks = batch.counted.view(len(batch.inputs), 8, chunk).any(-1)
+    asks = asked.view(len(tokens), 8, chunk).any(-1)
     assert torch.equal(sources >= 0, asks)
+
+
+def test_the_benchmark_trains_the_model_of_the_tutorial():
+    outcome = routing.run("", ROUTED, steps=2)
+    assert 0 <= outcome.accuracy <= 1
+    assert set(outcome.bytes) == {*routing.TENSORS}
 
 
 def test_penalties_of_routes_per_head_are_equal_on_split_heads():

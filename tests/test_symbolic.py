@@ -22,7 +22,9 @@ from weft.carry.proof import (
     sweep_defects,
 )
 from weft.carry.tree import Tree, state_tree
+from weft.choice import ChoiceKind
 from weft.masks.names import MASKS, mask_named
+from weft.plan import plan as plan_module
 from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
@@ -303,6 +305,98 @@ def test_blocks_that_are_same_up_to_symmetry_make_same_calls(line, mask, n, monk
         assert calls(plan) <= kinds
     if line == "tokens: ring=8" and mask in ("causal", "window:5"):
         assert len(chosen) < 8
+
+
+#: Layouts whose passes compute the same rows, in which rows of numbers come by each of the ways.
+CHOOSING = ("tokens: ring=4", "tokens(striped): pass_q=3", "tokens(zigzag): ulysses=2 x tile=2x2",
+            "tokens: tile=2x3", "tokens: ulysses=3", "tokens: seen=3",
+            "heads: tp=2; batch: dp=2; tokens: ring=2", "tokens: kv_parallel=2")  # fmt: skip
+
+
+def choosing(mask="causal", n=37, rows=1):
+    return replace(problem(mask, n), choice=ChoiceKind(rows, 3, check=False))
+
+
+def refuted(found):
+    return [claim.what for claim in found if not claim.ok]
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("mask", ["full", "causal", "window:5", "padding", "causal-documents"])
+@pytest.mark.parametrize("line", CHOOSING)
+def test_choices_of_keys_are_proven_whatever_they_are(line, mask):
+    found = symbolic.prove(Layout.parse(line), choosing(mask))
+    assert not refuted(found)
+    assert sum("choose" in c.what or "chosen" in c.what for c in found) == 3
+
+
+#: Queries travel along two mesh dims.
+TWO_WAYS = {
+    "mesh": {"a": 2, "b": 2},
+    "shard": {"tokens": ["a", "b"]},
+    "attend": {"tokens": [{"strategy": "pass_q", "on": d} for d in "ab"]},
+}
+ROWS_COME, CALLS_CUT = "every row of numbers", "every kernel call cut to what"
+
+
+def moves(change):
+    """Another way of the rows of numbers."""
+    stock = plan_module.row_moves
+    return plan_module, "row_moves", lambda *given: change(stock(*given))
+
+
+#: A mistake -> layout, what of the plan is replaced by what, and the claim that does not hold.
+MISTAKES = {
+    "rows stay": ("tokens: tile=2x3", lambda: moves(lambda way: ()), ROWS_COME),
+    "rows unsorted": (
+        "tokens(zigzag): ulysses=2 x tile=2x2",
+        lambda: moves(lambda way: tuple(m for m in way if m[0])),
+        ROWS_COME,
+    ),
+    "rows by the wrong rank": (
+        "queries two ways",
+        lambda: moves(lambda way: tuple((m[0][::-1], m[1]) for m in way)),
+        ROWS_COME,
+    ),
+    "another number of rows": (
+        "tokens(striped): pass_q=3",
+        lambda: moves(lambda way: tuple((d, (n[0] + 1, *n[1:])) for d, n in way)),
+        ROWS_COME,
+    ),
+    "full calls": (
+        "tokens: ring=4",
+        lambda: (plan_module, "in_row_blocks", lambda calls, rows, masked: calls),
+        CALLS_CUT,
+    ),
+    "rows of the tile from 0": (
+        "tokens: pass_q=3",
+        lambda: (plan_module.Pass, "offset", lambda *given: 0),
+        CALLS_CUT,
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_choices_that_do_not_reach_their_scores_are_found(mistake, monkeypatch):
+    line, replaced, claim = MISTAKES[mistake]
+    layout = Layout.from_dict(TWO_WAYS) if line == "queries two ways" else Layout.parse(line)
+    n = 41 + [*MISTAKES].index(mistake)  # plans are remembered by their sizes
+    assert not refuted(symbolic.prove(layout, choosing(n=n + 100)))
+    monkeypatch.setattr(*replaced())
+    found = symbolic.prove(layout, choosing(n=n))
+    assert any(claim in label for label in refuted(found)), refuted(found)
+
+
+def test_the_command_proves_choices_and_refuses_the_rest():
+    words = ["check", "tile-2x2", "--symbolic", "--choose", "5", "--mask", "causal"]
+    assert run_command(words) == ("taken", "")
+    for words, message in (
+        (["tile-2x2", "--choose", "5"], "so give --symbolic"),
+        (["burst-4", "--symbolic", "--choose", "5"], "other rows in the backward pass"),
+    ):
+        how, text = run_command(["check", *words])
+        assert how == "refused"
+        assert message in " ".join(text.split())
 
 
 @pytest.mark.slow

@@ -9,15 +9,14 @@
 # when it equals full attention exactly. (It needs less than a minute on a laptop.)
 
 # %%
+import numpy as np
 import torch
 from matplotlib import pyplot as plt
 
 import weft
 from weft.comm import run_threads
-from weft.models import ModelSpec
 from weft.routing import routed_modules, routing_penalty, set_progress
 from weft.routing.report import hit_rate, observe, scores_figure, weights_figure
-from weft.train import stream
 
 torch.set_num_threads(1)
 shipped = weft.declare.catalog.folder("strategies")
@@ -58,12 +57,77 @@ print("largest difference:", (full(x) - routed(x)).abs().max().item())
 # no information. Which chunk asks which is drawn anew for every sequence.
 
 # %%
-spec = ModelSpec.load("retrieval")
-layout = weft.Layout.parse("tokens: routed=1")  # one rank that holds all 8 chunks
-data = stream(spec, layout.on(run_threads(layout.mesh, lambda t: t)[0]), seed=0, batch=8)
-batch = data.batch(0)
-print("tokens (key, value):", batch.inputs[0, :8].tolist())
-print("who asks whom      :", data.sources(0)[0].tolist(), "(-1: this chunk states)")
+KEYS, VALUES, CHUNKS, STATED, ASKED, TOKENS = 32, 16, 8, 4, 3, 128
+
+
+def draw(seed, step, batch):
+    """Tokens (b n 2): key and value, -1 for none; answers (b n); who answers each chunk (b, 8)."""
+    tokens = np.full((batch, TOKENS, 2), -1)
+    answers, sources = np.full((batch, TOKENS), -1), np.full((batch, CHUNKS), -1)
+    for b in range(batch):
+        rng = np.random.default_rng([seed, 1, step * batch + b])
+        pairs = rng.permutation(CHUNKS).reshape(2, -1).T  # one states, one asks
+        keys = rng.permutation(KEYS)[: len(pairs) * STATED].reshape(-1, STATED)
+        values = rng.integers(VALUES, size=keys.shape)
+        tokens[b, :, 1] = rng.integers(VALUES, size=TOKENS)
+        chunks = np.array_split(np.arange(TOKENS), CHUNKS)
+        for i, (states, asks) in enumerate(pairs):
+            sources[b, asks] = states
+            place = rng.permutation(chunks[states])[:STATED]
+            tokens[b, place] = np.stack([keys[i], values[i]], -1)
+            place, which = rng.permutation(chunks[asks])[:ASKED], rng.permutation(STATED)[:ASKED]
+            tokens[b, place, 0], tokens[b, place, 1] = keys[i, which], -1
+            answers[b, place] = values[i, which]
+    return tuple(map(torch.from_numpy, (tokens, answers, sources)))
+
+
+tokens, _, sources = draw(seed=0, step=0, batch=8)
+print("tokens (key, value):", tokens[0, :8].tolist())
+print("who asks whom      :", sources[0].tolist(), "(-1: this chunk states)")
+
+# %% [markdown]
+# ## The model
+#
+# A head of our own around the blocks of a model file: it embeds keys and values, and scores the
+# value of each token's key. `routing` in a block is for layouts that route its axis; on others the
+# block computes full attention.
+
+
+# %%
+class Retrieval(torch.nn.Module):
+    def __init__(self, spec, layout, generator):
+        super().__init__()
+        embed = spec.sizes.embed
+        self.key = torch.nn.Embedding(KEYS + 1, embed)
+        self.value = torch.nn.Embedding(VALUES + 1, embed)
+        self.trunk = weft.models.Trunk(spec, layout, generator)
+        self.scores = torch.nn.Linear(embed, VALUES)
+        for part, std in ((self.key, 0.7), (self.value, 0.7), (self.scores, embed**-0.5)):
+            torch.nn.init.normal_(part.weight, std=std, generator=generator)  # equal on all ranks
+        torch.nn.init.zeros_(self.scores.bias)
+
+    def forward(self, tokens):
+        keys, values = tokens.unbind(-1)  # -1, none, is the last row of a table
+        x = self.key(keys % (KEYS + 1)) + self.value(values % (VALUES + 1))
+        return self.scores(self.trunk(x, lengths={"tokens": TOKENS}))
+
+
+weft.register_head("retrieval", Retrieval, axes=3)
+spec = weft.models.ModelSpec.from_dict(
+    {
+        "head": "retrieval",
+        "axes": ["batch", "tokens", "embed"],
+        "sizes": {"embed": 64, "heads": 4},
+        "block": [
+            {
+                "attend": "tokens",
+                "init_k_from_q": True,
+                "routing": {"chunks": CHUNKS, "warm_up": 0.7, "imitate": 3.0},
+            },
+            {"mlp": 128},
+        ],
+    }
+)
 
 # %% [markdown]
 # ## Training
@@ -75,33 +139,32 @@ print("who asks whom      :", data.sources(0)[0].tolist(), "(-1: this chunk stat
 # - **imitation**: while several blocks are taken, the weights are pulled towards the attention that
 #   the blocks really got.
 #
-# `weft train retrieval routed-4` does the same on four processes. Here we train on one rank, to
-# keep it quick: a routed model computes the same function on any number of ranks.
+# Here we train on one rank that holds all 8 chunks, to keep it quick: a routed model computes the
+# same function on any number of ranks.
 
 # %%
 STEPS = 400
+layout = weft.Layout.parse("tokens: routed=1")
 curves = {"accuracy": [], "routed right": [], "blocks taken": []}
 
 
 def learn(transport):
     model = weft.compose(spec, layout.on(transport), seed=0)
-    plan = spec.train
-    optimizer = torch.optim.AdamW(model.parameters(), lr=plan.lr, betas=(0.9, 0.95))
-    warm = torch.optim.lr_scheduler.OneCycleLR(optimizer, plan.lr, STEPS, pct_start=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
+    warm = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, STEPS, pct_start=0.1)
     for step in range(STEPS):
         set_progress(model, step / STEPS)
-        batch = data.batch(step)
-        logits = model(batch.inputs, **batch.given)[batch.counted]
-        answers = batch.targets[batch.counted]
+        tokens, answers, sources = draw(0, step, batch=8)
+        logits, answers = model(tokens)[answers >= 0], answers[answers >= 0]
         loss = torch.nn.functional.cross_entropy(logits, answers) + routing_penalty(model)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), plan.clip)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         warm.step()
         (module,) = routed_modules(model)
         curves["accuracy"].append((logits.argmax(-1) == answers).float().mean().item())
-        curves["routed right"].append(hit_rate(module.last, data.sources(step)))
+        curves["routed right"].append(hit_rate(module.last, sources))
         curves["blocks taken"].append(module.current().top_k / 7)
     return model.state_dict()
 
@@ -145,9 +208,9 @@ def look(on):
         if routed_modules(model):
             model.load_state_dict(weights)
         observe(model.eval(), True)
-        batch = stream(spec, bound, seed=1).batch(0)
+        tokens = bound.shard(draw(1, 0, batch=16)[0], {"tokens": 1})
         with weft.traffic(bound) as moved:
-            model(batch.inputs, **batch.given)
+            model(tokens)
         return moved, [module.last for module in routed_modules(model)]
 
     return run_threads(on.mesh, rank)

@@ -10,7 +10,7 @@ import torch
 
 import weft
 from weft.errors import UnsupportedError
-from weft.kernels import Request, choose
+from weft.kernels import Request, choose_kernel
 
 from .kernels import Machine
 from .parts import Where, rows
@@ -37,7 +37,7 @@ def _measured(where: Where, tokens: int, documents: int) -> Iterator[tuple]:
     for name in KERNELS:
         request = Request(where.device, where.dtype, DIM, DIM, packed=True)
         try:
-            choose(request, name)
+            choose_kernel(request, name)
         except UnsupportedError:
             continue
 

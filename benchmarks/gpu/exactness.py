@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import UnsupportedError
-from weft.kernels import KERNELS, Kernel, Request, TileView, choose, named
+from weft.kernels import KERNELS, Kernel, Request, TileView, choose_kernel, named
 
 from .parts import Where, rows
 
@@ -69,7 +69,7 @@ def _checked(where: Where, wanted, notes: list[str]) -> Iterator[tuple]:
             d, e = case.dims
             request = Request(where.device, dtype, d, e, lse_grad=case.how == "lse")
             try:
-                choose(request, kernel.name)
+                choose_kernel(request, kernel.name)
             except UnsupportedError as error:
                 refused = str(error).split(": ", 1)[1]
                 continue

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import weft
 from weft.comm import P2PBatch, Transport
 from weft.errors import UnsupportedError
-from weft.kernels import Request, TileView, choose, flash_signatures
+from weft.kernels import Request, TileView, choose_kernel, flash_signatures
 
 from .parts import Where, rows
 
@@ -65,7 +65,7 @@ def _overlaps() -> Iterator[tuple]:
 def _overlap(high_priority: bool, margin: int) -> list[tuple]:
     q, k, v = (torch.randn(1, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     source, target = (torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    kernel = choose(Request("cuda", torch.bfloat16, 128, 128))
+    kernel = choose_kernel(Request("cuda", torch.bfloat16, 128, 128))
     if margin and not _has_margin(kernel):
         return []
     flash_signatures.SM_MARGIN = margin

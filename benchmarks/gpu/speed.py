@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from weft._torch import sdpa_backend
 from weft.errors import UnsupportedError
-from weft.kernels import KERNELS, Request, TileView, choose
+from weft.kernels import KERNELS, Request, TileView, choose_kernel
 
 from .kernels import Case, Machine, sdpa
 from .parts import Where, rows
@@ -60,7 +60,7 @@ def sides(machine: Machine, case: Case, slow: tuple[str, ...]) -> Iterator[tuple
     for kernel in KERNELS:
         request = Request(machine.device, machine.dtype, case.head_dim, case.head_dim)
         try:
-            choose(request, kernel.name)
+            choose_kernel(request, kernel.name)
         except UnsupportedError:
             continue
         if kernel.name in slow and case.tokens > 8192:

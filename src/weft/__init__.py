@@ -9,7 +9,8 @@ from .attention import attention, bias_tile
 from .bias import Bias, alibi
 from .carry.scan import halo, scan
 from .choice import ChosenKeys
-from .declare.placements import AffinePartial, SoftmaxPartial
+from .choosing import choose
+from .declare.placements import AffinePartial, SoftmaxPartial, TopKPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
 from .fields import Field
@@ -55,12 +56,14 @@ __all__ = [
     "SoftmaxPartial",
     "Strategy",
     "TabularClassifier",
+    "TopKPartial",
     "UnsupportedError",
     "WeftError",
     "Window",
     "alibi",
     "attention",
     "bias_tile",
+    "choose",
     "choose_layout",
     "clear_caches",
     "clip_grad_norm_",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+Owner = TypeVar("Owner")
 Arguments = ParamSpec("Arguments")
 
 _CACHES: list[functools._lru_cache_wrapper] = []
-_BESIDE: list[Beside] = []
+_BESIDE: list[dict] = []
 #: How often the caches were emptied: entries that objects keep from before are ignored.
 generation = 0
 
@@ -49,36 +50,34 @@ def clear_caches() -> None:
     generation += 1
     for kept in _CACHES:
         kept.cache_clear()
-    for beside in _BESIDE:
-        beside.clear()
+    for values in _BESIDE:
+        values.clear()
 
 
-class Beside(Generic[Result]):
-    """A value beside each object, by identity, while the object lives; it must not refer to it.
+def beside(make: Callable[[Owner], Result]) -> Callable[[Owner], Result]:
+    """A function of an object, its result kept by identity while the object lives.
+
+    The result must not refer to the object.
 
     >>> class Plan: ...
-    >>> contexts, plan = Beside[dict](dict), Plan()
-    >>> contexts.of(plan)["a"] = 1
-    >>> contexts.of(plan), contexts.of(Plan())
+    >>> contexts_of, plan = beside(lambda plan: {}), Plan()
+    >>> contexts_of(plan)["a"] = 1
+    >>> contexts_of(plan), contexts_of(Plan())
     ({'a': 1}, {})
     """
+    kept: dict[int, Result] = {}
+    _BESIDE.append(kept)
 
-    def __init__(self, make: Callable[[], Result]) -> None:
-        self._make = make
-        self._kept: dict[int, Result] = {}
-        _BESIDE.append(self)
-
-    def of(self, owner: object) -> Result:
-        """The value beside an object, made at the first question."""
+    @functools.wraps(make)
+    def look_up(owner: Owner) -> Result:
         key = id(owner)
-        if key not in self._kept:
-            weakref.finalize(owner, self._kept.pop, key, None).atexit = False
-            self._kept[key] = self._make()
-        return self._kept[key]
+        if key not in kept:
+            result = make(owner)
+            weakref.finalize(owner, kept.pop, key, None).atexit = False
+            kept[key] = result
+        return kept[key]
 
-    def clear(self) -> None:
-        """Forget all values."""
-        self._kept.clear()
+    return look_up
 
 
 def remembered(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -422,6 +422,16 @@ def version(t: Tensor) -> int:
     return t._version
 
 
+def backward_pass() -> int:
+    """The number of the backward pass that calls this, which no other of the process has."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that calls this has run; what it raises is raised."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def root_of(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a mesh is a slice of, or itself."""
     return mesh._get_root_mesh()

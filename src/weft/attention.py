@@ -30,7 +30,8 @@ from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .layout import Layout
 from .masks import FULL, Mask, check_mask
-from .plan.call import Call, Expanded, Length, read_length
+from .plan.call import Call, Expanded
+from .plan.lengths import Length, read_length
 from .plan.order import positions
 from .plan.plan import ScoreTile, score_tile
 from .plan.problem import shard_batches

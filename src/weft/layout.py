@@ -83,6 +83,8 @@ class Layout(LayoutDeclaration, Traceable):
         rates: measured speeds of compute and links.
         carry: axes that recurrent layers run along -> the strategies on them; by default states are
             carried along all mesh dims that split an axis.
+        choose: axes along which a model chooses keys -> the strategies on them; by default by whole
+            rows, for which index keys are gathered.
         share: mesh dim -> shares of tokens and heads by coordinate, where these are not equal.
         reproducible: whether attention computes in fixed blocks, so that no layout of this kind
             changes a bit of a result.

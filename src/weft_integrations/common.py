@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -40,10 +40,33 @@ class Parallelized:
 
     steps: list[Callable[[], object]] = field(default_factory=list)
 
+    def put_on(self, model: nn.Module) -> None:
+        """Have a model know that it is parallelized.
+
+        First among its attributes, so that a pickle or a copy meets the refusals below before
+        functions of weft's, which cannot be pickled, and which a copy would share.
+        """
+        attributes = dict(vars(model))
+        vars(model).clear()
+        vars(model).update({"_weft": self} | attributes)
+
     def undo(self, model: nn.Module) -> None:
         """Make the model what it was before."""
         for step in reversed(self.steps):
             step()
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        raise _belongs_here("copied", "copy it and parallelize the copy")
+
+    def __getstate__(self) -> NoReturn:
+        raise _belongs_here("pickled", "pickle it")
+
+
+def _belongs_here(done: str, then: str) -> DeclarationError:
+    return DeclarationError(
+        f"a parallelized model cannot be {done}: its hooks and its layout belong to this process;"
+        f" save model.state_dict(), or call weft.restore(model) first, then {then}"
+    )
 
 
 def check_splits_only(layout: Layout, axis: str, noun: str) -> None:

@@ -96,7 +96,7 @@ def parallelize_fields(
     for name in METHODS:
         if callable(getattr(model, name, None)):
             state.wrap(name, placed_model)
-    model.__dict__["_weft"] = placed_model
+    placed_model.put_on(model)
     return model
 
 

@@ -578,9 +578,7 @@ def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
     pairs = slowest_rank(
         transport, clocked(_pairs(transport, mesh_dim, nbytes, device), REPEATS, device)
     )
-    return Link(
-        mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, pairs, rest
-    )
+    return Link(mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, pairs, rest)
 
 
 def _pair(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Callable[[], None]:

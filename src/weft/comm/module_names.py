@@ -36,17 +36,16 @@ def path(modules: Sequence[nn.Module], callers: Iterable[FrameType]) -> str:
     """The names of modules in each other, as `blocks.3.attention`.
 
     Args:
-        modules: that are being called, the innermost first.
+        modules: that are being called, one at least, the innermost first.
         callers: frames of the program above the outermost one, the innermost first.
     """
     names: list[str] = []
     for child, parent in itertools.pairwise(modules):
         if child is not parent:
             names[:0] = _plain(_name_in(parent, child))
-    if modules:
-        ways = (_way_in(frame, modules[-1]) for frame in itertools.islice(callers, _FRAMES))
-        found = next(filter(None, ways), ())
-        names[:0] = (name for key in found for name in _plain(str(key)))
+    ways = (_way_in(frame, modules[-1]) for frame in itertools.islice(callers, _FRAMES))
+    found = next(filter(None, ways), ())
+    names[:0] = (name for key in found for name in _plain(str(key)))
     return ".".join(names)
 
 

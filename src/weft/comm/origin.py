@@ -87,7 +87,8 @@ def origin() -> Origin:
             if site is None:
                 site = _site(code.co_filename, code.co_name, frame.f_lineno)
         frame = frame.f_back
-    return Origin(path(modules, filter(_is_users, callers)), site or "")
+    names = path(modules, filter(_is_users, callers)) if modules else ""
+    return Origin(names, site or "")
 
 
 def together(rows: Iterable[Sequence[Any]]) -> tuple[Any, ...] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import functools
-import itertools
 import json
 import math
 import re
@@ -19,7 +18,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..declare.mesh import coordinates, rank_at
+from ..declare.mesh import coordinates, places, rank_at
 from ..errors import RankError, ShapeError
 from ..launch.failures import rank_list
 
@@ -145,6 +144,7 @@ class Transport(abc.ABC):
         self.calls: Counter[tuple[str, str]] = Counter()
         self.watches = Watches()
         self._passes: Counter[tuple[str, ...]] = Counter()
+        self._by_dims: dict[tuple[str, ...], tuple[int, ...]] = {}
         #: a pass whose agreement between ranks has not been checked yet
         self.deferred: Any = None
         #: batches of all ranks, and of how many samples their biases are, by the shape of a call
@@ -162,7 +162,7 @@ class Transport(abc.ABC):
 
     def peer_rank(self, mesh_dim: str, coord: int) -> int:
         """The rank that differs from this one only in its coordinate along `mesh_dim`."""
-        return rank_at(self.sizes, {**self.coords, mesh_dim: coord})
+        return self.ranks_along((mesh_dim,))[coord]
 
     def note_call(  # noqa: B027
         self,
@@ -287,11 +287,14 @@ class Transport(abc.ABC):
         names = self.sizes if mesh_dims is None else mesh_dims
         return tuple(d for d, size in self.sizes.items() if d in names and size > 1)
 
-    def ranks_along(self, mesh_dims: Sequence[str]) -> list[int]:
+    def ranks_along(self, mesh_dims: Sequence[str]) -> tuple[int, ...]:
         """All ranks that differ from this one only in coordinates along some mesh dims, sorted."""
-        names = [d for d in self.sizes if d in mesh_dims]
-        places = itertools.product(*(range(self.sizes[d]) for d in names))
-        return [rank_at(self.sizes, {**self.coords, **dict(zip(names, c))}) for c in places]
+        key = tuple(mesh_dims)
+        if key not in self._by_dims:
+            names = [d for d in self.sizes if d in key]
+            every = places(self.sizes, names, self.coords)
+            self._by_dims[key] = tuple(rank_at(self.sizes, place) for place in every)
+        return self._by_dims[key]
 
     def _count(self, p2p: P2PBatch) -> None:
         for _, buffer in p2p.sends:

@@ -22,6 +22,7 @@ from .layout_checks import check_file
 from .layout_file import HEADS, Binding, LayoutFile, bind
 from .orders import TokenOrder, check_order
 from .placements import BATCH, SEQ, entry_placement
+from .routing import Routing
 from .strategy import Role, Rule
 
 _BATCH_RULE = Rule.parse("S(batch)", "S(batch)", "S(batch)")
@@ -47,6 +48,7 @@ class LayoutDeclaration:
     reproducible: bool = False
     carry: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
     share: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    choose: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
 
     # -- declaring -----------------------------------------------------------------------------
 
@@ -123,14 +125,14 @@ class LayoutDeclaration:
         except ValidationError as error:
             raise DeclarationError(explain_validation(error, source, LayoutFile)) from None
         try:
-            attend, carry = (
+            attend, carry, choose = (
                 {
                     axis: tuple(bind(f"{key}.{axis}", entry, parsed.mesh) for entry in entries)
-                    for axis, entries in table.items()
+                    for axis, entries in getattr(parsed, key).items()
                 }
-                for key, table in (("attend", parsed.attend), ("carry", parsed.carry))
+                for key in ("attend", "carry", "choose")
             )
-            check_file(parsed, attend, carry)
+            check_file(parsed, attend, carry, choose)
         except DeclarationError as error:
             raise DeclarationError(f"{source}: {error}") from None
         return cls(
@@ -148,6 +150,7 @@ class LayoutDeclaration:
             parsed.reproducible,
             carry,
             dict(parsed.share),
+            choose,
         )
 
     @functools.cached_property
@@ -156,12 +159,12 @@ class LayoutDeclaration:
 
         It holds what was resolved: mesh sizes, and the rules behind the names of strategies.
         """
-        attend, carry = (
+        attend, carry, choose = (
             {
                 axis: [[b.strategy.content, dict(sorted(b.on.items()))] for b in bindings]
                 for axis, bindings in table.items()
             }
-            for table in (self.attend, self.carry)
+            for table in (self.attend, self.carry, self.choose)
         )
         content = {
             "mesh": list(self.mesh.items()),
@@ -173,6 +176,7 @@ class LayoutDeclaration:
             "rates": dict(self.rates),
         } | ({"reproducible": True} if self.reproducible else {})
         content |= {"carry": carry} if carry else {}
+        content |= {"choose": choose} if choose else {}
         content |= {"share": dict(self.share)} if self.share else {}
         return json.dumps(content, sort_keys=True)
 
@@ -397,6 +401,32 @@ class LayoutDeclaration:
         named = {rule.transport for rule in rules} - {"auto"}
         default = "chain" if self.reproducible else "auto"
         return named.pop() if named else default
+
+    def list_dims(self, axis: str) -> tuple[str, ...]:
+        """Mesh dims of an axis along which lists of the best keys merge, as `[choose]` says.
+
+        Along the others that split it index keys are gathered.
+
+        Args:
+            axis: the axis.
+
+        >>> LayoutDeclaration.load("lists-4").list_dims("tokens")
+        ('ring',)
+        """
+        rules = {d: r for b in self.choose.get(axis, ()) for d, r in b.choice_rules.items()}
+        return tuple(d for d in self.shard_dims(axis) if d in rules and rules[d].lists)
+
+    def routing(self, axes: str | Sequence[str]) -> Routing | None:
+        """The `[routing]` table by which a router chooses keys when the axes are attended.
+
+        None where no key is `R(top_k)`, or where the model chooses which are.
+
+        Args:
+            axes: the attended axis, or several attended jointly.
+        """
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        found = (binding.strategy.routing for binding in self._bindings(axes))
+        return next((routing for routing in found if routing is not None), None)
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Mesh dims that split the batch at rest when the axes are attended.

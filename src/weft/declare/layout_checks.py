@@ -18,6 +18,7 @@ def check_file(
     layout: LayoutFile,
     attend: Mapping[str, tuple[Binding, ...]],
     carry: Mapping[str, tuple[Binding, ...]],
+    choose: Mapping[str, tuple[Binding, ...]],
 ) -> None:
     """Raise `DeclarationError` with what does not fit and what would."""
     _check_mesh(layout)
@@ -27,6 +28,8 @@ def check_file(
         _check_claims(layout, key, bindings)
     for axis, bindings in carry.items():
         _check_carried(layout, axis, bindings)
+    for axis, bindings in choose.items():
+        _check_chosen(layout, axis, bindings)
 
 
 def _check_mesh(layout: LayoutFile) -> None:
@@ -121,6 +124,11 @@ def _check_claims(layout: LayoutFile, key: str, bindings: tuple[Binding, ...]) -
                 f"attend.{key}: strategy {binding.strategy.name!r} carries the state of a"
                 " recurrence, and is no attention: name it in [carry]"
             )
+        if binding.choice_rules:
+            raise DeclarationError(
+                f"attend.{key}: strategy {binding.strategy.name!r} chooses keys, and is no"
+                " attention: name it in [choose]"
+            )
         for mesh_dim, rule in binding.rules.items():
             where = f"attend.{key}: strategy {binding.strategy.name!r}"
             if mesh_dim in claimed:
@@ -143,6 +151,8 @@ def _check_carried(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...])
     claimed: set[str] = set()
     for binding in bindings:
         where = f"carry.{axis}: strategy {binding.strategy.name!r}"
+        if binding.choice_rules:
+            raise DeclarationError(f"{where} chooses keys: name it in [choose]")
         for mesh_dim in binding.on.values():
             if mesh_dim not in split:
                 raise DeclarationError(
@@ -174,6 +184,26 @@ def _check_carried(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...])
             f"carry.{axis}: mesh dim {missing[0]!r} splits the axis but no strategy claims it;"
             " states would start anew in each chunk"
         )
+
+
+def _check_chosen(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...]) -> None:
+    split, claimed = layout.shard.get(axis, ()), set()
+    for binding in bindings:
+        where = f"choose.{axis}: strategy {binding.strategy.name!r}"
+        if not binding.choice_rules:
+            raise DeclarationError(
+                f"{where} chooses no keys; a strategy of [choose] has rules of 'index' and"
+                " 'choice', as 'choose_lists' has"
+            )
+        for mesh_dim in binding.on.values():
+            if mesh_dim not in split:
+                raise DeclarationError(
+                    f"{where}: mesh dim {mesh_dim!r} does not split the axis, so that no index key"
+                    f" is missing along it; {list(split)} do"
+                )
+            if mesh_dim in claimed:
+                raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} is claimed twice")
+            claimed.add(mesh_dim)
 
 
 def _check_rest(layout: LayoutFile, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:

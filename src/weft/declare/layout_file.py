@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from ..errors import DeclarationError, did_you_mean
+from .choice_rule import ChoiceRule
 from .hardware import Levels
 from .numbers import AboveZero, Whole, ZeroOrMore
 from .state_rule import StateRule
 from .strategy import Rule, Strategy
 
 HEADS = "heads"
+Kind = TypeVar("Kind")
 #: No machine has more, and a slip of the keyboard should not be planned for.
 MOST_RANKS = 1 << 20
 
@@ -78,6 +80,8 @@ class LayoutFile(BaseModel):
     carry: per axis, the strategies of recurrent layers and short convolutions along it: `state`, or
         `ulysses`, by which they run over whole sequences of some heads; default `state`, on all
         mesh dims that split the axis.
+    choose: per axis, the strategies by which a model chooses keys along it: `choose_lists`; default
+        by whole rows of scores, for which index keys are gathered.
     inside_node: mesh dims whose ranks must share a node.
     rates: measured by `weft rates`, for plans and predictions.
     reproducible: compute in fixed blocks, so that no layout changes a bit of a result.
@@ -92,6 +96,7 @@ class LayoutFile(BaseModel):
     share: dict[str, tuple[AboveZero, ...]] = {}
     attend: dict[str, tuple[Entry, ...]] = {}
     carry: dict[str, tuple[Entry, ...]] = {}
+    choose: dict[str, tuple[Entry, ...]] = {}
     inside_node: tuple[str, ...] = ()
     rates: MeasuredRates = MeasuredRates()
     reproducible: bool = False
@@ -108,7 +113,7 @@ class LayoutFile(BaseModel):
 class Binding:
     """A strategy stacked on an axis, each of its rules bound to a mesh dim.
 
-    Its rules are of attention, or of recurrences.
+    Its rules are of attention, of recurrences, or of choices of keys.
     """
 
     strategy: Strategy
@@ -117,13 +122,19 @@ class Binding:
     @property
     def rules(self) -> dict[str, Rule]:
         """Mesh dim -> rule of attention."""
-        rules = self.strategy.rules
-        return {mesh_dim: rules[rule] for rule, mesh_dim in self.on.items() if rule in rules}
+        return self._bound(self.strategy.rules)
 
     @property
     def state_rules(self) -> dict[str, StateRule]:
         """Mesh dim -> rule of a recurrence."""
-        rules = self.strategy.state_rules
+        return self._bound(self.strategy.state_rules)
+
+    @property
+    def choice_rules(self) -> dict[str, ChoiceRule]:
+        """Mesh dim -> rule of a choice of keys."""
+        return self._bound(self.strategy.choice_rules)
+
+    def _bound(self, rules: Mapping[str, Kind]) -> dict[str, Kind]:
         return {mesh_dim: rules[rule] for rule, mesh_dim in self.on.items() if rule in rules}
 
 

@@ -1,4 +1,4 @@
-"""The placement grammar of rules, and `P(softmax)` and `P(affine)` as DTensor placements.
+"""The placement grammar of rules, and `P(softmax)`, `P(affine)`, `P(top_k)` as DTensor placements.
 
     placement := "S(batch)" | "S(head)" | "S(seq)" | "R" | "R(top_k)" | "P(softmax)"
                | "S(seq) + seen"
@@ -6,7 +6,8 @@
 
 `S(seq) + seen` is a rank's own keys and those of others that some query of its tile sees.
 
-Rules of recurrences have two words more: `P(affine) -> S(seq)` and `S(seq) + left(k - 1)`.
+Rules of recurrences have two words more: `P(affine) -> S(seq)` and `S(seq) + left(k - 1)`; rules of
+choices of keys one: `P(top_k) -> S(seq)`.
 
 Attention's canonical tensors are (batch, head, seq, dim), so S(batch), S(head) and S(seq) are
 DTensor's Shard(0), Shard(1) and Shard(2).
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from .._torch import all_gather_stacked
-from ..errors import DeclarationError
+from ..errors import DeclarationError, ShapeError
 
 BATCH, HEAD, SEQ = 0, 1, 2
 SIDES = {"batch": BATCH, "head": HEAD, "seq": SEQ}
@@ -158,6 +159,84 @@ class AffinePartial(_Merged):
         )
 
 
+def merge_top_k(scores: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The best of lists of (score, position), as many as `count`: highest score, then lowest place.
+
+    Any grouping of merges gives the same list, and the lists of one device's keys in any parts that
+    list which a stable sort of its scores begins with. -0.0 and 0.0 are equal. A score of -inf is
+    no key: it comes last, with position -1. A NaN comes first, so that whoever gets it can refuse.
+
+    Args:
+        scores: (..., n), the entries of all lists side by side.
+        positions: whole numbers of the same shape.
+        count: of the list that results, which (-inf, -1) fills up.
+
+    Returns:
+        Scores and positions, (..., count).
+
+    >>> scores = torch.tensor([1.0, 3.0, 0.0, 3.0, -0.0])
+    >>> merge_top_k(scores, torch.tensor([0, 9, 5, 2, 3]), 4)[1].tolist()
+    [2, 9, 0, 3]
+    """
+    scores = scores + 0.0  # -0.0 becomes 0.0
+    positions = positions.masked_fill(scores.isneginf(), -1)
+    missing = count - scores.shape[-1]
+    if missing > 0:
+        shape = (*scores.shape[:-1], missing)
+        scores = torch.cat([scores, scores.new_full(shape, -torch.inf)], -1)
+        positions = torch.cat([positions, positions.new_full(shape, -1)], -1)
+    by_position = positions.argsort(dim=-1, stable=True)
+    scores, positions = (t.gather(-1, by_position) for t in (scores, positions))
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    return scores.gather(-1, best), positions.gather(-1, best)
+
+
+class TopKPartial(_Merged):
+    """`P(top_k)`: each rank has a list of the best of its keys; merging makes that of all keys.
+
+    The local tensor packs k scores and their k positions along the last dim, (..., 2 k), in
+    float64, which holds positions up to 2^53; (-inf, -1) is no key.
+
+        before (mesh of 2)   rank 0: [scores0 | places0]   rank 1: [scores1 | places1]
+        -> Replicate()       both:   the k entries of highest score, of equal ones the lowest places
+        -> Shard(seq)        rank 0: its rows of them, rank 1: its rows
+
+    `DTensor.redistribute` does both. Replicate -> P(top_k) keeps the value on the first rank and
+    gives the others empty lists, the neutral element.
+
+    >>> TopKPartial()
+    P(top_k)
+    """
+
+    def __init__(self) -> None:
+        super().__init__("top_k")
+
+    def _reduce_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        count = self._count(tensor)
+        lists = all_gather_stacked(tensor, mesh.get_group(mesh_dim))
+        scores, places = (t.movedim(0, -2).flatten(-2) for t in lists.split(count, -1))
+        if scores.isnan().any():
+            raise ShapeError("P(top_k): a score is NaN, which no key is better or worse than")
+        return torch.cat(merge_top_k(scores, places, count), -1)
+
+    def _partition_value(self, tensor: Tensor, mesh: DeviceMesh, mesh_dim: int) -> Tensor:
+        count = self._count(tensor)
+        if mesh.get_local_rank(mesh_dim) == 0:
+            return tensor
+        neutral = torch.full_like(tensor, -1)
+        neutral[..., :count] = -torch.inf
+        return neutral
+
+    def _count(self, tensor: Tensor) -> int:
+        """The entries of a list."""
+        if tensor.dtype != torch.float64 or tensor.shape[-1] % 2:
+            raise ShapeError(
+                "P(top_k) packs scores and positions side by side, (..., 2 k) in float64, found"
+                f" {tuple(tensor.shape)} of {tensor.dtype}"
+            )
+        return tensor.shape[-1] // 2
+
+
 def _own_chunk(tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, shard_spec: Any) -> Tensor:
     """This rank's chunk of a reduced value; nothing where there are more ranks than rows."""
     chunks = torch.chunk(tensor, mesh.size(mesh_dim), dim=shard_spec.dim)
@@ -228,7 +307,7 @@ def parse_arrow(text: str, *, reverse: bool = False) -> Arrow:
     parsed = [_parse_placement(part) for part in parts]
     first, last = parsed[0], parsed[-1]
     if first[1] == "top_k" and len(parts) == 2:
-        raise DeclarationError(f"{text!r}: R(top_k) is where routed keys go, not where they rest")
+        raise DeclarationError(f"{text!r}: R(top_k) is where chosen keys go, not where they rest")
     if first[1] == "seen" or (last[1] == "seen" and first[0] != Shard(SEQ)):
         raise DeclarationError(
             f"{text!r}: seen keys come to those that a rank has: 'S(seq) -> {SEEN}'"

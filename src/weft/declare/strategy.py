@@ -17,6 +17,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from ..errors import DeclarationError, did_you_mean
 from . import catalog
+from .choice_rule import ChoiceRule
 from .explain import explain_validation
 from .placements import BATCH, HEAD, SEEN, SEQ, Arrow, SoftmaxPartial, parse_arrow, show
 from .routing import Routing
@@ -188,6 +189,11 @@ class Rule:
         either = role if forward is None else _other_role("forward", role, "auto", q, k)
         if either is None and k.top_k:
             raise DeclarationError("R(top_k) routes keys to queries: forward 'auto' is not for it")
+        if k.top_k and (backward or transport != "auto"):
+            raise DeclarationError(
+                "R(top_k) moves chosen keys in one exchange, and their gradients back the same way:"
+                " leave out transport and backward"
+            )
         backward = backward or forward
         after = role if backward is None else _other_role("backward", role, backward, q, k)
         windows = input is not None or norm is not None
@@ -196,7 +202,7 @@ class Rule:
 
     @property
     def top_k(self) -> bool:
-        """True if only routed chunks of the keys travel."""
+        """True if only those keys travel that a router or the model chose."""
         return self.key.top_k
 
     def describe(self) -> str:
@@ -261,8 +267,8 @@ class _RuleFile(BaseModel):
     """The role of one mesh dim: `S(batch)`, `S(head)`, `S(seq)` or `R`; `->` while computing.
 
     query: of the queries, at rest -> while computing.
-    key: of keys and values, likewise; `R(top_k)` where a router chooses, `S(seq) + seen` where only
-        those travel that queries see.
+    key: of keys and values, likewise; `R(top_k)` where only those travel that somebody there chose,
+        `S(seq) + seen` where only those do that queries see.
     out: of the output, while computing -> at rest; `P(softmax)` are partial outputs.
     transport: how what moves travels: `ring`, `gather`, `halo` or `auto`.
     backward: the role in the backward pass: `query`, `key` or `auto`; default that of the forward.
@@ -296,9 +302,25 @@ class _StateRuleFile(BaseModel):
     transport: str = "auto"
 
 
+class _ChoiceRuleFile(BaseModel):
+    """The role of a mesh dim where index queries choose among index keys.
+
+    index: of index keys, at rest -> while computing: `S(seq) -> R`, or `S(seq)`.
+    choice: of the choices, while computing -> at rest: `S(seq)`, or `P(top_k) -> S(seq)`.
+    """
+
+    model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
+    index: str
+    choice: str
+
+
+#: A rule's first word that no rule of attention has -> its schema.
+_KINDS = {"state": "_StateRuleFile", "index": "_ChoiceRuleFile", "choice": "_ChoiceRuleFile"}
+
+
 def _which(value: Any) -> str:
-    has_state = isinstance(value, Mapping) and "state" in value
-    return "_StateRuleFile" if has_state else "_RuleFile"
+    words = value if isinstance(value, Mapping) else ()
+    return next((kind for word, kind in _KINDS.items() if word in words), "_RuleFile")
 
 
 class _StrategyFile(BaseModel):
@@ -307,7 +329,8 @@ class _StrategyFile(BaseModel):
     about: for `weft list` and readers.
     reference: where the strategy was published.
     rule: the rules by name.
-    routing: options of learned routing, where a rule's key is `R(top_k)`.
+    routing: options of learned routing, where a rule's key is `R(top_k)` and a router chooses;
+        without them the model chooses.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -317,7 +340,8 @@ class _StrategyFile(BaseModel):
         str,
         Annotated[
             Annotated[_RuleFile, Tag("_RuleFile")]
-            | Annotated[_StateRuleFile, Tag("_StateRuleFile")],
+            | Annotated[_StateRuleFile, Tag("_StateRuleFile")]
+            | Annotated[_ChoiceRuleFile, Tag("_ChoiceRuleFile")],
             Discriminator(_which),
         ],
     ] = {}
@@ -334,8 +358,9 @@ class Strategy:
         state_rules: those of recurrences.
         about: what the file says about itself.
         reference: where the strategy was published.
-        routing: options of learned routing, where a key is `R(top_k)`.
+        routing: options of learned routing, where a router chooses which keys `R(top_k)` are.
         source: where it was declared, for messages.
+        choice_rules: those of index keys and choices.
 
     >>> sorted(Strategy.load("mesh_tile").rules)
     ['col', 'row']
@@ -348,20 +373,22 @@ class Strategy:
     reference: str = ""
     routing: Routing | None = None
     source: str = field(default="", compare=False)
+    choice_rules: Mapping[str, ChoiceRule] = field(default_factory=dict)
 
     def __hash__(self) -> int:
-        return hash((self.name, tuple(self.rules.items()), tuple(self.state_rules.items())))
+        return hash((self.name, tuple(self.all_rules.items())))
 
     @property
-    def all_rules(self) -> dict[str, Rule | StateRule]:
-        """The rules of both kinds by name; a strategy has one kind."""
-        return {**self.rules, **self.state_rules}
+    def all_rules(self) -> dict[str, Rule | StateRule | ChoiceRule]:
+        """The rules of all kinds by name; a strategy has one kind."""
+        return {**self.rules, **self.state_rules, **self.choice_rules}
 
     @property
     def content(self) -> dict[str, Any]:
         """The strategy as plain data: its rules and options, without its name."""
         rules = {
-            name: f"{rule.describe()}, transport {rule.transport}"
+            name: rule.describe()
+            + ("" if isinstance(rule, ChoiceRule) else f", transport {rule.transport}")
             for name, rule in sorted(self.all_rules.items())
         }
         return {"rules": rules, "routing": self.routing and self.routing.model_dump()}
@@ -400,22 +427,33 @@ class Strategy:
             raise DeclarationError(explain_validation(error, source, _StrategyFile)) from None
         rules: dict[str, Rule] = {}
         states: dict[str, StateRule] = {}
+        choices: dict[str, ChoiceRule] = {}
         for rule_name, text in parsed.rule.items():
             try:
                 if isinstance(text, _StateRuleFile):
                     states[rule_name] = StateRule.parse(**text.model_dump())
+                elif isinstance(text, _ChoiceRuleFile):
+                    choices[rule_name] = ChoiceRule.parse(**text.model_dump())
                 else:
                     rules[rule_name] = Rule.parse(**text.model_dump())
             except DeclarationError as error:
                 raise DeclarationError(f"{source}: [rule.{rule_name}]: {error}") from None
-        if rules and states:
+        kinds = (
+            (rules, "of attention", "[attend]"),
+            (states, "of a recurrence", "[carry]"),
+            (choices, "of a choice of keys", "[choose]"),
+        )
+        found = [(sorted(named), noun, table) for named, noun, table in kinds if named]
+        if len(found) > 1:
+            (first, one, here), (second, other, there) = found[:2]
             raise DeclarationError(
-                f"{source}: rules {sorted(rules)} are of attention and {sorted(states)} of a"
-                " recurrence; write two strategies, for [attend] and for [carry]"
+                f"{source}: rules {first} are {one} and {second} {other}; write two strategies, for"
+                f" {here} and for {there}"
             )
         routed = any(rule.top_k for rule in rules.values())
         if routed and parsed.routing is None:
             raise DeclarationError(f"{source}: R(top_k) needs a [routing] table with top_k")
         if parsed.routing is not None and not routed:
             raise DeclarationError(f"{source}: [routing] is given but no rule has key 'R(top_k)'")
-        return cls(name, rules, states, parsed.about, parsed.reference, parsed.routing, source)
+        described = parsed.about, parsed.reference, parsed.routing, source
+        return cls(name, rules, states, *described, choices)

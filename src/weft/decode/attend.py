@@ -19,7 +19,7 @@ from ..comm import P2PBatch, Shuffle
 from ..comm.channel import Channel
 from ..comm.collectives import gather_flat
 from ..declare.placements import merge_softmax
-from ..kernels import Request, TileView, accumulate_dtype, choose
+from ..kernels import Request, TileView, accumulate_dtype, choose_kernel
 from .owners import Move
 
 #: Rows of a masked part that are computed at once, whose mask is a tensor.
@@ -50,11 +50,11 @@ def attend_part(
     masked, capped = seen is not None, softcap is not None
     dims = q.shape[-1], v.shape[-1]
     request = Request(q.device.type, q.dtype, *dims, masked=masked, softcap=capped)
-    kernel = choose(request)
+    kernel = choose_kernel(request)
     if seen is None:
         return kernel.forward(q, k, v, TileView(scale, softcap=softcap))
     if kernel.positional:  # it would ask a mask of positions; this one is a tensor
-        kernel = choose(request, "math")
+        kernel = choose_kernel(request, "math")
     parts = []
     for low in range(0, q.shape[2], _ROWS):
         rows = q[:, :, low : low + _ROWS]

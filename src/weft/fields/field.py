@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from .._torch import OF_UNPACKED, wrapper
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
+from ..plan.lengths import check_axis_lengths
 from ..plan.order import count, shard_spans
 from .dims import Chunks, Dim, Factor, dim_size, fused_factors, split_dim, text_of, whole
 from .exchange import entered, rechunked, whole_tensor
@@ -116,10 +117,11 @@ class Field(Tensor):
 
         Raises:
             DeclarationError: a layout that is not bound, or an axis in another order.
-            ShapeError: a local tensor of another shape; a DTensor.
+            ShapeError: a local tensor of another shape; a DTensor; lengths of other axes.
         """
         _check_plain("Field.from_local", local)
         region, at = _region(layout, dims, local.dim())
+        check_axis_lengths("Field.from_local: lengths=", lengths, tuple(dims))
         placed: list[Dim] = [whole(n) for n in local.shape]
         for axis in region.axes:
             if axis not in lengths:

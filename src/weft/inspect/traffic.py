@@ -13,6 +13,7 @@ from ..carry.tree import TreeExchange
 from ..comm import Transport, Watch, alive
 from ..declare.traffic import Traffic
 from ..layout import Layout
+from ..plan.lists import ListPlan
 from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import forecast_of
@@ -148,7 +149,7 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
         if isinstance(
             plan,
-            ChainExchange | TakePass | StateExchange | TreeExchange | RedistributionPass,
+            ChainExchange | TakePass | StateExchange | TreeExchange | RedistributionPass | ListPlan,
         ):
             per_call = plan.traffic(backward)
         else:

@@ -48,6 +48,13 @@ PAYLOAD = {
 }
 
 
+#: A rule of `[choose]` by lists; by rows is said of no mesh dim.
+LISTS = (
+    "Where a model chooses keys, index queries travel to the index keys, and every rank's list of"
+    " the best keys returns to the query's owner, where lists merge."
+)
+
+
 def rule_in_words(rule: Rule) -> str:
     """Describes a mesh dim under a rule, forward and backward, in a few sentences.
 

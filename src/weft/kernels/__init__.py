@@ -47,7 +47,7 @@ __all__ = [
     "Request",
     "TileView",
     "accumulate_dtype",
-    "choose",
+    "choose_kernel",
     "named",
     "process_state",
 ]
@@ -64,7 +64,7 @@ def named(name: str) -> Kernel:
     raise UnsupportedError(f"no kernel {name!r}{did_you_mean(name, [k.name for k in KERNELS])}")
 
 
-def choose(request: Request, name: str | None = None) -> Kernel:
+def choose_kernel(request: Request, name: str | None = None) -> Kernel:
     """The first kernel that computes the request exactly, or the one named.
 
     Raises `UnsupportedError` with every kernel's reason if there is none.

@@ -156,11 +156,12 @@ class MultiAxisAttention(nn.Module):
             A tensor shaped like `x`.
 
         Raises:
-            ShapeError: a tensor that does not have these axes, chunks that are uneven without
-                `lengths`, or no `context` where the layout has keys `R` at rest.
+            ShapeError: a tensor that does not have these axes, lengths of others, chunks that are
+                uneven without `lengths`, or no `context` where the layout has keys `R` at rest.
         """
         geometry = self.geometry
         self._check(x, context)
+        geometry.check_lengths(lengths=lengths, context_lengths=context_lengths)
         n = geometry.query_lengths(x.shape, lengths)
         m = n if context is None else geometry.key_lengths(context.shape, context_lengths)
         x = self.layout.enter(x, "heads")  # once, for all projections of x
@@ -211,6 +212,7 @@ class MultiAxisAttention(nn.Module):
             the attended ones.
         """
         self._check(x, None, cached=True)
+        self.geometry.check_lengths(lengths=lengths, first=first)
         n = self.geometry.query_lengths(x.shape, lengths)
         turned = self._angles(n, x.device, first)
         return self._keys_values(self.layout.enter(x, "heads"), turned, of_x=True)
@@ -244,6 +246,7 @@ class MultiAxisAttention(nn.Module):
 
         Raises:
             DeclarationError: the module has a bias, or a mask or rope that the call does not place.
+            ShapeError: as for `forward`.
 
         >>> causal = MultiAxisAttention(8, 2, axis="tokens", mask=weft.Causal(), rope=True)
         >>> x, lengths, first = torch.randn(1, 5, 8), {"tokens": 5}, {"tokens": 3}
@@ -254,6 +257,7 @@ class MultiAxisAttention(nn.Module):
         """
         self._check_placed(mask, first)
         self._check(x, None, cached=True)
+        self.geometry.check_lengths(lengths=lengths, key_lengths=key_lengths, first=first)
         n = self.geometry.query_lengths(x.shape, lengths)
         mask, _ = self._of_sequences(Full() if mask is None else mask, None, x, lengths)
         x = self.layout.enter(x, "heads")

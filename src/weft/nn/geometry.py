@@ -25,6 +25,7 @@ from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Mask
+from ..plan.lengths import check_axis_lengths
 from . import rotary, sequences
 
 Axis = str | int | Sequence[str | int]
@@ -142,6 +143,12 @@ class Geometry:
             )
 
     # -- lengths -------------------------------------------------------------------------------
+
+    def check_lengths(self, **given: Mapping[str, int] | None) -> None:
+        """Raise `ShapeError` if an argument of a call names axes that it is not about."""
+        axes = {"lengths": self.axes[:-1], "context_lengths": self.context_axes[:-1]}
+        for key, numbers in given.items():
+            check_axis_lengths(key, numbers, axes.get(key, self.attended))
 
     def query_lengths(
         self, shape: Sequence[int], given: Mapping[str, int] | None

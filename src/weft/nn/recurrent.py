@@ -21,6 +21,7 @@ from ..carry.scan import halo
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Documents
+from ..plan.lengths import check_axis_lengths
 from ..same_bits.modules import causal_convolution
 from .geometry import resolve_axes
 from .parameters import HeadWeight, local, replicate
@@ -175,8 +176,8 @@ class GatedDeltaNet(nn.Module):
             A tensor shaped like `x`.
 
         Raises:
-            ShapeError: a tensor that does not have these axes, chunks that are uneven without
-                `lengths`.
+            ShapeError: a tensor that does not have these axes, lengths of others, chunks that are
+                uneven without `lengths`.
         """
         embed = self.query.weight.shape[1]
         if x.dim() != len(self.axes) or x.shape[-1] != embed:
@@ -184,6 +185,7 @@ class GatedDeltaNet(nn.Module):
                 f"x must have the axes {self.axes} and {self.axes[-1]} = {embed}, found shape"
                 f" {tuple(x.shape)}"
             )
+        check_axis_lengths("lengths", lengths, self.axes[:-1])
         along = self.axes.index(self.axis)
         turned = x.movedim(along, -2)
         y = self.layout.enter(turned.flatten(0, -3) if x.dim() > 2 else turned[None], "heads")

@@ -25,6 +25,7 @@ from .._uploads import uploaded
 from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..fields import Field
 from ..layout import Layout
+from ..plan.lengths import check_axis_lengths, wrong_lengths
 from ..plan.order import count
 from .geometry import resolve_axes
 from .parameters import local, replicate
@@ -93,8 +94,17 @@ class OverAxes(nn.Module):
 
         Args:
             lengths: of the axes.
+
+        Raises:
+            ShapeError: a name that is no axis of x, or an axis of the module left out.
         """
+        self._check_given(lengths)
         return {name: lengths[name] for name in self.axis}
+
+    def _check_given(self, lengths: Mapping[str, int]) -> None:
+        check_axis_lengths("lengths", lengths, self.axes[:-1])
+        if missing := [name for name in self.axis if name not in lengths]:
+            raise ShapeError(f"lengths has no entry for axis {missing[0]!r}: {dict(lengths)}")
 
     def forward(self, x: Tensor, lengths: Mapping[str, int] | None = None) -> Tensor:
         """Runs along the axes.
@@ -107,7 +117,8 @@ class OverAxes(nn.Module):
             This rank's chunk of the result, as the layout cuts it.
 
         Raises:
-            ShapeError: on every rank, a tensor without these axes, or in other chunks.
+            ShapeError: on every rank, a tensor without these axes, or in other chunks; lengths of
+                axes that x does not have.
         """
         return self._on_axes(x, lengths, {})
 
@@ -123,7 +134,7 @@ class OverAxes(nn.Module):
         y: Tensor = turned.reshape(math.prod(kept), *turned.shape[len(rest) :])
         dims = {name: 2 + i for i, name in enumerate(self.axis) if self.layout.size(name) > 1}
         if dims:
-            y = Field.from_local(y, self.layout, dims, whole)
+            y = Field.from_local(y, self.layout, dims, {name: whole[name] for name in dims})
         y = self._run(y, whole, **options)
         if isinstance(y, Field):
             y = y.rechunked().to_local()
@@ -134,15 +145,16 @@ class OverAxes(nn.Module):
         """The module on x (b c axes), a field where the layout splits an axis."""
         raise NotImplementedError
 
-    def _refusal(self, options: Mapping[str, Any]) -> str:
-        """Why the options of a call do not fit the module; "" where they do."""
-        return ""
+    def _refusal(self, lengths: Mapping[str, int] | None, options: Mapping[str, Any]) -> str:
+        """Why the lengths and options of a call do not fit the module; "" where they do."""
+        return wrong_lengths(lengths, self.axes[:-1])
 
     def _whole(
         self, x: Tensor, lengths: Mapping[str, int] | None, options: Mapping[str, Any]
     ) -> dict[str, int]:
         """Global lengths of the axes; refused on all ranks if one has other options or chunks."""
-        layout, wrong, whole = self.layout, self._refusal(options), {}
+        layout, whole = self.layout, dict[str, int]()
+        wrong = self._refusal(lengths, options)
         if x.dim() != len(self.axes) or x.shape[-1] != self.embed_dim:
             wrong = wrong or (
                 f"x must have the axes {self.axes} and {self.axes[-1]} = {self.embed_dim}, found"
@@ -151,7 +163,8 @@ class OverAxes(nn.Module):
         else:
             for name in self.axis:
                 here = x.shape[self.axes.index(name)]
-                whole[name] = int((lengths or {}).get(name, here * layout.size(name)))
+                even = here * layout.size(name)
+                whole[name] = even if wrong else int((lengths or {}).get(name, even))
                 split = layout.size(name) > 1
                 held = count(layout.spans(name, whole[name])) if split else whole[name]
                 if here != held and not wrong:
@@ -200,6 +213,7 @@ class Windowed(OverAxes):
         self.extent = tuple(d * (k - 1) + 1 for k, d in zip(self.kernel, self.dilation))
 
     def lengths_after(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        self._check_given(lengths)
         return {name: -(-lengths[name] // s) for name, s in zip(self.axis, self.stride)}
 
 
@@ -413,6 +427,7 @@ class Resample(OverAxes):
         self.mode = mode
 
     def lengths_after(self, lengths: Mapping[str, int]) -> dict[str, int]:
+        self._check_given(lengths)
         return {name: lengths[name] * f for name, f in zip(self.axis, self.factor)}
 
     def forward(
@@ -437,13 +452,13 @@ class Resample(OverAxes):
         """
         return self._on_axes(x, lengths, {} if to is None else {"to": dict(to)})
 
-    def _refusal(self, options: Mapping[str, Any]) -> str:
+    def _refusal(self, lengths: Mapping[str, int] | None, options: Mapping[str, Any]) -> str:
         for name, length in options.get("to", {}).items():
             if name not in self.axis:
                 return f"to: no axis {name!r}{did_you_mean(name, self.axis)}"
             if isinstance(length, bool) or not isinstance(length, int) or length < 1:
                 return f"to[{name!r}] = {length!r}: a length is a whole number above 0"
-        return ""
+        return super()._refusal(lengths, options)
 
     def _run(
         self, x: Tensor, lengths: Mapping[str, int], to: Mapping[str, int] | None = None

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Shard
 
-from .._caching import Beside, cached
+from .._caching import beside, cached
 from .._digest import describe_value, is_plain
 from ..bias import Bias
 from ..choice import ChoiceKind
@@ -19,9 +18,6 @@ from ..declare.placements import BATCH, entry_placement
 from ..declare.strategy import Role
 from ..errors import ShapeError, UnsupportedError
 from ..masks import FULL, Mask, describe
-from ..masks.base import whole_number
-
-Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -134,55 +130,15 @@ class Call:
         return ((n * participants.query_chunks, m * participants.key_chunks),)
 
 
-#: Masks of plain data, which cannot change, by value.
-_CONTENT = Beside[list[str]](list)
-
-
 def _content(mask: Mask) -> str:
     """A mask by value."""
-    kept = _CONTENT.of(mask)
-    if kept:
-        return kept[0]
-    content = describe_value(mask)
-    if is_plain(mask):
-        kept.append(content)
-    return content
+    return _content_of_plain(mask) if is_plain(mask) else describe_value(mask)
 
 
-def read_length(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int], ...] | None:
-    """A length as `weft.attention` takes it, as (queries, keys) per axis.
-
-    Raises `ShapeError` for anything but whole numbers, pairs of them, or a dict of these by axis.
-
-    >>> read_length(("rows",), 5), read_length(("rows", "columns"), {"rows": (5, 6), "columns": 2})
-    (((5, 5),), ((5, 6), (2, 2)))
-    """
-    if length is None:
-        return None
-    if isinstance(length, Mapping):
-        missing = [a for a in axes if a not in length]
-        if missing:
-            raise ShapeError(f"length has no entry for axis {missing[0]!r}: {dict(length)}")
-        return tuple(_pair(length[a], f"length[{a!r}]") for a in axes)
-    if len(axes) > 1:
-        raise ShapeError(
-            f"axes {axes} attended jointly need length={{axis: length, ...}}, found {length!r}"
-        )
-    return (_pair(length, "length"),)
-
-
-def _pair(length: object, label: str) -> tuple[int, int]:
-    wrong = ShapeError(
-        f"{label} is a whole number, or a pair (queries, keys) of them, found {length!r:.80}"
-    )
-    both = length if isinstance(length, tuple | list) else (length, length)
-    try:
-        n, m = (whole_number(x, label) for x in both)
-    except (ShapeError, ValueError):
-        raise wrong from None
-    if n < 0 or m < 0:
-        raise ShapeError(f"{label} is 0 or more, found {length!r:.80}")
-    return n, m
+@beside
+def _content_of_plain(mask: Mask) -> str:
+    """A mask of plain data, which cannot change, by value."""
+    return describe_value(mask)
 
 
 @dataclass(frozen=True)

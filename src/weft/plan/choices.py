@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from ..declare.mesh import index_at
 from ..declare.placements import HEAD, SEQ
 from ..errors import UnsupportedError
 from .order import count
@@ -44,6 +45,26 @@ def row_moves(
     return tuple(gathers)
 
 
+def gathers_of(
+    sizes: Mapping[str, int], dims: Sequence[str], coords: Mapping[str, int], rows: Sequence[int]
+) -> Iterator[tuple[str, int, int, int]]:
+    """Rows that the rank at `coords` moves where those of all ranks along mesh dims are gathered.
+
+    Per mesh dim, innermost first: rows that it sends, rows that it receives, messages that it
+    sends. `rows` are those of every rank, in row-major order.
+
+    >>> list(gathers_of({"a": 2, "b": 2}, ("a", "b"), {"a": 0, "b": 1}, [4, 3, 2, 1]))
+    [('b', 3, 4, 1), ('a', 7, 3, 1)]
+    """
+    here, inner = index_at(sizes, dims, coords), 1
+    known = [rows[here]] if dims else []
+    for mesh_dim in reversed(dims):
+        size = sizes[mesh_dim]
+        held, inner = sum(known), inner * size
+        known = list(rows[here // inner * inner :][:inner])
+        yield mesh_dim, (size - 1) * held, sum(known) - held, size - 1
+
+
 def check_travel(way: Resharding, forward: MovingDims, backward: MovingDims) -> None:
     """Raise `UnsupportedError` where a choice cannot go where its queries go."""
     for step in way.steps:
@@ -59,4 +80,4 @@ def check_travel(way: Resharding, forward: MovingDims, backward: MovingDims) -> 
         )
 
 
-__all__ = ["NUMBER", "RowMove", "check_travel", "row_moves"]
+__all__ = ["NUMBER", "RowMove", "check_travel", "gathers_of", "row_moves"]

@@ -27,7 +27,7 @@ from ..declare.placements import SEQ
 from ..declare.rates import rates_for
 from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
-from ..kernels import Kernel, Request, accumulate_dtype, choose, process_state
+from ..kernels import Kernel, Request, accumulate_dtype, choose_kernel, process_state
 from ..masks import Full, Mask, packs_documents
 from .choices import RowMove, check_travel, row_moves
 from .geometry import ChunkGeometry, Rows
@@ -305,7 +305,7 @@ class Plan:
             packed=packs_documents(p.mask),
             fixed_blocks=self.edges is not None,
         )
-        return choose(request, p.kernel)
+        return choose_kernel(request, p.kernel)
 
     def costs(self, dims: MovingDims, backward: bool) -> Costs:
         """Times of a block and of each chunk of a pass, at the layout's rates."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import coordinates, index_at
+from ..declare.mesh import coordinates
 from ..declare.traffic import Traffic
-from .choices import NUMBER
+from .choices import NUMBER, gathers_of
 from .memory import payload_bytes, seen_bytes
 from .order import chunk_sizes, count
 from .plan import Pass, Plan
@@ -165,14 +165,8 @@ def _choice(moved: Traffic, plan: Plan) -> None:
         return
     row = plan.problem.batch * kind.rows * kind.count * NUMBER.itemsize
     for dims, rows in plan.row_moves:
-        here, inner = index_at(plan.sizes, dims, plan.coords), 1
-        known = [rows[here]] if dims else []
-        for mesh_dim in reversed(dims):
-            size = plan.sizes[mesh_dim]
-            held, inner = sum(known), inner * size
-            known = list(rows[here // inner * inner :][:inner])
-            through = (size - 1) * held * row, (sum(known) - held) * row
-            _add(moved, mesh_dim, "choice", *through, size - 1)
+        for mesh_dim, sent, received, calls in gathers_of(plan.sizes, dims, plan.coords, rows):
+            _add(moved, mesh_dim, "choice", sent * row, received * row, calls)
 
 
 def _input_sides(plan: Plan) -> list[tuple[Side, int]]:

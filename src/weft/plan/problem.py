@@ -17,7 +17,8 @@ from ..declare.mesh import coordinates, index_at
 from ..errors import ShapeError
 from ..kernels import accumulate_dtype
 from ..masks import FULL, Mask
-from .call import Expanded, Length, reach, read_length
+from .call import Expanded, reach
+from .lengths import Length, read_length
 from .order import shard_sizes
 from .program import Payload
 from .shifts import Shifts

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from .._caching import Beside
+from .._caching import beside
 from .geometry import Rows
 from .memory import ALIGNMENT, payload_shapes
 from .order import count
@@ -186,15 +186,10 @@ class Steps(NamedTuple):
     heights: dict[tuple[Side, int], int]
 
 
-_STEPS = Beside[list](list)
-
-
+@beside
 def steps_of(tile: Pass) -> Steps:
     """The steps of a pass, kept beside it."""
-    kept = _STEPS.of(tile)
-    if not kept:
-        kept.append(_Compiler(tile).compiled())
-    return kept[0]
+    return _Compiler(tile).compiled()
 
 
 def slot(tile: Pass, side: Side, number: int) -> tuple[int, int]:

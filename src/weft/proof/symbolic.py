@@ -17,7 +17,8 @@ The proof has three parts.
    sequences are equal.
 3. *The blocks.* A rank's kernel calls compute exactly those scores of a block that the mask allows
    (`weft.proof.coverage`). Where keys come by halo, every key that a query sees is in one of its
-   blocks (`weft.proof.takes`).
+   blocks (`weft.proof.takes`). Where queries choose keys, whichever they choose, calls are cut to
+   the rows of numbers of their own queries (`weft.proof.choices`).
 
 Parts 2 and 3 look at every rank where that is `FEW_BLOCKS` blocks or fewer. Beyond, part 3 looks at
 ranks whose blocks are, up to symmetry, all blocks there are (`weft.proof.representatives`). Two
@@ -46,6 +47,7 @@ from ..plan.predict import Forecast, forecast_of, plans_for
 from ..plan.problem import Problem
 from ..plan.replay import live_chunks
 from ..plan.resharding import Resharding
+from .choices import moved_row_defects, uncut_calls
 from .coverage import tile_defects
 from .flow import program_defects
 from .rendezvous import message_defects
@@ -142,6 +144,10 @@ def claims(
         found.append(
             _claim(f"{name}: every visible score once", f"{blocks} blocks of {how}", wrong)
         )
+        if plans[0].chosen:
+            wrong = _by_rank(plans, ([*uncut_calls(t, part)] for t, part in zip(tiles, parts)))
+            label = f"{name}: every kernel call cut to what its queries choose"
+            found.append(_claim(label, f"{blocks} blocks of {how}", wrong))
         wrong = message_defects(layout, tiles)
         found.append(_claim(f"{name}: sends and receives agree and cannot deadlock", how, wrong))
         broken = broken or bool(same or flow)
@@ -159,6 +165,9 @@ def claims(
         _claim("batch, heads and tokens are dealt out whole", every, _deals(layout, plans[0]))
     )
     found.append(_claim("all-to-alls fit on both ends", every, _cuts_and_joins(layout, plans[0])))
+    if plans[0].chosen:
+        label = "chosen keys: every row of numbers where its query's scores are computed"
+        found.append(_claim(label, how, [*itertools.islice(moved_row_defects(plans), 5)]))
     if plans[0].seen is not None:
         label = "keys by halo: every key that a query sees once, from its owner"
         found.append(_claim(label, how, [*itertools.islice(seen_defects(plans), 5)]))

@@ -17,6 +17,7 @@ from ..comm.channel import Channel, refused_everywhere
 from ..comm.origin import UNKNOWN, origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
+from ..plan.lengths import check_axis_lengths
 from ..runtime import handles
 from ..runtime.exchange import Exchange, Passing, pass_op
 from .fetch import REDISTRIBUTE, fetch
@@ -79,6 +80,7 @@ def _planned(
     transport, _ = transports
     rank, device = transport.rank, device or x.device.type
     _check(before, after, transports, dims)
+    check_axis_lengths("lengths", lengths, tuple(dims))
     at = {axis: dim % x.dim() for axis, dim in dims.items() if dim is not None}
     even = {axis: x.shape[dim] * before.size(axis) for axis, dim in at.items()}
     global_lengths = tuple({**even, **(lengths or {})}[axis] for axis in at)

@@ -59,6 +59,7 @@ class BoundCall:
         #: Its name, by which ops get it.
         self.handle = handles.new_name()
         self._plans: dict[tuple, Plan] = {}
+        self._content = ""
         dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
         self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
 
@@ -192,15 +193,15 @@ class BoundCall:
                 expanded = self.call.expanded
                 heads = k.shape[1] if expanded is None else expanded.heads
                 checks.check_choice(plan, chosen, q, heads)
-            content = self.call.content
-        described = content, rest, q, f", gradients {gradients}"
+            content = self.content
+        described = content, plan, f", gradients {gradients}"
         where = self._origin()
         batches: tuple[int, ...] = ()
         if not self.asks_batches:
             channel = self._channel(_FORWARD, *described, where)
         else:
             local = 1 if bias is None else len(bias)
-            channel, batches, samples = self._with_batches(described, local, where)
+            channel, batches, samples = self._with_batches(described, rest, local, where)
             total = self._whole_batch(batches)
             plan = self.plan(rest, q.dtype, q.device.type, batches)
             checks.check_samples(plan, samples)
@@ -210,14 +211,13 @@ class BoundCall:
         return plan, channel, _numbers_of(*number, *batches, *seen)
 
     def _with_batches(
-        self, described: tuple[str, list[int], Tensor, str], samples: int, where: Origin
+        self, described: tuple[str, Plan, str], rest: list[int], samples: int, where: Origin
     ) -> tuple[Channel, tuple[int, ...], tuple[int, ...]]:
         """A channel that ranks agreed on, the batches of all, and the samples of their biases.
 
         Where ranks met with these shapes before, they vote on the batches of then, and one vote is
         all. Where it fails, or they did not, they exchange their batches.
         """
-        rest = described[1]
         agreed, key = self.transport.batches, (self.mesh_dims, *rest, samples)
         batches = f", batches {agreed.get(key, 'unknown')}"
         channel = self._channel(_FORWARD, *described, where, batches)
@@ -254,13 +254,13 @@ class BoundCall:
         if self.mesh_dims:
             refuse(self.transport, self.mesh_dims, _FORWARD, error)
 
-    def begin_backward(self, like: Tensor, rest: Sequence[int], agreed: Tensor) -> Channel:
+    def begin_backward(self, plan: Plan, agreed: Tensor) -> Channel:
         """The channel of the first part of a backward pass, that of the pass `agreed` is from.
 
         Raises `UnsupportedError` where functions see other values than in that pass.
         """
         with refused_everywhere(self.refuse):
-            content = self.call.content
+            content = self.content
             if self.has_functions and number_of(content) != agreed.tolist()[-1]:
                 functions = {
                     "mask": not is_plain(self.call.mask),
@@ -273,7 +273,7 @@ class BoundCall:
                     " values that stay until its backward pass has run"
                 )
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
-        return self._channel(_BACKWARD, content, rest, like, number)
+        return self._channel(_BACKWARD, content, plan, number)
 
     def _origin(self) -> Origin:
         """The origin of the call in the program, which ranks must have in common."""
@@ -285,50 +285,48 @@ class BoundCall:
         self,
         label: str,
         content: str,
-        rest: Sequence[int],
-        like: Tensor,
+        plan: Plan,
         extra: str,
         where: Origin = UNKNOWN,
         batches: str = "",
     ) -> Channel:
         if not self.mesh_dims:
             return Channel(self.transport, (), 0, label, str)
-        described = self._describe(rest, like) + extra
-        kind = None
-        if like.is_cuda:
-            kind = number_of(f"{label} {content} {self._describe(rest, like)}")
-        digest = number_of(f"{label} {self.layout.digest} {content} {described}")
+        shapes = self._describe(plan)
+        on_cuda = plan.problem.device == "cuda"
+        digest = number_of(f"{label} {content} {shapes}{extra}")
         return Channel(
             self.transport,
             self.mesh_dims,
             digest,
             label,
-            lambda: f"{label}, {self._detail(described, content)}",
+            lambda: f"{label}, {self._detail(shapes + extra, content)}",
             vote=number_of(f"{digest}{batches}") if batches else None,
-            kind=kind,
+            kind=number_of(f"{label} {content} {shapes}") if on_cuda else None,
             origin=where,
         )
 
     @property
     def content(self) -> str:
-        """The call and its layout by value."""
-        return f"{self.layout.digest} {self.call.content}"
+        """The call and its layout by value: of functions, their values as they are now."""
+        if self.has_functions or not self._content:
+            self._content = f"{self.layout.digest} {self.call.content}"
+        return self._content
 
     def _detail(self, described: str, content: str) -> str:
         """This rank's call for people, with its values' digest: other values may look the same."""
         return (
             f"layout {self.layout.name!r}, {self.call.text}, {described} "
-            f"[{number_of(f'{self.layout.digest} {content}') & 0xFFFFFFFF:08x}]"
+            f"[{number_of(content) & 0xFFFFFFFF:08x}]"
         )
 
-    def _describe(self, rest: Sequence[int], like: Tensor) -> str:
+    def _describe(self, plan: Plan) -> str:
         """The part of the tensors' shapes that ranks must have in common."""
-        b, h, n, g, m, d, e = (int(x) for x in rest)
-        lengths = self.call.lengths(self.layout.unbound, n, m)
-        batch = "any" if self.asks_batches else b
+        p = plan.problem
+        batch = "any" if self.asks_batches else p.batch
         return (
-            f"lengths (queries, keys) {lengths}, batch {batch}, heads {h} and {g}, dims {d} and "
-            f"{e}, {like.dtype}, {like.device.type}"
+            f"lengths (queries, keys) {p.lengths}, batch {batch}, heads {p.heads} and {p.kv_heads},"
+            f" dims {p.head_dim} and {p.value_dim}, {p.dtype}, {p.device}"
         )
 
     # -- batches -------------------------------------------------------------------------------

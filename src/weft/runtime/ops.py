@@ -193,7 +193,8 @@ def _backward(
     if expander is not None:
         with refused_everywhere(bound.refuse):
             expander.begin_backward()
-    plan, channel = bound.plan_of(rest, q, agreed), bound.begin_backward(q, rest, agreed)
+    plan = bound.plan_of(rest, q, agreed)
+    channel = bound.begin_backward(plan, agreed)
     above: tuple[Tensor, Tensor | None] = dout, dlse
     if reshards:
         above = resharding.to_rest_adjoint(plan, channel, dout, dlse)

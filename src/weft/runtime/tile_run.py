@@ -157,7 +157,7 @@ class TileRun(abc.ABC):
         """Pack what a transfer sends, and add it to the batch of transfers that end with it."""
         if (send := move.send) is not None:
             if send.packing is not None:
-                self.buffers[send.buffer] = self._packed(move.transfer, send.packing)
+                self.buffers[send.buffer] = self._packed(move, send.packing)
             batch.sends.append((send.peer, self.buffers[send.buffer]))
         if (receive := move.receive) is not None:
             if self.buffers[receive.buffer] is None:
@@ -167,11 +167,11 @@ class TileRun(abc.ABC):
             batch.receives.append((receive.peer, self.buffers[receive.buffer]))
         self.in_flight[move.number] = move, batch
 
-    def _packed(self, t: Transfer, packing: Packing) -> Tensor:
+    def _packed(self, move: RankTransfer, packing: Packing) -> Tensor:
         """The flat buffer that a transfer sends, and others of the same content."""
-        if not t.payload.is_chunk:
-            return pack(self._outgoing(t), packing.form)
-        parts = self._whole_chunk(t.payload, packing.chunk)
+        if not move.is_chunk:
+            return pack(self._outgoing(move.transfer), packing.form)
+        parts = self._whole_chunk(move.transfer.payload, packing.chunk)
         if packing.rows is not None:
             rows = slice(*packing.rows)
             parts = tuple(x[:, :, rows] for x in parts)

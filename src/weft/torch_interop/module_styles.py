@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..attention import Length
 from ..errors import DeclarationError
 from ..layout import Layout
 from ..masks import Mask
+from ..plan.lengths import Length
 from .sdpa import sdpa
 
 

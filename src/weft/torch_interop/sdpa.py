@@ -27,13 +27,14 @@ from .._torch import (
     reentrant_checkpoints,
     sdpa_forms,
 )
-from ..attention import Length, attention
+from ..attention import attention
 from ..declare.layout_file import Entry, bind
 from ..decode.attend import merged_parts
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Full, Mask, describe
-from ..plan.call import Call, read_length
+from ..plan.call import Call
+from ..plan.lengths import Length, read_length
 from .equal_masks import kept
 
 _SDPA = F.scaled_dot_product_attention

@@ -15,8 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from weft.carry.proof import prove_states
+from weft.choice import ChoiceKind
 from weft.comm import run_threads
-from weft.errors import UnsupportedError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.inspect.recording import record
 from weft.inspect.timeline import Timeline
 from weft.launch import launcher as launch
@@ -84,6 +85,15 @@ def check(
             show_default=False,
         ),
     ] = False,
+    choose: Annotated[
+        int | None,
+        options.of_call(
+            "With --symbolic: keys that a model chooses for each query, whichever they are.",
+            show_default="all",
+            min=1,
+            max=options.MOST_TOKENS,
+        ),
+    ] = None,
     timeline: Annotated[
         Path | None, options.of_picture("Record one more run and draw it, rank by rank.")
     ] = None,
@@ -117,6 +127,8 @@ def check(
 
         weft check "tokens: ring=4096" --symbolic --length 65536 --mask causal
 
+        weft check tile-2x4 --symbolic --mask causal --choose 2048 --length 8192
+
         torchrun --nproc-per-node 4 -m weft check ring-4
     """
     chosen = options.layout_named(layout, order, axis)
@@ -140,8 +152,13 @@ def check(
     )
     cases = [_along(sizes, one, length, options.known_axes(chosen)) for one in axes]
     if symbolic:
-        _prove(chosen.resolve(ranks), cases)
+        _prove(chosen.resolve(ranks), cases, choose)
         return
+    if choose is not None:
+        raise DeclarationError(
+            "--choose: a choice is proven for any numbers, so give --symbolic; models that choose"
+            " their keys are compared with one device by weft verify"
+        )
     _refuse_early(chosen.resolve(ranks), cases)
     place = options.device_for(device, 1 if threads else ranks)  # threads share one GPU
     recorded = cases[0] if timeline or trace else None
@@ -186,14 +203,18 @@ def _parts(layout: Layout, axes: Sequence[str]) -> int:
     return math.lcm(*(layout.batch_parts(axis.split("+")) for axis in axes))
 
 
-def _prove(layout: Layout, cases: list[Case]) -> None:
-    """Show the claims proven of every case; exit code 1 if one is not."""
+def _prove(layout: Layout, cases: list[Case], choose: int | None) -> None:
+    """Show the claims proven of every case, with a choice of keys; exit code 1 if one is not."""
     out, good = console(), True
     for case in cases:
         options.refuse_routed_axis(layout, case.axis)
         start = time.perf_counter()
         with options.still_here(f"proving {case.axis}, {case.name}"):
-            claims = prove(layout, case.problem)
+            problem = case.problem
+            if choose is not None:
+                chosen = ChoiceKind(1, min(choose, case.keys), check=False)
+                problem = replace(problem, choice=chosen)
+            claims = prove(layout, problem)
             if len(case.axes) == 1 and not layout.share:  # no state is carried over shares
                 claims += prove_states(layout, case.axis, case.queries)
                 if any(rule.windows for rule in layout.rules(case.axis).values()):

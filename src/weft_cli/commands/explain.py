@@ -21,13 +21,14 @@ from weft.declare.placements import SEQ
 from weft.declare.rates import rates_for, rates_of
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.inspect import words
+from weft.kernels import accumulate_dtype
 from weft.layout import Layout
+from weft.plan.lists import IndexSizes, list_plan
 from weft.plan.memory import memory_bound
 from weft.plan.order import count
 from weft.plan.plan import TRAVELS, Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
-from weft.plan.sides import Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_models.declare.model_file import ModelSpec
 from weft_models.routing.attention import blocks_per_rank, check_routed
@@ -540,18 +541,33 @@ def _calls(plans: list[Plan]) -> int:
 
 
 def _print_index(layout: Layout, problem: Problem, heads: int, size: int) -> None:
-    """Bytes of the index keys by which a model chooses: each rank scores its queries by all."""
-    (plan,) = plans_for(layout, problem, [0])
-    rows, held = (plan.resharding[side].state(0, plan.coords).size(SEQ) for side in Side)
-    kind, batch, keys = plan.problem.choice, plan.problem.batch, problem.m
+    """Bytes by which a model chooses keys: of index keys, or of index queries and lists."""
+    if len(problem.axes) > 1:
+        raise UnsupportedError("--index: keys are chosen along one axis, not along several jointly")
+    (axis,), (plan,) = problem.axes, plans_for(layout, problem, [0])
+    kind, batch, item = plan.problem.choice, plan.problem.batch, problem.dtype.itemsize
     assert kind is not None
-    nbytes = (keys - held) * batch * size * problem.dtype.itemsize
-    scores = 4 * batch * rows * heads * keys
+    score = accumulate_dtype(problem.dtype).itemsize
+    sizes = IndexSizes(batch, kind.count, size * item, heads * (size + 1) * item, score)
+    lists = list_plan(layout.unbound, axis, (problem.n, problem.m), 0, sizes)
+    rows, keys = (sum(map(count, t)) for t in (lists.query_spans(), lists.key_spans()))
+    moved = lists.traffic(False).by_tensor()
+    if lists.lists:
+        way = (
+            f"by lists along {', '.join(lists.lists)}: rank 0 receives"
+            f" {words.nbytes(moved.get('index', 0))} of index queries of {size}, their weights and"
+            f" index keys, and {words.nbytes(moved.get('lists', 0))} of lists of (score, position)"
+        )
+    else:
+        held = count(lists.own_keys(lists.coords))
+        way = (
+            f"by rows: index keys of {size}: rank 0 receives"
+            f" {words.nbytes(moved.get('index', 0))}, those of {problem.m - held:,} other tokens"
+        )
     console().print(
-        f"\nchosen: {kind.count:,} of {keys:,} keys per query. Index keys of {size}: rank 0"
-        f" receives {words.nbytes(nbytes)} forward, those of {keys - held:,} other tokens, and"
-        f" nothing backward; of {words.nbytes(scores)} of scores ({rows:,} queries, {heads} heads,"
-        f" {keys:,} keys) it makes a few rows at a time",
+        f"\nchosen: {kind.count:,} of {problem.m:,} keys per query, {way}, forward, and nothing"
+        f" backward; of {words.nbytes(score * batch * rows * heads * keys)} of scores ({rows:,}"
+        f" queries, {heads} heads, {keys:,} keys) it makes a few rows at a time",
         highlight=False,
     )
 

@@ -140,6 +140,8 @@ def rules_in_words(
         line = Text.assemble((mesh_dim, "bold cyan"), "  ", words.rule_in_words(rule))
         if mesh_dim in layout.shard_dims(HEADS):
             line.append(" Its heads are those of tensor-parallel projections.")
+        if any(mesh_dim in layout.list_dims(axis) for axis in axes):
+            line.append(" " + words.LISTS)
         lines.append(line)
     return lines
 

@@ -109,7 +109,7 @@ def parallelize_diffusers(
             after(module, state.leave_attention, always_call=True)
     after(plan.gather[0], state.gather_output)
     after(transformer, state.leave, always_call=True)
-    transformer.__dict__["_weft"] = Parallelized(undo)
+    Parallelized(undo).put_on(transformer)
     return transformer
 
 

@@ -121,7 +121,7 @@ def parallelize_tabicl(model: Foreign, layout: Layout, axis: str = "rows") -> nn
         model.register_forward_hook(lambda module, args, out: scale_gradient(out, share)),
     ]
     local = [functools.partial(vars(part).pop, "forward") for part in (columns, icl)]
-    model.__dict__["_weft"] = Parallelized([*local, *(hook.remove for hook in hooks)])
+    Parallelized([*local, *(hook.remove for hook in hooks)]).put_on(model)
     return model
 
 

@@ -68,7 +68,7 @@ def parallelize_tabpfn(model: nn.Module, layout: Layout, axis: str = "rows") -> 
     # The layers after the blocks are replicated, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
     hook = model.register_forward_hook(lambda module, args, output: scale_gradient(output, share))
-    model.__dict__["_weft"] = Parallelized([*undo, hook.remove])
+    Parallelized([*undo, hook.remove]).put_on(model)
     return model
 
 

@@ -128,11 +128,12 @@ class OfRanks:
         """Bring the entries of all ranks to every rank; their gradients come back and add up."""
         layout, axis = self.call.layout, self.call.axis
         places = [self._closing(each) for each in chunk_places(layout, axis, self.call.length)]
-        for kind in self.kinds.values():
+        for name, kind in self.kinds.items():
             dim = kind.made[0].shape[-1]
             none = (kind.kv[:, :0, :dim] + kind.gate[:, :0, :dim]).to(kind.made[0].dtype)
             result = self.pieces.join(1, [none, *kind.made], kind.left)
-            kind.whole = of_all_ranks(result, 1, places, layout, axis, "entries")
+            label = "entries" if name == "compressor" else "index"
+            kind.whole = of_all_ranks(result, 1, places, layout, axis, label)
 
     def _closing(self, positions: Tensor) -> Tensor:
         """The windows whose last token is at one of some positions."""

@@ -6,6 +6,7 @@ Everything is a hook or an attribute of the model's own modules; no class is cha
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import types
@@ -75,6 +76,11 @@ class _Installed(Parallelized):
     of_rows: list[nn.Module] = field(default_factory=list)
     expanding: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
+
+    def __deepcopy__(self, memo: dict) -> _Installed:
+        memo[id(self)] = copied = object.__new__(_Installed)
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
     @contextlib.contextmanager
     def own_model(self, model: Foreign) -> Iterator[None]:
@@ -166,7 +172,7 @@ def _put_in(
         installed.of_rows.append(module)
     if model.config._attn_implementation != name:
         raise _outside(model)
-    model._weft = installed
+    installed.put_on(model)
     _hook(model, layout, axis, embeddings, installed, decoder, both)
     if not whole.pools(model):  # whose loss is made of whole logits
         _replace(model, "_loss_function", interface.loss_function, installed)

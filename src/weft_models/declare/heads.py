@@ -34,7 +34,6 @@ HEADS: dict[str, Head] = {
     "table": Head("weft_models.models.tabular:TableModel", ("classes",), 4),
     "tokens": Head("weft_models.models.token_pair:TokenModel", ("vocabulary",), 3),
     "pair": Head("weft_models.models.token_pair:PairModel", (), 4),
-    "facts": Head("weft_models.models.retrieval:FactModel", ("vocabulary", "classes"), 3),
 }
 
 

@@ -47,8 +47,8 @@ class Sizes(Frozen):
     embed: width of a token.
     heads: query heads of every attention.
     kv_heads: key/value heads, default as many.
-    classes: of heads `table` and `facts`.
-    vocabulary: of heads `tokens` and `facts`.
+    classes: of the head `table`.
+    vocabulary: of the head `tokens`.
     Other keys are those that a registered head says it needs.
     """
 
@@ -148,8 +148,8 @@ class ModelSpec(Frozen):
     about: for `weft list` and readers.
     reference: where the model was published.
     head: what goes in and comes out: `table` (cells to a class per row), `tokens` (next token),
-        `pair` (a number per pair), `facts` (keys and values to the value of a key), or a name given
-        to `weft.register_head`. Without one the model is its blocks: embedded tensors in and out.
+        `pair` (a number per pair), or a name given to `weft.register_head`. Without one the model
+        is its blocks: embedded tensors in and out.
     axes: names of the dims of the activations, the embedding last; for a head the batch first.
     sizes: widths and numbers of heads.
     context: further input tensors, by name.

@@ -4,13 +4,11 @@ from ..declare.model_file import ModelSpec
 from .cache import KeyValueCache
 from .composer import check_fit, compose
 from .pretrained import from_pretrained, save_pretrained
-from .retrieval import FactModel
 from .tabular import TableModel
 from .token_pair import PairModel, TokenModel
 from .trunk import Trunk
 
 __all__ = [
-    "FactModel",
     "KeyValueCache",
     "ModelSpec",
     "PairModel",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,10 @@ class BlockInputs:
     first: Mapping[str, int] = field(default_factory=dict)
     cache: KeyValueCache | CacheRecording | DecodeCache | None = None
     number: int = -1
+
+    def lengths_of(self, axes: Sequence[str]) -> dict[str, int]:
+        """Global lengths of some axes, as far as they are known."""
+        return {axis: n for axis, n in self.lengths.items() if axis in axes}
 
 
 def norm(spec: ModelSpec) -> nn.Module:
@@ -122,7 +126,7 @@ class Attend(nn.Module):
             for name in block.attend
         )
         keys = {name: length for name, length in known if length is not None}
-        bias, lengths = None, given.lengths
+        bias, lengths = None, given.lengths_of(geometry.axes)
         if self.bias is not None:
             n = queries
             if geometry.own:
@@ -144,14 +148,15 @@ class Attend(nn.Module):
         if isinstance(cache, DecodeCache):
             return x + cache.attend(given.number, self.attention, y)
         if isinstance(cache, CacheRecording):
-            k, v = self.attention.keys_values(y, given.lengths)
+            k, v = self.attention.keys_values(y, given.lengths_of(self.attention.axes))
             k, v = cache.take(given.number, k, v, self.attention.geometry.shared, x)
             if given.number == cache.blocks[-1]:
                 return x
         else:
             k, v = cache.keys_values(given.number)
-        lengths = {cache.axis: cache.lengths[cache.axis]}
-        return x + self.attention.attend(y, k, v, lengths, given.lengths)
+        key_lengths = {cache.axis: cache.lengths[cache.axis]}
+        lengths = given.lengths_of(self.attention.axes)
+        return x + self.attention.attend(y, k, v, key_lengths, lengths)
 
 
 class Carry(nn.Module):
@@ -181,7 +186,7 @@ class Carry(nn.Module):
                 f"a block with carry = {self.block.carry!r} starts anew with each document, and"
                 f" knows no other mask: within= is a weft.Documents, found {documents!r:.80}"
             )
-        return x + self.recurrence(self.norm(x), given.lengths, documents)
+        return x + self.recurrence(self.norm(x), given.lengths_of(self.recurrence.axes), documents)
 
 
 class Triangle(nn.Module):
@@ -203,7 +208,7 @@ class Triangle(nn.Module):
 
     def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x, local, as the layout shards it."""
-        return x + self.triangle(self.norm(x), given.lengths)
+        return x + self.triangle(self.norm(x), given.lengths_of(self.triangle.axes))
 
 
 class Mlp(nn.Module):
@@ -235,11 +240,11 @@ class OnAxes(nn.Module):
 
     def lengths_after(self, given: BlockInputs) -> dict[str, int]:
         """Global lengths of the block's axes after it."""
-        return self.run.lengths_after(given.lengths)
+        return self.run.lengths_after(given.lengths_of(self.run.axes))
 
     def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x, local, as the layout shards it."""
-        return self.run(x, given.lengths)
+        return self.run(x, given.lengths_of(self.run.axes))
 
 
 class Convolve(OnAxes):
@@ -265,7 +270,7 @@ class Convolve(OnAxes):
 
     def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x, local, as the layout shards it."""
-        y = self.run(self.norm(x), given.lengths)
+        y = self.run(self.norm(x), given.lengths_of(self.run.axes))
         return x + y if self.block.keeps_lengths else y
 
 
@@ -315,4 +320,4 @@ class ResampleAxes(OnAxes):
     def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
         """x, local, as the layout shards it."""
         assert isinstance(self.run, Resample)
-        return self.run(x, given.lengths, self._wanted(given))
+        return self.run(x, given.lengths_of(self.run.axes), self._wanted(given))

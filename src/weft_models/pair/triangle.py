@@ -28,6 +28,7 @@ from weft.masks.part import Renumbered
 from weft.nn.attention import MultiAxisAttention
 from weft.nn.parameters import HeadWeight, LayerNorm, linear, replicate
 from weft.nn.sequences import sequence_order
+from weft.plan.lengths import wrong_lengths
 from weft.plan.order import Spans, count, positions
 from weft.plan.plan import score_tile
 
@@ -306,8 +307,10 @@ def square_length(
     is further text that ranks must have in common. Raises `ShapeError` on every rank that takes
     part.
     """
-    length = 0
-    if x.dim() != 4:
+    length, unknown = 0, wrong_lengths(lengths, axes[:-1])
+    if unknown:
+        wrong = unknown
+    elif x.dim() != 4:
         wrong = f"a pair tensor has the dims {tuple(axes)}, found shape {tuple(x.shape)}"
     else:
         local = dict(zip(pair_axes(axes), x.shape[1:3]))

@@ -34,7 +34,8 @@ from weft.errors import ShapeError, UnsupportedError
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full, Mask
-from weft.plan.call import Call, read_length
+from weft.plan.call import Call
+from weft.plan.lengths import read_length
 from weft.plan.order import count, positions
 from weft.plan.plan import Plan
 from weft.plan.sides import Side
@@ -177,13 +178,12 @@ def routed_attention(
     with refused_everywhere(bound.refuse):
         if error := unusable_scale(scale, q.dtype):
             raise error
-    rest = calls.rest_shape(q, k, v)
     plan, channel, agreed = bound.begin(q, k, v)
     channel.check()
     run = _Run(plan, layout, dims, blocks, routing, mask)
     if not bound.reach.reshards:
         return run(q, k, v, router, want_attention, kernel)
-    moves = RoutedResharding(bound, plan, channel, agreed, rest)
+    moves = RoutedResharding(bound, plan, channel, agreed)
     out, how = run(*moves.to_compute(q, k, v), router, want_attention, kernel)
     return moves.to_rest(out), how
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.comm.once_differentiable import once
-from weft.kernels import Kernel, Request, TileView, accumulate_dtype, choose
+from weft.kernels import Kernel, Request, TileView, accumulate_dtype, choose_kernel
 from weft.runtime.autocast import without_autocast
 from weft.runtime.merging import PartialOutput, PartialSum
 
@@ -79,7 +79,7 @@ class BlockAttention(torch.autograd.Function):
 
 def _kernel(r: Rectangle, q: Tensor, v: Tensor, name: str | None) -> Kernel:
     request = Request(q.device.type, q.dtype, q.shape[3], v.shape[3], masked=r.masked)
-    return choose(request, name)
+    return choose_kernel(request, name)
 
 
 def _view(r: Rectangle, seen: Tensor | None, scale: float) -> TileView:

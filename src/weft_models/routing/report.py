@@ -25,16 +25,16 @@ def observe(model: nn.Module, on: bool) -> None:
 
 
 @torch.no_grad()
-def measure_routing(model: nn.Module, sources: Tensor | None = None) -> dict[str, float]:
+def measure_routing(model: nn.Module) -> dict[str, float]:
     """Means over the routed attentions of a model in their latest call; nothing if there are none.
 
     blocks taken: other blocks per query block. entropy: of the weights, relative to uniform ones.
     fan-out: query blocks that chose the most popular key block. bytes saved: share of a ring's
-    keys and values that this rank did not receive. hit rate: query blocks whose heaviest block is
-    the one in `sources` (b, I). attention fetched, attention covered: share of attention that went
-    to chosen blocks, and to the own block and the `top_k` heaviest; where recorded.
+    keys and values that this rank did not receive. attention fetched, attention covered: share of
+    attention that went to chosen blocks, and to the own block and the `top_k` heaviest; where
+    recorded.
     """
-    found = [_numbers(m.last, m.routing.top_k, sources) for m in routed_modules(model) if m.last]
+    found = [_numbers(m.last, m.routing.top_k) for m in routed_modules(model) if m.last]
     names = dict.fromkeys(name for numbers in found for name in numbers)
     return {
         name: sum(n[name] for n in found if name in n) / sum(name in n for n in found)
@@ -42,7 +42,7 @@ def measure_routing(model: nn.Module, sources: Tensor | None = None) -> dict[str
     }
 
 
-def _numbers(how: Routes, top_k: int, sources: Tensor | None) -> dict[str, float]:
+def _numbers(how: Routes, top_k: int) -> dict[str, float]:
     asking = how.eligible.any(-1)
     numbers = {
         "blocks taken": how.chosen.sum(-1)[..., asking].float().mean().item(),
@@ -51,8 +51,6 @@ def _numbers(how: Routes, top_k: int, sources: Tensor | None) -> dict[str, float
     }
     if how.all_bytes:
         numbers["bytes saved"] = 1.0 - sum(how.bytes.values()) / how.all_bytes
-    if sources is not None:
-        numbers["hit rate"] = hit_rate(how, sources)
     if how.attention_weight is not None:
         local = torch.tensor(list(how.own), device=how.attention_weight.device)
         stays = how.attention_weight.gather(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +23,12 @@ class RoutedResharding:
     Args:
         bound: the call.
         plan, channel, agreed: from `BoundCall.begin`.
-        rest: the shape of the tensors at rest.
     """
 
     bound: BoundCall
     plan: Plan
     channel: Channel
     agreed: Tensor
-    rest: Sequence[int]
     backward: Channel | None = None
 
     def to_compute(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -42,10 +39,10 @@ class RoutedResharding:
         """The output from its compute placement back to rest."""
         return _ToRest.apply(self, out)
 
-    def begin_backward(self, like: Tensor) -> Channel:
+    def begin_backward(self) -> Channel:
         """The channel of the backward pass that is under way."""
         if self.backward is None:
-            self.backward = self.bound.begin_backward(like, self.rest, self.agreed)
+            self.backward = self.bound.begin_backward(self.plan, self.agreed)
         return self.backward
 
 
@@ -61,7 +58,7 @@ class _ToCompute(torch.autograd.Function):
     @staticmethod
     @once("routed attention")
     def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
-        channel = ctx.call.begin_backward(dq)
+        channel = ctx.call.begin_backward()
         moved = resharding.to_compute_adjoint(ctx.call.plan, channel, dq, dk, dv)
         channel.finish()
         ctx.call.backward = None
@@ -78,7 +75,7 @@ class _ToRest(torch.autograd.Function):
     @staticmethod
     @once("routed attention")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        channel = ctx.call.begin_backward(dout)
+        channel = ctx.call.begin_backward()
         return None, resharding.to_rest_adjoint(ctx.call.plan, channel, dout, None)[0]
 
 

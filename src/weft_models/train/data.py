@@ -19,9 +19,6 @@ from ..tables.prior import draw_training_table
 
 SHAPES, EXAMPLES, CHAIN = 0, 1, 2  # independent random streams of one seed
 SUCCESSORS = 4  # of a token in a chain
-CHUNKS = 8  # of a sequence of facts
-FACTS = 4  # stated by a chunk that states
-QUESTIONS = 3  # asked by a chunk that asks
 
 
 @dataclass(frozen=True)
@@ -98,10 +95,6 @@ class Stream:
     def batch(self, step: int, part: int = 0) -> TrainingBatch:
         """The local shard of the batch of one step, or of one of its `parts`."""
         raise NotImplementedError
-
-    def sources(self, step: int, part: int = 0) -> Tensor | None:
-        """Blocks that learned routing should choose, (local batch, blocks), if planted."""
-        return None
 
     def _rng(self, stream: int, index: int) -> np.random.Generator:
         return np.random.default_rng([self.seed, stream, index])
@@ -235,64 +228,8 @@ class PairStream(Stream):
         return distances.astype(np.float32), hidden | hidden.T
 
 
-class FactStream(Stream):
-    """Planted long-range retrieval: 8 chunks, of which 4 state 4 facts, 4 ask 3 questions each.
-
-    Which chunks ask is random, and so is whom: each asks one of those that state, no two the same.
-    A fact is a key with a random value, no key is stated twice. Facts and questions are among
-    tokens that say nothing of interest. Only questions are targets, so guessing is right once in
-    `sizes.classes` times.
-    """
-
-    def batch(self, step: int, part: int = 0) -> TrainingBatch:
-        (axis,) = self.spec.axes[1:-1]
-        length = self._lengths(self._rng(SHAPES, step))[axis]
-        drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step, part)]
-        facts = torch.from_numpy(np.stack([facts for facts, _, _ in drawn]))  # b n 2
-        targets = self._shard(torch.from_numpy(np.stack([answers for _, answers, _ in drawn])))
-        return TrainingBatch(
-            inputs=self._shard(facts),
-            targets=targets.clamp_min(0),
-            counted=targets >= 0,
-            given={"lengths": {axis: length}},
-            tokens=self.size * length,
-        )
-
-    def sources(self, step: int, part: int = 0) -> Tensor:
-        """The chunk that answers each chunk, -1 where it asks nothing: (local b, chunks)."""
-        (axis,) = self.spec.axes[1:-1]
-        length = self._lengths(self._rng(SHAPES, step))[axis]
-        drawn = [self._draw(self._rng(EXAMPLES, i), length) for i in self._examples(step, part)]
-        return torch.from_numpy(np.stack([sources for _, _, sources in drawn]))
-
-    def _draw(
-        self, rng: np.random.Generator, length: int
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Facts (n, 2), the answer of every token, -1 for none (n,), and the sources (chunks,)."""
-        vocabulary, classes = self.spec.sizes.vocabulary, self.spec.sizes.classes
-        assert vocabulary is not None  # a file with this head has both
-        assert classes is not None
-        roles = rng.permutation(CHUNKS)  # the first half states, the second half asks
-        pairs = list(zip(*roles.reshape(2, -1)))
-        keys = rng.permutation(vocabulary)[: len(pairs) * FACTS].reshape(-1, FACTS)
-        values = rng.integers(classes, size=keys.shape)
-        sources = np.full(CHUNKS, -1)
-        facts, answers = np.full((length, 2), -1), np.full(length, -1)
-        facts[:, 1] = rng.integers(classes, size=length)
-        chunks = np.array_split(np.arange(length), CHUNKS)
-        for i, (states, asks) in enumerate(pairs):
-            sources[asks] = states
-            stated = rng.permutation(chunks[states])[:FACTS]
-            facts[stated] = np.stack([keys[i], values[i]], -1)
-            asked = rng.permutation(chunks[asks])[:QUESTIONS]
-            which = rng.permutation(FACTS)[:QUESTIONS]
-            facts[asked, 0], facts[asked, 1] = keys[i, which], -1
-            answers[asked] = values[i, which]
-        return facts, answers, sources
-
-
 #: The data of each head that ships.
-KINDS = {"table": TableStream, "tokens": TokenStream, "pair": PairStream, "facts": FactStream}
+KINDS = {"table": TableStream, "tokens": TokenStream, "pair": PairStream}
 
 
 def stream(spec: ModelSpec, layout: Layout, seed: int, batch: int | None = None) -> Stream:

@@ -103,8 +103,6 @@ class Monitor:
         speed = self._smooth("rate", rate)
         traffic = f"{record.bytes / 2**20:.1f} MiB/step"
         status = f"loss {loss:.3f}  acc {accuracy:.0%}  {speed:,.0f} tokens/s  {traffic}"
-        if "hit rate" in record.routing:
-            status += f"  routed right {self._smooth('hit', record.routing['hit rate']):.0%}"
         self.progress.update(self.task, advance=1, status=status)
         if not self.console.is_terminal and self._line_is_due(record.step):
             self.console.print(f"step {record.step + 1}/{self.steps}  {status}", highlight=False)

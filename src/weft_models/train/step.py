@@ -134,7 +134,7 @@ def take_step(
         tokens=sum(part.tokens for part in parts),
         seconds=time.perf_counter() - began,
         memory=peak_memory(device),
-        routing=measure_routing(model, data.sources(step, data.parts - 1)),
+        routing=measure_routing(model),
     )
 
 

@@ -1,0 +1,179 @@
+"""Where index keys, index queries and lists of the best keys go when a model chooses keys.
+
+    by rows    index keys of all ranks come to each, which scores its own queries by them
+    by lists   index queries come to the index keys; every rank's list of the best keys of each
+               query goes back to the query's owner, and lists merge there
+
+Mesh dims of both kinds may split an axis: then index keys come along some, and index queries along
+the others. Lists go back innermost mesh dim first and merge on the way, so that an outer link
+carries each list once.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..declare.layout import LayoutDeclaration
+from ..declare.mesh import coordinates, index_at, places
+from ..declare.traffic import Traffic
+from ..errors import DeclarationError
+from .choices import NUMBER, gathers_of
+from .order import Spans, count, shard_spans
+
+#: Bytes of a position in a list.
+PLACE = NUMBER.itemsize
+
+
+@dataclass(frozen=True)
+class IndexSizes:
+    """The sizes of the tensors by which a rank chooses: all of its batch, and one token of it.
+
+    Attributes:
+        batch: sequences.
+        count: entries of a list.
+        key: bytes of the index key of a token.
+        query: bytes of its index queries and their weights.
+        score: bytes of a score.
+    """
+
+    batch: int
+    count: int
+    key: int
+    query: int
+    score: int
+
+
+@dataclass(frozen=True)
+class ListPlan:
+    """The messages of one rank in a choice of keys along an axis.
+
+    Attributes:
+        mesh: mesh dims of the layout and their sizes.
+        rank: in the mesh.
+        query_dims: mesh dims that split queries.
+        rows: mesh dims along which index keys are gathered.
+        lists: mesh dims along which index queries are gathered and lists merge.
+        queries: positions of the queries of every chunk, in row-major order of `query_dims`.
+        keys: those of the keys of every chunk along `rows` and `lists`, in mesh order.
+        sizes: of the rank's tensors.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    rank: int
+    query_dims: tuple[str, ...]
+    rows: tuple[str, ...]
+    lists: tuple[str, ...]
+    queries: tuple[Spans, ...]
+    keys: tuple[Spans, ...]
+    sizes: IndexSizes
+
+    @functools.cached_property
+    def coords(self) -> dict[str, int]:
+        """Coordinates of the rank."""
+        return coordinates(dict(self.mesh), self.rank)
+
+    @property
+    def moving(self) -> tuple[str, ...]:
+        """Mesh dims along which anything travels, outermost first."""
+        return tuple(d for d, size in self.mesh if size > 1 and d in (*self.rows, *self.lists))
+
+    def own_queries(self, coords: dict[str, int]) -> Spans:
+        """Positions of the queries of the rank at `coords`."""
+        return self.queries[index_at(dict(self.mesh), self.query_dims, coords)]
+
+    def own_keys(self, coords: dict[str, int]) -> Spans:
+        """Positions of its keys."""
+        dims = [d for d, _ in self.mesh if d in (*self.rows, *self.lists)]
+        return self.keys[index_at(dict(self.mesh), dims, coords)]
+
+    def key_spans(self) -> list[Spans]:
+        """Positions of the keys of every rank along `rows`."""
+        group = places(dict(self.mesh), self.rows, self.coords)
+        return [self.own_keys(place) for place in group]
+
+    def query_spans(self) -> list[Spans]:
+        """Positions of the queries of every rank along `lists`."""
+        group = places(dict(self.mesh), self.lists, self.coords)
+        return [self.own_queries(place) for place in group]
+
+    def returns(self) -> Iterator[tuple[str, list[list[int]]]]:
+        """The steps in which lists go back, innermost first: mesh dim, and parts by coordinate.
+
+        A part is the number of a rank along `lists`, whose queries' lists it is. Those of its own
+        coordinate come from every peer of the step; those of a peer's go there.
+        """
+        sizes, here = dict(self.mesh), self.coords
+        left = list(enumerate(places(sizes, self.lists, here)))
+        for mesh_dim in reversed(self.lists):
+            by_peer = [
+                [number for number, place in left if place[mesh_dim] == peer]
+                for peer in range(sizes[mesh_dim])
+            ]
+            left = [each for each in left if each[1][mesh_dim] == here[mesh_dim]]
+            yield mesh_dim, by_peer
+
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of the rank; a choice has no backward pass."""
+        moved = Traffic()
+        if backward:
+            return moved
+        sizes, batch = dict(self.mesh), self.sizes.batch
+
+        def add(mesh_dim: str, label: str, sent: int, received: int, calls: int) -> None:
+            moved.sent[mesh_dim, label] += sent
+            moved.received[mesh_dim, label] += received
+            moved.calls[mesh_dim, label] += calls
+
+        for dims, spans, row, times in (
+            (self.rows, self.key_spans(), self.sizes.key, 1),
+            (self.lists, self.query_spans(), self.sizes.query, 2),  # queries, and their weights
+        ):
+            for mesh_dim, sent, received, calls in gathers_of(
+                sizes, dims, self.coords, [count(each) for each in spans]
+            ):
+                add(mesh_dim, "index", sent * batch * row, received * batch * row, calls * times)
+        rows, entry = [count(each) for each in self.query_spans()], self.sizes.score + PLACE
+        for mesh_dim, parts in self.returns():
+            peers, here = sizes[mesh_dim] - 1, self.coords[mesh_dim]
+            of_parts = [sum(rows[number] for number in each) for each in parts]
+            width = batch * self.sizes.count * entry
+            sent = (sum(of_parts) - of_parts[here]) * width
+            add(mesh_dim, "lists", sent, of_parts[here] * peers * width, peers)
+        return moved
+
+
+def list_plan(
+    layout: LayoutDeclaration, axis: str, lengths: tuple[int, int], rank: int, sizes: IndexSizes
+) -> ListPlan:
+    """The messages of a rank, where (queries, keys) of the whole axis are `lengths`.
+
+    Raises:
+        DeclarationError: `[choose]` has lists along a mesh dim along which keys rest whole.
+    """
+    query_dims, key_dims = layout.shard_dims(axis), layout.key_dims(axis)
+    lists = layout.list_dims(axis)
+    if whole := [d for d in lists if d not in key_dims]:
+        raise DeclarationError(
+            f"{layout.source}: choose.{axis}: keys rest whole along mesh dim {whole[0]!r}, so that"
+            " lists of the same keys would merge"
+        )
+    order = layout.order.get(axis, "contiguous")
+    queries, keys = (
+        shard_spans(n, layout.parts(dims), order)
+        for n, dims in zip(lengths, (query_dims, key_dims))
+    )
+    return ListPlan(
+        tuple(layout.mesh.items()),
+        rank,
+        query_dims,
+        tuple(d for d in key_dims if d not in lists),
+        lists,
+        tuple(queries),
+        tuple(keys),
+        sizes,
+    )
+
+
+__all__ = ["PLACE", "IndexSizes", "ListPlan", "list_plan"]
