@@ -1,8 +1,9 @@
 """Which model families of the installed transformers are exact under weft: a table.
 
-Every causal, masked, vision and encoder-decoder family is built with random weights and a tiny configuration, and
-`weft_integrations.transformers.verify` compares it with itself on two layouts; families of images,
-video or sound with text in a call of `benchmarks.image_families`, whose text decoder is split.
+Every causal, masked, vision and encoder-decoder family is built with random weights and a tiny
+configuration, and `weft_integrations.transformers.verify` compares it with itself on two layouts;
+families of images, video or sound with text in a call of `benchmarks.image_families`, whose text
+decoder is split.
 
     python -m benchmarks.families --write          # all, and writes docs/families.md
     python -m benchmarks.families llama bert       # some, printed

@@ -335,6 +335,17 @@ def test_verify_compares_rows_of_two_lengths(family):
     assert 0 < result.gradients < 2e-4
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_verify_compares_a_call_of_the_users(family):
+    layout = Layout.parse(LAYOUTS[0])
+    result = verify(built(family).float(), layout, batch=example(family))
+    assert 0 < result.outputs < 1e-5
+    assert 0 < result.gradients < 2e-4
+    with pytest.raises(UnsupportedError, match="a call with labels"):
+        verify(built(family).float(), layout, batch={"input_ids": ids(torch.Generator(), 9)})
+
+
 def test_verify_refuses_a_layout_that_splits_rows_too():
     with pytest.raises(DeclarationError, match="context group"):
         verify(built("t5").float(), Layout.parse("batch: dp=2; tokens: ring=2"))

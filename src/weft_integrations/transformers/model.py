@@ -145,8 +145,8 @@ def parallelize_transformers(
             a transform of `torch.func`, gradients through a `ShardedCache`; in `generate` static,
             quantised and paged caches, and layers whose cache has no parts; with full rows a batch
             of `shard_batch`, with local ones an encoder with a decoder, a call without it, caches,
-            attention weights, cross-attention, losses that weft does not make, masks given as tensors,
-            `logits_to_keep`, torch's own DDP or FSDP2.
+            attention weights, cross-attention, losses that weft does not make, masks given as
+            tensors, `logits_to_keep`, torch's own DDP or FSDP2.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
             layout without the axis, that splits heads, or whose keys are split otherwise than its
             queries; full rows on a layout that splits something else than the tokens.

@@ -257,8 +257,14 @@ def _two_rows(
     return batch | ({"labels": other} if labelled else {"decoder_input_ids": other})
 
 
-def trial_of(batch: Mapping[str, Any]) -> Trial:
+def trial_of(model: Foreign, batch: Mapping[str, Any]) -> Trial:
     """The trial of a call of the user's own, of full rows."""
+    if stacks_of(model) is not None:
+        given = (batch.get(n) for n in ("decoder_input_ids", "decoder_inputs_embeds", "labels"))
+        target = next((t for t in given if t is not None), None)
+        if target is None or batch.get("encoder_outputs") is not None:
+            raise UnsupportedError("batch: a call with labels, or ids of a decoder, is compared")
+        return Trial(*target.shape[:2], train=True)
     tokens = tokens_of(batch)
     if tokens is None:
         raise UnsupportedError("batch: a call of input_ids or inputs_embeds, whole, is compared")

@@ -153,7 +153,7 @@ def verify(
     travel: Latents = "latents" if latents == "auto" else latents
     check = _Check(model, layout, axis, inside, batch, travel, images)
     with random_states_kept(model), _autocast_off(model):
-        planned = trials(model, check.layout, axis) if batch is None else [trial_of(batch)]
+        planned = trials(model, check.layout, axis) if batch is None else [trial_of(model, batch)]
         try:
             results = [check.run(trial) for trial in planned]
         finally:
@@ -245,8 +245,8 @@ class _Check:
             tokens = tokens_of(batch)
             assert tokens is not None  # of the encoder
             size = trial.batch, tokens.shape[1]
-            others = on_threads(self.layout, Cut.of, self.axis, *size)
-            source = _path(self.model, self.stacks.encoder), others
+            own_cuts = on_threads(self.layout, Cut.of, self.axis, *size)
+            source = _path(self.model, self.stacks.encoder), own_cuts
         if self.images == "whole":  # else a rank's towers see other images
             difference = first_difference(full.recording, recordings, cuts, tolerance, source)
         outputs, which = _largest_gap(full, ranks, cuts)
