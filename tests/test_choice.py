@@ -80,6 +80,7 @@ LINES = (
 )
 
 
+@pytest.mark.few(40)
 @covering("name rows block mask", (*LAYOUTS, *LINES), ROWS, BLOCKS, MASKS)
 def test_chosen_keys_and_their_gradients(name, rows, block, mask) -> None:
     layout = weft.Layout.load(name) if name in LAYOUTS else weft.Layout.parse(name)

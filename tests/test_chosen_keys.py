@@ -115,6 +115,7 @@ def case(family: str, line: str, length: int, mode: str) -> pytest.param:
 CASES = [case(*row) for row in pairs(FAMILIES, LAYOUTS, LENGTHS, MODES)]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("family", "line", "length", "mode"), CASES)
 def test_models_that_choose_keys_are_exact(family, line, length, mode) -> None:
     assert largest_gap(built(family), line, rows(length), mode) < 1e-11

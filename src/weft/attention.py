@@ -32,8 +32,8 @@ from .layout import Layout
 from .masks import FULL, Mask, check_mask
 from .plan.call import Call, Expanded
 from .plan.lengths import Length, read_length
-from .plan.order import positions
-from .plan.plan import ScoreTile, score_tile
+from .plan.order import Spans, positions
+from .plan.plan import score_tile
 from .plan.problem import shard_batches
 from .runtime import calls
 from .runtime.autocast import as_autocast
@@ -484,8 +484,7 @@ def tile_of_bias(
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
     if length is None:
         length = bias.shape[2], bias.shape[3]
-    tile = _tile(bias, layout, axes, length, batches)
-    for dim, spans in ((2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)):
+    for dim, spans in _tile(bias, layout, axes, length, batches):
         if dim > 1 or bias.shape[dim] > 1:
             bias = bias.index_select(dim, positions(spans, bias.device))
     return bias
@@ -497,11 +496,27 @@ def _tile(
     axes: tuple[str, ...],
     length: Length,
     batches: tuple[int, ...] = (),
-) -> ScoreTile:
-    """The scores of this rank that a bias (b, h, ...) is of."""
+) -> tuple[tuple[int, Spans], ...]:
+    """The dims of a bias (b, h, ...), each with the positions of this rank's scores."""
     heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
-    where = layout.unbound, axes, read_length(axes, length) or (), layout.coords
-    return score_tile(*where, heads, batches, bias.dtype, bias.device.type)
+    kind = bias.dtype, bias.device.type
+    return _tile_of(flattened(layout), axes, read_length(axes, length) or (), heads, batches, *kind)
+
+
+@constant_in_graphs
+def _tile_of(
+    layout: tuple,
+    axes: tuple[str, ...],
+    lengths: tuple[tuple[int, int], ...],
+    heads: int,
+    batches: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[tuple[int, Spans], ...]:
+    """The dims of a bias, each with the positions of the scores that this rank computes."""
+    bound = restored(layout)
+    tile = score_tile(bound.unbound, axes, lengths, bound.coords, heads, batches, dtype, device)
+    return (2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)
 
 
 def tile_of_distances(table: Tensor, layout: Layout, axis: str) -> Tensor:
@@ -516,10 +531,10 @@ def tile_of_distances(table: Tensor, layout: Layout, axis: str) -> Tensor:
               [0., 1., 2.]]]])
     """
     length = (table.shape[1] + 1) // 2
-    tile = _tile(table[None], layout, (axis,), length)
-    rows, columns = (positions(spans, table.device) for spans in (tile.rows, tile.columns))
+    tile = dict(_tile(table[None], layout, (axis,), length))
+    heads, rows, columns = (positions(tile[dim], table.device) for dim in (1, 2, 3))
     if table.shape[0] > 1:
-        table = table.index_select(0, positions(tile.heads, table.device))
+        table = table.index_select(0, heads)
     distances = columns[None, :] - rows[:, None] + (length - 1)
     return table.index_select(1, distances.flatten()).view(1, -1, *distances.shape)
 

@@ -264,7 +264,7 @@ def trial_of(model: Foreign, batch: Mapping[str, Any]) -> Trial:
         target = next((t for t in given if t is not None), None)
         if target is None or batch.get("encoder_outputs") is not None:
             raise UnsupportedError("batch: a call with labels, or ids of a decoder, is compared")
-        return Trial(*target.shape[:2], train=True)
+        return Trial(target.shape[0], target.shape[1], train=True)
     tokens = tokens_of(batch)
     if tokens is None:
         raise UnsupportedError("batch: a call of input_ids or inputs_embeds, whole, is compared")
