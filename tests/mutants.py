@@ -1096,6 +1096,14 @@ BUGS = (
         "late packing seeded processes",
     ),
     Bug(
+        "the content of a call is kept though its functions see other values",
+        "weft/runtime/calls.py",
+        "BoundCall.content",
+        "self.has_functions or not self._content",
+        "not self._content",
+        "calls",
+    ),
+    Bug(
         "delta without the logsumexp's gradient",
         "weft/runtime/executor.py",
         "backward",
