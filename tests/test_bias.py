@@ -61,6 +61,7 @@ def check_rank(mine: weft.Layout, mask: weft.Mask, bias, leaves, out: Tensor, do
         close(leaf.grad, mine.shard(wanted.grad, DIMS, keys=keys))
 
 
+@pytest.mark.few(20)
 @covering("name shape mask", filter(same_tile_in_both_passes, LAYOUTS), SHAPES, MASKS)
 def test_learned_bias(name: str, shape: str, mask: weft.Mask) -> None:
     layout = weft.Layout.load(name)
@@ -120,6 +121,7 @@ def test_bias_that_wrong_on_one_rank_is_refused_on_all(wrong) -> None:
     run_threads(layout.mesh, work, timeout=20)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bias_of_positions(name: str, mask: weft.Mask) -> None:
@@ -174,3 +176,15 @@ def test_bias_function_with_a_gradient_is_refused() -> None:
     bias = weft.Bias(lambda b, h, i, j: slope * (i - j))
     with pytest.raises(weft.ShapeError, match="a learned bias is given as a tensor"):
         weft.attention(q, q, q, weft.Layout.single(), "tokens", bias=bias)
+
+
+def test_a_bias_is_asked_about_one_position_once_per_call():
+    asked = []
+
+    def fn(b, h, q, k):
+        asked.append(q.dim())
+        return (q - k).float()
+
+    q = torch.zeros(1, 2, 8, 4)
+    weft.attention(q, q, q, weft.Layout.single(), "tokens", bias=weft.Bias(fn))
+    assert asked.count(0) == 1

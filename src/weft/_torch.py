@@ -86,10 +86,11 @@ def constant_in_graphs(fn: Fn) -> Fn:
     return fn
 
 
-def outside_graphs(fn: Callable[Params, Result]) -> Callable[Params, Result]:
+def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[Params, Result]:
     """`torch.compiler.disable` without loading the compiler: a graph breaks where `fn` is called.
 
-    The mark breaks the graph; what `fn` calls is kept out of graphs by torch's own.
+    The mark breaks the graph; what `fn` calls is kept out of graphs by torch's own. With
+    `fullgraph=True` torch raises, with the reason.
     """
 
     @functools.wraps(fn)
@@ -98,6 +99,8 @@ def outside_graphs(fn: Callable[Params, Result]) -> Callable[Params, Result]:
         return (fn if compiler is None else compiler.disable(fn))(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if reason:
+        call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
 
 

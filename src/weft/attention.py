@@ -32,7 +32,7 @@ from .layout import Layout
 from .masks import FULL, Mask, check_mask
 from .plan.call import Call, Expanded
 from .plan.lengths import Length, read_length
-from .plan.order import positions
+from .plan.order import Spans, positions
 from .plan.plan import score_tile
 from .plan.problem import shard_batches
 from .runtime import calls
@@ -265,7 +265,7 @@ def _bound(
                 want_lse,
                 None if softcap is None else _number("softcap", softcap),
                 kernel,
-                _checked_bias(bias, tensors),
+                _checked_bias(bias),
                 learned,
                 name=name,
                 choice=_checked_kind(choice),
@@ -382,13 +382,9 @@ def _checked_mask(mask: Mask) -> Mask:
     return mask
 
 
-def _checked_bias(bias: Bias | None, tensors: tuple) -> Bias | None:
-    if bias is None:
-        return None
-    if not isinstance(bias, Bias):
+def _checked_bias(bias: Bias | None) -> Bias | None:
+    if bias is not None and not isinstance(bias, Bias):
         raise ShapeError(f"bias is a weft.Bias or a tensor, found a {type(bias).__name__}")
-    device = getattr(tensors[0], "device", None) if tensors else None
-    bias.check("cpu" if device is None or device.type == "meta" else device)
     return bias
 
 
@@ -482,14 +478,61 @@ def tile_of_bias(
     batches: tuple[int, ...],
 ) -> Tensor:
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
-    lengths = read_length(axes, tuple(bias.shape[2:]) if length is None else length) or ()
-    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
-    where = layout.unbound, axes, lengths, layout.coords
-    tile = score_tile(*where, heads, batches, bias.dtype, bias.device.type)
-    for dim, spans in ((2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)):
+    if length is None:
+        length = bias.shape[2], bias.shape[3]
+    for dim, spans in _tile(bias, layout, axes, length, batches):
         if dim > 1 or bias.shape[dim] > 1:
             bias = bias.index_select(dim, positions(spans, bias.device))
     return bias
+
+
+def _tile(
+    bias: Tensor,
+    layout: Layout,
+    axes: tuple[str, ...],
+    length: Length,
+    batches: tuple[int, ...] = (),
+) -> tuple[tuple[int, Spans], ...]:
+    """The dims of a bias (b, h, ...), each with the positions of this rank's scores."""
+    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
+    kind = bias.dtype, bias.device.type
+    return _tile_of(flattened(layout), axes, read_length(axes, length) or (), heads, batches, *kind)
+
+
+@constant_in_graphs
+def _tile_of(
+    layout: tuple,
+    axes: tuple[str, ...],
+    lengths: tuple[tuple[int, int], ...],
+    heads: int,
+    batches: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[tuple[int, Spans], ...]:
+    """The dims of a bias, each with the positions of the scores that this rank computes."""
+    bound = restored(layout)
+    tile = score_tile(bound.unbound, axes, lengths, bound.coords, heads, batches, dtype, device)
+    return (2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)
+
+
+def tile_of_distances(table: Tensor, layout: Layout, axis: str) -> Tensor:
+    """This rank's tile (1, h, rows, columns) of a bias of distances, without the whole bias.
+
+    `table` (H or 1, 2 n - 1) has the bias of keys that are n - 1 before a query, ..., n - 1 behind
+    it, for an axis of n tokens; gradients are as those of `bias_tile`.
+
+    >>> tile_of_distances(torch.arange(5.0)[None], Layout.single(), "tokens")
+    tensor([[[[2., 3., 4.],
+              [1., 2., 3.],
+              [0., 1., 2.]]]])
+    """
+    length = (table.shape[1] + 1) // 2
+    tile = dict(_tile(table[None], layout, (axis,), length))
+    heads, rows, columns = (positions(tile[dim], table.device) for dim in (1, 2, 3))
+    if table.shape[0] > 1:
+        table = table.index_select(0, heads)
+    distances = columns[None, :] - rows[:, None] + (length - 1)
+    return table.index_select(1, distances.flatten()).view(1, -1, *distances.shape)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

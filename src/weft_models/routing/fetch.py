@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from weft._uploads import upload
@@ -138,7 +139,7 @@ def predicted_bytes(route: FetchPlan, row_bytes: int) -> dict[str, int]:
 
 def _wanted(partition: BlockPartition, chosen: Tensor) -> Tensor:
     """(key blocks, b, r, *sizes): which units the rank at these coordinates takes or owns."""
-    by_rank = chosen.permute(3, 0, 1, 2).unflatten(3, (-1, partition.blocks)).any(-1)
+    by_rank = rearrange(chosen, "b r (p i) j -> j b r p i", i=partition.blocks).any(-1)
     return by_rank.unflatten(3, partition.sizes) if partition.sizes else by_rank.squeeze(3)
 
 
@@ -184,16 +185,16 @@ def slot_rows(route: FetchPlan, slots: Tensor) -> Tensor:
     shorter block are, is row `route.rows`, which is zero.
     """
     b, r, _, _ = slots.shape
+    slots = rearrange(slots, "b r i s -> b i r 1 s 1")
     number = slots.clamp_min(0)
-    sample, group = torch.arange(b)[:, None, None, None], torch.arange(r)[:, None, None]
-    first = route.where[number, sample, group].permute(0, 2, 1, 3)  # b i r s
-    length = torch.tensor(route.partition.lengths)[number].permute(0, 2, 1, 3)
+    sample = rearrange(torch.arange(b), "b -> b 1 1 1 1 1")
+    group = rearrange(torch.arange(r), "r -> r 1 1 1")
+    length = torch.tensor(route.partition.lengths)[number]
     token = torch.arange(route.partition.longest)
-    head = torch.arange(route.heads)[:, None, None]
-    rows = first[:, :, :, None, :, None] + head * length[:, :, :, None, :, None] + token
-    present = (slots >= 0).permute(0, 2, 1, 3)[:, :, :, None, :, None]
-    rows = torch.where(present & (token < length[:, :, :, None, :, None]), rows, route.rows)
-    return rows.flatten(2, 3)
+    head = rearrange(torch.arange(route.heads), "h -> h 1 1")
+    rows = route.where[number, sample, group] + head * length + token  # b i r h s token
+    rows = torch.where((slots >= 0) & (token < length), rows, route.rows)
+    return rearrange(rows, "b i r h s token -> b i (r h) s token")
 
 
 # -- the movements --------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from weft._caching import cached
@@ -192,7 +193,7 @@ def choose_keys(
 
 
 def _capped(scores: Tensor, top_k: int, cap: int) -> Tensor:
-    flat = scores.flatten(0, 1).flatten(1)
+    flat = rearrange(scores, "b r i j -> (b r) (i j)")
     rows, columns = scores.shape[2:]
     chosen = torch.zeros(len(flat), rows, columns, dtype=torch.bool, device=scores.device)
     order = flat.sort(dim=-1, descending=True, stable=True).indices
