@@ -79,17 +79,17 @@ def check_together(dtype: torch.dtype, dim: int, rows: int) -> None:
             added.add_(out)
         for kind in (dtype, torch.float32):  # into a result, laid otherwise, and an accumulator
             found, found_lse = torch.empty(2, 3, rows, dim, dtype=kind), torch.empty(2, 3, rows)
-            merge_triton.merge_parts(found, found_lse, parts[:count])
+            merge_triton.merge_several(found, found_lse, parts[:count])
             assert torch.equal(found, total.to(kind)), (dtype, dim, rows, count)
             assert torch.equal(found_lse, total_lse)
             found = torch.empty(2, rows, 3, dim, dtype=kind).transpose(1, 2)
-            sum_triton.sum_parts(found, outs[:count])
+            sum_triton.sum_several(found, outs[:count])
             assert torch.equal(found, added.to(kind)), (dtype, dim, rows, count)
     in_place = [(outs[0].float().clone(), lses[0].clone()), *parts[1:]]
-    merge_triton.merge_parts(*in_place[0], in_place)
+    merge_triton.merge_several(*in_place[0], in_place)
     assert torch.equal(in_place[0][0], total)
     summed = outs[0].float().clone()
-    sum_triton.sum_parts(summed, [summed, *outs[1:]])
+    sum_triton.sum_several(summed, [summed, *outs[1:]])
     assert torch.equal(summed, added)
 
 
@@ -107,8 +107,8 @@ def check_row_sums(dtype: torch.dtype, dim: int, rows: int) -> None:
 def check_attention() -> None:
     """Whole attention calls whose partial outputs and gradients are merged by the kernels."""
     calls, one_at_a_time = 0, threading.Lock()  # the interpreter is not made for threads
-    kernels = {"merge_into": merge_into, "merge_parts": merge_triton.merge_parts}
-    kernels["sum_parts"] = sum_triton.sum_parts
+    kernels = {"merge_into": merge_into, "merge_several": merge_triton.merge_several}
+    kernels["sum_several"] = sum_triton.sum_several
 
     def kernel(name: str, like: Tensor, accum_dtype: torch.dtype):
         def alone(*given) -> None:

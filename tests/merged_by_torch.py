@@ -10,7 +10,7 @@ from torch import Tensor
 from weft.runtime import merging
 
 
-def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+def merge_several(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     """The merge of one to three parts."""
     total, total_lse = (t.to(lse.dtype, copy=True) for t in parts[0])
     for part in parts[1:]:
@@ -26,7 +26,7 @@ def by_torch(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -
     total_lse.copy_(torch.logaddexp(total_lse, part_lse))
 
 
-def sum_parts(total: Tensor, parts: Sequence[Tensor]) -> None:
+def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
     """The sum of one to three parts."""
     wide = torch.float64 if total.dtype == torch.float64 else torch.float32
     found = parts[0].to(wide, copy=True)
@@ -35,7 +35,7 @@ def sum_parts(total: Tensor, parts: Sequence[Tensor]) -> None:
     total.copy_(found)
 
 
-KERNELS = {"merge_parts": merge_parts, "sum_parts": sum_parts, "merge_into": by_torch}
+KERNELS = {"merge_several": merge_several, "sum_several": sum_several, "merge_into": by_torch}
 
 
 def planted(monkeypatch) -> list[int]:

@@ -1091,8 +1091,8 @@ BUGS = (
         "a result that leaves is not taken from its buffer",
         "weft/runtime/tile_run.py",
         "TileRun._packed",
-        "len(made) == len(tensors)",
-        "len(made) != len(tensors)",
+        "len(left[1]) == len(tensors)",
+        "False",
         "merging steps",
     ),
     Bug(
@@ -1106,9 +1106,9 @@ BUGS = (
     Bug(
         "the merging kernel forgets the third part",
         "weft/kernels/merge_triton.py",
-        "merge_parts",
-        "(*parts, *(parts[-1:] * 2))[:3]",
-        "(*parts[:2], *(parts[:1] * 2))[:3]",
+        "merge_several",
+        "(*parts, parts[-1], parts[-1])[:3]",
+        "(*parts[:2], parts[0], parts[0])[:3]",
         "merge_triton",
     ),
     Bug(

@@ -217,10 +217,10 @@ def counting(torch_alone: tuple[str, ...] = ()) -> Iterator[Callable]:
     def merge_into(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         active[-1].add("merge", *(total, total_lse) * 2, part, part_lse)
 
-    def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def merge_several(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
         active[-1].add("merge", out, lse, *(t for part in parts for t in part))
 
-    def sum_parts(total: Tensor, parts: Sequence[Tensor]) -> None:
+    def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
         active[-1].add("add", total, *parts)
 
     def fused_row_sums(dout: Tensor, out: Tensor, delta: Tensor) -> None:
@@ -231,7 +231,7 @@ def counting(torch_alone: tuple[str, ...] = ()) -> Iterator[Callable]:
         active[-1].add("surrogate", dout, delta, out)
         return out
 
-    stand_ins = merge_into, merge_parts, sum_parts, fused_row_sums, fused_surrogate_out
+    stand_ins = merge_into, merge_several, sum_several, fused_row_sums, fused_surrogate_out
     launchers = {stand_in.__name__: stand_in for stand_in in stand_ins}
     assert launchers.keys() == fused.FUSED.keys()
 

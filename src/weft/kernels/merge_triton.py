@@ -28,10 +28,10 @@ def merge_into(local: Tensor, local_lse: Tensor, part: Tensor, part_lse: Tensor)
     `local` is the accumulator, (b, h, n, e) in fp32, with its logsumexp (b, h, n); the part has the
     same shapes, in any dtype.
     """
-    merge_parts(local, local_lse, ((local, local_lse), (part, part_lse)))
+    merge_several(local, local_lse, ((local, local_lse), (part, part_lse)))
 
 
-def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+def merge_several(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Write the merged output (b, h, n, e) and logsumexp (b, h, n) of one to three parts.
 
     All tensors may be strided, and of any dtype; the first part may be what is written.
@@ -42,7 +42,7 @@ def merge_parts(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]
     width = triton.next_power_of_2(e)
     rows = max(1, TILE // width)
     blocks = triton.cdiv(n, rows)
-    three = (*parts, *(parts[-1:] * 2))[:3]
+    three = (*parts, parts[-1], parts[-1])[:3]
     tensors = [out, lse, *(t for part in three for t in part)]
     strides = [s for t in tensors for s in t.stride()]
     sizes = {"ROWS": rows, "WIDTH": width, "COUNT": len(parts)}

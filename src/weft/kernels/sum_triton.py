@@ -19,7 +19,7 @@ from torch import Tensor
 TILE = 4096
 
 
-def sum_parts(total: Tensor, parts: Sequence[Tensor]) -> None:
+def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
     """Write the sum of one to three parts, (b, h, n, d) each, one after another.
 
     All tensors may be strided, and of any dtype; the first part may be what is written.
@@ -30,7 +30,7 @@ def sum_parts(total: Tensor, parts: Sequence[Tensor]) -> None:
     width = triton.next_power_of_2(d)
     rows = max(1, TILE // width)
     blocks = triton.cdiv(n, rows)
-    tensors = [total, *(*parts, *(parts[-1:] * 2))[:3]]
+    tensors = [total, *(*parts, parts[-1], parts[-1])[:3]]
     strides = [s for t in tensors for s in t.stride()]
     sizes = {"ROWS": rows, "WIDTH": width, "COUNT": len(parts)}
     _sum[(blocks * b * h,)](*tensors, *strides, h, n, d, blocks, **sizes)

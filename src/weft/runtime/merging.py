@@ -73,7 +73,7 @@ class _Accumulator(abc.ABC):
             total = tuple(t[slice(*samples)] for t in total)
         self._merge(total if every else _rows(total, low, high), tensors)
 
-    def _hold(self, low: int, high: int, tensors: Tensors, samples: None = None) -> None:
+    def _hold(self, low: int, high: int, tensors: Tensors) -> None:
         """Keep a part, and make one of all parts if there are too many of a row."""
         assert not self._done, "more parts than the plan has"
         self._left -= 1
@@ -182,7 +182,7 @@ class PartialOutput(_Accumulator):
     A row that no part saw is 0 with logsumexp -inf.
     """
 
-    _KERNEL = "merge_parts"
+    _KERNEL = "merge_several"
 
     def add(
         self,
@@ -193,8 +193,10 @@ class PartialOutput(_Accumulator):
         samples: tuple[int, int] | None = None,
     ) -> None:
         """Merge a part that covers rows [low, high), of some sequences or of all."""
-        add = self._hold if samples is None and self._fused is not None else self._add
-        add(low, high, (out, lse), samples)
+        if samples is None and self._fused is not None:
+            self._hold(low, high, (out, lse))
+        else:
+            self._add(low, high, (out, lse), samples)
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Output and logsumexp so far, in the dtypes in which they accumulate."""
@@ -245,14 +247,16 @@ def merge_part(local: Tensor, local_lse: Tensor, out: Tensor, lse: Tensor) -> No
 class PartialSum(_Accumulator):
     """Gradient rows, added part by part."""
 
-    _KERNEL = "sum_parts"
+    _KERNEL = "sum_several"
 
     def add(
         self, low: int, high: int, part: Tensor, samples: tuple[int, int] | None = None
     ) -> None:
         """Add a part that covers rows [low, high), of some sequences or of all."""
-        add = self._hold if samples is None and self._fused is not None else self._add
-        add(low, high, (part,), samples)
+        if samples is None and self._fused is not None:
+            self._hold(low, high, (part,))
+        else:
+            self._add(low, high, (part,), samples)
 
     put = add
 

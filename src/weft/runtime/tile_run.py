@@ -189,9 +189,10 @@ class TileRun(abc.ABC):
         if not move.is_chunk:
             tensors = self._outgoing(move.transfer)
             place = move.transfer.payload.side, move.transfer.source
-            buffer, made = self.leaving.pop(place, (None, set()))
-            whole = buffer is not None and len(made) == len(tensors)
-            return buffer if whole else pack(tensors, packing.form)
+            left = self.leaving.pop(place, None)
+            if left is not None and len(left[1]) == len(tensors):
+                return left[0]
+            return pack(tensors, packing.form)
         parts = self._whole_chunk(move.transfer.payload, packing.chunk)
         if packing.rows is not None:
             rows = slice(*packing.rows)
@@ -204,8 +205,8 @@ class TileRun(abc.ABC):
         if (side, number) not in self.leaving:
             buffer = torch.empty(form.numel, dtype=form.dtype, device=self.like.device)
             self.leaving[side, number] = buffer, set()
-        buffer, made = self.leaving[side, number]
-        made.add(index)
+        buffer, filled = self.leaving[side, number]
+        filled.add(index)
         return unpack(buffer, form)[index]
 
     def _end(self, move: RankTransfer) -> None:
