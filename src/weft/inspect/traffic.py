@@ -12,6 +12,7 @@ from ..carry.fragments import ChainExchange, StateExchange
 from ..carry.tree import TreeExchange
 from ..comm import Transport, Watch, alive
 from ..declare.traffic import Traffic
+from ..fetching.fetch import FetchPass
 from ..layout import Layout
 from ..plan.lists import ListPlan
 from ..plan.memory import memory_bound
@@ -149,7 +150,13 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
         if isinstance(
             plan,
-            ChainExchange | TakePass | StateExchange | TreeExchange | RedistributionPass | ListPlan,
+            ChainExchange
+            | TakePass
+            | StateExchange
+            | TreeExchange
+            | RedistributionPass
+            | ListPlan
+            | FetchPass,
         ):
             per_call = plan.traffic(backward)
         else:
