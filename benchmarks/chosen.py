@@ -45,6 +45,8 @@ ROWS = (
     ("tokens(zigzag): ring=64", 1 << 20),
     ("tokens: ulysses=8 x ring=8", 1 << 20),
 )
+#: Queries at one time, on 64 ranks that have 1,048,576 tokens.
+QUERIES = (1, 128, 1024, 8192)
 #: Received bytes by tensor, as `weft.traffic()` names it.
 Bytes = dict[str, int]
 CSA, HCA = v4.DeepseekV4CSACompressor, v4.DeepseekV4HCACompressor
@@ -59,6 +61,7 @@ class Row:
     keys: int
     latents: int
     index: int
+    lists: int | None
     choice: int
     sparse: Bytes
     heavy: Bytes
@@ -166,6 +169,32 @@ def attended(
         return _received(call, lambda: weft.attention(q, k, v, *place, **options))
 
 
+def of_choice(line: str, tokens: int, queries: int, lists: bool) -> int:
+    """Bytes by which so many queries choose by index heads, as the plan of `weft.choose` has them.
+
+    By lists, index queries and lists; by rows, index keys.
+    """
+    data = {**Layout.parse(line).declaration}
+    if lists:
+        rules = [{"strategy": "choose_lists", "on": dim} for dim in data["mesh"]]
+        data["choose"] = {"tokens": rules}
+    layout = Layout.from_dict(data)
+    with fake_ranks(0, layout.world_size):
+        layout = layout.build("cpu")
+        n, m = (layout.local_length("tokens", each) for each in (queries, tokens))
+        shapes = (V32.index_n_heads, n, V32.index_head_dim), (1, m, V32.index_head_dim)
+        iq, ik, weights = (
+            torch.empty((1, *shape), dtype=DTYPE, device="meta")
+            for shape in (*shapes, (V32.index_n_heads, n))
+        )
+        options = {"mask": weft.Causal(offset=tokens - queries), "length": (queries, tokens)}
+        with weft.traffic(layout) as moved:
+            weft.choose(iq, ik, weights, layout, "tokens", V32.index_topk, **options)
+    if not moved.as_predicted:
+        raise RuntimeError(f"{line}: predicted, counted {moved.differences()}")
+    return moved.bytes
+
+
 def _same(line: str, found: Bytes, wanted: Bytes) -> None:
     """Raise `RuntimeError` where counted bytes are not those of the formula."""
     if found != {name: n for name, n in wanted.items() if n}:
@@ -188,6 +217,7 @@ def row_of(line: str, tokens: int) -> Row:
         both.keys.forward.traffic.bytes,
         both.latents.forward.traffic.bytes,
         index_keys(line, tokens)["index"],
+        of_choice(line, tokens, tokens, True) if "ring=8" in line and "x" not in line else None,
         chosen.get("choice", 0),
         entries(line, tokens, CSA),
         entries(line, tokens, HCA),
@@ -202,12 +232,17 @@ def table(head: str, rows: list[list[str]]) -> str:
     return "\n".join(f"| {line} |" for line in (head, rule, *map(" | ".join, rows)))
 
 
-def page(rows: list[Row]) -> str:
-    """The two tables."""
+def _bytes(number: int | None) -> str:
+    return "-" if number is None else nbytes(number)
+
+
+def page(rows: list[Row], queries: list[tuple[int, int, int]]) -> str:
+    """The tables, of layouts and of few queries."""
     first, second = [], []
+    few = [[f"{n:,}", nbytes(by_rows), nbytes(by_lists)] for n, by_rows, by_lists in queries]
     for r in rows:
         names = [f"`{r.line}`", f"{r.tokens:,}"]
-        first.append([*names, *map(nbytes, (r.keys, r.latents, r.index, r.choice))])
+        first.append([*names, *map(_bytes, (r.keys, r.latents, r.index, r.lists, r.choice))])
         sparse = [r.sparse.get(name, 0) for name in ("entries", "index", "halo", "sum")]
         heavy = [r.heavy.get(name, 0) for name in ("entries", "halo", "sum")]
         second.append([*names, *map(nbytes, (*sparse, *heavy, r.window))])
@@ -216,9 +251,12 @@ def page(rows: list[Row]) -> str:
             "DeepSeek V3.2, forward:",
             table(
                 "layout | tokens | attention, keys travel | latents travel | index keys"
-                " | numbers of chosen keys",
+                " | or index queries and lists | numbers of chosen keys",
                 first,
             ),
+            "DeepSeek V3.2, few queries of 1,048,576 tokens on `tokens: ring=64`, by rows and by"
+            " lists:",
+            table("queries | index keys | index queries and lists", few),
             "DeepSeek V4: entries of 4 tokens with overlap and their index entries, entries of 128"
             " tokens, columns to the left of windows, gradients of all entries on their way back,"
             " and attention to the 128 tokens before, forward:",
@@ -233,10 +271,11 @@ def page(rows: list[Row]) -> str:
 
 INTRODUCTION = """# Bytes of layers that choose their keys
 
-Bytes that one rank, the second, receives in one layer, in 16 bits, at the sizes of DeepSeek V3.2
-and V4 (`benchmarks/chosen.py` names them). Every number was counted by a rank that ran the models'
-own modules on tensors without numbers, and is that of a plan or a formula to the byte. Attention
-has all of its tensors: under Ulysses and tiles queries and outputs travel, too.
+Bytes that one rank, the second (of choices by lists the first), receives in one layer, in 16 bits,
+at the sizes of DeepSeek V3.2 and V4 (`benchmarks/chosen.py` names them). Every number was counted
+by a rank that ran the models' own modules on tensors without numbers, and is that of a plan or a
+formula to the byte. Attention has all of its tensors: under Ulysses and tiles queries and outputs
+travel, too.
 
 """
 
@@ -251,7 +290,11 @@ def main() -> None:
         if asked is None or Layout.parse(line).world_size == asked:
             rows.append(row_of(line, tokens))
             print(f"{line}: counted as predicted", flush=True)
-    text = page(rows)
+    few = []
+    for n in QUERIES:
+        both = (of_choice("tokens: ring=64", 1 << 20, n, lists) for lists in (False, True))
+        few.append((n, *both))
+    text = page(rows, few)
     print(text)
     if asked is None:
         RESULT.write_text(f"{INTRODUCTION}{text}\n\n`python -m benchmarks.chosen` writes it.\n")

@@ -113,7 +113,7 @@ def turned(place: int) -> Iterator[str]:
     return itertools.islice(itertools.cycle(orders), place % len(orders), None)
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_every_mask_is_exact_on_every_layout(name, axis):
     """Any two of layout, mask and order of tokens meet."""
@@ -139,7 +139,7 @@ OFFSETS = [
 ]
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_queries_at_an_offset_are_exact_on_every_layout(name, axis):
     """Half of the offsets on one layout, the others on the next."""
@@ -188,7 +188,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.few(9)
+@pytest.mark.few(6)
 @pytest.mark.parametrize(("name", "axis"), AXES)
 def test_every_shape_and_option_is_exact_on_every_layout(name, axis):
     """Half of the shapes on one layout, the others on the next."""
@@ -260,7 +260,7 @@ def test_odd_meshes_and_turned_dims_are_exact(name, order):
         assert_exact(_stack(mesh, [(strategy, on)], order), case)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("name", STACKS)
 def test_stacked_strategies_are_exact(name, order):

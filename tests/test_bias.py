@@ -61,6 +61,7 @@ def check_rank(mine: weft.Layout, mask: weft.Mask, bias, leaves, out: Tensor, do
         close(leaf.grad, mine.shard(wanted.grad, DIMS, keys=keys))
 
 
+@pytest.mark.few(20)
 @covering("name shape mask", filter(same_tile_in_both_passes, LAYOUTS), SHAPES, MASKS)
 def test_learned_bias(name: str, shape: str, mask: weft.Mask) -> None:
     layout = weft.Layout.load(name)
@@ -120,6 +121,7 @@ def test_bias_that_wrong_on_one_rank_is_refused_on_all(wrong) -> None:
     run_threads(layout.mesh, work, timeout=20)
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_bias_of_positions(name: str, mask: weft.Mask) -> None:

@@ -348,8 +348,7 @@ print(text)
 """
 
 
-@pytest.mark.sample
-@pytest.mark.sample
+@pytest.mark.slow
 def test_a_fork_leaves_its_parent_s_steps(tmp_path):
     """A child that ends well, or by an error, is no rank."""
     command = [sys.executable, "-c", _FORKS, str(tmp_path)]

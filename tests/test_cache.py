@@ -85,6 +85,7 @@ def _assert_same(found: torch.Tensor, wanted: torch.Tensor) -> None:
         assert (found - wanted).abs().max() <= 1e-11 * wanted.abs().max()
 
 
+@pytest.mark.slow
 @given(
     line=st.sampled_from(LAYOUTS),
     train=st.integers(0, 17),
@@ -222,6 +223,7 @@ def test_memory_per_rank_falls_with_ranks_that_split_the_rows():
         assert [sum(mine) for mine in found] == [whole // ranks] * ranks
 
 
+@pytest.mark.slow
 def test_the_benchmark_measures_reports_and_draws(tmp_path):
     rows = [
         {"part": part, "ranks": 1, **getattr(tables, part)("rows: local", 40)}

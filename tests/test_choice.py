@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -27,7 +29,9 @@ from weft.choice import chosen
 from weft.comm import Transport, run_threads
 from weft.errors import ShapeError, UnsupportedError
 from weft.kernels import Request, choose_kernel, named, refusal_of
+from weft.kernels.math import Math
 from weft.torch_interop.checkpointing import keep_attention
+from weft_integrations.common import chunk_places
 
 LAYOUTS = [
     name
@@ -76,6 +80,7 @@ LINES = (
 )
 
 
+@pytest.mark.few(40)
 @covering("name rows block mask", (*LAYOUTS, *LINES), ROWS, BLOCKS, MASKS)
 def test_chosen_keys_and_their_gradients(name, rows, block, mask) -> None:
     layout = weft.Layout.load(name) if name in LAYOUTS else weft.Layout.parse(name)
@@ -156,6 +161,55 @@ def test_kernels_without_masks_refuse_a_choice_by_name(kernel) -> None:
     assert refusal_of(named(kernel), asked)
     with pytest.raises(UnsupportedError, match="chosen keys"):
         choose_kernel(asked, kernel)
+
+
+#: Kernel calls of each rank, of rows that choose one key of their own rank, the last rank's none.
+CALLS = {
+    ("tokens: ring=3", 1): [1, 1, 0],
+    ("tokens: ring=3", 5): [1, 1, 0],
+    ("tokens(zigzag): ring=3", 1): [1, 2, 0],
+    ("tokens: pass_q=3", 1): [1, 1, 0],
+    ("tokens: seen=3", 5): [1, 1, 0],
+}
+
+
+def counting(stock, count: Counter):
+    def run(*given):
+        count[threading.current_thread().name] += 1
+        return stock(*given)
+
+    return run
+
+
+@pytest.mark.parametrize(("line", "block"), CALLS)
+def test_tiles_without_chosen_keys_are_not_computed(line, block, monkeypatch) -> None:
+    layout, dims = weft.Layout.parse(line), {"tokens": 2}
+    counts: dict[str, Counter] = {"forward": Counter(), "backward": Counter()}
+    for name, count in counts.items():
+        monkeypatch.setattr(Math, name, counting(getattr(Math, name), count))
+    numbers = torch.full((BATCH, 1, LENGTH, 2), -1)
+    for places in chunk_places(layout, "tokens", LENGTH)[:-1]:
+        numbers[:, :, places] = int(places[0]) // block
+    *qkv, dout = whole_problem()
+    leaves = [t.clone().requires_grad_() for t in qkv]
+    out = reference(*leaves, weft.Full(), numbers, block)
+    (out * dout).sum().backward()
+
+    def work(mine: weft.Layout) -> str:
+        local = [mine.shard(t.detach(), dims).clone().requires_grad_() for t in leaves]
+        choice = weft.ChosenKeys(mine.shard(numbers, dims), block)
+        options = {"length": LENGTH, "choice": choice, "kernel": "math"}
+        found = weft.attention(*local, mine, "tokens", **options)
+        with torch.autograd.set_multithreading_enabled(False):
+            (found * mine.shard(dout, dims)).sum().backward()
+        close(found, mine.shard(out.detach(), dims))
+        for leaf, wanted in zip(local, leaves):
+            close(leaf.grad, mine.shard(wanted.grad, dims))
+        return threading.current_thread().name
+
+    ranks = weft.on_threads(layout, work)
+    for count in counts.values():
+        assert [count[rank] for rank in ranks] == CALLS[line, block]
 
 
 BAD = {

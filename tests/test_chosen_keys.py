@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from covering import pairs
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import weft
 from benchmarks import chosen as chosen_bytes
 from benchmarks import families
 from weft import ChosenKeys, Layout
+from weft._torch import fake_ranks
 from weft.errors import UnsupportedError
 from weft.plan.program import Payload
 from weft.runtime import executor
@@ -72,7 +79,7 @@ def results(model: torch.nn.Module, batch: dict, mode: str) -> tuple[Tensor, Ten
     return out.logits.detach() + 0, out.loss.detach() + 0, gradients  # whole, within the rank
 
 
-def largest_gap(model, line: str, batch: dict, mode: str = "eval") -> float:
+def largest_gap(model, line: str | Layout, batch: dict, mode: str = "eval") -> float:
     """The largest difference between ranks and one device, on the largest number of a tensor."""
     logits, loss, gradients = results(copy.deepcopy(model), batch, mode)
 
@@ -80,7 +87,8 @@ def largest_gap(model, line: str, batch: dict, mode: str = "eval") -> float:
         split = weft.parallelize(copy.deepcopy(model), layout, verify=False)
         return results(split, batch, mode)
 
-    ranks = weft.on_threads(Layout.parse(line), rank, timeout=20)
+    layout = Layout.parse(line) if isinstance(line, str) else line
+    ranks = weft.on_threads(layout, rank, timeout=20)
     kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     gaps = [(t[0][kept], logits[kept]) for t in ranks] + [(t[1], loss) for t in ranks]
     for name, gradient in gradients.items():
@@ -108,9 +116,21 @@ def case(family: str, line: str, length: int, mode: str) -> pytest.param:
 CASES = [case(*row) for row in pairs(FAMILIES, LAYOUTS, LENGTHS, MODES)]
 
 
+@pytest.mark.few(10)
 @pytest.mark.parametrize(("family", "line", "length", "mode"), CASES)
 def test_models_that_choose_keys_are_exact(family, line, length, mode) -> None:
     assert largest_gap(built(family), line, rows(length), mode) < 1e-11
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("line", ["tokens(zigzag): chosen=2", "tokens: chosen=2 x chosen=2"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "hy_v4", "minimax_m3_vl_text"])
+def test_models_fetch_the_keys_that_they_choose(family, line) -> None:
+    if "x" in line:
+        layout = Layout.parse("tokens: hierarchical=2x2")
+        entries = [{"strategy": "chosen", "on": dim} for dim in layout.mesh]
+        line = Layout.from_dict({**layout.declaration, "attend": {"tokens": entries}})
+    assert largest_gap(built(family), line, rows(29), "train") < 1e-11
 
 
 #: Chunks shorter than a window; a rank of one token, which no other row tells from decoding.
@@ -282,6 +302,160 @@ def test_ties_are_those_of_one_device(heads, monkeypatch) -> None:
     ids = torch.randint(3, 6, (2, 29), generator=torch.Generator().manual_seed(0))
     batch = {"input_ids": ids, "labels": ids}
     assert largest_gap(model, "tokens(zigzag): ring=2", batch) < 1e-11
+
+
+# -- memory: 4,096 rows of 65,536 keys -------------------------------------------------------------
+
+MANY, KEYS = 4096, 65536
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that operators make."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        made = [t.untyped_storage().nbytes() for t in tree_leaves(out) if isinstance(t, Tensor)]
+        self.nbytes = max(self.nbytes, *made, 0)
+        return out
+
+
+@contextlib.contextmanager
+def one_of_16(line: str):
+    """A call of 65,536 tokens on a rank that has 4,096 of them, without numbers."""
+    with fake_ranks(1, 16):
+        call = running.ModelCall(Layout.parse(line).build("cpu"), "tokens", length=KEYS)
+        with running.during(call):
+            yield call
+
+
+def empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+
+def index_of_deepseek(call, heads: int = 64) -> int:
+    """The largest tensor of DeepSeek V3.2's indexer, of so many heads."""
+    config = copy.deepcopy(chosen_bytes.V32)
+    config.index_n_heads = heads
+    with torch.device("meta"):
+        indexer = chosen_bytes.v32.DeepseekV32Indexer(config, 0).bfloat16()
+    hidden, residual = empty(1, MANY, config.hidden_size), empty(1, MANY, config.q_lora_rank)
+    inputs = hidden, residual, (empty(1, MANY, 64),) * 2, call.sharded(weft.Causal())
+    with Largest() as largest:
+        chosen_keys.choose_tokens(indexer, *inputs)
+    return largest.nbytes
+
+
+def compressor_of_deepseek(call, kind) -> int:
+    """The largest tensor of a compressor of DeepSeek V4, with its indexer of 64 heads."""
+    config = chosen_bytes.V4
+    with torch.device("meta"):
+        module = kind(config).bfloat16()
+    hidden, residual = empty(1, MANY, config.hidden_size), empty(1, MANY, config.q_lora_rank)
+    with Largest() as largest:
+        compressed.compress(module, hidden, residual, torch.zeros(1, 1), None, 0)
+    return largest.nbytes
+
+
+TRACED = {
+    "indexer": index_of_deepseek,
+    "indexer of 4 heads": functools.partial(index_of_deepseek, heads=4),
+    "entries of 4": functools.partial(compressor_of_deepseek, kind=chosen_bytes.CSA),
+    "entries of 128": functools.partial(compressor_of_deepseek, kind=chosen_bytes.HCA),
+}
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param("indexer", marks=pytest.mark.slow),
+        "indexer of 4 heads",
+        pytest.param("entries of 4", marks=pytest.mark.slow),
+        "entries of 128",
+    ],
+)
+def test_modules_make_no_scores_of_all_rows_at_once(module) -> None:
+    with one_of_16("tokens(zigzag): ring=16") as call:
+        assert TRACED[module](call) <= 4 * running.AT_ONCE  # and with all rows 64 times as much
+
+
+@pytest.mark.parametrize(
+    ("line", "kernel"),
+    [
+        ("tokens: ring=16", None),
+        pytest.param("tokens: ring=16", "math", marks=pytest.mark.slow),
+        pytest.param("tokens: ulysses=16", "math", marks=pytest.mark.slow),
+        pytest.param("tokens: tile=4x4", "math", marks=pytest.mark.slow),
+    ],
+)
+def test_attention_makes_no_scores_of_all_rows_at_once(line, kernel, monkeypatch) -> None:
+    largest = Largest()
+
+    def traced(stock):  # of the op alone: modes end at its door
+        def run(*given):
+            with largest:
+                return stock(*given)
+
+        return run
+
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(executor, name, traced(getattr(executor, name)))
+    q, k = (empty(1, 16, MANY, 64).requires_grad_() for _ in range(2))
+    numbers = torch.empty((1, 1, MANY, 2048), dtype=torch.int32, device="meta")
+    with one_of_16(line) as call:
+        options = {"choice": ChosenKeys(numbers, check=False), "kernel": kernel, "length": KEYS}
+        out = weft.attention(q, k, k, call.layout, "tokens", weft.Causal(), **options)
+        out.sum().backward()
+    assert 0 < largest.nbytes <= 2**26  # of 2^34 bytes of (rows, heads, keys) in fp32
+
+
+def grown(run) -> int:
+    """Bytes by which this process grows at most while it runs something."""
+
+    def status(name: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(re.search(rf"{name}:\s+(\d+)", text)[1]) << 10
+
+    Path("/proc/self/clear_refs").write_text("5")  # the highest mark begins anew
+    before = status("VmRSS")
+    run()
+    return status("VmHWM") - before
+
+
+def index_few_heads() -> None:
+    """An indexer of 4 heads on the first of 16 ranks; the others hand it their index keys."""
+    sizes = {"hidden_size": 32, "q_lora_rank": 32, "index_n_heads": 4, "index_topk": 512}
+    config = chosen_bytes.DeepseekV32Config(index_head_dim=16, qk_rope_head_dim=8, **sizes)
+    indexer = chosen_bytes.v32.DeepseekV32Indexer(config, 0)
+
+    def rank(layout: Layout) -> None:
+        call = running.ModelCall(layout, "tokens", length=KEYS)
+        hidden, angles = torch.randn(1, MANY, 32), torch.randn(1, MANY, 8)
+        if layout.coords["ring"]:
+            chosen_keys.OtherRanks(call).update_indexer(hidden[..., :16], 0)
+            return
+        with running.during(call):
+            inputs = hidden, hidden, (angles, angles), call.sharded(weft.Causal())
+            assert chosen_keys.choose_tokens(indexer, *inputs).shape == (1, MANY, 512)
+
+    weft.on_threads(Layout.parse("tokens(zigzag): ring=16"), rank, timeout=200)
+
+
+def attend_few_heads() -> None:
+    """Attention of 4 heads on one rank, both passes."""
+    q, k, v = (torch.randn(1, 4, n, 8, requires_grad=True) for n in (MANY, KEYS, KEYS))
+    choice = ChosenKeys(torch.randint(0, KEYS, (1, 1, MANY, 512), dtype=torch.int32))
+    options = {"length": (MANY, KEYS), "choice": choice}
+    mask = weft.Causal(offset=KEYS - MANY)
+    weft.attention(q, k, v, Layout.single(), "tokens", mask, **options).sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the highest mark of memory in /proc")
+@pytest.mark.parametrize("run", [index_few_heads, attend_few_heads])
+def test_memory_is_a_fraction_of_all_scores(run) -> None:
+    assert grown(run) < MANY * KEYS * 4 * 4 / 4  # 0.7 and 0.4 GiB of 4 GiB
 
 
 # -- planted mistakes, which the verifier refuses --------------------------------------------------

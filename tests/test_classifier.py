@@ -276,7 +276,7 @@ def test_fit_calibrates_and_a_number_leaves_probabilities_as_they_are():
 # -- scikit-learn's interface ----------------------------------------------------------------------
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_scikit_learn_s_own_checks_pass():
     from sklearn.utils.estimator_checks import check_estimator
 

@@ -613,7 +613,7 @@ def test_check_on_real_processes_from_a_shell():
     assert done.stdout.count(" ok") == 5
 
 
-@pytest.mark.parametrize("after", [0.3, pytest.param(4.0, marks=pytest.mark.sample)])
+@pytest.mark.parametrize("after", [0.3, pytest.param(4.0, marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_no_process_behind(after: float, tmp_path):
     """Whatever the ranks are at: starting, importing, at work."""
     words = ["train", "causal_lm", "ring-2", "--steps", "100000", "--log-dir", str(tmp_path)]

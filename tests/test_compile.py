@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import weft
-from weft import Bias, Causal, Documents, Layout, MaskMod, Window
+from weft import Bias, Causal, Documents, Layout, MaskMod, Window, nn
 from weft.masks import Mask
+from weft_models import pair
 
 ONE = Layout.single()
 OUTSIDE = Causal(window=3)
@@ -117,3 +118,60 @@ def test_the_name_of_call_in_graph_says_what_it_is():
     torch.distributed.destroy_process_group()
     assert len(set(names)) == 4
     assert name(ONE, Causal()) == names[0]
+
+
+X, PAIR = torch.randn(2, 6, 8), ("batch", "rows", "columns", "embed")
+
+
+def _pair(module: type, *given, **options):
+    return lambda layout: module(*given, axes=PAIR, layout=layout, **options)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (nn.MultiAxisAttention(8, 2, axis="tokens"), {"bias": torch.randn(1, 2, 6, 6)}),
+        (nn.Resample(8, axis="tokens", factor=2), {"lengths": {"tokens": 6}, "to": {"tokens": 9}}),
+        (nn.MultiAxisAttention(8, 2, axis="tokens"), {"lengths": {"tokens": 6}}),
+        (nn.Convolution(8, axis="tokens", border="circular"), {}),
+        (nn.GroupNorm(2, 8, axis="tokens"), {}),
+        (nn.GatedDeltaNet(8, 2, axis="tokens"), {}),
+    ],
+    ids=["bias", "resample", "lengths", "convolution", "norm", "recurrence"],
+)
+def test_a_module_compiles_whole_on_one_device(module, inputs):
+    torch.testing.assert_close(compiled(module)(X, **inputs), module(X, **inputs))
+
+
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (lambda layout: nn.GroupNorm(2, 8, axis="rows", axes=PAIR, layout=layout), (1, 3, 6, 8)),
+        (
+            lambda layout: weft.parallelize(
+                torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1)), layout, dims={"rows": 2}
+            ),
+            (1, 3, 6, 5),
+        ),
+        pytest.param(
+            _pair(pair.TriangleMultiplication, 8, "outgoing"), (1, 3, 6, 8), marks=pytest.mark.slow
+        ),
+        pytest.param(
+            _pair(pair.TriangleAttention, 8, 2, axis="columns"),
+            (1, 3, 6, 8),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["windows", "fields", "product", "triangle"],
+)
+def test_a_module_that_breaks_a_graph_says_why(make, shape):
+    """With `fullgraph=True`; without it the module computes what it does uncompiled."""
+
+    def work(layout: Layout) -> None:
+        module, x = make(layout), torch.randn(shape)
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ranks compare .* without fullgr"):
+            torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+        torch.testing.assert_close(torch.compile(module, backend="aot_eager")(x), module(x))
+
+    weft.on_threads(Layout.parse("rows: gather=2"), work)

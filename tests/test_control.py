@@ -220,6 +220,7 @@ if rank != 0:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "together"), [(2, 16), pytest.param(4, 2, marks=pytest.mark.slow)]
 )

@@ -88,7 +88,7 @@ def continued() -> torch.Tensor:
     return want
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_greedy_tokens_are_those_without_a_cache(name: str, continued: torch.Tensor) -> None:
     """More tokens than a block on each of two ranks, so that blocks go to all."""

@@ -7,6 +7,8 @@ formula where there is a mask.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import pytest
@@ -16,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
 import weft.pair
+from weft import _uploads
 from weft.errors import UnsupportedError
 from weft.gradients import sync
 from weft.losses.tokens import sequence_sums
@@ -309,53 +312,128 @@ def test_calls_of_several_ranks_are_not_captured_in_cuda_graph(apart) -> None:
     assert not hasattr(torch.Tag, "cudagraph_unsafe") or torch.Tag.cudagraph_unsafe in tags
 
 
-def model_reads(given: str) -> tuple[list[int], int, int]:
-    """Tensors read from the GPU at a time, CPU copies, and exchanges of texts of a second call."""
+@contextmanager
+def llama_on_gpu(order: list[str]) -> Iterator[tuple]:
+    """A parallelized Llama on a fake GPU, its transport, and what crosses.
+
+    `order` gets numbers that are compared as they begin to travel and as they have arrived, and the
+    model's head, which is launched last.
+    """
     import transformers as hf
 
-    from weft_integrations.transformers import consistency, refused
+    from weft_integrations.transformers import losses, refused
 
     layout = weft.Layout.parse("tokens(zigzag): ring=4")
-    transport, reads = OneOf(layout.mesh, 1), []
+    transport = OneOf(layout.mesh, 1)
     on = layout.on(transport)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads)).bfloat16().eval()
     weft.parallelize(model, on)
+    model.lm_head.register_forward_hook(lambda *_: order.append("head"))
 
-    def read(tensors):
-        reads.extend([len(tensors)] if tensors else [])
-        assert all(t.is_cuda for t in tensors)
-        return [[0.0] * t.numel() for t in tensors]
+    def landing(packed):
+        assert packed.is_cuda
+        order.append(f"{packed.numel()} numbers")
+        return lambda: order.append("arrived") or torch.zeros(packed.shape, dtype=torch.int64)
 
     torch.cuda.default_generators = (torch.Generator(),)
     with (
-        mock.patch.object(consistency, "_read", read),
-        mock.patch.object(consistency.AllWeights, "described", return_value=""),  # now and then
+        mock.patch.object(_uploads, "_landing", landing),
         mock.patch.object(refused, "exported"),  # fake tensors are what a trace has
+        mock.patch.object(torch.Tensor, "as_subclass", lambda t, _: t),  # fake ones have none,
+        mock.patch.object(losses, "check_loss"),  # so that no loss is marked as of all ranks
         fake_gpu() as crossings,
         torch.no_grad(),
     ):
+        crossings.read = lambda shape: torch.ones(shape, dtype=torch.bool)
+        crossings.number = lambda dtype: False if dtype == torch.bool else 63
         for part in model.modules():
             for name, t in [*part.named_parameters(recurse=False)]:
                 there = torch.empty(t.shape, device="cuda", dtype=t.dtype)
                 setattr(part, name, torch.nn.Parameter(there))
             for name, t in [*part.named_buffers(recurse=False)]:
                 setattr(part, name, torch.empty(t.shape, device="cuda", dtype=t.dtype))
+        yield model, transport, crossings
+
+
+#: Arguments of a call beside ids, and how often it waits for the GPU with nothing launched yet:
+#: padding and documents are part of the plan.
+GIVEN = {"ids": 0, "labels": 0, "attention_mask": 1, "position_ids": 3}
+
+
+def model_waits() -> dict[str, tuple]:
+    """Waits of the second call of a kind: for the GPU, for texts, and the order of events."""
+    order: list[str] = []
+    found = {}
+    with llama_on_gpu(order) as (model, transport, crossings):
         ids = torch.empty(1, 64, dtype=torch.int64, device="cuda")
+        for name in GIVEN:
+            given = {"input_ids": ids, "use_cache": False, name: ids}
+            given.pop("ids", None)
+            for _ in range(2):
+                order.clear()
+                crossings.found.clear()
+                transport.asked = 0
+                model(**given)
+            found[name] = len(crossings.found), transport.asked, [*order]
+    return found
+
+
+def test_a_parallelized_model_is_launched_before_its_gpu_answers(apart) -> None:
+    """Waits that docs/gpu.md lists; ids, labels and weights arrive when the head is launched."""
+    found = apart(model_waits)
+    assert {name: waits for name, (waits, _, _) in found.items()} == GIVEN
+    for name, (_, asked, order) in found.items():
+        compared = 64 + 3 * 64 + 64 * (name != "ids")
+        assert (asked, order) == (0, [f"{compared} numbers", "head", "arrived"]), name
+
+
+def decoded() -> tuple[list[str], int, list[str]]:
+    """Waits of the second token of `generate`."""
+    from weft_integrations.transformers import cache
+
+    order: list[str] = []
+    with (
+        mock.patch.object(cache, "digest_of", return_value=""),
+        llama_on_gpu(order) as (model, transport, crossings),
+    ):
+        kept = cache.ShardedCache(model)
+        model._weft.calls.generating = True
+        model(input_ids=torch.empty(1, 64, dtype=torch.int64, device="cuda"), cache=kept)
         for _ in range(2):
+            order.clear()
             crossings.found.clear()
-            reads.clear()
             transport.asked = 0
-            if given == "after a backward pass":
-                model._weft.calls.entered.record(torch.empty(8, device="cuda"))
-            model(input_ids=ids, use_cache=False)
-    return reads, len(crossings.found), transport.asked
+            model(input_ids=torch.empty(1, 1, dtype=torch.int64, device="cuda"), cache=kept)
+        assert transport.deferred is not None  # the vote, which the next token reads
+    return crossings.found, transport.asked, order
 
 
-@pytest.mark.parametrize(("given", "texts"), [("ids", 0), ("after a backward pass", 1)])
-def test_a_parallelized_model_reads_the_gpu_once_per_call(given: str, texts: int, apart) -> None:
-    """Ids, three weights and entered gradients, all at once; docs/gpu.md says what else waits."""
-    reads, copies, exchanges = apart(model_reads, given)
-    assert reads == [4 + texts]
-    assert (copies, exchanges) == (0, texts)
+def test_decoding_compares_the_token_alone_and_awaits_no_vote(apart) -> None:
+    assert apart(decoded) == ([], 0, ["1 numbers", "head", "arrived"])
+
+
+def gradients() -> tuple[list[str], int, list[str]]:
+    """Waits in a backward pass, whose engine is a stand-in."""
+    from weft_integrations.transformers import consistency
+
+    order: list[str] = []
+    ends: list[Callable] = []
+    with (
+        mock.patch.object(consistency, "backward_pass", return_value=7),
+        mock.patch.object(consistency, "at_end_of_backward", ends.append),
+        llama_on_gpu(order) as (model, transport, crossings),
+    ):
+        for n in (1, 2000):
+            model._weft.calls.entered.record(torch.empty(n, device="cuda"))
+        order.append("launched")
+        (end,) = ends
+        end()
+    return crossings.found, transport.asked, order
+
+
+def test_gradients_are_compared_when_their_backward_pass_is_launched(apart) -> None:
+    found, asked, order = apart(gradients)
+    assert order == ["1 numbers", "5 numbers", "launched", "arrived", "arrived"]
+    assert (found, asked) == ([], 1)

@@ -5,16 +5,20 @@ import pytest
 from benchmarks import faults
 
 #: One fault of each kind in one program; more of each: `python -m benchmarks.faults`.
-SAMPLE = [
-    pytest.param("fsdp", marks=pytest.mark.sample),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in faults.PROGRAMS if name != "fsdp"),
+CASES = [
+    pytest.param(
+        kind,
+        program,
+        marks=pytest.mark.sample if (kind, program) == ("killed", "fsdp") else pytest.mark.slow,
+    )
+    for program in faults.PROGRAMS
+    for kind in ("killed", "frozen")
 ]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("program", SAMPLE)
-@pytest.mark.parametrize("kind", ["killed", "frozen"])
-def test_all_ranks_end_in_time_and_name_the_lost_one(program, kind):
+@pytest.mark.parametrize(("kind", "program"), CASES)
+def test_all_ranks_end_in_time_and_name_the_lost_one(kind, program):
     if program in ("trainer", "generate"):
         pytest.importorskip("transformers")
     fault = next(f for f in faults.draw(1, [program]) if f.kind == kind)

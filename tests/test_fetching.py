@@ -165,23 +165,25 @@ def test_latents_are_fetched_and_expanded() -> None:
 # -- bytes ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mask", [weft.Full(), weft.Causal()])
 @pytest.mark.parametrize("name", ["four ranks", "2 x 3", "zigzag"])
-def test_only_chosen_keys_travel_and_each_once(name) -> None:
+def test_only_seen_and_chosen_keys_travel_each_once(name, mask) -> None:
     layout, (q, k, v, _), numbers = layout_of(name), whole_problem(), drawn(1, 1)
-    row = KV_HEADS * (k.shape[3] + v.shape[3]) * 8
+    row, hidden = KV_HEADS * (k.shape[3] + v.shape[3]) * 8, isinstance(mask, weft.Causal)
 
     def work(transport: Transport) -> None:
         mine = layout.on(transport)
         with weft.traffic() as report:
-            attended(mine, (q, k, v), numbers, 1, weft.Full())
-        rows, held = mine.shard(numbers, {"tokens": 2}), mine.positions("tokens", LENGTH).tolist()
-        foreign = [{int(n) for n in sample.flatten() if n >= 0} - {*held} for sample in rows]
-        inner = report.received.get((list(layout.mesh)[-1], "kv"), 0)
-        total = sum(report.received.get((d, "kv"), 0) for d in layout.mesh)
-        if len(layout.mesh) == 1:
-            assert total == sum(map(len, foreign)) * row
+            attended(mine, (q, k, v), numbers, 1, mask)
+        rows, at = mine.shard(numbers, {"tokens": 2}), mine.positions("tokens", LENGTH)
+        rows = torch.where(rows > at[:, None], -1, rows) if hidden else rows
+        foreign = [{*sample.flatten().tolist()} - {-1, *at.tolist()} for sample in rows]
+        moved = [report.received.get((d, "kv"), 0) for d in layout.mesh]
+        wanted = sum(map(len, foreign)) * row
+        if len(moved) == 1:
+            assert moved == [wanted]
         else:  # and what it passes on
-            assert inner <= sum(map(len, foreign)) * row <= total
+            assert moved[-1] <= wanted <= sum(moved)
         size = BATCH * -(-LENGTH // 8)
         assert report.by_tensor()["wanted"] == size * (layout.world_size - 1)
 

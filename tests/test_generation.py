@@ -142,6 +142,7 @@ WAYS = {
 }
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_to_generate(way, name):
@@ -515,6 +516,7 @@ def test_every_position_is_with_one_rank(order):
         assert torch.equal(held.grown(30).positions(part)[len(parts[part]) :], new)
 
 
+@pytest.mark.slow
 def test_memory_per_rank_is_a_share_and_a_block():
     model, ids = build("llama"), draw(1, 64)
     options = OPTIONS | {"max_new_tokens": 150}

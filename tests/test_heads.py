@@ -94,6 +94,7 @@ def test_fewer_heads_than_ranks_are_refused():
         Layout.parse("tokens: ulysses=4").plan("tokens", length=8, heads=3)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", ["tokens: ulysses=3", "tokens: ring=2 x ulysses=3"])
 def test_transformers_models_with_uneven_heads_are_as_on_one_device(line):
     """14 heads of queries and 2 of keys, as Qwen2.5-0.5B has."""

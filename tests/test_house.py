@@ -196,6 +196,44 @@ def test_a_room_imports_lower_rooms_only():
     assert not upward
 
 
+def drawn() -> tuple[dict[str, str], dict[str, set[str]]]:
+    """The picture in CONTRIBUTING.md: the box of each room, and the arrows of each box."""
+    (picture,) = re.findall(
+        r"```mermaid\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL
+    )
+    boxes = re.findall(r'(\w+)\["(.*)"\]', picture)
+    arrows: dict[str, set[str]] = {box: set() for box, _ in boxes}
+    for box, target in re.findall(r"(\w+) --> (\w+)", picture):
+        arrows[box].add(target)
+    rooms = {room: box for box, names in boxes for room in names.split(", ")}
+    return {r if r.startswith("weft") else f"weft.{r}": box for r, box in rooms.items()}, arrows
+
+
+def arrows_of_imports(box: dict[str, str]) -> dict[str, set[str]]:
+    """The arrows between boxes of rooms by the imports: those that follow from others left out."""
+    straight: dict[str, set[str]] = {name: set() for name in box.values()}
+    for module, targets in edges().items():
+        ends = {box[str(room_of(target))] for target in targets if (module, target) not in DOORS}
+        straight[box[str(room_of(module))]] |= ends - {box[str(room_of(module))]}
+
+    def below(name: str) -> set[str]:
+        return straight[name].union(*(below(target) for target in straight[name]))
+
+    return {
+        name: targets - set().union(*(below(target) for target in targets))
+        for name, targets in straight.items()
+    }
+
+
+def test_the_house_is_as_contributing_draws_it():
+    """A circle of boxes would not end, an arrow back up stands in no line of the picture."""
+    box, arrows = drawn()
+    assert set(box) == set(LEVEL)
+    assert arrows_of_imports(box) == arrows
+    order = [*arrows]
+    assert all(order.index(target) < order.index(b) for b in arrows for target in arrows[b])
+
+
 def test_doors_are_used_and_open_late():
     for module, target in DOORS:
         assert edges()[module][target] is False
@@ -424,3 +462,9 @@ def test_first_lines_of_docstrings_have_a_noun():
         if clause.match(ast.get_docstring(node) or "")
     ]
     assert not found
+
+
+if __name__ == "__main__":
+    for name, targets in arrows_of_imports(drawn()[0]).items():
+        for target in sorted(targets):
+            print(f"  {name} --> {target}")

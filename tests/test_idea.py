@@ -67,6 +67,7 @@ def engine(layout: weft.Layout, axis: str, mask: weft.Mask, tensors) -> list:
     return weft.on_threads(layout, rank)
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("case", cases(), ids="/".join)
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_idea_is_what_the_engine_does(case: tuple[str, str], mask: str):

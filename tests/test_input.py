@@ -22,6 +22,7 @@ def feed(seed: int, count: int, folder: Path) -> None:
         assert not outcome.wrong, f"#{number} {name} {str(given)[:300]}: {outcome.wrong}"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_mutated_inputs_are_run_or_refused_in_one_line(seed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -106,7 +107,7 @@ def test_the_forward_pass_alone_is_checked_in_every_dtype(dtype):
     assert run_command(words) == ("taken", "")
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_modules_are_found_without_an_import_of_their_own():
     code = "import weft; weft.routing.RoutedAttention; weft.models.compose"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

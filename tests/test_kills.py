@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 #: How many of the kills, one per phase, a run meets; all of them take a minute.
 KILLS = [
-    pytest.param(1, id="one phase", marks=pytest.mark.sample),
+    pytest.param(1, id="one phase", marks=pytest.mark.slow),
     pytest.param(None, id="all", marks=pytest.mark.slow),
 ]
 

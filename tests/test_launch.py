@@ -218,6 +218,7 @@ def test_unread_last_words_are_waited_for(monkeypatch):
     monitor.close()
 
 
+@pytest.mark.sample
 def test_a_rank_without_its_launcher_ends():
     code = "from weft.launch.monitor import MonitoredRank; MonitoredRank('/nowhere/ranks', 0, 0)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
@@ -302,8 +303,8 @@ def _lost(number: int, folder: str) -> None:
 @pytest.mark.parametrize(
     "number",
     [
-        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.sample),
-        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),
+        pytest.param(signal.SIGKILL, id="killed", marks=pytest.mark.sample),
     ],
 )
 def test_the_launcher_ends_with_a_lost_rank_and_leaves_nothing(number, tmp_path, monkeypatch):

@@ -154,6 +154,7 @@ def test_a_pass_that_moves_nothing_holds_nothing():
     assert run_threads(layout.mesh, rank, timeout=20) == [(0, 0)] * 4
 
 
+@pytest.mark.few(10)
 @pytest.mark.usefixtures("sized")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_executor_holds_as_many_chunks_as_the_program_replayed_says(name, monkeypatch):

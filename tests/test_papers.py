@@ -47,6 +47,7 @@ def test_tile_is_quicker_than_ring_and_a_mix_than_both(name):
         assert layout in (None, made.layout)
 
 
+@pytest.mark.slow
 def test_bars_of_attention2d_come_out_within_a_quarter():
     for point in papers.points(papers.setup("attention2d")):
         assert point.speedup("tile") == pytest.approx(point.reported["speedup"], rel=0.25)

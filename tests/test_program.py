@@ -88,6 +88,7 @@ def test_blocks_computed_once_after_their_chunks_arrived_in_earlier_steps(q_size
                 assert held[transfer.source] <= step, "passed on before it came"
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("q_sizes", "kv_sizes"), PAIRS, ids=str)
 def test_what_is_computed_while_chunks_travel_is_a_prefix_rectangle(q_sizes, kv_sizes):
     for program, *_ in _programs(q_sizes, kv_sizes):

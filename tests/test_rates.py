@@ -284,6 +284,7 @@ def test_the_slowest_rank_counts():
     assert got == [Sample(5.0, 4.0, 8.0)] * 2
 
 
+@pytest.mark.slow
 def test_flops_are_those_of_plan_s_kernel_on_one_block(clock, monkeypatch):
     """A kernel that takes 20 ms for 2 b h n m (d + e) = 2 * 2 * 128 * 128 * 32 operations."""
     calls = []

@@ -161,7 +161,7 @@ LONG = {"rates", "131072"}
 
 @pytest.mark.parametrize(
     "words",
-    [pytest.param(w, marks=[pytest.mark.sample] if LONG & {*w} else []) for w in commands()],
+    [pytest.param(w, marks=[pytest.mark.slow] if LONG & {*w} else []) for w in commands()],
     ids=" ".join,
 )
 def test_console_lines_run(words: list[str], folder):

@@ -47,7 +47,7 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_one_device(family):
     """Three fragments, so that a state goes through one that only passes it on."""

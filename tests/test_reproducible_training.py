@@ -84,7 +84,7 @@ def _alone(kind: str, dtype: torch.dtype = torch.float32) -> Trace:
     return _bits(TOKENS if kind == "tokens" else TABLES, None, dtype)
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("line", TOKEN_LINES)
 def test_a_layout_changes_no_bit_of_a_language_model(line):
     assert first_other_bits(_alone("tokens"), _bits(TOKENS, line)) is None
@@ -425,6 +425,7 @@ HYBRID = ModelSpec.from_dict(
 )
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", ["tokens(zigzag): ring=3", "batch: dp=2; tokens: tile=2x1"])
 def test_a_layout_changes_no_bit_of_a_hybrid(line):
     assert first_other_bits(_bits(HYBRID, None), _bits(HYBRID, line)) is None

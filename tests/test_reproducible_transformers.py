@@ -99,7 +99,7 @@ def alone(model):
     return train(model, None)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("line", LINES)
 def test_a_layout_changes_no_bit_of_a_llama(model, alone, line):
     assert first_other_bits(alone, train(model, line)) is None

@@ -160,6 +160,7 @@ def loss_of_logits(model, **batch):
     return loss.item()
 
 
+@pytest.mark.few(9)
 @split
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("name", MODELS)

@@ -142,6 +142,7 @@ def test_it_is_as_exact_as_one_kernel_call(mask):
         assert (ours - whole).abs().max() <= 2 * (theirs - whole).abs().max()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("line", [LINES[0], LINES[5], LINES[6], LINES[8], LINES[11]])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_predicted_bytes_are_counted(line, mask):

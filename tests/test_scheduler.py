@@ -120,7 +120,7 @@ def test_the_search_finds_what_is_quicker():
     assert optimum(3, 3, costs, True, limit=plain / 1.05) < plain / 1.05
 
 
-@pytest.mark.few(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 def test_never_slower_than_gather_all_compute_reduce(backward):
     for shape in [*SHAPES, (4, 4), (8, 4), (3, 16)]:

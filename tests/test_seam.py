@@ -149,6 +149,7 @@ CASES = [
 ]
 
 
+@pytest.mark.few(6)
 @split
 @pytest.mark.parametrize(("family", "line"), CASES)
 def test_a_call_with_images_is_one_devices(family, line):

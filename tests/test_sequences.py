@@ -371,7 +371,7 @@ def test_masks_and_biases_over_context_know_heads_by_their_numbers(line, kind):
             assert (a - b).abs().max() <= 1e-11 * b.abs().max()
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_compiled_module_knows_heads_of_a_context_by_their_numbers():
     def run(layout):
         attend = MultiAxisAttention(

@@ -74,6 +74,7 @@ def _both_ways(rank: int, folder: str) -> None:
         assert torch.equal(tensor, reference[name]), name
 
 
+@pytest.mark.sample
 def test_dcp_and_weft_read_each_other_s_folders(pool, tmp_path):
     pool.run(_both_ways, str(tmp_path))
     model, optimizer = _trained(Layout.single(), seed=3)

@@ -48,6 +48,7 @@ def _small(name: str) -> ModelSpec:
     return spec.training({"length": {axis: length[axis] for axis in spec.axes[1:-1]}})
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("model", "layout"), LAYOUTS)
 def test_loss_curve_of_seed_is_the_same_on_every_layout(model, layout):
     spec, options = _small(model), {"steps": 4, "seed": 7, "batch": 3, "lr": 1e-2, **QUIET}

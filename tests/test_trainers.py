@@ -43,11 +43,11 @@ def two():
         yield pool
 
 
-def table(names, always, sample=(), without=()):
-    """Every case on every layout: slow but for those of `always`; a `sample` runs in `.ci/run`."""
+def table(names, sample=(), without=()):
+    """Every case on every layout: all slow; a `sample` runs in `.ci/run`."""
 
     def marks(case):
-        return [] if case in always else pytest.mark.sample if case in sample else slow
+        return pytest.mark.sample if case in sample else slow
 
     return pytest.mark.parametrize(
         ("line", "case"),
@@ -67,7 +67,7 @@ def assert_same(found, exact=1e-6):
     assert max(found.values()) < 1e-5
 
 
-@table(cases.TRAINER, {(P4, "smoothing")}, {(DP, "accumulation")})
+@table(cases.TRAINER, {(P4, "smoothing")})
 def test_trainer(four, line, case):
     found = four.run(cases.compare, cases.trainer_run, line, 4, *cases.TRAINER[case])
     assert_same(found[0])
@@ -113,7 +113,7 @@ def test_sft(four, line, case):
 
 
 @pytest.mark.slow
-@table(cases.DPO, {(DP, "sigmoid")}, {(P4, "precomputed")})
+@table(cases.DPO)
 def test_dpo(four, line, case):
     found = four.run(cases.compare, cases.dpo_run, line, 4, *cases.DPO[case])
     if case == "precomputed" and found[0]:  # rewards are 0 but for roundings at the first step
@@ -140,7 +140,6 @@ def test_kto(four):
 @table(
     cases.ONLINE,
     {(DP, "grpo with a reference")},
-    {(P4, "steps per generation")},
     without={(DP, "steps per generation"), (DP, "four generations")},
 )
 def test_trainers_that_generate(four, line, case):

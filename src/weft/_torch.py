@@ -86,10 +86,11 @@ def constant_in_graphs(fn: Fn) -> Fn:
     return fn
 
 
-def outside_graphs(fn: Callable[Params, Result]) -> Callable[Params, Result]:
+def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[Params, Result]:
     """`torch.compiler.disable` without loading the compiler: a graph breaks where `fn` is called.
 
-    The mark breaks the graph; what `fn` calls is kept out of graphs by torch's own.
+    The mark breaks the graph; what `fn` calls is kept out of graphs by torch's own. With
+    `fullgraph=True` torch raises, with the reason.
     """
 
     @functools.wraps(fn)
@@ -98,6 +99,8 @@ def outside_graphs(fn: Callable[Params, Result]) -> Callable[Params, Result]:
         return (fn if compiler is None else compiler.disable(fn))(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    if reason:
+        call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return call
 
 
@@ -420,6 +423,16 @@ def dtensor_chunk(t: DTensor) -> tuple[int, ...]:
 def version(t: Tensor) -> int:
     """The number of times that a tensor was written in place."""
     return t._version
+
+
+def backward_pass() -> int:
+    """The number of the backward pass that calls this, which no other of the process has."""
+    return torch._C._current_graph_task_id()
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call a function when the backward pass that calls this has run; what it raises is raised."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def root_of(mesh: DeviceMesh) -> DeviceMesh:

@@ -33,7 +33,7 @@ from .layout import Layout
 from .masks import FULL, Mask, check_mask
 from .plan.call import Call, Expanded, reach
 from .plan.lengths import Length, read_length
-from .plan.order import positions
+from .plan.order import Spans, positions
 from .plan.plan import score_tile
 from .plan.problem import shard_batches
 from .runtime import calls
@@ -192,8 +192,8 @@ def attention(
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
     numbers = choice.numbers if isinstance(choice, ChosenKeys) else None
     if isinstance(choice, ChosenKeys) and _fetches(layout, axes):
-        extra = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
-        bound = _bound(layout, axes, mask, length, *extra, (q, k, v, sinks))
+        given = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
+        bound = _bound(layout, axes, mask, length, *given, (q, k, v, sinks))
         q, k, v = as_autocast(q, k, v)
         expansion = None if expand is None else as_expansion(expand)
         if expansion is not None and expansion.travel == "keys":
@@ -201,7 +201,7 @@ def attention(
         if expansion is not None:
             with refused_everywhere(bound.refuse):
                 sizes = expansion.tried(k, v).sizes
-            bound = _bound(layout, axes, mask, length, *extra, (), sizes)
+            bound = _bound(layout, axes, mask, length, *given, (), sizes)
         out, lse = attend_fetched(bound, q, k, v, choice, expansion)
     elif in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
@@ -508,12 +508,27 @@ def tile_of_bias(
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
     lengths = read_length(axes, tuple(bias.shape[2:]) if length is None else length) or ()
     heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
-    where = layout.unbound, axes, lengths, layout.coords
-    tile = score_tile(*where, heads, batches, bias.dtype, bias.device.type)
-    for dim, spans in ((2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)):
+    kind = bias.dtype, bias.device.type
+    for dim, spans in _tile_of(flattened(layout), axes, lengths, heads, batches, *kind):
         if dim > 1 or bias.shape[dim] > 1:
             bias = bias.index_select(dim, positions(spans, bias.device))
     return bias
+
+
+@constant_in_graphs
+def _tile_of(
+    layout: tuple,
+    axes: tuple[str, ...],
+    lengths: tuple[tuple[int, int], ...],
+    heads: int,
+    batches: tuple[int, ...],
+    dtype: torch.dtype,
+    device: str,
+) -> tuple[tuple[int, Spans], ...]:
+    """The dims of a bias, each with the positions of the scores that this rank computes."""
+    bound = restored(layout)
+    tile = score_tile(bound.unbound, axes, lengths, bound.coords, heads, batches, dtype, device)
+    return (2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

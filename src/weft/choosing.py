@@ -133,7 +133,7 @@ def choose(
     channel.watches.note(plan, False)
     channel.finish()
     with refused_everywhere(refusing.refuse):
-        if bool(scores.isnan().any()):
+        if not scores.is_meta and bool(scores.isnan().any()):
             raise ShapeError(
                 "weft.choose: a score is NaN, which no key is better or worse than; index queries,"
                 " index keys or weights are not finite"

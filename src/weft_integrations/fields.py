@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from weft._torch import outside_graphs
 from weft.comm.collectives import invariant_to_replicate
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.fields import Field
@@ -30,6 +31,10 @@ from .common import Parallelized, check_not_placed
 AXES = {"time": -3, "height": -2, "width": -1}
 #: Ways to call a model.
 METHODS = ("forward", "encode", "decode")
+OF_RANKS = (
+    "ranks compare the calls of a model on fields, whose functions have rules of their own: compile"
+    " without fullgraph=True"
+)
 
 
 def splits_fields(layout: Layout) -> bool:
@@ -141,6 +146,7 @@ class _Calls:
 
         placed.steps.append(take_back)
 
+    @functools.partial(outside_graphs, reason=OF_RANKS)
     def run(
         self, name: str, run: Callable, signature: inspect.Signature, args: tuple, kwargs: dict
     ) -> Any:

@@ -128,7 +128,7 @@ class _Asked:
         kv_heads: int,
         heads: int,
     ) -> _Asked:
-        """Those of numbers of the rows that this rank computes."""
+        """The choices of the rows that this rank computes."""
         kind = plan.problem.choice
         assert kind is not None
         routes, expanded = 1, plan.problem.expanded

@@ -96,7 +96,7 @@ def _tokens(seen: Seen, lengths: Tensor, count: int, full: bool) -> tuple[int, i
 
 
 def dense(visible: Callable[[Tensor], Iterator[Tensor]]) -> Visible:
-    """What queries see, by bools in pieces of them (rows, J)."""
+    """Counts of the units that queries see, by bools in pieces of them (rows, J)."""
 
     def seen(askers: Tensor, there: Tensor) -> Seen:
         units, some, reachable = [], [], torch.zeros_like(there)

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from .._uploads import upload
@@ -90,8 +91,8 @@ class Partition:
 
     def runs(self) -> list[tuple[int, int]]:
         """This rank's units as runs of equal length: (units, tokens of each)."""
-        own = self.own
-        lengths, counts = self.lengths[own.start : own.stop].unique_consecutive(return_counts=True)
+        lengths = self.lengths[self.own.start : self.own.stop]
+        lengths, counts = lengths.unique_consecutive(return_counts=True)
         return list(zip(counts.tolist(), lengths.tolist()))
 
     def owners(self, coords: Sequence[int], first: int, last: int | None = None) -> Tensor:
@@ -247,16 +248,16 @@ def slot_rows(route: FetchPlan, slots: Tensor) -> Tensor:
     shorter block are, is row `route.rows`, which is zero.
     """
     b, r, _, _ = slots.shape
+    slots = rearrange(slots, "b r i s -> b i r 1 s 1")
     number = slots.clamp_min(0)
-    sample, group = torch.arange(b)[:, None, None, None], torch.arange(r)[:, None, None]
-    first = route.where[number, sample, group].permute(0, 2, 1, 3)  # b i r s
-    length = route.partition.lengths[number].permute(0, 2, 1, 3)
+    sample = rearrange(torch.arange(b), "b -> b 1 1 1 1 1")
+    group = rearrange(torch.arange(r), "r -> r 1 1 1")
+    length = route.partition.lengths[number]
     token = torch.arange(route.partition.longest)
-    head = torch.arange(route.heads)[:, None, None]
-    rows = first[:, :, :, None, :, None] + head * length[:, :, :, None, :, None] + token
-    present = (slots >= 0).permute(0, 2, 1, 3)[:, :, :, None, :, None]
-    rows = torch.where(present & (token < length[:, :, :, None, :, None]), rows, route.rows)
-    return rows.flatten(2, 3)
+    head = rearrange(torch.arange(route.heads), "h -> h 1 1")
+    rows = route.where[number, sample, group] + head * length + token  # b i r h s token
+    rows = torch.where((slots >= 0) & (token < length), rows, route.rows)
+    return rearrange(rows, "b i r h s token -> b i (r h) s token")
 
 
 # -- the movements --------------------------------------------------------------------------------
@@ -266,11 +267,11 @@ class FetchMessages(Protocol):
     """The messages of a fetch's two passes."""
 
     def forward(self) -> Messages:
-        """Those of the forward pass."""
+        """The messages of the forward pass."""
         ...
 
     def backward(self) -> AbstractContextManager[Messages]:
-        """Those of the backward pass."""
+        """The messages of the backward pass."""
         ...
 
 
@@ -327,7 +328,7 @@ def _as_rows(partition: Partition, t: Tensor) -> Tensor:
     parts = t.split([many * n for many, n in runs], 2)
     return torch.cat(
         [
-            part.unflatten(2, (many, n)).permute(2, 0, 1, 3, 4).reshape(-1, t.shape[-1])
+            rearrange(part, "b g (many n) d -> (many b g n) d", many=many, n=n)
             for part, (many, n) in zip(parts, runs)
         ]
         or [t.new_empty(0, t.shape[-1])]
@@ -340,7 +341,7 @@ def _whole(partition: Partition, rows: Tensor, shape: Sequence[int]) -> Tensor:
     runs = partition.runs()
     parts = rows.split([b * g * many * n for many, n in runs])
     whole = [
-        part.view(many, b, g, n, d).permute(1, 2, 0, 3, 4).reshape(b, g, many * n, d)
+        rearrange(part, "(many b g n) d -> b g (many n) d", many=many, b=b, g=g, n=n)
         for part, (many, n) in zip(parts, runs)
     ]
     return torch.cat(whole, 2) if whole else rows.new_empty(b, g, 0, d)
@@ -388,4 +389,12 @@ def _unpack(buffer: Tensor, rows: int, widths: list[int]) -> list[Tensor]:
     return [part.view(rows, width) for part, width in zip(parts, widths)]
 
 
-__all__ = ["Fetch", "FetchPass", "FetchPlan", "Partition", "FetchMessages", "fetch_plan", "slot_rows"]
+__all__ = [
+    "Fetch",
+    "FetchMessages",
+    "FetchPass",
+    "FetchPlan",
+    "Partition",
+    "fetch_plan",
+    "slot_rows",
+]

@@ -6,7 +6,7 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Rectangles:
     scale: float
     softcap: float | None = None
     kernel: str | None = None
-    seen: Callable[[Rectangle], Tensor] | None = field(default=None)
+    seen: Callable[[Rectangle], Tensor | None] | None = None
 
     def run(self, r: Rectangle, q: Tensor, v: Tensor, lse_grad: bool) -> tuple[Kernel, TileView]:
         """The kernel of a rectangle, and its view of the scores."""
@@ -82,7 +82,8 @@ class RectangleAttention(torch.autograd.Function):
         total = PartialOutput((*q.shape[:3], v.shape[3]), q, accum_dtype)
         for r in _some(scores, q):
             kernel, view = scores.run(r, q, v, False)
-            total.add(*r.queries, *kernel.forward(*scores.parts(r, q, k, v), view))
+            rows, keys, values = scores.parts(r, q, k, v)
+            total.add(*r.queries, *kernel.forward(rows, keys, values, view))
         out, lse = total.result()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scores = scores

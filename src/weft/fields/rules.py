@@ -265,10 +265,6 @@ for _name in ("softmax", "log_softmax", "cumsum", "cumprod", "logsumexp", "glu",
         RULES[_func] = _along_dim(_func, -1 if _name == "glu" else None)
 
 
-_DROPOUTS: tuple[str, ...] = ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout")
-_DROPOUTS += ("feature_alpha_dropout",)
-
-
 def _dropped(name: str) -> Callable:
     def dropout(x: Field, p: float = 0.5, training: bool = True, inplace: bool = False) -> Field:
         if training and p > 0:

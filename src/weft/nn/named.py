@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from ..bias import Bias, alibi
@@ -171,4 +172,4 @@ class PairBias(nn.Module):
                 f" {tuple(pairs.shape)}"
             )
         pairs = pairs if pairs.dim() == 4 else pairs[None]
-        return self.project(pairs).permute(0, 3, 1, 2)
+        return rearrange(self.project(pairs), "b n m h -> b h n m")

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import overload
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -129,7 +130,7 @@ class HeadWeight(nn.Module):
                 f" dims {layout.shard_dims(HEADS)}"
             )
         self.layout = layout
-        full = full.flatten(0, 1).to(device, dtype or torch.get_default_dtype())
+        full = rearrange(full, "h d e -> (h d) e").to(device, dtype or torch.get_default_dtype())
         self.weight = split_heads(full, layout)
         self.register_load_state_dict_pre_hook(_place_given)
         self.register_load_state_dict_pre_hook(_cut_given)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -194,13 +195,14 @@ class GatedDeltaNet(nn.Module):
         out = self._recurrence(*self._inputs(y), length, documents)
         gain = self.layout.enter(local(self.gain), "heads")
         out = F.rms_norm(out, (self.head_dim,)).to(y.dtype) * gain
-        out = out.flatten(2) * F.silu(self.gate.split(y))
+        out = rearrange(out, "b t h v -> b t (h v)") * F.silu(self.gate.split(y))
         return self.layout.sum(self.out.merge(out), "heads").view(turned.shape).movedim(-2, along)
 
     def _inputs(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Channels of the convolution (b t h c) and the gates (b t h), from (b t e)."""
         projections = (self.query, self.key, self.value)
-        channels = [p.split(y).unflatten(-1, (-1, self.head_dim)) for p in projections]
+        each = (p.split(y) for p in projections)
+        channels = [rearrange(x, "b t (h d) -> b t h d", d=self.head_dim) for x in each]
         step = F.softplus(self.decay.split(y) + self.step.local[:, 0])
         decay = -self.log_decay.local[:, 0].exp() * step
         return torch.cat(channels, -1), decay, self.rate.split(y).sigmoid()
@@ -214,7 +216,7 @@ class GatedDeltaNet(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """Outputs (b t h v), over whole sequences of some heads where the layout says so."""
-        taps = self.taps.local.unflatten(0, (-1, channels.shape[-1]))  # h c k
+        taps = rearrange(self.taps.local, "(h c) k -> h c k", c=channels.shape[-1])
 
         def run(
             layout: Layout, channels: Tensor, decay: Tensor, beta: Tensor, taps: Tensor
@@ -234,7 +236,8 @@ class GatedDeltaNet(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """Convolution and recurrence along the axis, as a layout says it is split."""
-        mixed = F.silu(self._convolved(layout, taps.flatten(0, 1), channels, length, documents))
+        taps = rearrange(taps, "h c k -> (h c) k")
+        mixed = F.silu(self._convolved(layout, taps, channels, length, documents))
         q, k, v = mixed.view(channels.shape).split(self.head_dim, -1)
         q, k = F.normalize(q, dim=-1) * self.head_dim**-0.5, F.normalize(k, dim=-1)
         inputs = q, k, v, decay, beta
@@ -252,7 +255,7 @@ class GatedDeltaNet(nn.Module):
         documents: Documents | None,
     ) -> Tensor:
         """The causal convolution along the axis, (b t h*c)."""
-        flat = channels.flatten(2)
+        flat = rearrange(channels, "b t h c -> b t (h c)")
         if layout.reproducible:
             return causal_convolution(flat, taps, layout, self.axis, length, documents)
         weight = taps[:, None]

@@ -13,6 +13,7 @@ stride 1 has its middle where its output is.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .._torch import outside_graphs
 from .._uploads import uploaded
 from ..errors import DeclarationError, ShapeError, did_you_mean
 from ..fields import Field
@@ -38,6 +40,10 @@ BORDERS = {
     "circular": "circular",
     "causal": "constant",
 }
+OF_RANKS = (
+    "ranks compare their calls of a module over axes that a layout splits, and windows are fields"
+    " there: compile without fullgraph=True"
+)
 Numbers = int | Sequence[int] | Mapping[str, int]
 
 
@@ -126,6 +132,19 @@ class OverAxes(nn.Module):
         self, x: Tensor, lengths: Mapping[str, int] | None, options: Mapping[str, Any]
     ) -> Tensor:
         """`_run` on x as a field (b c axes), in and out as `axes` names its dims."""
+        split = any(self.layout.size(name) > 1 for name in self.axis)
+        run = self._on_ranks if split else self._turned
+        return run(x, lengths, options)
+
+    @functools.partial(outside_graphs, reason=OF_RANKS)
+    def _on_ranks(
+        self, x: Tensor, lengths: Mapping[str, int] | None, options: Mapping[str, Any]
+    ) -> Tensor:
+        return self._turned(x, lengths, options)
+
+    def _turned(
+        self, x: Tensor, lengths: Mapping[str, int] | None, options: Mapping[str, Any]
+    ) -> Tensor:
         whole = self._whole(x, lengths, options)
         rest = [name for name in self.axes[:-1] if name not in self.axis]
         order = [self.axes.index(name) for name in (*rest, self.axes[-1], *self.axis)]
@@ -153,7 +172,8 @@ class OverAxes(nn.Module):
         self, x: Tensor, lengths: Mapping[str, int] | None, options: Mapping[str, Any]
     ) -> dict[str, int]:
         """Global lengths of the axes; refused on all ranks if one has other options or chunks."""
-        layout, whole = self.layout, dict[str, int]()
+        layout = self.layout
+        whole: dict[str, int] = {}
         wrong = self._refusal(lengths, options)
         if x.dim() != len(self.axes) or x.shape[-1] != self.embed_dim:
             wrong = wrong or (

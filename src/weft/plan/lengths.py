@@ -72,14 +72,13 @@ def _check_names(key: str, lengths: Mapping, axes: Sequence[str]) -> None:
 
 
 def _pair(length: object, label: str) -> tuple[int, int]:
-    wrong = ShapeError(
-        f"{label} is a whole number, or a pair (queries, keys) of them, found {length!r:.80}"
-    )
     both = length if isinstance(length, tuple | list) else (length, length)
     try:
         n, m = (whole_number(x, label) for x in both)
     except (ShapeError, ValueError):
-        raise wrong from None
+        raise ShapeError(
+            f"{label} is a whole number, or a pair (queries, keys) of them, found {length!r:.80}"
+        ) from None
     if n < 0 or m < 0:
         raise ShapeError(f"{label} is 0 or more, found {length!r:.80}")
     return n, m

@@ -157,6 +157,20 @@ def count(spans: Iterable[Span]) -> int:
     return sum(span.count for span in spans)
 
 
+def each_position(spans: Iterable[Span]) -> list[int]:
+    """The positions of spans, in memory order.
+
+    >>> each_position((Span(3, 2, -1), Span(6, 1)))
+    [3, 2, 6]
+    """
+    return [s.start + i * s.step for s in spans for i in range(s.count)]
+
+
+def is_ascending(spans: Spans) -> bool:
+    """True if every position comes after those before it."""
+    return all(a.last < b.start for a, b in itertools.pairwise(spans))
+
+
 def join(spans: Iterable[Span]) -> Spans:
     """The same positions in the same memory order, in as few spans as possible."""
     joined: list[Span] = []

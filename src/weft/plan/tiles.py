@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from .._caching import cached
 from ..masks import Causal, Interval, Mask, Window, is_empty, merge_intervals
 from .intervals import MAX_SPANS, few, hull, visible
-from .order import Span, Spans, bounds, count, cut_spans
+from .order import Span, Spans, bounds, count, cut_spans, is_ascending
 
 #: Rows of an explicitly masked call, where the kernel does not say: bounds the mask, and lets
 #: windows skip keys.
@@ -118,7 +118,7 @@ def _calls_of(
     if is_empty(mask, q_hull, k_hull):
         return ()
     diagonal = mask.diagonal(q_hull, k_hull)
-    if diagonal is not None and _ascending(k) and _earlier(q, -diagonal) == k:
+    if diagonal is not None and is_ascending(k) and _earlier(q, -diagonal) == k:
         return (KernelCall(0, n, 0, m, Kind.CAUSAL),)
     cuts = sorted(mask.cuts(0))
     q_parts, k_parts = _split(cuts, q), _split(cuts, k)
@@ -231,10 +231,6 @@ def _joined(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
         else:
             joined.append((low, high))
     return tuple(joined)
-
-
-def _ascending(spans: Spans) -> bool:
-    return all(a.last < b.start for a, b in itertools.pairwise(spans))
 
 
 def _split(cuts: list[int], spans: Spans) -> list[tuple[int, Span]]:

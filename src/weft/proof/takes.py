@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from ..declare.mesh import coordinates, index_at, places
-from ..plan.order import Span, Spans, count
+from ..plan.order import Span, count, each_position
 from ..plan.plan import Pass, Plan
 from ..plan.sides import Side
 from ..relayout.windows import Wanted
@@ -36,13 +36,16 @@ def _exchanged_rows(plan: Plan) -> Iterator[str]:
     """Keys that lie elsewhere than where the tile program looks for their positions."""
     assert plan.seen is not None
     keys = plan.resharding.key
-    sides = [_positions(keys.base(plan.coords).spans), _positions(plan.seen.spans(plan.coords))]
+    sides = [
+        each_position(keys.base(plan.coords).spans),
+        each_position(plan.seen.spans(plan.coords)),
+    ]
     found = [
         position
         for piece in plan.seen.pieces(plan.coords)
         for position in sides[piece.received][piece.low : piece.high]
     ]
-    expected = _positions(keys.entry(plan.coords).spans)
+    expected = each_position(keys.entry(plan.coords).spans)
     if found != expected:
         yield f"{plan.coords}: keys lie in the order {found}, and are taken for {expected}"
 
@@ -64,9 +67,9 @@ def _lacking(tile: Pass) -> Iterator[str]:
 
 def take_defects(plan: Wanted) -> Iterator[str]:
     """Entries of other positions than are wanted, and messages that are not expected."""
-    held, sizes = [_positions(spans) for spans in plan.held], dict(plan.mesh)
+    held, sizes = [each_position(spans) for spans in plan.held], dict(plan.mesh)
     for chunk in _looked_at(plan):
-        move, wanted = plan.take(chunk), _positions(plan.wanted[chunk])
+        move, wanted = plan.take(chunk), each_position(plan.wanted[chunk])
         found = {
             put: held[overlap.source][taken]
             for overlap in move.arrived
@@ -101,7 +104,3 @@ def _looked_at(plan: Wanted) -> Sequence[int]:
     changes = [c for c in range(1, chunks) if sizes[c] != sizes[c - 1]]
     near = [0, chunks // 2, chunks - 1, *changes]
     return sorted({c + d for c in near for d in (-1, 0, 1) if 0 <= c + d < chunks})
-
-
-def _positions(spans: Spans) -> list[int]:
-    return [s.start + i * s.step for s in spans for i in range(s.count)]

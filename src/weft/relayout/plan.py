@@ -25,7 +25,7 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates, index_at, rank_at
 from ..declare.orders import TokenOrder
 from ..declare.traffic import Traffic
-from ..plan.order import Spans, count, shard_spans
+from ..plan.order import Spans, count, each_position, shard_spans
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -266,22 +266,18 @@ def _shared_tokens(before: Placed, after: Placed, axis: int, length: int) -> lis
     """Per chunk afterwards: (chunk before, indices in it, indices afterwards) that share tokens."""
     at: dict[int, tuple[int, int]] = {}
     for chunk, spans in enumerate(before.chunks(axis, length)):
-        for i, position in enumerate(_positions(spans)):
+        for i, position in enumerate(each_position(spans)):
             at[position] = chunk, i
     result = []
     for spans in after.chunks(axis, length):
         shared: dict[int, tuple[list[int], list[int]]] = {}
-        for j, position in enumerate(_positions(spans)):
+        for j, position in enumerate(each_position(spans)):
             chunk, i = at[position]
             taken, put = shared.setdefault(chunk, ([], []))
             taken.append(i)
             put.append(j)
         result.append([(c, tuple(t), tuple(p)) for c, (t, p) in sorted(shared.items())])
     return result
-
-
-def _positions(spans: Spans) -> list[int]:
-    return [s.start + i * s.step for s in spans for i in range(s.count)]
 
 
 def _nearest(before: Placed, target: int, chunks: list[int]) -> int:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 from ..errors import ShapeError
 from ..layout import Layout
-from ..plan.order import Spans, count, shard_spans
+from ..plan.order import count, each_position, shard_spans
 from ..proof.symbolic import Claim
 from ..proof.takes import take_defects
 from .windows import BORDERS, Windows, plan_ranges
@@ -63,7 +63,7 @@ def window_defects(layout: Layout, axis: str, length: int, window: Windows) -> I
         if first == last:
             continue
         local = [*range(starts[chunk] + part.low, starts[chunk] + part.high)]
-        wanted = _positions(plan.wanted.wanted[chunk])
+        wanted = each_position(plan.wanted.wanted[chunk])
         found = [*wanted[: part.before], *local, *wanted[part.before :]]
         begin = window.first + first * window.stride
         end = window.first + (last - 1) * window.stride + window.extent
@@ -83,7 +83,3 @@ def _bordered(position: int, length: int, border: str) -> int:
     last = length - 1
     nearest = min(max(position, 0), last)
     return nearest if border == "replicate" else 2 * nearest - position
-
-
-def _positions(spans: Spans) -> list[int]:
-    return [s.start + i * s.step for s in spans for i in range(s.count)]

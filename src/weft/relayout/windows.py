@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from .._caching import cached
 from ..declare.traffic import Traffic
-from ..errors import ShapeError, did_you_mean
+from ..errors import ShapeError
 from ..plan.order import Span, Spans, count, join
 from .plan import Overlap, Paths, Redistribution, Sizes
 
@@ -201,16 +201,6 @@ def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
             ends.append(Span(start, n, -1))
     spans = (ends[0], Span(inside.start, len(inside)), ends[1])
     return tuple(s for s in spans if s.count)
-
-
-def check_border(border: object) -> str:
-    """A border by its name.
-
-    Raises `ShapeError` for any other.
-    """
-    if border not in BORDERS:
-        raise ShapeError(f"border {border!r:.80}{did_you_mean(str(border), BORDERS)}")
-    return str(border)
 
 
 @dataclass(frozen=True)
@@ -397,7 +387,6 @@ __all__ = [
     "Wanted",
     "Windows",
     "bordered",
-    "check_border",
     "cut_run",
     "nothing",
     "plan_ranges",

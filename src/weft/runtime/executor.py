@@ -189,13 +189,14 @@ class _Forward(TileRun):
         partial.come(self.tile.roots(source, t.source), receive.low + first, lse, out)
 
     def _block(self, block: BlockSteps) -> None:
-        if not (block.works or block.leaves):
-            return
         if block.leaves:
             self._leaves(block)
             return
+        works = self.views.chosen_works(block)
+        if not works:
+            return
         qkv = *self._joined(Payload.Q, block.queries), *self._keys(block.keys)
-        for work in block.works:
+        for work in works:
             out, lse = self._computed(block, work, qkv)
             for number, low, high, rows in work.of_queries:
                 partial = self._partial(number)
@@ -327,7 +328,8 @@ class _Backward(TileRun):
         self.dbias[entries, :, rows[:, None], columns] += ds
 
     def _block(self, block: BlockSteps) -> None:
-        works = block.works or [work for _, works in block.leaves for work in works]
+        works = self.views.chosen_works(block)
+        works = works or tuple(work for _, works in block.leaves for work in works)
         if not works:
             return
         of_rows = self._joined(Payload.Q, block.queries)

@@ -17,7 +17,7 @@ from ..plan.call import Call
 from ..plan.order import bounds, cut_spans, positions
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.sides import Side
-from ..plan.steps import Ranges, rows_by_chunk
+from ..plan.steps import BlockSteps, KernelWork, Ranges, rows_by_chunk
 from ..plan.tiles import Group, KernelCall, Kind
 
 #: For how many plans a mask that is a function keeps the block masks of kernels.
@@ -195,13 +195,48 @@ class Views:
         kind, numbers = self.plan.problem.choice, self.numbers
         if kind is None or numbers is None:
             return None
-        rows = self._in_tile(block.q, call.q0, call.q1, Side.QUERY)
-        numbers = numbers if call.samples is None else numbers[slice(*call.samples)]
-        numbers = numbers.index_select(2, rows)
+        numbers = self._of_rows(numbers, block, call)
         if self._choosers is not None:
             numbers = numbers.index_select(1, self._choosers)
         first, last = bounds(cut_spans(block.kv_spans, call.k0, call.k1))
         return chosen(numbers, kind.block, k, first, last)
+
+    def _of_rows(self, numbers: Tensor, block: BlockPlan, call: KernelCall) -> Tensor:
+        """The numbers (b r n K) of the rows of a call."""
+        rows = self._in_tile(block.q, call.q0, call.q1, Side.QUERY)
+        numbers = numbers if call.samples is None else numbers[slice(*call.samples)]
+        return numbers.index_select(2, rows)
+
+    def chosen_works(self, block: BlockSteps) -> tuple[KernelWork, ...]:
+        """The kernel calls of a block, without those of which no row chose a key."""
+        skipped = self._without_keys
+        return (
+            tuple(w for w in block.works if id(w.group) not in skipped) if skipped else block.works
+        )
+
+    @functools.cached_property
+    def _without_keys(self) -> frozenset[int]:
+        """Groups of kernel calls of the pass, by identity, of which no row chose a key.
+
+        By the numbers between a call's first and last key. Read at once for all calls, and only
+        where the host need not wait for it: not on a GPU, unless the numbers are checked anyway.
+        """
+        kind, numbers = self.plan.problem.choice, self.numbers
+        if kind is None or numbers is None:
+            return frozenset()
+        if numbers.device.type != "cpu" and not kind.check:
+            return frozenset()
+        groups, flags = [], []
+        for block in map(self.tile.block, self.tile.program.blocks):
+            for group in block.groups:
+                call = group.calls[0]
+                first, last = bounds(cut_spans(block.kv_spans, call.k0, call.k1))
+                rows = self._of_rows(numbers, block, call)
+                there = (rows >= first // kind.block) & (rows <= last // kind.block)
+                groups.append(id(group))
+                flags.append(there.any())
+        kept = torch.stack(flags).tolist() if flags else []
+        return frozenset(group for group, has_keys in zip(groups, kept) if not has_keys)
 
     @functools.cached_property
     def _choosers(self) -> Tensor | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from einops import reduce
 from torch import Tensor
 
 from ..attention import attention
@@ -171,5 +172,6 @@ def gradient_rounding(case: Case, full: Mapping[str, Tensor]) -> dict[str, float
     terms = dout.abs() @ v.abs().mT + (dout * out).abs().sum(-1, keepdim=True)
     terms = terms + difference * (q.abs() @ k.abs().mT) * scale
     ds = torch.finfo(accumulate_dtype(case.dtype)).eps * scale * p * terms
-    bounds = {"dq": ds @ k.abs(), "dk": (ds.mT @ q.abs()).unflatten(1, (-1, groups)).sum(2)}
+    dk = reduce(ds.mT @ q.abs(), "b (g h) m d -> b g m d", "sum", h=groups)
+    bounds = {"dq": ds @ k.abs(), "dk": dk}
     return {name: t.max().item() if t.numel() else 0.0 for name, t in bounds.items()}

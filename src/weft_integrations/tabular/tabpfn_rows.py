@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from einops import rearrange
 from torch import Tensor, nn
 
 from weft.attention import attention
@@ -61,7 +62,8 @@ class QueriesFrom(Mask):
 
 def heads(attn: Foreign, part: str, x: Tensor) -> Tensor:
     """Queries ("q"), keys ("k") or values ("v"), (b n h d), normalised where the model does."""
-    split = getattr(attn, f"{part}_projection")(x).unflatten(-1, (-1, attn.head_dim))
+    projected = getattr(attn, f"{part}_projection")(x)
+    split = rearrange(projected, "b n (h d) -> b n h d", d=attn.head_dim)
     norm = getattr(attn, f"{part}_norm", None)
     return split if norm is None else norm(split)
 

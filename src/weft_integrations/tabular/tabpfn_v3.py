@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from einops import rearrange
 from torch import Tensor, nn
 
 from weft.errors import UnsupportedError
@@ -54,10 +55,9 @@ class InducedRows(Attends):
                 "chunkwise inference and key/value caches: call the model with "
                 "PerformanceOptions(use_chunkwise_inference=False) and without caches"
             )
-        tables, _, columns, _ = x.shape
-        flat = x.transpose(1, 2).flatten(0, 1)  # b r e
+        flat = rearrange(x, "b r c e -> (b c) r e")
         out = self.cross_attn_block2(flat, self._hidden(flat, single_eval_pos))
-        return out.unflatten(0, (tables, columns)).transpose(1, 2).contiguous(), None
+        return rearrange(out, "(b c) r e -> b r c e", c=x.shape[2]).contiguous(), None
 
     def _hidden(self, x: Tensor, train: TrainRows) -> Tensor:
         """The inducing points after attending the training rows of all ranks: (b i e)."""

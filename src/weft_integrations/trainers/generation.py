@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from einops import repeat
 from torch import Tensor
 
 from weft._torch import one_dim
@@ -67,8 +68,8 @@ def with_generation(cls: type, layout: Layout, group: ContextGroup) -> type:
         def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
             rewards = super()._calculate_rewards(*args, **kwargs)  # of all ranks
             self._rewards = once_per_group(group, rewards)
-            copies = self._rewards.unflatten(0, (group.count, 1, -1))
-            return copies.expand(-1, group.size, -1, -1).flatten(0, 2)
+            sizes = {"g": group.count, "s": group.size}
+            return repeat(self._rewards, "(g n) k -> (g s n) k", **sizes)
 
         def _generate_and_score_completions(self, inputs: list) -> Any:
             scored_inputs = super()._generate_and_score_completions(inputs)

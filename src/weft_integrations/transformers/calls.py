@@ -6,9 +6,10 @@ gathered.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,11 +61,13 @@ from .whole import (
     takes_block_types,
 )
 
-#: What ranks of a context group compare before each call.
+#: What ranks of a context group compare in each call.
 _ROWS = (
     "a call of a model with rows='whole' (all ranks of a context group pass the same rows, whole, "
     "and hold the same weights)"
 )
+#: What they compare at the end of a backward pass.
+_BACKWARD = "a backward pass through the outputs of a model with rows='whole'"
 _NO_LAST_STATES = (
     "recurrent states: its layers, or this version of transformers, do not take the states of split"
     " rows"
@@ -102,6 +105,8 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
     if call is None or call.model is not module:
         return None  # refused before it began
     call.scope.close()
+    if output is not None and call.conclude is not None:
+        call.conclude()
     if output is not None and call.seam == "ahead":
         raise UnsupportedError(
             f"{type(module).__name__}: its text decoder was not called in a call with images, so"
@@ -169,7 +174,9 @@ class Calls:
         self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         self.leaves_padding_out = leaves_padding_out(model)
         self.block_types = takes_block_types(model)
-        self.entered, self.all_weights = consistency.Entered(), consistency.AllWeights()
+        self.entered = consistency.Entered(self._compare_gradients)
+        self.all_weights = consistency.AllWeights()
+        self.generating = False  # tokens, of which a call gets one that the call before made
         self.warned: set[str] = set()
 
     @outside_graphs
@@ -178,36 +185,44 @@ class Calls:
         kwargs = dict(zip(self.names, args)) | kwargs
         refused.exported(type(module).__name__, kwargs)
         call: ModelCall | WeftError
-        state = consistency.NOTHING
+        compared = consistency.Compared()
         try:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
             refused.replaced_layers([*self.recurrent, *self.of_rows])
+            compared = self._compared(module, kwargs)
             if self.whole:
-                state = consistency.state(module, kwargs, self.entered, self.all_weights)
                 call, kwargs = self._of_whole_rows(kwargs, module)
             else:
                 call = self._of_local_rows(kwargs, module)
         except WeftError as error:
             call = error
-        channel = Channel(self.layout.bound, (), 0, "alone", str)
+        channel, state = Channel(self.layout.bound, (), 0, "alone", str), consistency.NOTHING
         if self.layout.moves(self.axis):
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
-            verdict = f"labels {labelled}"
+            verdict, kind = f"labels {labelled}", None
             if isinstance(call, WeftError):
                 verdict = f"refused: {call}"
-            elif self.whole:
-                verdict = f"{verdict}; {state.text}; {call.how}"
-            elif all_weights := self.all_weights.described(module):
-                verdict = f"{verdict}; {all_weights}"
-            channel = self.agree(_ROWS if self.whole else "a call of the model", verdict, state)
+            elif compared.ahead:
+                kind = number_of(f"a call {type(module).__name__} {call.held} {call.replicated}")
+                verdict = f"{verdict}; {compared.described}"
+                call.conclude = functools.partial(self._conclude, call, compared)
+            else:
+                state = compared.arrive()
+                verdict = f"{verdict}; {state.text}".removesuffix("; ")
+            if self.whole and not isinstance(call, WeftError):
+                verdict = f"{verdict}; {call.how}"
+            channel = self.agree(self._subject, verdict, state, kind)
+        elif self.whole:
+            state = compared.arrive()
         if isinstance(call, WeftError):
             raise call
-        if call.cache is not None:
+        if call.cache is not None and call.conclude is None:
             call.cache.record(state.text)
+        if call.cache is not None:
             split = None if call.held else call.length
             call.scope.enter_context(call.cache.during(split, channel))
         self._open(call, module)
@@ -297,22 +312,62 @@ class Calls:
         self._open(ModelCall(self.layout, self.axis, replicated=reason), part)
 
     def agree(
-        self, label: str, verdict: str, state: consistency.GroupState = consistency.NOTHING
+        self,
+        label: str,
+        verdict: str,
+        state: consistency.GroupState = consistency.NOTHING,
+        kind: int | None = None,
     ) -> Channel:
         """Raise on all ranks of a context group unless all come here with the same.
 
         A verdict, in words, begins with "refused" where this rank refuses; numbers of `state` may
-        be close. The channel is the one by which they compare it.
+        be close. The channel is the one by which they compare it. With a `kind`, on which ranks
+        agreed before, they raise when the next pass begins, before its messages.
         """
         transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
         numbers = any(state.numbers)
         vote = number_of(f"{verdict} {numbers}")
         common = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
-        channel = Channel(*common, subject=label)
-        if not channel.agrees() or numbers:
+        channel = Channel(*common, kind=kind, subject=label)
+        if kind is not None and not numbers:
+            channel.finish()
+        elif not channel.agrees() or numbers:
             every = channel.exchange(state.numbers)
             consistency.check_close(every, state.names, transport.world_ranks)
         return channel
+
+    @property
+    def _subject(self) -> str:
+        return _ROWS if self.whole else "a call of the model"
+
+    def _compared(self, module: Foreign, kwargs: dict) -> consistency.Compared:
+        """The state that ranks compare in a call."""
+        if not self.whole:
+            return consistency.of_local_rows(module, self.all_weights)
+        caches = (kwargs.get(n) for n in CACHES)
+        held = any(isinstance(c, ShardedCache) and c.get_seq_length() for c in caches)
+        if self.generating and held:
+            return consistency.of_tokens(kwargs)
+        return consistency.of_call(module, kwargs, self.all_weights)
+
+    def _conclude(self, call: ModelCall, compared: consistency.Compared) -> None:
+        """Compare the state of a call that a GPU makes: all is launched, and nothing handed out."""
+        state = compared.arrive()
+        if call.cache is not None:
+            call.cache.record(state.text)
+        verdict = state.text or "no weights"
+        if (error := call.check_masks()) is not None:
+            verdict = f"refused: {error}"
+        kind = number_of("tokens") if self.generating and call.held and error is None else None
+        self.agree(self._subject, verdict, state, kind)
+        if error is not None:
+            raise error
+
+    def _compare_gradients(self, arrive: Callable[[], consistency.GroupState]) -> None:
+        """At the end of a backward pass, before an optimizer uses its gradients."""
+        if self.layout.moves(self.axis):
+            state = arrive()
+            self.agree(_BACKWARD, state.text, state)
 
     def _of_local_rows(self, kwargs: dict, module: Foreign) -> ModelCall:
         batch = kwargs.pop("weft", None)

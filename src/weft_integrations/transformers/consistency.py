@@ -1,17 +1,20 @@
 """Checks that the ranks of a context group make the same call on the same full rows.
 
 They pass the same rows, hold the same weights, and compute the same loss of the same outputs. Ids
-and a few weights are compared bit by bit before every call, and all weights in the first call, in
+and a few weights are compared bit by bit in every call, and all weights in the first call, in
 every 64th, and where the model was put into train or eval mode; embeddings, and the gradients that
-entered the outputs of the previous call, by their norms and a few products, as ranks may round
-otherwise.
+enter the outputs, by their norms and a few products, as ranks may round otherwise.
+
+On a CPU a call is compared before it begins. A GPU, which the CPU runs ahead of, copies what is
+compared to page-locked memory as it begins the call, and ranks compare it when all of the call is
+launched, before they hand out its outputs: the GPU is never waited for while it has nothing to do.
+Gradients are compared when all of their backward pass is launched, before an optimizer uses any.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.comm.consistency import digest_of_all, fingerprint, probe
+from weft._digest import number_of
+from weft._torch import at_end_of_backward, backward_pass
+from weft._uploads import download
+from weft.comm.consistency import bits_of, fingerprint, probe, sums_of_bits
 from weft.comm.once_differentiable import once
 from weft.errors import ShapeError
 
@@ -27,22 +33,79 @@ from weft.errors import ShapeError
 _SAME = 1e-2
 #: Numbers of an entering gradient, and of a weight, that ranks compare; of rows it is all.
 _LOOKED_AT, _OF_A_WEIGHT = 1 << 22, 64
+#: Up to so many numbers are copied to the CPU as they are: nothing is launched to digest them.
+_COPIED = 1024
+#: Backward passes, of which some failed, whose gradients are kept.
+_PASSES = 8
+#: The name under which gradients are compared.
+GRADIENTS = "entered gradients"
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """State of a rank that is compared with the other ranks of its context group.
+
+    Attributes:
+        text: state with the same bits: integer rows, and a few weights.
+        names: state that agrees to rounding: entering gradients, and real-valued rows.
+        numbers: six for each: how many tensors, and the probe of `weft.comm.consistency`.
+    """
+
+    text: str = ""
+    names: tuple[str, ...] = ()
+    numbers: tuple[float, ...] = ()
+
+
+NOTHING = GroupState()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """State of a rank that is compared in a call.
+
+    Attributes:
+        described: the part that the CPU knows at once, in words that are the same on every rank.
+        ahead: whether a GPU makes the rest, which the CPU runs ahead of.
+        arrive: waits for the rest.
+    """
+
+    described: str = ""
+    ahead: bool = False
+    arrive: Callable[[], GroupState] = lambda: NOTHING
 
 
 @dataclass(eq=False)
 class Entered:
-    """Probes of the gradients that entered the outputs of earlier calls, since the last vote."""
+    """Gradients that enter the outputs of calls in a backward pass.
 
-    probes: list[Tensor] = field(default_factory=list)
+    At the end of the pass `compare` is given their state.
+    """
+
+    compare: Callable[[Callable[[], GroupState]], None]
+    begun: dict[int, list[Callable[[], list[float]]]] = field(default_factory=dict)
 
     def record(self, grad: Tensor) -> None:
-        """Keep the probe of an entering gradient."""
-        self.probes.append(probe(grad.reshape(-1)[:_LOOKED_AT]))
+        """Take an entering gradient into the comparison of this backward pass."""
+        number = backward_pass()
+        if number not in self.begun:
+            self.begun[number] = []
+            at_end_of_backward(lambda: self.compare(self.take(number)))
+            while len(self.begun) > _PASSES:
+                self.begun.pop(next(iter(self.begun)))
+        numbers, finish = _sketch(grad.reshape(-1)[:_LOOKED_AT])
+        begun = download([numbers])
+        self.begun[number].append(lambda: finish(*begun()))
 
-    def take(self) -> list[Tensor]:
-        """The probes, and forget them."""
-        probes, self.probes = self.probes, []
-        return probes
+    def take(self, number: int) -> Callable[[], GroupState]:
+        """The state to compare of a backward pass, once it has arrived."""
+        begun = self.begun.pop(number, [])
+
+        def arrive() -> GroupState:
+            probes = [probe_of() for probe_of in begun]
+            numbers = (float(len(probes)), *map(sum, zip(*probes)))
+            return GroupState(GRADIENTS, (GRADIENTS,), numbers)
+
+        return arrive
 
 
 class _Recorded(torch.autograd.Function):
@@ -74,59 +137,86 @@ class AllWeights:
     calls: int = 0
     training: bool | None = None
 
-    def described(self, model: nn.Module) -> str:
-        """The digest of all plain weights in words where it is due, else nothing."""
+    def due(self, model: nn.Module) -> list[Tensor]:
+        """Sums of all plain weights, one row per device, in a call that compares them."""
         due = self.calls % EVERY == 0 or model.training != self.training
         self.calls, self.training = self.calls + 1, model.training
-        if not due:
-            return ""
-        digest = int(digest_of_all(filter(_is_plain, model.parameters())))
-        return f"all weights [{digest & 0xFFFFFFFF:08x}]"
+        return sums_of_bits(filter(_is_plain, model.parameters())) if due else []
 
 
-@dataclass(frozen=True)
-class GroupState:
-    """State of a rank that is compared with the other ranks of its context group.
-
-    Attributes:
-        text: state with the same bits: integer rows, and a few weights.
-        names: state that agrees to rounding: entering gradients, and real-valued rows.
-        numbers: six for each: how many tensors, and the probe of `weft.comm.consistency`.
-    """
-
-    text: str
-    names: tuple[str, ...]
-    numbers: tuple[float, ...]
-
-
-NOTHING = GroupState("", (), (0.0,) * 6)
-
-
-def state(
-    model: nn.Module, kwargs: Mapping[str, Any], entered: Entered, weights_of: AllWeights
-) -> GroupState:
-    """The state of this rank before a call; forgets the gradients that entered.
-
-    All that is compared is read at once: a GPU is waited for a single time.
-    """
-    tensors = dict(_tensors(kwargs))
-    real = {n: t for n, t in tensors.items() if t.is_floating_point()}
+def of_call(model: nn.Module, kwargs: Mapping[str, Any], weights_of: AllWeights) -> Compared:
+    """The state of a call with full rows: those, a few weights, at times all of them."""
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
-    weights = [fingerprint(p.detach().reshape(-1)[:_OF_A_WEIGHT]) for p in chosen]
-    integers = [t for n, t in tensors.items() if n not in real]
-    marks = [mark & 0xFFFFFFFF for mark in (*map(fingerprint, integers), *weights)]
-    gradients, probes = entered.take(), [probe(_folded(t)) for t in real.values()]
-    read = _read([*marks, *gradients, *probes])
-    found = [read[len(marks) :][: len(gradients)], read[len(marks) + len(gradients) :]]
-    left = iter([f"{int(mark):08x}" for (mark,) in read[: len(marks)]])
-    rows = [f"{n} {tuple(t.shape)} {'' if n in real else next(left)}" for n, t in tensors.items()]
-    rows += [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
-    numbers = [float(len(gradients)), *map(sum, zip(*found[0] or [[0.0] * 5]))]
-    for numbers_of in found[1]:
-        numbers += [1.0, *numbers_of]
-    text = f"{', '.join(rows)}; weights {' '.join([*left, weights_of.described(model)])}"
-    return GroupState(text.rstrip(), tuple(real), tuple(numbers))
+    heads = [bits_of(p.detach().reshape(-1)[:_OF_A_WEIGHT]).long() for p in chosen]
+    return _of(kwargs, heads, weights_of.due(model))
+
+
+def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
+    """The state of a token of `generate`, which made the rest of the same tokens."""
+    names = "input_ids", "inputs_embeds"
+    return _of({n: kwargs[n] for n in names if kwargs.get(n) is not None}, [], [])
+
+
+def _of(kwargs: Mapping[str, Any], heads: list[Tensor], every: list[Tensor]) -> Compared:
+    """The state of rows, of the first numbers of weights, and of sums of all weights."""
+    tensors = dict(_tensors(kwargs))
+    real = {n: t for n, t in tensors.items() if t.is_floating_point()}
+    integers = {n: t for n, t in tensors.items() if n not in real}
+    shapes = {n: tuple(t.shape) for n, t in tensors.items()}
+    plain = [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
+    marks = [*map(_mark, integers.values()), *heads, *every]
+    sketches = [_sketch(_folded(t)) for t in real.values()]
+    begun = download([*marks, *(numbers for numbers, _ in sketches)])
+
+    def arrive() -> GroupState:
+        arrived = iter(begun())
+        bits = [f"{number_of(str(next(arrived))) & 0xFFFFFFFF:08x}" for _ in marks]
+        left = iter(bits)
+        rows = [f"{n} {shapes[n]} {'' if n in real else next(left)}" for n in tensors]
+        weights = [next(left) for _ in heads]
+        if every:
+            weights.append(f"all weights [{' '.join(left)}]")
+        numbers: list[float] = []
+        for _, finish in sketches:
+            numbers += [1.0, *finish(next(arrived))]
+        text = f"{', '.join([*rows, *plain])}; weights {' '.join(weights)}"
+        return GroupState(text.rstrip(), tuple(real), tuple(numbers))
+
+    described = ", ".join([*(f"{n} {shape}" for n, shape in shapes.items()), *plain])
+    return Compared(described, runs_ahead([*tensors.values(), *marks]), arrive)
+
+
+def of_local_rows(model: nn.Module, weights_of: AllWeights) -> Compared:
+    """The state of a call with rows of a rank: at times all weights."""
+    every = weights_of.due(model)
+    begun = download(every)
+
+    def arrive() -> GroupState:
+        marks = [f"{number_of(str(row)) & 0xFFFFFFFF:08x}" for row in begun()]
+        return GroupState(f"all weights [{' '.join(marks)}]" if marks else "")
+
+    return Compared("all weights" if every else "", runs_ahead(every), arrive)
+
+
+def runs_ahead(tensors: Sequence[Tensor]) -> bool:
+    """True if the CPU runs ahead of a device that makes some of these tensors."""
+    return any(t.is_cuda for t in tensors)
+
+
+def _mark(tensor: Tensor) -> Tensor:
+    """Integers that tell a tensor of integers from others: few are their own mark."""
+    few = tensor.numel() <= _COPIED
+    return bits_of(tensor).long() if few else fingerprint(tensor)
+
+
+def _sketch(tensor: Tensor) -> tuple[Tensor, Callable[[list[float]], list[float]]]:
+    """Numbers to copy to the CPU, and a function that makes the tensor's probe of them there."""
+    if tensor.numel() > _COPIED:
+        return probe(tensor), list
+    numbers = tensor.detach().contiguous().reshape(-1)
+    numbers = torch.view_as_real(numbers).reshape(-1) if numbers.is_complex() else numbers
+    return numbers.double(), lambda few: probe(torch.tensor(few, dtype=torch.float64)).tolist()
 
 
 def _folded(tensor: Tensor) -> Tensor:
@@ -160,18 +250,6 @@ def _tensors(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
             yield from _tensors({str(i): item for i, item in enumerate(value)}, f"{path}.")
 
 
-def _read(tensors: Sequence[Tensor]) -> list[list[float]]:
-    """The numbers of small tensors, which fp64 holds; waits once for each device."""
-    numbers: list[list[float]] = [[] for _ in tensors]
-    for device in {t.device for t in tensors}:
-        places = [i for i, t in enumerate(tensors) if t.device == device]
-        parts = [tensors[i].reshape(-1).double() for i in places]
-        flat = iter(torch.cat(parts).tolist())
-        for i, part in zip(places, parts):
-            numbers[i] = [*itertools.islice(flat, part.numel())]
-    return numbers
-
-
 def _is_plain(p: Tensor) -> bool:
     return not isinstance(p, DTensor) and not p.is_meta and p.numel() > 0
 
@@ -183,21 +261,21 @@ def check_close(
 
     `every` has the numbers of each rank's `GroupState`, `ranks` their numbers in the world.
     """
-    for index, name in enumerate(["", *names]):
+    for index, name in enumerate(names):
         group = {r: numbers[6 * index : 6 * index + 6] for r, numbers in every.items()}
         first = next(iter(group.values()))
         if all(_close(first, other) for other in group.values()):
             continue
         norms = {ranks[r]: f"{norm:.6g}" for r, (_, norm, *_) in group.items()}
-        if name:
+        if name != GRADIENTS:
             raise ShapeError(
                 f"{name} differs between the ranks of a context group, which pass the"
                 f" same rows; norms by rank: {norms}"
             )
         raise ShapeError(
-            "the gradients that entered the outputs of the model's previous call differ between"
-            " the ranks of its context group, which pass the same rows and must compute the"
-            " same loss of them: the inputs of the loss (advantages, rewards, reference"
+            "the gradients that entered the outputs of the model differ between the ranks of its"
+            " context group, which pass the same rows and must compute the same loss of their"
+            " outputs: the inputs of the loss (advantages, rewards, reference"
             f" log-probabilities, weights of samples) differs; norms by rank: {norms}"
         )
 

@@ -38,7 +38,12 @@ def generate(self: Foreign, *args: Any, **kwargs: Any) -> Any:
     stock, name = _own(self), f"{type(self).__name__}.generate"
     with refused_everywhere(self._weft.calls.refuse):
         kwargs = _with_cache(self, stock, args, kwargs, name)
-    result = stock(*args, **kwargs)
+    calls = self._weft.calls
+    before, calls.generating = calls.generating, True
+    try:
+        result = stock(*args, **kwargs)
+    finally:
+        calls.generating = before
     _agree(self, result, name)
     return result
 

@@ -28,7 +28,7 @@ from .compressed import attend_with_entries
 from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
 from .masks import behind, is_known, looks_for_documents, translate
-from .running import cache_of_call, running
+from .running import ModelCall, cache_of_call, refused_mask, running
 from .seam import crosses, is_padding
 
 NAME = "weft"
@@ -122,15 +122,12 @@ def attend(
         return sdpa_attention_forward(
             module, query, key, value, whole, scaling=scaling, is_causal=False
         )
-    if _leaves_nothing_out(attention_mask, query.shape[2]):
+    if _leaves_nothing_out(call, name, attention_mask, query.shape[2]):
         attention_mask, is_causal = None, False
     if attention_mask is None:
         attention_mask = _without_mask(module, query, is_causal, sliding_window)
     if not isinstance(attention_mask, Sharded | OfCache | Weighed):
-        raise UnsupportedError(
-            f"{name} passes a mask of type {type(attention_mask).__name__}; weft takes only masks "
-            "it can place: causal, sliding windows, chunks, documents, padding"
-        )
+        raise UnsupportedError(refused_mask(name, attention_mask))
     where, choice = attention_mask, _choice(module, indices, block_indices)
     if isinstance(where, Weighed):
         scaling = decoding.scale_of(query, scaling)
@@ -175,13 +172,15 @@ def _choice(module: Foreign, tokens: Tensor | None, blocks: Tensor | None) -> Ch
     return None
 
 
-def _leaves_nothing_out(mask: Any, tokens: int) -> bool:
+def _leaves_nothing_out(call: ModelCall | None, layer: str, mask: Any, tokens: int) -> bool:
     """True for an additive mask of zeros (b, 1, 1, n), of a model that makes its own of padding.
 
     Padding itself is in the call's batch, and the model gets none.
     """
     of_keys = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1:] == (1, 1, tokens)
-    return of_keys and mask.is_floating_point() and not mask.any()
+    if not of_keys or not mask.is_floating_point():
+        return False
+    return not mask.any() if call is None else call.leaves_nothing_out(mask, layer)
 
 
 def _without_mask(

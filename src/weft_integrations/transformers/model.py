@@ -63,8 +63,8 @@ def parallelize_transformers(
     `layout.sync_gradients(model)`. Documents (`cu_seq_lens_q`, or position ids that start anew),
     padding on either side, `shift_labels` and `num_items_in_batch` mean the same as in
     transformers. Ranks compare digests of the rows, of a few weights and of the gradients that
-    entered the previous call's outputs: other rows, weights that nobody averages and losses that
-    differ are an error on every rank.
+    enter the outputs: other rows, weights that nobody averages and losses that differ are an error
+    on every rank, in that call or backward pass.
 
     `model.generate` is transformers' own, with a `ShardedCache` of which every rank holds a part:
     prompts are split over ranks, and then every rank computes every new token, attends to its own
@@ -146,8 +146,8 @@ def parallelize_transformers(
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
             layout without the axis, that splits heads, or whose keys are split otherwise than its
             queries; full rows on a layout that splits something else than the tokens.
-        ShapeError: on every rank, in a call with full rows: rows, weights or the gradients that
-            entered the previous call's outputs differ within the context group.
+        ShapeError: on every rank, in a call with full rows or its backward pass: rows, weights or
+            the gradients that entered the outputs differ within the context group.
 
     Example::
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from weft._uploads import download
 from weft.carry.pieces import LocalPieces
 from weft.choice import ChosenKeys
 from weft.errors import DeclarationError, UnsupportedError
@@ -30,6 +31,14 @@ from .rows import Outputs
 
 #: Scores (rows, heads, keys) of an indexer that exist at once.
 AT_ONCE = 1 << 26
+
+
+def refused_mask(layer: str, mask: object) -> str:
+    """The refusal of a layer's mask, in words."""
+    return (
+        f"{layer} passes a mask of type {type(mask).__name__}; weft takes only masks "
+        "it can place: causal, sliding windows, chunks, documents, padding"
+    )
 
 
 @dataclass(frozen=True)
@@ -81,6 +90,28 @@ class ModelCall:
     spread: bool = False  # features are those of this rank's tokens
     made_mask: Mark | None = None  # that the model made ahead of its decoder
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    conclude: Callable[[], None] | None = None  # compares what a GPU makes, when all is launched
+    #: masks that should leave nothing out, the first layer that got each, and whether they do not
+    empty_masks: list[tuple[Tensor, str, Callable[[], bool]]] = field(default_factory=list)
+
+    def leaves_nothing_out(self, mask: Tensor, layer: str) -> bool:
+        """True if an additive mask is all zeros: asked once of the tensor that all layers get.
+
+        Where the CPU runs ahead of a GPU it is taken to be, and `check_masks` says if it was not.
+        """
+        hides = next((hides for given, _, hides in self.empty_masks if given is mask), None)
+        if hides is None:
+            begun = download([mask.any().long()])
+            hides = functools.cache(lambda: bool(begun()[0][0]))
+            self.empty_masks.append((mask, layer, hides))
+        return self.conclude is not None or not hides()
+
+    def check_masks(self) -> UnsupportedError | None:
+        """The error of a mask that was taken to leave nothing out, and does."""
+        for mask, layer, hides in self.empty_masks:
+            if hides():
+                return UnsupportedError(refused_mask(layer, mask))
+        return None
 
     @property
     def whole(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from weft._caching import cached
@@ -93,11 +94,12 @@ class PairBiasedAttention(nn.Module):
         length = square_length(self.layout, self.axes, pair, lengths, wrong, shared)
         q = self.query(single)
         k, v = self.key_value(self._of_columns(single, length)).chunk(2, -1)
-        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in (q, k, v))
-        tile = self.bias(self.norm(pair)).permute(0, 3, 1, 2).contiguous()  # b h rows columns
+        q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=self.heads) for t in (q, k, v))
+        tile = rearrange(self.bias(self.norm(pair)), "b n m h -> b h n m").contiguous()
         one = Layout.single()
         out = self._merged(*attention(q, k, v, one, _AXIS, return_lse=True, bias=tile))
-        return self.out(out.transpose(1, 2).flatten(2) * torch.sigmoid(self.gate(single)))
+        out = rearrange(out, "b h n d -> b n (h d)")
+        return self.out(out * torch.sigmoid(self.gate(single)))
 
     def _wrong(self, single: Tensor, pair: Tensor) -> str:
         """The error in single vectors next to a pair tensor, or an empty text."""

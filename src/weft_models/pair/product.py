@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft._torch import outside_graphs
 from weft.comm import Transport
 from weft.comm.once_differentiable import once
 from weft.kernels import accumulate_dtype
@@ -18,6 +19,7 @@ from .plan import ProductPlan, factors
 _PAIR = (1, 2)  # the dims of a pair tensor (b x y c) that are placed
 
 
+@outside_graphs
 def sharded_product(
     left: Tensor, right: Tensor, equation: str, plan: ProductPlan, transport: Transport
 ) -> Tensor:
@@ -90,6 +92,7 @@ def _einsum(equation: str, left: Tensor, right: Tensor) -> Tensor:
     return torch.einsum(f"Z{x}C,Z{y}C->Z{z}C", left, right)
 
 
+@outside_graphs
 def boxed(x: Tensor, plan: Redistribution, shape: tuple[int, int], transport: Transport) -> Tensor:
     """This rank's box of a pair tensor (b x y c); backward adds all gradients of its entries.
 

@@ -7,15 +7,18 @@ prediction updates it along triangles (i, j), (i, k), (j, k) (AlphaFold 2, suppl
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from weft._caching import cached
 from weft._digest import number_of
+from weft._torch import outside_graphs
 from weft.bias import Bias
 from weft.comm.channel import Channel
 from weft.declare.layout import LayoutDeclaration
@@ -37,6 +40,7 @@ from .product import boxed, sharded_product
 
 #: kind -> which axes of the factors and of the product are which objects
 EQUATIONS = {"outgoing": "ik,jk->ij", "incoming": "ki,kj->ij"}
+OF_RANKS = "ranks compare their calls of a module of pair tensors: compile without fullgraph=True"
 PAIR_AXES = ("batch", "rows", "columns", "embed")
 
 
@@ -258,7 +262,7 @@ class TriangleAttention(MultiAxisAttention):
         if count(spans) != heads:  # those that this rank computes with
             first = heads * index_at(layout.mesh, layout.shard_dims(HEADS), coords)
             values = values.index_select(-1, positions(spans, values.device) - first)
-        return list(values.permute(0, 3, 1, 2).contiguous().split(1))
+        return list(rearrange(values, "b n m h -> b h n m").contiguous().split(1))
 
 
 @cached(256)
@@ -293,6 +297,7 @@ def pair_axes(axes: Sequence[str]) -> tuple[str, str]:
     return axes[1], axes[2]
 
 
+@functools.partial(outside_graphs, reason=OF_RANKS)
 def square_length(
     layout: Layout,
     axes: Sequence[str],

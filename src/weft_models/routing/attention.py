@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, reduce
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -277,7 +278,7 @@ class _Run:
         mine = router.summaries("query", parts, q_heads)  # b h i s
         keys = router.summaries("key", key_parts, k_heads)  # b g j s
         keys = GatherBlocks.apply(keys, self.partition, self.transport, "summaries")  # b g J s
-        mine = mine.unflatten(1, (keys.shape[1], -1)).sum(2)
+        mine = reduce(mine, "b (g h) i s -> b g i s", "sum", g=keys.shape[1])
         logits = mine @ keys.mT / math.sqrt(router.summary_dim)  # b g i J, summed over its heads
         logits = self._mean_over_heads(logits, router.heads)
         visibility = self._visibility(q.device)
@@ -366,7 +367,8 @@ class _Run:
         bias = shares.gather(-1, slots.clamp_min(0)) / self.plan.scale
         first = torch.arange(slots.shape[-1], device=slots.device) == 0
         bias = torch.where(first, 0.0, bias).unsqueeze(-1)
-        bias = torch.where(valid, bias, lowest(keys.dtype)).permute(0, 2, 1, 3, 4).unsqueeze(-1)
+        bias = torch.where(valid, bias, lowest(keys.dtype))
+        bias = rearrange(bias, "b r i s l -> b i r s l 1")
         bias = bias.expand(-1, -1, bias.shape[2], -1, -1, -1)
         repeat = keys.shape[2] // bias.shape[2]
         bias = bias.repeat_interleave(repeat, 2) if repeat > 1 else bias
@@ -402,10 +404,11 @@ class _Run:
             [_padded(positions(self.queries[i], device), tall) for i in self.partition.own]
         )
         k = torch.stack([_padded(positions(s, device), self.partition.longest) for s in self.keys])
-        k = k[slots.clamp_min(0)].flatten(3)  # b r i s*l
+        k = rearrange(k[slots.clamp_min(0)], "b r i s l -> b r i 1 (s l)")
         zero = torch.zeros((), dtype=torch.int64, device=device)
-        seen = self.mask.allowed(zero, zero, q[:, :, None], k[:, :, :, None])
-        return (seen & valid.flatten(3).unsqueeze(3)).transpose(1, 2)
+        seen = self.mask.allowed(zero, zero, q[:, :, None], k)
+        seen = seen & rearrange(valid, "b r i s l -> b r i 1 (s l)")
+        return rearrange(seen, "b r i n k -> b i r n k")
 
     def _attention_weights(
         self, marked: Tensor, lengths: list[int], r: int
@@ -415,7 +418,8 @@ class _Run:
         mean = torch.stack([x.sum(2) / max(1, x.shape[2]) for x in rows], 2)
         peak = torch.stack([F.pad(x, (0, 0, 0, 1)).amax(2) for x in rows], 2)
         if r > 1 or self.routing.per_head:
-            return tuple(x.unflatten(1, (r, -1)).mean(2) for x in (mean, peak))
+            by_route = "b (r h) i s -> b r i s"
+            return reduce(mean, by_route, "mean", r=r), reduce(peak, by_route, "mean", r=r)
         parts = math.prod(self.plan.sizes[d] for d in self._head_dims())
         both = torch.stack([x.mean(1, keepdim=True) for x in (mean, peak)]) / parts
         return tuple(collectives.partial_to_invariant(both, self._head_dims(), self.transport))

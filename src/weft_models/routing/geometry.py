@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from weft.declare.routing import Routing
@@ -89,5 +90,5 @@ def block_partition(
 
 def wanted_blocks(partition: Partition, chosen: Tensor) -> Tensor:
     """Key blocks that ranks take (J, b, r, *sizes), where their query blocks chose (b, r, I, J)."""
-    by_rank = chosen.permute(3, 0, 1, 2).unflatten(3, (len(partition.counts), -1)).any(-1)
+    by_rank = rearrange(chosen, "b r (p i) j -> j b r p i", p=len(partition.counts)).any(-1)
     return by_rank.unflatten(3, partition.sizes) if partition.sizes else by_rank.squeeze(3)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from einops import reduce
 from torch import Tensor
 
 from weft.masks import Full, Mask
@@ -48,7 +49,7 @@ def routed_reference(
         [torch.stack([_dot(a, b, heads // groups) for b in ks], -1) for a in qs], -2
     )
     logits = logits / (math.sqrt(query_weight.shape[1]) * temperature)  # b h i j
-    logits = logits.unflatten(1, (routes, -1)).mean(2)
+    logits = reduce(logits, "b (r h) i j -> b r i j", "mean", r=routes)
     some, every = _seen_blocks(seen, query_blocks, key_blocks)
     eligible = some & ~torch.eye(*some.shape, dtype=torch.bool)
     if strict:

@@ -17,11 +17,11 @@ Shapes: b batch, r routes per sample (1, or one per key/value head), i and j blo
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 
 from weft._caching import cached
@@ -29,7 +29,7 @@ from weft._uploads import upload
 from weft.layout import Layout
 from weft.masks import Interval, Mask, is_empty
 from weft.nn.parameters import HeadWeight
-from weft.plan.order import Span, Spans, chunk_sizes, count, cut_spans
+from weft.plan.order import Span, Spans, chunk_sizes, count, cut_spans, is_ascending
 
 STATISTICS = 4
 CPU = torch.device("cpu")
@@ -130,7 +130,7 @@ def block_visibility(
 def _is_causal(mask: Mask, block: Spans) -> bool:
     """True if the tokens of a block see exactly those before them in memory, and themselves."""
     hulls = list(map(_hull, block))
-    return _ascending(block) and all(mask.diagonal(a, b) == 0 for a in hulls for b in hulls)
+    return is_ascending(block) and all(mask.diagonal(a, b) == 0 for a in hulls for b in hulls)
 
 
 @cached(1024)
@@ -140,10 +140,6 @@ def counted(mask: Mask, queries: Spans, device: torch.device = CPU) -> Tensor:
         return upload(counted(mask, queries), device)
     seen = [s for span in queries for s in _seen_by_all(mask, queries, span)]
     return torch.tensor(seen, dtype=torch.bool, device=CPU).nonzero().flatten()
-
-
-def _ascending(spans: Spans) -> bool:
-    return all(a.last < b.start for a, b in itertools.pairwise(spans))
 
 
 def _hull(span: Span) -> Interval:
@@ -197,7 +193,7 @@ def choose_keys(
 
 
 def _capped(scores: Tensor, top_k: int, cap: int) -> Tensor:
-    flat = scores.flatten(0, 1).flatten(1)
+    flat = rearrange(scores, "b r i j -> (b r) (i j)")
     rows, columns = scores.shape[2:]
     chosen = torch.zeros(len(flat), rows, columns, dtype=torch.bool, device=scores.device)
     order = flat.sort(dim=-1, descending=True, stable=True).indices

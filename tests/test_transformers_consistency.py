@@ -1,0 +1,242 @@
+"""Ranks of a context group compare a call: before it on a CPU, and behind its launch on a GPU.
+
+A GPU is stood in for by tensors that the CPU is said to run ahead of.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import weft
+from weft import parallelize
+from weft.errors import ShapeError, UnsupportedError, WeftError
+from weft.layout import Layout
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
+
+import transformers as hf
+
+from weft_integrations.transformers import ShardedCache, consistency, running, shard_batch
+
+RING = Layout.parse("tokens: ring=2")
+IDS = torch.arange(2, 48).view(2, 23)
+OTHER = IDS.flip(0)
+
+
+@pytest.fixture(autouse=True, params=["ahead", "along"])
+def ahead(request, monkeypatch) -> bool:
+    """Whether the CPU is said to run ahead."""
+    found = request.param == "ahead"
+    monkeypatch.setattr(consistency, "runs_ahead", lambda tensors: found and bool(tensors))
+    return found
+
+
+def built() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 97}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, **heads)).eval()
+
+
+MODEL = built()
+
+
+def on_both(step: Callable, rows: str = "whole") -> list:
+    """What `step(model, rank)` returns on both ranks, or the error that it raises."""
+
+    def work(layout: Layout) -> object:
+        model = parallelize(copy.deepcopy(MODEL), layout, verify=False, rows=rows)
+        try:
+            return step(model, layout.rank)
+        except WeftError as error:
+            return error
+
+    return weft.on_threads(RING, work, timeout=20)
+
+
+def raised(step: Callable, kind: type[WeftError], *words: str, rows: str = "whole") -> None:
+    for error in on_both(step, rows):
+        assert isinstance(error, kind), error
+        assert all(word in str(error) for word in words), error
+
+
+def once(model: nn.Module, ids: torch.Tensor, **options: object) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False, **options).logits
+
+
+def test_a_single_call_of_other_rows_hands_out_nothing() -> None:
+    def step(model, rank):
+        once(model, (IDS, OTHER)[rank])
+
+    raised(step, ShapeError, "input_ids (2, 23) ", "rank 0", "rank 1")
+
+
+def test_a_later_call_of_other_rows_hands_out_nothing() -> None:
+    for other in (OTHER, IDS[:, 1:]):
+
+        def step(model, rank, other=other):
+            once(model, IDS)
+            once(model, (IDS, other)[rank])
+
+        raised(step, ShapeError, "input_ids (2, 2", "rank 0", "rank 1")
+
+
+def test_other_embeddings_and_few_other_weights_are_found() -> None:
+    def embeddings(model, rank):
+        x = torch.ones(2, 23, 16) * (1 + 0.1 * rank)
+        with torch.no_grad():
+            model(inputs_embeds=x, use_cache=False)
+
+    raised(embeddings, ShapeError, "inputs_embeds differs", "norms by rank")
+
+    def weights(model, rank):
+        once(model, IDS)  # in which all weights are compared, as in no other of 64
+        with torch.no_grad():
+            next(model.parameters())[0, 0] += rank
+        once(model, IDS)
+
+    raised(weights, ShapeError, "; weights ")
+
+
+@pytest.mark.parametrize("rows", ["whole", "local"])
+def test_all_weights_are_compared_in_first_call(rows: str) -> None:
+    def step(model, rank):
+        with torch.no_grad():
+            next(model.parameters())[50, 7] += rank
+        if rows == "whole":
+            once(model, IDS)
+        else:
+            batch = shard_batch({"input_ids": IDS}, model._weft.layout)
+            with torch.no_grad():
+                model(**batch)
+
+    raised(step, ShapeError, "all weights [", rows=rows)
+
+
+def test_a_rank_that_refuses_ends_later_calls_on_all() -> None:
+    def step(model, rank):
+        once(model, IDS)
+        once(model, IDS, **({"weft": weft.Causal()} if rank else {}))
+
+    raised(step, WeftError, "refused: ")
+
+
+def test_gradients_that_differ_end_their_backward_pass(ahead: bool) -> None:
+    """An optimizer uses none of them; the first pass of equal ones runs through."""
+
+    def step(model, rank):
+        out = model(input_ids=IDS, labels=IDS)
+        out.loss.backward()
+        try:
+            (model(input_ids=IDS).logits[..., 0] * (1 + 0.1 * rank)).sum().backward()
+        except ShapeError as error:
+            return str(error)
+        return "none"
+
+    for text in on_both(step):
+        assert "the gradients that entered" in str(text), text
+        assert "norms by rank: {0: " in text
+
+
+def test_a_failed_backward_pass_leaves_nothing_to_the_next() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise RuntimeError("on both ranks")
+
+    def step(model, rank):
+        model.model.norm.register_forward_hook(lambda m, args, out: Failing.apply(out))
+        with pytest.raises(RuntimeError, match="on both ranks"):
+            ((1 + rank) * model(input_ids=IDS).logits[..., 0].sum()).backward()
+        model.model.norm._forward_hooks.clear()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        ((1 + rank) * model(input_ids=IDS, labels=IDS).loss).backward()
+
+    raised(step, ShapeError, "the gradients that entered")
+
+
+@pytest.mark.parametrize("tokens", [2, 6])
+def test_ranks_that_draw_other_tokens_are_told(tokens: int, ahead: bool) -> None:
+    """In the next token's call, and of the last token at the end of `generate`."""
+
+    class Drawn(hf.LogitsProcessor):
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def __call__(self, ids, scores):
+            first = ids.shape[1] < 23 + tokens - 1
+            chosen = torch.full_like(scores, -1.0)
+            chosen[:, 3 if first else 3 + self.rank] = 1.0
+            return chosen
+
+    calls = []
+
+    def step(model, rank):
+        model.register_forward_pre_hook(lambda *_: calls.append(rank))
+        options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        return model.generate(IDS, logits_processor=[Drawn(rank)], pad_token_id=0, **options)
+
+    words = ("input_ids (2, 1) ",) if tokens == 2 else ("tokens (2, 29)",)
+    raised(step, ShapeError, *words)
+    # The third call has other tokens; where the CPU runs ahead, the fourth call's vote says so.
+    assert len(calls) == 2 * (2 + ahead if tokens == 2 else 6)
+
+
+def test_tokens_of_generate_are_those_of_one_device(ahead: bool) -> None:
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    want = copy.deepcopy(MODEL).generate(IDS, **options)
+    histories = []
+
+    def step(model, rank):
+        cache = ShardedCache(model)
+        made = model.generate(IDS, cache=cache, **options)
+        histories.append(cache.history)
+        return torch.equal(made, want)
+
+    assert on_both(step) == [True, True]
+    assert histories[0] == histories[1] != 0
+
+
+def test_an_additive_mask_is_looked_at_once_for_all_layers(monkeypatch) -> None:
+    begun = []
+    landing = running.download
+    monkeypatch.setattr(running, "download", lambda tensors: begun.append(1) or landing(tensors))
+    for late in (False, True):
+        call = running.ModelCall(Layout.single(), "tokens")
+        call.conclude = (lambda: None) if late else None
+        zeros, hiding = torch.zeros(1, 1, 1, 4), torch.tensor([[[[0.0, -9.0, 0.0, 0.0]]]])
+        begun.clear()
+        assert [call.leaves_nothing_out(zeros, "Layer") for _ in range(3)] == [True] * 3
+        assert call.check_masks() is None
+        assert call.leaves_nothing_out(hiding, "Layer") == late
+        assert len(begun) == 2
+        assert "Layer passes a mask of type Tensor" in str(call.check_masks())
+
+
+def test_a_mask_wrongly_taken_for_empty_ends_the_call(ahead: bool) -> None:
+    def step(model, rank):
+        hiding = torch.zeros(1, 1, 1, 12).index_fill(3, torch.tensor([1]), -9.0)
+
+        def replaced(module, args, kwargs):
+            length = kwargs["hidden_states"].shape[1]
+            return args, kwargs | {"attention_mask": hiding[..., :length]}
+
+        attention = model.model.layers[0].self_attn
+        attention.register_forward_pre_hook(replaced, with_kwargs=True)
+        once(model, IDS)
+
+    for error in on_both(step):
+        assert isinstance(error, UnsupportedError), error
+        assert "LlamaAttention passes a mask of type Tensor" in str(error)
