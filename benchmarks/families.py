@@ -1,8 +1,9 @@
 """Which model families of the installed transformers are exact under weft: a table.
 
-Every causal, masked and vision family is built with random weights and a tiny configuration, and
-`weft_integrations.transformers.verify` compares it with itself on two layouts; families of images,
-video or sound with text in a call of `benchmarks.image_families`, whose text decoder is split.
+Every causal, masked, vision and encoder-decoder family is built with random weights and a tiny
+configuration, and `weft_integrations.transformers.verify` compares it with itself on two layouts;
+families of images, video or sound with text in a call of `benchmarks.image_families`, whose text
+decoder is split.
 
     python -m benchmarks.families --write          # all, and writes docs/families.md
     python -m benchmarks.families llama bert       # some, printed
@@ -31,7 +32,7 @@ from weft import Layout
 from weft.errors import RankError, WeftError
 from weft_integrations.transformers import verify
 
-from . import image_families
+from . import encoder_families, image_families
 from .family_uses import LAYOUT, USES, tried
 
 PAGE = Path(__file__).parent.parent / "docs" / "families.md"
@@ -40,6 +41,10 @@ IMAGE_TEXT = (
     " split: outputs, loss and the gradients of decoder, projector and tower. Of other families"
     " `verify(model, layout, batch=...)` tells, by a call of yours."
 )
+ENCODER_DECODER = (
+    " Rows of an encoder and of a decoder, of other lengths, the encoder's with padding; encoders"
+    " of sound stay whole."
+)
 VERDICTS = ("exact", "refused", "not tried", "FAILED")
 LAYOUTS = ("tokens(zigzag): ring=2", "tokens: tile=2x2")
 KINDS = {
@@ -47,9 +52,10 @@ KINDS = {
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "vision": auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
     "image-text": dict.fromkeys(image_families.FAMILIES, ""),
+    "encoder-decoder": encoder_families.NAMES,
 }
 #: Kinds whose uses are not tried.
-NO_USES = ("vision", "image-text")
+NO_USES = ("vision", "image-text", "encoder-decoder")
 #: Sizes of a tiny model, for whichever of these options a configuration has.
 TINY = {
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "text_vocab_size"), 97),
@@ -306,6 +312,8 @@ def judge(kind: str, family: str) -> Row:
             if kind == "image-text":
                 model = image_families.built(family).float()
                 call = {"batch": image_families.example(family)}
+            elif kind == "encoder-decoder" and family in encoder_families.OPTIONS:
+                model = encoder_families.built(family).float()
             else:
                 model = built(family, name)
             parameters = sum(p.numel() for p in model.parameters())
@@ -343,8 +351,8 @@ def page(rows: list[Row]) -> str:
     """The table as a page of the docs."""
     parts = [
         "# Model families",
-        f"Every causal, masked and vision family of transformers {transformers.__version__},"
-        " and some of\nimages with text, with\n"
+        f"Every causal, masked, vision and encoder-decoder family of transformers"
+        f" {transformers.__version__}, and some of\nimages with text, with\n"
         "random weights and a tiny configuration, compared with itself by "
         "`weft_integrations.transformers.verify` on "
         + " and ".join(f"`{x}`" for x in LAYOUTS)
@@ -364,7 +372,7 @@ def page(rows: list[Row]) -> str:
         if not mine:
             continue
         counts = Counter(row.verdict for row in mine)
-        about = IMAGE_TEXT if kind == "image-text" else ""
+        about = {"image-text": IMAGE_TEXT, "encoder-decoder": ENCODER_DECODER}.get(kind, "")
         summary = ", ".join(f"{counts[v]} {v}" for v in VERDICTS if counts[v])
         lines = [f"| family | model | | {' | '.join(USES)} | why |", "|---" * (4 + len(USES)) + "|"]
         lines += [

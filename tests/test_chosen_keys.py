@@ -16,6 +16,7 @@ from covering import pairs
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import weft
@@ -207,16 +208,44 @@ def test_packed_rows_of_blocks_run_whole_with_a_warning() -> None:
         torch.testing.assert_close(logits, wanted.detach(), equal_nan=True)  # eager: no key
 
 
-NOT_CACHED = {"doge": "DogeAttention chooses keys", "deepseek_v32": "DynamicIndexedLayer"}
+NOT_CACHED = {
+    "doge": "DogeAttention chooses keys",
+    "deepseek_v32": "DynamicIndexedLayer",
+    "deepseek_v4": "DeepseekV4HCACache",
+    "minimax_m3_vl_text": "MiniMaxM3VLSparseCacheLayer",
+}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("family", NOT_CACHED)
-def test_caches_of_models_that_choose_keys_are_refused(family) -> None:
+def test_generate_refuses_caches_of_chosen_keys_and_runs_without(family) -> None:
+    ids, options = rows(13)["input_ids"], {"max_new_tokens": 2, "do_sample": False}
+    wanted = built(family).eval().generate(ids, use_cache=False, **options)
+
     def act(split, layout):
         with pytest.raises(UnsupportedError, match=NOT_CACHED[family]):
-            split.generate(rows(13)["input_ids"], max_new_tokens=2)
+            split.generate(ids, **options)
+        return split.eval().generate(ids, use_cache=False, **options)
 
-    on_ranks(family, act)
+    assert all(torch.equal(found, wanted) for found in on_ranks(family, act))
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", NOT_CACHED)
+def test_calls_with_caches_of_chosen_keys_run_whole(family) -> None:
+    ids, model = rows(13)["input_ids"], built(family).eval()
+
+    def two_calls(model) -> list[Tensor]:
+        cache = DynamicCache(config=model.config)
+        first = model(input_ids=ids, past_key_values=cache).logits + 0
+        more = model(input_ids=ids[:, :2], past_key_values=cache)
+        return [first.detach(), more.logits.detach() + 0]
+
+    wanted = two_calls(model)
+    with pytest.warns(UserWarning, match="every rank computes all of this call"):
+        found = on_ranks(family, lambda split, layout: two_calls(split.eval()))
+    for logits in found:
+        torch.testing.assert_close(logits, wanted, rtol=1e-11, atol=1e-11)
 
 
 def test_calls_without_gradients_keep_no_cache_of_choices() -> None:

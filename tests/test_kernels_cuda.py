@@ -611,8 +611,10 @@ def test_plan_follows_an_implementation_that_is_activated_later(gpu, monkeypatch
 def test_documents_ask_for_a_kernel_without_a_plan_per_shape(monkeypatch) -> None:
     """cuDNN builds one for every shape, and new documents have new ones."""
     asked = []
-    real = planning.choose
-    monkeypatch.setattr(planning, "choose", lambda r, name: asked.append(r.packed) or real(r, name))
+    real = planning.choose_kernel
+    monkeypatch.setattr(
+        planning, "choose_kernel", lambda r, name: asked.append(r.packed) or real(r, name)
+    )
     weft.clear_caches()
     q = draw(1, 2, 8, 16)
     documents = weft.Documents((3, 5))

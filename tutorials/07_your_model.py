@@ -210,10 +210,93 @@ assert all(abs(loss - apart) < 1e-5 for loss in together)
 print(f"two calls on one device {apart:.9f}, packed on four ranks {together[0]:.9f}")
 
 # %% [markdown]
+# ## A model that chooses its keys
+#
+# DeepSeek V3.2 does not attend to every token before it. A small *indexer* scores each query
+# against each key, and the query sees the keys of the best scores. On ranks a query has to choose
+# among the keys of *all* of them, or it is another model. `parallelize` brings the index keys of
+# all ranks to the model's own indexer, in the order of the sequence, so that it picks what it picks
+# on one device. Here the best 6 of up to 48:
+
+# %%
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+sparse = DeepseekV32ForCausalLM(
+    DeepseekV32Config(
+        **{"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "first_k_dense_replace": 2},
+        **{"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 4},
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4},
+        **{"v_head_dim": 8, "index_n_heads": 4, "index_head_dim": 8, "index_topk": 6},
+        attn_implementation="eager",
+    )
+)
+alone = copy.deepcopy(sparse)
+expected = alone(**batch)
+expected.loss.backward()
+
+
+def sparse_step(layout):
+    model = weft.parallelize(copy.deepcopy(sparse), layout)
+    with weft.traffic() as moved:
+        out = model(**batch)
+    out.loss.backward()
+    layout.sync_gradients(model)
+    return out.loss.item(), {n: p.grad for n, p in model.named_parameters()}, moved.by_tensor()
+
+
+for line in ("tokens(zigzag): ring=4", "tokens: tile=2x2"):
+    for loss, grads, received in weft.on_threads(weft.Layout.parse(line), sparse_step):
+        assert abs(loss - expected.loss.item()) < 1e-5
+        for name, parameter in alone.named_parameters():
+            if parameter.grad is not None:
+                torch.testing.assert_close(grads[name], parameter.grad, rtol=0, atol=1e-5)
+        assert received["index"] == 2 * 36 * 8 * 4  # layers, tokens of others, numbers, bytes
+    print(f"{line:23} loss {loss:.9f} of {expected.loss.item():.9f}, received {received}")
+
+# %% [markdown]
+# (An indexer has no gradient: which keys are best is no smooth function of anything.)
+#
+# In a module of your own `weft.choose` does the same, and `weft.attention` takes what it gives: the
+# positions of the keys that each query may see, besides the mask. They rest with their queries and
+# go where these go.
+
+# %%
+draw = torch.Generator().manual_seed(0)
+q, k, v, index_q = (torch.randn(1, 4, 48, 8, generator=draw) for _ in range(4))
+index_k, weights = (
+    torch.randn(1, 1, 48, 8, generator=draw),
+    torch.rand(1, 4, 48, generator=draw),
+)
+
+
+def choosing(layout):
+    mine = [layout.shard(t, {"tokens": 2}) for t in (q, k, v, index_q, index_k, weights)]
+    choice = weft.choose(*mine[3:], layout, "tokens", 6, weft.Causal())
+    out = weft.attention(*mine[:3], layout, "tokens", weft.Causal(), choice=choice)
+    return choice.numbers[0, 0].long(), layout.positions("tokens", 48), out
+
+
+whole = weft.on_threads(weft.Layout.single(), choosing)[0]
+fig, ax = plt.subplots(figsize=(3.6, 3.6), constrained_layout=True)
+order = "tokens(zigzag): ring=4"
+for rank, (numbers, mine, out) in enumerate(weft.on_threads(weft.Layout.parse(order), choosing)):
+    torch.testing.assert_close(out, whole[2][:, :, mine])
+    assert torch.equal(numbers.sort().values, whole[0][mine].sort().values)
+    rows = mine[:, None].expand_as(numbers)[numbers >= 0]
+    color = plt.get_cmap("Set2").colors[rank]
+    ax.scatter(numbers[numbers >= 0], rows, s=6, marker="s", color=color, label=f"rank {rank}")
+ax.set(title="chosen keys", xlabel="key", ylabel="query", xlim=(-1, 48), ylim=(48, -1))
+ax.legend(fontsize=7)
+
+# %% [markdown]
+# `docs/sparse.md` has the rules, the families and the bytes: DeepSeek V3.2 and V4, MiniMax M3, Doge
+# and others.
+#
 # ## To remember
 #
 # - `with weft.sdpa(layout, axis):` for code that calls PyTorch's attention.
 # - `parallelize` for models from transformers: full rows in, full rows out, gradients averaged.
+# - Keys that a model chooses are chosen among those of all ranks.
 # - Whatever runs on single tokens needs no change; what asks *where am I* needs
 #   `layout.positions`.
 #

@@ -506,13 +506,25 @@ def tile_of_bias(
     batches: tuple[int, ...],
 ) -> Tensor:
     """`bias_tile` of a bias per sequence; `batches` is the local batch of every rank."""
-    lengths = read_length(axes, tuple(bias.shape[2:]) if length is None else length) or ()
-    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
-    kind = bias.dtype, bias.device.type
-    for dim, spans in _tile_of(flattened(layout), axes, lengths, heads, batches, *kind):
+    if length is None:
+        length = bias.shape[2], bias.shape[3]
+    for dim, spans in _tile(bias, layout, axes, length, batches):
         if dim > 1 or bias.shape[dim] > 1:
             bias = bias.index_select(dim, positions(spans, bias.device))
     return bias
+
+
+def _tile(
+    bias: Tensor,
+    layout: Layout,
+    axes: tuple[str, ...],
+    length: Length,
+    batches: tuple[int, ...] = (),
+) -> tuple[tuple[int, Spans], ...]:
+    """The dims of a bias (b, h, ...), each with the positions of this rank's scores."""
+    heads = (bias.shape[1] if bias.shape[1] > 1 else layout.world_size) // layout.size("heads")
+    kind = bias.dtype, bias.device.type
+    return _tile_of(flattened(layout), axes, read_length(axes, length) or (), heads, batches, *kind)
 
 
 @constant_in_graphs
@@ -529,6 +541,26 @@ def _tile_of(
     bound = restored(layout)
     tile = score_tile(bound.unbound, axes, lengths, bound.coords, heads, batches, dtype, device)
     return (2, tile.rows), (3, tile.columns), (1, tile.heads), (0, tile.batch)
+
+
+def tile_of_distances(table: Tensor, layout: Layout, axis: str) -> Tensor:
+    """This rank's tile (1, h, rows, columns) of a bias of distances, without the whole bias.
+
+    `table` (H or 1, 2 n - 1) has the bias of keys that are n - 1 before a query, ..., n - 1 behind
+    it, for an axis of n tokens; gradients are as those of `bias_tile`.
+
+    >>> tile_of_distances(torch.arange(5.0)[None], Layout.single(), "tokens")
+    tensor([[[[2., 3., 4.],
+              [1., 2., 3.],
+              [0., 1., 2.]]]])
+    """
+    length = (table.shape[1] + 1) // 2
+    tile = dict(_tile(table[None], layout, (axis,), length))
+    heads, rows, columns = (positions(tile[dim], table.device) for dim in (1, 2, 3))
+    if table.shape[0] > 1:
+        table = table.index_select(0, heads)
+    distances = columns[None, :] - rows[:, None] + (length - 1)
+    return table.index_select(1, distances.flatten()).view(1, -1, *distances.shape)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -201,7 +201,7 @@ def sums_of_bits(tensors: Iterable[Tensor]) -> list[Tensor]:
     of numbers within a tensor does not.
 
     >>> sums_of_bits([torch.ones(3)]), sums_of_bits([torch.tensor([1.0, 1.0, 1.0000001])])
-    ([tensor([4575657222473777280])], [tensor([4575657222473777281])])
+    ([tensor([4575657222473777343])], [tensor([4575657222473777344])])
     """
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:

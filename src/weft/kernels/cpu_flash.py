@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._torch import cpu_flash_backward, cpu_flash_forward
 from .base import Request, TileView, accumulate_dtype, additive, readable, seen_rows, widened
-from .flash import FlashKernel
+from .flash import FlashKernel, GivenRows
 from .math import Math, is_empty_call
 
 _MATH = Math()
@@ -81,28 +81,10 @@ class CpuFlash(FlashKernel):
         return both if both[1].all() else None
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        view: TileView,
-        dlse: Tensor | None = None,
+        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return cpu_flash_backward(
-            dout,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            0.0,
-            view.causal,
-            attn_mask=_float_mask(q, view),
-            scale=view.scale,
-        )
+        mask = _float_mask(rows[1], view)
+        return cpu_flash_backward(*rows, 0.0, view.causal, attn_mask=mask, scale=view.scale)
 
 
 class _InUnits(CpuFlash):

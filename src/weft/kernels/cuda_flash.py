@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .._torch import active_flash, cuda_flash_backward, cuda_flash_forward
 from .base import HALF, Request, TileView
-from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
+from .flash import FlashKernel, GivenRows, offsets, packed, packed_rows, unpacked, unpacked_rows
 
 
 @dataclass(frozen=True)
@@ -71,16 +71,9 @@ class CudaFlash(FlashKernel):
         return unpacked(result[0], b, view), unpacked_rows(result[1], b, view)
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        view: TileView,
-        dlse: Tensor | None = None,
+        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = rows
         starts, b = _starts(q, k, view), len(q)
         dout, q, k, v, out = (packed(t, view) for t in (dout, q, k, v, out))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's state

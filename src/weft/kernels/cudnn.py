@@ -10,7 +10,7 @@ from torch import Tensor
 from .._torch import cudnn_backward, cudnn_forward
 from .base import Request, TileView
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
-from .flash import FlashKernel
+from .flash import FlashKernel, GivenRows
 
 #: From 9.15.1 on lengths that 128 does not divide are right.
 VERSION = 91501
@@ -47,18 +47,11 @@ class CuDNN(FlashKernel):
         return out, lse.reshape(q.shape[:3])
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        view: TileView,
-        dlse: Tensor | None = None,
+        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = rows
         if _one_row(q, k) or torch.are_deterministic_algorithms_enabled():
-            return self._instead.run_backward(dout, q, k, v, out, lse, view)
+            return self._instead.run_backward(rows, view)
         # torch keeps a compiled graph by the strides of q, k and v alone.
         out, dout = (_strided_like(t, q) for t in (out, dout))
         unused = torch.empty((), dtype=torch.int64, device=q.device)  # dropout's seed and offset

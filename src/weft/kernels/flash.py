@@ -51,6 +51,10 @@ def _above_zero(view: TileView) -> tuple[int, TileView]:
     return 0, replace(view, scale=1.0)
 
 
+#: What a backward pass is given of a call's rows: dout, q, k, v, out, lse.
+GivenRows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
 class FlashKernel(Kernel):
     """A kernel of full and causal tiles (and masks, where its family takes them) with one dim."""
 
@@ -126,7 +130,7 @@ class FlashKernel(Kernel):
         dout, q, k, v, out = self._readable(self.dim(d, v.shape[-1]), dout, q, k, v, out)
         if view.mask is not None or view.bias is not None:  # else every row sees a key
             lse = finite_lse(lse)
-        dq, dk, dv = self.run_backward(dout, q, k, v, out, lse, view, dlse)
+        dq, dk, dv = self.run_backward((dout, q, k, v, out, lse), view, dlse)
         return dq[..., :d], dk[..., :d], dv[..., :e], None
 
     def _readable(self, dim: int, *tensors: Tensor) -> list[Tensor]:
@@ -139,15 +143,7 @@ class FlashKernel(Kernel):
 
     @abc.abstractmethod
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        view: TileView,
-        dlse: Tensor | None = None,
+        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """dq, dk, dv where rowsum(dout * out) - dlse is delta; lse is +inf for unseen rows.
 

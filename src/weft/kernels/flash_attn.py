@@ -36,7 +36,7 @@ from ..errors import UnsupportedError
 from .base import Request, TileView
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
 from .cuda_flash import capability as _capability
-from .flash import FlashKernel, offsets, packed, packed_rows, unpacked, unpacked_rows
+from .flash import FlashKernel, GivenRows, offsets, packed, packed_rows, unpacked, unpacked_rows
 from .flash_signatures import call, check_signatures, parameters
 
 
@@ -207,21 +207,14 @@ class FlashAttn(FlashKernel):
         return unpacked(out, b, view), unpacked_rows(lse, b, view)
 
     def run_backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        view: TileView,
-        dlse: Tensor | None = None,
+        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
+        dout, q, k, v, out, lse = rows
         package, b, starts = load(), len(q), _offsets(q, view)
         dout, q, k, v, out = (packed(t, view) for t in (dout, q, k, v, out))
-        rows = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
+        lses = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
         tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out}
-        asked = tensors | {name: packed_rows(t, view) for name, t in rows.items()} | starts
+        asked = tensors | {name: packed_rows(t, view) for name, t in lses.items()} | starts
         backward = package.functions(view)[1]
         if package.generation == 4:  # returns its gradients, the others fill those they are given
             grads = call(backward, asked, view)[:3]

@@ -21,6 +21,10 @@ from .options import console
 
 #: Bytes of a configuration that are read: names of 100,000 classes are in some.
 MOST_BYTES = 1 << 24
+#: Options that give a number of layers: of a model, or of its encoder and its decoder.
+_LAYERS = (
+    *("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers"),
+)
 #: Layers of a model that is made.
 MOST_LAYERS = 1000
 
@@ -104,6 +108,11 @@ def build(
         read = _fewer_layers(read, layers)
     try:
         sizes = kind.config_class.from_dict(read)
+        if small and getattr(sizes, "is_encoder_decoder", False):
+            raise DeclarationError(
+                f"{path}: {name} has an encoder and a decoder, of which there is no small copy;"
+                " give --layers"
+            )
         if small:
             from weft_planner.hf_config import HFModel
 
@@ -214,12 +223,12 @@ def _near(name: str, known: list[str]) -> str:
 
 def _fewer_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
     """The first layers of a model, with the settings that are listed by layer."""
-    total = config.get("num_hidden_layers")
-    if not isinstance(total, int) or layers > total:
-        raise DeclarationError(
-            f"--layers {layers}: the configuration has num_hidden_layers = {total}"
-        )
+    named = {n: v for n in _LAYERS if isinstance(v := config.get(n), int)}
+    total = max(named.values(), default=None)
+    if total is None or layers > total:
+        name = next(iter(named), _LAYERS[0])
+        raise DeclarationError(f"--layers {layers}: the configuration has {name} = {total}")
     cut = {
         k: v[:layers] if isinstance(v, list) and len(v) == total else v for k, v in config.items()
     }
-    return cut | {"num_hidden_layers": layers}
+    return cut | {name: min(layers, number) for name, number in named.items()}

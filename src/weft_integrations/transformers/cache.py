@@ -107,6 +107,11 @@ class ShardedCache(DynamicCache):
         if not isinstance(block, numbers.Integral) or block < 1:
             raise DeclarationError(f"block={block!r}: a whole number of tokens, one at least")
         installed.layout.refuse_shares("a sharded cache")
+        if installed.calls.stacks is not None:
+            raise UnsupportedError(
+                f"{type(model).__name__} has an encoder and a decoder, whose caches have no parts"
+                " on ranks: model.generate without cache= runs whole on every rank"
+            )
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "recurrent_kv_cache_mode", None) is not None:
             raise UnsupportedError(

@@ -44,9 +44,10 @@ from .defaults import (
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
-from .replicated import recomputed_within
+from .replicated import own_attention, recomputed_within
 from .running import Fused, ModelCall, during, running
 from .seam import OF_TOKENS, crossing, cut_arguments, without_mark
+from .stacks import OF_ENCODER, WHOLE, Stacks, of_decoder, with_decoder_ids
 from .whole import (
     accepts_positions,
     balances,
@@ -109,8 +110,8 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         call.conclude()
     if output is not None and call.seam == "ahead":
         raise UnsupportedError(
-            f"{type(module).__name__}: its text decoder was not called in a call with images, so"
-            " nothing was split; call weft.restore(model) for such calls on one device"
+            f"{type(module).__name__}: its decoder was not called in a call whose decoder is split,"
+            " so nothing was; call weft.restore(model) for such calls on one device"
         )
     if output is None or call.whole:
         return None
@@ -149,9 +150,10 @@ class Calls:
         recurrent: Iterable[nn.Module] = (),
         of_rows: Iterable[nn.Module] = (),
         decoder: nn.Module | None = None,
+        stacks: Stacks | None = None,
     ) -> None:
         self.layout, self.axis, self.splits_inside, self.whole = layout, axis, splits_inside, full
-        self.model, self.decoder = model, decoder
+        self.model, self.decoder, self.stacks = model, decoder, stacks
         self.implementation = model.config._attn_implementation
         self.configured = refused.configured(model, self.implementation)
         parameters = inspect.signature(model.forward).parameters
@@ -164,12 +166,13 @@ class Calls:
         self.names_below = tuple(below)
         self.follows_length = any(map(follows_length, model.modules()))
         self.may_skip_padding = may_skip_padding(model)
-        self.pooled, self.balances = pools(model), balances(model)
+        self.pooled, self.balances = pools(model), balances(model) and stacks is None
         self.labels, self.encoder = losses.labels_of(model), encodes(model)
         flash = "flash" in str(model._weft.implementation)  # whose kernels look by themselves
         self.masks_see_positions = flash or masks_see_positions(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
-        self.droppers = refused.layer_droppers(model if decoder is None else decoder)
+        split = [model if decoder is None else decoder] if stacks is None else stacks.split
+        self.droppers = [m for part in split for m in refused.layer_droppers(part)]
         self.recurrent, self.of_rows = list(recurrent), list(of_rows)
         self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         self.leaves_padding_out = leaves_padding_out(model)
@@ -240,9 +243,37 @@ class Calls:
         cut = cut_arguments(call, decoder, arguments)
         if self.follows_length and arguments.get("position_ids") is not None:
             call.last_position = int(arguments["position_ids"].max())
-        if self.model.training and self.layout.size(self.axis) > 1:
-            call.scope.enter_context(own_random_numbers(self.model, self.layout, self.axis))
+        self._draw(call)
         return (), cut
+
+    @outside_graphs
+    def enter_encoder(self, encoder: Foreign, args: tuple, kwargs: dict) -> tuple | None:
+        """Before the encoder of a model that has a decoder; `leave` ends it."""
+        call = running()
+        source = None if call is None else call.source
+        if source is None:
+            return None
+        changed = None
+        if not source.replicated:
+            source.model = self.model
+            changed = (), cut_arguments(source, encoder, named_arguments(encoder, args, kwargs))
+        source.model, enter = encoder, source.scope.enter_context
+        enter(during(source))
+        if source.replicated:
+            enter(own_attention(encoder, self.model._weft.own))
+        else:
+            enter(recomputed_within(encoder, lambda: during(source)))
+            self._draw(source)
+        return changed
+
+    def _draw(self, call: ModelCall) -> None:
+        """Let what is behind a seam draw this rank's own random numbers, in training."""
+        if not self.model.training or self.layout.size(self.axis) == 1:
+            return
+        call.scope.enter_context(own_random_numbers(self.model, self.layout, self.axis))
+        if self.stacks is not None:  # embeddings are behind it, too
+            share = self.layout.local_length(self.axis, call.length) / call.length
+            call.scope.enter_context(neftune_scaled(self.model, share))
 
     def refuse(self, error: WeftError) -> None:
         """Tell the other ranks, which may be about to make a call, of a refusal on this one."""
@@ -267,7 +298,7 @@ class Calls:
                 share = self.layout.local_length(self.axis, call.length) / call.length
                 scope.enter_context(neftune_scaled(model, share))
         # There may have been other calls of the model by then.
-        if self.recurrent or self.of_rows:
+        if self.recurrent or self.of_rows or self.stacks is not None:
             scope.enter_context(recomputed_within(model, lambda: during(call)))
         call.model = called
         scope.enter_context(during(call))
@@ -466,7 +497,7 @@ class Calls:
         ):
             return None, f"{_NOT_MADE} of this model; weft.restore(model) gives one device's"
         if self.crosses:
-            return None, f"{_NOT_MADE} of this model, which keeps keys of images, too"
+            return None, f"{_NOT_MADE} of this model, which keeps keys of other states, too"
         try:
             cache = ShardedCache(module)
         except UnsupportedError as error:
@@ -507,6 +538,8 @@ class Calls:
         self, kwargs: dict, local: dict, module: Foreign, cached: bool = False, past: int = 0
     ) -> tuple[ModelCall, dict]:
         """A call whose tokens are split, of arguments without those of a cache."""
+        if self.stacks is not None:
+            return self._split_stacks(local, module)
         keep = 0
         if kwargs.get("labels") is None and isinstance(kwargs.get("logits_to_keep"), int):
             keep = local.pop("logits_to_keep")
@@ -534,6 +567,39 @@ class Calls:
             cut = kwargs.get("shift_labels") is None
             call.fused = Fused(kwargs.get("num_items_in_batch"), aux, cut)
         return call, self._ahead(call, local, types) if ahead else local | types
+
+    def _split_stacks(self, full: dict, module: Foreign) -> tuple[ModelCall, dict]:
+        """The same of a model of an encoder and a decoder, in front of both of which it is."""
+        assert self.stacks is not None  # it has both
+        if self.layout.reproducible:
+            raise UnsupportedError(
+                f"{type(module).__name__}: {self.layout.source} is reproducible, and attention of"
+                " a decoder to an encoder is not known to have the same bits on every layout; take"
+                " a layout that is not reproducible"
+            )
+        refused.arguments(full, module, self.axis, splits_inside=True)
+        full = with_decoder_ids(module, rows.with_full_gradients(full, self.layout, self.axis))
+        local = rows.cut(of_decoder(full), self.layout, self.axis, look=False)
+        call = self._complete(local, local.pop("weft"), type(module).__name__)
+        call.seam, call.source = "ahead", self._source(full)
+        call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
+        call.outputs.source = call.source.length
+        kept = ("labels", "use_cache", "return_dict")
+        return call, full | {n: local[n] for n in kept if n in local}
+
+    def _source(self, full: dict) -> ModelCall:
+        """The call of the encoder, of arguments of full rows."""
+        assert self.stacks is not None  # it is one of two
+        if not self.stacks.splits:
+            return ModelCall(self.layout, self.axis, replicated=WHOLE)
+        tokens = {n: full[n] for n in OF_ENCODER if full.get(n) is not None}
+        local = rows.cut(tokens, self.layout, self.axis, look=False)
+        batch, x = local.pop("weft"), tokens_of(local)
+        assert x is not None  # it was cut
+        source = ModelCall(self.layout, self.axis, batch, batch.length, seam="ahead")
+        source.positions = self.layout.positions(self.axis, source.length, x.device)
+        source.last_position = source.length - 1
+        return source
 
     def _ahead(self, call: ModelCall, local: dict, full: dict) -> dict:
         """Arguments of a model ahead of its decoder: full rows, and a rank's for its head."""

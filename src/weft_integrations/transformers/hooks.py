@@ -26,7 +26,18 @@ from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import calls, chosen_keys, generation, interface, latents, refused, seam, towers, whole
+from . import (
+    calls,
+    chosen_keys,
+    generation,
+    interface,
+    latents,
+    refused,
+    seam,
+    stacks,
+    towers,
+    whole,
+)
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
@@ -136,7 +147,8 @@ def _put_in(
     images: str,
 ) -> None:
     layout, axis, rows = installed.layout, installed.axis, installed.rows
-    decoder = whole.text_decoder(model)
+    both = stacks.stacks_of(model)
+    decoder = whole.text_decoder(model) if both is None else both.decoder
     spread = towers.methods(model, decoder) if images == "spread" else []
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
@@ -144,13 +156,16 @@ def _put_in(
         if values := whole.counting_rows(module):
             put(module, rebound(type(module).forward, values))
             installed.of_rows.append(module)
+        if stacks.biases_distances(module):
+            put(module, stacks.bias_of_tile, "compute_bias")
+            installed.of_rows.append(module)
     installed.of_rows += _choose_over_ranks(model, layout)
     if travel != "keys" and not layout.reproducible:
         installed.expanding = latents.modules(model)
         for module in installed.expanding:
             latents.hand_on(module, layout, axis, travel)
     model.set_attn_implementation(name)
-    if decoder is not None:
+    if decoder is not None and both is None:
         _keep_towers(decoder, installed)
     for module, function, method in spread if layout.size(axis) > 1 else ():
         put(module, function, method)
@@ -158,7 +173,7 @@ def _put_in(
     if model.config._attn_implementation != name:
         raise _outside(model)
     installed.put_on(model)
-    _hook(model, layout, axis, embeddings, installed, decoder)
+    _hook(model, layout, axis, embeddings, installed, decoder, both)
     if not whole.pools(model):  # whose loss is made of whole logits
         _replace(model, "_loss_function", interface.loss_function, installed)
     setattr(model, AVERAGED, rows == "whole")
@@ -203,13 +218,15 @@ def check_kind(model: Foreign) -> None:
         raise UnsupportedError(f"{name} is not a transformers model")
     check_not_placed(model)
     parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-    if getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts:
+    both = stacks.stacks_of(model)
+    pair = getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts
+    if pair and (both is None or whole.pools(model)):
         raise UnsupportedError(
-            f"{name} has an encoder and a decoder: attention between the two is not sharded; "
-            "parallelize an encoder or a decoder alone"
+            f"{name} has an encoder and a decoder, and weft splits those of which the decoder takes"
+            " encoder_hidden_states and gives tokens; parallelize an encoder or a decoder alone"
         )
     sound = getattr(model, "main_input_name", "") in ("input_values", "input_features")
-    if sound and whole.text_decoder(model) is None:
+    if sound and both is None and whole.text_decoder(model) is None:
         raise UnsupportedError(
             f"{name} computes audio tokens with convolutions across token boundaries, which need "
             "neighbouring ranks' inputs; parallelize a model of text or images"
@@ -230,7 +247,7 @@ def find_embeddings(model: Foreign) -> nn.Module | None:
     """The module that makes tokens of images, where the model has no text."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return None
-    if whole.text_decoder(model) is not None:
+    if whole.text_decoder(model) is not None or stacks.stacks_of(model) is not None:
         return None  # its tokens are those of a text decoder, and its tower stays whole
     candidates = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
     if len(candidates) != 1:
@@ -250,6 +267,7 @@ def _hook(
     embeddings: nn.Module | None,
     installed: _Installed,
     decoder: nn.Module | None,
+    both: stacks.Stacks | None,
 ) -> None:
     hooks = installed.hooks
 
@@ -261,20 +279,22 @@ def _hook(
 
     full, inside = installed.rows == "whole", embeddings is not None
     replaced = installed.recurrent, installed.of_rows
-    entered = calls.Calls(model, layout, axis, inside, full, *replaced, decoder)
+    entered = calls.Calls(model, layout, axis, inside, full, *replaced, decoder, both)
     installed.calls = entered
     before(model, entered.enter)
     parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
-    if decoder is not None:  # towers are never split
+    if decoder is not None and both is None:  # towers are never split
         parts = [m for m in parts if m in {*decoder.modules()} or decoder in {*m.modules()}]
     for part in parts:
         before(part, entered.enter_part)
     if embeddings is not None:
         after(embeddings, whole.split_made)
+    if both is not None:
+        before(both.encoder, entered.enter_encoder)
     if decoder is not None:
         before(decoder, entered.enter_decoder)
         for module in seam.crossing(decoder):
-            before(module, seam.mark_crossing)
+            before(module, seam.mark_crossing(both is not None))
             after(module, seam.unmark_crossing, always_call=True)
     below = whole.base(model)
     for module in {below: None, model: None}:
@@ -284,8 +304,9 @@ def _hook(
         before(below, whole.give_local)
     if entered.balances:
         after(below, whole.balance_next)
-    split = model if decoder is None else decoder  # what is in front of a decoder stays whole
-    for path, module in split.named_modules():
+    # What is in front of a decoder stays whole.
+    split = [model if decoder is None else decoder] if both is None else both.split
+    for path, module in (named for part in split for named in part.named_modules()):
         if whole.takes_first_token(path):
             before(module, whole.bring_first_token(layout, axis))
         if whole.scales_by_masked(module):
@@ -298,7 +319,7 @@ def _hook(
         if whole.follows_length(module):
             before(module, whole.show_last_position)
             after(module, whole.hide_last_position)
-    for pooler in whole.poolers(split):
+    for pooler in (pooler for part in split for pooler in whole.poolers(part)):
         before(pooler, whole.gather_hidden(layout, axis))
     if layout.reproducible:  # within a call, before its end
         hooks += reproducible.hooks(model, layout)

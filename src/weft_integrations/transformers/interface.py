@@ -29,7 +29,7 @@ from .defaults import CACHES
 from .mark import Mark, OfCache, Sharded
 from .masks import behind, is_known, looks_for_documents, translate
 from .running import ModelCall, cache_of_call, refused_mask, running
-from .seam import crosses, is_padding
+from .seam import crosses, is_padding, source_of
 
 NAME = "weft"
 
@@ -61,6 +61,8 @@ def make_mask(
         keys = kv_length, kwargs.get("kv_offset", 0)
         sizes = (batch_size, q_length, call.past, keys, call.padding)
         past = OfCache(mask_function, *sizes)
+    elif call.source is not None and kv_length != q_length:
+        return replace(call.sharded(Full()), refusal="it sees the encoder's states by no argument")
     elif kv_length != q_length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
         raise UnsupportedError(
             f"{q_length} queries and {kv_length} keys: caches and cross-attention are not sharded"
@@ -105,23 +107,28 @@ def attend(
     s_aux: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
     name = type(module).__name__
     if dropout:
-        raise UnsupportedError(f"{name}: dropout={dropout} in attention; set attention_dropout=0")
+        option = (
+            "dropout_rate"
+            if hasattr(getattr(module, "config", None), "dropout_rate")
+            else "attention_dropout"
+        )
+        raise UnsupportedError(f"{name}: dropout={dropout} in attention; set {option}=0")
     for key_, option in kwargs.items():
         if option is not None and option is not False and key_ not in _HARMLESS:
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
     call = None if torch.compiler.is_compiling() else running()  # no graph can ask
     if call is not None and call.seam == "ahead":
         raise UnsupportedError(f"{name} attends ahead of the text decoder, by weft's attention")
-    if crosses(module):  # keys of images, whole on every rank, for this rank's queries
-        whole: Any = attention_mask
-        return sdpa_attention_forward(
-            module, query, key, value, whole, scaling=scaling, is_causal=False
-        )
+    if position_bias is not None and not _has_known_bias(module):
+        raise UnsupportedError(f"{name} passes position_bias to attention, made by itself")
+    if crosses(module):
+        return _attend_across(module, query, key, value, attention_mask, scaling, softcap), None
     if _leaves_nothing_out(call, name, attention_mask, query.shape[2]):
         attention_mask, is_causal = None, False
     if attention_mask is None:
@@ -138,6 +145,8 @@ def attend(
     if choice is not None and (isinstance(where, OfCache) or where.cached):
         raise UnsupportedError(f"{name} chooses its keys, of which a cache has no parts on ranks")
     split = isinstance(where, Sharded) and where.past is None
+    if position_bias is not None and not split:
+        raise UnsupportedError(f"{name}: a learned bias of distances to the keys of a cache")
     key, value, expand = latents.taken(key, value, whole=not split)
     if isinstance(where, OfCache):
         options = (cache_of_call(), scaling, softcap, s_aux)
@@ -153,6 +162,7 @@ def attend(
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     elif where.past is None:
         named: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "choice": choice}
+        named["bias"] = position_bias
         out = attention(query, key, value, *place, expand=expand, **named)
     else:
         local = attention(query, key, value, *place, return_lse=True, softcap=softcap)
@@ -161,6 +171,37 @@ def attend(
         out, lse = merged_parts([part, local])
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_across(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    scaling: float | None,
+    softcap: float | None,
+) -> Tensor:
+    """Attention to other states: whole ones of images, or those of an encoder, split or whole."""
+    source = source_of(module)
+    if source is not None and not source.replicated:
+        call = running()
+        assert call is not None  # it has the source
+        lengths = call.length, source.length
+        place = call.layout, call.axis, source.batch.mask, scaling, lengths
+        out = attention(query, key, value, *place, softcap=softcap)
+        return out.transpose(1, 2).contiguous()
+    if softcap is not None:
+        raise UnsupportedError(f"{type(module).__name__}: softcap in attention to whole states")
+    whole = None if isinstance(mask, Mark) else mask
+    return sdpa_attention_forward(
+        module, query, key, value, whole, scaling=scaling, is_causal=False
+    )[0]
+
+
+def _has_known_bias(module: Foreign) -> bool:
+    """True for a bias of distances that weft made, also for later layers, or of zeros across."""
+    return hasattr(module, "compute_bias") and hasattr(module, "has_relative_attention_bias")
 
 
 def _choice(module: Foreign, tokens: Tensor | None, blocks: Tensor | None) -> ChosenKeys | None:

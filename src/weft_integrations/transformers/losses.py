@@ -8,6 +8,7 @@ values, so that only such a loss leaves the model.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, MutableMapping
 from typing import Any
 
@@ -47,6 +48,9 @@ def labels_of(model: Foreign) -> str:
     >>> labels_of(GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)))
     "the next token's"
     """
+    used = inspect.unwrap(type(model).forward).__code__.co_names
+    if getattr(model.config, "is_encoder_decoder", False) and "loss_function" not in used:
+        return OWN  # made by torch's function; the decoder's ids are shifted, and no labels
     # Read from the table: asking the model's property logs a warning where it has no loss.
     loss = hf.LOSS_MAPPING.get(getattr(model, "loss_type", "") or "", hf.ForCausalLMLoss)
     kind = type(model)

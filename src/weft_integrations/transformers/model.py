@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 from torch import nn
 
-from weft.errors import DeclarationError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
 from .hooks import check_kind, check_layout, install, without_adapters
 from .latents import Latents
 from .replicated import unshare_configurations
 from .rows import check_context_group
+from .stacks import stacks_of
 from .verification import verify as verification
 
 __all__ = ["parallelize_transformers"]
@@ -75,6 +76,9 @@ def parallelize_transformers(
     full rows, on every rank. So do calls with another cache (prefix tuning), with
     `output_attentions`, with fewer tokens than ranks, and of a part by itself
     (`get_image_features`).
+
+    Of an encoder with a decoder both are split, by rows of their own; an encoder of sound stays
+    whole. Their caches have no parts, so `generate` of these runs replicated.
 
     In a call with images, video or sound, what stands in front of the text decoder sees full rows
     on every rank, and the decoder's rows are split. An argument of the decoder whose shape does not
@@ -140,9 +144,9 @@ def parallelize_transformers(
             that the model adds by itself, biases, another attention implementation set since,
             a transform of `torch.func`, gradients through a `ShardedCache`; in `generate` static,
             quantised and paged caches, and layers whose cache has no parts; with full rows a batch
-            of `shard_batch`, with local ones a call without it, caches, attention weights,
-            cross-attention, losses that weft does not make, masks given as tensors,
-            `logits_to_keep`, torch's own DDP or FSDP2.
+            of `shard_batch`, with local ones an encoder with a decoder, a call without it, caches,
+            attention weights, cross-attention, losses that weft does not make, masks given as
+            tensors, `logits_to_keep`, torch's own DDP or FSDP2.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
             layout without the axis, that splits heads, or whose keys are split otherwise than its
             queries; full rows on a layout that splits something else than the tokens.
@@ -182,6 +186,11 @@ def parallelize_transformers(
         raise DeclarationError(f"latents={latents!r}: known are 'auto', 'latents' and 'keys'")
     if rows == "whole":
         check_context_group(layout, axis)
+    elif stacks_of(inner) is not None:
+        raise UnsupportedError(
+            f"{type(inner).__name__} has an encoder and a decoder, each with rows of its own, and"
+            " rows='local' is of one; parallelize with rows='whole', and pass full rows"
+        )
     if verify:
         batch = verify if isinstance(verify, Mapping) else None
         verification.verify(inner, layout, axis, embeddings, batch, latents, images)

@@ -209,6 +209,7 @@ class Outputs:
     entered: Entered
     pooled: bool
     last: Last | None = None
+    source: int | None = None  # tokens of an encoder's split rows; 0: they are whole
 
     def __call__(self, output: MutableMapping[str, Any], length: int) -> MutableMapping[str, Any]:
         """The output with every entry whole, of rows of this many tokens."""
@@ -228,6 +229,10 @@ class Outputs:
     ) -> Any:
         if name.startswith(_AHEAD):
             return value  # made in front of the text decoder, of full rows
+        if name.startswith("encoder_") and self.source is not None:
+            if not self.source:
+                return value
+            length = self.source
         if isinstance(value, MutableMapping):  # outputs of a part
             for key in list(value):
                 value[key] = self._entry(key, value[key], length, result)

@@ -85,6 +85,7 @@ class ModelCall:
     entries: ChosenKeys | None = None  # compressed keys that queries of the layer at hand see
     state: LocalPieces | None = None  # where recurrent layers' states cross ranks
     seam: str = ""  # "ahead" of the text decoder, where rows are full, or "behind"; "": none
+    source: ModelCall | None = None  # that of the encoder, whose states cross-attention sees
     ids: Tensor | None = None  # of full rows, ahead of the decoder
     spreading: bool = False  # a tower computes this rank's images now
     spread: bool = False  # features are those of this rank's tokens

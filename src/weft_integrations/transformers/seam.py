@@ -1,4 +1,4 @@
-"""The seam of models of images with text: the call of their text decoder.
+"""The seam of models of images with text: the call of their text decoder, and of others' stacks.
 
     input_ids, pixel_values, ...   whole on every rank: towers, projectors, features put among the
                                    embeddings, and positions are the model's own code
@@ -13,7 +13,7 @@ linearly through features and towers, and the average over ranks is the gradient
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from . import losses
 from .batches import tokens_of, unpadded
 from .mark import Mark
 from .rebinding import calls
-from .running import ModelCall
+from .running import ModelCall, now
 
 #: Arguments of a call that are of tokens, whichever others there are.
 OF_TOKENS = (
@@ -36,8 +36,9 @@ OF_TOKENS = (
 )
 #: Arguments of heads, which are of this rank's tokens already.
 _OF_HEADS = ("labels", "shift_labels", "logits_to_keep")
-#: Arguments of decoders that every rank needs whole, such as keys of images.
-_WHOLE = ("cross_attention_states",)
+#: Arguments of decoders that are as they are to be: keys of images, which every rank needs whole,
+#: and states of an encoder, which is in front of the decoder.
+_WHOLE = ("cross_attention_states", "encoder_hidden_states")
 #: Arguments of decoders whose tokens are in dim 2, (b, 1, n, ...).
 _IN_DIM_2 = ("cross_attention_mask", "full_text_row_masked_out_mask")
 #: Lists of features (k, d) of the tokens that a mask (b, n) names, and the name of the mask.
@@ -57,11 +58,18 @@ def crossing(decoder: nn.Module) -> list[nn.Module]:
     ]
 
 
-def mark_crossing(module: Foreign, args: tuple, kwargs: dict) -> None:
-    """A pre-hook of such a module: tells whether its keys are those of other states."""
-    arguments = named_arguments(module, args, kwargs)
-    if any(arguments.get(name) is not None for name in _ACROSS):
-        module.__dict__[_MARKED] = True
+def mark_crossing(splits: bool) -> Callable:
+    """A pre-hook of such a module: tells whether its keys are those of other states.
+
+    With the call, where these states are split.
+    """
+
+    def hook(module: Foreign, args: tuple, kwargs: dict) -> None:
+        arguments = named_arguments(module, args, kwargs)
+        if any(arguments.get(name) is not None for name in _ACROSS):
+            module.__dict__[_MARKED] = now(type(module).__name__) if splits else None
+
+    return hook
 
 
 def unmark_crossing(module: Foreign, args: tuple, kwargs: dict, output: Any) -> None:
@@ -70,8 +78,14 @@ def unmark_crossing(module: Foreign, args: tuple, kwargs: dict, output: Any) -> 
 
 
 def crosses(module: nn.Module) -> bool:
-    """True if an attention module sees states of images now, which every rank has whole."""
+    """True if an attention module sees other states now: of images, or of an encoder."""
     return _MARKED in module.__dict__
+
+
+def source_of(module: nn.Module) -> ModelCall | None:
+    """The call of the encoder whose states such a module sees; None: every rank has them whole."""
+    call = module.__dict__[_MARKED]
+    return None if call is None else call.source
 
 
 def cut_arguments(
@@ -79,11 +93,11 @@ def cut_arguments(
 ) -> dict[str, Any]:
     """This rank's part of the arguments of a call's text decoder, behind which its rows are cut.
 
-    Raises for arguments of no known shape, by name, and for a second call of the decoder.
+    Or of an encoder. Raises for arguments of no known shape, by name, and for a second call of it.
     """
     name = f"{type(decoder).__name__} of {type(call.model).__name__}"
     if call.seam == "behind":
-        raise UnsupportedError(f"{name} is called twice in a call with images")
+        raise UnsupportedError(f"{name} is called twice in a call of the model")
     given = losses.plain(dict(arguments))
     if "position_ids" in inspect.signature(decoder.forward).parameters:
         given.setdefault("position_ids", None)
@@ -112,6 +126,8 @@ def _cut(call: ModelCall, arguments: Mapping[str, Any], name: str) -> dict[str, 
     for key, value in arguments.items():
         if key == "attention_mask":
             value = _mask(call, value, name)
+        elif key == "encoder_attention_mask" and call.source is not None:
+            value = _mask(call.source, value, name)
         elif key == "position_ids":
             assert call.positions is not None  # the call is of tokens
             whole = isinstance(value, Tensor)
@@ -176,6 +192,8 @@ def _mask(call: ModelCall, mask: Any, name: str) -> Any:
 
 def is_padding(call: ModelCall, mask: Tensor) -> bool:
     """True if a mask is that of the padding that the call has: all tokens, where it has none."""
+    if call.replicated:  # of an encoder that is whole, whose number of tokens nobody knows
+        return bool(mask.all())
     seen = unpadded(call.batch.mask, call.length)
     if mask.dim() != 2 or mask.shape[1] != call.length:
         return False
@@ -189,6 +207,7 @@ __all__ = [
     "cut_arguments",
     "is_padding",
     "mark_crossing",
+    "source_of",
     "unmark_crossing",
     "without_mark",
 ]

@@ -8,6 +8,7 @@ hidden only if the block size divides both.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from ... import Foreign
 from ..batches import tokens_of
 from ..losses import NEXT, OWN, labels_of
 from ..replicated import configurations
+from ..stacks import stacks_of
 from ..whole import accepts_positions, balances, leaves_padding_out, may_skip_padding, pools
 from .recording import TrialRecording
 
@@ -50,6 +52,8 @@ _KEPT_AS = {
 }
 #: Models of so many weights are tried twice; larger ones are to be checked in seconds, too.
 _SMALL = 1 << 28
+#: Tokens that an encoder has more than its decoder.
+_MORE = 9
 #: Options that give a position after which rope changes.
 _POSITIONS = frozenset({"original_max_position_embeddings", "max_position_embeddings"})
 
@@ -59,7 +63,7 @@ class Trial:
     """One comparison."""
 
     batch: int  # sequences
-    length: int  # tokens of each; 0: images
+    length: int  # tokens of each; 0: images; of an encoder-decoder those of its decoder
     start: int = 0  # the first position
     gradients: bool = True
     short: tuple[tuple[str, int], ...] = ()  # options that are set to fewer tokens than there are
@@ -90,7 +94,7 @@ def trials(model: Foreign, layout: Layout, axis: str) -> list[Trial]:
     """
     batch = max(1, layout.size("batch"))
     names = inspect.signature(model.forward).parameters
-    if "input_ids" not in names:
+    if "input_ids" not in names and stacks_of(model) is None:
         again = [Trial(batch, 0, gradients=False)] if _is_tried_twice(model) else []
         return [Trial(batch, 0, train=True), *again]
     first, length = lengths(layout, axis)
@@ -180,6 +184,8 @@ def random_batch(model: Foreign, trial: Trial, dtype: torch.dtype) -> dict[str, 
     generator = torch.Generator().manual_seed(0)
     device = next(model.parameters()).device
     names = inspect.signature(model.forward).parameters
+    if stacks_of(model) is not None:
+        return {n: t.to(device) for n, t in _two_rows(model, trial, dtype, generator).items()}
     if "input_ids" in names:
         config = model.config.get_text_config()
         size = int(getattr(config, "vocab_size", 0) or 2)
@@ -210,14 +216,55 @@ def random_batch(model: Foreign, trial: Trial, dtype: torch.dtype) -> dict[str, 
     if "pixel_values" in names:
         batch = {"pixel_values": _pixels(model, trial, generator).to(device, dtype)}
         return batch | {n: t.to(device) for n, t in _labels(model, batch).items()}
-    raise UnsupportedError(
+    raise _no_input(model)
+
+
+def _no_input(model: nn.Module) -> UnsupportedError:
+    return UnsupportedError(
         f"{type(model).__name__} takes neither input_ids nor pixel_values, so weft cannot make an "
         "input to check it with; pass verify=False and compare it yourself"
     )
 
 
-def trial_of(batch: Mapping[str, Any]) -> Trial:
+def _two_rows(
+    model: Foreign, trial: Trial, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Inputs of an encoder and a decoder: rows of other lengths, the first with padding."""
+    config = model.config
+    pad = getattr(config, "pad_token_id", None) or 0
+
+    def draw(length: int) -> Tensor:
+        size = int(getattr(config.get_text_config(), "vocab_size", 0) or 2)
+        ids = torch.randint(0, size, (trial.batch, length), generator=generator)
+        return ids.where(ids != pad, (pad + 1) % size)  # padding is where the mask says
+
+    names = inspect.signature(model.forward).parameters
+    if "input_ids" in names:
+        length = trial.length + _MORE
+        seen = torch.arange(length) < length - _MORE * torch.arange(trial.batch)[:, None]
+        seen[-1, length - _MORE // 2 :] = False
+        batch = {"input_ids": draw(length), "attention_mask": seen.long()}
+    elif "input_features" in names and hasattr(config, "num_mel_bins"):
+        stem = [m.stride[0] for m in model.get_encoder().modules() if isinstance(m, nn.Conv1d)]
+        frames = math.prod(stem) * config.max_source_positions
+        shape = trial.batch, config.num_mel_bins, frames
+        batch = {"input_features": torch.randn(shape, generator=generator).to(dtype)}
+    else:
+        raise _no_input(model)
+    other = draw(trial.length)
+    labelled = "labels" in names and labels_of(model) == OWN
+    labelled = labelled and getattr(config, "decoder_start_token_id", None) is not None
+    return batch | ({"labels": other} if labelled else {"decoder_input_ids": other})
+
+
+def trial_of(model: Foreign, batch: Mapping[str, Any]) -> Trial:
     """The trial of a call of the user's own, of full rows."""
+    if stacks_of(model) is not None:
+        given = (batch.get(n) for n in ("decoder_input_ids", "decoder_inputs_embeds", "labels"))
+        target = next((t for t in given if t is not None), None)
+        if target is None or batch.get("encoder_outputs") is not None:
+            raise UnsupportedError("batch: a call with labels, or ids of a decoder, is compared")
+        return Trial(target.shape[0], target.shape[1], train=True)
     tokens = tokens_of(batch)
     if tokens is None:
         raise UnsupportedError("batch: a call of input_ids or inputs_embeds, whole, is compared")
@@ -247,7 +294,11 @@ def options(model: Foreign, batch: dict[str, Tensor]) -> dict[str, bool]:
     chosen = {}
     if "use_cache" in inspect.signature(model.forward).parameters:
         chosen["use_cache"] = False
-    if "input_ids" in batch and hasattr(model.config.get_text_config(), "output_router_logits"):
+    if (
+        "input_ids" in batch
+        and stacks_of(model) is None
+        and hasattr(model.config.get_text_config(), "output_router_logits")
+    ):
         chosen["output_router_logits"] = True
     return chosen
 

@@ -124,6 +124,8 @@ class Cut:
         """This rank's part, of a given shape, of a full tensor; None where no cut has it."""
         if full.dim() != len(shape):
             return None
+        if full.dim() == 4 and full.shape[2:] == (self.length, self.length):
+            return None  # scores: a rank's keys are in the order in which it computes
         flat = (self.rows[:, None] * self.length + self.tokens).flatten()
         ways = (self.length, self.tokens), (self.batch, self.rows), (self.batch * self.length, flat)
         for dim, (size, target) in enumerate(zip(full.shape, shape)):
@@ -170,21 +172,28 @@ class Difference:
 
 
 def first_difference(
-    full: TrialRecording, ranks: Sequence[TrialRecording], cuts: Sequence[Cut], tolerance: float
+    full: TrialRecording,
+    ranks: Sequence[TrialRecording],
+    cuts: Sequence[Cut],
+    tolerance: float,
+    source: tuple[str, Sequence[Cut]] | None = None,
 ) -> Difference | None:
     """The first module to end with another output; None if all modules agree.
 
+    Modules of an encoder, whose path is that of `source`, have cuts of their own.
     Where its inputs differed, too, the module that called it did something between its children.
     """
 
     def off(visit: Visit, side: str) -> tuple[float, str]:
         """The largest gap of inputs or outputs that can be compared, and the tensor's name."""
         matches = [recording.visits.get((visit.path, visit.nth)) for recording in ranks]
-        if None in matches or not visit.has_tokens(cuts[0]):
+        inside = source is not None and f"{visit.path}.".startswith(f"{source[0]}.")
+        chosen = source[1] if source is not None and inside else cuts
+        if None in matches or not visit.has_tokens(chosen[0]):
             return 0.0, ""
         gaps = [
             (error, name)
-            for match, cut in zip(matches, cuts)
+            for match, cut in zip(matches, chosen)
             for name, tensor in getattr(visit, side).items()
             if name in getattr(match, side)
             and (error := gap(tensor, getattr(match, side)[name], cut)) is not None

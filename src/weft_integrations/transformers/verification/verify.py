@@ -27,12 +27,14 @@ from weft.layout import Layout
 from weft.threads import on_threads
 
 from ... import Foreign
-from ..batches import shard_batch
+from ..batches import shard_batch, tokens_of
 from ..defaults import CACHES, FEATURES
 from ..hooks import check_kind, check_layout, find_embeddings, install, recurrent, run_on_cpu
 from ..interface import attend, make_mask
 from ..latents import Latents, taken
 from ..rebinding import calls, put, rebound
+from ..rows import check_context_group
+from ..stacks import stacks_of
 from ..whole import accepts_positions, base, text_decoder
 from .copies import Copies, InFP64, random_states_kept
 from .inputs import (
@@ -146,10 +148,12 @@ def verify(
     check_layout(layout, axis)
     embeddings = embeddings or find_embeddings(model)
     inside = None if embeddings is None else _path(model, embeddings)
+    if batch is not None or stacks_of(model) is not None:
+        check_context_group(layout, axis)
     travel: Latents = "latents" if latents == "auto" else latents
     check = _Check(model, layout, axis, inside, batch, travel, images)
     with random_states_kept(model), _autocast_off(model):
-        planned = trials(model, check.layout, axis) if batch is None else [trial_of(batch)]
+        planned = trials(model, check.layout, axis) if batch is None else [trial_of(model, batch)]
         try:
             results = [check.run(trial) for trial in planned]
         finally:
@@ -184,6 +188,8 @@ class _Check:
         self.latents, self.images = latents, images if batch is not None else "whole"
         self.model, self.axis, self.embeddings, self.batch = model, axis, embeddings, batch
         decoder = text_decoder(model)
+        self.stacks = stacks_of(model)
+        self.full = batch is not None or self.stacks is not None  # rows on ranks are whole
         self.decoder = "" if decoder is None else _path(model, decoder)
         self.declared = layout
         self.layout = reduced(layout, axis if recurrent(model) else None)
@@ -234,9 +240,15 @@ class _Check:
         cuts = on_threads(self.layout, Cut.of, self.axis, trial.batch, length)
         recordings = [r.recording for r in ranks]
         tolerance = FP64_TOLERANCE if trial.fp64 else self.tolerance
-        difference = None
+        difference, source = None, None
+        if self.stacks is not None and self.stacks.splits:
+            tokens = tokens_of(batch)
+            assert tokens is not None  # of the encoder
+            size = trial.batch, tokens.shape[1]
+            own_cuts = on_threads(self.layout, Cut.of, self.axis, *size)
+            source = _path(self.model, self.stacks.encoder), own_cuts
         if self.images == "whole":  # else a rank's towers see other images
-            difference = first_difference(full.recording, recordings, cuts, tolerance)
+            difference = first_difference(full.recording, recordings, cuts, tolerance, source)
         outputs, which = _largest_gap(full, ranks, cuts)
         if trial.padding and outputs <= tolerance:
             difference = None  # modules may differ at padding, which nothing reads
@@ -248,7 +260,7 @@ class _Check:
                 f"({_size(outputs)}); the model computes it from this rank's tokens, after its "
                 f"last module ({trial})"
             )
-        averaged = 1 if self.batch is None else len(ranks)
+        averaged = len(ranks) if self.full else 1
         gradients, which = _largest_gradient_gap(full, ranks, averaged)
         if gradients > tolerance:
             raise UnsupportedError(
@@ -290,13 +302,14 @@ class _Check:
     ) -> _Run:
         model = self.copies.make(trial)
         inside = None if self.embeddings is None else model.get_submodule(self.embeddings)
-        full = self.batch is not None
+        full = self.full
         rows = "whole" if full else "local"
         install(model, layout, self.axis, inside, _ON_RANKS, rows, self.latents, self.images)
         recording = TrialRecording(model)
         cut = Cut.of(layout, self.axis, trial.batch, length)
         if full:
-            local = _WITHOUT_CACHE | batch
+            extra = options(model, batch) if self.batch is None else _WITHOUT_CACHE
+            local = extra | batch
         elif inside is None:
             local = options(model, batch) | shard_batch(batch, layout, self.axis)
         else:

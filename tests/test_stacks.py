@@ -1,0 +1,408 @@
+"""Models of an encoder and a decoder: both are split, and attention between them, too.
+
+The reference is the model itself on one device in fp64, with its own loss. Rows of the encoder and
+of the decoder have other lengths, which ranks do not divide, and the encoder's have padding.
+Attention is seen to be split by the bytes that it sends.
+"""
+
+import contextlib
+import copy
+import importlib.util
+
+import pytest
+import torch
+from pool import Pool
+from torch.distributed.device_mesh import init_device_mesh
+
+import weft
+from weft.errors import DeclarationError, UnsupportedError
+from weft.layout import Layout
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
+
+import transformers as hf
+from test_seam import FP32, FP64, LAYOUTS, InFP64, cloned, gaps, on_ranks, split, step, whole
+
+from benchmarks.encoder_families import FAMILIES, OPTIONS, built, example, ids, model_of
+from weft_integrations.transformers import ShardedCache, parallelize, shard_batch, verify
+from weft_integrations.transformers.stacks import stacks_of
+
+hf.logging.set_verbosity_error()
+
+
+def check(model, call, line, run=step):
+    reference = run(copy.deepcopy(model), call)
+    loss, logits, (grads, name) = gaps(on_ranks(model, line, lambda m: run(m, call)), reference)
+    assert loss < FP64
+    assert logits < FP64
+    assert grads < FP64, name
+
+
+@split
+@pytest.mark.few(7)
+@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_labels_give_one_devices_loss_and_gradients(family, line):
+    check(built(family), example(family), line)
+
+
+def with_padded_labels(call):
+    """A mask of the decoder, too, as of rows that are padded on the right."""
+    seen = torch.ones_like(call["labels"])
+    seen[0, -3:] = 0
+    return call | {"decoder_attention_mask": seen}
+
+
+CALLS = {
+    # As many keys as queries: sizes do not tell cross-attention from attention to themselves.
+    "as many keys as queries": ("t5", LAYOUTS[0], example("t5", 17, 17)),
+    "few keys": ("bart", LAYOUTS[1], example("bart", 11, 23)),
+    "padding on the left": ("umt5", LAYOUTS[0], example("umt5", left=True)),
+    "padding of the decoder": ("bart", LAYOUTS[0], with_padded_labels(example("bart"))),
+    "ids of the decoder": (
+        "t5",
+        LAYOUTS[2],
+        example("t5") | {"decoder_input_ids": ids(torch.Generator().manual_seed(4), 17)},
+    ),
+}
+
+
+@split
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_of_other_rows(case):
+    family, line, call = CALLS[case]
+    check(built(family), call, line)
+
+
+def recomputed(model, call):
+    model.train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return step(model, call, contextlib.nullcontext)  # torch recomputes in no mode
+
+
+@split
+@pytest.mark.few(2)
+@pytest.mark.parametrize("line", LAYOUTS[:2])
+@pytest.mark.parametrize("family", ["t5", "bart", "umt5", "whisper"])
+def test_layers_are_computed_again_in_backward(family, line):
+    call = {n: t.float() if t.is_floating_point() else t for n, t in example(family).items()}
+    model = built(family).float()
+    reference = recomputed(copy.deepcopy(model), call)
+    ranks = on_ranks(model, line, lambda m: recomputed(m, call))
+    loss, logits, (grads, name) = gaps(ranks, reference, 1e-2)
+    assert max(loss, logits) < FP32
+    assert grads < 8 * FP32, name
+
+
+# -- outputs --------------------------------------------------------------------------------------
+
+
+@split
+@pytest.mark.parametrize("family", ["bart", pytest.param("whisper", marks=pytest.mark.slow)])
+def test_outputs_of_both_stacks_are_full_rows(family):
+    call, model = example(family), built(family)
+    options = {"output_hidden_states": True, "use_cache": False}
+
+    def outputs(model):
+        with InFP64(), torch.no_grad():
+            out = model(**cloned(call), **options)
+            named = {n: t for n, t in out.items() if isinstance(t, torch.Tensor)}
+            for name in ("encoder_hidden_states", "decoder_hidden_states"):
+                named |= {f"{name} {i}": t for i, t in enumerate(out[name])}
+            return {n: whole(t) + 0 for n, t in named.items()}
+
+    want = outputs(copy.deepcopy(model))
+    for seen in on_ranks(model, LAYOUTS[0], outputs):
+        assert seen.keys() == want.keys()
+        for name, t in want.items():
+            assert seen[name].shape == t.shape, name
+            assert (seen[name] - t).abs().max() < FP64 * t.abs().max(), name
+
+
+@split
+def test_gradients_enter_through_states_of_the_encoder():
+    call, model = example("t5"), built("t5")
+
+    def run(model, call):
+        with InFP64():
+            out = model(**cloned(call))
+            states = whole(out.encoder_last_hidden_state)
+            loss = out.loss + states[:, ::3].square().sum()
+            loss.backward()
+        grads = {n: p.grad for n, p in model.named_parameters()}
+        return loss.item(), states.detach(), grads
+
+    check(model, call, LAYOUTS[0], run)
+
+
+@split
+def test_gradients_reach_embeddings_that_are_given():
+    model, call = built("bart"), example("bart")
+    call["inputs_embeds"] = torch.randn(2, 29, 32, dtype=torch.float64).requires_grad_()
+    del call["input_ids"]
+
+    def run(model):
+        given = call | {"inputs_embeds": call["inputs_embeds"].detach().requires_grad_()}
+        with InFP64():
+            model(**given).loss.backward()
+        return given["inputs_embeds"].grad
+
+    want = run(copy.deepcopy(model))
+    for seen in on_ranks(model, LAYOUTS[0], run):
+        assert (seen - want).abs().max() < FP64 * want.abs().max()
+
+
+def test_a_cache_that_is_not_made_raises_in_use():
+    model, call = built("bart"), example("bart")
+    ids = {"input_ids": call["input_ids"], "decoder_input_ids": call["labels"].clamp(min=3)}
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        with torch.no_grad():
+            out = own(**ids)
+        with pytest.raises(UnsupportedError, match="keeps keys of other states"):
+            len(out.cache)
+        return True
+
+    assert all(weft.on_threads(Layout.parse(LAYOUTS[0]), work))
+
+
+# -- calls that every rank computes ---------------------------------------------------------------
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_generate_is_one_devices_computed_whole(family):
+    model, call = built(family), example(family)
+    del call["labels"]
+
+    def generated(model):
+        with InFP64(), torch.no_grad():
+            return model.generate(**cloned(call), max_new_tokens=5, min_new_tokens=5)
+
+    want = generated(copy.deepcopy(model))
+
+    def work(layout):
+        return generated(parallelize(copy.deepcopy(model), layout, verify=False))
+
+    with pytest.warns(UserWarning, match="every rank computes all"):
+        ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)
+    assert all(torch.equal(seen, want) for seen in ranks)
+
+
+WHOLE = {
+    "no ids of a decoder": ("decoder_input_ids: there are none", {}),
+    "states that are given": ("encoder_outputs: states", {"labels": True, "states": True}),
+}
+
+
+@pytest.mark.parametrize("case", WHOLE)
+def test_calls_without_parts_run_on_every_rank(case):
+    match, given = WHOLE[case]
+    model, call = built("bart"), example("bart")
+    if not given:
+        del call["labels"]
+    if "states" in given:
+        call["encoder_outputs"] = (torch.randn(2, 29, 32, dtype=torch.float64),)
+
+    def logits(model):
+        with InFP64(), torch.no_grad():
+            return model(**cloned(call)).logits
+
+    want = logits(copy.deepcopy(model))
+
+    def work(layout):
+        return logits(parallelize(copy.deepcopy(model), layout, verify=False))
+
+    with pytest.warns(UserWarning, match=match):
+        ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)
+    assert all((seen - want).abs().max() < FP64 * want.abs().max() for seen in ranks)
+
+
+# -- refusals -------------------------------------------------------------------------------------
+
+
+def test_refuses_models_and_uses_by_name():
+    reproducible = {**Layout.parse("tokens: ring=2").declaration, "reproducible": True}
+
+    def work(layout):
+        with pytest.raises(UnsupportedError, match=r"rows of its own.*rows='whole'"):
+            parallelize(built("t5"), layout, verify=False, rows="local")
+        pooled = model_of("BartForSequenceClassification", FAMILIES["bart"])
+        with pytest.raises(UnsupportedError, match="has an encoder and a decoder"):
+            parallelize(pooled, layout, verify=False)
+        own = parallelize(built("t5"), layout, verify=False)
+        with pytest.raises(UnsupportedError, match="an encoder and a decoder"):
+            ShardedCache(own)
+        call = example("t5")
+        cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
+        with pytest.raises(UnsupportedError, match="EncoderDecoderCache has no parts"):
+            own.generate(call["input_ids"], cache=cache)
+        return not layout.bound.received
+
+    def on_reproducible(layout):
+        own = parallelize(built("t5"), layout, verify=False)
+        with pytest.raises(UnsupportedError, match="is reproducible"):
+            own(**example("t5"))
+        return True
+
+    weft.on_threads(Layout.parse(LAYOUTS[0]), work)
+    assert all(weft.on_threads(Layout.from_dict(reproducible), on_reproducible))
+
+
+@pytest.mark.parametrize("family", ["bart", "t5"])
+def test_refuses_dropout_in_attention_by_its_option(family):
+    option = "dropout_rate" if family == "t5" else "attention_dropout"
+    model = built(family, **{option: 0.1}).train()
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        with pytest.raises(UnsupportedError, match=f"dropout=0.1 in attention; set {option}=0"):
+            own(**example(family))
+        return True
+
+    assert all(weft.on_threads(Layout.parse(LAYOUTS[0]), work))
+
+
+# -- the bias of distances ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_a_bias_is_made_of_a_tiles_scores_alone(line):
+    model = built("t5")
+    attention = stacks_of(model).decoder.block[0].layer[0].SelfAttention
+    full = attention.compute_bias(17, 17).detach()
+
+    def work(layout):
+        own, shapes = parallelize(copy.deepcopy(model), layout, verify=False), []
+        decoder = stacks_of(own).decoder.block[0].layer[0].SelfAttention
+        decoder.register_forward_hook(lambda module, args, out: shapes.append(out[1].detach()))
+        own(**example("t5"))
+        return torch.equal(shapes[0], weft.bias_tile(full, layout, "tokens")), shapes[0].numel()
+
+    equal, sizes = zip(*weft.on_threads(Layout.parse(line), work))
+    assert all(equal)
+    assert max(sizes) < 0.6 * full.numel()
+
+
+# -- encoders alone -------------------------------------------------------------------------------
+
+
+@split
+@pytest.mark.few(3)
+@pytest.mark.parametrize("line", LAYOUTS)
+@pytest.mark.parametrize("name", ["T5EncoderModel", "UMT5EncoderModel", "MT5EncoderModel"])
+def test_encoders_alone_are_split(name, line):
+    model = model_of(name, OPTIONS["t5"])
+    call = {n: t for n, t in example("t5").items() if n != "labels"}
+
+    def run(model, call):
+        with InFP64():
+            states = whole(model(**cloned(call)).last_hidden_state)
+            loss = states[call["attention_mask"] == 1].square().mean()
+            loss.backward()
+        seen = states.detach() * call["attention_mask"][..., None]
+        return loss.item(), seen, {n: p.grad for n, p in model.named_parameters()}
+
+    check(model, call, line, run)
+
+
+def test_encoders_alone_take_local_rows():
+    model = model_of("T5EncoderModel", OPTIONS["t5"])
+    call = {"input_ids": example("t5")["input_ids"]}
+    with InFP64(), torch.no_grad():
+        want = copy.deepcopy(model)(**call).last_hidden_state
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="local")
+        with InFP64(), torch.no_grad():
+            local = own(**shard_batch(call, layout)).last_hidden_state
+        return layout.gather(local, {"tokens": 1})
+
+    for seen in weft.on_threads(Layout.parse(LAYOUTS[0]), work):
+        assert (seen - want).abs().max() < FP64 * want.abs().max()
+
+
+# -- the verifier ---------------------------------------------------------------------------------
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
+def test_verify_compares_rows_of_two_lengths(family):
+    result = verify(built(family).float(), Layout.parse(LAYOUTS[0]))
+    assert 0 < result.outputs < 1e-5
+    assert 0 < result.gradients < 2e-4
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("family", ["t5", "whisper"])
+def test_verify_compares_a_call_of_the_users(family):
+    layout = Layout.parse(LAYOUTS[0])
+    result = verify(built(family).float(), layout, batch=example(family))
+    assert 0 < result.outputs < 1e-5
+    assert 0 < result.gradients < 2e-4
+    with pytest.raises(UnsupportedError, match="a call with labels"):
+        verify(built(family).float(), layout, batch={"input_ids": ids(torch.Generator(), 9)})
+
+
+def test_verify_refuses_a_layout_that_splits_rows_too():
+    with pytest.raises(DeclarationError, match="context group"):
+        verify(built("t5").float(), Layout.parse("batch: dp=2; tokens: ring=2"))
+
+
+# -- what others do around a model -----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two():
+    with Pool(2, preload=("transformers", "test_stacks")) as pool:
+        yield pool
+
+
+def _layout():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
+    return Layout.parse(LAYOUTS[0]).bind(mesh, timeout=60)
+
+
+def _trains(rank, family):
+    """Errors of loss, logits and gradients that torch averages."""
+    reference = step(built(family), example(family))
+    own = parallelize(built(family), _layout(), verify=False)
+    loss, logits, grads = step(torch.nn.parallel.DistributedDataParallel(own), example(family))
+    return gaps(
+        [(loss, logits, {n.removeprefix("module."): g for n, g in grads.items()})], reference
+    )
+
+
+@split
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_torch_averages_gradients_of_both_stacks(two, family):
+    for loss, logits, (grads, name) in two.run(_trains, family, timeout=240):
+        assert max(loss, logits) < FP64
+        assert grads < FP64, name
+
+
+def _drops(rank):
+    """The places that the first and last layers of both stacks drop, and the next number."""
+    model, kept = built("t5").train(), []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.5
+    for part in (stacks_of(model).encoder, stacks_of(model).decoder):
+        part.dropout.register_forward_hook(
+            lambda module, args, out: kept.append((out == 0).tolist())
+        )
+    own = parallelize(model, _layout(), verify=False)
+    torch.manual_seed(7)
+    own(**example("t5", 16, 16))  # as many on every rank
+    return kept, torch.rand(()).item()
+
+
+@pytest.mark.slow
+def test_ranks_drop_their_own_activations(two):
+    (one, after), (other, later) = two.run(_drops)
+    assert after == later
+    assert len(one) == len(other) == 4
+    assert all(a != b for a, b in zip(one, other))
