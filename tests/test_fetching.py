@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import exact
 import pytest
 import torch
 from covering import covering
@@ -281,15 +282,10 @@ def test_another_role_that_moves_is_refused_by_name(strategy, moves) -> None:
         weft.on_threads(layout, lambda mine: attended(mine, (q, k, v), numbers, 1, weft.Full()))
 
 
-def test_a_call_without_a_choice_is_refused() -> None:
-    q = whole_problem()[0]
-
-    def work(layout: weft.Layout) -> None:
-        t = layout.shard(q, {"tokens": 2})
-        weft.attention(t, t, t, layout, "tokens", length=LENGTH)
-
-    with pytest.raises(UnsupportedError, match="this call has no choice"):
-        weft.on_threads(weft.Layout.load("chosen-4"), work)
+@pytest.mark.parametrize("mesh", ["zigzag", "two dims", "ulysses outside"])
+def test_without_a_choice_all_keys_travel(mesh) -> None:
+    case = exact.Case(lengths=exact.tokens(LENGTH), mask=weft.Causal(), lse_gradient=True)
+    exact.assert_exact(layout_of(mesh), case)
 
 
 @pytest.mark.parametrize("bias", [weft.alibi(torch.ones(HEADS)), torch.zeros(1, 1, 4, LENGTH)])

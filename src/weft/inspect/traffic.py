@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class TrafficReport(Traffic):
     """Counted bytes and messages, and in `predicted` what the plans of the same calls predict.
 
-    Plans predict attention, states and halos; sums of losses and gradients, and learned routing,
-    are counted only.
+    Plans predict attention, states, halos, choices of keys, and fetched keys by what was chosen;
+    sums of losses and gradients, and a router's summaries and weights, are counted only.
     The peaks are those of one pass of attention. All-to-alls before and after it, reductions over
     whole copies, and learned routing are in neither.
 

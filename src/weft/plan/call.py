@@ -204,19 +204,14 @@ def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
 
 
 def refuse_routed(layout: LayoutDeclaration, call: Call) -> None:
-    """Raise `UnsupportedError` for attention over a layout that fetches keys that nobody chose."""
+    """Raise `UnsupportedError` for plain attention over a layout whose keys a router chooses.
+
+    Where the model chooses and makes no choice, all keys are chosen: they travel as under `R`.
+    """
     found = reach(layout, call.axes)
-    routed = found.routed
-    if routed and not found.by_router:
-        if call.choice is None:
-            raise UnsupportedError(
-                f"{layout.source}: along mesh dim {routed[0]!r} only those keys travel that the"
-                " model chooses, R(top_k), and this call has no choice; give it one,"
-                " choice=weft.ChosenKeys(...), or use a strategy with key 'S(seq) -> R'"
-            )
-    elif routed and not call.routed:
+    if found.by_router and not call.routed:
         raise UnsupportedError(
-            f"{layout.source}: mesh dim {routed[0]!r} routes keys, R(top_k), by learned weights "
+            f"{layout.source}: mesh dim {found.routed[0]!r} routes keys, R(top_k), by learned weights "
             f"that plain attention over {'+'.join(call.axes)} does not have; use "
             "weft.routing.RoutedAttention, or a strategy with key 'S(seq) -> R'"
         )
