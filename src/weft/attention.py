@@ -278,7 +278,7 @@ def _bound(
                 want_lse,
                 None if softcap is None else _number("softcap", softcap),
                 kernel,
-                _checked_bias(bias, tensors),
+                _checked_bias(bias),
                 learned,
                 name=name,
                 choice=_checked_kind(choice),
@@ -406,13 +406,9 @@ def _checked_mask(mask: Mask) -> Mask:
     return mask
 
 
-def _checked_bias(bias: Bias | None, tensors: tuple) -> Bias | None:
-    if bias is None:
-        return None
-    if not isinstance(bias, Bias):
+def _checked_bias(bias: Bias | None) -> Bias | None:
+    if bias is not None and not isinstance(bias, Bias):
         raise ShapeError(f"bias is a weft.Bias or a tensor, found a {type(bias).__name__}")
-    device = getattr(tensors[0], "device", None) if tensors else None
-    bias.check("cpu" if device is None or device.type == "meta" else device)
     return bias
 
 
