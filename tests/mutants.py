@@ -293,7 +293,7 @@ BUGS = (
     Bug(
         "sequences with another mask choose as the first",
         "weft/runtime/views.py",
-        "Views._chosen",
+        "Views._of_rows",
         "numbers[slice(*call.samples)]",
         "numbers[: call.samples[1] - call.samples[0]]",
         "choice",
@@ -2767,7 +2767,7 @@ BUGS = (
     Bug(
         "outputs of a stride stay with the ranks of their middles",
         "weft/nn/windows.py",
-        "OverAxes._on_axes",
+        "OverAxes._turned",
         "y.rechunked().to_local()",
         "y.to_local()",
         "nn_windows",
