@@ -46,6 +46,7 @@ ROOMS = (
     ("gradients.sync",),
     ("layout",),
     ("dtensors", "relayout.bind_on_same_ranks"),
+    ("fetching",),
     ("attention", "choosing", "losses", "carry.scan", "threads"),
     ("fields",),
     ("proof",),
