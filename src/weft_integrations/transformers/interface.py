@@ -126,7 +126,7 @@ def attend(
     if call is not None and call.seam == "ahead":
         raise UnsupportedError(f"{name} attends ahead of the text decoder, by weft's attention")
     if position_bias is not None and not _has_known_bias(module):
-        raise UnsupportedError(f"{name} passes position_bias to attention, made by itself")
+        raise UnsupportedError(f"{name} passes position_bias to attention, which weft cannot honour")
     if crosses(module):
         return _attend_across(module, query, key, value, attention_mask, scaling, softcap), None
     if _leaves_nothing_out(call, name, attention_mask, query.shape[2]):
