@@ -176,3 +176,15 @@ def test_bias_function_with_a_gradient_is_refused() -> None:
     bias = weft.Bias(lambda b, h, i, j: slope * (i - j))
     with pytest.raises(weft.ShapeError, match="a learned bias is given as a tensor"):
         weft.attention(q, q, q, weft.Layout.single(), "tokens", bias=bias)
+
+
+def test_a_bias_is_asked_about_one_position_once_per_call():
+    asked = []
+
+    def fn(b, h, q, k):
+        asked.append(q.dim())
+        return (q - k).float()
+
+    q = torch.zeros(1, 2, 8, 4)
+    weft.attention(q, q, q, weft.Layout.single(), "tokens", bias=weft.Bias(fn))
+    assert asked.count(0) == 1

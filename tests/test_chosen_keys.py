@@ -80,7 +80,7 @@ def results(model: torch.nn.Module, batch: dict, mode: str) -> tuple[Tensor, Ten
     return out.logits.detach() + 0, out.loss.detach() + 0, gradients  # whole, within the rank
 
 
-def largest_gap(model, line: str, batch: dict, mode: str = "eval") -> float:
+def largest_gap(model, line: str | Layout, batch: dict, mode: str = "eval") -> float:
     """The largest difference between ranks and one device, on the largest number of a tensor."""
     logits, loss, gradients = results(copy.deepcopy(model), batch, mode)
 
@@ -88,7 +88,8 @@ def largest_gap(model, line: str, batch: dict, mode: str = "eval") -> float:
         split = weft.parallelize(copy.deepcopy(model), layout, verify=False)
         return results(split, batch, mode)
 
-    ranks = weft.on_threads(Layout.parse(line), rank, timeout=20)
+    layout = Layout.parse(line) if isinstance(line, str) else line
+    ranks = weft.on_threads(layout, rank, timeout=20)
     kept = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
     gaps = [(t[0][kept], logits[kept]) for t in ranks] + [(t[1], loss) for t in ranks]
     for name, gradient in gradients.items():
@@ -120,6 +121,17 @@ CASES = [case(*row) for row in pairs(FAMILIES, LAYOUTS, LENGTHS, MODES)]
 @pytest.mark.parametrize(("family", "line", "length", "mode"), CASES)
 def test_models_that_choose_keys_are_exact(family, line, length, mode) -> None:
     assert largest_gap(built(family), line, rows(length), mode) < 1e-11
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("line", ["tokens(zigzag): chosen=2", "tokens: chosen=2 x chosen=2"])
+@pytest.mark.parametrize("family", ["deepseek_v32", "hy_v4", "minimax_m3_vl_text"])
+def test_models_fetch_the_keys_that_they_choose(family, line) -> None:
+    if "x" in line:
+        layout = Layout.parse("tokens: hierarchical=2x2")
+        entries = [{"strategy": "chosen", "on": dim} for dim in layout.mesh]
+        line = Layout.from_dict({**layout.declaration, "attend": {"tokens": entries}})
+    assert largest_gap(built(family), line, rows(29), "train") < 1e-11
 
 
 #: Chunks shorter than a window; a rank of one token, which no other row tells from decoding.

@@ -20,8 +20,8 @@ SRC = ROOT / "src"
 #: Rooms from low to high, by the beginning of their modules' names; those of one line know nothing
 #: of each other. Of a room with plans and what carries them out, each part has its place.
 ROOMS = (
-    ("errors", "_opening", "_version", "_doors", "_caching", "_pointwise"),
-    ("_terminal",),
+    ("errors", "_opening", "_version", "_doors", "_caching"),
+    ("_terminal", "_pointwise"),
     ("_torch", "_uploads"),
     ("_compile",),
     ("masks", "bias", "choice"),
@@ -46,6 +46,7 @@ ROOMS = (
     ("gradients.sync",),
     ("layout",),
     ("dtensors", "relayout.bind_on_same_ranks"),
+    ("fetching",),
     ("attention", "choosing", "losses", "carry.scan", "threads"),
     ("fields",),
     ("proof",),

@@ -17,8 +17,8 @@ from weft.declare import catalog
 from weft.plan.order import positions
 
 TUTORIAL = Path(__file__).parent.parent / "tutorials" / "00_the_idea.py"
-#: Learned routing, joint axes, and partial outputs that every rank gets.
-NOT_EXPRESSED = {"head-x-routed", "routed-4", "routed-8", "kv-parallel-4"}
+#: Learned routing, a model's own choices, joint axes, and partial outputs that every rank gets.
+NOT_EXPRESSED = {"head-x-routed", "routed-4", "routed-8", "chosen-4", "kv-parallel-4"}
 MASKS = {"full": weft.Full(), "causal": weft.Causal()}
 
 

@@ -16,9 +16,12 @@ import pytest
 import routed
 
 import weft
+from weft.comm import run_threads
 from weft.comm.transport import Transport
 from weft.declare.catalog import names
 from weft.declare.strategy import Role
+from weft.testing.cases import Case
+from weft.testing.check import check_rank
 
 #: Of one axis, which no mesh divides, and of two that are attended jointly: of queries and of keys.
 LENGTHS = {1: ((29, 29),), 2: ((5, 5), (6, 6))}
@@ -28,6 +31,8 @@ MASKS = {
 }
 #: Attention that learns its messages: another engine.
 LEARNED = {"routed-4", "routed-8", "head-x-routed"}
+#: Attention to keys that the model chooses.
+CHOSEN = {"chosen-4"}
 
 
 class Notes:
@@ -128,7 +133,7 @@ def circle(orders: dict[int, list[int]]) -> bool:
 
 @pytest.mark.few(10)
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
-@pytest.mark.parametrize("name", sorted({*names("layouts")} - LEARNED))
+@pytest.mark.parametrize("name", sorted({*names("layouts")} - LEARNED - CHOSEN))
 def test_ranks_begin_what_meets_in_one_order(notes: Notes, name: str, mask) -> None:
     layout = weft.Layout.load(name)
     for axis in layout.attend:
@@ -153,6 +158,19 @@ def test_ranks_of_learned_routing_begin_what_meets_in_one_order(
     errors = routed.errors(weft.Layout.load(name), routed.Case(n=29, mask=mask))
     assert max(errors.values()) < 1e-11
     assert {label for _, (_, label, *_) in notes.begun[0]} >= {"routes", "summaries"}
+    assert not circle(meetings(notes.begun))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", sorted(CHOSEN))
+def test_ranks_that_fetch_keys_begin_what_meets_in_one_order(
+    notes: Notes, name: str, causal: bool
+) -> None:
+    layout, mask = weft.Layout.load(name), weft.Causal() if causal else weft.Full()
+    case = Case("chosen", n=29, mask=mask, choose=5)
+    for compared in run_threads(layout.mesh, lambda t: check_rank(layout.on(t), case)):
+        assert all(each.ok for each in compared)
+    assert {label for _, (_, label, *_) in notes.begun[0]} >= {"wanted", "dkv"}
     assert not circle(meetings(notes.begun))
 
 

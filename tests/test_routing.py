@@ -371,7 +371,7 @@ def test_plain_attention_refuses_routed_layout_and_says_what_to_use():
 @pytest.mark.parametrize(("strategy", "moves"), [("ring", "keys"), ("pass_q", "queries")])
 def test_another_moving_role_beside_routing_is_refused_by_name(strategy, moves):
     layout = layout_of({"r": 2, "x": 2}, {"r": "routed", "x": strategy})
-    with pytest.raises(UnsupportedError, match=f"mesh dim 'x' moves {moves} as well as the routed"):
+    with pytest.raises(UnsupportedError, match=f"mesh dim 'x' moves {moves} as well as those"):
         on_rank(layout, call)
 
 

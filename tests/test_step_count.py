@@ -161,7 +161,7 @@ def test_many_ranks_are_counted_by_some():
 
 def test_a_router_decides_what_travels():
     spec = ModelSpec.load("causal_lm")
-    with pytest.raises(UnsupportedError, match="routes axis 'tokens' by learned weights"):
+    with pytest.raises(UnsupportedError, match="a router or the model chooses"):
         count_steps(Layout.load("routed-4"), spec, 2, {"tokens": 64})
 
 

@@ -135,7 +135,10 @@ def test_options_that_mean_nothing_are_refused(rule, reason):
         ({"rule": {"r": RING | {"qery": "R"}}}, "query"),
         ({"rule": {"r": {"query": "S(seq)", "key": "R"}}}, "out"),
         ({"rule": {"r": RING | {"key": "S(seq)"}}}, "[rule.r]: query S(seq) with key S(seq)"),
-        ({"rule": {"r": RING | {"key": "S(seq) -> R(top_k)"}}}, "needs a [routing] table"),
+        (
+            {"rule": {"r": RING | {"key": "S(seq) -> R(top_k)", "transport": "ring"}}},
+            "leave out transport and backward",
+        ),
         ({"rule": {"r": RING}, "routing": {"top_k": 2}}, "no rule has key 'R(top_k)'"),
         ({"routing": {"top_k": True}}, "routing.top_k = True: give a whole number"),
         ({"routing": {"top_k": 2, "load": True}}, "routing.load = True: give a number"),

@@ -391,7 +391,7 @@ def test_the_command_proves_choices_and_refuses_the_rest():
     words = ["check", "tile-2x2", "--symbolic", "--choose", "5", "--mask", "causal"]
     assert run_command(words) == ("taken", "")
     for words, message in (
-        (["tile-2x2", "--choose", "5"], "so give --symbolic"),
+        (["routed-4", "--choose", "5"], "has a router, which chooses the keys"),
         (["burst-4", "--symbolic", "--choose", "5"], "other rows in the backward pass"),
     ):
         how, text = run_command(["check", *words])

@@ -15,7 +15,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .errors import ShapeError, WeftError
+
 Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def value_of(label: str, fn: Callable[..., Any], device: torch.device | str) -> Any:
+    """A function's value at one position, without dims.
+
+    Raises `ShapeError` where it raises, or gives more than one value; weft's errors as they are.
+
+    >>> value_of("the mask", lambda b, h, q, k: q >= k, "cpu")
+    tensor(True)
+    """
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    try:
+        value = fn(zero, zero, zero, zero)
+    except WeftError:
+        raise
+    except Exception as error:
+        raise ShapeError(f"{label} raised {type(error).__name__}: {error}") from error
+    if isinstance(value, Tensor) and value.dim():
+        raise ShapeError(
+            f"{label} gives shape {tuple(value.shape)} for one query and one key, where one value"
+            " is wanted; its indices have any shape, which is that of its result"
+        )
+    return value
 
 
 def takes_tensors(fn: Function, device: torch.device) -> bool:

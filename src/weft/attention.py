@@ -28,9 +28,10 @@ from .comm.channel import refused_everywhere
 from .comm.once_differentiable import transformed
 from .dtensors import attend_dtensors, check_dtensors
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from .fetching.attend import attend_fetched
 from .layout import Layout
 from .masks import FULL, Mask, check_mask
-from .plan.call import Call, Expanded
+from .plan.call import Call, Expanded, reach
 from .plan.lengths import Length, read_length
 from .plan.order import Spans, positions
 from .plan.plan import score_tile
@@ -190,7 +191,19 @@ def attention(
     function = None if isinstance(bias, Tensor) else bias
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
     numbers = choice.numbers if isinstance(choice, ChosenKeys) else None
-    if in_graph(q):
+    if isinstance(choice, ChosenKeys) and _fetches(layout, axes):
+        given = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
+        bound = _bound(layout, axes, mask, length, *given, (q, k, v, sinks))
+        q, k, v = as_autocast(q, k, v)
+        expansion = None if expand is None else as_expansion(expand)
+        if expansion is not None and expansion.travel == "keys":
+            k, v, expansion = *expansion(k, v), None
+        if expansion is not None:
+            with refused_everywhere(bound.refuse):
+                sizes = expansion.tried(k, v).sizes
+            bound = _bound(layout, axes, mask, length, *given, (), sizes)
+        out, lse = attend_fetched(bound, q, k, v, choice, expansion)
+    elif in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
         handle = _traced(
             flattened(layout),
@@ -265,7 +278,7 @@ def _bound(
                 want_lse,
                 None if softcap is None else _number("softcap", softcap),
                 kernel,
-                _checked_bias(bias, tensors),
+                _checked_bias(bias),
                 learned,
                 name=name,
                 choice=_checked_kind(choice),
@@ -275,6 +288,17 @@ def _bound(
         if tensors:
             _check_kinds(*tensors)
     return bound
+
+
+def _fetches(layout: Layout, axes: tuple[str, ...]) -> bool:
+    """True if of the keys only those travel that the model chooses."""
+    if not isinstance(layout, Layout):
+        return False
+    try:
+        found = reach(layout.unbound, axes)
+    except WeftError:  # is raised again, on all ranks, where the call is bound
+        return False
+    return bool(found.routed) and not found.by_router
 
 
 def _latents(
@@ -382,13 +406,9 @@ def _checked_mask(mask: Mask) -> Mask:
     return mask
 
 
-def _checked_bias(bias: Bias | None, tensors: tuple) -> Bias | None:
-    if bias is None:
-        return None
-    if not isinstance(bias, Bias):
+def _checked_bias(bias: Bias | None) -> Bias | None:
+    if bias is not None and not isinstance(bias, Bias):
         raise ShapeError(f"bias is a weft.Bias or a tensor, found a {type(bias).__name__}")
-    device = getattr(tensors[0], "device", None) if tensors else None
-    bias.check("cpu" if device is None or device.type == "meta" else device)
     return bias
 
 

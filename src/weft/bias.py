@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ._compile import Traceable
-from ._pointwise import values_of
+from ._pointwise import value_of, values_of
 from .errors import ShapeError
 
 
@@ -47,12 +47,8 @@ class Bias(Traceable):
         Args:
             device: where it is asked: tensors that it reads may be there.
         """
-        zero = torch.zeros((), dtype=torch.int64, device=device)
-        try:
-            with torch.enable_grad():
-                values = self.fn(zero, zero, zero, zero)
-        except Exception as error:
-            raise ShapeError(f"the bias raised {type(error).__name__}: {error}") from error
+        with torch.enable_grad():
+            values = value_of("the bias", self.fn, device)
         if not isinstance(values, Tensor) or not values.dtype.is_floating_point:
             raise ShapeError(f"{self} must return a float tensor, found {values!r:.80}")
         if values.requires_grad:

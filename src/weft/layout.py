@@ -213,7 +213,7 @@ class Layout(LayoutDeclaration, Traceable):
             DeclarationError: if the layout does not attend the axis, or has a mesh size of -1.
             ShapeError: if the mask does not fit the lengths, heads cannot be shared, or the device
                 is unknown.
-            UnsupportedError: if keys are routed by learned weights.
+            UnsupportedError: if only those keys travel that a router or the model chooses.
 
         >>> plan = Layout.load("tile-2x2").plan("tokens", length=4096, heads=8)
         >>> plan.traffic.forward.by_mesh_dim()

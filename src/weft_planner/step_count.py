@@ -21,11 +21,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft._torch import fake_ranks, memory_of
 from weft.comm.consistency import local_tensor
 from weft.errors import DeclarationError, UnsupportedError
+from weft.fetching.rules import fetches
 from weft.inspect.traffic import TrafficReport, traffic
 from weft.layout import Layout
 from weft.plan.plan import Plan
 from weft_models.declare.model_file import ModelSpec
-from weft_models.routing.geometry import is_routed
 
 from .live import Live
 from .work import model_work
@@ -122,10 +122,10 @@ def count_steps(
     if gradients not in WAYS:
         raise DeclarationError(f"gradients={gradients!r}: known are {', '.join(WAYS)}")
     for each, axis in [(one, a) for one in (layout, *(layouts or {}).values()) for a in one.attend]:
-        if is_routed(each, tuple(axis.split("+"))):
+        if fetches(each, tuple(axis.split("+"))):
             raise UnsupportedError(
-                f"{each.source}: routes axis {axis!r} by learned weights, which decide what"
-                " travels; `weft explain LAYOUT` bounds it"
+                f"{each.source}: of axis {axis!r} only those keys travel that a router or the model"
+                " chooses, R(top_k); `weft explain LAYOUT` bounds their bytes"
             )
     if ranks is None:
         ranks = some_ranks(layout.world_size)

@@ -423,10 +423,20 @@ class LayoutDeclaration:
 
         Args:
             axes: the attended axis, or several attended jointly.
+
+        Raises:
+            DeclarationError: strategies on these axes have different tables, or one has none.
         """
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
-        found = (binding.strategy.routing for binding in self._bindings(axes))
-        return next((routing for routing in found if routing is not None), None)
+        strategies = [binding.strategy for binding in self._bindings(axes)]
+        choosing = [s for s in strategies if any(rule.top_k for rule in s.rules.values())]
+        tables = {strategy.routing for strategy in choosing}
+        if len(tables) > 1:
+            raise DeclarationError(
+                f"{self.source}: {'+'.join(axes)} is routed by strategies with different [routing]"
+                f" tables, or without one: {', '.join(s.name for s in choosing)}; use one"
+            )
+        return next(iter(tables), None)
 
     def batch_dims(self, axes: str | Sequence[str]) -> tuple[str, ...]:
         """Mesh dims that split the batch at rest when the axes are attended.

@@ -450,10 +450,7 @@ class Strategy:
                 f"{source}: rules {first} are {one} and {second} {other}; write two strategies, for"
                 f" {here} and for {there}"
             )
-        routed = any(rule.top_k for rule in rules.values())
-        if routed and parsed.routing is None:
-            raise DeclarationError(f"{source}: R(top_k) needs a [routing] table with top_k")
-        if parsed.routing is not None and not routed:
+        if parsed.routing is not None and not any(rule.top_k for rule in rules.values()):
             raise DeclarationError(f"{source}: [routing] is given but no rule has key 'R(top_k)'")
         described = parsed.about, parsed.reference, parsed.routing, source
         return cls(name, rules, states, *described, choices)

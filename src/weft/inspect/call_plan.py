@@ -219,8 +219,8 @@ def _problem(
     for mesh_dim, rule in rules.items():
         if rule.top_k:
             raise UnsupportedError(
-                f"{layout.source}: mesh dim {mesh_dim!r} routes keys of {'+'.join(axes)} by "
-                "learned weights, so what it moves and computes depends on them"
+                f"{layout.source}: along mesh dim {mesh_dim!r} only those keys of {'+'.join(axes)}"
+                " travel that a router or the model chooses, R(top_k), so its bytes depend on them"
             )
     if batch is None:
         batch = layout.batch_parts(axes)

@@ -12,6 +12,7 @@ from ..carry.fragments import ChainExchange, StateExchange
 from ..carry.tree import TreeExchange
 from ..comm import Transport, Watch, alive
 from ..declare.traffic import Traffic
+from ..fetching.fetch import FetchPass
 from ..layout import Layout
 from ..plan.lists import ListPlan
 from ..plan.memory import memory_bound
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
 class TrafficReport(Traffic):
     """Counted bytes and messages, and in `predicted` what the plans of the same calls predict.
 
-    Plans predict attention, states and halos; sums of losses and gradients, and learned routing,
-    are counted only.
+    Plans predict attention, states, halos, choices of keys, and fetched keys by what was chosen;
+    sums of losses and gradients, and a router's summaries and weights, are counted only.
     The peaks are those of one pass of attention. All-to-alls before and after it, reductions over
     whole copies, and learned routing are in neither.
 
@@ -149,7 +150,13 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
         if isinstance(
             plan,
-            ChainExchange | TakePass | StateExchange | TreeExchange | RedistributionPass | ListPlan,
+            ChainExchange
+            | TakePass
+            | StateExchange
+            | TreeExchange
+            | RedistributionPass
+            | ListPlan
+            | FetchPass,
         ):
             per_call = plan.traffic(backward)
         else:

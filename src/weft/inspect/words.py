@@ -40,6 +40,7 @@ PAYLOAD = {
     ("dq", True): "gradients of queries",
     ("dkv", True): "gradients of keys and values",
     ("dqkv", True): "gradients of q, k, v",
+    ("wanted", False): "bits of wanted keys",
     ("summaries", False): "summaries of blocks",
     ("dsummaries", True): "gradients of summaries",
     ("routes", False): "routing weights",
@@ -78,7 +79,9 @@ def rule_in_words(rule: Rule) -> str:
 
 def _role(rule: Rule) -> str:
     if rule.top_k:
-        return "Queries meet the chunks of keys that a learned router chooses; only those travel."
+        return (
+            "Queries meet the keys that a router or the model chooses for them; only those travel."
+        )
     text = ROLES[rule.role]
     if rule.role not in (Role.QUERY, Role.KEY):
         return text

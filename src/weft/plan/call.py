@@ -149,7 +149,8 @@ class Reach:
     batch: mesh dims that split the batch at rest.
     reshards: whether tensors change their split before and after the tile program.
     reshards_batch: whether that changes a split of the batch at rest.
-    routed: mesh dims whose keys are routed by learned weights.
+    routed: mesh dims along which chosen keys alone travel, `R(top_k)`.
+    by_router: whether a router chooses these, by learned weights, and not the model.
     seen: mesh dims along which only keys that are seen may travel, by the call's mask.
     query_chunks, key_chunks: into how many chunks queries and keys are split at rest.
     """
@@ -159,6 +160,7 @@ class Reach:
     reshards: bool
     reshards_batch: bool
     routed: tuple[str, ...]
+    by_router: bool
     seen: tuple[str, ...]
     query_chunks: int
     key_chunks: int
@@ -194,6 +196,7 @@ def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
         bool(resharded),
         bool({*batch} & {*resharded}),
         tuple(d for d, rule in rules.items() if rule.top_k),
+        layout.routing(axes) is not None,
         tuple(d for d in moving if rules[d].key.seen),
         math.prod(layout.mesh[d] for d in split),
         math.prod(layout.mesh[d] for d in keys),
@@ -201,11 +204,14 @@ def reach(layout: LayoutDeclaration, axes: tuple[str, ...]) -> Reach:
 
 
 def refuse_routed(layout: LayoutDeclaration, call: Call) -> None:
-    """Raise `UnsupportedError` for plain attention over a layout that routes keys."""
-    routed = reach(layout, call.axes).routed
-    if routed and not call.routed:
+    """Raise `UnsupportedError` for plain attention over a layout whose keys a router chooses.
+
+    Where the model chooses and makes no choice, all keys are chosen: they travel as under `R`.
+    """
+    found = reach(layout, call.axes)
+    if found.by_router and not call.routed:
         raise UnsupportedError(
-            f"{layout.source}: mesh dim {routed[0]!r} routes keys, R(top_k), by learned weights "
+            f"{layout.source}: mesh dim {found.routed[0]!r} routes keys, R(top_k), by learned weights "
             f"that plain attention over {'+'.join(call.axes)} does not have; use "
             "weft.routing.RoutedAttention, or a strategy with key 'S(seq) -> R'"
         )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard
 from .._caching import remembered
 from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import rank_at
+from ..declare.mesh import places, rank_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import SEQ
 from ..declare.rates import rates_for
@@ -174,6 +174,11 @@ class Plan:
             return "a reproducible layout computes keys in blocks of its own"
         whole = self.replicated.key
         return f"keys rest whole along {', '.join(whole)}" if whole else ""
+
+    def entries(self, side: Side, dims: Sequence[str]) -> list[Spans]:
+        """Positions of a side as the tile program begins, of every rank along mesh dims."""
+        group = places(self.sizes, dims, self.coords)
+        return [self.resharding[side].entry(coords).spans for coords in group]
 
     @property
     def row_moves(self) -> tuple[RowMove, ...]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
+from .._pointwise import value_of
 from ..declare.mesh import coordinates
 from ..declare.placements import SEQ
-from ..errors import ShapeError, UnsupportedError, WeftError
+from ..errors import ShapeError, UnsupportedError
 from ..plan.call import Call, Expanded
 from ..plan.plan import Plan
 
@@ -150,21 +149,8 @@ def check_samples(plan: Plan, samples: tuple[int, ...]) -> None:
 
 def probe_functions(call: Call, device: torch.device) -> None:
     """Raise `ShapeError` if a function in the mask or bias fails, before others wait for it."""
-    if device.type == "meta" or not call.has_functions:
-        return
-    zero = torch.zeros((), dtype=torch.int64, device=device)
-    functions: dict[str, Callable[..., Tensor]] = {"the mask": call.mask.allowed}
+    on_meta = device.type == "meta"
     if call.bias is not None:
-        functions["the bias"] = call.bias.fn
-    for label, function in functions.items():
-        try:
-            result = function(zero, zero, zero, zero)
-        except WeftError:
-            raise
-        except Exception as error:
-            raise ShapeError(f"{label} raised {type(error).__name__}: {error}") from error
-        if isinstance(result, Tensor) and result.dim():
-            raise ShapeError(
-                f"{label} gives shape {tuple(result.shape)} for one query and one key, where one"
-                " value is wanted; its indices have any shape, which is that of its result"
-            )
+        call.bias.check("cpu" if on_meta else device)
+    if not on_meta and call.has_functions:
+        value_of("the mask", call.mask.allowed, device)

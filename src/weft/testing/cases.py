@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
+from ..choice import ChoiceKind
 from ..declare.mesh import index_at
 from ..declare.placements import SEQ
 from ..layout import Layout
-from ..masks import Causal, Full, KeyPadding, Mask
+from ..masks import Causal, Full, KeyPadding, Mask, MaskMod
 from ..plan.order import chunk_sizes, positions, shard_spans
 from ..plan.problem import Problem
 from .reference import reference
@@ -44,6 +45,7 @@ class Case:
         dtype: of the tensors.
         spread: standard deviation of queries and keys.
         backward: gradients are compared, too.
+        choose: keys that each query chooses, drawn at random; None: it sees all that the mask says.
 
     >>> case = Case("causal", n=6, m=6, mask=Causal())
     >>> case.draw(torch.float64)["q"].shape
@@ -65,6 +67,7 @@ class Case:
     dtype: torch.dtype = torch.float64
     spread: float = 1.0
     backward: bool = True
+    choose: int | None = None
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -97,7 +100,7 @@ class Case:
     @property
     def problem(self) -> Problem:
         """The engine's `Problem`, with the batch and the heads of all ranks together."""
-        return Problem.of(
+        problem = Problem.of(
             self.axes,
             dict(zip(self.axes, self.lengths)),
             heads=self.heads,
@@ -107,6 +110,28 @@ class Case:
             dtype=self.dtype,
             mask=self.mask,
         )
+        numbers = self.chosen()
+        if numbers is None:
+            return problem
+        return replace(problem, choice=ChoiceKind(1, numbers.shape[-1]))
+
+    def chosen(self) -> Tensor | None:
+        """Random numbers of the keys that each query chooses, over all ranks (b, 1, n, K)."""
+        if self.choose is None:
+            return None
+        generator = torch.Generator().manual_seed(self.seed)
+        order = torch.rand(self.batch, 1, self.queries, self.keys, generator=generator).argsort(-1)
+        return order[..., : self.choose].int()
+
+    @property
+    def seen(self) -> Mask:
+        """The mask, with the choice in it."""
+        numbers = self.chosen()
+        if numbers is None:
+            return self.mask
+        bits = torch.zeros(self.batch, self.queries, self.keys, dtype=torch.bool)
+        bits.scatter_(-1, numbers[:, 0].long(), True)
+        return self.mask & MaskMod(lambda b, h, q, k: bits[b, q, k])
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -144,7 +169,7 @@ class Case:
             The tensors by name: out, lse, and dq, dk, dv where `backward`.
         """
         q, k, v = (whole[name].double().clone().requires_grad_() for name in "qkv")
-        out, lse = reference(q, k, v, self.mask)
+        out, lse = reference(q, k, v, self.seen)
         results = {"out": out.detach(), "lse": lse.detach()}
         if self.backward:
             grads = torch.autograd.grad(out, (q, k, v), whole["dout"].double())

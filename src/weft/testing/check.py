@@ -20,6 +20,7 @@ from einops import reduce
 from torch import Tensor
 
 from ..attention import attention
+from ..choice import ChosenKeys
 from ..declare.strategy import Role
 from ..kernels import accumulate_dtype
 from ..kernels.base import finite_lse
@@ -69,7 +70,8 @@ def attend_once(layout: Layout, case: Case, device: str = "cpu") -> None:
     """The checked call, forward and backward, without a comparison: for recordings."""
     full = {name: t.to(device) for name, t in case.draw().items()}
     q, k, v = (local_part(layout, case, full[name], name).requires_grad_() for name in "qkv")
-    out = attention(q, k, v, layout, case.axes, case.mask, length=case.length)
+    options: dict[str, Any] = {"mask": case.mask, "length": case.length}
+    out = attention(q, k, v, layout, case.axes, **options, choice=_choice(layout, case, q.device))
     if case.backward:
         out.backward(local_part(layout, case, full["dout"], "dout"))
 
@@ -78,6 +80,7 @@ def results_of(layout: Layout, case: Case, full: Mapping[str, Tensor]) -> dict[s
     """The results of this rank, by the names of `Case.wanted`."""
     q, k, v = (local_part(layout, case, full[name], name) for name in "qkv")
     options: dict[str, Any] = {"mask": case.mask, "length": case.length}
+    options["choice"] = _choice(layout, case, full["q"].device)
     leaves = [t.clone().requires_grad_(case.backward) for t in (q, k, v)]
     out = attention(leaves[0], leaves[1], leaves[2], layout, case.axes, **options)
     # A separate call: one that returns the logsumexp also takes a gradient through it.
@@ -87,6 +90,15 @@ def results_of(layout: Layout, case: Case, full: Mapping[str, Tensor]) -> dict[s
         grads = torch.autograd.grad(out, leaves, local_part(layout, case, full["dout"], "dout"))
         results |= dict(zip(("dq", "dk", "dv"), grads))
     return results
+
+
+def _choice(layout: Layout, case: Case, device: torch.device) -> ChosenKeys | None:
+    """This rank's rows of the choice of a case."""
+    numbers = case.chosen()
+    if numbers is None:
+        return None
+    rows = numbers.expand(-1, case.heads, -1, -1)  # heads are split as queries' are
+    return ChosenKeys(local_part(layout, case, rows, "q")[:, :1].contiguous().to(device))
 
 
 def local_part(layout: Layout, case: Case, full: Tensor, name: str) -> Tensor:
@@ -150,10 +162,10 @@ def gradient_rounding(case: Case, full: Mapping[str, Tensor]) -> dict[str, float
     q, k, v, dout = (full[name].double().cpu() for name in ("q", "k", "v", "dout"))
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
-    out, lse = reference(q, k, v, case.mask)
+    out, lse = reference(q, k, v, case.seen)
     scale = q.shape[-1] ** -0.5
     batch, heads, n, _ = q.shape
-    visible = visible_pairs(case.mask, batch, heads, n, k.shape[2])
+    visible = visible_pairs(case.seen, batch, heads, n, k.shape[2])
     scores = ((q @ k.mT) * scale).masked_fill(~visible, float("-inf"))
     p = torch.exp(scores - finite_lse(lse).unsqueeze(-1))  # rounded, as a bound may be
     difference = (dout @ v.mT - (dout * out).sum(-1, keepdim=True)).abs()

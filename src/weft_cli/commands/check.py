@@ -18,6 +18,7 @@ from weft.carry.proof import prove_states
 from weft.choice import ChoiceKind
 from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
+from weft.fetching.rules import fetches
 from weft.inspect.recording import record
 from weft.inspect.timeline import Timeline
 from weft.launch import launcher as launch
@@ -88,8 +89,8 @@ def check(
     choose: Annotated[
         int | None,
         options.of_call(
-            "With --symbolic: keys that a model chooses for each query, whichever they are.",
-            show_default="all",
+            "Keys that each query chooses, at random; with --symbolic whichever they are.",
+            show_default="all; a quarter where only chosen keys travel",
             min=1,
             max=options.MOST_TOKENS,
         ),
@@ -127,6 +128,8 @@ def check(
 
         weft check "tokens: ring=4096" --symbolic --length 65536 --mask causal
 
+        weft check chosen-4 --mask causal --choose 16
+
         weft check tile-2x4 --symbolic --mask causal --choose 2048 --length 8192
 
         torchrun --nproc-per-node 4 -m weft check ring-4
@@ -154,11 +157,7 @@ def check(
     if symbolic:
         _prove(chosen.resolve(ranks), cases, choose)
         return
-    if choose is not None:
-        raise DeclarationError(
-            "--choose: a choice is proven for any numbers, so give --symbolic; models that choose"
-            " their keys are compared with one device by weft verify"
-        )
+    cases = [_choosing(chosen, case, choose) for case in cases]
     _refuse_early(chosen.resolve(ranks), cases)
     place = options.device_for(device, 1 if threads else ranks)  # threads share one GPU
     recorded = cases[0] if timeline or trace else None
@@ -176,6 +175,19 @@ def check(
     where = f"{ranks} {'threads' if threads else 'processes'} on {place}"
     if not _show(chosen, cases, comparisons, where):
         raise typer.Exit(1)
+
+
+def _choosing(layout: Layout, case: Case, choose: int | None) -> Case:
+    """The case with a choice of keys, where one is asked for or only chosen keys travel."""
+    if is_routed(layout, case.axes):
+        if choose is not None:
+            raise DeclarationError(
+                f"--choose: {layout.source} has a router, which chooses the keys"
+            )
+        return case
+    if choose is None and fetches(layout, case.axes):
+        choose = max(1, case.keys // 4)
+    return replace(case, choose=choose)
 
 
 def _along(sizes: Case, axis: str, length: str, known: Collection[str]) -> Case:

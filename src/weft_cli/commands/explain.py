@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -20,6 +20,8 @@ from weft.declare.one_line import is_line
 from weft.declare.placements import SEQ
 from weft.declare.rates import rates_for, rates_of
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.fetching.bounds import ByteBounds, chosen_bounds
+from weft.fetching.rules import fetches
 from weft.inspect import words
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
@@ -29,10 +31,11 @@ from weft.plan.order import count
 from weft.plan.plan import TRAVELS, Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
+from weft.plan.sides import Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_models.declare.model_file import ModelSpec
 from weft_models.routing.attention import blocks_per_rank, check_routed
-from weft_models.routing.bounds import RoutedBytes, ring_bytes, routed_bounds
+from weft_models.routing.bounds import ring_bytes, routed_bounds
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options
 from weft_planner.flow import Timing, replayed
@@ -57,6 +60,7 @@ _OF_CALL = (
 )
 
 
+_CHOSEN = "what a layout moves and computes of chosen keys depends on the choice"
 _ROUTED = "what a routed layout moves and computes depends on the router's weights"
 
 
@@ -147,7 +151,8 @@ def explain(
     them). Ranks that are proven equivalent are read once, and of more than 64
     that are not a few are read, spread over the mesh; the output says which. Of a
     routed layout it shows the bytes at least and at most, whatever the router has
-    learned. A layout on one line is printed as the file that it stands for.
+    learned, and so where only those keys travel that a model chooses (--choose).
+    A layout on one line is printed as the file that it stands for.
 
     After a model: everything that a training step moves and holds, by its
     purpose, of one layout or several side by side. The model's own code is
@@ -167,6 +172,8 @@ def explain(
             --html page.html
 
         weft explain tile-2x2 --mask causal --choose 2048 --index 64x128
+
+        weft explain chosen-4 --mask causal --choose 16 --length 1024 --index 64x128
 
         weft explain causal_lm head-x-ring tp-x-ring --length tokens=4096 --hardware h100-8
     """
@@ -218,8 +225,8 @@ def explain(
     if choose is not None:
         chosen = ChoiceKind(1, min(choose, problem.m), check=False)
         problem = replace(problem, choice=chosen)
-    travel = None
-    if problem.expanded is not None:
+    travel, fetched = None, fetches(layout, problem.axes)
+    if problem.expanded is not None and not (fetched and choose is not None):
         options.refuse_routed_axis(layout, axis)
         travel = choose_travel(_rated(layout, machine), problem.on(layout, 0))
         before, problem = problem, problem if travel.latents else of_keys(problem)
@@ -233,6 +240,18 @@ def explain(
         of_plans = ["hardware", "state", "every_rank", "device", "choose", "index"]
         options.refuse_given(context, of_plans, _ROUTED)
         _print_routed(layout, axis, problem)
+        return
+    if fetched:
+        if problem.choice is None:
+            raise DeclarationError(
+                f"{layout.source}: only those keys travel that the model chooses, R(top_k); say how"
+                " many each query chooses by --choose"
+            )
+        of_plans = ["hardware", "state", "every_rank", "score_matrix", "timeline"]
+        options.refuse_given(context, of_plans, _CHOSEN)
+        _print_chosen(layout, axis, problem)
+        if index_keys is not None:
+            _print_index(layout, problem, *index_keys)
         return
     if layout.world_size > MOST_PLANNED:
         raise ShapeError(
@@ -328,20 +347,49 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
         f"keys and to {min(routing.top_k, blocks - 1)} of {blocks - 1} others\n",
         highlight=False,
     )
-    bounds = [routed_bounds(layout, problem, routing, r) for r in _some_ranks(layout.world_size)]
-    for backward in (False, True):
-        out.print(_routed(bounds, backward))
+    _print_bounds(layout, lambda rank: routed_bounds(layout, problem, routing, rank))
     as_ring = words.nbytes(ring_bytes(layout, problem, 0))
     out.print(
         f"Which blocks travel depends on the router's weights. All of them would be {as_ring} to "
         "rank 0, forward, as in a ring.",
         highlight=False,
     )
+
+
+def _print_chosen(layout: Layout, axis: str, problem: Problem) -> None:
+    """Least and most bytes of a call whose keys the model chooses."""
+    out, (first,) = console(), plans_for(layout, problem, [0])
+    _print_rules(layout, axis, {})
+    assert problem.choice is not None
+    out.print(
+        f"\nwith {problem.n} queries, {problem.m} keys, {problem.heads} heads of "
+        f"{first.problem.head_dim}, {_of_keys(problem)}, batch {problem.batch}, "
+        f"{str(problem.dtype)[6:]}: each query attends to {problem.choice.count:,} keys\n",
+        highlight=False,
+    )
+    with console().status("counting"), options.still_here("counting the keys that queries see"):
+        _print_bounds(layout, lambda rank: chosen_bounds(layout, problem, rank))
+    entry, p = first.compute.key, first.problem
+    keys = problem.m - count(entry.spans)
+    as_ring = keys * entry.batch * entry.heads * sum(p.dims(Side.KEY)) * p.dtype.itemsize
+    out.print(
+        f"Which keys travel depends on the choices. All of them would be {words.nbytes(as_ring)} to"
+        " rank 0, forward, as in a ring.",
+        highlight=False,
+    )
+
+
+def _print_bounds(layout: Layout, bounds_of: Callable[[int], list[ByteBounds]]) -> None:
+    """Tables of both passes, of all ranks or of some."""
+    bounds = [bounds_of(rank) for rank in _some_ranks(layout.world_size)]
+    for backward in (False, True):
+        console().print(_routed(bounds, backward))
     if len(bounds) < layout.world_size:
-        out.print(f"read: {len(bounds)} of {layout.world_size} ranks, spread over the mesh")
+        read = f"{len(bounds)} of {layout.world_size} ranks"
+        console().print(f"read: {read}, spread over the mesh")
 
 
-def _routed(bounds: Sequence[Sequence[RoutedBytes]], backward: bool) -> Table:
+def _routed(bounds: Sequence[Sequence[ByteBounds]], backward: bool) -> Table:
     """Bytes that ranks receive in a routed pass: at least and at most, by mesh dim and tensor."""
     name = "backward" if backward else "forward"
     result = tables.table(

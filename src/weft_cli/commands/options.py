@@ -410,8 +410,14 @@ def first_axis(layout: Layout) -> str:
 
 
 def refuse_routed_axis(layout: Layout, axis: str) -> None:
-    """Raise where learned routing chooses the keys: no fixed reference, no fixed bytes."""
+    """Raise where a router or the model chooses the keys that travel: no fixed bytes."""
     routed = [d for d, rule in layout.rules(tuple(axis.split("+"))).items() if rule.top_k]
+    if routed and layout.routing(tuple(axis.split("+"))) is None:
+        raise UnsupportedError(
+            f"{layout.source}: along mesh dim {routed[0]!r} only those keys of axis {axis!r} travel"
+            " that the model chooses, R(top_k), so its traffic depends on them; `weft explain"
+            " LAYOUT --choose K` bounds it"
+        )
     if routed:
         raise UnsupportedError(
             f"{layout.source}: mesh dim {routed[0]!r} routes keys of axis {axis!r} by learned "

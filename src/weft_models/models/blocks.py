@@ -30,7 +30,7 @@ from ..declare.model_blocks import (
 )
 from ..declare.model_file import ModelSpec
 from ..pair.triangle import TriangleAttention, TriangleMultiplication
-from ..routing.module import RoutedAttention, layout_routing
+from ..routing.module import RoutedAttention
 from .cache import CacheRecording, KeyValueCache
 from .decode_cache import DecodeCache
 
@@ -73,7 +73,7 @@ def norm(spec: ModelSpec) -> nn.Module:
 
 def routes(block: AttendBlock, layout: Layout) -> bool:
     """True if a block's attention is routed on a layout; attention to a context never is."""
-    return block.context is None and layout_routing(layout, block.axes) is not None
+    return block.context is None and layout.routing(tuple(block.axes)) is not None
 
 
 class Attend(nn.Module):

@@ -32,6 +32,9 @@ from weft.comm.channel import refused_everywhere
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
 from weft.errors import ShapeError, UnsupportedError
+from weft.fetching.fetch import Fetch, FetchPass, fetch_plan, slot_rows
+from weft.fetching.rectangles import Rectangle, RectangleAttention, Rectangles
+from weft.fetching.resharding import FetchedCall
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full, Mask
@@ -44,10 +47,16 @@ from weft.runtime import calls
 from weft.runtime.autocast import as_autocast, without_autocast
 
 from . import router as routes
-from .blocks import BlockAttention, Rectangle
-from .fetch import BlockPartition, Fetch, GatherBlocks, fetch_plan, predicted_bytes, slot_rows
-from .geometry import all_blocks, blocks_per_rank, check_routed, lowest, unusable_scale
-from .resharding import RoutedResharding
+from .gather import GatherBlocks
+from .geometry import (
+    all_blocks,
+    block_partition,
+    blocks_per_rank,
+    check_routed,
+    lowest,
+    unusable_scale,
+    wanted_blocks,
+)
 from .router import Router
 
 
@@ -181,12 +190,11 @@ def routed_attention(
             raise error
     plan, channel, agreed = bound.begin(q, k, v)
     channel.check()
-    run = _Run(plan, layout, dims, blocks, routing, mask)
-    if not bound.reach.reshards:
-        return run(q, k, v, router, want_attention, kernel)
-    moves = RoutedResharding(bound, plan, channel, agreed)
-    out, how = run(*moves.to_compute(q, k, v), router, want_attention, kernel)
-    return moves.to_rest(out), how
+    passes = FetchedCall(bound, plan, channel, agreed)
+    run = _Run(plan, layout, dims, blocks, routing, mask, passes)
+    out, how = run(*passes.to_compute(q, k, v), router, want_attention, kernel)
+    out, _ = passes.to_rest(out, out.new_empty(out.shape[:3], dtype=run.accum_dtype))
+    return out, how
 
 
 def _weights_in_words(router: Router) -> str:
@@ -208,15 +216,16 @@ class _Run:
         blocks: int,
         routing: Routing,
         mask: Mask,
+        passes: FetchedCall,
     ) -> None:
+        self.passes = passes
         self.plan, self.layout, self.routing, self.mask = plan, layout, routing, mask
         self.transport = layout.bound
         self.accum_dtype = accumulate_dtype(plan.problem.dtype)
         queries, keys = all_blocks(plan, dims, blocks)
         self.queries, self.keys = queries, keys
-        sizes = tuple(layout.mesh[d] for d in dims)
-        coords = tuple(layout.coords[d] for d in dims)
-        self.partition = BlockPartition(dims, sizes, coords, blocks, tuple(count(s) for s in keys))
+        self.partition = block_partition(plan, dims, keys, blocks)
+        self.lengths = tuple(self.partition.lengths.tolist())
 
     @without_autocast
     def __call__(
@@ -233,20 +242,22 @@ class _Run:
         matrix = GatherBlocks.apply(shares.detach(), self.partition, self.transport, "routes")
         chosen = routes.choose_keys(matrix, eligible, self.routing.top_k, self.routing.fan_out_cap)
         choice = chosen.cpu()  # the one wait of a call for the device
-        route = fetch_plan(self.partition, choice, k.shape[1], q.device)
+        wanted = wanted_blocks(self.partition, choice)
+        route = fetch_plan(self.partition, wanted, k.shape[1], q.device)
         slots = routes.slots_of(choice, local, self.routing.top_k)  # b r i s
         rows = upload(slot_rows(route, slots), q.device)
         slots = upload(slots, q.device)
-        keys, values = Fetch.apply(k, v, route, rows, self.transport)  # b i g s l d
+        row = (k.shape[3] + v.shape[3]) * k.itemsize
+        moving = FetchPass(route, row)
+        keys, values = Fetch.apply(k, v, moving, rows, self.passes)  # b i g s l d
         out, attention_weight = self._attend(q, keys, values, shares, slots, want_attention, kernel)
         found = (
             [None, None]
             if attention_weight is None
             else [self._by_block(t, slots) for t in attention_weight]
         )
-        row = (k.shape[3] + v.shape[3]) * k.itemsize
-        rest = sum(self.partition.lengths) - k.shape[2]
-        moved = predicted_bytes(route, row), rest * k.shape[0] * k.shape[1] * row
+        rest = sum(self.lengths) - k.shape[2]
+        moved = moving.by_mesh_dim(), rest * k.shape[0] * k.shape[1] * row
         return out, Routes(shares, matrix, chosen, eligible, local, *moved, *found)
 
     def _visibility(self, device: torch.device | str) -> routes.BlockVisibility:
@@ -262,7 +273,7 @@ class _Run:
         if self.routing.strict:
             tokens = [routes.counted(self.mask, s, q.device) for s in spans]
             parts = [part.index_select(2, t) for part, t in zip(parts, tokens)]
-        key_parts = k.split([self.partition.lengths[j] for j in local], 2)
+        key_parts = k.split([self.lengths[j] for j in local], 2)
         q_heads, k_heads = self._heads(q.device)
         mine = router.summaries("query", parts, q_heads)  # b h i s
         keys = router.summaries("key", key_parts, k_heads)  # b g j s
@@ -330,7 +341,8 @@ class _Run:
             values = torch.cat([values, marks], -1)
         keys, values = (t.reshape(len(rows), t.shape[2], wide, t.shape[-1]) for t in (keys, values))
         rectangles, seen = self._view(slots, valid, tall, rows)
-        out = BlockAttention.apply(rows, keys, values, seen, rectangles, self.plan.scale, kernel)
+        scores = Rectangles(rectangles, self.plan.scale, kernel=kernel, seen=lambda r: seen)
+        out, _ = RectangleAttention.apply(rows, keys, values, scores)
         out = out.unflatten(0, (len(q), len(lengths)))  # b i h n e
         whole = torch.cat([out[:, i, :, :n] for i, n in enumerate(lengths)], 2)
         attention_weight = (
@@ -342,7 +354,7 @@ class _Run:
 
     def _valid(self, slots: Tensor) -> Tensor:
         """Mask of the slots that hold a token: (b r i s l) bool."""
-        lengths = uploaded(self.partition.lengths, slots.device)[slots.clamp_min(0)]
+        lengths = uploaded(self.lengths, slots.device)[slots.clamp_min(0)]
         token = torch.arange(self.partition.longest, device=slots.device)
         return (slots >= 0).unsqueeze(-1) & (token < lengths.unsqueeze(-1))
 
@@ -374,16 +386,16 @@ class _Run:
         visibility = self._visibility("cpu")
         here = slice(local.start, local.stop)
         eligible, whole = visibility.eligible[here], visibility.whole[here]
-        plain = bool((whole | ~eligible).all()) and all(self.partition.lengths[i] for i in local)
+        plain = bool((whole | ~eligible).all()) and all(self.lengths[i] for i in local)
         if plain and all(visibility.whole[i, i] for i in local):
-            return (Rectangle(0, width),), None
+            return (Rectangle((0, tall), (0, width)),), None
         if plain and all(visibility.causal[i] for i in local):
-            rest = (Rectangle(long, width),) if width > long else ()
-            return (Rectangle(0, tall, causal=True), *rest), None
+            rest = (Rectangle((0, tall), (long, width)),) if width > long else ()
+            return (Rectangle((0, tall), (0, tall), causal=True), *rest), None
         seen = self._seen(slots, valid, tall).flatten(0, 1)  # b*i r n s*l
         if seen.shape[1] > 1:
             seen = seen.repeat_interleave(rows.shape[1] // seen.shape[1], 1)
-        return (Rectangle(0, width, masked=True),), seen
+        return (Rectangle((0, tall), (0, width), masked=True),), seen
 
     def _seen(self, slots: Tensor, valid: Tensor, tall: int) -> Tensor:
         """The mask at the positions of rows and slots: (b, i, r, n, s*l) bool."""

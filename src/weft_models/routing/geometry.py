@@ -6,16 +6,18 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch.distributed.tensor import Shard
+from einops import rearrange
+from torch import Tensor
 
-from weft.declare.placements import SEQ
 from weft.declare.routing import Routing
-from weft.declare.strategy import Role
 from weft.errors import DeclarationError, UnsupportedError
+from weft.fetching.fetch import Partition
+from weft.fetching.rules import check_fetched
 from weft.layout import Layout
 from weft.masks import Mask
-from weft.plan.order import Spans
+from weft.plan.order import Spans, count
 from weft.plan.plan import Plan
+from weft.plan.sides import Side
 
 from .router import split_blocks
 
@@ -28,25 +30,12 @@ def check_routed(layout: Layout, axes: tuple[str, ...], mask: Mask) -> tuple[str
             "routing takes masks of positions (Full, Causal, Window, FirstKeys, Documents and "
             f"their combinations), not {type(mask).__name__}, which depends on the sample"
         )
-    rules = {d: rule for d, rule in layout.rules(axes).items() if layout.mesh[d] > 1}
-    for mesh_dim, rule in rules.items():
-        if rule.role in (Role.QUERY, Role.KEY) and not rule.top_k:
-            raise UnsupportedError(
-                f"{layout.source}: mesh dim {mesh_dim!r} moves "
-                f"{'keys' if rule.role is Role.QUERY else 'queries'} as well as the routed ones; "
-                "give it a strategy that reshards to heads (ulysses) or route it too"
-            )
-        if rule.top_k and rule.key.rest != Shard(SEQ):
-            raise UnsupportedError(
-                f"{layout.source}: mesh dim {mesh_dim!r} routes keys that rest whole on every "
-                "rank; routed keys rest as S(seq)"
-            )
-    return tuple(d for d, rule in rules.items() if rule.top_k)
+    return check_fetched(layout, axes)
 
 
 def is_routed(layout: Layout, axes: tuple[str, ...]) -> bool:
     """True if learned weights decide which keys travel when these axes are attended."""
-    return any(rule.top_k for rule in layout.rules(axes).values())
+    return layout.routing(axes) is not None
 
 
 def lowest(dtype: torch.dtype) -> float:
@@ -84,11 +73,22 @@ def all_blocks(
 
     `blocks` are those of each rank.
     """
-    coords = [dict(plan.coords)]
-    for d in dims:
-        coords = [{**c, d: i} for c in coords for i in range(plan.sizes[d])]
     queries, keys = (
-        tuple(s for c in coords for s in split_blocks(side.entry(c).spans, blocks))
-        for side in plan.resharding
+        tuple(s for spans in plan.entries(side, dims) for s in split_blocks(spans, blocks))
+        for side in Side
     )
     return queries, keys
+
+
+def block_partition(
+    plan: Plan, dims: tuple[str, ...], keys: Sequence[Spans], blocks: int
+) -> Partition:
+    """Who owns which key block, of as many on every rank."""
+    lengths = torch.tensor([count(spans) for spans in keys])
+    return Partition.along(plan, dims, [blocks] * (len(keys) // blocks), lengths)
+
+
+def wanted_blocks(partition: Partition, chosen: Tensor) -> Tensor:
+    """Key blocks that ranks take (J, b, r, *sizes), where their query blocks chose (b, r, I, J)."""
+    by_rank = rearrange(chosen, "b r (p i) j -> j b r p i", p=len(partition.counts)).any(-1)
+    return by_rank.unflatten(3, partition.sizes) if partition.sizes else by_rank.squeeze(3)

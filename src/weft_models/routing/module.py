@@ -201,7 +201,7 @@ def routing_options(
     >>> routing_options(Layout.load("routed-4"), ["tokens"], {"top_k": 2}).top_k
     2
     """
-    found = layout_routing(layout, axes)
+    found = layout.routing(tuple(axes))
     if isinstance(changes, Routing):
         return changes
     if found is None and changes is None:
@@ -216,19 +216,6 @@ def routing_options(
         return Routing.model_validate({**base, **(changes or {})})
     except ValidationError as error:
         raise DeclarationError(explain_validation(error, "routing", Routing)) from None
-
-
-def layout_routing(layout: Layout, axes: Sequence[str]) -> Routing | None:
-    """The `[routing]` table of the strategy that a layout binds to these axes, if one does."""
-    keys = ["+".join(axes)] if "+".join(axes) in layout.attend else axes
-    bound = [b.strategy for key in keys for b in layout.attend.get(key, ())]
-    tables = {s.routing for s in bound if s.routing is not None}
-    if len(tables) > 1:
-        raise DeclarationError(
-            f"{layout.source}: {'+'.join(axes)} is routed by strategies with different [routing] "
-            f"tables: {', '.join(s.name for s in bound if s.routing is not None)}; use one"
-        )
-    return next(iter(tables), None)
 
 
 def routed_modules(model: nn.Module) -> list[RoutedAttention]:

@@ -1,0 +1,400 @@
+"""Fetching chosen keys from their owners, and returning their gradients.
+
+An axis is cut into units: key blocks, or single tokens. Which rank takes which unit is known on all
+ranks (`wanted`), so every owner knows which units to send and every destination which to expect:
+
+    before  rank 0: units 0 1     rank 1: units 2 3     rank 2: units 4 5
+            rank 0 takes 4, rank 1 takes 0 and 5, rank 2 takes 0
+    after   rank 0: 0 1 | 4       rank 1: 2 3 | 0 5     rank 2: 4 5 | 0
+            backward: the same messages the other way, gradients added at the owner in fp32
+
+A unit that several queries of a rank take travels once. Over several mesh dims it goes one dim at a
+time, outermost first, so that a slow outer link carries it once for all ranks behind it.
+
+Shapes: keys (b g m d), values (b g m e). A unit is of one sample and one route: with all of its
+key/value heads (r = 1 route per sample), or with one of them (r = g).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from .._uploads import upload
+from ..comm import P2PBatch
+from ..comm.once_differentiable import once
+from ..comm.transport import Messages
+from ..declare.traffic import Traffic
+from ..kernels import accumulate_dtype
+from ..plan.choices import gathers_of
+from ..plan.order import count
+from ..plan.plan import Plan
+from ..plan.sides import Side
+
+
+@dataclass(frozen=True, eq=False)
+class Partition:
+    """Who owns which unit of an axis.
+
+    Attributes:
+        dims: the mesh dims along which units travel, outermost first.
+        sizes: of these.
+        coords: of this rank.
+        counts: units of every rank, in row-major order.
+        lengths: tokens of every unit (J,), those of the first rank first; on the CPU.
+    """
+
+    dims: tuple[str, ...]
+    sizes: tuple[int, ...]
+    coords: tuple[int, ...]
+    counts: tuple[int, ...]
+    lengths: Tensor
+
+    @classmethod
+    def of_tokens(cls, plan: Plan, dims: tuple[str, ...], side: Side) -> Partition:
+        """A unit per query or key, of the ranks along some mesh dims."""
+        counts = [count(spans) for spans in plan.entries(side, dims)]
+        return cls.along(plan, dims, counts, torch.ones(sum(counts), dtype=torch.int64))
+
+    @classmethod
+    def along(
+        cls, plan: Plan, dims: tuple[str, ...], counts: Sequence[int], lengths: Tensor
+    ) -> Partition:
+        """Units of the ranks along some mesh dims of a plan."""
+        sizes, coords = (tuple(each[d] for d in dims) for each in (plan.sizes, plan.coords))
+        return cls(dims, sizes, coords, tuple(counts), lengths)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank among those of `counts`."""
+        rank = 0
+        for size, coord in zip(self.sizes, self.coords):
+            rank = rank * size + coord
+        return rank
+
+    @property
+    def own(self) -> range:
+        """Numbers of this rank's units."""
+        low = sum(self.counts[: self.rank])
+        return range(low, low + self.counts[self.rank])
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest unit."""
+        return int(self.lengths.max())
+
+    def runs(self) -> list[tuple[int, int]]:
+        """This rank's units as runs of equal length: (units, tokens of each)."""
+        lengths = self.lengths[self.own.start : self.own.stop]
+        lengths, counts = lengths.unique_consecutive(return_counts=True)
+        return list(zip(counts.tolist(), lengths.tolist()))
+
+    def owners(self, coords: Sequence[int], first: int, last: int | None = None) -> Tensor:
+        """(J,): whose owner has some coordinates, of which those of dims [first, last) count."""
+        counted = range(len(self.dims))[first:last]
+        numbers = torch.arange(len(self.counts))
+        same = torch.ones(len(numbers), dtype=torch.bool)
+        for dim in reversed(range(len(self.dims))):
+            numbers, digit = numbers // self.sizes[dim], numbers % self.sizes[dim]
+            if dim in counted:
+                same &= digit == coords[dim]
+        return same.repeat_interleave(torch.tensor(self.counts))
+
+
+@dataclass(frozen=True, eq=False)
+class FetchStep:
+    """Movements along one mesh dim: per peer the rows of the pool it gets, and how many it sends.
+
+    Received rows are appended to the pool, in the order of `receives`.
+    """
+
+    mesh_dim: str
+    sends: tuple[tuple[int, Tensor], ...]
+    receives: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class FetchPlan:
+    """All steps of one fetch, and where in the pool each unit then is.
+
+    The pool is a list of rows, one per token and key/value head; a unit is contiguous in it.
+    `where` (J, b, r) is its first row, -1 for units that this rank does not hold. `rows`
+    counts them.
+    """
+
+    partition: Partition
+    steps: tuple[FetchStep, ...]
+    where: Tensor
+    rows: int
+    heads: int  # key/value heads per unit
+
+
+def fetch_plan(
+    partition: Partition, wanted: Tensor, kv_heads: int, device: torch.device | str = "cpu"
+) -> FetchPlan:
+    """The fetch of the units that ranks want.
+
+    `wanted` (J, b, r, *sizes) says for the rank at each coordinates which units it takes: bool on
+    the CPU, the same on every rank. `kv_heads` are this rank's; the rows that travel are on
+    `device`.
+    """
+    heads = kv_heads // wanted.shape[2]
+    units = partition.lengths * heads
+    where = torch.full(wanted.shape[:3], -1)
+    held = partition.owners(partition.coords, 0)[:, None, None].expand(where.shape)
+    where[held] = _starts(units, held, 0)
+    rows, steps = int((held.sum((1, 2)) * units).sum()), []
+    for level, mesh_dim in enumerate(partition.dims):
+        sends, receives = [], []
+        for peer in range(partition.sizes[level]):
+            if peer == partition.coords[level]:
+                continue
+            neighbour = (*partition.coords[:level], peer, *partition.coords[level + 1 :])
+            out = _held(partition, wanted, level, partition.coords) & _needed(
+                wanted, level + 1, neighbour
+            )
+            if out.any():
+                sends.append((peer, upload(_rows(where, units, out), device)))
+            into = _held(partition, wanted, level, neighbour) & _needed(
+                wanted, level + 1, partition.coords
+            )
+            coming = int((into.sum((1, 2)) * units).sum())
+            if coming:
+                where[into] = _starts(units, into, rows)
+                receives.append((peer, coming))
+                rows += coming
+        steps.append(FetchStep(mesh_dim, tuple(sends), tuple(receives)))
+    return FetchPlan(partition, tuple(steps), where, rows, heads)
+
+
+@dataclass(frozen=True, eq=False)
+class FetchPass:
+    """The bytes of a fetch: of a token's key and value in one head, and of the bits that ask.
+
+    Attributes:
+        route: the fetch.
+        row: bytes of a row of the pool, (d + e) numbers.
+        bits: bytes in which a rank says what it takes; 0 where all ranks know it.
+    """
+
+    route: FetchPlan
+    row: int
+    bits: int = 0
+
+    def by_mesh_dim(self) -> dict[str, int]:
+        """Bytes of keys and values that this rank receives."""
+        steps = self.route.steps
+        return {step.mesh_dim: sum(n for _, n in step.receives) * self.row for step in steps}
+
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
+        moved, partition = Traffic(), self.route.partition
+        sizes = dict(zip(partition.dims, partition.sizes))
+        if self.bits and not backward:
+            coords = dict(zip(partition.dims, partition.coords))
+            rows = [self.bits] * len(partition.counts)
+            for mesh_dim, sent, received, calls in gathers_of(sizes, partition.dims, coords, rows):
+                moved.sent[mesh_dim, "wanted"] += sent
+                moved.received[mesh_dim, "wanted"] += received
+                moved.calls[mesh_dim, "wanted"] += calls
+        label = "dkv" if backward else "kv"
+        for step in self.route.steps:
+            out = [len(rows) for _, rows in step.sends]
+            into = [rows for _, rows in step.receives]
+            out, into = (into, out) if backward else (out, into)
+            moved.sent[step.mesh_dim, label] += sum(out) * self.row
+            moved.received[step.mesh_dim, label] += sum(into) * self.row
+            moved.calls[step.mesh_dim, label] += len(out)
+        return moved
+
+
+# -- ownership ------------------------------------------------------------------------------------
+
+
+def _needed(wanted: Tensor, level: int, coords: Sequence[int]) -> Tensor:
+    """(J, b, r): taken by some rank with these coordinates on the first `level` dims."""
+    part = wanted[(slice(None),) * 3 + tuple(coords[:level])]
+    return part.any(tuple(range(3, part.dim()))) if part.dim() > 3 else part
+
+
+def _held(partition: Partition, wanted: Tensor, level: int, coords: Sequence[int]) -> Tensor:
+    """Units that the rank at `coords` holds before step `level` and may have to pass on."""
+    return partition.owners(coords, level)[:, None, None] & _needed(wanted, level, coords)
+
+
+def _starts(units: Tensor, mask: Tensor, base: int) -> Tensor:
+    """First rows of the units in `mask`, stored one after another from row `base`."""
+    sizes = units[mask.nonzero()[:, 0]]
+    return base + sizes.cumsum(0) - sizes
+
+
+def _rows(where: Tensor, units: Tensor, mask: Tensor) -> Tensor:
+    """All rows of the units in `mask`, in order."""
+    sizes = units[mask.nonzero()[:, 0]]
+    first = where[mask] - (sizes.cumsum(0) - sizes)
+    return torch.repeat_interleave(first, sizes) + torch.arange(int(sizes.sum()))
+
+
+def slot_rows(route: FetchPlan, slots: Tensor) -> Tensor:
+    """Pool rows of the units in each slot: (b r i s) -> (b, i, g, s, longest).
+
+    A slot holds the number of a unit, or -1 for none. What is missing, as the last tokens of a
+    shorter block are, is row `route.rows`, which is zero.
+    """
+    b, r, _, _ = slots.shape
+    slots = rearrange(slots, "b r i s -> b i r 1 s 1")
+    number = slots.clamp_min(0)
+    sample = rearrange(torch.arange(b), "b -> b 1 1 1 1 1")
+    group = rearrange(torch.arange(r), "r -> r 1 1 1")
+    length = route.partition.lengths[number]
+    token = torch.arange(route.partition.longest)
+    head = rearrange(torch.arange(route.heads), "h -> h 1 1")
+    rows = route.where[number, sample, group] + head * length + token  # b i r h s token
+    rows = torch.where((slots >= 0) & (token < length), rows, route.rows)
+    return rearrange(rows, "b i r h s token -> b i (r h) s token")
+
+
+# -- the movements --------------------------------------------------------------------------------
+
+
+class FetchMessages(Protocol):
+    """The messages of a fetch's two passes."""
+
+    def forward(self) -> Messages:
+        """The messages of the forward pass."""
+        ...
+
+    def backward(self) -> AbstractContextManager[Messages]:
+        """The messages of the backward pass."""
+        ...
+
+
+class Fetch(torch.autograd.Function):
+    """Keys and values of units, side by side as `rows` of the pool say.
+
+    (b g m d), (b g m e) -> (*rows, d), (*rows, e). In the backward pass dK and dV go back to the
+    owners in the input's dtype and are added up there in fp32.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, moved: FetchPass, rows: Tensor, passes: FetchMessages
+    ) -> Any:
+        ctx.moved, ctx.rows, ctx.passes = moved, rows, passes
+        ctx.shapes, route = (k.shape, v.shape), moved.route
+        messages = passes.forward()
+        messages.watches.note(moved, False)
+        pools = [_as_rows(route.partition, t) for t in (k, v)]
+        for step in route.steps:
+            pools = _forward_step(messages, step, pools)
+        flat = rows.flatten()
+        out = []
+        for pool in pools:
+            padded = torch.cat([pool, pool.new_zeros(1, pool.shape[1])])
+            out.append(padded.index_select(0, flat).view(*rows.shape, pool.shape[1]))
+        return tuple(out)
+
+    @staticmethod
+    @once("attention to chosen keys")
+    def backward(ctx: Any, dk: Tensor, dv: Tensor) -> Any:
+        route, flat = ctx.moved.route, ctx.rows.flatten()
+        accum_dtype = accumulate_dtype(dk.dtype)
+        pools = []
+        for grad in (dk, dv):
+            pool = grad.new_zeros(route.rows + 1, grad.shape[-1], dtype=accum_dtype)
+            pools.append(
+                pool.index_add_(0, flat, grad.reshape(len(flat), grad.shape[-1]).to(accum_dtype))
+            )
+        pools = [pool[:-1] for pool in pools]
+        with ctx.passes.backward() as messages:
+            messages.watches.note(ctx.moved, True)
+            for step in reversed(route.steps):
+                pools = _backward_step(messages, step, pools, dk.dtype)
+        grads = [
+            _whole(route.partition, pool.to(dk.dtype), s) for pool, s in zip(pools, ctx.shapes)
+        ]
+        return (*grads, None, None, None)
+
+
+def _as_rows(partition: Partition, t: Tensor) -> Tensor:
+    """(b g m d) as rows, unit after unit: (b * g * m, d)."""
+    runs = partition.runs()
+    parts = t.split([many * n for many, n in runs], 2)
+    return torch.cat(
+        [
+            rearrange(part, "b g (many n) d -> (many b g n) d", many=many, n=n)
+            for part, (many, n) in zip(parts, runs)
+        ]
+        or [t.new_empty(0, t.shape[-1])]
+    )
+
+
+def _whole(partition: Partition, rows: Tensor, shape: Sequence[int]) -> Tensor:
+    """The inverse of `_as_rows`."""
+    b, g, _, d = shape
+    runs = partition.runs()
+    parts = rows.split([b * g * many * n for many, n in runs])
+    whole = [
+        rearrange(part, "(many b g n) d -> b g (many n) d", many=many, b=b, g=g, n=n)
+        for part, (many, n) in zip(parts, runs)
+    ]
+    return torch.cat(whole, 2) if whole else rows.new_empty(b, g, 0, d)
+
+
+def _forward_step(transport: Messages, step: FetchStep, pools: list[Tensor]) -> list[Tensor]:
+    """The pools, with the rows appended that one step brings."""
+    like, widths = pools[0], [pool.shape[1] for pool in pools]
+    sends = [(p, _pack(pools, rows)) for p, rows in step.sends]
+    receives = [(p, like.new_empty(n * sum(widths))) for p, n in step.receives]
+    transport.start(P2PBatch(step.mesh_dim, "kv", sends, receives))()
+    got = [_unpack(buffer, n, widths) for (_, buffer), (_, n) in zip(receives, step.receives)]
+    return [torch.cat([pool, *(parts[i] for parts in got)]) for i, pool in enumerate(pools)]
+
+
+def _backward_step(
+    transport: Messages, step: FetchStep, pools: list[Tensor], dtype: torch.dtype
+) -> list[Tensor]:
+    """The transpose of `_forward_step`: gradients go back to the rows' owners and are added."""
+    widths = [pool.shape[1] for pool in pools]
+    counts = [n for _, n in step.receives]
+    kept = pools[0].shape[0] - sum(counts)
+    parts = [pool[kept:].to(dtype).split(counts) for pool in pools]
+    sends = [
+        (p, torch.cat([part[i].reshape(-1) for part in parts]))
+        for i, (p, _) in enumerate(step.receives)
+    ]
+    receives = [
+        (p, pools[0].new_empty(len(rows) * sum(widths), dtype=dtype)) for p, rows in step.sends
+    ]
+    transport.start(P2PBatch(step.mesh_dim, "dkv", sends, receives))()
+    pools = [pool[:kept].contiguous() for pool in pools]
+    for (_, buffer), (_, rows) in zip(receives, step.sends):
+        for pool, part in zip(pools, _unpack(buffer, len(rows), widths)):
+            pool.index_add_(0, rows, part.to(pool.dtype))
+    return pools
+
+
+def _pack(pools: list[Tensor], rows: Tensor) -> Tensor:
+    return torch.cat([pool.index_select(0, rows).view(-1) for pool in pools])
+
+
+def _unpack(buffer: Tensor, rows: int, widths: list[int]) -> list[Tensor]:
+    parts = buffer.split([rows * width for width in widths])
+    return [part.view(rows, width) for part, width in zip(parts, widths)]
+
+
+__all__ = [
+    "Fetch",
+    "FetchMessages",
+    "FetchPass",
+    "FetchPlan",
+    "Partition",
+    "fetch_plan",
+    "slot_rows",
+]

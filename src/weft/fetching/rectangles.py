@@ -1,0 +1,121 @@
+"""Attention over keys side by side, in rectangles of scores, each of them one kernel call.
+
+Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..comm.once_differentiable import once
+from ..kernels import Kernel, Request, TileView, accumulate_dtype, choose_kernel
+from ..runtime.autocast import without_autocast
+from ..runtime.merging import PartialOutput, PartialSum
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """Queries and keys [low, high): all visible, causally, or as a mask tensor says."""
+
+    queries: tuple[int, int]
+    keys: tuple[int, int]
+    causal: bool = False
+    masked: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Rectangles:
+    """The scores of a call.
+
+    Attributes:
+        each: the rectangles.
+        scale: of the logits.
+        softcap: of the scaled logits, if any.
+        kernel: one of the kernels by name, for all of them.
+        seen: of a rectangle with a mask, which of its scores count: bool (b, 1 or h, n, m).
+    """
+
+    each: Sequence[Rectangle]
+    scale: float
+    softcap: float | None = None
+    kernel: str | None = None
+    seen: Callable[[Rectangle], Tensor | None] | None = None
+
+    def run(self, r: Rectangle, q: Tensor, v: Tensor, lse_grad: bool) -> tuple[Kernel, TileView]:
+        """The kernel of a rectangle, and its view of the scores."""
+        request = Request(
+            q.device.type,
+            q.dtype,
+            q.shape[3],
+            v.shape[3],
+            masked=r.masked,
+            softcap=self.softcap is not None,
+            lse_grad=lse_grad,
+        )
+        mask = self.seen(r) if r.masked and self.seen is not None else None
+        view = TileView(self.scale, r.causal, mask=mask, softcap=self.softcap, lse_grad=lse_grad)
+        return choose_kernel(request, self.kernel), view
+
+    def parts(self, r: Rectangle, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Its queries of the first tensors, and its keys of the last two."""
+        *rows, k, v = tensors
+        queries, keys = slice(*r.queries), slice(*r.keys)
+        return *(t[:, :, queries] for t in rows), k[:, :, keys], v[:, :, keys]
+
+
+class RectangleAttention(torch.autograd.Function):
+    """softmax(scale q k^T) v over the visible part of the rectangles, and its logsumexp.
+
+    A fully masked row gives 0 and -inf.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Rectangles
+    ) -> tuple[Tensor, Tensor]:
+        accum_dtype = accumulate_dtype(q.dtype)
+        total = PartialOutput((*q.shape[:3], v.shape[3]), q, accum_dtype)
+        for r in _some(scores, q):
+            kernel, view = scores.run(r, q, v, False)
+            rows, keys, values = scores.parts(r, q, k, v)
+            total.add(*r.queries, *kernel.forward(rows, keys, values, view))
+        out, lse = total.result()
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.scores = scores
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once("attention to chosen keys", linear=False)
+    @without_autocast
+    def backward(ctx: Any, saved: tuple, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, out, lse = saved
+        accum_dtype = accumulate_dtype(q.dtype)
+        dout = torch.zeros_like(out) if dout is None else dout
+        delta = (dout.to(accum_dtype) * out.to(accum_dtype)).sum(-1)
+        if dlse is not None:
+            delta = delta - dlse.to(accum_dtype)
+        dq, dk, dv = sums = [PartialSum(t.shape, t, accum_dtype) for t in (q, k, v)]
+        for r in _some(ctx.scores, q):
+            kernel, view = ctx.scores.run(r, q, v, dlse is not None)
+            at = ctx.scores.parts(r, dout, q, out, lse, delta, k, v)
+            d, queries, o, logsum, rows, keys, values = at
+            of_out = None if dlse is not None else o
+            parts = kernel.backward(d, queries, keys, values, of_out, logsum, rows, view)
+            dq.add(*r.queries, parts[0])
+            dk.add(*r.keys, parts[1])
+            dv.add(*r.keys, parts[2])
+        return (*(total.result() for total in sums), None)
+
+
+def _some(scores: Rectangles, q: Tensor) -> list[Rectangle]:
+    """The rectangles that have any score: kernels need not take tensors without rows."""
+    return [r for r in scores.each if q.numel() and r.keys[0] < r.keys[1]]
+
+
+__all__ = ["Rectangle", "RectangleAttention", "Rectangles"]
