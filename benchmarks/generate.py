@@ -137,8 +137,8 @@ def _older(rows: dict[str, dict]) -> str:
     """Families whose rows another release of transformers or of weft made, or that have none."""
     older = [family for family, row in rows.items() if row.get("by") != _BY]
     missing = [family for family in exact_families() if family not in rows]
-    texts = {"Of an earlier release": older, "Not tried": missing}
-    return " ".join(f"{text}: {', '.join(sorted(names))}." for text, names in texts.items() if names)
+    texts = {"Of an earlier release": sorted(older), "Not tried": sorted(missing)}
+    return " ".join(f"{text}: {', '.join(names)}." for text, names in texts.items() if names)
 
 
 def _verdict(row: dict) -> str:

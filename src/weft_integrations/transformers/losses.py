@@ -260,7 +260,7 @@ __all__ = [
     "choose_labels",
     "labels_of",
     "loss_of",
+    "plain",
     "shifts_by_mask",
     "without_padding",
-    "plain",
 ]
