@@ -1,7 +1,6 @@
 """Run by `test_surrogate_triton` with TRITON_INTERPRET=1, set before Triton is imported.
 
-Prints one word per part that held. The interpreter truncates where it casts to bf16, and GPUs round
-to nearest: its conversion is replaced by torch's. Its sums over a row are numpy's, of the width to
+Prints one word per part that held. The interpreter's sums over a row are numpy's, of the width to
 which Triton pads a row; the formula is given the same, and then every bit must agree.
 """
 
@@ -11,31 +10,15 @@ import os
 import sys
 from pathlib import Path
 
-import numpy
 import torch
-import triton.language as tl
-import triton.runtime.interpreter as interpreter
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import interpreted  # noqa: F401  # casts round as on GPUs
+
 from weft.kernels import base
 from weft.kernels.surrogate_triton import fused_surrogate_out
-
-HALVES = {tl.bfloat16: torch.bfloat16, tl.float16: torch.float16}
-
-
-def rounded_as_on_gpus(self, given, dtype):
-    """The interpreter's cast between float types, by torch."""
-    types = [HALVES.get(t.scalar, torch.float32) for t in (given.dtype, dtype)]
-    made = torch.from_numpy(numpy.ascontiguousarray(given.data)).view(types[0]).to(types[1])
-    data = made.view(torch.uint16).numpy() if types[1] == torch.bfloat16 else made.numpy()
-    return interpreter.TensorHandle(data, dtype.scalar)
-
-
-interpreter.InterpreterBuilder.create_fp_ext = rounded_as_on_gpus
-interpreter.InterpreterBuilder.create_fp_trunc = rounded_as_on_gpus
-interpreter.InterpreterBuilder.create_fp_to_fp = rounded_as_on_gpus
 
 
 def sum_of_rows(t: Tensor) -> Tensor:

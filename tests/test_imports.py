@@ -32,6 +32,7 @@ OPTIONAL = {
     "weft_models/tables/": {"rich"},
     "weft_models/train/monitor": DRAWN,
     "weft/kernels/merge_triton": {"triton"},
+    "weft/kernels/sum_triton": {"triton"},
     "weft/kernels/surrogate_triton": {"triton"},
     "weft_integrations/transformers/": {"transformers"},
     "weft_integrations/tabular/tabpfn": {"tabpfn"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+import merged_by_torch
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -100,6 +101,17 @@ def chunk(tokens: int) -> int:
 def test_what_is_held_stays_within_the_declared_bound(name, mask, dtype, tokens):
     for rank, found in enumerate(peaks(Layout.load(name), tokens, MASKS[mask], dtype)):
         assert found.within, f"rank {rank}: {found}"
+
+
+@pytest.mark.few(4)
+@pytest.mark.usefixtures("sized")
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_parts_that_wait_to_be_merged_stay_within_the_bound(name, monkeypatch):
+    """As on a GPU, whose kernels merge several at a time."""
+    met = merged_by_torch.planted(monkeypatch)
+    for rank, found in enumerate(peaks(Layout.load(name), 37, weft.Causal(), torch.bfloat16)):
+        assert found.within, f"rank {rank}: {found}"
+    assert met
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])

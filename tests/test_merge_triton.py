@@ -22,7 +22,7 @@ def test_fused_merge_under_the_interpreter(triton) -> None:
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.split() == ["merged", "attended"], done.stdout
+    assert done.stdout.split() == ["merged", "together", "attended"], done.stdout
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -32,12 +32,18 @@ def test_fused_merge_compiles_for_gpus(triton, capability: int) -> None:
     from triton.compiler import ASTSource, compile
 
     from weft.kernels.merge_triton import _merge
+    from weft.kernels.sum_triton import _row_sums, _sum
 
-    types = {"local": "*fp32", "local_lse": "*fp32", "part": "*bf16", "part_lse": "*fp32"}
-    sizes = {"ROWS": 64, "WIDTH": 64}
-    signature = {
-        name: "constexpr" if name in sizes else types.get(name, "i32") for name in _merge.arg_names
-    }
-    target = GPUTarget("cuda", capability, 32)
-    compiled = compile(ASTSource(_merge, signature, constexprs=sizes), target=target)
-    assert compiled.asm["cubin"]
+    rows = dict.fromkeys(("first", "second", "third", "dout"), "*bf16")
+    types = rows | dict.fromkeys(("out", "total", "lse", "delta"), "*fp32")
+    types |= dict.fromkeys(("first_lse", "second_lse", "third_lse"), "*fp32")
+    sizes = {"ROWS": 64, "WIDTH": 64, "COUNT": 3}
+    for kernel in (_merge, _sum, _row_sums):
+        constants = {name: sizes[name] for name in kernel.arg_names if name in sizes}
+        signature = {
+            name: "constexpr" if name in constants else types.get(name, "i32")
+            for name in kernel.arg_names
+        }
+        target = GPUTarget("cuda", capability, 32)
+        compiled = compile(ASTSource(kernel, signature, constexprs=constants), target=target)
+        assert compiled.asm["cubin"]

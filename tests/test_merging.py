@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import exact
+import merged_by_torch
 import pytest
 import torch
 from torch import Tensor
 
+import weft
 from weft.declare.placements import merge_softmax
+from weft.plan import plan as plans
 from weft.runtime.merging import PartialOutput, PartialSum
 
 
@@ -56,3 +60,89 @@ def test_parts_of_a_gradient_are_added_in_the_accumulation_dtype(first):
     for _ in range(64):
         total.add(0, 4, torch.full(shape, 2.0**-9, dtype=bf16))
     assert total.result().flatten().tolist() == [1 + 64 * 2.0**-9] * 4
+
+
+#: Rows of parts in the order in which they come, of 8.
+ORDERS = {
+    "whole": [(0, 8)] * 6,
+    "one": [(0, 8)],
+    "halves, then whole": [(0, 4), (4, 8), (0, 8), (4, 8)],
+    "a row of none": [(0, 3), (4, 8)],
+    "runs that overlap": [(0, 5), (3, 8), (2, 4), (0, 8), (1, 2), (0, 8)],
+    "nothing": [],
+}
+
+
+def parts_of(order: list[tuple[int, int]]) -> list[tuple[int, int, Tensor, Tensor]]:
+    make = torch.Generator().manual_seed(len(order))
+    shapes = [(2, high - low, 3, 5) for low, high in order]  # by token
+    outs = [torch.randn(s, generator=make).bfloat16().transpose(1, 2) for s in shapes]
+    lses = [4 * torch.randn(out.shape[:3], generator=make) for out in outs]
+    for out, lse in zip(outs[1:2], lses[1:2]):  # a row that the part does not see
+        out[0, 0, 0], lse[0, 0, 0] = 0.0, float("-inf")
+    return [(*rows, *both) for rows, *both in zip(order, outs, lses)]
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "not counted"])
+@pytest.mark.parametrize("kept", [1, 2])
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_held_parts_have_the_bits_of_parts_that_come_singly(
+    order, kept: int, counted: bool, monkeypatch
+) -> None:
+    like, shape = torch.zeros(2, 8, 3, 5).bfloat16().transpose(1, 2), (2, 3, 8, 5)
+    parts = parts_of(order)
+    if not counted:  # slices of larger tensors, whose memory is not kept
+        parts = [(a, b, *(torch.stack([t, t])[0] for t in both)) for a, b, *both in parts]
+
+    def total(**held) -> tuple[Tensor, Tensor, Tensor]:
+        out = PartialOutput(shape, like, torch.float32, **held)
+        grad = PartialSum(shape, like, torch.float32, **held)
+        for low, high, part, lse in parts:
+            out.add(low, high, part, lse)
+            grad.add(low, high, part)
+        return (*out.result(), grad.result())
+
+    wanted = total()
+    met = merged_by_torch.planted(monkeypatch)
+    for found, right in zip(total(parts=len(order) * counted, kept=kept), wanted):
+        assert torch.equal(found, right)
+        assert found.dtype == right.dtype
+    assert not met or max(met) <= kept + 1
+
+
+def test_more_parts_than_were_counted_are_refused(monkeypatch) -> None:
+    """The result is rounded by then."""
+    merged_by_torch.planted(monkeypatch)
+    total = PartialSum((1, 1, 2, 1), torch.zeros(1, 1, 2, 1).bfloat16(), torch.float32, parts=2)
+    part = torch.ones(1, 1, 2, 1).bfloat16()
+    total.add(0, 2, part)
+    total.add(0, 2, part)
+    with pytest.raises(AssertionError, match="more parts than the plan has"):
+        total.add(0, 2, part)
+
+
+LINES = {
+    "tokens(zigzag): ring=4": 3,
+    "tokens(zigzag): tile=2x2": 2,
+    "tokens(zigzag): ulysses=2 x ring=2": 2,
+    "tokens(striped): burst=3": 2,
+    "tokens: pass_q=3": 2,
+    "tokens(zigzag): hierarchical=2x2": 3,
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("sub_chunks", [False, True], ids=["", "in sub-chunks"])
+@pytest.mark.parametrize(("line", "together"), LINES.items(), ids=LINES)
+def test_passes_whose_parts_are_held_are_exact(line, together, sub_chunks, monkeypatch) -> None:
+    """Whole calls, some of whose results are made in the buffer in which they leave."""
+    monkeypatch.setattr(plans, "SMALL_BLOCK", 0)
+    if sub_chunks:
+        cut = lambda q, kv, *_: (1 + bool(q), 1 + bool(kv))  # noqa: E731
+        monkeypatch.setattr(plans, "choose_sub_chunks", cut)
+    weft.clear_caches()
+    met = merged_by_torch.planted(monkeypatch)
+    for mask in (weft.Causal(), weft.Documents((9, 20, 8))):
+        case = exact.Case(mask=mask, lengths=exact.tokens(37))
+        exact.assert_exact(weft.Layout.parse(line), case)
+    assert max(met) >= together

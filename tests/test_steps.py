@@ -22,10 +22,10 @@ from weft.runtime.calls import BoundCall, rest_shape
 
 #: layout: calls of functions in a forward and in a backward pass of the last rank, at most
 CALLS = {
-    "tokens(zigzag): ring=8": (900, 1640),
+    "tokens(zigzag): ring=8": (850, 1810),
     "tokens: ulysses=8": (530, 440),
-    "tokens(zigzag): gather=8": (690, 1260),
-    "tokens(zigzag): tile=2x4": (995, 1230),
+    "tokens(zigzag): gather=8": (670, 1530),
+    "tokens(zigzag): tile=2x4": (1150, 1580),
 }
 #: layout: frames between the caller and the kernel, at most
 DEPTH = {"tokens(zigzag): ring=8": 10, "tokens: ulysses=8": 7}

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,7 +113,7 @@ class Counting(TorchDispatchMode):
         if name == "_local_scalar_dense" or (name == "_to_copy" and not made[0].is_cuda):
             self.counted.reads.append(name)
         kind = "attention" if "attention" in name else _KIND.get(name, name)
-        if name in ("zero_", "fill_"):
+        if _KIND.get(name) == "fill":  # of a tensor that is at most looked like
             given = []
         elif name == "copy_":  # its target is written alone
             given = given[1:]
@@ -217,12 +217,22 @@ def counting(torch_alone: tuple[str, ...] = ()) -> Iterator[Callable]:
     def merge_into(total: Tensor, total_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
         active[-1].add("merge", *(total, total_lse) * 2, part, part_lse)
 
+    def merge_several(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+        active[-1].add("merge", out, lse, *(t for part in parts for t in part))
+
+    def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
+        active[-1].add("add", total, *parts)
+
+    def fused_row_sums(dout: Tensor, out: Tensor, delta: Tensor) -> None:
+        active[-1].add("sum", dout, out, delta)
+
     def fused_surrogate_out(dout: Tensor, delta: Tensor, carriers: int) -> Tensor:
         out = torch.empty_like(dout)
         active[-1].add("surrogate", dout, delta, out)
         return out
 
-    launchers = {"merge_into": merge_into, "fused_surrogate_out": fused_surrogate_out}
+    stand_ins = merge_into, merge_several, sum_several, fused_row_sums, fused_surrogate_out
+    launchers = {stand_in.__name__: stand_in for stand_in in stand_ins}
     assert launchers.keys() == fused.FUSED.keys()
 
     @contextmanager

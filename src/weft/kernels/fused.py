@@ -7,7 +7,13 @@ import importlib
 from collections.abc import Callable
 
 #: Functions that launch one kernel each, and the modules of this package that have them.
-FUSED = {"merge_into": "merge_triton", "fused_surrogate_out": "surrogate_triton"}
+FUSED = {
+    "merge_into": "merge_triton",
+    "merge_several": "merge_triton",
+    "sum_several": "sum_triton",
+    "fused_row_sums": "sum_triton",
+    "fused_surrogate_out": "surrogate_triton",
+}
 
 
 @functools.cache

@@ -1,15 +1,18 @@
-"""Merging a partial output into an accumulator as one Triton kernel.
+"""Merging partial outputs as one Triton kernel: into an accumulator, or two or three into a result.
 
     w = sigmoid(lse_part - lse)
     out = (1 - w) out + w out_part      lse = logaddexp(lse, lse_part)      nothing seen stays 0
 
 In torch's own operations that is six kernels and eight passes over the rows; fused it is one: read
-the accumulator and the part, write the accumulator. Numbers are fp32 inside, as the accumulator is.
+the accumulator and the parts, write the accumulator. Numbers are fp32 inside, as the accumulator
+is, so that parts merged together have the bits of parts merged one after another.
 
 Importing this module takes Triton, which torch's CUDA builds bring and its CPU builds do not.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -25,46 +28,75 @@ def merge_into(local: Tensor, local_lse: Tensor, part: Tensor, part_lse: Tensor)
     `local` is the accumulator, (b, h, n, e) in fp32, with its logsumexp (b, h, n); the part has the
     same shapes, in any dtype.
     """
-    b, h, n, e = local.shape
-    if local.numel() == 0:
+    merge_several(local, local_lse, ((local, local_lse), (part, part_lse)))
+
+
+def merge_several(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Write the merged output (b, h, n, e) and logsumexp (b, h, n) of one to three parts.
+
+    All tensors may be strided, and of any dtype; the first part may be what is written.
+    """
+    b, h, n, e = out.shape
+    if out.numel() == 0:
         return
     width = triton.next_power_of_2(e)
     rows = max(1, TILE // width)
     blocks = triton.cdiv(n, rows)
-    tensors = (local, local_lse, part, part_lse)
+    three = (*parts, parts[-1], parts[-1])[:3]
+    tensors = [out, lse, *(t for part in three for t in part)]
     strides = [s for t in tensors for s in t.stride()]
-    _merge[(blocks * b * h,)](*tensors, *strides, h, n, e, blocks, ROWS=rows, WIDTH=width)
+    sizes = {"ROWS": rows, "WIDTH": width, "COUNT": len(parts)}
+    _merge[(blocks * b * h,)](*tensors, *strides, h, n, e, blocks, **sizes)
 
 
 # fmt: off
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
-    local, local_lse, part, part_lse,
-    local_b, local_h, local_n, local_e, local_lse_b, local_lse_h, local_lse_n,
-    part_b, part_h, part_n, part_e, part_lse_b, part_lse_h, part_lse_n,
+    out, lse, first, first_lse, second, second_lse, third, third_lse,
+    out_b, out_h, out_n, out_e, lse_b, lse_h, lse_n,
+    first_b, first_h, first_n, first_e, first_lse_b, first_lse_h, first_lse_n,
+    second_b, second_h, second_n, second_e, second_lse_b, second_lse_h, second_lse_n,
+    third_b, third_h, third_n, third_e, third_lse_b, third_lse_h, third_lse_n,
     heads, rows, dim, blocks,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
 ):
 # fmt: on
     """One program merges ROWS rows of one head; row r of head (b, h) is at b*_b + h*_h + r*_n."""
     index = tl.program_id(0)
     b, h = (index // blocks // heads).to(tl.int64), (index // blocks % heads).to(tl.int64)
     n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, WIDTH)
+    e = tl.arange(0, WIDTH)[None, :]
     row = n < rows
-    local_lse += b * local_lse_b + h * local_lse_h + n * local_lse_n
-    part_lse += b * part_lse_b + h * part_lse_h + n * part_lse_n
-    first = tl.load(local_lse, mask=row, other=float("-inf"))
-    second = tl.load(part_lse, mask=row, other=float("-inf")).to(tl.float32)
-    top = tl.maximum(first, second)
+    inside = row[:, None] & (e < dim)
+    first += b * first_b + h * first_h + n[:, None] * first_n + e * first_e
+    first_lse += b * first_lse_b + h * first_lse_h + n * first_lse_n
+    second += b * second_b + h * second_h + n[:, None] * second_n + e * second_e
+    second_lse += b * second_lse_b + h * second_lse_h + n * second_lse_n
+    total = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    total_lse = tl.load(first_lse, mask=row, other=float("-inf")).to(tl.float32)
+    if COUNT > 1:
+        part = tl.load(second, mask=inside, other=0.0).to(tl.float32)
+        part_lse = tl.load(second_lse, mask=row, other=float("-inf")).to(tl.float32)
+        total, total_lse = _together(total, total_lse, part, part_lse)
+    if COUNT > 2:
+        third += b * third_b + h * third_h + n[:, None] * third_n + e * third_e
+        third_lse += b * third_lse_b + h * third_lse_h + n * third_lse_n
+        part = tl.load(third, mask=inside, other=0.0).to(tl.float32)
+        part_lse = tl.load(third_lse, mask=row, other=float("-inf")).to(tl.float32)
+        total, total_lse = _together(total, total_lse, part, part_lse)
+    out += b * out_b + h * out_h + n[:, None] * out_n + e * out_e
+    lse += b * lse_b + h * lse_h + n * lse_n
+    tl.store(out, total.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse, total_lse.to(lse.dtype.element_ty), mask=row)
+
+
+@triton.jit
+def _together(total, total_lse, part, part_lse):  # type: ignore[no-untyped-def]
+    """The merged rows and logsumexps of two parts."""
+    top = tl.maximum(total_lse, part_lse)
     seen = top > float("-inf")
     base = tl.where(seen, top, 0.0)
-    keep, add = tl.exp(first - base), tl.exp(second - base)
-    total = tl.where(seen, keep + add, 1.0)
-    tl.store(local_lse, tl.where(seen, base + tl.log(total), float("-inf")), mask=row)
-    inside = row[:, None] & (e < dim)[None, :]
-    local += b * local_b + h * local_h + n[:, None] * local_n + e[None, :] * local_e
-    part += b * part_b + h * part_h + n[:, None] * part_n + e[None, :] * part_e
-    kept = tl.load(local, mask=inside, other=0.0) * (keep / total)[:, None]
-    added = tl.load(part, mask=inside, other=0.0).to(tl.float32) * (add / total)[:, None]
-    tl.store(local, kept + added, mask=inside)
+    keep, add = tl.exp(total_lse - base), tl.exp(part_lse - base)
+    both = tl.where(seen, keep + add, 1.0)
+    merged = total * (keep / both)[:, None] + part * (add / both)[:, None]
+    return merged, tl.where(seen, base + tl.log(both), float("-inf"))

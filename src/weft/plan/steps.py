@@ -179,11 +179,17 @@ class RankStep(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """All steps of a pass; `heights` has the rows of each result, by side and number."""
+    """All steps of a pass.
+
+    By side and number of each result: `heights`, its rows; `parts`, how many results of kernel
+    calls and other ranks it is made of; `leaving`, the buffer in which it goes to its rank.
+    """
 
     steps: tuple[RankStep, ...]
     buffers: int
     heights: dict[tuple[Side, int], int]
+    parts: Counter[tuple[Side, int]]
+    leaving: dict[tuple[Side, int], Form]
 
 
 @beside
@@ -281,13 +287,16 @@ class _Compiler:
         #: the buffers that are read while a transfer sends, and by how many transfers each is now
         self.reads: dict[Transfer, tuple[int, ...]] = {}
         self.sending: Counter[int] = Counter()
+        self.parts: Counter[tuple[Side, int]] = Counter()
+        self.leaving: dict[tuple[Side, int], Form] = {}
+        self.forms: dict[Form, Form] = {}  # one object for equal ones
 
     def compiled(self) -> Steps:
         steps = tuple(self._step(i) for i in range(len(self.program.steps)))
         heights = {
             (side, n): self._height(side, n) for side in Side for n in self.program.chunks(side)
         }
-        return Steps(steps, self.buffers.count, heights)
+        return Steps(steps, self.buffers.count, heights, self.parts, self.leaving)
 
     def _step(self, i: int) -> RankStep:
         step = self.program.steps[i]
@@ -335,7 +344,8 @@ class _Compiler:
         return t.payload, t.source, self.rows[t][0]
 
     def _form(self, t: Transfer, rows: Rows) -> Form:
-        return form_of(payload_shapes(self.plan, t.payload, self.tile.backward, rows[1] - rows[0]))
+        form = form_of(payload_shapes(self.plan, t.payload, self.tile.backward, rows[1] - rows[0]))
+        return self.forms.setdefault(form, form)
 
     def _begin(self, t: Transfer, batch: int) -> None:
         here, size = self.coords[t.mesh_dim], self.plan.sizes[t.mesh_dim]
@@ -349,6 +359,8 @@ class _Compiler:
             rows = self._merged_rows(t)
             peer = (here + t.ring_offset) % size
             receive = Receive(peer, self.buffers.take(form), form, *rows)
+            if not t.payload.is_chunk:
+                self.parts[t.payload.side, receive.number] += 1
         self.moves[t] = RankTransfer(
             len(self.moves), t, t.payload.is_chunk, batch, send, receive, ()
         )
@@ -364,6 +376,8 @@ class _Compiler:
         low, high = self.tile.held(side, self.coords, t.source)
         cut = (rows[0] - low, rows[1] - low) if t.payload.is_chunk and rows != (low, high) else None
         form = self._form(t, rows)
+        if not t.payload.is_chunk:
+            self.leaving[side, t.source] = form
         return self.held[content], Packing(form, self._chunks(side, (t.source,)), cut)
 
     def _reads(self, t: Transfer, buffer: int) -> tuple[int, ...]:
@@ -419,6 +433,9 @@ class _Compiler:
         queries, keys = self._chunks(Side.QUERY, result.q), self._chunks(Side.KEY, result.kv)
         leaves = tuple((at, self._works(result, groups)) for at, groups in result.leaves)
         works = () if leaves else self._works(result, result.groups)
+        for work in works:
+            self.parts.update((Side.QUERY, part.number) for part in work.of_queries)
+            self.parts.update((Side.KEY, part.number) for part in work.of_keys)
         return BlockSteps(block, result, queries, keys, works, leaves, overlapped)
 
     def _works(self, block: BlockPlan, groups: Sequence[Group]) -> tuple[KernelWork, ...]:

@@ -6,12 +6,13 @@ Shapes: queries (b h n d), keys (b g m d), values (b g m e), outputs (b h n e), 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm.transport import Messages
-from ..kernels import TileView
+from ..kernels import TileView, fused
 from ..kernels.base import surrogate_out
 from ..plan.call import Call
 from ..plan.geometry import Rows
@@ -115,6 +116,11 @@ def backward(
 def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
     """delta = rowsum(dout * out), (b h n), made in blocks: of long rows the products are large."""
     b, h, n, e = out.shape
+    kernel = fused.launcher("fused_row_sums") if out.is_cuda and dtype == torch.float32 else None
+    if kernel is not None:
+        delta = out.new_empty((b, h, n), dtype=dtype)
+        kernel(dout, out, delta)
+        return delta
     delta, rows = out.new_empty((b, h, n), dtype=dtype), max(1, _AT_ONCE // max(1, b * h * e))
     for low in range(0, n, rows):
         block = slice(low, low + rows)
@@ -156,11 +162,18 @@ class _Forward(TileRun):
     def _partial(self, number: int) -> PartialOutput | OutputTree:
         partial = self.partial.get(number)
         if partial is None:
-            rows = self.flat.heights[Side.QUERY, number]
-            shape = (*self.like.shape[:2], rows, self.plan.problem.value_dim)
+            key = Side.QUERY, number
+            shape = (*self.like.shape[:2], self.flat.heights[key], self.plan.problem.value_dim)
             arguments = shape, self.like, self.plan.accum_dtype
+
+            def leaving() -> tuple[Tensor, Tensor]:
+                return self._place(*key, 1), self._place(*key, 0)
+
+            held: dict[str, Any] = (
+                {"kept": 1, "result": leaving} if key in self.flat.leaving else {"kept": 2}
+            )
             partial = self.partial[number] = (
-                PartialOutput(*arguments)
+                PartialOutput(*arguments, parts=self.flat.parts[key], **held)
                 if self.plan.edges is None
                 else OutputTree(*arguments, len(self.plan.edges[1]) - 1)
             )
@@ -287,10 +300,15 @@ class _Backward(TileRun):
         total = self.sums.get((name, number))
         if total is None:
             like = {"dq": self.like, "dk": self.k, "dv": self.v}[name]
-            height = self.flat.heights[Side.QUERY if name == "dq" else Side.KEY, number]
-            shape = (*like.shape[:2], height, like.shape[-1])
+            key = Side.QUERY if name == "dq" else Side.KEY, number
+            shape = (*like.shape[:2], self.flat.heights[key], like.shape[-1])
+            known = self.latents is None or name == "dq"
+            held: dict[str, Any] = {"parts": self.flat.parts[key] if known else 0, "kept": 2}
+            if key in self.flat.leaving:
+                index = int(name == "dv")
+                held |= {"kept": 1, "result": lambda: (self._place(*key, index),)}
             total = self.sums[name, number] = (
-                PartialSum(shape, like, self.plan.accum_dtype)
+                PartialSum(shape, like, self.plan.accum_dtype, **held)
                 if self.bounds is None
                 else GridSum(shape, like, self.bounds[name])
             )
@@ -303,10 +321,12 @@ class _Backward(TileRun):
         names = self._names(t.payload)
         if t.payload is Payload.DKV:
             self._settle()
-        results = tuple(self._sum(name, t.source).sum() for name in names)
+        results = []
         for name in names:
+            total = self.sums.get((name, t.source)) or self._sum(name, t.source)
             del self.sums[name, t.source]
-        return results
+            results.append(total.sum())
+        return tuple(results)
 
     def _outstanding(self) -> Iterator[Tensor]:
         for (_, number), total in self.sums.items():
@@ -314,7 +334,8 @@ class _Backward(TileRun):
 
     def _merge(self, t: Transfer, receive: Receive, tensors: tuple[Tensor, ...]) -> None:
         for name, part in zip(self._names(t.payload), tensors):
-            self._sum(name, receive.number).put(receive.low, receive.high, part)
+            total = self.sums.get((name, receive.number)) or self._sum(name, receive.number)
+            total.put(receive.low, receive.high, part)
 
     def _add_bias_gradient(self, block: BlockPlan, call: KernelCall, ds: Tensor) -> None:
         assert self.dbias is not None
@@ -401,4 +422,5 @@ class _Backward(TileRun):
     ) -> None:
         for number, low, high, rows in parts:
             part = gradient if rows is None else gradient[:, :, rows]
-            self._sum(name, number).add(low, high, part, samples)
+            total = self.sums.get((name, number)) or self._sum(name, number)
+            total.add(low, high, part, samples)

@@ -3,29 +3,186 @@
 While there is one part that covers everything, an accumulator is what the kernel returned: a single
 kernel call costs nothing extra. With more parts it is kept in fp32 (fp64 for fp64). A slice of a
 larger tensor is copied, so that the larger tensor can be freed.
+
+On a GPU parts are held, and up to three of a row become one by a kernel that reads each once and
+writes the sum once. The last part, where it is known, goes into the result. The bits are those of
+one part after another.
+
+    rows    0 ....... 4 ....... 8         parts a, b, c of rows 0-4, 4-8, 0-8, then d of 4-8
+    held    a         b                   one of each row: nothing is merged
+            c         c                   two of each row, where a rank keeps so many
+            a c       b c d               d is the last of three: both runs of rows are written
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import abc
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .._torch import memory_of
 from ..kernels import fused
 
+Tensors = tuple[Tensor, ...]
 
-class PartialOutput:
+
+class _Accumulator(abc.ABC):
+    """Rows of tensors (b, h, n, ...) that are made of parts, each of some rows.
+
+    With a number of `parts`, no more will come; the last one makes the result, in the memory that
+    `result` gives, if it is given. A row has up to `kept` parts that are held.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        like: Tensor,
+        accum_dtype: torch.dtype,
+        parts: int = 0,
+        kept: int = 1,
+        result: Callable[[], Tensors] | None = None,
+    ) -> None:
+        self.shape, self.like, self.accum_dtype = shape, like, accum_dtype
+        self._left, self._kept, self._into = parts, kept, result
+        #: parts and their rows; the first may be the accumulator, of all rows
+        self._parts: list[tuple[int, int, Tensors]] = []
+        self._own = False  # it is
+        self._every = True  # all parts are of all rows
+        self._done = False  # the only part is the result
+        self._fused = _kernel(self._KERNEL, like, accum_dtype)
+
+    _KERNEL: str
+
+    def _add(
+        self, low: int, high: int, tensors: Tensors, samples: tuple[int, int] | None = None
+    ) -> None:
+        """Merge a part into the accumulator."""
+        self._left -= 1
+        every = low == 0 and high == self.shape[2]
+        if samples is None and every and not self._parts:
+            self._parts.append((low, high, tensors))
+            if not _alone(tensors):
+                self._widened()
+            return
+        total = self._widened()
+        if total[0].is_meta:  # shapes alone: nothing to merge, and torch would take long over it
+            return
+        if samples is not None:
+            total = tuple(t[slice(*samples)] for t in total)
+        self._merge(total if every else _rows(total, low, high), tensors)
+
+    def _hold(self, low: int, high: int, tensors: Tensors) -> None:
+        """Keep a part, and make one of all parts if there are too many of a row."""
+        assert not self._done, "more parts than the plan has"
+        self._left -= 1
+        if low or high != self.shape[2]:
+            self._every = False
+        self._parts.append((low, high, tensors))
+        count = len(self._parts)
+        if count > 1 and self._left == 0:
+            self._done = True
+            self._make_one(self._result_memory())
+        elif count > self._kept and (self._every or self._deepest() > self._kept):
+            self._make_one()
+        elif not _alone(tensors):
+            self._widened()
+
+    def _deepest(self) -> int:
+        """The most parts of one row."""
+        return max(len(parts) for *_, parts in self._runs())
+
+    def _runs(self) -> Iterator[tuple[int, int, list[Tensors]]]:
+        """Runs of rows, and the parts that cover each."""
+        bounds = {0, self.shape[2], *(row for low, high, _ in self._parts for row in (low, high))}
+        edges = sorted(bounds)
+        for low, high in itertools.pairwise(edges):
+            covering = (p for p in self._parts if p[0] <= low and high <= p[1])
+            yield low, high, [_rows(t, low - first, high - first) for first, _, t in covering]
+
+    def _make_one(self, target: Tensors | None = None) -> None:
+        """Make one part of all, in the accumulator or a target."""
+        in_place = target is None and self._own
+        if target is None:
+            target = self._parts[0][2] if self._own else self._memory()
+            self._own = True
+        if self._every:
+            parts = [part[2] for part in self._parts]
+            if in_place and len(parts) == 2:
+                self._merge(target, parts[1])
+            else:
+                self._together(target, parts)
+        else:
+            for low, high, parts in self._runs():
+                self._write(_rows(target, low, high), parts, in_place)
+        self._parts, self._every = [(0, self.shape[2], target)], True
+
+    def _write(self, target: Tensors, parts: list[Tensors], in_place: bool) -> None:
+        """Write rows that are made of some parts, the first of which may be there."""
+        if not in_place or len(parts) > 2:
+            self._together(target, parts) if parts else self._clear(target)
+        elif len(parts) == 2:  # one of torch's operations moves as many bytes
+            self._merge(target, parts[1])
+
+    def _widened(self) -> Tensors:
+        """The accumulator, in memory of its own and in its dtype."""
+        if len(self._parts) > 1 or not self._every:
+            self._make_one()
+        elif not self._parts:
+            self._parts = [(0, self.shape[2], self._memory())]
+            self._clear(self._parts[0][2])
+        elif not self._own:
+            copies = tuple(t.to(self.accum_dtype, copy=True) for t in self._parts[0][2])
+            self._parts = [(0, self.shape[2], copies)]
+        self._own = True
+        return self._parts[0][2]
+
+    def _total(self) -> Tensors:
+        """All parts as one."""
+        return self._parts[0][2] if self._every and len(self._parts) == 1 else self._widened()
+
+    def _made(self) -> Tensors:
+        """All parts as one, in the dtypes of the result where that takes no further copy."""
+        if len(self._parts) > 1 and self._fused is not None:
+            self._done = True
+            self._make_one(self._result_memory())
+        return self._total()
+
+    def tensors(self) -> Tensors:
+        """Retained tensors."""
+        return tuple(t for *_, tensors in self._parts for t in tensors)
+
+    # -- defined by outputs and by gradients ---------------------------------------------------
+
+    @abc.abstractmethod
+    def _memory(self) -> Tensors:
+        """Memory for the accumulator."""
+
+    @abc.abstractmethod
+    def _result_memory(self) -> Tensors:
+        """Memory for the result."""
+
+    @abc.abstractmethod
+    def _clear(self, total: Tensors) -> None:
+        """Write rows of no part."""
+
+    @abc.abstractmethod
+    def _merge(self, total: Tensors, part: Tensors) -> None:
+        """Merge a part into rows of the accumulator."""
+
+    @abc.abstractmethod
+    def _together(self, target: Tensors, parts: Sequence[Tensors]) -> None:
+        """Write rows that are made of up to three parts."""
+
+
+class PartialOutput(_Accumulator):
     """Output rows and their logsumexp, merged part by part; see `placements.merge_softmax`.
 
     A row that no part saw is 0 with logsumexp -inf.
     """
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor, accum_dtype: torch.dtype) -> None:
-        self.shape, self.like, self.accum_dtype = shape, like, accum_dtype
-        self._parts: tuple[Tensor, Tensor] | None = None
-        self._own = False  # they are memory of this accumulator
+    _KERNEL = "merge_several"
 
     def add(
         self,
@@ -36,51 +193,47 @@ class PartialOutput:
         samples: tuple[int, int] | None = None,
     ) -> None:
         """Merge a part that covers rows [low, high), of some sequences or of all."""
-        if self._parts is None and samples is None and (low, high) == (0, self.shape[2]):
-            self._parts = out, lse
-            if not (_alone(out) and _alone(lse)):
-                self._widened()
-            return
-        total, total_lse = self._widened()
-        if total.is_meta:  # shapes alone: nothing to merge, and torch would take long over it
-            return
-        own_out, own_lse = (
-            t if samples is None else t[slice(*samples)] for t in (total, total_lse)
-        )
-        if (low, high) != (0, self.shape[2]):
-            own_out, own_lse = own_out[:, :, low:high], own_lse[:, :, low:high]
-        merge_part(own_out, own_lse, out, lse)
-
-    def _widened(self) -> tuple[Tensor, Tensor]:
-        """Output and logsumexp in the accumulator's own memory and dtype."""
-        if self._parts is None:
-            out = empty_like_query(self.like, self.shape, self.accum_dtype).zero_()
-            lse = self.like.new_full(self.shape[:3], float("-inf"), dtype=self.accum_dtype)
-            self._parts = out, lse
-        elif not self._own:
-            out, lse = self._parts
-            self._parts = out.to(self.accum_dtype, copy=True), lse.to(self.accum_dtype, copy=True)
-        self._own = True
-        return self._parts
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Retained tensors."""
-        return self._parts or ()
+        if samples is None and self._fused is not None:
+            self._hold(low, high, (out, lse))
+        else:
+            self._add(low, high, (out, lse), samples)
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Output and logsumexp so far, in the dtypes in which they accumulate."""
-        return self._parts or self._widened()
+        out, lse = self._total()
+        return out, lse
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Output in the input's dtype, logsumexp in the accum_dtype one."""
-        out, lse = self.total()
+        out, lse = self._made()
         return out.to(self.like.dtype), lse.to(self.accum_dtype)
+
+    def _memory(self) -> Tensors:
+        out = empty_like_query(self.like, self.shape, self.accum_dtype)
+        return out, self.like.new_empty(self.shape[:3], dtype=self.accum_dtype)
+
+    def _result_memory(self) -> Tensors:
+        if self._into is not None:
+            return self._into()
+        lse = self.like.new_empty(self.shape[:3], dtype=self.accum_dtype)
+        return empty_like_query(self.like, self.shape), lse
+
+    def _clear(self, total: Tensors) -> None:
+        out, lse = total
+        out.zero_()
+        lse.fill_(float("-inf"))
+
+    def _merge(self, total: Tensors, part: Tensors) -> None:
+        merge_part(*total, *part)
+
+    def _together(self, target: Tensors, parts: Sequence[Tensors]) -> None:
+        assert self._fused is not None
+        self._fused(*target, parts)
 
 
 def merge_part(local: Tensor, local_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge an output (b h n e) and its logsumexp (b h n) into others, in their memory."""
-    on_gpu = local.is_cuda and local.dtype == torch.float32
-    kernel = fused.launcher("merge_into") if on_gpu else None
+    kernel = _kernel("merge_into", local, local.dtype)
     if kernel is not None:
         kernel(local, local_lse, out, lse)
         return
@@ -91,51 +244,59 @@ def merge_part(local: Tensor, local_lse: Tensor, out: Tensor, lse: Tensor) -> No
     local_lse.copy_(torch.logaddexp(local_lse, lse))
 
 
-class PartialSum:
+class PartialSum(_Accumulator):
     """Gradient rows, added part by part."""
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor, accum_dtype: torch.dtype) -> None:
-        self.shape, self.like, self.accum_dtype = shape, like, accum_dtype
-        self.total: Tensor | None = None
-        self._own = False
+    _KERNEL = "sum_several"
 
     def add(
         self, low: int, high: int, part: Tensor, samples: tuple[int, int] | None = None
     ) -> None:
         """Add a part that covers rows [low, high), of some sequences or of all."""
-        if self.total is None and samples is None and (low, high) == (0, self.shape[2]):
-            self.total = part
-            if not _alone(part):
-                self._widen(part)
-            return
-        if self.total is None:
-            self.total = empty_by_token(self.like, self.shape, self.accum_dtype).zero_()
-            self._own = True
-        elif not self._own:
-            self._widen(self.total)
-        total = self.total if samples is None else self.total[slice(*samples)]
-        rows = total if (low, high) == (0, self.shape[2]) else total[:, :, low:high]
-        rows.add_(part)  # `+=` on an index would copy the sum onto itself
+        if samples is None and self._fused is not None:
+            self._hold(low, high, (part,))
+        else:
+            self._add(low, high, (part,), samples)
 
     put = add
 
-    def _widen(self, total: Tensor) -> None:
-        self.total = total.to(self.accum_dtype, copy=True)
-        self._own = True
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        """Retained tensors."""
-        return () if self.total is None else (self.total,)
-
     def sum(self) -> Tensor:
         """The sum so far, in the dtype in which it accumulates."""
-        if self.total is None:
-            self.total = empty_by_token(self.like, self.shape).zero_()
-        return self.total
+        if not self._parts:
+            return empty_by_token(self.like, self.shape).zero_()
+        return self._total()[0]
 
     def result(self) -> Tensor:
         """The sum in the input's dtype."""
-        return self.sum().to(self.like.dtype)
+        if not self._parts:
+            return self.sum()
+        return self._made()[0].to(self.like.dtype)
+
+    def _memory(self) -> Tensors:
+        return (empty_by_token(self.like, self.shape, self.accum_dtype),)
+
+    def _result_memory(self) -> Tensors:
+        return (empty_by_token(self.like, self.shape),) if self._into is None else self._into()
+
+    def _clear(self, total: Tensors) -> None:
+        total[0].zero_()
+
+    def _merge(self, total: Tensors, part: Tensors) -> None:
+        total[0].add_(part[0])  # `+=` on an index would copy the sum onto itself
+
+    def _together(self, target: Tensors, parts: Sequence[Tensors]) -> None:
+        assert self._fused is not None
+        self._fused(*target, [part for (part,) in parts])
+
+
+def _kernel(name: str, like: Tensor, accum_dtype: torch.dtype) -> Callable | None:
+    """A kernel that makes one of several parts of tensors like this one, where there is one."""
+    on_gpu = like.is_cuda and accum_dtype == torch.float32
+    return fused.launcher(name) if on_gpu else None
+
+
+def _rows(tensors: Tensors, low: int, high: int) -> Tensors:
+    return tuple(t[:, :, low:high] for t in tensors)
 
 
 def like_query(out: Tensor, q: Tensor) -> Tensor:
@@ -182,6 +343,9 @@ def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None
     return like.new_empty((b, n, h, d), dtype=dtype or like.dtype).transpose(1, 2)
 
 
-def _alone(t: Tensor) -> bool:
-    """True if the tensor fills its storage."""
-    return memory_of(t)[1] == t.nbytes
+def _alone(tensors: Tensors) -> bool:
+    """True if each tensor fills its storage."""
+    for t in tensors:  # noqa: SIM110  # a generator takes as long again
+        if t.untyped_storage().nbytes() != t.nbytes:
+            return False
+    return True

@@ -24,14 +24,13 @@ from ..plan.call import Call
 from ..plan.memory import held_bytes
 from ..plan.plan import Pass, Plan
 from ..plan.program import Payload, Transfer
-from ..plan.steps import BlockSteps, Joined, Packing, RankTransfer, Receive, steps_of
+from ..plan.sides import Side
+from ..plan.steps import BlockSteps, Form, Joined, Packing, RankTransfer, Receive, steps_of
 from ..plan.tiles import Kind
 from .buffers import pack, unpack
 from .expand import ExpandedChunk, Expander
 from .marks import mark
 from .views import Views
-
-_NOTHING = contextlib.nullcontext()
 
 
 class TransferBatch:
@@ -85,6 +84,10 @@ class TileRun(abc.ABC):
         self.in_flight: dict[int, tuple[RankTransfer, TransferBatch]] = {}
         #: flat buffers that are sent or received, by the numbers that the steps give them
         self.buffers: list[Any] = [None] * self.flat.buffers
+        #: the tensors in buffers that are received, whose memory comes again and again
+        self.unpacked: dict[int, tuple[Form, tuple[Tensor, ...]]] = {}
+        #: buffers in which results go to their ranks, and how many of their tensors are made there
+        self.leaving: dict[tuple[Side, int], tuple[Tensor, set[int]]] = {}
         self.joined: list[Tensor] = []  # for the block at hand
         self.kernels: dict[tuple[Kind | Literal[False], bool, bool], Kernel] = {}
         self.peak = 0
@@ -105,29 +108,42 @@ class TileRun(abc.ABC):
         """Run the program."""
         with self._failures_noted():
             ranged = profiling()
+            begin, compute, wait = self._begin, self._block, self._end
             for i, step in enumerate(self.flat.steps):
+                if ranged:
+                    begin = self._marked(i, "begin", self._begin)
+                    compute = self._marked(i, "compute", self._block)
+                    wait = self._marked(i, "wait", self._end)
                 batches = [TransferBatch(*names) for names in step.batches]
                 for move in step.begin:
-                    with mark(self.tile, i, "begin", move.transfer) if ranged else _NOTHING:
-                        self._begin(move, batches[move.batch])
+                    begin(move, batches[move.batch])
                     if self.counted:
                         self._count()
                 for batch in batches:
                     batch.start(self.transport, i)
                 for block in step.blocks:
-                    with mark(self.tile, i, "compute", block.block) if ranged else _NOTHING:
-                        self._block(block)
+                    compute(block)
                     if self.counted:
                         self._count()
                     self.joined.clear()
                 for move in step.end:
-                    with mark(self.tile, i, "wait", move.transfer) if ranged else _NOTHING:
-                        self._end(move)
+                    wait(move)
                 for dropped in step.drops:
                     self.chunks.pop(dropped, None)
-                self._free(step.frees)
+                if step.frees:
+                    self._free(step.frees)
             if self.counted:
                 self.transport.watches.note_peak(self.plan, self.tile.backward, self.peak)
+
+    def _marked(self, step: int, kind: str, run: Callable) -> Callable:
+        """A part of a step in a profiler's range."""
+
+        def call(part: RankTransfer | BlockSteps, *given: Any) -> None:
+            item = part.block if isinstance(part, BlockSteps) else part.transfer
+            with mark(self.tile, step, kind, item):
+                run(part, *given)
+
+        return call
 
     def _kernel(
         self, kind: Kind | Literal[False], lse_grad: bool = False, bias_grad: bool = False
@@ -141,6 +157,7 @@ class TileRun(abc.ABC):
     def _free(self, buffers: tuple[int, ...]) -> None:
         for buffer in buffers:
             self.buffers[buffer] = None
+            self.unpacked.pop(buffer, None)
 
     def _count(self, *extra: Tensor) -> None:
         """Count the bytes that are held for other ranks, and `extra`: while passes are observed."""
@@ -170,12 +187,27 @@ class TileRun(abc.ABC):
     def _packed(self, move: RankTransfer, packing: Packing) -> Tensor:
         """The flat buffer that a transfer sends, and others of the same content."""
         if not move.is_chunk:
-            return pack(self._outgoing(move.transfer), packing.form)
+            tensors = self._outgoing(move.transfer)
+            place = move.transfer.payload.side, move.transfer.source
+            left = self.leaving.pop(place, None)
+            if left is not None and len(left[1]) == len(tensors):
+                return left[0]
+            return pack(tensors, packing.form)
         parts = self._whole_chunk(move.transfer.payload, packing.chunk)
         if packing.rows is not None:
             rows = slice(*packing.rows)
             parts = tuple(x[:, :, rows] for x in parts)
         return pack(parts, packing.form)
+
+    def _place(self, side: Side, number: int, index: int) -> Tensor:
+        """Memory for a tensor of another rank's result: where it leaves."""
+        form = self.flat.leaving[side, number]
+        if (side, number) not in self.leaving:
+            buffer = torch.empty(form.numel, dtype=form.dtype, device=self.like.device)
+            self.leaving[side, number] = buffer, set()
+        buffer, filled = self.leaving[side, number]
+        filled.add(index)
+        return unpack(buffer, form)[index]
 
     def _end(self, move: RankTransfer) -> None:
         _, batch = self.in_flight.pop(move.number)
@@ -183,7 +215,10 @@ class TileRun(abc.ABC):
         t, receive = move.transfer, move.receive
         if receive is not None:
             buffer = self.buffers[receive.buffer]
-            tensors = unpack(buffer, receive.form)
+            form, tensors = self.unpacked.get(receive.buffer, (None, ()))
+            if form is not receive.form:
+                tensors = unpack(buffer, receive.form)
+                self.unpacked[receive.buffer] = receive.form, tensors
             if move.is_chunk:
                 self.chunks[t.payload, t.target] = tensors
             else:

@@ -1,0 +1,100 @@
+"""Sums of gradient rows, and of the products of two tensors' rows, as one Triton kernel each.
+
+Two or three partial gradients are read and their sum is written, where torch's own operations read
+and write the accumulator for each. Numbers are fp32 inside, as the accumulator is, so that parts
+added together have the bits of parts added one after another.
+
+Importing this module takes Triton, which torch's CUDA builds bring and its CPU builds do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+#: Elements that one program adds.
+TILE = 4096
+
+
+def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
+    """Write the sum of one to three parts, (b, h, n, d) each, one after another.
+
+    All tensors may be strided, and of any dtype; the first part may be what is written.
+    """
+    b, h, n, d = total.shape
+    if total.numel() == 0:
+        return
+    width = triton.next_power_of_2(d)
+    rows = max(1, TILE // width)
+    blocks = triton.cdiv(n, rows)
+    tensors = [total, *(*parts, parts[-1], parts[-1])[:3]]
+    strides = [s for t in tensors for s in t.stride()]
+    sizes = {"ROWS": rows, "WIDTH": width, "COUNT": len(parts)}
+    _sum[(blocks * b * h,)](*tensors, *strides, h, n, d, blocks, **sizes)
+
+
+def fused_row_sums(dout: Tensor, out: Tensor, delta: Tensor) -> None:
+    """Write rowsum(dout * out) of rows (b, h, n, e), in fp32, to delta (b, h, n)."""
+    b, h, n, e = out.shape
+    if delta.numel() == 0:
+        return
+    width = triton.next_power_of_2(e)
+    rows = max(1, TILE // width)
+    blocks = triton.cdiv(n, rows)
+    strides = [s for t in (dout, out, delta) for s in t.stride()]
+    sizes = {"ROWS": rows, "WIDTH": width}
+    _row_sums[(blocks * b * h,)](dout, out, delta, *strides, h, n, e, blocks, **sizes)
+
+
+# fmt: off
+@triton.jit
+def _sum(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
+    total, first, second, third,
+    total_b, total_h, total_n, total_d, first_b, first_h, first_n, first_d,
+    second_b, second_h, second_n, second_d, third_b, third_h, third_n, third_d,
+    heads, rows, dim, blocks,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
+):
+# fmt: on
+    """One program adds ROWS rows of one head; row r of head (b, h) is at b*_b + h*_h + r*_n."""
+    index = tl.program_id(0)
+    b, h = (index // blocks // heads).to(tl.int64), (index // blocks % heads).to(tl.int64)
+    n = ((index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
+    d = tl.arange(0, WIDTH)[None, :]
+    inside = (n < rows) & (d < dim)
+    first += b * first_b + h * first_h + n * first_n + d * first_d
+    second += b * second_b + h * second_h + n * second_n + d * second_d
+    found = tl.load(first, mask=inside, other=0.0).to(tl.float32)
+    if COUNT > 1:
+        found += tl.load(second, mask=inside, other=0.0).to(tl.float32)
+    if COUNT > 2:
+        third += b * third_b + h * third_h + n * third_n + d * third_d
+        found += tl.load(third, mask=inside, other=0.0).to(tl.float32)
+    total += b * total_b + h * total_h + n * total_n + d * total_d
+    tl.store(total, found.to(total.dtype.element_ty), mask=inside)
+
+
+# fmt: off
+@triton.jit
+def _row_sums(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
+    dout, out, delta,
+    dout_b, dout_h, dout_n, dout_e, out_b, out_h, out_n, out_e, delta_b, delta_h, delta_n,
+    heads, rows, dim, blocks,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):
+# fmt: on
+    """One program adds up the products of ROWS rows of one head."""
+    index = tl.program_id(0)
+    b, h = (index // blocks // heads).to(tl.int64), (index // blocks % heads).to(tl.int64)
+    n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    e = tl.arange(0, WIDTH)[None, :]
+    inside = (n < rows)[:, None] & (e < dim)
+    dout += b * dout_b + h * dout_h + n[:, None] * dout_n + e * dout_e
+    out += b * out_b + h * out_h + n[:, None] * out_n + e * out_e
+    upper = tl.load(dout, mask=inside, other=0.0).to(tl.float32)
+    lower = tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    delta += b * delta_b + h * delta_h + n * delta_n
+    tl.store(delta, tl.sum(upper * lower, 1), mask=n < rows)
