@@ -1056,14 +1056,6 @@ BUGS = (
         "merging",
     ),
     Bug(
-        "parts that are held: the accumulator is merged with itself",
-        "weft/runtime/merging.py",
-        "_Accumulator._make_one",
-        "target is None and self._own",
-        "False",
-        "merging",
-    ),
-    Bug(
         "parts that are held: rows of no part keep what memory had",
         "weft/runtime/merging.py",
         "_Accumulator._write",
@@ -1093,7 +1085,7 @@ BUGS = (
         "TileRun._packed",
         "len(left[1]) == len(tensors)",
         "False",
-        "merging steps",
+        "budgets",
     ),
     Bug(
         "views of a received buffer outlive it",
