@@ -1096,14 +1096,6 @@ BUGS = (
         "memory",
     ),
     Bug(
-        "the merging kernel forgets the third part",
-        "weft/kernels/merge_triton.py",
-        "merge_several",
-        "(*parts, parts[-1], parts[-1])[:3]",
-        "(*parts[:2], parts[0], parts[0])[:3]",
-        "merge_triton",
-    ),
-    Bug(
         "a merge forgets what it had",
         "weft/runtime/merging.py",
         "merge_part",
