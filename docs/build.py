@@ -1,8 +1,10 @@
 """Builds the site: pages made from the README, the tutorials and the declarations, then zensical.
 
     python docs/build.py [--site-dir FOLDER]       default: site/
+    python docs/build.py --picture                 docs/images/page.png instead, by Chromium
 
-Nothing made here is kept in the repository. The builder takes any warning for an error.
+Nothing made here but this picture is kept in the repository. The builder takes any warning for an
+error.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ PAGES = {
 }
 #: A picture that is a page on the site, which plays, and what a command of the guide calls it.
 PICTURE, LIVE = "images/page.png", "page.html"
+#: The layout and the place on its clock that the picture and the site show, and the size in pixels.
+SHOWN, SIZE = "#1,282", (1280, 1125)
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -85,6 +89,26 @@ def live() -> str:
         return (Path(folder) / LIVE).read_text()
 
 
+def picture(path: Path) -> None:
+    """The page that plays layouts as Chromium shows it, with a palette of 256 colours."""
+    from PIL import Image
+
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    browser = next((found for name in names if (found := shutil.which(name))), None)
+    if browser is None:
+        sys.exit(f"--picture needs a browser, one of {', '.join(names)}")
+    with tempfile.TemporaryDirectory() as folder:
+        page, shot = Path(folder, LIVE), Path(folder, "shot.png")
+        page.write_text(live())
+        size = ",".join(map(str, SIZE))
+        options = ["--headless", "--no-sandbox", "--hide-scrollbars", f"--window-size={size}"]
+        command = [browser, *options, f"--screenshot={shot}", f"{page.as_uri()}{SHOWN}"]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        Image.open(shot).convert("RGB").quantize(method=Image.Quantize.MAXCOVERAGE).save(
+            path, optimize=True
+        )
+
+
 def home(readme: str) -> str:
     """The README with links that lead to pages; what has no page keeps its words only."""
 
@@ -116,7 +140,7 @@ def guide(page: str) -> str:
 def playing(match: re.Match) -> str:
     """The frame of the live page in place of its picture, and a link to it alone."""
     style = "width: 1280px; height: 1130px; zoom: 0.54; border: 1px solid #ccc"
-    frame = f'<iframe src="{LIVE}#1,282" title="{match[1]}" style="{style}"></iframe>'
+    frame = f'<iframe src="{LIVE}{SHOWN}" title="{match[1]}" style="{style}"></iframe>'
     return f"{frame}\n\n[The page by itself]({LIVE})"
 
 
@@ -155,4 +179,6 @@ def rendered(notebook: dict, stem: str) -> tuple[str, dict[str, bytes]]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Build the site.")
     parser.add_argument("--site-dir", type=Path, default=ROOT / "site")
-    sys.exit(build(parser.parse_args().site_dir))
+    parser.add_argument("--picture", action="store_true", help=f"write docs/{PICTURE} instead")
+    options = parser.parse_args()
+    sys.exit(picture(ROOT / "docs" / PICTURE) if options.picture else build(options.site_dir))

@@ -72,6 +72,14 @@ BUGS = (
     ),
     # -- models on layouts
     Bug(
+        "layers that round by a rank's tokens are taken",
+        "weft_integrations/common.py",
+        "refuse_scaled_by_tensor",
+        "kind.__module__.startswith(_SCALED_BY_TENSOR)",
+        "False",
+        "parallelize",
+    ),
+    Bug(
         "a pickle meets weft's functions before the refusal",
         "weft_integrations/common.py",
         "Parallelized.put_on",
@@ -1150,6 +1158,14 @@ BUGS = (
         "(entry for entry in self.retired if entry[0] not in sending)",
         "self.retired",
         "late packing seeded processes",
+    ),
+    Bug(
+        "the content of a call is kept though its functions see other values",
+        "weft/runtime/calls.py",
+        "BoundCall.content",
+        "self.has_functions or not self._content",
+        "not self._content",
+        "calls",
     ),
     Bug(
         "delta without the logsumexp's gradient",

@@ -426,3 +426,25 @@ def test_lengths_after_a_trunk_are_of_its_axes(lengths):
     blocks = [{"conv": "time", "kernel": 4, "stride": 4}, {"attend": "time"}]
     with pytest.raises(DeclarationError, match="lengths"):
         compose(ModelSpec.from_dict(spec | {"block": blocks})).lengths_after(lengths)
+
+
+@pytest.mark.parametrize("line", ["lat: local", "lat: halo=2"])
+@pytest.mark.parametrize(
+    ("make", "length", "message"),
+    [
+        ({"kernel": 9, "border": "reflect"}, 4, "'lat' has 4 .* reflect border of 4 needs 5"),
+        ({"dilation": 5, "border": "circular"}, 4, "'lat' has 4 .* circular border of 5 needs 5"),
+        ({"kernel": 3}, 0, "'lat' has no positions"),
+    ],
+)
+def test_an_axis_too_short_for_its_windows_is_refused(make, length, message, line):
+    """By weft, with the axis and what would do, whether a layout splits it or not."""
+
+    def run(layout):
+        module = Convolution(8, axis="lat", axes=("lat", "embed"), layout=layout, **make)
+        x = torch.zeros(length // layout.size("lat"), 8)
+        with pytest.raises(ShapeError, match=message):
+            module(x)
+        module(torch.zeros(12, 8))
+
+    weft.on_threads(Layout.parse(line), run)

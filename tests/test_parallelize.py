@@ -128,6 +128,83 @@ def test_a_parallelized_model_is_not_pickled(kind: str):
     copy.deepcopy(restored)
 
 
+def call(kind: str, model: nn.Module) -> torch.Tensor:
+    if kind == "transformers":
+        return model(input_ids=torch.arange(8)[None]).logits
+    return model(torch.ones(1, 3, 6, 5)) if kind == "fields" else predict(kind, model)
+
+
+def image_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Linear(5, 5))
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    config = hf.LlamaConfig(
+        vocab_size=10, hidden_size=8, intermediate_size=9, num_hidden_layers=1,
+        num_attention_heads=2,
+    )  # fmt: skip
+    return hf.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("kind", ["transformers", "fields", "TabICL", "TabPFN v2", "TabPFN v3"])
+def test_layers_that_round_by_a_whole_tensor_are_refused(kind: str):
+    """`quantize_dynamic` after `parallelize`: every rank would round by its own tokens."""
+    lines = {"transformers": "tokens: ring=2", "fields": "height: gather=2"}
+
+    def work(layout: Layout) -> None:
+        made = {"transformers": llama, "fields": image_model}.get(kind, lambda: table_model(kind))
+        options = {"verify": False} if kind == "transformers" else {}
+        model = weft.parallelize(made(), layout, **options)
+        torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, inplace=True)
+        with pytest.raises(UnsupportedError, match=r"dynamic.*rounds by a scale of all tokens"):
+            call(kind, model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        weft.on_threads(Layout.parse(lines.get(kind, "rows: ring=2")), work)
+
+
+class RoundedLinear(nn.Linear):
+    """A linear layer whose weights are rounded, as packages of quantization put in place."""
+
+    @classmethod
+    def put_in(cls, model: nn.Module) -> None:
+        for module in [*model.modules()]:
+            for name, child in [*module.named_children()]:
+                if type(child) is nn.Linear:
+                    rounded = cls(child.in_features, child.out_features, child.bias is not None)
+                    rounded.load_state_dict(child.state_dict())
+                    setattr(module, name, rounded)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, (self.weight * 64).round() / 64, self.bias)
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("kind", ["transformers", "fields"])
+def test_layers_replaced_after_parallelize_compute_as_on_one_device(kind: str):
+    make = {"transformers": llama, "fields": image_model}[kind]
+    source = make()  # once: ranks are threads, and share torch's generator
+    alone = copy.deepcopy(source)
+    before = call(kind, alone)
+    RoundedLinear.put_in(alone)
+    expected = call(kind, alone)
+    assert (before - expected).abs().max() > 1e-3
+
+    def work(layout: Layout) -> torch.Tensor:
+        options = {"verify": False} if kind == "transformers" else {}
+        model = weft.parallelize(copy.deepcopy(source), layout, **options)
+        RoundedLinear.put_in(model)
+        return call(kind, model) + 0  # lazy logits are read by every rank
+
+    line = {"transformers": "tokens: ring=2", "fields": "height: gather=2"}[kind]
+    for out in weft.on_threads(Layout.parse(line), work):
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_transformers_model_known_in_adapters_and_by_its_own_class():
     peft = pytest.importorskip("peft")
     layout = Layout.parse("tokens: ring=2")

@@ -16,9 +16,12 @@ from weft.comm.collectives import gather_flat, partial_to_replicate, scale_backw
 from weft.comm.once_differentiable import once
 from weft.declare.layout_file import HEADS
 from weft.declare.mesh import index_at
-from weft.errors import DeclarationError, ShapeError
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.plan.order import Spans, count, positions, shard_spans
+
+#: Packages of layers whose scales are of whole tensors: `torch.ao.quantization.quantize_dynamic`.
+_SCALED_BY_TENSOR = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 
 
 def check_not_placed(model: nn.Module) -> None:
@@ -67,6 +70,22 @@ def _belongs_here(done: str, then: str) -> DeclarationError:
         f"a parallelized model cannot be {done}: its hooks and its layout belong to this process;"
         f" save model.state_dict(), or call weft.restore(model) first, then {then}"
     )
+
+
+def refuse_scaled_by_tensor(model: nn.Module, layout: Layout, *axes: str) -> None:
+    """Refuse layers that round by a scale of all tokens of a tensor, of which a rank sees its own.
+
+    They may have been put in after `parallelize`, so calls ask, of the axes that they split.
+    """
+    if all(layout.size(axis) == 1 for axis in axes):
+        return
+    for kind in {type(module) for module in model.modules()}:
+        if kind.__module__.startswith(_SCALED_BY_TENSOR):
+            raise UnsupportedError(
+                f"{type(model).__name__} has a {kind.__module__}.{kind.__name__}, which rounds by a"
+                " scale of all tokens of a tensor: a rank would round by its own tokens only;"
+                " quantize weights alone, or by token, and parallelize the model afterwards"
+            )
 
 
 def check_splits_only(layout: Layout, axis: str, noun: str) -> None:

@@ -25,7 +25,7 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.fields import Field
 from weft.layout import Layout
 
-from .common import Parallelized, check_not_placed
+from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
 AXES = {"time": -3, "height": -2, "width": -1}
@@ -153,7 +153,7 @@ class _Calls:
         """One call, on all ranks alike."""
         bound, failure = signature.bind(*args, **kwargs), ""
         try:
-            self._refuse_flags()
+            self._refuse_state()
             for key, value in bound.arguments.items():
                 bound.arguments[key] = self._split(key, value)
         except (UnsupportedError, ShapeError) as error:
@@ -185,7 +185,8 @@ class _Calls:
         at = {a: d for a, d in self.dims.items() if self.named or -d <= value.dim() - 2}
         return Field.distribute(value, self.layout, at)
 
-    def _refuse_flags(self) -> None:
+    def _refuse_state(self) -> None:
+        refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
         for flag in ("use_tiling", "use_slicing"):
             if getattr(self.model, flag, False):
                 raise UnsupportedError(

@@ -57,7 +57,11 @@ def windowed(
     t, dims, strips = x._local, list(x._dims), []
     for d, window in windows.items():
         if window.outputs < 1:
-            raise refused(f"a window of {window.extent} along dim {d}", x, ": it is too wide")
+            fix = (
+                f": it is too wide for the {dim_size(dims[d])} positions and the padding; pad more,"
+                " or take a smaller kernel or dilation"
+            )
+            raise refused(f"a window of {window.extent} along dim {d}", x, fix)
         if not is_split_dim(dims[d]):
             dims[d] = whole(window.outputs)
             continue

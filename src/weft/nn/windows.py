@@ -55,6 +55,8 @@ class OverAxes(nn.Module):
 
     #: how many axes a kernel of torch runs over
     most: int | None = 3
+    #: whether an axis may have no positions
+    takes_empty = False
 
     def __init__(
         self, embed_dim: int, axis: str | Sequence[str], axes: Sequence[str], layout: Layout | None
@@ -124,7 +126,7 @@ class OverAxes(nn.Module):
 
         Raises:
             ShapeError: on every rank, a tensor without these axes, or in other chunks; lengths of
-                axes that x does not have.
+                axes that x does not have; an axis too short for the border of a window.
         """
         return self._on_axes(x, lengths, {})
 
@@ -168,6 +170,11 @@ class OverAxes(nn.Module):
         """Why the lengths and options of a call do not fit the module; "" where they do."""
         return wrong_lengths(lengths, self.axes[:-1])
 
+    def _misfit(self, lengths: Mapping[str, int]) -> str:
+        """Why axes of these lengths do not fit the module; "" where they do."""
+        empty = [name for name, n in lengths.items() if n < 1 and not self.takes_empty]
+        return f"axis {empty[0]!r} has no positions: it needs one or more" if empty else ""
+
     def _whole(
         self, x: Tensor, lengths: Mapping[str, int] | None, options: Mapping[str, Any]
     ) -> dict[str, int]:
@@ -193,6 +200,7 @@ class OverAxes(nn.Module):
                         f" positions, found {here}; where the mesh does not divide an axis, pass"
                         f" lengths={{{name!r}: global length}}"
                     )
+            wrong = wrong or self._misfit(whole)
         if any(layout.size(name) > 1 for name in self.axis):
             dims = tuple(d for name in self.axis for d in layout.shard_dims(name))
             subject = f"a call of {type(self).__name__} over {self.axis}"
@@ -322,14 +330,27 @@ class Convolution(Windowed):
                 raise DeclarationError(f"border {found!r:.80}{did_you_mean(str(found), BORDERS)}")
         return tuple(given.get(name, "zeros") for name in self.axis)
 
+    def _pads(self, lengths: Mapping[str, int]) -> list[tuple[int, int]]:
+        """Positions that windows see beyond the ends of each axis."""
+        windows = zip(self.axis, self.extent, self.stride, self.border)
+        return [_pads_of(lengths[a], n, s, causal=b == "causal") for a, n, s, b in windows]
+
+    def _misfit(self, lengths: Mapping[str, int]) -> str:
+        if wrong := super()._misfit(lengths):
+            return wrong
+        for name, border, pads in zip(self.axis, self.border, self._pads(lengths)):
+            needed = max(pads) + (border == "reflect")
+            if border in ("reflect", "circular") and needed > lengths[name]:
+                return (
+                    f"axis {name!r} has {lengths[name]} positions, and a {border} border of"
+                    f" {max(pads)} needs {needed} or more: take a smaller kernel or dilation, a"
+                    " longer axis, or border='zeros'"
+                )
+        return ""
+
     def _run(self, x: Tensor, lengths: Mapping[str, int]) -> Tensor:
         """The convolution of x (b c axes)."""
-        pads = [
-            _pads_of(lengths[name], extent, stride, causal=border == "causal")
-            for name, extent, stride, border in zip(
-                self.axis, self.extent, self.stride, self.border
-            )
-        ]
+        pads = self._pads(lengths)
         for mode in dict.fromkeys(self.border):  # corners come with the later ones
             held = [p if b == mode else (0, 0) for p, b in zip(pads, self.border)]
             x = _padded(x, held, mode)
@@ -516,7 +537,7 @@ class GroupNorm(OverAxes):
     0.0
     """
 
-    most = None
+    most, takes_empty = None, True
 
     def __init__(
         self,
@@ -566,7 +587,7 @@ class BatchNorm(OverAxes):
     torch.Size([4, 5, 8])
     """
 
-    most = None
+    most, takes_empty = None, True
     running_mean: Tensor
     running_var: Tensor
 

@@ -28,6 +28,7 @@ from ..common import (
     check_not_placed,
     check_splits_only,
     named_arguments,
+    refuse_scaled_by_tensor,
     scale_gradient,
 )
 from .attention import Region
@@ -128,6 +129,7 @@ class _Hooks(Streams):
         """Before the transformer: refuses on every rank arguments that cannot be honoured."""
         arguments, failure = named_arguments(module, args, kwargs), ""
         try:
+            refuse_scaled_by_tensor(module, self.layout, self.axis)
             _refuse(module, arguments)
         except WeftError as error:
             failure = f"refused: {error}"

@@ -23,7 +23,14 @@ from weft.masks import FirstKeys
 from weft.torch_interop.sdpa import sdpa
 
 from .. import Foreign
-from ..common import Parallelized, check_not_placed, check_rows, check_splits_only, scale_gradient
+from ..common import (
+    Parallelized,
+    check_not_placed,
+    check_rows,
+    check_splits_only,
+    refuse_scaled_by_tensor,
+    scale_gradient,
+)
 from .tabpfn_rows import gather_rows
 
 
@@ -163,6 +170,7 @@ def _check(model: Foreign, layout: Layout, axis: str) -> None:
 
 def _check_call(model: Foreign, layout: Layout, axis: str) -> Callable:
     def hook(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        refuse_scaled_by_tensor(model, layout, axis)
         arguments = dict(zip(("X", "y_train", "d", "embed_with_test"), args)) | kwargs
         table, labels, features = arguments["X"], arguments["y_train"], arguments.get("d")
         if not module.training:

@@ -20,7 +20,13 @@ from weft.errors import UnsupportedError
 from weft.layout import Layout
 
 from .. import Foreign
-from ..common import Parallelized, check_not_placed, check_splits_only, scale_gradient
+from ..common import (
+    Parallelized,
+    check_not_placed,
+    check_splits_only,
+    refuse_scaled_by_tensor,
+    scale_gradient,
+)
 from . import tabpfn_v3
 from .tabpfn_rows import ContextRows, TrainRows, gather_rows, own_rows, take_rows
 
@@ -67,8 +73,15 @@ def parallelize_tabpfn(model: nn.Module, layout: Layout, axis: str = "rows") -> 
         undo += [model.register_forward_pre_hook(_refuse_recomputation, with_kwargs=True).remove]
     # The layers after the blocks are replicated, and sync_gradients sums over the ranks.
     share = 1.0 / layout.size(axis)
-    hook = model.register_forward_hook(lambda module, args, output: scale_gradient(output, share))
-    Parallelized([*undo, hook.remove]).put_on(model)
+
+    def refuse(module: nn.Module, args: tuple) -> None:
+        refuse_scaled_by_tensor(module, layout, axis)
+
+    def shared(module: nn.Module, args: tuple, output: Any) -> Any:
+        return scale_gradient(output, share)
+
+    hooks = model.register_forward_pre_hook(refuse), model.register_forward_hook(shared)
+    Parallelized([*undo, *(hook.remove for hook in hooks)]).put_on(model)
     return model
 
 

@@ -26,7 +26,7 @@ from weft.masks import Documents
 from weft.plan.call import reach
 
 from .. import Foreign
-from ..common import named_arguments, tokens_per_chunk
+from ..common import named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
 from . import consistency, losses, refused, rows
 from .batches import Batch, tokens_of, unpadded
 from .cache import ShardedCache
@@ -194,6 +194,7 @@ class Calls:
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
             refused.replaced_layers([*self.recurrent, *self.of_rows])
+            refuse_scaled_by_tensor(module, self.layout, self.axis)
             compared = self._compared(module, kwargs)
             if self.whole:
                 call, kwargs = self._of_whole_rows(kwargs, module)

@@ -153,8 +153,9 @@ def _features(
     """The output of `stock`, whose features are those of this rank's tokens, and zeros else."""
     layout, axis = call.layout, call.axis
     units = _Units.of(arguments, by_frames)
-    goals = _owners(call, owner, label)
-    guessed = _tokens_of(units, goals, call, owner, label)
+    places = _placeholders(call, owner, label)  # once: ids may be read from a GPU
+    goals = _owners(call, places)
+    guessed = _tokens_of(units, places)
     sources = balanced(units.patches, guessed, goals, layout, axis)
     local = [i for i, source in enumerate(sources) if source == layout.chunk(axis)]
     cheapest = min(range(units.count), key=units.patches.__getitem__)
@@ -220,22 +221,18 @@ def _placeholders(call: ModelCall, owner: Foreign, label: str) -> Tensor:
     return call.ids.cpu() == token
 
 
-def _owners(call: ModelCall, owner: Foreign, label: str) -> Tensor:
+def _owners(call: ModelCall, places: Tensor) -> Tensor:
     """The chunk that each placeholder's token falls to, in row-major order."""
-    places = _placeholders(call, owner, label)
     chunk_of = torch.empty(call.length, dtype=torch.long)
     for number, held in enumerate(chunk_places(call.layout, call.axis, call.length)):
         chunk_of[held] = number
     return chunk_of.expand(places.shape)[places]
 
 
-def _tokens_of(
-    units: _Units, goals: Tensor, call: ModelCall, owner: Foreign, label: str
-) -> list[int]:
+def _tokens_of(units: _Units, places: Tensor) -> list[int]:
     """Tokens of each unit: by its patches, or by the runs of placeholders, or equally many."""
-    total, patches = len(goals), units.patches
+    total, patches = int(places.sum()), units.patches
     if units.grid is None:
-        places = _placeholders(call, owner, label)
         starts = places & ~torch.nn.functional.pad(places, (1, 0))[:, :-1]
         runs = starts.flatten().cumsum(0)[places.flatten()].bincount()[1:].tolist()
         if len(runs) == units.count:
