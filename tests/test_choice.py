@@ -350,6 +350,6 @@ def _of_dtensors(rank: int, line: str) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", ["tokens: ulysses=4", "tokens: tile=2x2"])
+@pytest.mark.parametrize("line", ["tokens: ulysses=4", "tokens: tile=2x2", "tokens: chosen=4"])
 def test_dtensors_take_this_ranks_rows_of_a_choice(pool, line) -> None:
     assert max(pool.run(_of_dtensors, line)) < 1e-11

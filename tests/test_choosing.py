@@ -15,6 +15,7 @@ from weft import choosing
 from weft.comm import Transport, run_threads
 from weft.declare.choice_rule import ChoiceRule
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.plan.lists import IndexSizes, list_plan
 
 BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 3
 LINES = (
@@ -97,6 +98,21 @@ def test_choices_are_one_devices(line, lists, n, count, mask, ties) -> None:
     chosen(layout_of(line, lists), tensors, count, mask, wanted)
 
 
+def test_keys_split_alone_are_gathered_for_whole_queries() -> None:
+    layout, tensors = weft.Layout.load("kv-parallel-4"), drawn(13, True)
+    wanted = expected(dense(*tensors, weft.Causal()), 4, False)
+
+    def work(transport: Transport) -> None:
+        mine, (iq, ik, weights) = layout.on(transport), tensors
+        ik = mine.shard(ik, {"tokens": 2}, keys=("tokens",))
+        with weft.traffic() as report:
+            choice = weft.choose(iq, ik, weights, mine, "tokens", 4, weft.Causal(), length=13)
+        assert report.as_predicted, report.differences()
+        assert torch.equal(choice.numbers, wanted)
+
+    run_threads(layout.mesh, work)
+
+
 def test_ties_of_rows_and_of_lists_are_other_choices() -> None:
     scores = dense(*drawn(29, ties=True, heads=1, groups=1), weft.Full())
     assert not torch.equal(
@@ -133,6 +149,20 @@ def test_bytes_are_those_of_the_formulas() -> None:
                 assert found["lists"] == 3 * 4 * BATCH * count * (size + 4)
             else:
                 assert found == {"index": 12 * BATCH * GROUPS * DIM * size}
+
+
+def test_bytes_of_a_decoded_token_are_those_of_the_page() -> None:
+    sizes = IndexSizes(1, 2048, 128 * 2, 64 * 129 * 2, 4)  # of one token, of DeepSeek V3.2 in bf16
+    found = {}
+    for lists in ("", "all"):
+        layout = layout_of("tokens: ring=64", lists)
+        for queries in (1, 8128, 8192):
+            plans = [list_plan(layout, "tokens", (queries, 1 << 20), r, sizes) for r in (0, 63)]
+            found[lists, queries] = [sum(p.traffic(False).received.values()) for p in plans]
+    assert found["all", 1] == [1_032_192, 16_512]
+    assert found["", 1] == found["", 8192] == [264_241_152] * 2
+    assert found["all", 8128] < found["", 8128]
+    assert found["all", 8192] > found["", 8192]
 
 
 def test_lists_merge_on_the_way_over_an_outer_link() -> None:

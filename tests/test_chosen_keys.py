@@ -134,6 +134,14 @@ def test_models_fetch_the_keys_that_they_choose(family, line) -> None:
     assert largest_gap(built(family), line, rows(29), "train") < 1e-11
 
 
+def test_lists_are_refused_where_a_model_has_its_own_topk() -> None:
+    model = built("deepseek_v32")
+    with pytest.raises(UnsupportedError, match=r"leave \[choose\] out"):
+        weft.on_threads(
+            Layout.load("lists-4"), lambda layout: weft.parallelize(copy.deepcopy(model), layout)
+        )
+
+
 #: Chunks shorter than a window; a rank of one token, which no other row tells from decoding.
 SHORT = {"tokens: ring=3": 7, "tokens(zigzag): ring=2": 13}
 

@@ -28,7 +28,9 @@ MESHES = {
     "ulysses inside": ({"r": (2, "chosen"), "u": (2, "ulysses")}, "contiguous"),
     "tensor parallel": ({"tp": (2, "heads"), "r": (2, "chosen")}, "contiguous"),
     "one rank": ({"r": (1, "chosen")}, "contiguous"),
+    "unequal shares": ({"r": (3, "chosen")}, "contiguous"),
 }
+SHARES = {"unequal shares": {"r": (3.0, 1.0, 2.0)}}
 
 
 def layout_of(name: str) -> weft.Layout:
@@ -40,6 +42,7 @@ def layout_of(name: str) -> weft.Layout:
         "shard": {"tokens": split} | ({"heads": heads} if heads else {}),
         "attend": {"tokens": [{"strategy": dims[d][1], "on": d} for d in split]},
         "order": {"tokens": order},
+        "share": SHARES.get(name, {}),
     }
     return weft.Layout.from_dict(data)
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ._torch import outside_graphs
 from .choice import ChosenKeys
 from .comm.channel import refused_everywhere
 from .comm.collectives import gather_flat
@@ -46,6 +47,7 @@ AT_ONCE = 1 << 26
 _CHOICE, _SUBJECT = "a choice of keys", "weft.choose"
 
 
+@outside_graphs
 @torch.no_grad()
 @without_autocast
 def choose(

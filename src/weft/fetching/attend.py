@@ -217,7 +217,7 @@ def _visible(plan: Plan, numbers: Tensor, block: int) -> Tensor:
     rows = positions(plan.compute.query.spans, numbers.device)
     samples = positions(plan.compute.query.batch_spans, numbers.device)[:, None, None, None, None]
     head, inside = torch.zeros_like(samples[0]), torch.arange(block, device=numbers.device)
-    step = max(1, AT_ONCE // max(1, b * r * kept * block))
+    step = max(1, (AT_ONCE >> 3) // max(1, b * r * kept * block))  # positions are of 8 bytes
     for low in range(0, n, step):
         part = numbers[:, :, low : low + step]
         keys = (part[..., None] * block + inside).clamp(0, max(0, plan.problem.m - 1))

@@ -211,7 +211,7 @@ def refuse_routed(layout: LayoutDeclaration, call: Call) -> None:
     found = reach(layout, call.axes)
     if found.by_router and not call.routed:
         raise UnsupportedError(
-            f"{layout.source}: mesh dim {found.routed[0]!r} routes keys, R(top_k), by learned weights "
-            f"that plain attention over {'+'.join(call.axes)} does not have; use "
+            f"{layout.source}: mesh dim {found.routed[0]!r} routes keys, R(top_k), by learned"
+            f" weights that plain attention over {'+'.join(call.axes)} does not have; use "
             "weft.routing.RoutedAttention, or a strategy with key 'S(seq) -> R'"
         )

@@ -20,6 +20,7 @@ from torch import nn
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
+from . import refused
 from .hooks import check_kind, check_layout, install, without_adapters
 from .latents import Latents
 from .replicated import unshare_configurations
@@ -178,6 +179,7 @@ def parallelize_transformers(
     inner = without_adapters(model)
     check_kind(inner)
     check_layout(layout, axis)
+    refused.lists_of_keys(inner, layout, axis)
     if rows not in ("whole", "local"):
         raise DeclarationError(f"rows={rows!r}: known are 'whole' and 'local'")
     if images not in ("whole", "spread") or (images == "spread" and rows != "whole"):

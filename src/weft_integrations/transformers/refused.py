@@ -87,6 +87,18 @@ def chosen_keys(model: Foreign) -> None:
             )
 
 
+def lists_of_keys(model: Foreign, layout: Layout, axis: str) -> None:
+    """Raise for lists of keys where a model picks its keys from whole rows of scores."""
+    lists = layout.list_dims(axis)
+    chooser = next((m for m in model.modules() if chooses_over_ranks(m)), None)
+    if lists and chooser is not None:
+        raise UnsupportedError(
+            f"{layout.source}: [choose] merges lists along mesh dim {lists[0]!r}, and"
+            f" {type(chooser).__name__} of {type(model).__name__} picks keys by its own topk of"
+            " whole rows, which lists do not give where scores are equal; leave [choose] out"
+        )
+
+
 def _unknown_choice(module: Foreign, name: str) -> bool:
     value = getattr(module, name, None)
     chooser = value if isinstance(value, nn.Module) else module
