@@ -134,9 +134,11 @@ def page(rows: dict[str, dict]) -> str:
 
 
 def _older(rows: dict[str, dict]) -> str:
-    """Which rows another release of transformers or of weft made."""
+    """Families whose rows another release of transformers or of weft made, or that have none."""
     older = [family for family, row in rows.items() if row.get("by") != _BY]
-    return f"Of an earlier release: {', '.join(sorted(older))}." if older else ""
+    missing = [family for family in exact_families() if family not in rows]
+    texts = {"Of an earlier release": sorted(older), "Not tried": sorted(missing)}
+    return " ".join(f"{text}: {', '.join(names)}." for text, names in texts.items() if names)
 
 
 def _verdict(row: dict) -> str:

@@ -417,8 +417,6 @@ FAMILIES: dict[str, Callable[[], Family]] = {
 }  # fmt: skip
 #: Models that are no family of their own.
 VARIANTS = {"blip_2 with llama": lambda: _blip2(_LLAMA)}
-#: Families that make a loss of their own, and not by `loss_function`.
-OWN_LOSS = ("qwen2_audio",)
 
 
 def built(family: str, attention: str = "sdpa") -> torch.nn.Module:
@@ -441,7 +439,7 @@ def built(family: str, attention: str = "sdpa") -> torch.nn.Module:
 def example(family: str, labels: bool = True, seed: int = 1) -> Call:
     """A call of it, in fp64, with the labels of its words."""
     call = (FAMILIES | VARIANTS)[family]().call(torch.Generator().manual_seed(seed))
-    return labelled(call) if labels and family not in OWN_LOSS else call
+    return labelled(call) if labels else call
 
 
 def labelled(call: Call) -> Call:

@@ -37,7 +37,7 @@ FAMILIES = (
     *("qwen3_5", "qwen3_5_moe", "qwen3_next", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("mamba2", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "zamba2"),
     *("mamba", "falcon_mamba", "jamba", "zamba", "lfm2", "lfm2_moe", "lfm3"),
-    *("minimax", "recurrent_gemma"),
+    *("minimax", "recurrent_gemma", "zaya"),
 )
 #: One of each kind of recurrence, and a short convolution alone.
 KINDS = ("qwen3_5", "kimi_linear", "bamba", "jamba", "lfm2", "minimax", "recurrent_gemma")
@@ -65,10 +65,31 @@ def test_any_layout_is_one_device(family, line):
     assert off < EXACT, which
 
 
+@pytest.mark.few(1)
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=4", "tokens: tile=2x2"])
+def test_convolved_heads_see_further_than_a_rank(line):
+    """Pieces of one or two tokens, behind fewer than convolutions reach; biases tell padding."""
+    model = build("zaya", attention_bias=True)
+    off, which = on_layout(model, line, ids(2, 13)).off(one_device(model, ids(2, 13)))
+    assert off < EXACT, which
+
+
+def test_convolved_heads_refuse_documents_that_one_device_mixes():
+    model, tokens = build("zaya").eval(), ids()[:1]
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        with pytest.raises(UnsupportedError, match="see earlier documents on one device"):
+            own(input_ids=tokens, cu_seq_lens_q=torch.tensor([0, 20, 43]), use_cache=False)
+        return True
+
+    assert all(on_threads(Layout.parse("tokens: ring=2"), work))
+
+
 @pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("family", "side"),
-    [*((family, "left") for family in KINDS), ("qwen3_5", "right"), ("bamba", "both")],
+    [*((family, "left") for family in (*KINDS, "zaya")), ("qwen3_5", "right"), ("bamba", "both")],
 )
 def test_padding_leaves_no_trace_in_a_state(family, side):
     """Any ids lie under padding: a row of zeros in the embedding would hide a mask not heeded."""

@@ -184,6 +184,16 @@ def test_calls_of_other_rows(case):
     check(built(family), call, line)
 
 
+@split
+def test_a_loss_of_its_own_leaves_padding_out():
+    """Labels of padding, which Qwen2-Audio leaves out by its mask."""
+    call = example("qwen2_audio")
+    ids = call["input_ids"]
+    seen = torch.ones_like(ids)
+    seen[:, -4:] = 0
+    check(built("qwen2_audio"), call | {"attention_mask": seen, "labels": ids % MARKS}, LAYOUTS[0])
+
+
 def generated(model, family):
     options = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
     call = example(family, labels=False)

@@ -44,6 +44,7 @@ from .defaults import (
 from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
+from .recurrent_modules import GIVE_NO_STATES
 from .replicated import own_attention, recomputed_within
 from .running import Fused, ModelCall, during, running
 from .seam import OF_TOKENS, crossing, cut_arguments, without_mark
@@ -119,6 +120,10 @@ def leave(module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         items, aux = call.fused.items, call.fused.aux
         output["loss"] = rows.fused_loss(output, items, call.layout, call.axis, aux)
     elif not call.pooled:
+        if call.labels_behind is not None:
+            targets = call.labels_behind
+            output["loss"] = losses.loss_of(call.layout, call.labels, output.logits, targets, True)
+            output.move_to_end("loss", last=False)
         losses.check_loss(output, type(module).__name__, call.labelled, call.outputs is not None)
     output = losses.plain(output)
     if call.absent:
@@ -168,6 +173,7 @@ class Calls:
         self.may_skip_padding = may_skip_padding(model)
         self.pooled, self.balances = pools(model), balances(model) and stacks is None
         self.labels, self.encoder = losses.labels_of(model), encodes(model)
+        self.shifts_by_mask = losses.shifts_by_mask(model)
         flash = "flash" in str(model._weft.implementation)  # whose kernels look by themselves
         self.masks_see_positions = flash or masks_see_positions(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
@@ -549,6 +555,8 @@ class Calls:
         ahead = self.decoder is not None and bool(refused.foreign(local)) and not self.pooled
         refused.arguments(local, module, self.axis, self.splits_inside or ahead)
         local = rows.with_full_gradients(local, self.layout, self.axis)
+        if self.shifts_by_mask:
+            local = losses.without_padding(local)
         if ahead:
             types, local = local, _of_tokens(local)
         else:
@@ -559,6 +567,8 @@ class Calls:
             self._check_labels(kwargs, local["weft"], module)
         call = self._complete(local, local.pop("weft", Batch()), type(module).__name__, past)
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
+        if self.shifts_by_mask:
+            call.labels_behind = local.pop("labels", None)
         if keep:
             last = rows.Last.of(keep, call.length, self.layout, self.axis)
             call.outputs.last, local["logits_to_keep"] = last, last.local
@@ -626,6 +636,8 @@ class Calls:
     def _gives_states(self, cache: ShardedCache, past: int) -> bool:
         """True if recurrent layers, split over ranks, hand a cache the states of full rows."""
         numbers = {getattr(module, "layer_idx", None) for module in self.recurrent}
+        if any(type(module).__name__ in GIVE_NO_STATES for module in self.recurrent):
+            return False
         if past and any(calls_of(module, WITHOUT_STATE) for module in self.recurrent):
             return False
         return TAKES_COLUMNS and cache.recurrent <= numbers

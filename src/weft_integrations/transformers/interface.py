@@ -119,14 +119,14 @@ def attend(
             else "attention_dropout"
         )
         raise UnsupportedError(f"{name}: dropout={dropout} in attention; set {option}=0")
+    if position_bias is not None and not _has_known_bias(module):
+        kwargs["position_bias"] = position_bias
     for key_, option in kwargs.items():
         if option is not None and option is not False and key_ not in _HARMLESS:
             raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
     call = None if torch.compiler.is_compiling() else running()  # no graph can ask
     if call is not None and call.seam == "ahead":
         raise UnsupportedError(f"{name} attends ahead of the text decoder, by weft's attention")
-    if position_bias is not None and not _has_known_bias(module):
-        raise UnsupportedError(f"{name} passes position_bias to attention, made by itself")
     if crosses(module):
         return _attend_across(module, query, key, value, attention_mask, scaling, softcap), None
     if _leaves_nothing_out(call, name, attention_mask, query.shape[2]):

@@ -61,6 +61,22 @@ def labels_of(model: Foreign) -> str:
     return getattr(loss, "__qualname__", type(loss).__name__)
 
 
+def shifts_by_mask(model: Foreign) -> bool:
+    """True if a model makes the loss of next tokens by itself, leaving out those that are padding.
+
+    So do Qwen2-Audio and Granite Speech; weft makes it of their logits.
+    """
+    return "shift_attention_mask" in inspect.unwrap(type(model).forward).__code__.co_varnames
+
+
+def without_padding(kwargs: dict) -> dict:
+    """A call's arguments with no labels where its attention mask has padding."""
+    labels, mask = kwargs.get("labels"), kwargs.get("attention_mask")
+    if labels is None or not isinstance(mask, Tensor) or mask.shape != labels.shape:
+        return kwargs
+    return {**kwargs, "labels": labels.masked_fill(mask.to(labels.device) == 0, IGNORED)}
+
+
 def choose_labels(kwargs: dict, labels: str, name: str, layout: Layout) -> None:
     """Leave one kind of labels among a call's arguments: those that the model's loss takes."""
     shifted, local = kwargs.get("shift_labels"), kwargs.get("labels")
@@ -245,4 +261,6 @@ __all__ = [
     "labels_of",
     "loss_of",
     "plain",
+    "shifts_by_mask",
+    "without_padding",
 ]

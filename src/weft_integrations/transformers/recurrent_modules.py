@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.carry.pieces import LocalPieces
+from weft.errors import UnsupportedError
 
 from .. import Foreign
 from .recurrences import completed, over_heads, padding, recurrence
@@ -132,6 +133,30 @@ def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:
     return F.pad(state.join(-1, result, left), (0, columns))
 
 
+def convolved_heads(
+    self: Foreign, hidden_states: Tensor, cache: Any = None, conv_mask: Any = None
+) -> tuple[Tensor, ...]:
+    """`ZayaCCAProjection.forward` over a rank's tokens: q, k, v of a few tokens to the left.
+
+    Of each piece it computes these tokens, too, and leaves their outputs out.
+    """
+    state, stock = recurrence("ZayaCCAProjection"), type(self).forward
+    if state is None:
+        return stock(self, hidden_states, cache, conv_mask)
+    if state.documents is not None:
+        raise UnsupportedError(
+            "cu_seq_lens_q: convolutions of ZayaCCAProjection see earlier documents on one device;"
+            " give each document a row"
+        )
+    hidden_states, columns = _MASKED(hidden_states, None), self.conv_kernel_size
+    left, parts = state.left(hidden_states, columns, 1), []
+    for piece, halo, (x,) in zip(state.pieces, left, state.split(1, hidden_states)):
+        before = min(columns, piece.start)  # of a row's first tokens it pads what it convolves
+        wide = torch.cat([halo[:, columns - before :], x], 1)
+        parts.append([t[:, before:] for t in stock(self, wide, None, None)])
+    return tuple(state.join(1, each, left) for each in zip(*parts))
+
+
 #: Class of a module -> the path of a module in it ("" is itself), the method that is replaced, and
 #: by what.
 MODULES: dict[str, tuple[tuple[str, str, Callable], ...]] = {
@@ -140,6 +165,9 @@ MODULES: dict[str, tuple[tuple[str, str, Callable], ...]] = {
         ("conv_1d", "forward", convolved),
         ("rg_lru", "_rnn_scan", lru),
     ),
+    "ZayaCCAProjection": (("", "forward", convolved_heads),),
 }
+#: Classes that, split, give a cache no last states.
+GIVE_NO_STATES = frozenset({"ZayaCCAProjection"})
 
-__all__ = ["MODULES"]
+__all__ = ["GIVE_NO_STATES", "MODULES"]

@@ -41,7 +41,10 @@ from .lazy import LazyPlace, lazy
 POOLED_OUTPUTS = ("pooler_output", "seq_relationship_logits", "prediction_logits_sop")
 
 #: Outputs that are made in front of a text decoder.
-_AHEAD = ("image_", "video_", "audio_", "vision_", "qformer_", "mm_", "rope_deltas")
+_AHEAD = (
+    *("image_", "video_", "audio_", "vision_", "qformer_", "mm_", "rope_deltas"),
+    "attention_mask",  # of Qwen2-Audio, which merges it
+)
 
 #: Arguments of varlen kernels, which documents stand for.
 _VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")

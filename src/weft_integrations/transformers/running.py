@@ -66,6 +66,7 @@ class ModelCall:
     length: int = 0  # of a row; 0 until a submodule has made its tokens
     labels: str = losses.NEXT
     labelled: bool = False
+    labels_behind: Tensor | None = None  # of which the loss is made behind the model
     model: nn.Module | None = None
     pooled: bool = False
     as_tuple: bool = False
