@@ -70,6 +70,14 @@ BUGS = (
         "''",
         "lengths",
     ),
+    Bug(
+        "a reflect border needs no position more than it has",
+        "weft/nn/windows.py",
+        "Convolution._misfit",
+        'max(pads) + (border == "reflect")',
+        "max(pads)",
+        "nn_windows",
+    ),
     # -- models on layouts
     Bug(
         "layers that round by a rank's tokens are taken",
@@ -1064,14 +1072,6 @@ BUGS = (
         "merging",
     ),
     Bug(
-        "parts that are held: the accumulator is merged with itself",
-        "weft/runtime/merging.py",
-        "_Accumulator._make_one",
-        "target is None and self._own",
-        "False",
-        "merging",
-    ),
-    Bug(
         "parts that are held: rows of no part keep what memory had",
         "weft/runtime/merging.py",
         "_Accumulator._write",
@@ -1101,7 +1101,7 @@ BUGS = (
         "TileRun._packed",
         "len(left[1]) == len(tensors)",
         "False",
-        "merging steps",
+        "budgets",
     ),
     Bug(
         "views of a received buffer outlive it",
@@ -1110,14 +1110,6 @@ BUGS = (
         "self.unpacked.pop(buffer, None)",
         "None",
         "memory",
-    ),
-    Bug(
-        "the merging kernel forgets the third part",
-        "weft/kernels/merge_triton.py",
-        "merge_several",
-        "(*parts, parts[-1], parts[-1])[:3]",
-        "(*parts[:2], parts[0], parts[0])[:3]",
-        "merge_triton",
     ),
     Bug(
         "a merge forgets what it had",

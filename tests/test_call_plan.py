@@ -104,7 +104,7 @@ def test_what_no_rank_could_run_is_refused():
         ring.plan("tokens", length=8, heads=1, mask=weft.Documents((3, 4)))
     with pytest.raises(ShapeError, match="3 query heads cannot share 2"):
         ring.plan("tokens", length=8, heads=3, kv_heads=2)
-    with pytest.raises(UnsupportedError, match="learned weights"):
+    with pytest.raises(UnsupportedError, match="a router or the model chooses"):
         Layout.parse("tokens: routed=4").plan("tokens", length=64, heads=1)
     free = Layout.from_dict(
         {
