@@ -8,12 +8,13 @@ import torch
 import weft
 from benchmarks.gpu import compiled, exactness, host, messages
 from benchmarks.gpu.parts import Where
+from weft._uploads import download
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, choose_kernel, named
 from weft.kernels.base import surrogate_out
 from weft.plan.memory import ALIGNMENT
 from weft.plan.steps import form_of
-from weft.runtime import buffers
+from weft.runtime import buffers, merging
 
 pytestmark = pytest.mark.gpu
 WHERE = Where("cuda")
@@ -60,6 +61,40 @@ def test_flex_of_many_kinds() -> None:
 @pytest.mark.parametrize(("rows", "dim", "strided"), [(1000, 20, True), (1000, 128, False)])
 def test_fused_merge(rows: int, dim: int, strided: bool) -> None:
     assert compiled._merge_error(rows, dim, strided)[1] <= compiled.MERGE_LIMIT
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_several_parts_become_one_on_the_gpu(count: int) -> None:
+    from weft.kernels.merge_triton import merge_several
+    from weft.kernels.sum_triton import fused_row_sums, sum_several
+
+    make = torch.Generator().manual_seed(count)
+    outs = [torch.randn(2, 300, 3, 96, generator=make).bfloat16().transpose(1, 2) for _ in "abc"]
+    lses = [4 * torch.randn(2, 3, 300, generator=make) for _ in "abc"]
+    total, total_lse = outs[0].double(), lses[0].double()
+    for out, lse in zip(outs[1:count], lses[1:count]):
+        merging.merge_part(total, total_lse, out.double(), lse.double())
+    parts = [(out.cuda(), lse.cuda()) for out, lse in zip(outs, lses)][:count]
+    found = torch.empty(2, 3, 300, 96, device="cuda"), torch.empty(2, 3, 300, device="cuda")
+    merge_several(*found, parts)
+    torch.testing.assert_close(found[0].cpu().double(), total, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1].cpu().double(), total_lse, rtol=1e-6, atol=1e-6)
+    sum_several(found[0], [out for out, _ in parts])
+    added = torch.stack(outs[:count]).double().sum(0)
+    torch.testing.assert_close(found[0].cpu().double(), added, rtol=1e-6, atol=1e-6)
+    fused_row_sums(parts[0][0], parts[-1][0], found[1])
+    wanted = (outs[0].double() * outs[count - 1].double()).sum(-1)
+    torch.testing.assert_close(found[1].cpu().double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_numbers_come_to_the_cpu_without_waiting() -> None:
+    numbers = torch.arange(5, device="cuda"), torch.tensor(0.5, dtype=torch.float64, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        arrived = download(numbers)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert arrived() == [[0, 1, 2, 3, 4], [0.5]]
 
 
 def test_a_second_call_never_waits_for_the_gpu() -> None:

@@ -79,6 +79,16 @@ def test_a_single_call_of_other_rows_hands_out_nothing() -> None:
     raised(step, ShapeError, "input_ids (2, 23) ", "rank 0", "rank 1")
 
 
+def test_one_of_many_ids_that_differs_is_found() -> None:
+    """More than are copied as they are: a fingerprint is."""
+    many = torch.arange(1100)[None] % 97
+
+    def step(model, rank):
+        once(model, many.index_fill(1, torch.tensor([1000]), 3 + rank))
+
+    raised(step, ShapeError, "input_ids (1, 1100) ", "rank 0", "rank 1")
+
+
 def test_a_later_call_of_other_rows_hands_out_nothing() -> None:
     for other in (OTHER, IDS[:, 1:]):
 
