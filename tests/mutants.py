@@ -70,6 +70,14 @@ BUGS = (
         "''",
         "lengths",
     ),
+    Bug(
+        "a reflect border needs no position more than it has",
+        "weft/nn/windows.py",
+        "Convolution._misfit",
+        'max(pads) + (border == "reflect")',
+        "max(pads)",
+        "nn_windows",
+    ),
     # -- models on layouts
     Bug(
         "layers that round by a rank's tokens are taken",

@@ -153,7 +153,7 @@ def _check_own(model: nn.Module, layout: Layout, axis: str | None, options: dict
             f"{name} is of weft's modules, which were made for their axes: axis and {[*options]} "
             "go to models of other packages"
         )
-    other = next((local for local in _layouts(model) if _ranks(local) != _ranks(layout)), None)
+    other = next((found for found in _layouts(model) if _ranks(found) != _ranks(layout)), None)
     if other is not None:
         raise DeclarationError(
             f"{name} was made on {other.source} ({', '.join(_ranks(other)[1:])}), not on "

@@ -150,7 +150,7 @@ def _cases(
 ) -> list[Case]:
     """The call of every layout, refused before anything is started where it cannot be planned."""
     batch, heads, kv_heads, tokens, head_dim = shape.groups()
-    result = []
+    cases = []
     for layout in layouts:
         attended = options.attended(layout, axis or options.first_axis(layout))[0]
         options.refuse_routed_axis(layout, attended)
@@ -173,10 +173,10 @@ def _cases(
             plan_for(layout, case.problem, rank=0)
         except WeftError as error:
             raise type(error)(f"{layout.source}: {error}") from None
-        result.append(case)
-    for case in result:
+        cases.append(case)
+    for case in cases:
         _refuse_large(case)
-    return result
+    return cases
 
 
 def _refuse_large(case: Case) -> None:

@@ -139,11 +139,11 @@ def read_plan(model: nn.Module) -> SplitPlan:
 
 def _own_plan(model: nn.Module, kind: Family) -> dict[str, dict[str | int, tuple[TokenSplit, ...]]]:
     """diffusers' `_cp_plan` in our words."""
-    local = getattr(type(model), "_cp_plan", None)
-    if local is None:
+    declared = getattr(type(model), "_cp_plan", None)
+    if declared is None:
         raise UnsupportedError(f"{type(model).__name__} of this diffusers has no _cp_plan")
     plan: dict[str, dict[str | int, tuple[TokenSplit, ...]]] = {}
-    for path, entries in local.items():
+    for path, entries in declared.items():
         if not isinstance(entries, Mapping):
             if (path, getattr(entries, "gather_dim", None)) != kind.gather:
                 raise UnsupportedError(

@@ -127,8 +127,8 @@ def parallelize_tabicl(model: Foreign, layout: Layout, axis: str = "rows") -> nn
         model.register_forward_pre_hook(_check_call(model, layout, axis), with_kwargs=True),
         model.register_forward_hook(lambda module, args, out: scale_gradient(out, share)),
     ]
-    local = [functools.partial(vars(part).pop, "forward") for part in (columns, icl)]
-    Parallelized([*local, *(hook.remove for hook in hooks)]).put_on(model)
+    undo = [functools.partial(vars(part).pop, "forward") for part in (columns, icl)]
+    Parallelized([*undo, *(hook.remove for hook in hooks)]).put_on(model)
     return model
 
 

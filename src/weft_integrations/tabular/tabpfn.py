@@ -92,9 +92,9 @@ def _split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], 
     """Split the rows of TabPFN v2, v2.5 or v2.6; returns functions that undo it."""
     undo: list[Callable[[], object]] = []
     for block in model.blocks:
-        local = getattr(block, _COLUMN_ATTENTION)
-        undo.append(functools.partial(setattr, block, _COLUMN_ATTENTION, local))
-        setattr(block, _COLUMN_ATTENTION, ContextRows(local, layout, axis, test_heads=1))
+        attention = getattr(block, _COLUMN_ATTENTION)
+        undo.append(functools.partial(setattr, block, _COLUMN_ATTENTION, attention))
+        setattr(block, _COLUMN_ATTENTION, ContextRows(attention, layout, axis, test_heads=1))
 
     def split(module: nn.Module, args: tuple, output: tuple) -> tuple:
         x, n = output  # b R c e

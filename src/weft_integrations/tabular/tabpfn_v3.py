@@ -83,8 +83,8 @@ def split_rows(model: Foreign, layout: Layout, axis: str) -> list[Callable[[], o
         columns.layers[i] = InducedRows(layer, layout, axis)
     for block in model.icl_blocks:
         undo.append(functools.partial(setattr, block, "icl_attention", block.icl_attention))
-        local = block.icl_attention
-        block.icl_attention = ContextRows(local, layout, axis, local.num_kv_heads_test)
+        attention = block.icl_attention
+        block.icl_attention = ContextRows(attention, layout, axis, attention.num_kv_heads_test)
     rows = [0]  # of the running call
 
     def split(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

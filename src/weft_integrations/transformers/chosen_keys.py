@@ -118,15 +118,15 @@ def choose_tokens(
     if call.whole or not isinstance(attention_mask, Sharded):
         given = hidden_states, q_resid, position_embeddings, attention_mask, position_ids
         return stock(*given, cache=cache, **kwargs)
-    batch, n, rest = len(hidden_states), hidden_states.shape[1], OtherRanks(call)
+    batch, n, ranks_cache = len(hidden_states), hidden_states.shape[1], OtherRanks(call)
     first = torch.ones(1, n, 1, dtype=torch.bool, device=hidden_states.device)
-    stock(hidden_states, q_resid, position_embeddings, first, position_ids, cache=rest)
+    stock(hidden_states, q_resid, position_embeddings, first, position_ids, cache=ranks_cache)
     chosen = []
     scores = batch * self.n_heads * call.length
     for part, queries in call.rows_at_once(hidden_states.device, scores):
         inputs = hidden_states[:, part], q_resid[:, part], _cut(position_embeddings, part)
         seen = _seen(attention_mask, queries, call.length, batch)
-        chosen.append(stock(*inputs, seen, position_ids, cache=rest, **kwargs))
+        chosen.append(stock(*inputs, seen, position_ids, cache=ranks_cache, **kwargs))
     return torch.cat(chosen, 1)
 
 
@@ -142,12 +142,12 @@ def choose_blocks(
     stock, call = functools.partial(type(self).forward, self), now(type(self).__name__)
     if call.whole:
         return stock(hidden_states, position_embeddings, cache, position_ids)
-    batch, rest, chosen = len(hidden_states), OtherRanks(call), []
-    stock(hidden_states, position_embeddings, rest, position_ids * 0)
+    batch, ranks_cache, chosen = len(hidden_states), OtherRanks(call), []
+    stock(hidden_states, position_embeddings, ranks_cache, position_ids * 0)
     scores = batch * self.num_heads * call.length
     for part, queries in call.rows_at_once(hidden_states.device, scores):
         inputs = hidden_states[:, part], _cut(position_embeddings, part)
-        chosen.append(stock(*inputs, rest, queries.expand(batch, -1)))
+        chosen.append(stock(*inputs, ranks_cache, queries.expand(batch, -1)))
     return torch.cat(chosen, 2)
 
 

@@ -97,8 +97,8 @@ class OfRanks:
         kind = self.kinds[name]
         if self.piece is None:
             return kv[:, :0], gate[:, :0], 0
-        piece, local = self.pieces.pieces[self.piece], torch.cat([kind.kv, kind.gate], -1)
-        ((part,),) = self.pieces.split(1, local)[self.piece : self.piece + 1]
+        piece, both = self.pieces.pieces[self.piece], torch.cat([kind.kv, kind.gate], -1)
+        ((part,),) = self.pieces.split(1, both)[self.piece : self.piece + 1]
         wide = torch.cat([kind.left[self.piece], part], 1)  # from `columns` before the piece on
         windows = self.windows(piece)
         first = windows.start - self._extra(windows)
@@ -131,9 +131,9 @@ class OfRanks:
         for name, kind in self.kinds.items():
             dim = kind.made[0].shape[-1]
             none = (kind.kv[:, :0, :dim] + kind.gate[:, :0, :dim]).to(kind.made[0].dtype)
-            result = self.pieces.join(1, [none, *kind.made], kind.left)
-            label = "entries" if name == "compressor" else "index"
-            kind.whole = of_all_ranks(result, 1, places, layout, axis, label)
+            entries = self.pieces.join(1, [none, *kind.made], kind.left)
+            counted_as = "entries" if name == "compressor" else "index"
+            kind.whole = of_all_ranks(entries, 1, places, layout, axis, counted_as)
 
     def _closing(self, positions: Tensor) -> Tensor:
         """The windows whose last token is at one of some positions."""
@@ -157,22 +157,22 @@ def compress(
     call = now(type(self).__name__)
     if call.whole:
         return stock(hidden_states, q_residual, position_ids, cache, layer_idx)
-    rest = OfRanks(call, self.compress_rate, hasattr(self, "indexer"))
+    ranks_cache = OfRanks(call, self.compress_rate, hasattr(self, "indexer"))
     positions = call.layout.positions(call.axis, call.length, hidden_states.device)
     places = positions.expand(len(hidden_states), -1)
 
     def run(rows: Any) -> tuple[Tensor, Tensor | None]:
         inputs = hidden_states[:, rows], q_residual[:, rows], places[:, rows]
-        return stock(*inputs, rest, layer_idx)
+        return stock(*inputs, ranks_cache, layer_idx)
 
     run(slice(None))  # no window yet: the projections are captured
-    for number, piece in enumerate(rest.pieces.pieces):
-        if len(rest.windows(piece)):
-            rest.piece = number
+    for number, piece in enumerate(ranks_cache.pieces.pieces):
+        if len(ranks_cache.windows(piece)):
+            ranks_cache.piece = number
             run(slice(0, 1))
-    rest.piece = None
-    rest.gather()
-    entries = rest.kinds["compressor"].whole
+    ranks_cache.piece = None
+    ranks_cache.gather()
+    entries = ranks_cache.kinds["compressor"].whole
     assert entries is not None
     indexer, number = getattr(self, "indexer", None), entries.shape[1]
     count = number if indexer is None else min(indexer.index_topk, number)
@@ -207,12 +207,12 @@ def attend_with_entries(
     `keys` (b, 1, n + T, d) are this rank's and the entries of all ranks; values are the same.
     """
     n, (_, axis, _, scale, _) = query.shape[2], place
-    local, entries = keys.tensor_split([n], 2)
-    near = attention(query, local, local, *place, return_lse=True, softcap=softcap)
+    near_keys, entries = keys.tensor_split([n], 2)
+    near = attention(query, near_keys, near_keys, *place, return_lse=True, softcap=softcap)
     length = n, entries.shape[2]
-    rest = Layout.single(), axis, None, scale, length
+    whole_place = Layout.single(), axis, None, scale, length
     named: dict[str, Any] = {"softcap": softcap, "choice": seen}
-    far = attention(query, entries, entries, *rest, return_lse=True, **named)
+    far = attention(query, entries, entries, *whole_place, return_lse=True, **named)
     return merged_parts([near, far])
 
 

@@ -345,8 +345,8 @@ class _Check:
         if inner is not self.model and accepts_positions(inner):
             path = _path(self.model, inner)
             entry = ranks[0].recording.visits.get((path, 0))
-            local = difference.changed_input == "position_ids" or culprit.path == path
-            if entry is not None and "position_ids" not in entry.inputs and local:
+            by_positions = difference.changed_input == "position_ids" or culprit.path == path
+            if entry is not None and "position_ids" not in entry.inputs and by_positions:
                 return (
                     f"{self.name} is not the model: its forward does not hand position_ids on to "
                     f"{path!r} ({type(inner).__name__}), which then counts every rank's tokens "
