@@ -159,6 +159,18 @@ def test_other_modes_of_a_model_are_told(changed: str) -> None:
     raised(step, ShapeError, *words)
 
 
+def test_a_mode_of_one_rank_that_is_mended_is_forgotten() -> None:
+    def step(model, rank):
+        once(model, IDS)
+        model.train(rank == 1)
+        with pytest.raises(ShapeError, match="training mode"):
+            once(model, IDS)
+        model.eval()
+        return once(model, IDS).shape
+
+    assert on_both(step) == [(2, 23, 97)] * 2
+
+
 @pytest.mark.parametrize(
     ("dtype", "noise", "same"),
     [

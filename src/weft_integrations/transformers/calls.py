@@ -235,6 +235,8 @@ class Calls:
             state = compared.arrive()
         if isinstance(call, WeftError):
             raise call
+        if compared.mode and call.conclude is None:
+            self.all_weights.count(module)
         if call.cache is not None and call.conclude is None:
             call.cache.record(state.text)
         if call.cache is not None:
@@ -407,6 +409,8 @@ class Calls:
         self.agree(self._subject, verdict, state, kind)
         if error is not None:
             raise error
+        if compared.mode and call.model is not None:
+            self.all_weights.count(call.model)
 
     def _compare_gradients(self, arrive: Callable[[], consistency.GroupState]) -> None:
         """At the end of a backward pass, before an optimizer uses its gradients."""

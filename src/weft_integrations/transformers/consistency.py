@@ -146,8 +146,11 @@ class AllWeights:
     def due(self, model: nn.Module) -> list[Tensor]:
         """Sums of all plain weights, one row per device, in a call that compares them."""
         due = self.calls % EVERY == 0 or model.training != self.training
-        self.calls, self.training = self.calls + 1, model.training
         return sums_of_bits(filter(_is_plain, model.parameters())) if due else []
+
+    def count(self, model: nn.Module) -> None:
+        """Count a call in which ranks agreed: of others they may remember different ones."""
+        self.calls, self.training = self.calls + 1, model.training
 
 
 def of_call(model: nn.Module, kwargs: Mapping[str, Any], weights_of: AllWeights) -> Compared:
