@@ -169,6 +169,21 @@ def test_explain_refuses_index_keys_that_choose_nothing():
     assert "router's weights" in run("explain", "routed-4", "--choose", "4", code=1)
 
 
+def test_explain_bounds_the_bytes_of_fetched_keys():
+    sizes = ("--mask", "causal", "--length", "1024", "--index", "64x128")
+    shown = run("explain", "chosen-4", *sizes, "--choose", "16")
+    assert "bits of wanted keys 384 B" in shown  # of three ranks, 1,024 bits
+    assert "keys and values 0 B 0 B to 3.0 MiB" in shown  # rank 0 sees its own keys alone
+    assert "60.0 KiB to 3.0 MiB" in shown  # the 257th query takes 15 keys of rank 0, or all do
+    assert "index keys of 128: rank 0 receives 192.0 KiB" in shown
+    assert "by --choose" in run("explain", "chosen-4", code=1)
+    assert "depends on the choice" in run(
+        "explain", "chosen-4", "--choose", "4", "--hardware", "h100-8", code=1
+    )
+    latents = ("--heads", "16", "--head-dim", "24", "--value-dim", "16", "--latents", "32+8")
+    assert "made of latents" in run("explain", "chosen-4", *sizes, "--choose", "16", *latents)
+
+
 def test_explain_counts_the_states_of_a_recurrent_layer():
     sizes = ("--length", "64", "--heads", "2", "--head-dim", "8", "--dtype", "float32")
     shown = run("explain", "tokens: ring=4", "--state", *sizes)

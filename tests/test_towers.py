@@ -28,7 +28,7 @@ from test_seam import (
 
 from benchmarks import image_families as families
 from benchmarks.image_families import FAMILIES, IMAGE, built, example
-from weft_integrations.transformers import parallelize, verify
+from weft_integrations.transformers import parallelize, towers, verify
 from weft_integrations.transformers.towers import balanced
 
 del test_seam
@@ -92,6 +92,18 @@ def test_prompts_of_spread_images_generate_one_devices_tokens(family):
     want = generated(copy.deepcopy(model), family)
     ranks, _ = on_ranks(model, LAYOUTS[0], lambda own: generated(own, family))
     assert all(torch.equal(seen, want) for seen in ranks)
+
+
+@split
+def test_placeholders_are_found_once_in_a_call(monkeypatch):
+    """Ids may be on a GPU, which a call of images without a grid waited for twice."""
+    found = []
+    find = towers._placeholders
+    monkeypatch.setattr(towers, "_placeholders", lambda *args: found.append(0) or find(*args))
+    ranks, _ = on_ranks(
+        built("gemma3"), LAYOUTS[0], lambda own: own(**cloned(example("gemma3"))).loss
+    )
+    assert len(found) == len(ranks)
 
 
 @split
