@@ -334,8 +334,8 @@ BUGS = (
         "compressed keys of other ranks hand no gradient back",
         "weft_integrations/transformers/compressed.py",
         "OfRanks.gather",
-        "of_all_ranks(result, 1, places, layout, axis, label)",
-        "of_all_ranks(result, 1, places, layout, axis, label).detach()",
+        "of_all_ranks(entries, 1, places, layout, axis, counted_as)",
+        "of_all_ranks(entries, 1, places, layout, axis, counted_as).detach()",
         "chosen_keys",
     ),
     Bug(
@@ -1487,11 +1487,11 @@ BUGS = (
         "stacks",
     ),
     Bug(
-        "left padding of a decoder is read without labels",
+        "logits of padding are read by labels alone",
         "weft_integrations/transformers/calls.py",
         "Calls._check_padding",
-        "self.stacks is not None",
-        "False",
+        'read or "the call has no labels, so that its logits are read"',
+        "read",
         "stacks",
     ),
     Bug(
@@ -3031,7 +3031,7 @@ BUGS = (
     Bug(
         "tiles of a VAE are cut beside a split",
         "weft_integrations/fields.py",
-        "_Calls._refuse_flags",
+        "_Calls._refuse_state",
         "getattr(self.model, flag, False)",
         "False",
         "fields",

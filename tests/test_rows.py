@@ -1052,7 +1052,7 @@ def windowed():
 def token_classifier():
     torch.manual_seed(0)
     model = hf.LlamaForTokenClassification(hf.LlamaConfig(**SMALL, num_labels=VOCABULARY))
-    return model, LEFT.long()
+    return model.eval(), LEFT.long()
 
 
 def encoder_of_windows():
@@ -1062,7 +1062,7 @@ def encoder_of_windows():
     config = hf.ModernBertConfig(**sizes, **special, pad_token_id=0, local_attention=4)
     seen = torch.ones_like(IDS)
     seen[1, 11:] = 0
-    return hf.ModernBertForMaskedLM(config), seen
+    return hf.ModernBertForMaskedLM(config).eval(), seen
 
 
 READ = [windowed, token_classifier, encoder_of_windows]

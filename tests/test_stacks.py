@@ -311,10 +311,12 @@ def test_refuses_models_and_uses_by_name():
             ShardedCache(own)
         call = example("t5")
         cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
-        instead = "EncoderDecoderCache has no parts.*leave it out, and every rank computes all of"
+        instead = r"EncoderDecoderCache has no parts.*leave it out, and every rank computes all of"
         with pytest.raises(UnsupportedError, match=instead):
             own.generate(call["input_ids"], cache=cache)
-        with pytest.raises(UnsupportedError, match="one size.*every rank computes all of generate"):
+        with pytest.raises(
+            UnsupportedError, match=r"one size.*every rank computes all of generate"
+        ):
             own.generate(call["input_ids"], cache_implementation="static")
         return not layout.bound.received
 

@@ -310,9 +310,9 @@ def unpadded(mask: Mask | None, length: int) -> Tensor | None:
 
 
 def sees_none(seen: Tensor, causal: bool, window: int | None = None) -> Tensor:
-    """The tokens (b, n) that see only padding, of rows whose tokens that are not padding are `seen`.
+    """The tokens (b, n) that see only padding, of rows whose tokens are `seen`.
 
-    With a window a causal query sees that many keys, the last one its own; of a query that sees both
+    With a window a causal query sees that many keys, the last one its own; of queries that see both
     ways, all padding counts.
 
     >>> seen = torch.tensor([[False, True, False, False]])

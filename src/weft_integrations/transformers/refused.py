@@ -324,8 +324,8 @@ def padding_that_is_read(read: str, biased: bool, decoder: bool) -> NoReturn:
     instead = "" if biased else f", or load the model with {sdpa}"
     unread = "set its labels to -100, ask for no states, pad on the right"
     raise UnsupportedError(
-        f"{mask}: {read}: some padding sees no token, for which {means} takes the mean of all tokens and"
-        f" weft 0{zero}; {unread}{instead}"
+        f"{mask}: {read}: some padding sees no token, for which {means} takes the mean of all"
+        f" tokens and weft 0{zero}; {unread}{instead}"
     )
 
 
