@@ -1507,7 +1507,7 @@ BUGS = (
         "weft_integrations/transformers/batches.py",
         "sees_none",
         "F.pad(counts, (window, 0))",
-        "F.pad(counts, (window + 9, 0))",
+        "F.pad(counts, (window + 1, 0))",
         "rows",
     ),
     Bug(

@@ -34,6 +34,7 @@ from weft import parallelize, restore
 from weft_integrations.transformers import consistency, shard_batch
 from weft_integrations.transformers import lazy as transformers_lazy
 from weft_integrations.transformers import rows as transformers_rows
+from weft_integrations.transformers.batches import sees_none
 from weft_integrations.transformers.model import parallelize_transformers
 
 hf.logging.set_verbosity_error()
@@ -1063,6 +1064,14 @@ def encoder_of_windows():
     seen = torch.ones_like(IDS)
     seen[1, 11:] = 0
     return hf.ModernBertForMaskedLM(config).eval(), seen
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+def test_tokens_that_see_none_are_counted(window):
+    place = torch.arange(10)
+    seen = torch.stack([(place >= a) & (place < b) for a, b in ((0, 10), (2, 5), (0, 1), (7, 9))])
+    near = (place[:, None] >= place) & (place[:, None] - place < (window or 10))
+    assert torch.equal(sees_none(seen, True, window), ~(near & seen[:, None]).any(-1))
 
 
 READ = [windowed, token_classifier, encoder_of_windows]
