@@ -1197,9 +1197,10 @@ def test_embeddings_that_differ_are_an_error_and_rounding_is_none():
         own = parallelize(build("llama"), layout, verify=False)
         return own(inputs_embeds=embeddings * (1 + noise * layout.rank)).logits.shape
 
-    shapes = weft.on_threads(Layout.parse("tokens: ring=2"), work, 1e-6)
+    shapes = weft.on_threads(Layout.parse("tokens: ring=2"), work, 1e-14)
     assert shapes == [(ROWS, LENGTH, VOCABULARY)] * 2
     fails_on_every_rank(lambda layout: work(layout, 0.1), ShapeError, "inputs_embeds differs")
+    fails_on_every_rank(lambda layout: work(layout, 1e-3), ShapeError, "inputs_embeds differs")
 
 
 def test_one_rank_that_caches_is_an_error_on_every_rank():

@@ -40,7 +40,7 @@ def check(model, call, line, run=step):
 
 
 @split
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_labels_give_one_devices_loss_and_gradients(family, line):

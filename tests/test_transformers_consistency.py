@@ -131,6 +131,104 @@ def test_all_weights_are_compared_in_first_call(rows: str) -> None:
     raised(step, ShapeError, "all weights [", rows=rows)
 
 
+def test_what_differs_is_shown_by_its_name() -> None:
+    def step(model, rank):
+        once(model, (IDS, OTHER)[rank])
+
+    for error in on_both(step):
+        text = str(error).rpartition("they differ in: ")[2]
+        assert text.startswith("input_ids (2, 23) "), error
+        assert "(rank 0), (2, 23) " in text
+
+
+@pytest.mark.parametrize("changed", ["training mode", "gradients", "trained weights"])
+def test_other_modes_of_a_model_are_told(changed: str) -> None:
+    words = {
+        "training mode": ("training mode False (rank 0), True (rank 1)",),
+        "gradients": ("gradients on (rank 0), off (rank 1)",),
+        "trained weights": ("trained weights 12 of 12 (rank 0), 0 of 12 (rank 1)",),
+    }[changed]
+
+    def step(model, rank):
+        model(input_ids=IDS, labels=IDS)
+        if rank and changed != "gradients":
+            model.train(changed == "training mode").requires_grad_(changed == "training mode")
+        with torch.set_grad_enabled(not (rank and changed == "gradients")):
+            model(input_ids=IDS, labels=IDS)
+
+    raised(step, ShapeError, *words)
+
+
+def test_a_mode_of_one_rank_that_is_mended_is_forgotten() -> None:
+    def step(model, rank):
+        once(model, IDS)
+        model.train(rank == 1)
+        with pytest.raises(ShapeError, match="training mode"):
+            once(model, IDS)
+        model.eval()
+        return once(model, IDS).shape
+
+    assert on_both(step) == [(2, 23, 97)] * 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "noise", "same"),
+    [
+        (torch.float64, 1e-14, True),
+        (torch.float64, 1e-10, False),
+        (torch.float64, 1e-3, False),
+        (torch.float32, 3e-6, True),
+        (torch.float32, 1e-3, False),
+        (torch.bfloat16, 2e-3, True),
+        (torch.bfloat16, 5e-2, False),
+    ],
+)
+@pytest.mark.parametrize("size", [40, 2])
+def test_rows_of_real_numbers_agree_to_their_rounding(dtype, noise, same, size) -> None:
+    """By noise on each number, and by a common factor."""
+    drawn = torch.Generator().manual_seed(1)
+    x = torch.randn(2, size, 16, generator=drawn, dtype=torch.float64)
+
+    def step(model, rank):
+        for factor in (1.0, torch.randn(x.shape, generator=torch.Generator().manual_seed(2))):
+            with torch.no_grad():
+                given = (x * (1 + rank * noise * factor)).to(dtype)
+                due = consistency.AllWeights(calls=1, training=False)  # none of them
+                state = consistency.of_call(model, {"inputs_embeds": given}, due).arrive()
+                model._weft.calls.agree("rows", state.text, state)
+        return "same"
+
+    for found in on_both(step):
+        assert (found == "same") == same, found
+        assert same or "inputs_embeds differs" in str(found), found
+
+
+def test_embeddings_of_another_dtype_are_refused() -> None:
+    def step(model, rank):
+        x = torch.ones(2, 23, 16, dtype=(torch.float32, torch.float64)[rank])
+        with torch.no_grad():
+            model(inputs_embeds=x, use_cache=False)
+
+    raised(step, ShapeError, "inputs_embeds (2, 23, 16) float32 (rank 0), (2, 23, 16) float64")
+
+
+def test_rows_that_are_infinite_on_one_rank_are_refused() -> None:
+    def step(model, rank):
+        x = torch.ones(2, 23, 16)
+        x[0, 0, 0] = float("inf") if rank == 0 else 1.0
+        with torch.no_grad():
+            model(inputs_embeds=x, use_cache=False)
+
+    raised(step, ShapeError, "inputs_embeds differs")
+
+
+def test_a_lower_precision_of_autocast_explains_more() -> None:
+    x = torch.ones(2)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert consistency._limit(x) == 1e-2
+    assert consistency._limit(x) < 1e-3
+
+
 def test_a_rank_that_refuses_ends_later_calls_on_all() -> None:
     def step(model, rank):
         once(model, IDS)
@@ -198,8 +296,8 @@ def test_ranks_that_draw_other_tokens_are_told(tokens: int, ahead: bool) -> None
         options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
         return model.generate(IDS, logits_processor=[Drawn(rank)], pad_token_id=0, **options)
 
-    words = ("input_ids (2, 1) ",) if tokens == 2 else ("tokens (2, 29)",)
-    raised(step, ShapeError, *words)
+    words = "input_ids (2, 1) " if tokens == 2 else "tokens (2, 29)"
+    raised(step, ShapeError, words, "draw from the same seed: torch.manual_seed", "options")
     # The third call has other tokens; where the CPU runs ahead, the fourth call's vote says so.
     assert len(calls) == 2 * (2 + ahead if tokens == 2 else 6)
 

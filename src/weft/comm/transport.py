@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import math
-import re
 import threading
 import weakref
 from collections import Counter, OrderedDict
@@ -21,6 +20,7 @@ from torch.profiler import record_function
 from ..declare.mesh import coordinates, places, rank_at
 from ..errors import RankError, ShapeError
 from ..launch.failures import rank_list
+from .differences import differences
 
 #: How many kinds of passes a rank remembers that all agreed on.
 _KINDS = 1024
@@ -390,25 +390,12 @@ def disagreement(label: str, details: Mapping[int, str]) -> str:
     a call must be the same on every rank, but:
       rank 0: n 4, mask full, bf16, cpu
       rank 1: n 4, mask causal, bf16, cpu
-    they differ in: mask full (rank 0), mask causal (rank 1)
+    they differ in: mask full (rank 0), causal (rank 1)
     """
     ranks: dict[str, list[int]] = {}
     for rank, detail in details.items():
         ranks.setdefault(detail, []).append(rank)
     lines = "\n".join(f"  rank {rank_list(who)}: {detail}" for detail, who in ranks.items())
-    apart = _apart([*ranks])
-    parts = ", ".join(f"{part} (rank {rank_list(who)})" for part, who in zip(apart, ranks.values()))
-    end = f"\nthey differ in: {parts}" if parts else ""
+    apart = differences(ranks)
+    end = f"\nthey differ in: {apart}" if apart else ""
     return f"{label} must be the same on every rank, but:\n{lines}{end}"
-
-
-def _apart(details: Sequence[str]) -> list[str]:
-    """The parts in which texts of many parts differ, of each; none if most parts differ."""
-    digest = re.compile(r" \[[0-9a-f]{8}\](?=$|, called by )")
-    parts = [digest.sub("", text).split(", ") for text in details]
-    if len({len(each) for each in parts}) > 1 or len(parts[0]) < 4:
-        return []
-    wrong = [i for i, column in enumerate(zip(*parts)) if len(set(column)) > 1]
-    if not 0 < len(wrong) < len(parts[0]) / 2:
-        return []
-    return [", ".join(each[i] for i in wrong) for each in parts]

@@ -77,6 +77,11 @@ _ROWS = (
     "a call of a model with rows='whole' (all ranks of a context group pass the same rows, whole, "
     "and hold the same weights)"
 )
+#: What must be the same on ranks that generate the same tokens.
+SAME_TOKENS = (
+    "all ranks of a context group pass the same prompts and options, hold the same weights, and "
+    "draw from the same seed: torch.manual_seed(seed) on each of them before generate"
+)
 #: What they compare at the end of a backward pass.
 _BACKWARD = "a backward pass through the outputs of a model with rows='whole'"
 _NO_LAST_STATES = (
@@ -228,7 +233,7 @@ class Calls:
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
-            verdict, kind = f"labels {labelled}", None
+            verdict, kind = "; ".join(filter(None, (f"labels {labelled}", compared.mode))), None
             if isinstance(call, WeftError):
                 verdict = f"refused: {call}"
             elif compared.ahead:
@@ -245,6 +250,8 @@ class Calls:
             state = compared.arrive()
         if isinstance(call, WeftError):
             raise call
+        if compared.mode and call.conclude is None:
+            self.all_weights.count(module)
         if call.cache is not None and call.conclude is None:
             call.cache.record(state.text)
         if call.cache is not None:
@@ -386,11 +393,13 @@ class Calls:
             channel.finish()
         elif not channel.agrees() or numbers:
             every = channel.exchange(state.numbers)
-            consistency.check_close(every, state.names, transport.world_ranks)
+            consistency.check_close(every, state, transport.world_ranks)
         return channel
 
     @property
     def _subject(self) -> str:
+        if self.generating:
+            return f"a call within generate ({SAME_TOKENS})"
         return _ROWS if self.whole else "a call of the model"
 
     def _compared(self, module: Foreign, kwargs: dict) -> consistency.Compared:
@@ -415,6 +424,8 @@ class Calls:
         self.agree(self._subject, verdict, state, kind)
         if error is not None:
             raise error
+        if compared.mode and call.model is not None:
+            self.all_weights.count(call.model)
 
     def _compare_gradients(self, arrive: Callable[[], consistency.GroupState]) -> None:
         """At the end of a backward pass, before an optimizer uses its gradients."""

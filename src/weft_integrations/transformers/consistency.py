@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,10 @@ from weft.comm.consistency import bits_of, fingerprint, probe, sums_of_bits
 from weft.comm.once_differentiable import once
 from weft.errors import ShapeError
 
-#: How far real numbers may differ between ranks, relative to their norm.
+#: How far gradients may differ between ranks, relative to their norm; and the most that rows may.
 _SAME = 1e-2
+#: How far real-valued rows may differ so, in units of the last place of their dtype.
+_ULPS = 2048
 #: Numbers of an entering gradient, and of a weight, that ranks compare; of rows it is all.
 _LOOKED_AT, _OF_A_WEIGHT = 1 << 22, 64
 #: Up to so many numbers are copied to the CPU as they are: nothing is launched to digest them.
@@ -49,11 +51,13 @@ class GroupState:
         text: state with the same bits: integer rows, and a few weights.
         names: state that agrees to rounding: entering gradients, and real-valued rows.
         numbers: six for each: how many tensors, and the probe of `weft.comm.consistency`.
+        limits: how far each may differ, relative to its norm.
     """
 
     text: str = ""
     names: tuple[str, ...] = ()
     numbers: tuple[float, ...] = ()
+    limits: tuple[float, ...] = ()
 
 
 NOTHING = GroupState()
@@ -65,11 +69,13 @@ class Compared:
 
     Attributes:
         described: the part that the CPU knows at once, in words that are the same on every rank.
+        mode: the state of the model that a call runs in, in words, where ranks compare it.
         ahead: whether a GPU makes the rest, which the CPU runs ahead of.
         arrive: waits for the rest.
     """
 
     described: str = ""
+    mode: str = ""
     ahead: bool = False
     arrive: Callable[[], GroupState] = lambda: NOTHING
 
@@ -103,7 +109,7 @@ class Entered:
         def arrive() -> GroupState:
             probes = [probe_of() for probe_of in begun]
             numbers = (float(len(probes)), *map(sum, zip(*probes)))
-            return GroupState(GRADIENTS, (GRADIENTS,), numbers)
+            return GroupState(GRADIENTS, (GRADIENTS,), numbers, (_SAME,))
 
         return arrive
 
@@ -140,8 +146,11 @@ class AllWeights:
     def due(self, model: nn.Module) -> list[Tensor]:
         """Sums of all plain weights, one row per device, in a call that compares them."""
         due = self.calls % EVERY == 0 or model.training != self.training
-        self.calls, self.training = self.calls + 1, model.training
         return sums_of_bits(filter(_is_plain, model.parameters())) if due else []
+
+    def count(self, model: nn.Module) -> None:
+        """Count a call in which ranks agreed: of others they may remember different ones."""
+        self.calls, self.training = self.calls + 1, model.training
 
 
 def of_call(model: nn.Module, kwargs: Mapping[str, Any], weights_of: AllWeights) -> Compared:
@@ -149,7 +158,7 @@ def of_call(model: nn.Module, kwargs: Mapping[str, Any], weights_of: AllWeights)
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     heads = [bits_of(p.detach().reshape(-1)[:_OF_A_WEIGHT]).long() for p in chosen]
-    return _of(kwargs, heads, weights_of.due(model))
+    return replace(_of(kwargs, heads, weights_of.due(model)), mode=_mode(model))
 
 
 def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
@@ -163,7 +172,8 @@ def _of(kwargs: Mapping[str, Any], heads: list[Tensor], every: list[Tensor]) -> 
     tensors = dict(_tensors(kwargs))
     real = {n: t for n, t in tensors.items() if t.is_floating_point()}
     integers = {n: t for n, t in tensors.items() if n not in real}
-    shapes = {n: tuple(t.shape) for n, t in tensors.items()}
+    shapes = {n: f"{tuple(t.shape)}" for n, t in tensors.items()}
+    shapes |= {n: f"{tuple(t.shape)} {str(t.dtype)[6:]}" for n, t in real.items()}
     plain = [f"{n}={v!r}" for n, v in kwargs.items() if isinstance(v, bool | int | float | str)]
     marks = [*map(_mark, integers.values()), *heads, *every]
     sketches = [_sketch(_folded(t)) for t in real.values()]
@@ -173,18 +183,44 @@ def _of(kwargs: Mapping[str, Any], heads: list[Tensor], every: list[Tensor]) -> 
         arrived = iter(begun())
         bits = [f"{number_of(str(next(arrived))) & 0xFFFFFFFF:08x}" for _ in marks]
         left = iter(bits)
-        rows = [f"{n} {shapes[n]} {'' if n in real else next(left)}" for n in tensors]
-        weights = [next(left) for _ in heads]
+        rows = [f"{n} {shapes[n]}{'' if n in real else f' {next(left)}'}" for n in tensors]
+        weights = " ".join(["weights", *[next(left) for _ in heads]])
         if every:
-            weights.append(f"all weights [{' '.join(left)}]")
+            weights = f"{weights}, all weights [{' '.join(left)}]"
         numbers: list[float] = []
         for _, finish in sketches:
             numbers += [1.0, *finish(next(arrived))]
-        text = f"{', '.join([*rows, *plain])}; weights {' '.join(weights)}"
-        return GroupState(text.rstrip(), tuple(real), tuple(numbers))
+        text = f"{', '.join([*rows, *plain])}; {weights}"
+        return GroupState(text, tuple(real), tuple(numbers), limits)
 
     described = ", ".join([*(f"{n} {shape}" for n, shape in shapes.items()), *plain])
-    return Compared(described, runs_ahead([*tensors.values(), *marks]), arrive)
+    limits = tuple(map(_limit, real.values()))
+    ahead = runs_ahead([*tensors.values(), *marks])
+    return Compared(described, ahead=ahead, arrive=arrive)
+
+
+def _limit(tensor: Tensor) -> float:
+    """Limit of the difference of a real-valued input between ranks, relative to its norm.
+
+    Under autocast its numbers may have been made in the lower precision.
+
+    >>> _limit(torch.ones(2)), _limit(torch.ones(2, dtype=torch.bfloat16))
+    (0.000244140625, 0.01)
+    """
+    eps, device = torch.finfo(tensor.dtype).eps, tensor.device.type
+    if torch.is_autocast_enabled(device):
+        eps = max(eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
+    return min(_SAME, _ULPS * eps)
+
+
+def _mode(model: nn.Module) -> str:
+    """Training mode of a call, whether it is differentiated, and the number of trained weights."""
+    trained = [p.requires_grad for p in model.parameters()]
+    gradients = "on" if torch.is_grad_enabled() else "off"
+    return (
+        f"training mode {model.training}, gradients {gradients},"
+        f" trained weights {sum(trained)} of {len(trained)}"
+    )
 
 
 def of_local_rows(model: nn.Module, weights_of: AllWeights) -> Compared:
@@ -196,7 +232,8 @@ def of_local_rows(model: nn.Module, weights_of: AllWeights) -> Compared:
         marks = [f"{number_of(str(row)) & 0xFFFFFFFF:08x}" for row in begun()]
         return GroupState(f"all weights [{' '.join(marks)}]" if marks else "")
 
-    return Compared("all weights" if every else "", runs_ahead(every), arrive)
+    described = "all weights" if every else ""
+    return Compared(described, _mode(model), runs_ahead(every), arrive)
 
 
 def runs_ahead(tensors: Sequence[Tensor]) -> bool:
@@ -255,22 +292,23 @@ def _is_plain(p: Tensor) -> bool:
 
 
 def check_close(
-    every: Mapping[int, Sequence[float]], names: Sequence[str], ranks: Sequence[int]
+    every: Mapping[int, Sequence[float]], state: GroupState, ranks: Sequence[int]
 ) -> None:
     """Raise where entering gradients, or rows of real numbers, differ beyond rounding.
 
-    `every` has the numbers of each rank's `GroupState`, `ranks` their numbers in the world.
+    `every` has the numbers of each rank's `GroupState`, of which `state` is this rank's; `ranks`
+    has the ranks' numbers in the world.
     """
-    for index, name in enumerate(names):
+    for index, (name, limit) in enumerate(zip(state.names, state.limits, strict=True)):
         group = {r: numbers[6 * index : 6 * index + 6] for r, numbers in every.items()}
         first = next(iter(group.values()))
-        if all(_close(first, other) for other in group.values()):
+        if all(_close(first, other, limit) for other in group.values()):
             continue
         norms = {ranks[r]: f"{norm:.6g}" for r, (_, norm, *_) in group.items()}
         if name != GRADIENTS:
             raise ShapeError(
                 f"{name} differs between the ranks of a context group, which pass the"
-                f" same rows; norms by rank: {norms}"
+                f" same rows, by more than {limit:.1g} of its norm; norms by rank: {norms}"
             )
         raise ShapeError(
             "the gradients that entered the outputs of the model differ between the ranks of its"
@@ -280,10 +318,12 @@ def check_close(
         )
 
 
-def _close(one: Sequence[float], other: Sequence[float]) -> bool:
-    """True if two probes are of as many tensors and close, or both NaN."""
+def _close(one: Sequence[float], other: Sequence[float], limit: float) -> bool:
+    """True if two probes are of as many tensors and close, or both NaN, or both infinite."""
     (count, norm, *products), (counted, normed, *rest) = one, other
     if count != counted or math.isnan(norm) != math.isnan(normed):
         return False
-    far = (abs(a - b) > _SAME * abs(norm) for a, b in zip([norm, *products], [normed, *rest]))
+    if math.isinf(norm) != math.isinf(normed):
+        return False
+    far = (abs(a - b) > limit * abs(norm) for a, b in zip([norm, *products], [normed, *rest]))
     return not any(far)

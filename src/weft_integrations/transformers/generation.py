@@ -26,6 +26,7 @@ from weft.errors import UnsupportedError
 
 from .. import Foreign
 from .cache import ShardedCache
+from .calls import SAME_TOKENS
 from .defaults import CACHES
 
 #: Names of caches that transformers' `generate` makes, and that weft's stands for. Older
@@ -118,7 +119,7 @@ def _agree(model: Foreign, result: Any, name: str) -> None:
     if isinstance(tokens, Tensor) and model._weft.layout.moves(model._weft.axis):
         mark = int(fingerprint(tokens)) & 0xFFFFFFFF
         text = f"tokens {tuple(tokens.shape)} {mark:08x}"
-        model._weft.calls.agree(f"what {name} made", text)
+        model._weft.calls.agree(f"what {name} made ({SAME_TOKENS})", text)
 
 
 def no_local_rows(self: Foreign, *args: Any, **kwargs: Any) -> NoReturn:
