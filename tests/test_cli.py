@@ -603,7 +603,7 @@ def _fail() -> None:
     time.sleep(3600)  # longer than a test may take
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_ranks_are_started_and_rank_zero_answers(monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert launch.run(_place, ranks=2) == ("0", "2", launch.threads_per_rank(2))

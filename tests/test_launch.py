@@ -88,7 +88,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_rank_that_being_started_when_ctrl_c_comes_says_nothing(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(_INTERRUPTED)
@@ -145,7 +145,7 @@ def test_a_rank_that_dies_twice_is_left_out():
         launch.run(_one_too_many, **given | {"restarts": 1})
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_what_is_refused_is_not_tried_again(tmp_path):
     with pytest.raises(launch.LaunchError, match=r"ShapeError: never so$"):
         launch.run(_die, "refuses", str(tmp_path), ranks=2, restarts=3)

@@ -54,7 +54,7 @@ def test_resharding_wins_most_where_attention_too_short_to_hide_messages(apart):
         assert times == sorted(times)
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 @pytest.mark.sample
 def test_choices_compute_what_one_device_does(apart):
     spec = ModelSpec.from_dict(GRID, name="grid")

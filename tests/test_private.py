@@ -245,7 +245,7 @@ def test_tensors_that_torch_traces_are_known():
         assert private.traced(torch.empty(1))
 
 
-@pytest.mark.sample
+@pytest.mark.slow
 def test_threads_may_trace_one_after_the_other():
     """In a process of its own, as a crash would end it."""
     lines = """

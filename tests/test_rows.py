@@ -34,6 +34,7 @@ from weft import parallelize, restore
 from weft_integrations.transformers import consistency, shard_batch
 from weft_integrations.transformers import lazy as transformers_lazy
 from weft_integrations.transformers import rows as transformers_rows
+from weft_integrations.transformers.batches import sees_none
 from weft_integrations.transformers.model import parallelize_transformers
 
 hf.logging.set_verbosity_error()
@@ -1040,6 +1041,79 @@ def test_labels_that_padding_predicts_are_one_device_s():
         got, grads = on_ranks(model, "tokens: ring=2", step)
     assert max(abs(loss - want) for loss in got) < FP32 * want
     assert gap(grads, expected) < FP32
+
+
+def windowed():
+    """A row of 26 tokens padded on the right, further than the window of Mistral's layers."""
+    seen = torch.ones_like(IDS)
+    seen[1, 11:] = 0
+    return build("mistral").float(), seen
+
+
+def token_classifier():
+    torch.manual_seed(0)
+    model = hf.LlamaForTokenClassification(hf.LlamaConfig(**SMALL, num_labels=VOCABULARY))
+    return model.eval(), LEFT.long()
+
+
+def encoder_of_windows():
+    torch.manual_seed(0)
+    sizes = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"}
+    special = dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 1)
+    config = hf.ModernBertConfig(**sizes, **special, pad_token_id=0, local_attention=4)
+    seen = torch.ones_like(IDS)
+    seen[1, 11:] = 0
+    return hf.ModernBertForMaskedLM(config).eval(), seen
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 30])
+def test_tokens_that_see_none_are_counted(window):
+    place = torch.arange(10)
+    seen = torch.stack([(place >= a) & (place < b) for a, b in ((0, 10), (2, 5), (0, 1), (7, 9))])
+    near = (place[:, None] >= place) & (place[:, None] - place < (window or 10))
+    assert torch.equal(sees_none(seen, True, window), ~(near & seen[:, None]).any(-1))
+
+
+READ = [windowed, token_classifier, encoder_of_windows]
+
+
+def labelled_padding(model, labels, seen, **options):
+    out = model(input_ids=IDS, labels=labels, attention_mask=seen, **options)
+    out.loss.backward()
+    return out.loss.item()
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("made", READ, ids=lambda made: made.__name__)
+def test_labels_of_padding_that_sees_no_token(made, implementation):
+    model, seen = made()
+    model.set_attn_implementation(implementation)
+    step = functools.partial(labelled_padding, labels=IDS, seen=seen)
+    want, expected = one_device(model, step)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        got, grads = on_ranks(model, "tokens: ring=2", step)
+    assert max(abs(loss - want) for loss in got) < FP32 * want
+    assert gap(grads, expected) < 2 * FP32
+    whole = any("labels at padding count" in str(w.message) for w in warned)
+    assert whole == (implementation == "eager")
+
+
+@pytest.mark.parametrize("window", [6, None])
+def test_states_of_padding_that_are_asked_for_are_one_devices(window):
+    model, seen = windowed() if window else (build("llama").float(), LEFT.long())
+    model.set_attn_implementation("eager")
+
+    def step(model):
+        with torch.no_grad():
+            out = model(input_ids=IDS, attention_mask=seen, output_hidden_states=True)
+        states = out.hidden_states[-1]
+        return states.whole() if hasattr(states, "whole") else states
+
+    want = step(copy.deepcopy(model))
+    with pytest.warns(UserWarning, match="output_hidden_states asks for its states"):
+        got, _ = on_ranks(model, "tokens: ring=2", step)
+    assert all((states - want).abs().max() < FP32 * want.abs().max() for states in got)
 
 
 @pytest.mark.filterwarnings("ignore:.*every rank computes all")

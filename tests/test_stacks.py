@@ -40,7 +40,7 @@ def check(model, call, line, run=step):
 
 
 @split
-@pytest.mark.few(7)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_labels_give_one_devices_loss_and_gradients(family, line):
@@ -220,6 +220,80 @@ def test_calls_without_parts_run_on_every_rank(case):
     assert all((seen - want).abs().max() < FP64 * want.abs().max() for seen in ranks)
 
 
+def left_padded(family, labels):
+    """A call whose second row of the decoder is padded on the left; `labels`: there, too."""
+    call = example(family)
+    generator = torch.Generator().manual_seed(4)
+    call["decoder_input_ids"] = ids(generator, 17)
+    call["decoder_attention_mask"] = torch.ones(2, 17, dtype=torch.long)
+    call["decoder_attention_mask"][1, :5] = 0
+    if labels != "there":
+        call["labels"][1, :5] = -100
+    return call
+
+
+LEFT = [
+    *(("t5", "sdpa"), ("t5", "eager"), ("umt5", "sdpa"), ("bart", "eager"), ("pegasus", "eager")),
+    *(("mt5", "sdpa"), ("switch_transformers", "eager"), ("mbart", "eager"), ("marian", "eager")),
+]
+
+
+@pytest.mark.few(5)
+@pytest.mark.parametrize("reads", ["labels", "states", "logits"])
+@pytest.mark.parametrize(("family", "implementation"), LEFT)
+def test_padding_that_is_read_is_one_devices(family, implementation, reads):
+    model, call = built(family), left_padded(family, "there" if reads == "labels" else "")
+    model.set_attn_implementation(implementation)
+    call |= {"output_hidden_states": True} if reads == "states" else {}
+    if reads == "logits":
+        del call["labels"]
+
+    def run(model):
+        model.zero_grad()
+        with InFP64():
+            out = model(**cloned(call), use_cache=False)
+            states = out.decoder_hidden_states[-1] if reads == "states" else out.logits
+            loss = out.loss if reads == "labels" else whole(states)[1, :5].square().mean()
+            loss.backward()
+        return (
+            loss.item(),
+            whole(out.logits).detach(),
+            {n: p.grad for n, p in model.named_parameters()},
+        )
+
+    want = run(copy.deepcopy(model))
+
+    def work(layout):
+        return run(parallelize(copy.deepcopy(model), layout, verify=False))
+
+    with pytest.warns(UserWarning, match="every rank computes all.*decoder_attention_mask"):
+        ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)
+    assert max(gaps(ranks, want)[:2]) < FP64
+    assert gaps(ranks, want)[2][0] < FP64
+
+
+@split
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("family", "implementation"), [*LEFT, ("bart", "sdpa")])
+def test_padding_that_nobody_reads_leaves_calls_split(family, implementation):
+    model, call = built(family), left_padded(family, "")
+    model.set_attn_implementation(implementation)
+
+    def run(model, call):
+        loss, logits, grads = step(model, call)
+        return loss, logits * call["decoder_attention_mask"][..., None], grads
+
+    check(model, call, LAYOUTS[0], run)
+
+
+@split
+@pytest.mark.parametrize("line", LAYOUTS[:1])
+def test_labels_of_padding_are_split_where_it_is_zero(line):
+    model = built("bart")
+    model.set_attn_implementation("sdpa")
+    check(model, left_padded("bart", "there"), line)
+
+
 # -- refusals -------------------------------------------------------------------------------------
 
 
@@ -237,8 +311,13 @@ def test_refuses_models_and_uses_by_name():
             ShardedCache(own)
         call = example("t5")
         cache = hf.EncoderDecoderCache(hf.DynamicCache(), hf.DynamicCache())
-        with pytest.raises(UnsupportedError, match="EncoderDecoderCache has no parts"):
+        instead = r"EncoderDecoderCache has no parts.*leave it out, and every rank computes all of"
+        with pytest.raises(UnsupportedError, match=instead):
             own.generate(call["input_ids"], cache=cache)
+        with pytest.raises(
+            UnsupportedError, match=r"one size.*every rank computes all of generate"
+        ):
+            own.generate(call["input_ids"], cache_implementation="static")
         return not layout.bound.received
 
     def on_reproducible(layout):

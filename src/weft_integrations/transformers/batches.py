@@ -309,6 +309,26 @@ def unpadded(mask: Mask | None, length: int) -> Tensor | None:
     return (index >= spans[:, :1]) & (index < spans[:, 1:])
 
 
+def sees_none(seen: Tensor, causal: bool, window: int | None = None) -> Tensor:
+    """The tokens (b, n) that see only padding, of rows whose tokens are `seen`.
+
+    With a window a causal query sees that many keys, the last one its own; of queries that see both
+    ways, all padding counts.
+
+    >>> seen = torch.tensor([[False, True, False, False]])
+    >>> sees_none(seen, causal=True), sees_none(seen, causal=True, window=2)
+    (tensor([[ True, False, False, False]]), tensor([[ True, False, False,  True]]))
+    >>> sees_none(seen, causal=False).any()
+    tensor(False)
+    """
+    if not causal:
+        return ~seen if window is not None else torch.zeros_like(seen)
+    counts = seen.cumsum(1)
+    if window is not None:
+        counts = counts - F.pad(counts, (window, 0))[:, : seen.shape[1]]
+    return counts == 0
+
+
 def token_loss(
     logits: Tensor, labels: Tensor, layout: Layout, items: Tensor | float | None = None
 ) -> Tensor:

@@ -21,20 +21,21 @@ from weft.carry.pieces import LocalPieces
 from weft.comm.channel import Channel
 from weft.errors import ShapeError, UnsupportedError, WeftError
 from weft.layout import Layout, check_not_averaged
-from weft.losses.labels import shift_labels
+from weft.losses.labels import IGNORED, shift_labels
 from weft.masks import Documents
 from weft.plan.call import reach
 
 from .. import Foreign
 from ..common import named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
 from . import consistency, losses, refused, rows
-from .batches import Batch, tokens_of, unpadded
+from .batches import Batch, sees_none, tokens_of, unpadded
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
 from .chosen_keys import chooses_over_ranks
 from .defaults import (
     CACHES,
     Absent,
+    asked,
     cache_name,
     differentiated,
     keeps_cache,
@@ -45,10 +46,17 @@ from .noise import neftune_scaled, own_random_numbers
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
 from .recurrent_modules import GIVE_NO_STATES
-from .replicated import own_attention, recomputed_within
+from .replicated import own_attention, own_implementations, recomputed_within
 from .running import Fused, ModelCall, during, running
 from .seam import OF_TOKENS, crossing, cut_arguments, without_mark
-from .stacks import OF_ENCODER, WHOLE, Stacks, of_decoder, with_decoder_ids
+from .stacks import (
+    OF_ENCODER,
+    WHOLE,
+    Stacks,
+    biases_distances,
+    of_decoder,
+    with_decoder_ids,
+)
 from .whole import (
     accepts_positions,
     balances,
@@ -61,6 +69,7 @@ from .whole import (
     pools,
     scales_by_masked,
     takes_block_types,
+    window_of,
 )
 
 #: What ranks of a context group compare in each call.
@@ -187,6 +196,12 @@ class Calls:
         self.recurrent, self.of_rows = list(recurrent), list(of_rows)
         self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         self.leaves_padding_out = leaves_padding_out(model)
+        # For padding that sees no token, eager functions and masks that a bias is added to take the
+        # mean of all tokens, and other functions give 0.
+        self.biases = any(map(biases_distances, split[-1].modules()))
+        eager = "eager" in own_implementations(split[-1], model._weft.own)
+        self.fills_padding = not self.pooled and (eager or self.biases)
+        self.causal, self.window = stacks is not None or not self.encoder, window_of(split[-1])
         self.block_types = takes_block_types(model)
         self.entered = consistency.Entered(self._compare_gradients)
         self.all_weights = consistency.AllWeights()
@@ -438,30 +453,40 @@ class Calls:
         keeps = keeps_cache(module, kwargs)
         call = self._complete(kwargs, batch or Batch(), type(module).__name__)
         call.absent = _OF_LOCAL_ROWS if keeps else ""
-        if call.labelled and call.length:
-            self._check_labels({"shift_labels": kwargs["labels"]}, call.batch, module, call.length)
+        if call.length and not self.splits_inside:
+            given = {**kwargs, "shift_labels": kwargs.get("labels")}
+            self._check_padding(given, call.batch, module, call.length)
         return call
 
-    def _check_labels(
+    def _check_padding(
         self, kwargs: dict, batch: Batch, module: Foreign, length: int | None = None
     ) -> None:
-        """Refuse labels that padding predicts, of full rows or, with their length, of a rank's."""
-        shifted, labels = kwargs.get("shift_labels"), kwargs.get("labels")
-        eager = module._weft.implementation == "eager"
-        if not eager or self.pooled or self.labels != losses.NEXT:
+        """Refuse a call that reads padding which sees no token, where weft gives other numbers.
+
+        Of full rows or, with their length, of a rank's, whose labels are those of its outputs.
+        """
+        n = batch.length if length is None else length
+        seen = unpadded(batch.mask, n) if self.fills_padding and n else None
+        if seen is None or not (blind := sees_none(seen, self.causal, self.window)).any():
             return
-        if shifted is None and (labels is None or labels.dim() != 2):
-            return
-        if shifted is None:
-            assert labels is not None
-            shifted = shift_labels(labels)
-        seen = unpadded(batch.mask, shifted.shape[1] if length is None else length)
-        if seen is None:
-            return
-        before = seen.cumsum(1) == 0
+        left = not seen[:, 0].all()
+        targets, labels = kwargs.get("shift_labels"), kwargs.get("labels")
         if length is not None:
-            before = self.layout.shard(before, {"batch": 0, self.axis: 1})
-        refused.label_after_padding(shifted, before)
+            blind = self.layout.shard(blind, {"batch": 0, self.axis: 1})
+        elif labels is not None and labels.dim() == 2 and self.labels == losses.OWN:
+            targets = labels
+        elif labels is not None and labels.dim() == 2 and targets is None:
+            targets = shift_labels(labels)
+        names = ("output_hidden_states", *(() if self.balances else ("output_router_logits",)))
+        read = next((f"{n} asks for its states" for n in names if asked(module, kwargs, n)), "")
+        if targets is not None:
+            counted = targets.as_subclass(Tensor) != IGNORED
+            if (blind.to(counted.device) & counted).any():
+                read = refused.LABELS[left and self.labels == losses.NEXT]
+        elif self.stacks is not None:
+            read = read or "the call has no labels, so that its logits are read"
+        if read:
+            refused.padding_that_is_read(read, self.biases, self.stacks is not None)
 
     def _of_whole_rows(self, kwargs: dict, module: Foreign) -> tuple[ModelCall, dict]:
         """The call, and the arguments that the model's forward gets."""
@@ -577,7 +602,7 @@ class Calls:
         if not self.splits_inside:
             look = self.masks_see_positions and not cached
             local = rows.cut(local, self.layout, self.axis, look, self.encoder)
-            self._check_labels(kwargs, local["weft"], module)
+            self._check_padding(kwargs, local["weft"], module)
         call = self._complete(local, local.pop("weft", Batch()), type(module).__name__, past)
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if self.shifts_by_mask:
@@ -604,6 +629,7 @@ class Calls:
         refused.arguments(full, module, self.axis, splits_inside=True)
         full = with_decoder_ids(module, rows.with_full_gradients(full, self.layout, self.axis))
         local = rows.cut(of_decoder(full), self.layout, self.axis, look=False)
+        self._check_padding(full, local["weft"], module)
         call = self._complete(local, local.pop("weft"), type(module).__name__)
         call.seam, call.source = "ahead", self._source(full)
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)

@@ -66,10 +66,10 @@ def _with_cache(
 
     implementation = setting("cache_implementation")
     cache = next((options[n] for n in CACHES if options.get(n) is not None), None)
-    _check_cache(cache, implementation, name)
+    whole = self._weft.calls.crosses or type(self).generate is not GenerationMixin.generate
+    _check_cache(cache, implementation, name, whole)
     if setting("output_attentions"):
         raise UnsupportedError(f"{name}: output_attentions: no rank ever holds the weights")
-    whole = self._weft.calls.crosses or type(self).generate is not GenerationMixin.generate
     if cache is None and setting("use_cache") is not False and not whole:
         if not self._supports_default_dynamic_cache():
             raise UnsupportedError(
@@ -92,12 +92,14 @@ def _own(model: Foreign) -> Callable:
     return types.MethodType(type(model).generate, model) if before is None else before
 
 
-def _check_cache(cache: Any, implementation: str | None, name: str) -> None:
-    """Raise for caches of another kind than weft's."""
-    instead = (
-        "leave it out, and every rank holds its part of a ShardedCache; or generate on one "
-        "device, weft.restore(model)"
+def _check_cache(cache: Any, implementation: str | None, name: str, whole: bool) -> None:
+    """Raise for caches of another kind than weft's; `whole`: every rank computes all of it."""
+    kept = (
+        "every rank computes all of generate, with the cache that one device makes"
+        if whole
+        else "every rank holds its part of a ShardedCache"
     )
+    instead = f"leave it out, and {kept}; or generate on one device, weft.restore(model)"
     if implementation not in _KNOWN:
         raise UnsupportedError(
             f"{name}: cache_implementation={implementation!r}: a cache of one size, or of "

@@ -6,6 +6,7 @@ Most of these would give every rank an answer over its own chunk alone, without 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from weft._torch import in_transform, traced
 from weft.comm.once_differentiable import transformed
 from weft.errors import UnsupportedError
 from weft.layout import Layout
-from weft.losses.labels import IGNORED
 from weft.masks import And, KeyPadding, Mask
 
 from .. import Foreign
@@ -304,18 +304,29 @@ def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
         )
 
 
-def label_after_padding(shifted: Tensor, before: Tensor) -> None:
-    """Raise where a loss would be of padding, which sees no token, by way of eager attention.
+#: How a loss reads padding: by labels of its own places, or of next tokens behind it.
+LABELS = (
+    "labels at padding count",
+    "the first token after padding on the left has a label, which padding predicts",
+)
 
-    Of next tokens' labels (b, n); `before` (b, n) are tokens that are padding on the left.
+
+def padding_that_is_read(read: str, biased: bool, decoder: bool) -> NoReturn:
+    """Raise where padding that sees no token is read, and is not 0 on one device.
+
+    `read` says by what, `biased` that a bias is added to the masks of any implementation, and
+    `decoder` that it is of a decoder behind an encoder.
     """
-    if (before.to(shifted.device) & (shifted != IGNORED)).any():
-        raise UnsupportedError(
-            "attention_mask: the first token after padding on the left has a label, which padding "
-            "predicts: it sees no token, for which attn_implementation='eager' takes the mean of "
-            "all tokens and weft 0, as 'sdpa' does; set that label to -100, pad on the right, or "
-            "load the model with attn_implementation='sdpa'"
-        )
+    mask = "decoder_attention_mask" if decoder else "attention_mask"
+    eager, sdpa = "attn_implementation='eager'", "attn_implementation='sdpa'"
+    means = "attention with a bias of distances" if biased else eager
+    zero = "" if biased else ", as 'sdpa' does"
+    instead = "" if biased else f", or load the model with {sdpa}"
+    unread = "set its labels to -100, ask for no states, pad on the right"
+    raise UnsupportedError(
+        f"{mask}: {read}: some padding sees no token, for which {means} takes the mean of all"
+        f" tokens and weft 0{zero}; {unread}{instead}"
+    )
 
 
 def replaced_layers(modules: Sequence[nn.Module]) -> None:

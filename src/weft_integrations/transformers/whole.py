@@ -143,6 +143,19 @@ def encodes(model: Foreign) -> bool:
     return True
 
 
+def window_of(model: nn.Module) -> int | None:
+    """The fewest keys that a query of a layer sees, with its own; None: no layer has a window.
+
+    A chunk may begin at the query, and so may windows that are counted in another way.
+    """
+    configs = [m.config for m in model.modules() if hasattr(m, "config")]
+    names = ("attention_chunk_size", "local_attention", "window_size")
+    if any(isinstance(getattr(c, name, None), int) for c in configs for name in names):
+        return 1
+    sizes = [getattr(c, "sliding_window", None) for c in configs]
+    return min((size for size in sizes if isinstance(size, int) and size > 0), default=None)
+
+
 def takes_block_types(model: Foreign) -> list[str]:
     """Names of the token types that a model makes blocks of its masks of, and nothing else.
 
