@@ -1,4 +1,4 @@
-"""weft inside other code: F.scaled_dot_product_attention, transformers, torch's own tools."""
+"""Other people's models and trainers on a layout: transformers, diffusers, TabPFN, TabICL, TRL."""
 
 from typing import Any, TypeAlias
 

@@ -316,21 +316,32 @@ class Transport(abc.ABC):
         wait()
 
     @abc.abstractmethod
-    def _start(self, p2p: P2PBatch, tag: int) -> Callable[[], None]: ...
+    def _start(self, p2p: P2PBatch, tag: int) -> Callable[[], None]:
+        """Begin to send and receive, without blocking; the function waits for what is received.
+
+        Buffers to send hold their numbers until then.
+        """
 
     @abc.abstractmethod
-    def _all_to_all(self, shuffle: Shuffle, tag: int) -> None: ...
+    def _all_to_all(self, shuffle: Shuffle, tag: int) -> None:
+        """Fill `shuffle.incoming`; `_shuffle` does it by messages between pairs."""
 
     @abc.abstractmethod
-    def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None: ...
+    def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
+        """Sum a tensor over mesh dims, in place."""
 
     @abc.abstractmethod
     def _vote(
         self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
-    ) -> Callable[[], bool]: ...
+    ) -> Callable[[], bool]:
+        """Begin a vote of the ranks along mesh dims; the function says whether all gave the same.
+
+        `names` are numbers of a call's module and line, of which one in common is enough.
+        """
 
     @abc.abstractmethod
-    def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]: ...
+    def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
+        """The texts of the ranks along mesh dims, by rank in order; waits for all of them."""
 
 
 class Alone(Transport):

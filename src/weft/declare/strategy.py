@@ -1,7 +1,7 @@
 """Rules and strategies: the role of each mesh dim in attention, declared as placements.
 
 While computing, a mesh dim cuts one side of the box batch x head x query x key, or none. The five
-legal columns of that table are `Role`; everything else drops or double-counts scores.
+legal triples of placements (`_ROLES`) are `Role`; any other drops scores or counts them twice.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class MemoryBound:
     """Peak memory of a pass for other ranks, as its plan declares it.
 
     Attributes:
-        chunks: received or arriving at one time, or sub-chunks of them; see `schedule.live_bound`.
+        chunks: received or arriving at one time, or sub-chunks of them; see `scheduler.choose`.
         results: partial results of others' chunks at one time: being computed, waiting, on their
             way out, or on their way in.
         nbytes: bytes of all those chunks, each at the size of the largest; and the most that the

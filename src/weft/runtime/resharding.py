@@ -239,7 +239,7 @@ def sum_over(
 ) -> list[Tensor]:
     """P(sum) -> R on each mesh dim: partial gradients of tensors that rest whole.
 
-    Parts travel in the tensors' dtype and are added once in fp32.
+    Parts travel in the tensors' dtype and are added once in the accumulation dtype.
     """
     for mesh_dim in reversed(mesh_dims):
         if transport.sizes[mesh_dim] == 1:
