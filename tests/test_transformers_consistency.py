@@ -171,6 +171,39 @@ def test_a_mode_of_one_rank_that_is_mended_is_forgotten() -> None:
     assert on_both(step) == [(2, 23, 97)] * 2
 
 
+def test_a_rank_that_skips_backward_is_told_and_catches_up(monkeypatch) -> None:
+    """Where calls are compared before they begin."""
+    monkeypatch.setattr(consistency, "runs_ahead", lambda tensors: False)
+
+    def step(model, rank):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        out = model(input_ids=IDS, labels=IDS)
+        with pytest.raises(ShapeError) as caught:
+            out.loss.backward() if rank == 0 else model(input_ids=IDS, labels=IDS)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        return str(caught.value)
+
+    words = (
+        "rank 1 began a call of the model while rank 0 ran the backward pass of an attention call"
+    )
+    for text in on_both(step):
+        assert f"{words}: every rank must" in text, text
+        assert "call backward() of the same loss" in text
+
+
+def test_reading_logits_where_others_take_the_loss_is_told() -> None:
+    def step(model, rank):
+        out = model(input_ids=IDS, labels=IDS)
+        with pytest.raises(ShapeError) as caught:
+            (out.loss if rank else out.logits.square().mean()).backward()
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        return str(caught.value)
+
+    for text in on_both(step):
+        assert "rank 0 began a gather of shards (as of logits that are read) while" in text, text
+        assert "rank 1 ran the backward pass" in text
+
+
 @pytest.mark.parametrize(
     ("dtype", "noise", "same"),
     [

@@ -21,13 +21,14 @@ from torch import Tensor
 
 from .._digest import number_of
 from ..errors import ShapeError, UnsupportedError, WeftError
+from .differences import out_of_step
 from .origin import UNKNOWN, Origin, advice, differ_in_origin, together
 from .transport import P2PBatch, Shuffle, Transport
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
 REFUSED, UNSUPPORTED = "refused", "unsupported"
 #: Between a call in words and numbers that a rank sends with it.
-_NUMBERS = "\x1f"
+NUMBERS = "\x1f"
 
 Number = TypeVar("Number", int, float)
 
@@ -100,7 +101,7 @@ class Channel:
         self._differ(self.transport.all_gather_text(text, self.mesh_dims))
 
     def _differ(self, texts: Mapping[int, str]) -> NoReturn:
-        texts = {rank: text.partition(_NUMBERS)[0] for rank, text in texts.items()}
+        texts = {rank: text.partition(NUMBERS)[0] for rank, text in texts.items()}
         error = disagreed(self.transport, self.subject, texts)
         self.transport.note_failure(str(error))
         refusals = [t.partition(":")[0] for t in texts.values()]
@@ -120,9 +121,9 @@ class Channel:
         Raises as `check` does, where ranks' calls differ or one of them refused.
         """
         local = json.dumps([self.digest, self.origin.path, self.origin.site, *numbers])
-        text = f"{self.origin.after(self.detail())}{_NUMBERS}{local}"
+        text = f"{self.origin.after(self.detail())}{NUMBERS}{local}"
         texts = self.transport.all_gather_text(text, self.mesh_dims)
-        rows = {rank: json.loads(t.partition(_NUMBERS)[2] or "[]") for rank, t in texts.items()}
+        rows = {rank: json.loads(t.partition(NUMBERS)[2] or "[]") for rank, t in texts.items()}
         if not all(rows.values()) or together(row[:3] for row in rows.values()) is None:
             self._differ(texts)
         return {rank: row[3:] for rank, row in rows.items()}
@@ -172,6 +173,9 @@ class Channel:
 def disagreed(transport: Transport, label: str, texts: Mapping[int, str]) -> ShapeError:
     """The error where ranks' calls differ: each call in words, and its origin."""
     error = transport.disagreement(label, texts)
+    late = out_of_step({transport.world_ranks[rank]: text for rank, text in texts.items()})
+    if late:
+        return ShapeError(f"{error}\n{late}")
     if not differ_in_origin(texts.values()):
         return error
     return ShapeError(f"{error}\n{advice(texts.values())}")

@@ -23,12 +23,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._digest import number_of
 from ..declare.mesh import index_at
 from . import P2PBatch, Transport
-from .channel import disagreed
+from .channel import NUMBERS, disagreed
 from .once_differentiable import once
-from .origin import UNKNOWN, Origin, origin, together
+from .origin import UNKNOWN, origin, together
 from .transport import Messages
+
+#: What a rank does in a gather, in words.
+_GATHER = "a gather of shards (as of logits that are read)"
 
 
 class _Sum(torch.autograd.Function):
@@ -154,10 +158,17 @@ def _agreed_counts(
     where = origin() if name is None else UNKNOWN
     detail = f"{front.dtype}, dim {dim}, the others {tuple(front.shape[1:])}, name {name!r}"
     local = json.dumps([detail, where.path, where.site, len(front)])
-    rows = {r: json.loads(t) for r, t in transport.all_gather_text(local, (mesh_dim,)).items()}
-    if together(row[:3] for row in rows.values()) is None:
-        texts = {r: Origin(*names).after(text) for r, (text, *names, _) in rows.items()}
-        raise disagreed(transport, "gather", texts)
+    answer = transport.vote((mesh_dim,), number_of(_GATHER))  # ranks in another call vote first
+    text = f"{_GATHER}, {where.after(detail)}{NUMBERS}{local}"
+    texts = transport.all_gather_text(text, (mesh_dim,))
+    answer()
+    rows = {r: json.loads(t.partition(NUMBERS)[2] or "[]") for r, t in texts.items()}
+    gathers = all(t.startswith(_GATHER) for t in texts.values())
+    if not gathers:  # others counted a pass, or later ones had other tags
+        transport.next_pass(transport.moving((mesh_dim,)))
+    if not gathers or together(row[:3] for row in rows.values()) is None:
+        shown = {r: t.partition(NUMBERS)[0] for r, t in texts.items()}
+        raise disagreed(transport, "gather", shown)
     return [rows[transport.peer_rank(mesh_dim, i)][3] for i in range(size)]
 
 

@@ -15,6 +15,8 @@ from ..launch.failures import rank_list
 #: A digest of all that is in a text, at its end; one of all weights is a value.
 _DIGEST = re.compile(r"(?<!weights) \[[0-9a-f]{8}\](?=$|, called by )")
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
+#: Beginnings of texts of ranks that refuse.
+_REFUSALS = ("refused", "unsupported")
 #: Said of a rank whose text has no part of a name.
 _NONE = "none"
 
@@ -54,6 +56,29 @@ def parts(text: str) -> list[str]:
             found.append(text[begin:i])
             begin = i + 2
     return [*found, text[begin:]]
+
+
+def out_of_step(texts: Mapping[int, str]) -> str:
+    """Advice where some ranks run a backward pass and others do not; "" otherwise.
+
+    >>> print(out_of_step({0: "the backward pass of a gather, n 4", 1: "a call; n 4"})[:59])
+    rank 1 began a call while rank 0 ran the backward pass of a
+    """
+    doing: dict[str, list[int]] = {}
+    for rank, text in texts.items():
+        doing.setdefault(parts(text)[0], []).append(rank)
+    late = {call: who for call, who in doing.items() if "backward pass" in call}
+    ahead = {call: who for call, who in doing.items() if call not in late}
+    if not late or not ahead or any(call.startswith(_REFUSALS) for call in ahead):
+        return ""
+    early, behind = (
+        " and ".join(f"rank {rank_list(who)}" for who in calls.values()) for calls in (ahead, late)
+    )
+    return (
+        f"{early} began {next(iter(ahead))} while {behind} ran {next(iter(late))}: every rank must"
+        " read the same outputs of a call (the loss, or the logits), call backward() of the same"
+        " loss, and only then make its next call"
+    )
 
 
 def _aligned(every: Sequence[Sequence[str]]) -> list[tuple[str, ...]]:

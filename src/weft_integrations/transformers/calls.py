@@ -233,7 +233,9 @@ class Calls:
             # All ranks learn of a refusal on one, or the others would wait for it.
             # Where there are labels, the loss asks all ranks.
             labelled = any(kwargs.get(n) is not None for n in ("labels", "shift_labels"))
-            verdict, kind = "; ".join(filter(None, (f"labels {labelled}", compared.mode))), None
+            verdict, kind = f"a call of the model; labels {labelled}", None
+            if compared.mode:
+                verdict = f"{verdict}; {compared.mode}"
             if isinstance(call, WeftError):
                 verdict = f"refused: {call}"
             elif compared.ahead:

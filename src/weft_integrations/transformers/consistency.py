@@ -41,6 +41,8 @@ _COPIED = 1024
 _PASSES = 8
 #: The name under which gradients are compared.
 GRADIENTS = "entered gradients"
+#: What a rank does where it compares them.
+_ENDED = "the end of a backward pass through outputs of the model"
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class Entered:
         def arrive() -> GroupState:
             probes = [probe_of() for probe_of in begun]
             numbers = (float(len(probes)), *map(sum, zip(*probes)))
-            return GroupState(GRADIENTS, (GRADIENTS,), numbers, (_SAME,))
+            return GroupState(_ENDED, (GRADIENTS,), numbers, (_SAME,))
 
         return arrive
 
