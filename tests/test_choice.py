@@ -321,7 +321,7 @@ def test_chosen_cuts_blocks_to_a_part_of_the_keys() -> None:
     torch.testing.assert_close(found, (numbers[..., None] == keys // 3).any(-2))
 
 
-@pytest.mark.slow
+@pytest.mark.sample
 def test_a_graph_has_a_choice_and_its_gradient() -> None:
     q, numbers, layout = whole_problem()[0], drawn(1, 1), weft.Layout.single()
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from ._compile import flattened, restored
 from ._digest import is_plain
-from ._torch import constant_in_graphs, in_graph, in_transform, with_tangent
+from ._torch import constant_in_graphs, in_graph, in_transform, outside_graphs, with_tangent
 from .bias import Bias
 from .choice import ChoiceKind, ChosenKeys
 from .comm.channel import refused_everywhere
@@ -192,17 +192,8 @@ def attention(
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
     numbers = choice.numbers if isinstance(choice, ChosenKeys) else None
     if isinstance(choice, ChosenKeys) and _fetches(layout, axes):
-        given = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
-        bound = _bound(layout, axes, mask, length, *given, (q, k, v, sinks))
-        q, k, v = as_autocast(q, k, v)
-        expansion = None if expand is None else as_expansion(expand)
-        if expansion is not None and expansion.travel == "keys":
-            k, v, expansion = *expansion(k, v), None
-        if expansion is not None:
-            with refused_everywhere(bound.refuse):
-                sizes = expansion.tried(k, v).sizes
-            bound = _bound(layout, axes, mask, length, *given, (), sizes)
-        out, lse = attend_fetched(bound, q, k, v, choice, expansion)
+        extra = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
+        out, lse = _fetched(q, k, v, layout, axes, mask, length, extra, sinks, choice, expand)
     elif in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
         handle = _traced(
@@ -290,6 +281,34 @@ def _bound(
     return bound
 
 
+@functools.partial(outside_graphs, reason="ranks fetch what they chose")
+def _fetched(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: Layout,
+    axes: tuple[str, ...],
+    mask: Mask | None,
+    length: Length | None,
+    extra: tuple,
+    sinks: Tensor | None,
+    choice: ChosenKeys,
+    expand: Expand | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and logsumexp where of the keys only those travel that queries of a rank chose."""
+    bound = _bound(layout, axes, mask, length, *extra, (q, k, v, sinks))
+    q, k, v = as_autocast(q, k, v)
+    expansion = None if expand is None else as_expansion(expand)
+    if expansion is not None and expansion.travel == "keys":
+        k, v, expansion = *expansion(k, v), None
+    if expansion is not None:
+        with refused_everywhere(bound.refuse):
+            sizes = expansion.tried(k, v).sizes
+        bound = _bound(layout, axes, mask, length, *extra, (), sizes)
+    return attend_fetched(bound, q, k, v, choice, expansion)
+
+
+@constant_in_graphs
 def _fetches(layout: Layout, axes: tuple[str, ...]) -> bool:
     """True if of the keys only those travel that the model chooses."""
     if not isinstance(layout, Layout):
