@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -192,8 +192,9 @@ def attention(
     want_lse, is_learned = return_lse or sinks is not None, learned is not None
     numbers = choice.numbers if isinstance(choice, ChosenKeys) else None
     if isinstance(choice, ChosenKeys) and _fetches(layout, axes):
-        extra = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
-        out, lse = _fetched(q, k, v, layout, axes, mask, length, extra, sinks, choice, expand)
+        asked = (want_lse, kernel, name, function, is_learned, choice, scale, softcap)
+        bind = functools.partial(_bound, layout, axes, mask, length, *asked)
+        out, lse = _fetched(bind, q, k, v, sinks, choice, expand)
     elif in_graph(q):
         q, k, v = as_autocast(q, k, v)  # a cast may leave the gradient out
         handle = _traced(
@@ -283,20 +284,16 @@ def _bound(
 
 @functools.partial(outside_graphs, reason="ranks fetch what they chose")
 def _fetched(
+    bind: Callable[..., BoundCall],
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    layout: Layout,
-    axes: tuple[str, ...],
-    mask: Mask | None,
-    length: Length | None,
-    extra: tuple,
     sinks: Tensor | None,
     choice: ChosenKeys,
     expand: Expand | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp where of the keys only those travel that queries of a rank chose."""
-    bound = _bound(layout, axes, mask, length, *extra, (q, k, v, sinks))
+    bound = bind((q, k, v, sinks))
     q, k, v = as_autocast(q, k, v)
     expansion = None if expand is None else as_expansion(expand)
     if expansion is not None and expansion.travel == "keys":
@@ -304,7 +301,7 @@ def _fetched(
     if expansion is not None:
         with refused_everywhere(bound.refuse):
             sizes = expansion.tried(k, v).sizes
-        bound = _bound(layout, axes, mask, length, *extra, (), sizes)
+        bound = bind((), sizes)
     return attend_fetched(bound, q, k, v, choice, expansion)
 
 
