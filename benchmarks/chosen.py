@@ -6,18 +6,21 @@
 The sizes are those of DeepSeek V3.2 (128 heads with keys of 128 + 64 and values of 128, made of
 512 + 64 numbers per token; index keys of 128, 2,048 chosen keys) and of DeepSeek V4 (entries of 512
 and index entries of 128 numbers, of 4 tokens each; entries of 128 tokens), in 16 bits. Bytes are
-those that one rank receives: transformers' own modules run on it, on hidden states without numbers,
-as one rank of torch's fake process group. That is the code of real ranks, through to the messages
-that it hands to torch. Plans and formulas say the same bytes, or nothing is written.
+those that one rank receives: transformers' own indexers and compressors, and `weft.attention`, run
+on it, on tensors without numbers, as one rank of torch's fake process group. That is the code of
+real ranks, through to the messages that it hands to torch. Plans and formulas say the same bytes,
+or nothing is written.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -27,8 +30,8 @@ from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
 from transformers.models.deepseek_v32 import modeling_deepseek_v32 as v32
 
 import weft
-from benchmarks.latents import DTYPE, HEADS, NOPE, ROPE, VALUES, counted, predicted
-from weft import Layout
+from benchmarks.latents import DTYPE, HEADS, LATENT, NOPE, ROPE, VALUES, Projection
+from weft import Expansion, Layout
 from weft._torch import fake_ranks
 from weft.inspect.words import nbytes
 from weft.relayout.windows import TakePass, Windows
@@ -169,6 +172,19 @@ def attended(
         return _received(call, lambda: weft.attention(q, k, v, *place, **options))
 
 
+def expanded(line: str, tokens: int, travel: Literal["keys", "latents"]) -> int:
+    """Bytes of causal attention whose keys and values, or whose latents, travel, by its plan."""
+    with _call(line, tokens) as call, torch.no_grad():
+        q, c, r = (
+            _states(call, heads, dim).transpose(1, 2)
+            for heads, dim in ((HEADS, NOPE + ROPE), (1, LATENT), (1, ROPE))
+        )
+        place = call.layout, "tokens", weft.Causal()
+        expand = Expansion(Projection(), travel=travel)
+        run = functools.partial(weft.attention, q, c, r, *place, length=tokens, expand=expand)
+        return sum(_received(call, run).values())
+
+
 def of_choice(line: str, tokens: int, queries: int, lists: bool) -> int:
     """Bytes by which so many queries choose by index heads, as the plan of `weft.choose` has them.
 
@@ -203,19 +219,14 @@ def _same(line: str, found: Bytes, wanted: Bytes) -> None:
 
 def row_of(line: str, tokens: int) -> Row:
     """All bytes of a layout, counted as predicted."""
-    both = predicted(line, tokens)
-    for travel, forecast in (("keys", both.keys), ("latents", both.latents)):
-        wanted = forecast.forward.traffic.bytes + forecast.backward.traffic.bytes
-        if counted(line, tokens, travel) != wanted:
-            raise RuntimeError(f"{line}: {travel} are not counted as predicted")
     chosen = attended(line, tokens, (HEADS, HEADS), (NOPE + ROPE, VALUES), count=V32.index_topk)
     wide, dims = (V4.num_attention_heads, 1), (V4.head_dim, V4.head_dim)
     near = attended(line, tokens, wide, dims, window=V4.sliding_window)
     return Row(
         line,
         tokens,
-        both.keys.forward.traffic.bytes,
-        both.latents.forward.traffic.bytes,
+        expanded(line, tokens, "keys"),
+        expanded(line, tokens, "latents"),
         index_keys(line, tokens)["index"],
         of_choice(line, tokens, tokens, True) if "ring=8" in line and "x" not in line else None,
         chosen.get("choice", 0),
@@ -273,9 +284,9 @@ INTRODUCTION = """# Bytes of layers that choose their keys
 
 Bytes that one rank, the second (of choices by lists the first), receives in one layer, in 16 bits,
 at the sizes of DeepSeek V3.2 and V4 (`benchmarks/chosen.py` names them). Every number was counted
-by a rank that ran the models' own modules on tensors without numbers, and is that of a plan or a
-formula to the byte. Attention has all of its tensors: under Ulysses and tiles queries and outputs
-travel, too.
+by a rank that ran the models' own indexers and compressors, and `weft.attention`, on tensors
+without numbers, and is that of a plan or a formula to the byte. Attention is causal and has all of
+its tensors: under Ulysses and tiles queries and outputs travel, too.
 
 """
 

@@ -123,7 +123,7 @@ BUGS = (
     Bug(
         "a rank of Ulysses expands the first heads",
         "weft/runtime/expand.py",
-        "_heads_of",
+        "heads_of",
         "at_rest.head_spans[0].start",
         "now.head_spans[0].start",
         "expand",
@@ -2303,6 +2303,22 @@ BUGS = (
         "bool(scores.isnan().any())",
         "False",
         "choosing",
+    ),
+    Bug(
+        "chosen latents are expanded for all heads beside Ulysses",
+        "weft/fetching/attend.py",
+        "attend_fetched",
+        "(picked(t, heads) for t in expand(k, v))",
+        "expand(k, v)",
+        "fetching",
+    ),
+    Bug(
+        "an error of a pass before counts as a pass",
+        "weft/comm/channel.py",
+        "Channel.__init__",
+        "transport.check_deferred()",
+        "(transport.next_pass(self.mesh_dims), transport.check_deferred())",
+        "transformers_consistency",
     ),
     Bug(
         "every query sees all that was fetched",

@@ -246,6 +246,21 @@ def test_ranks_that_choose_other_numbers_of_keys_are_refused() -> None:
         weft.on_threads(weft.Layout.load("lists-4"), work)
 
 
+def test_another_axis_on_one_rank_is_told_to_all() -> None:
+    layout, tensors = weft.Layout.load("lists-4"), drawn(8, False)
+
+    def work(transport: Transport) -> str:
+        mine = layout.on(transport)
+        local = [mine.shard(t, {"tokens": 2}) for t in tensors]
+        with pytest.raises(weft.WeftError) as caught:
+            weft.choose(*local, mine, "tokns" if transport.rank == 1 else "tokens", 3)
+        return str(caught.value)
+
+    said = run_threads(layout.mesh, work, timeout=10)
+    assert all("tokns" in text for text in said)
+    assert not any("sent nothing" in text for text in said)
+
+
 def test_masks_of_sequences_on_a_split_batch_are_refused() -> None:
     layout = weft.Layout.parse("batch: dp=2; tokens: ring=2")
     mask = weft.KeyPadding(torch.tensor([3, 4]))

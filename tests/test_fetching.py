@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import exact
 import pytest
 import torch
@@ -125,12 +127,20 @@ def test_rows_in_pieces_see_what_all_rows_do(monkeypatch) -> None:
     weft.on_threads(layout_of("zigzag"), work)
 
 
-def test_latents_are_fetched_and_expanded() -> None:
+#: Layouts whose chosen latents are expanded, and the rows of a choice of each sequence.
+OF_LATENTS = [("zigzag", 1), ("ulysses outside", 1), ("ulysses inside", 2), ("ulysses outside", 4)]
+
+
+@pytest.mark.parametrize(("name", "chosen_rows"), [("chosen-4", 1), *OF_LATENTS])
+def test_latents_are_fetched_and_expanded(name: str, chosen_rows: int) -> None:
     make = torch.Generator().manual_seed(3)
     up = torch.randn(5, 2 * 7, dtype=torch.float64, generator=make)
     q = torch.randn(2, 4, 13, 4, dtype=torch.float64, generator=make)
     c, r = (torch.randn(2, 1, 13, d, dtype=torch.float64, generator=make) for d in (5, 2))
-    numbers, dout = drawn(1, 1)[:2], torch.randn(2, 4, 13, 5, dtype=torch.float64, generator=make)
+    numbers, dout = (
+        drawn(chosen_rows, 1)[:2],
+        torch.randn(2, 4, 13, 5, dtype=torch.float64, generator=make),
+    )
 
     def run(layout: weft.Layout, travel: str):
         weight = up.clone().requires_grad_()
@@ -140,7 +150,7 @@ def test_latents_are_fetched_and_expanded() -> None:
             return torch.cat([both[..., :2], r.expand(-1, 2, -1, -1)], -1), both[..., 2:]
 
         local = [layout.shard(t, {"tokens": 2}).clone().requires_grad_() for t in (q, c, r)]
-        choice = weft.ChosenKeys(layout.shard(numbers, {"tokens": 2}))
+        choice = weft.ChosenKeys(layout.shard(numbers, {"tokens": 2}).contiguous())
         expansion = weft.Expansion(expand, [weight], travel=travel)
         with weft.traffic(layout) as report:
             out = weft.attention(
@@ -160,10 +170,12 @@ def test_latents_are_fetched_and_expanded() -> None:
                 close(part, layout.shard(wanted, {"tokens": 2}))
             close(summed, weight)
         assert moved["auto"] == moved["latents"]
-        assert moved["keys"].get("kv", 0) * 7 == moved["latents"].get("kv", 0) * 18
+        if name == "chosen-4":
+            assert moved["keys"].get("kv", 0) * 7 == moved["latents"].get("kv", 0) * 18
         return moved["latents"].get("kv", 0)
 
-    assert max(weft.on_threads(weft.Layout.load("chosen-4"), work))
+    layout = weft.Layout.load(name) if name == "chosen-4" else layout_of(name)
+    assert max(weft.on_threads(layout, work))
 
 
 # -- bytes ----------------------------------------------------------------------------------------
@@ -367,3 +379,30 @@ def _on_processes(rank: int, name: str) -> float:
 
 def test_real_processes_fetch_the_same(pool) -> None:
     assert max(pool.run(_on_processes, "chosen-4")) < 1e-12
+
+
+def test_a_rank_without_sequences_fetches_nothing() -> None:
+    declared = {
+        "mesh": {"dp": 2, "r": 2},
+        "shard": {"batch": ["dp"], "tokens": ["r"]},
+        "attend": {"tokens": [{"strategy": "chosen", "on": "r"}]},
+    }
+    q, numbers = torch.randn(1, 2, 8, 4, dtype=torch.float64), torch.arange(8).view(1, 1, 8, 1)
+
+    def work(layout: weft.Layout) -> None:
+        dims = {"batch": 0, "tokens": 2}
+        local = layout.shard(q, dims).clone().requires_grad_()
+        choice = weft.ChosenKeys(layout.shard(numbers, dims).contiguous())
+        out = weft.attention(local, local, local, layout, "tokens", choice=choice)
+        out.sum().backward()
+        close(out.detach(), layout.shard(q, dims))
+        assert local.grad.shape == local.shape
+
+    weft.on_threads(weft.Layout.from_dict(declared), work)
+
+
+def test_bounds_of_a_choice_of_each_head_are_refused() -> None:
+    layout, kind = layout_of("four ranks"), weft.ChosenKeys(drawn(HEADS, 1)).kind
+    problem = Problem.of("tokens", LENGTH, heads=HEADS, kv_heads=KV_HEADS, head_dim=4)
+    with pytest.raises(UnsupportedError, match="all heads of a key share"):
+        chosen_bounds(layout, replace(problem, choice=kind), 0)

@@ -31,6 +31,7 @@ OPTIONAL = {
     "weft_cli/": DRAWN,
     "weft_models/tables/": {"rich"},
     "weft_models/train/monitor": DRAWN,
+    "weft/kernels/by_rows": {"triton"},
     "weft/kernels/merge_triton": {"triton"},
     "weft/kernels/sum_triton": {"triton"},
     "weft/kernels/surrogate_triton": {"triton"},

@@ -425,6 +425,20 @@ def test_verify_compares_a_call_of_the_users(family):
         verify(built(family).float(), layout, batch={"input_ids": ids(torch.Generator(), 9)})
 
 
+def test_sound_that_training_masks_at_random_is_refused():
+    model = built("whisper")
+    wanted = model.eval()(**example("whisper")).loss.item()
+
+    def work(layout):
+        mine = weft.parallelize(copy.deepcopy(model), layout).train()
+        mine.config.apply_spec_augment, mine.config.mask_time_prob = True, 0.5
+        with pytest.raises(UnsupportedError, match="mask other frames of the same sound"):
+            mine(**example("whisper"))
+        assert mine.eval()(**example("whisper")).loss.item() == pytest.approx(wanted, rel=1e-11)
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), work)
+
+
 def test_verify_refuses_a_layout_that_splits_rows_too():
     with pytest.raises(DeclarationError, match="context group"):
         verify(built("t5").float(), Layout.parse("batch: dp=2; tokens: ring=2"))

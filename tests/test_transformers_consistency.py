@@ -270,6 +270,19 @@ def test_a_rank_that_refuses_ends_later_calls_on_all() -> None:
     raised(step, WeftError, "refused: ")
 
 
+def test_a_call_after_a_refused_one_is_right() -> None:
+    """Ranks count the same passes, also where the refusal of one ends a later call of the other."""
+
+    def step(model, rank):
+        first = once(model, IDS)
+        with pytest.raises(WeftError, match="refused: "):
+            once(model, IDS, **({"weft": weft.Causal()} if rank else {}))
+        torch.testing.assert_close(once(model, IDS), first)
+        return "right"
+
+    assert on_both(step) == ["right", "right"]
+
+
 def test_gradients_that_differ_end_their_backward_pass(ahead: bool) -> None:
     """An optimizer uses none of them; the first pass of equal ones runs through."""
 

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 from benchmarks import families
 from weft import parallelize, restore
+from weft_cli.commands import verify as verify_command
 from weft_integrations.transformers import interface, refused, shard_batch, verify, whole
 from weft_integrations.transformers.mark import Mark, Sharded
 from weft_integrations.transformers.running import running
@@ -765,3 +766,11 @@ def test_small_copy_of_a_model_that_fits_nowhere_is_verified(tmp_path):
     text = CliRunner().invoke(app, [*words, "--small"])
     assert text.exit_code == 0, text.output
     assert "exact, checked in" in text.output
+
+
+def test_layers_of_two_stacks_are_cut_each_by_its_number():
+    config = {"encoder_layers": 6, "decoder_layers": 12, "of_six": [0] * 6, "of_twelve": [0] * 12}
+    cut = verify_command._fewer_layers(config, 2)
+    assert [len(cut[name]) for name in ("of_six", "of_twelve")] == [2, 2]
+    with pytest.raises(DeclarationError, match="has decoder_layers = 12"):
+        verify_command._fewer_layers(config, 20)

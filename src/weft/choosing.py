@@ -15,6 +15,8 @@ Shapes: index queries (b i n d), index keys (b g m d), weights (b i n), numbers 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Sequence
 
@@ -25,12 +27,12 @@ from torch.distributed.tensor import DTensor
 from ._torch import outside_graphs
 from .choice import ChosenKeys
 from .comm.channel import refused_everywhere
-from .comm.collectives import gather_flat
+from .comm.collectives import gather_slices
 from .comm.origin import UNKNOWN, origin
 from .comm.transport import Messages, P2PBatch
 from .declare.mesh import index_at
 from .declare.placements import merge_top_k
-from .errors import DeclarationError, ShapeError, UnsupportedError
+from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .kernels import accumulate_dtype
 from .layout import Layout
 from .masks import FULL, Full, Mask, check_mask
@@ -104,7 +106,8 @@ def choose(
             " weft.Layout.single()"
         )
     transport, mask = layout.bound, FULL if mask is None else mask
-    moving = _moving(layout, axis)
+    with refused_everywhere(functools.partial(_refuse, layout)):
+        moving = _moving(layout, axis)
     where = origin() if moving and name is None else UNKNOWN
     refusing = Exchange(_CHOICE, _SUBJECT, transport, moving, "", "", False, where)
     with refused_everywhere(refusing.refuse):
@@ -148,6 +151,15 @@ def _moving(layout: Layout, axis: str) -> tuple[str, ...]:
     """Mesh dims along which anything of a choice travels."""
     dims = {*layout.key_dims(axis), *layout.list_dims(axis)}
     return tuple(d for d, size in layout.mesh.items() if size > 1 and d in dims)
+
+
+def _refuse(layout: Layout, error: WeftError) -> None:
+    """Tell the ranks that choose along an axis which this one does not name."""
+    for axis in layout.attend:
+        with contextlib.suppress(WeftError):
+            dims = _moving(layout, axis)
+            asked = _CHOICE, _SUBJECT, layout.bound, dims, "", "", False, UNKNOWN
+            return Exchange(*asked).refuse(error)
 
 
 def _check(iq: Tensor, ik: Tensor, weights: Tensor, top_k: int) -> None:
@@ -216,10 +228,10 @@ def _lists(
     )
     order = keys.argsort()  # of equal scores torch.topk takes those that it takes on one device
     keys, ik = keys[order], ik.index_select(2, order)
-    found = [
-        _best(plan, *_scores(iq[:, :, rows], ik, weights[:, :, rows], mask, queries[rows], keys))
-        for rows in _pieces(iq, len(keys))
-    ]
+    found = []
+    for rows in _pieces(iq, len(keys)):
+        some = iq[:, :, rows], ik, weights[:, :, rows]
+        found.append(_best(plan, _scores(*some, mask, queries[rows], keys), keys))
     kept = plan.sizes.count
     scores, places = (torch.cat(t, 1) for t in zip(*found)) if found else _nothing(iq, kept)
     return _merged(plan, transport, scores, places) if plan.lists else (scores, places)
@@ -231,11 +243,7 @@ def _of_ranks(
     """Tokens, in dim 2, of all ranks along mesh dims, one rank's after another's."""
     if not dims:
         return t
-    front = t.movedim(2, 0).contiguous()
-    width = math.prod(front.shape[1:])
-    sizes = [count(each) * width for each in spans]
-    parts = gather_flat(front.flatten(), sizes, dims, transport, "index")
-    return torch.cat(parts).view(-1, *front.shape[1:]).movedim(0, 2)
+    return gather_slices(t, 2, [count(each) for each in spans], dims, transport, "index")
 
 
 def _pieces(iq: Tensor, keys: int) -> list[slice]:
@@ -246,8 +254,8 @@ def _pieces(iq: Tensor, keys: int) -> list[slice]:
 
 def _scores(
     iq: Tensor, ik: Tensor, weights: Tensor, mask: Mask, queries: Tensor, keys: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Scores (b, rows, m) of a few queries by the keys at hand, and the keys' positions."""
+) -> Tensor:
+    """Scores (b, rows, m) of a few queries by the keys at hand."""
     dtype = accumulate_dtype(iq.dtype)
     heads = iq.to(dtype).unflatten(1, (ik.shape[1], -1)) @ ik.to(dtype).mT.unsqueeze(2)
     scores = (heads.relu() * weights.to(dtype).unflatten(1, (ik.shape[1], -1))[..., None]).sum(
@@ -258,7 +266,7 @@ def _scores(
         zero = torch.zeros((), dtype=torch.int64, device=iq.device)
         where = samples[:, None, None], zero, queries[None, :, None], keys[None, None]
         scores = scores.masked_fill(~mask.allowed(*where), -torch.inf)
-    return scores, keys
+    return scores
 
 
 def _best(plan: ListPlan, scores: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

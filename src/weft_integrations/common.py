@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
@@ -12,7 +11,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from weft.comm.collectives import gather_flat, partial_to_replicate, scale_backward
+from weft.comm.collectives import gather_slices, partial_to_replicate, scale_backward
 from weft.comm.once_differentiable import once
 from weft.declare.layout_file import HEADS
 from weft.declare.mesh import index_at
@@ -209,11 +208,7 @@ class _OfAll(torch.autograd.Function):
         dims: tuple[str, ...],
         label: str,
     ) -> Tensor:
-        front = x.movedim(dim, 0).contiguous()
-        width = math.prod(front.shape[1:])
-        sizes = [len(each) * width for each in places]
-        flat = torch.cat(gather_flat(front.flatten(), sizes, dims, layout.bound, label))
-        rows = flat.view(-1, *front.shape[1:])
+        rows = gather_slices(x, dim, [*map(len, places)], dims, layout.bound, label).movedim(dim, 0)
         order = torch.cat(places).to(x.device)
         ctx.dim, ctx.layout, ctx.dims = dim, layout, dims
         ctx.own = places[index_at(layout.mesh, dims, layout.coords)]

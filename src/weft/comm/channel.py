@@ -71,6 +71,8 @@ class Channel:
         self.what, self.digest, self.detail, self.kind = label, digest, detail, kind
         self.subject, self.origin = subject, origin
         self.deferred = kind is not None and transport.agreed_before(kind)
+        if self.mesh_dims:
+            transport.check_deferred()  # what it raises is no pass: tags stay those of other ranks
         number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
         self.number = number
         self.tag = _tag(digest, number) if self.mesh_dims else 0
@@ -78,7 +80,6 @@ class Channel:
         self._posted: list[Callable[[], None]] = []  # and not waited for yet
         if self.mesh_dims:
             transport.note_call(label, number, self.mesh_dims, self.tag, detail)
-            transport.check_deferred()
             self._answer = transport.vote(
                 self.mesh_dims, digest if vote is None else vote, origin.numbers
             )

@@ -117,13 +117,10 @@ class _Gather(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, dim: int, mesh_dim: str, transport: Transport, name: str | None
     ) -> Tensor:
-        front = x.movedim(dim, 0).contiguous()
-        counts = _agreed_counts(front, dim, mesh_dim, transport, name)
-        sizes = [n * math.prod(front.shape[1:]) for n in counts]
-        parts = gather_flat(front.flatten(), sizes, (mesh_dim,), transport, "gather")
+        counts = _agreed_counts(x.movedim(dim, 0), dim, mesh_dim, transport, name)
         ctx.dim, ctx.own = dim, transport.coords[mesh_dim]
         ctx.counts = counts
-        return torch.cat(parts).view(sum(counts), *front.shape[1:]).movedim(0, dim)
+        return gather_slices(x, dim, counts, (mesh_dim,), transport, "gather")
 
     @staticmethod
     @once("a gather of ranks")
@@ -158,6 +155,7 @@ def _agreed_counts(
     where = origin() if name is None else UNKNOWN
     detail = f"{front.dtype}, dim {dim}, the others {tuple(front.shape[1:])}, name {name!r}"
     local = json.dumps([detail, where.path, where.site, len(front)])
+    transport.check_deferred()
     answer = transport.vote((mesh_dim,), number_of(_GATHER))  # ranks in another call vote first
     text = f"{_GATHER}, {where.after(detail)}{NUMBERS}{local}"
     texts = transport.all_gather_text(text, (mesh_dim,))
@@ -199,3 +197,21 @@ def gather_flat(
             first = start
         inner *= size
     return parts
+
+
+def gather_slices(
+    x: Tensor,
+    dim: int,
+    rows: Sequence[int],
+    dims: Sequence[str],
+    transport: Messages,
+    label: str,
+) -> Tensor:
+    """The slices along `dim` of all ranks along mesh dims, one rank's after another's.
+
+    `rows` are how many every rank has. What is returned is contiguous with `dim` in front.
+    """
+    front = x.movedim(dim, 0).contiguous()
+    sizes = [n * math.prod(front.shape[1:]) for n in rows]
+    parts = gather_flat(front.flatten(), sizes, dims, transport, label)
+    return torch.cat(parts).view(sum(rows), *front.shape[1:]).movedim(0, dim)

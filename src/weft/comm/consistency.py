@@ -35,9 +35,9 @@ def compare_names(parameters: Mapping[str, Tensor], transport: Transport) -> Non
         return
     described = [_described(name, p) for name, p in parameters.items()]
     text = json.dumps(described)
+    transport.check_deferred()
     number = transport.next_pass(dims)  # it counts as a pass, or later ones had other tags
     transport.note_call(_CALL, number, dims, 0, lambda: f"{len(described)} parameters")
-    transport.check_deferred()
     if transport.vote(dims, number_of(text))():
         return
     calls = transport.all_gather_text(_CALL, dims)  # another rank may be in another call

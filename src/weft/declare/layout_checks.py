@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -153,15 +153,7 @@ def _check_carried(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...])
         where = f"carry.{axis}: strategy {binding.strategy.name!r}"
         if binding.choice_rules:
             raise DeclarationError(f"{where} chooses keys: name it in [choose]")
-        for mesh_dim in binding.on.values():
-            if mesh_dim not in split:
-                raise DeclarationError(
-                    f"{where}: mesh dim {mesh_dim!r} does not split the axis, so that no state"
-                    f" crosses its ranks; {list(split)} do"
-                )
-            if mesh_dim in claimed:
-                raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} is claimed twice")
-            claimed.add(mesh_dim)
+        _claim(where, binding, split, claimed, "no state crosses its ranks")
         for rule in binding.rules.values():
             if not rule.query.compute == rule.key.compute == Shard(HEAD):
                 raise DeclarationError(
@@ -187,7 +179,7 @@ def _check_carried(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...])
 
 
 def _check_chosen(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...]) -> None:
-    split, claimed = layout.shard.get(axis, ()), set()
+    split, claimed = layout.shard.get(axis, ()), set[str]()
     for binding in bindings:
         where = f"choose.{axis}: strategy {binding.strategy.name!r}"
         if not binding.choice_rules:
@@ -195,15 +187,22 @@ def _check_chosen(layout: LayoutFile, axis: str, bindings: tuple[Binding, ...]) 
                 f"{where} chooses no keys; a strategy of [choose] has rules of 'index' and"
                 " 'choice', as 'choose_lists' has"
             )
-        for mesh_dim in binding.on.values():
-            if mesh_dim not in split:
-                raise DeclarationError(
-                    f"{where}: mesh dim {mesh_dim!r} does not split the axis, so that no index key"
-                    f" is missing along it; {list(split)} do"
-                )
-            if mesh_dim in claimed:
-                raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} is claimed twice")
-            claimed.add(mesh_dim)
+        _claim(where, binding, split, claimed, "no index key is missing along it")
+
+
+def _claim(
+    where: str, binding: Binding, split: Collection[str], claimed: set[str], why: str
+) -> None:
+    """Add the mesh dims of a binding to the claimed ones; each splits the axis, once."""
+    for mesh_dim in binding.on.values():
+        if mesh_dim not in split:
+            raise DeclarationError(
+                f"{where}: mesh dim {mesh_dim!r} does not split the axis, so that {why};"
+                f" {list(split)} do"
+            )
+        if mesh_dim in claimed:
+            raise DeclarationError(f"{where}: mesh dim {mesh_dim!r} is claimed twice")
+        claimed.add(mesh_dim)
 
 
 def _check_rest(layout: LayoutFile, where: str, mesh_dim: str, rule: Rule, attended: bool) -> None:

@@ -37,6 +37,7 @@ from ..plan.sides import Side
 from ..runtime import choices
 from ..runtime.autocast import without_autocast
 from ..runtime.calls import BoundCall
+from ..runtime.expand import heads_of, picked
 from .fetch import Fetch, FetchPass, FetchPlan, Partition, fetch_plan, slot_rows
 from .rectangles import Rectangle, RectangleAttention, Rectangles
 from .resharding import FetchedCall
@@ -93,7 +94,8 @@ def attend_fetched(
     came = Fetch.apply(k, v, moving, rows, passes)
     k, v = (t[:, 0, :, :, 0] for t in came)  # b g s d
     if expand is not None:
-        k, v = expand(k, v)
+        heads = heads_of(plan)
+        k, v = (picked(t, heads) for t in expand(k, v))
     out, lse = _attended(plan, bound, asked, upload(slots[:, :, 0], q.device), q, k, v)
     out, lse = passes.to_rest(out, lse)
     channel.finish()
@@ -137,7 +139,7 @@ class _Asked:
             local = positions(plan.compute.query.head_spans, numbers.device)
             choosers = (local - rest[0].start) * kind.rows // plan.problem.heads
             if kind.rows < plan.problem.heads:  # one choice for the heads of a key/value head
-                groups = plan.compute.key.heads if expanded is None else expanded.heads
+                groups = plan.compute.key.heads if expanded is None else len(heads_of(plan))
                 choosers = choosers[:: heads // groups]
             numbers = numbers.index_select(1, choosers)
             routes = 1 if expanded is not None else kv_heads
@@ -170,7 +172,7 @@ class _Asked:
         """(b, R, J): keys that some query of a route chose."""
         b, blocks = len(self.numbers), self.blocks
         marks = torch.zeros(b, self.routes, blocks + 1, dtype=torch.bool, device=self.places.device)
-        flat = self.numbers.reshape(b, self.routes, -1)
+        flat = self.numbers.unflatten(1, (self.routes, -1)).flatten(2)
         marks.scatter_(-1, torch.where(flat < 0, blocks, flat), True)
         return marks.index_select(-1, self.places // self.block)
 

@@ -123,12 +123,14 @@ def chosen_bounds(layout: LayoutDeclaration, problem: Problem, rank: int) -> lis
         rank: whose bytes.
 
     Raises:
-        UnsupportedError: rules beside which keys are not fetched, a choice of blocks, or a mask
-            that differs between sequences.
+        UnsupportedError: rules beside which keys are not fetched, a choice of blocks or of
+            each query head, or a mask that differs between sequences.
     """
     dims, kind = check_fetched(layout, problem.axes), problem.choice
     if kind is None or kind.block > 1 or problem.mask.per_sample:
         raise UnsupportedError("bounds are of choices of single keys, with one mask for all")
+    if kind.rows > (problem.kv_heads if problem.expanded is None else 1):
+        raise UnsupportedError("bounds are of choices that all heads of a key share")
     plan = plan_for(layout, problem, rank)
     queries, keys = (Partition.of_tokens(plan, dims, side) for side in Side)
     p, entry = plan.problem, plan.compute.key

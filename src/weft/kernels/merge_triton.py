@@ -18,8 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Elements that one program merges.
-TILE = 4096
+from .by_rows import launch
 
 
 def merge_into(local: Tensor, local_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -36,17 +35,9 @@ def merge_several(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor
 
     All tensors may be strided, and of any dtype; the first part may be what is written.
     """
-    b, h, n, e = out.shape
-    if out.numel() == 0:
-        return
-    width = triton.next_power_of_2(e)
-    rows = max(1, TILE // width)
-    blocks = triton.cdiv(n, rows)
     three = (*parts, parts[-1], parts[-1])[:3]
     tensors = [out, lse, *(t for part in three for t in part)]
-    strides = [s for t in tensors for s in t.stride()]
-    sizes = {"ROWS": rows, "WIDTH": width, "COUNT": len(parts)}
-    _merge[(blocks * b * h,)](*tensors, *strides, h, n, e, blocks, **sizes)
+    launch(_merge, tensors, out, COUNT=len(parts))
 
 
 # fmt: off

@@ -15,8 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: Elements that one program adds.
-TILE = 4096
+from .by_rows import launch
 
 
 def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
@@ -24,29 +23,12 @@ def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
 
     All tensors may be strided, and of any dtype; the first part may be what is written.
     """
-    b, h, n, d = total.shape
-    if total.numel() == 0:
-        return
-    width = triton.next_power_of_2(d)
-    rows = max(1, TILE // width)
-    blocks = triton.cdiv(n, rows)
-    tensors = [total, *(*parts, parts[-1], parts[-1])[:3]]
-    strides = [s for t in tensors for s in t.stride()]
-    sizes = {"ROWS": rows, "WIDTH": width, "COUNT": len(parts)}
-    _sum[(blocks * b * h,)](*tensors, *strides, h, n, d, blocks, **sizes)
+    launch(_sum, [total, *(*parts, parts[-1], parts[-1])[:3]], total, COUNT=len(parts))
 
 
 def fused_row_sums(dout: Tensor, out: Tensor, delta: Tensor) -> None:
     """Write rowsum(dout * out) of rows (b, h, n, e), in fp32, to delta (b, h, n)."""
-    b, h, n, e = out.shape
-    if delta.numel() == 0:
-        return
-    width = triton.next_power_of_2(e)
-    rows = max(1, TILE // width)
-    blocks = triton.cdiv(n, rows)
-    strides = [s for t in (dout, out, delta) for s in t.stride()]
-    sizes = {"ROWS": rows, "WIDTH": width}
-    _row_sums[(blocks * b * h,)](dout, out, delta, *strides, h, n, e, blocks, **sizes)
+    launch(_row_sums, [dout, out, delta], out)
 
 
 # fmt: off

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .by_rows import launch
+
 #: Elements that one program computes.
 TILE = 2048
 
@@ -25,17 +27,8 @@ def fused_surrogate_out(dout: Tensor, delta: Tensor, carriers: int) -> Tensor:
     entries of a row take the rounding errors of the others.
     """
     out = torch.empty_like(dout)
-    b, h, n, e = dout.shape
-    if out.numel() == 0:
-        return out
-    width = triton.next_power_of_2(e)
-    rows = max(1, TILE // width)
-    blocks = triton.cdiv(n, rows)
-    strides = [s for t in (dout, delta, out) for s in t.stride()]
-    _surrogate[(blocks * b * h,)](
-        *(dout, delta, out, *strides, h, n, e, blocks),
-        **{"ROWS": rows, "WIDTH": width, "CARRIERS": min(carriers, e), "enable_fp_fusion": False},
-    )
+    options = {"CARRIERS": min(carriers, dout.shape[3]), "enable_fp_fusion": False}
+    launch(_surrogate, [dout, delta, out], dout, TILE, **options)
     return out
 
 

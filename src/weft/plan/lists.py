@@ -74,11 +74,6 @@ class ListPlan:
         """Coordinates of the rank."""
         return coordinates(dict(self.mesh), self.rank)
 
-    @property
-    def moving(self) -> tuple[str, ...]:
-        """Mesh dims along which anything travels, outermost first."""
-        return tuple(d for d, size in self.mesh if size > 1 and d in (*self.rows, *self.lists))
-
     def own_queries(self, coords: dict[str, int]) -> Spans:
         """Positions of the queries of the rank at `coords`."""
         return self.queries[index_at(dict(self.mesh), self.query_dims, coords)]

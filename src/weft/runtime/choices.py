@@ -12,13 +12,9 @@ Shapes: numbers (b r n K), n the rows.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
-import torch
 from torch import Tensor
 
-from ..comm.collectives import gather_flat
+from ..comm.collectives import gather_slices
 from ..comm.transport import Messages
 from ..plan.choices import NUMBER
 from ..plan.plan import Plan
@@ -38,18 +34,8 @@ def to_tile(plan: Plan, transport: Messages, numbers: Tensor) -> Tensor | None:
                 numbers = numbers.index_select(2, sort_index(arrival, numbers.device))
             continue
         with mark_move(plan, "choice", dims):
-            numbers = _gathered(transport, numbers, dims, rows)
+            numbers = gather_slices(numbers, 2, rows, dims, transport, "choice")
     return numbers.clone() if not numbers.is_contiguous() else numbers
-
-
-def _gathered(
-    transport: Messages, numbers: Tensor, dims: tuple[str, ...], rows: Sequence[int]
-) -> Tensor:
-    """The rows of all ranks along mesh dims, one after another."""
-    front = numbers.movedim(2, 0).contiguous()
-    width = math.prod(front.shape[1:])
-    parts = gather_flat(front.flatten(), [n * width for n in rows], dims, transport, "choice")
-    return torch.cat(parts).view(sum(rows), *front.shape[1:]).movedim(0, 2)
 
 
 __all__ = ["to_tile"]

@@ -259,7 +259,7 @@ class ExpandedChunk:
 
     def __init__(self, expander: Expander, plan: Plan, backward: bool) -> None:
         self.expander, self.plan, self.backward = expander, plan, backward
-        self.heads = _heads_of(plan)
+        self.heads = heads_of(plan)
         self.numbers: tuple[int, ...] = ()
         self.leaves: list[Tensor] = []
         self.made: tuple[Tensor, Tensor] | None = None
@@ -274,7 +274,7 @@ class ExpandedChunk:
                 self.leaves = [t.detach().requires_grad_() for t in (c, r)]
             with torch.set_grad_enabled(self.backward):
                 k, v = self.expander(*self.leaves)
-                self.made = _picked(k, self.heads), _picked(v, self.heads)
+                self.made = picked(k, self.heads), picked(v, self.heads)
         k, v = self.made
         return k.detach(), v.detach()
 
@@ -309,7 +309,7 @@ class ExpandedChunk:
         return self.numbers, dc, dr
 
 
-def _heads_of(plan: Plan) -> list[int]:
+def heads_of(plan: Plan) -> list[int]:
     """The expanded heads that this rank's queries see, as many queries to each of them."""
     p = plan.problem
     assert p.expanded is not None
@@ -320,11 +320,13 @@ def _heads_of(plan: Plan) -> list[int]:
     return [head for head, count in seen.items() for _ in range(count // each)]
 
 
-def _picked(t: Tensor, heads: list[int]) -> Tensor:
+def picked(t: Tensor, heads: list[int]) -> Tensor:
     """Some heads, as a view where they are consecutive."""
     if heads == [*range(heads[0], heads[-1] + 1)]:
         return t[:, heads[0] : heads[-1] + 1]
     return t[:, heads]
 
 
-__all__ = ["Expand", "ExpandedChunk", "Expander", "Expansion", "as_expansion"]
+__all__ = [
+    *("Expand", "ExpandedChunk", "Expander", "Expansion", "as_expansion", "heads_of", "picked"),
+]

@@ -35,7 +35,7 @@ from weft.plan.sides import Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_models.declare.model_file import ModelSpec
 from weft_models.routing.attention import blocks_per_rank, check_routed
-from weft_models.routing.bounds import ring_bytes, routed_bounds
+from weft_models.routing.bounds import routed_bounds
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options
 from weft_planner.flow import Timing, replayed
@@ -348,12 +348,8 @@ def _print_routed(layout: Layout, axis: str, problem: Problem) -> None:
         highlight=False,
     )
     _print_bounds(layout, lambda rank: routed_bounds(layout, problem, routing, rank))
-    as_ring = words.nbytes(ring_bytes(layout, problem, 0))
-    out.print(
-        f"Which blocks travel depends on the router's weights. All of them would be {as_ring} to "
-        "rank 0, forward, as in a ring.",
-        highlight=False,
-    )
+    (first,) = plans_for(layout, problem, [0])
+    _print_as_ring(problem, first, "Which blocks travel depends on the router's weights.")
 
 
 def _print_chosen(layout: Layout, axis: str, problem: Problem) -> None:
@@ -369,12 +365,16 @@ def _print_chosen(layout: Layout, axis: str, problem: Problem) -> None:
     )
     with console().status("counting"), options.still_here("counting the keys that queries see"):
         _print_bounds(layout, lambda rank: chosen_bounds(layout, problem, rank))
+    _print_as_ring(problem, first, "Which keys travel depends on the choices.")
+
+
+def _print_as_ring(problem: Problem, first: Plan, why: str) -> None:
+    """Bytes that rank 0 would receive if all keys travelled."""
     entry, p = first.compute.key, first.problem
     keys = problem.m - count(entry.spans)
     as_ring = keys * entry.batch * entry.heads * sum(p.dims(Side.KEY)) * p.dtype.itemsize
-    out.print(
-        f"Which keys travel depends on the choices. All of them would be {words.nbytes(as_ring)} to"
-        " rank 0, forward, as in a ring.",
+    console().print(
+        f"{why} All of them would be {words.nbytes(as_ring)} to rank 0, forward, as in a ring.",
         highlight=False,
     )
 

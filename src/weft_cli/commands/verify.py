@@ -226,9 +226,10 @@ def _fewer_layers(config: dict[str, Any], layers: int) -> dict[str, Any]:
     named = {n: v for n in _LAYERS if isinstance(v := config.get(n), int)}
     total = max(named.values(), default=None)
     if total is None or layers > total:
-        name = next(iter(named), _LAYERS[0])
+        name = max(named, key=named.__getitem__, default=_LAYERS[0])
         raise DeclarationError(f"--layers {layers}: the configuration has {name} = {total}")
+    lengths = named.values()
     cut = {
-        k: v[:layers] if isinstance(v, list) and len(v) == total else v for k, v in config.items()
+        k: v[:layers] if isinstance(v, list) and len(v) in lengths else v for k, v in config.items()
     }
     return cut | {name: min(layers, number) for name, number in named.items()}

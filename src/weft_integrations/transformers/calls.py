@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import EncoderDecoderCache
 
 from weft._digest import number_of
 from weft._torch import outside_graphs
@@ -89,6 +90,8 @@ _NO_LAST_STATES = (
     " rows"
 )
 #: Why the cache of an output that one device would have is not there.
+#: Caches that hold a prompt only if `generate` made them, or weft did.
+_OF_GENERATE = ShardedCache, EncoderDecoderCache
 _MAKE_ONE = "cache=weft.ShardedCache(model) in every call of a loop gives one"
 _NOT_MADE = "a call makes none"
 _IN_A_GRAPH = (
@@ -192,6 +195,7 @@ class Calls:
         self.masks_see_positions = flash or masks_see_positions(model)
         self.scaling = next(filter(scales_by_masked, model.modules()), None)
         split = [model if decoder is None else decoder] if stacks is None else stacks.split
+        self.sound_maskers = refused.sound_maskers(model)
         self.droppers = [m for part in split for m in refused.layer_droppers(part)]
         self.recurrent, self.of_rows = list(recurrent), list(of_rows)
         self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
@@ -219,6 +223,7 @@ class Calls:
             refused.transform(type(module).__name__)
             refused.another_attention(self.configured, self.implementation)
             refused.layer_drop(self.droppers, self.layout, self.axis)
+            refused.masked_sound(self.sound_maskers, self.layout, self.axis)
             refused.replaced_layers([*self.recurrent, *self.of_rows])
             refuse_scaled_by_tensor(module, self.layout, self.axis)
             compared = self._compared(module, kwargs)
@@ -248,7 +253,7 @@ class Calls:
             if self.whole and not isinstance(call, WeftError):
                 verdict = f"{verdict}; {call.how}"
             channel = self.agree(self._subject, verdict, state, kind)
-        elif self.whole:
+        elif not isinstance(call, WeftError) and call.cache is not None:
             state = compared.arrive()
         if isinstance(call, WeftError):
             raise call
@@ -409,7 +414,7 @@ class Calls:
         if not self.whole:
             return consistency.of_local_rows(module, self.all_weights)
         caches = (kwargs.get(n) for n in CACHES)
-        held = any(isinstance(c, ShardedCache) and c.get_seq_length() for c in caches)
+        held = any(isinstance(c, _OF_GENERATE) and c.get_seq_length() for c in caches)
         if self.generating and held:
             return consistency.of_tokens(kwargs)
         return consistency.of_call(module, kwargs, self.all_weights)
@@ -602,7 +607,8 @@ class Calls:
         if not self.splits_inside:
             look = self.masks_see_positions and not cached
             local = rows.cut(local, self.layout, self.axis, look, self.encoder)
-            self._check_padding(kwargs, local["weft"], module)
+            labelled = losses.without_padding(kwargs) if self.shifts_by_mask else kwargs
+            self._check_padding(labelled, local["weft"], module)
         call = self._complete(local, local.pop("weft", Batch()), type(module).__name__, past)
         call.outputs = rows.Outputs(self.layout, self.axis, self.entered, self.pooled)
         if self.shifts_by_mask:

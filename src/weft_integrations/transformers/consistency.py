@@ -165,7 +165,7 @@ def of_call(model: nn.Module, kwargs: Mapping[str, Any], weights_of: AllWeights)
 
 def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
     """The state of a token of `generate`, which made the rest of the same tokens."""
-    names = "input_ids", "inputs_embeds"
+    names = [f"{part}{n}" for part in ("", "decoder_") for n in ("input_ids", "inputs_embeds")]
     return _of({n: kwargs[n] for n in names if kwargs.get(n) is not None}, [], [])
 
 

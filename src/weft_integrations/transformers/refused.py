@@ -6,7 +6,7 @@ Most of these would give every rank an answer over its own chunk alone, without 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -254,6 +254,10 @@ def documents(lengths: tuple[int, ...] | None, scaling: nn.Module | None) -> Non
         )
 
 
+#: Methods that mask sound at random, by numpy's generator, of which every rank has its own.
+_MASKS_SOUND = ("_mask_input_features", "_mask_hidden_states")
+
+
 def layer_droppers(model: Foreign) -> list[nn.Module]:
     """The modules that drop whole layers at random in training, if they are told to."""
     return [
@@ -261,6 +265,24 @@ def layer_droppers(model: Foreign) -> list[nn.Module]:
         for module in model.modules()
         if "layerdrop" in vars(module) or "DropPath" in type(module).__name__
     ]
+
+
+def sound_maskers(model: Foreign) -> list[nn.Module]:
+    """The modules that mask sound at random in training, if their configuration tells them to."""
+    return [m for m in model.modules() if any(hasattr(m, name) for name in _MASKS_SOUND)]
+
+
+def masked_sound(modules: Sequence[nn.Module], layout: Layout, axis: str) -> None:
+    """Raise where ranks would mask other frames of the same sound."""
+    for module in modules if layout.size(axis) > 1 else ():
+        config: Any = module.config
+        probabilities = (getattr(config, f"mask_{side}_prob", 0.0) for side in ("time", "feature"))
+        if module.training and getattr(config, "apply_spec_augment", False) and any(probabilities):
+            raise UnsupportedError(
+                f"{type(module).__name__}: apply_spec_augment in training: every rank would mask"
+                " other frames of the same sound; set model.config.apply_spec_augment = False, and"
+                " mask features before the call"
+            )
 
 
 def layer_drop(modules: Sequence[nn.Module], layout: Layout, axis: str) -> None:

@@ -7,16 +7,13 @@ and take blocks that are here already where they may; the most where they all ta
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
-from weft.declare.mesh import coordinates, index_at
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
 from weft.fetching.bounds import ByteBounds, dense, fetch_bounds
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
-from weft.plan.order import count
 from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
@@ -89,19 +86,4 @@ def _head_dims(plan: Plan) -> list[str]:
     return [d for d, r in plan.rules.items() if r.role is Role.HEAD and plan.sizes[d] > 1]
 
 
-def ring_bytes(layout: Layout, problem: Problem, rank: int) -> int:
-    """Keys and values that the rank would receive if all blocks travelled, forward."""
-    dims = check_routed(layout, problem.axes, problem.mask)
-    plan = plan_for(layout, problem, rank)
-    _, keys = all_blocks(plan, dims, 1)
-    index = index_at(layout.mesh, dims, coordinates(layout.mesh, rank))
-    tokens = sum(count(spans) for i, spans in enumerate(keys) if i != index)
-    p, entry = plan.problem, plan.compute.key
-    return (
-        tokens
-        * math.prod((entry.batch, entry.heads, p.head_dim + p.value_dim))
-        * (p.dtype.itemsize)
-    )
-
-
-__all__ = ["ring_bytes", "routed_bounds"]
+__all__ = ["routed_bounds"]
