@@ -108,8 +108,8 @@ def test_a_block_that_computes_before_its_chunks_came_is_noticed(monkeypatch) ->
 def test_a_sent_tensor_that_is_written_to_is_noticed(monkeypatch) -> None:
     start = tile_run.TransferBatch.start
 
-    def spoiled(self, transport, step: int) -> None:
-        start(self, transport, step)
+    def spoiled(self, transport) -> None:
+        start(self, transport)
         for _, t in self.sends:
             late.poison(t)
 

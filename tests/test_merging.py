@@ -17,7 +17,7 @@ from weft.runtime.merging import PartialOutput, PartialSum
 def accumulated(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     total = PartialOutput(tuple(outs.shape[1:]), outs[0], lses.dtype)
     for out, lse in zip(outs, lses):
-        total.add(0, outs.shape[3], out, lse)
+        total.add(0, outs.shape[3], (out, lse))
     return total.result()
 
 
@@ -54,12 +54,13 @@ def test_merged_rows_are_zero_or_of_the_seeing_part(merge):
 def test_parts_of_a_gradient_are_added_in_the_accumulation_dtype(first):
     """Each later part would vanish in bf16, where 1 + 2^-9 is 1."""
     shape, bf16 = (1, 1, 4, 1), torch.bfloat16
-    total = PartialSum(shape, torch.zeros(shape, dtype=bf16), torch.float32)
+    total = PartialSum(4, (torch.zeros(shape, dtype=bf16),), torch.float32)
     for low, high in first:
-        total.add(low, high, torch.ones(1, 1, high - low, 1, dtype=bf16))
+        total.add(low, high, (torch.ones(1, 1, high - low, 1, dtype=bf16),))
     for _ in range(64):
-        total.add(0, 4, torch.full(shape, 2.0**-9, dtype=bf16))
-    assert total.result().flatten().tolist() == [1 + 64 * 2.0**-9] * 4
+        total.add(0, 4, (torch.full(shape, 2.0**-9, dtype=bf16),))
+    (found,) = total.result()
+    assert found.flatten().tolist() == [1 + 64 * 2.0**-9] * 4
 
 
 #: Rows of parts in the order in which they come, of 8.
@@ -94,13 +95,13 @@ def test_held_parts_have_the_bits_of_parts_that_come_singly(
     if not counted:  # slices of larger tensors, whose memory is not kept
         parts = [(a, b, *(torch.stack([t, t])[0] for t in both)) for a, b, *both in parts]
 
-    def total(**held) -> tuple[Tensor, Tensor, Tensor]:
+    def total(**held) -> tuple[Tensor, ...]:
         out = PartialOutput(shape, like, torch.float32, **held)
-        grad = PartialSum(shape, like, torch.float32, **held)
+        grad = PartialSum(8, (like, like[..., :3]), torch.float32, **held)
         for low, high, part, lse in parts:
-            out.add(low, high, part, lse)
-            grad.add(low, high, part)
-        return (*out.result(), grad.result())
+            out.add(low, high, (part, lse))
+            grad.add(low, high, (part, part[..., :3]))
+        return (*out.result(), *grad.result())
 
     wanted = total()
     met = merged_by_torch.planted(monkeypatch)
@@ -113,8 +114,8 @@ def test_held_parts_have_the_bits_of_parts_that_come_singly(
 def test_more_parts_than_were_counted_are_refused(monkeypatch) -> None:
     """The result is rounded by then."""
     merged_by_torch.planted(monkeypatch)
-    total = PartialSum((1, 1, 2, 1), torch.zeros(1, 1, 2, 1).bfloat16(), torch.float32, parts=2)
-    part = torch.ones(1, 1, 2, 1).bfloat16()
+    total = PartialSum(2, (torch.zeros(1, 1, 2, 1).bfloat16(),), torch.float32, parts=2)
+    part = (torch.ones(1, 1, 2, 1).bfloat16(),)
     total.add(0, 2, part)
     total.add(0, 2, part)
     with pytest.raises(AssertionError, match="more parts than the plan has"):

@@ -58,7 +58,8 @@ def _past_modes(op: Callable) -> Callable:
     return call
 
 
-cpu_flash_forward = _past_modes(torch.ops.aten._scaled_dot_product_flash_attention_for_cpu)
+#: As `F.scaled_dot_product_attention` calls it: `torch.ops` takes 2 us more.
+cpu_flash_forward = _past_modes(torch._scaled_dot_product_flash_attention_for_cpu)
 cpu_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 cuda_flash_forward = _past_modes(torch.ops.aten._flash_attention_forward)
 cuda_flash_backward = torch.ops.aten._flash_attention_backward
@@ -255,15 +256,27 @@ def averaged_over(model: torch.nn.Module) -> list[int]:
     return []
 
 
+_level_of_transforms = torch._C._functorch.maybe_current_level
+
+
 def in_transform() -> bool:
     """True inside a transform of `torch.func`."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return _level_of_transforms() is not None
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+#: `any_autocast()`: True inside `torch.autocast` of any kind of device.
+any_autocast = torch._C._is_any_autocast_enabled
 
 
 def dispatched(*tensors: Tensor) -> bool:
     """True if a mode or a tensor's class intercepts the ops that run on it."""
-    plain = all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_meta for t in tensors)
-    return not plain or torch._C._len_torch_dispatch_stack() > 0
+    for t in tensors:  # a generator takes three times as long
+        if type(t) not in _PLAIN or t.is_meta:
+            return True
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def wrapper(
@@ -306,10 +319,11 @@ def traced(tensor: Tensor) -> bool:
 def in_graph(tensor: Tensor) -> bool:
     """True if ops on a tensor go into a graph, of `torch.compile` or `torch.export`.
 
-    `torch.compiler.is_compiling` alone is true wherever another thread compiles.
+    `torch.compiler.is_compiling` alone is true wherever another thread compiles; it reads this
+    flag.
     """
     compiler = torch.compiler
-    return compiler.is_dynamo_compiling() or (compiler.is_compiling() and traced(tensor))
+    return compiler.is_dynamo_compiling() or (compiler._is_compiling_flag and traced(tensor))
 
 
 class Observed(TorchDispatchMode):

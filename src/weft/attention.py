@@ -255,7 +255,7 @@ def _bound(
         and not learned
         and choice is None
         and layout.__class__ is Layout
-        and _is_value(key)
+        and _is_value(mask, scale, length, softcap, kernel, name)
     )
     if expanded is not None:
         key = (*key, expanded)
@@ -351,17 +351,27 @@ def _check_layout(layout: object) -> None:
         )
 
 
-def _is_value(key: tuple) -> bool:
+def _is_value(
+    mask: Mask | None,
+    scale: float | None,
+    length: Length | None,
+    softcap: float | None,
+    kernel: str | None,
+    name: str | None,
+) -> bool:
     """True if the options are usable as a cache key (exact types: `True` is not `1`)."""
-    _, mask, scale, length, _, softcap, kernel, name = key
-    lengths = length if type(length) is tuple else (length,)
     return (
         (scale is None or type(scale) is float)
         and (softcap is None or type(softcap) is float)
-        and all(n is None or type(n) is int for n in lengths)
-        and all(text is None or type(text) is str for text in (kernel, name))
-        and is_plain(mask)
+        and (length is None or type(length) is int or _is_pair(length))
+        and (kernel is None or type(kernel) is str)
+        and (name is None or type(name) is str)
+        and (mask is None or is_plain(mask))
     )
+
+
+def _is_pair(length: Length) -> bool:
+    return type(length) is tuple and all(n is None or type(n) is int for n in length)
 
 
 def _refuse(
@@ -462,11 +472,12 @@ def _number(label: str, value: float) -> float:
 
 
 def _check_kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise ShapeError(f"{name} is a tensor, found a {type(t).__name__}")
-        if isinstance(t, DTensor):
-            raise ShapeError(f"{name} is a DTensor and q is not: pass all three as one kind")
+    if not type(q) is type(k) is type(v) is Tensor:
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(t, Tensor):
+                raise ShapeError(f"{name} is a tensor, found a {type(t).__name__}")
+            if isinstance(t, DTensor):
+                raise ShapeError(f"{name} is a DTensor and q is not: pass all three as one kind")
     if carrier := with_tangent(q=q, k=k, v=v):
         raise UnsupportedError(
             f"{carrier} carries a forward-mode tangent, which weft.attention does not compute; use "

@@ -462,12 +462,12 @@ def _block(layout: Layout, problem: Problem, scale: float) -> _Compute:
     q0, k0, v0 = (t[:, :, :rows].contiguous() for t in (q, k, v))
     along = TileView(plan.scale, causal=True)
     total = PartialOutput(tuple(out.shape), q, plan.accum_dtype)
-    total.add(0, n, out.clone(), lse.clone())
+    total.add(0, n, (out.clone(), lse.clone()))
     return _Compute(
         lambda: kernel.forward(q, k, v, view),
         lambda: kernel.forward(q0, k0, v0, along),
         lambda: kernel.backward(out, q, k, v, out, lse, delta, view),
-        lambda: total.add(0, n, out, lse),
+        lambda: total.add(0, n, (out, lse)),
         out.numel() * (out.itemsize + 2 * plan.accum_dtype.itemsize),
         (b, h, n, m, d),
         kernel.name,

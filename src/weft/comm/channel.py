@@ -11,9 +11,8 @@ is read when the next pass begins.
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 import torch
@@ -182,8 +181,7 @@ def disagreed(transport: Transport, label: str, texts: Mapping[int, str]) -> Sha
     return ShapeError(f"{error}\n{advice(texts.values())}")
 
 
-@contextlib.contextmanager
-def refused_everywhere(tell: Callable[[WeftError], object]) -> Iterator[None]:
+class refused_everywhere:  # a context manager, as contextlib.suppress
     """Raise what is refused within on all ranks: `tell` those that wait for this one, then raise.
 
     >>> with refused_everywhere(print):
@@ -191,11 +189,18 @@ def refused_everywhere(tell: Callable[[WeftError], object]) -> Iterator[None]:
     Traceback (most recent call last):
     weft.errors.ShapeError: 3 heads
     """
-    try:
-        yield
-    except WeftError as error:
-        tell(error)
-        raise
+
+    __slots__ = ("tell",)
+
+    def __init__(self, tell: Callable[[WeftError], object]) -> None:
+        self.tell = tell
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, WeftError):
+            self.tell(error)
 
 
 def refuse(

@@ -12,7 +12,7 @@ import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.profiler import record_function
@@ -26,8 +26,7 @@ from .differences import differences
 _KINDS = 1024
 
 
-@dataclass(frozen=True)
-class P2PBatch:
+class P2PBatch(NamedTuple):
     """One rank's point-to-point batch: flat contiguous buffers to and from peers on a mesh dim.
 
     `step` is that of the tile program which it is a part of, -1 outside one.
@@ -297,11 +296,12 @@ class Transport(abc.ABC):
         return self._by_dims[key]
 
     def _count(self, p2p: P2PBatch) -> None:
+        key = p2p.mesh_dim, p2p.label
         for _, buffer in p2p.sends:
-            self.sent[p2p.mesh_dim, p2p.label] += buffer.numel() * buffer.itemsize
+            self.sent[key] += buffer.nbytes
         for _, buffer in p2p.receives:
-            self.received[p2p.mesh_dim, p2p.label] += buffer.numel() * buffer.itemsize
-        self.calls[p2p.mesh_dim, p2p.label] += len(p2p.sends)
+            self.received[key] += buffer.nbytes
+        self.calls[key] += len(p2p.sends)
 
     def _shuffle(self, shuffle: Shuffle, tag: int) -> None:
         """An all-to-all by messages between pairs."""

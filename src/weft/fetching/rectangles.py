@@ -83,7 +83,7 @@ class RectangleAttention(torch.autograd.Function):
         for r in _some(scores, q):
             kernel, view = scores.run(r, q, v, False)
             rows, keys, values = scores.parts(r, q, k, v)
-            total.add(*r.queries, *kernel.forward(rows, keys, values, view))
+            total.add(*r.queries, kernel.forward(rows, keys, values, view))
         out, lse = total.result()
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scores = scores
@@ -100,17 +100,17 @@ class RectangleAttention(torch.autograd.Function):
         delta = (dout.to(accum_dtype) * out.to(accum_dtype)).sum(-1)
         if dlse is not None:
             delta = delta - dlse.to(accum_dtype)
-        dq, dk, dv = sums = [PartialSum(t.shape, t, accum_dtype) for t in (q, k, v)]
+        of_queries = PartialSum(q.shape[2], (q,), accum_dtype)
+        of_keys = PartialSum(k.shape[2], (k, v), accum_dtype)
         for r in _some(ctx.scores, q):
             kernel, view = ctx.scores.run(r, q, v, dlse is not None)
             at = ctx.scores.parts(r, dout, q, out, lse, delta, k, v)
             d, queries, o, logsum, rows, keys, values = at
             of_out = None if dlse is not None else o
-            parts = kernel.backward(d, queries, keys, values, of_out, logsum, rows, view)
-            dq.add(*r.queries, parts[0])
-            dk.add(*r.keys, parts[1])
-            dv.add(*r.keys, parts[2])
-        return (*(total.result() for total in sums), None)
+            found = kernel.backward(d, queries, keys, values, of_out, logsum, rows, view)
+            of_queries.add(*r.queries, found[:1])
+            of_keys.add(*r.keys, found[1:3])
+        return *of_queries.result(), *of_keys.result(), None
 
 
 def _some(scores: Rectangles, q: Tensor) -> list[Rectangle]:

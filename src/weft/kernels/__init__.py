@@ -69,11 +69,16 @@ def choose_kernel(request: Request, name: str | None = None) -> Kernel:
 
     Raises `UnsupportedError` with every kernel's reason if there is none.
     """
-    return _choose(request, name, process_state())
+    return _choose(request, name, process_state(request.device))
 
 
-def process_state() -> tuple[Hashable, ...]:
-    """The settings of the process that decide, with a request, which kernel computes it."""
+def process_state(device: str) -> tuple[Hashable, ...]:
+    """The settings of the process that decide, with a request, which kernel computes it.
+
+    Kernels of CPUs depend on none.
+    """
+    if device == "cpu":
+        return ()
     is_deterministic = torch.are_deterministic_algorithms_enabled()
     return active_flash(), os.environ.get(VARIABLE), is_deterministic
 

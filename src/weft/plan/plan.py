@@ -283,7 +283,8 @@ class Plan:
     def kernel(self, kind: Kind | bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
         """The kernel for calls of a kind; False are plain ones, True explicitly masked ones."""
         masked = kind in (True, Kind.MASKED, Kind.WINDOW)
-        return self._kernel(masked, kind is Kind.WINDOW, lse_grad, bias_grad, process_state())
+        state = process_state(self.problem.device)
+        return self._kernel(masked, kind is Kind.WINDOW, lse_grad, bias_grad, state)
 
     @remembered
     def _kernel(
@@ -644,12 +645,18 @@ class Pass:
         That is so where queries stay, so that every rank has the output of all its rows, and no
         gradient comes through the logsumexp.
         """
+        kinds = self._kinds_of_own_rows
+        return kinds is not None and all(
+            self.plan.kernel(kind, False, bias_grad).takes_out for kind in kinds
+        )
+
+    @functools.cached_property
+    def _kinds_of_own_rows(self) -> frozenset[Kind] | None:
+        """The kinds of this rank's kernel calls, None where some rows are another rank's."""
         blocks = [self.block(block) for block in self.program.blocks]
         if self.dims.query or any(self.own(Side.QUERY, block.q) is None for block in blocks):
-            return False
-        kinds = {group.kind for block in blocks for group in block.groups}
-        kernels = (self.plan.kernel(kind, False, bias_grad) for kind in kinds)
-        return all(kernel.takes_out for kernel in kernels)
+            return None
+        return frozenset(group.kind for block in blocks for group in block.groups)
 
 
 @dataclass(frozen=True)

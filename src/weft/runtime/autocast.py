@@ -14,7 +14,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from .._torch import constant_in_graphs
+from .._torch import any_autocast, constant_in_graphs
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -27,6 +27,8 @@ def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     ...     [t.dtype for t in as_autocast(torch.ones(1), torch.ones(1, dtype=torch.float64))]
     [torch.bfloat16, torch.float64]
     """
+    if not any_autocast():  # quick, as every call passes here
+        return tensors
     kind = tensors[0].device.type
     if not autocast_is_on(kind):
         return tensors
@@ -45,6 +47,8 @@ def without_autocast(function: Callable[Given, Result]) -> Callable[Given, Resul
 
     @functools.wraps(function)
     def run(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        if not any_autocast():
+            return function(*args, **kwargs)
         kind = next(arg.device.type for arg in args if isinstance(arg, Tensor))
         if not autocast_is_on(kind):
             return function(*args, **kwargs)

@@ -49,10 +49,9 @@ def check_latents(q: Tensor, k: Tensor, v: Tensor, expanded: Expanded) -> None:
         raise ShapeError(f"latents are dense tensors of a floating dtype: {shapes}")
 
 
-def _is_computed(*tensors: Tensor) -> bool:
-    dtype = tensors[0].dtype
-    strided = all(t.layout is torch.strided for t in tensors)
-    return strided and dtype.is_floating_point and dtype.itemsize > 1
+def _is_computed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    strided = q.layout is k.layout is v.layout is torch.strided
+    return strided and q.dtype.is_floating_point and q.dtype.itemsize > 1
 
 
 def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

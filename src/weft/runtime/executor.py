@@ -18,7 +18,7 @@ from ..plan.call import Call
 from ..plan.geometry import Rows
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
-from ..plan.sides import Side
+from ..plan.sides import Side, Sides
 from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, rows_by_chunk, slot
 from ..plan.tiles import KernelCall, Kind
 from .autocast import without_autocast
@@ -28,7 +28,7 @@ from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
 from .resharding import merge_over, sum_over
 from .tile_run import TileRun
-from .views import take
+from .views import plain_view, take
 
 #: q, k, v, out, lse in their compute placement.
 Entry = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -131,7 +131,7 @@ def row_sums(dout: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
 def view_of(plan: Plan, call: KernelCall) -> TileView:
     """The view of the scores of a pass that is one kernel call."""
     causal = call.kind is Kind.CAUSAL
-    return TileView(plan.scale, causal, softcap=plan.problem.softcap, window=call.window)
+    return plain_view(plan.scale, causal, plan.problem.softcap, call.window)
 
 
 class _Forward(TileRun):
@@ -166,8 +166,8 @@ class _Forward(TileRun):
             shape = (*self.like.shape[:2], self.flat.heights[key], self.plan.problem.value_dim)
             arguments = shape, self.like, self.plan.accum_dtype
 
-            def leaving() -> tuple[Tensor, Tensor]:
-                return self._place(*key, 1), self._place(*key, 0)
+            def leaving() -> tuple[Tensor, ...]:
+                return self._place(*key)[::-1]  # the logsumexp goes first
 
             held: dict[str, Any] = (
                 {"kept": 1, "result": leaving} if key in self.flat.leaving else {"kept": 2}
@@ -195,7 +195,7 @@ class _Forward(TileRun):
         lse, out = tensors
         partial = self._partial(receive.number)
         if not isinstance(partial, OutputTree):
-            partial.add(receive.low, receive.high, out, lse)
+            partial.add(receive.low, receive.high, (out, lse))
             return
         source = self.tile.source(t, self.plan.coords)
         first = self.tile.held(Side.QUERY, source, t.source)[0]
@@ -214,10 +214,8 @@ class _Forward(TileRun):
             for number, low, high, rows in work.of_queries:
                 partial = self._partial(number)
                 assert isinstance(partial, PartialOutput)
-                if rows is None:
-                    partial.add(low, high, out, lse, work.samples)
-                else:
-                    partial.add(low, high, out[:, :, rows], lse[:, :, rows], work.samples)
+                part = (out, lse) if rows is None else (out[:, :, rows], lse[:, :, rows])
+                partial.add(low, high, part, work.samples)
 
     def _leaves(self, block: BlockSteps) -> None:
         """The leaves of a block: all rows of a key block's before the next."""
@@ -277,7 +275,7 @@ class _Backward(TileRun):
         super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
         # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
         lse_grad = dlse is not None if plan.edges is None else call.return_lse
-        self.bounds: dict[str, Tensor] | None = None
+        self.bounds: Sides[tuple[Tensor, ...]] | None = None
         if plan.edges is not None:
             moving = [d.name for dims in tile.dims for d in dims]
             tokens = plan.problem.n, plan.problem.m
@@ -288,54 +286,46 @@ class _Backward(TileRun):
         self.v, self.out, self.lse_grad = v, out, lse_grad
         self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may use it
         self.own = {Payload.Q: (lse, delta, q, dout), Payload.KV: (k, v)}
-        self.sums: dict[tuple[str, int], PartialSum | GridSum] = {}
+        #: gradients of queries, or of keys and values
+        self.sums: dict[tuple[Side, int], PartialSum | GridSum] = {}
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
         self._settle()
-        dq, dk, dv = (self._sum(name, 0).result() for name in ("dq", "dk", "dv"))
+        (dq,), (dk, dv) = self._sum(Side.QUERY, 0).result(), self._sum(Side.KEY, 0).result()
         return dq, dk, dv
 
-    def _sum(self, name: str, number: int) -> PartialSum | GridSum:
-        total = self.sums.get((name, number))
+    def _sum(self, side: Side, number: int) -> PartialSum | GridSum:
+        total = self.sums.get((side, number))
         if total is None:
-            like = {"dq": self.like, "dk": self.k, "dv": self.v}[name]
-            key = Side.QUERY if name == "dq" else Side.KEY, number
-            shape = (*like.shape[:2], self.flat.heights[key], like.shape[-1])
-            known = self.latents is None or name == "dq"
-            held: dict[str, Any] = {"parts": self.flat.parts[key] if known else 0, "kept": 2}
-            if key in self.flat.leaving:
-                index = int(name == "dv")
-                held |= {"kept": 1, "result": lambda: (self._place(*key, index),)}
-            total = self.sums[name, number] = (
-                PartialSum(shape, like, self.plan.accum_dtype, **held)
-                if self.bounds is None
-                else GridSum(shape, like, self.bounds[name])
-            )
+            key = side, number
+            likes = (self.like,) if side is Side.QUERY else (self.k, self.v)
+            rows = self.flat.heights[key]
+            if self.bounds is not None:
+                total = GridSum(rows, likes, self.bounds[side])
+            else:
+                known = self.latents is None or side is Side.QUERY
+                held: dict[str, Any] = {"parts": self.flat.parts[key] if known else 0, "kept": 2}
+                if key in self.flat.leaving:
+                    held |= {"kept": 1, "result": lambda: self._place(*key)}
+                total = PartialSum(rows, likes, self.plan.accum_dtype, **held)
+            self.sums[key] = total
         return total
 
-    def _names(self, payload: Payload) -> tuple[str, ...]:
-        return ("dq",) if payload is Payload.DQ else ("dk", "dv")
-
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
-        names = self._names(t.payload)
-        if t.payload is Payload.DKV:
+        side = t.payload.side
+        if side is Side.KEY:
             self._settle()
-        results = []
-        for name in names:
-            total = self.sums.get((name, t.source)) or self._sum(name, t.source)
-            del self.sums[name, t.source]
-            results.append(total.sum())
-        return tuple(results)
+        total = self._sum(side, t.source)
+        del self.sums[side, t.source]
+        return total.total()
 
     def _outstanding(self) -> Iterator[Tensor]:
         for (_, number), total in self.sums.items():
             yield from total.tensors() if number else ()
 
     def _merge(self, t: Transfer, receive: Receive, tensors: tuple[Tensor, ...]) -> None:
-        for name, part in zip(self._names(t.payload), tensors):
-            total = self.sums.get((name, receive.number)) or self._sum(name, receive.number)
-            total.put(receive.low, receive.high, part)
+        self._sum(t.payload.side, receive.number).put(receive.low, receive.high, tensors)
 
     def _add_bias_gradient(self, block: BlockPlan, call: KernelCall, ds: Tensor) -> None:
         assert self.dbias is not None
@@ -389,12 +379,11 @@ class _Backward(TileRun):
             dq, dk, dv, ds = kernel.backward(dout, q, k, v, of_out, lse, delta, view)
             if ds is not None:
                 self._add_bias_gradient(block.plan, work.group.calls[0], ds)
-            self._add("dq", dq, work.of_queries, samples)
-            if self.latents is not None:
+            self._add(Side.QUERY, (dq,), work.of_queries, samples)
+            if self.latents is None:
+                self._add(Side.KEY, (dk, dv), work.of_keys, samples)
+            else:
                 self.latents.add(work.columns, dk, dv, samples)
-                continue
-            self._add("dk", dk, work.of_keys, samples)
-            self._add("dv", dv, work.of_keys, samples)
 
     def _settle(self) -> None:
         """Add the gradients that go through the expansion of the latents at hand."""
@@ -403,8 +392,7 @@ class _Backward(TileRun):
             return
         numbers, dc, dr = settled
         for n, low, high, a, b in rows_by_chunk(self.tile, numbers, 0, dc.shape[2], Side.KEY):
-            self._sum("dk", n).add(low, high, dc[:, :, a:b])
-            self._sum("dv", n).add(low, high, dr[:, :, a:b])
+            self._sum(Side.KEY, n).add(low, high, (dc[:, :, a:b], dr[:, :, a:b]))
 
     def _cut(
         self, tensors: tuple[Tensor | None, ...], ranges: Ranges | None, samples: Rows | None
@@ -418,9 +406,12 @@ class _Backward(TileRun):
         return tuple(parts)
 
     def _add(
-        self, name: str, gradient: Tensor, parts: tuple[PartRows, ...], samples: Rows | None
+        self,
+        side: Side,
+        gradients: tuple[Tensor, ...],
+        parts: tuple[PartRows, ...],
+        samples: Rows | None,
     ) -> None:
         for number, low, high, rows in parts:
-            part = gradient if rows is None else gradient[:, :, rows]
-            total = self.sums.get((name, number)) or self._sum(name, number)
-            total.add(low, high, part, samples)
+            part = gradients if rows is None else tuple(t[:, :, rows] for t in gradients)
+            self._sum(side, number).add(low, high, part, samples)

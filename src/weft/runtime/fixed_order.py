@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ..comm.transport import Messages
 from ..plan.leaves import Node, depth
+from ..plan.sides import Sides
 from ..same_bits.sums import largest
-from .merging import empty_by_token, empty_like_query
+from .merging import Tensors, empty_by_token, empty_like_query
 
 
 class Part(NamedTuple):
@@ -152,46 +153,52 @@ def merged(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[
 
 
 class GridSum:
-    """Rows of a gradient, (b h n d): parts are rounded to a grid and added exactly, in any order.
+    """Rows of gradients, (b h n d): parts are rounded to a grid and added exactly, in any order.
 
-    `bound` is that of the sum of the parts' sizes, (b, h, 1, 1) fp64, the same on every rank.
+    `bounds` are those of the sums of the parts' sizes, (b, h, 1, 1) fp64, the same on every rank.
     """
 
-    def __init__(self, shape: tuple[int, ...], like: Tensor, bound: Tensor) -> None:
-        self.shape, self.like = shape, like
+    def __init__(self, rows: int, likes: Tensors, bounds: Tensors) -> None:
+        self.rows, self.likes = rows, likes
         # Between 2 and 4 times the bound: parts leave the exponent, and so the grid, as it is.
-        self.offset = torch.ldexp(torch.full_like(bound, 1.5), torch.frexp(bound).exponent + 1)
-        self.total: Tensor | None = None
+        self.offsets = [
+            torch.ldexp(torch.full_like(bound, 1.5), torch.frexp(bound).exponent + 1)
+            for bound in bounds
+        ]
+        self._sums: Tensors = ()
 
     def add(
-        self, low: int, high: int, part: Tensor, samples: tuple[int, int] | None = None
+        self, low: int, high: int, parts: Tensors, samples: tuple[int, int] | None = None
     ) -> None:
-        """Add a part that covers rows [low, high), of some sequences or of all."""
+        """Add parts that cover rows [low, high), of some sequences or of all."""
         those = slice(None) if samples is None else slice(*samples)
-        offset = self.offset[those]
-        rounded = part.to(torch.float64, copy=True).add_(offset).sub_(offset)
-        self._held()[those, :, low:high].add_(rounded)
+        for total, part, offset in zip(self.total(), parts, self.offsets):
+            offset = offset[those]
+            rounded = part.to(torch.float64, copy=True).add_(offset).sub_(offset)
+            total[those, :, low:high].add_(rounded)
 
-    def put(self, low: int, high: int, part: Tensor) -> None:
-        """Add another rank's sum, which is on the grid already."""
-        self._held()[:, :, low:high].add_(part)
+    def put(self, low: int, high: int, parts: Tensors) -> None:
+        """Add another rank's sums, which are on the grid already."""
+        for total, part in zip(self.total(), parts):
+            total[:, :, low:high].add_(part)
 
-    def tensors(self) -> tuple[Tensor, ...]:
+    def tensors(self) -> Tensors:
         """Retained tensors."""
-        return () if self.total is None else (self.total,)
+        return self._sums
 
-    def sum(self) -> Tensor:
-        """The sum so far, in fp64."""
-        return self._held()
+    def total(self) -> Tensors:
+        """The sums so far, in fp64."""
+        if not self._sums:
+            shapes = ((*t.shape[:2], self.rows, t.shape[3]) for t in self.likes)
+            self._sums = tuple(
+                empty_by_token(t, shape, torch.float64).zero_()
+                for t, shape in zip(self.likes, shapes)
+            )
+        return self._sums
 
-    def result(self) -> Tensor:
-        """The sum in the input's dtype."""
-        return self._held().to(self.like.dtype)
-
-    def _held(self) -> Tensor:
-        if self.total is None:
-            self.total = empty_by_token(self.like, self.shape, torch.float64).zero_()
-        return self.total
+    def result(self) -> Tensors:
+        """The sums in the inputs' dtype."""
+        return tuple(t.to(like.dtype) for t, like in zip(self.total(), self.likes))
 
 
 def gradient_bounds(
@@ -204,7 +211,7 @@ def gradient_bounds(
     v: Tensor,
     dout: Tensor,
     dlse: Tensor | None,
-) -> dict[str, Tensor]:
+) -> Sides[Tensors]:
     """Bounds of dq (b, h, 1, 1), and of dk and dv (b, g, 1, 1), the same on every rank; fp64.
 
     With ds = p (dout v^T - delta) and rows of p that sum to at most 1, |dq| <= scale max|ds / p|
@@ -230,8 +237,5 @@ def gradient_bounds(
     ds = 2 * v.shape[-1] * most_dout * most_v + most_dlse
     dq = abs(scale) * ds * most_k
     rows = max(1, n * per_group)
-    return {
-        "dq": dq.repeat_interleave(per_group, 1),
-        "dk": rows * abs(scale) * ds * most_q,
-        "dv": rows * most_dout,
-    }
+    dk, dv = rows * abs(scale) * ds * most_q, rows * most_dout
+    return Sides((dq.repeat_interleave(per_group, 1),), (dk, dv))

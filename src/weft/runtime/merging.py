@@ -19,6 +19,7 @@ from __future__ import annotations
 import abc
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,14 +38,14 @@ class _Accumulator(abc.ABC):
 
     def __init__(
         self,
-        shape: tuple[int, ...],
+        rows: int,
         like: Tensor,
         accum_dtype: torch.dtype,
         parts: int = 0,
         kept: int = 1,
         result: Callable[[], Tensors] | None = None,
     ) -> None:
-        self.shape, self.like, self.accum_dtype = shape, like, accum_dtype
+        self.rows, self.accum_dtype = rows, accum_dtype
         self._left, self._kept, self._into = parts, kept, result
         #: parts and their rows; the first may be the accumulator, of all rows
         self._parts: list[tuple[int, int, Tensors]] = []
@@ -55,12 +56,15 @@ class _Accumulator(abc.ABC):
 
     _KERNEL: str
 
-    def _add(
+    def add(
         self, low: int, high: int, tensors: Tensors, samples: tuple[int, int] | None = None
     ) -> None:
-        """Merge a part into the accumulator."""
+        """Merge a part that covers rows [low, high), of some sequences or of all."""
+        if samples is None and self._fused is not None:
+            self._hold(low, high, tensors)
+            return
         self._left -= 1
-        every = low == 0 and high == self.shape[2]
+        every = low == 0 and high == self.rows
         if samples is None and every and not self._parts:
             self._parts.append((low, high, tensors))
             if not _alone(tensors):
@@ -77,7 +81,7 @@ class _Accumulator(abc.ABC):
         """Keep a part, and make one of all parts if there are too many of a row."""
         assert not self._done, "more parts than the plan has"
         self._left -= 1
-        if low or high != self.shape[2]:
+        if low or high != self.rows:
             self._every = False
         self._parts.append((low, high, tensors))
         count = len(self._parts)
@@ -95,7 +99,7 @@ class _Accumulator(abc.ABC):
 
     def _runs(self) -> Iterator[tuple[int, int, list[Tensors]]]:
         """Runs of rows, and the parts that cover each."""
-        bounds = {0, self.shape[2], *(row for low, high, _ in self._parts for row in (low, high))}
+        bounds = {0, self.rows, *(row for low, high, _ in self._parts for row in (low, high))}
         edges = sorted(bounds)
         for low, high in itertools.pairwise(edges):
             covering = (p for p in self._parts if p[0] <= low and high <= p[1])
@@ -116,7 +120,7 @@ class _Accumulator(abc.ABC):
         else:
             for low, high, parts in self._runs():
                 self._write(_rows(target, low, high), parts, in_place)
-        self._parts, self._every = [(0, self.shape[2], target)], True
+        self._parts, self._every = [(0, self.rows, target)], True
 
     def _write(self, target: Tensors, parts: list[Tensors], in_place: bool) -> None:
         """Write rows that are made of some parts, the first of which may be there."""
@@ -130,11 +134,11 @@ class _Accumulator(abc.ABC):
         if len(self._parts) > 1 or not self._every:
             self._make_one()
         elif not self._parts:
-            self._parts = [(0, self.shape[2], self._memory())]
+            self._parts = [(0, self.rows, self._memory())]
             self._clear(self._parts[0][2])
         elif not self._own:
             copies = tuple(t.to(self.accum_dtype, copy=True) for t in self._parts[0][2])
-            self._parts = [(0, self.shape[2], copies)]
+            self._parts = [(0, self.rows, copies)]
         self._own = True
         return self._parts[0][2]
 
@@ -184,19 +188,11 @@ class PartialOutput(_Accumulator):
 
     _KERNEL = "merge_several"
 
-    def add(
-        self,
-        low: int,
-        high: int,
-        out: Tensor,
-        lse: Tensor,
-        samples: tuple[int, int] | None = None,
+    def __init__(
+        self, shape: tuple[int, ...], like: Tensor, accum_dtype: torch.dtype, **held: Any
     ) -> None:
-        """Merge a part that covers rows [low, high), of some sequences or of all."""
-        if samples is None and self._fused is not None:
-            self._hold(low, high, (out, lse))
-        else:
-            self._add(low, high, (out, lse), samples)
+        super().__init__(shape[2], like, accum_dtype, **held)
+        self.shape, self.like = shape, like
 
     def total(self) -> tuple[Tensor, Tensor]:
         """Output and logsumexp so far, in the dtypes in which they accumulate."""
@@ -245,48 +241,55 @@ def merge_part(local: Tensor, local_lse: Tensor, out: Tensor, lse: Tensor) -> No
 
 
 class PartialSum(_Accumulator):
-    """Gradient rows, added part by part."""
+    """Rows of one or of several gradients, added part by part."""
 
     _KERNEL = "sum_several"
 
-    def add(
-        self, low: int, high: int, part: Tensor, samples: tuple[int, int] | None = None
+    def __init__(
+        self, rows: int, likes: Tensors, accum_dtype: torch.dtype, **held: Any
     ) -> None:
-        """Add a part that covers rows [low, high), of some sequences or of all."""
-        if samples is None and self._fused is not None:
-            self._hold(low, high, (part,))
-        else:
-            self._add(low, high, (part,), samples)
+        super().__init__(rows, likes[0], accum_dtype, **held)
+        self.likes = likes
 
-    put = add
+    def put(self, low: int, high: int, tensors: Tensors) -> None:
+        """Add another rank's sum of rows [low, high)."""
+        self.add(low, high, tensors)
 
-    def sum(self) -> Tensor:
-        """The sum so far, in the dtype in which it accumulates."""
+    def total(self) -> Tensors:
+        """The sums so far, in the dtype in which they accumulate."""
+        return self._total() if self._parts else self._zeros()
+
+    def result(self) -> Tensors:
+        """The sums in the inputs' dtype."""
         if not self._parts:
-            return empty_by_token(self.like, self.shape).zero_()
-        return self._total()[0]
+            return self._zeros()
+        return tuple(t.to(like.dtype) for t, like in zip(self._made(), self.likes))
 
-    def result(self) -> Tensor:
-        """The sum in the input's dtype."""
-        if not self._parts:
-            return self.sum()
-        return self._made()[0].to(self.like.dtype)
+    def _empty(self, dtype: torch.dtype | None = None) -> Tensors:
+        shapes = ((*t.shape[:2], self.rows, t.shape[3]) for t in self.likes)
+        return tuple(empty_by_token(t, shape, dtype) for t, shape in zip(self.likes, shapes))
+
+    def _zeros(self) -> Tensors:
+        return tuple(t.zero_() for t in self._empty())
 
     def _memory(self) -> Tensors:
-        return (empty_by_token(self.like, self.shape, self.accum_dtype),)
+        return self._empty(self.accum_dtype)
 
     def _result_memory(self) -> Tensors:
-        return (empty_by_token(self.like, self.shape),) if self._into is None else self._into()
+        return self._empty() if self._into is None else self._into()
 
     def _clear(self, total: Tensors) -> None:
-        total[0].zero_()
+        for t in total:
+            t.zero_()
 
     def _merge(self, total: Tensors, part: Tensors) -> None:
-        total[0].add_(part[0])  # `+=` on an index would copy the sum onto itself
+        for t, added in zip(total, part):
+            t.add_(added)  # `+=` on an index would copy the sum onto itself
 
     def _together(self, target: Tensors, parts: Sequence[Tensors]) -> None:
         assert self._fused is not None
-        self._fused(*target, [part for (part,) in parts])
+        for t, added in zip(target, zip(*parts)):
+            self._fused(t, added)
 
 
 def _kernel(name: str, like: Tensor, accum_dtype: torch.dtype) -> Callable | None:
@@ -328,7 +331,7 @@ def empty_as_kept(like: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def _written_by_token(q: Tensor) -> bool:
-    return q.device.type != "cpu" or not q.is_contiguous()
+    return not (q.is_cpu and q.is_contiguous())
 
 
 def by_token(t: Tensor) -> Tensor:

@@ -36,22 +36,23 @@ from .views import Views
 class TransferBatch:
     """Transfers of one payload along one mesh dim that begin and end together: one launch."""
 
-    def __init__(self, mesh_dim: str, label: str) -> None:
-        self.mesh_dim, self.label = mesh_dim, label
+    def __init__(self, mesh_dim: str, label: str, step: int) -> None:
         self.sends: list[tuple[int, Tensor]] = []
         self.receives: list[tuple[int, Tensor]] = []
+        self._p2p = P2PBatch(mesh_dim, label, self.sends, self.receives, step)
         self._wait: Callable[[], None] | None = None
 
-    def start(self, transport: Messages, step: int) -> None:
+    def start(self, transport: Messages) -> None:
         """Begin to move all of them."""
-        p2p = P2PBatch(self.mesh_dim, self.label, self.sends, self.receives, step)
-        self._wait = transport.start(p2p)
+        self._wait = transport.start(self._p2p)
 
     def wait(self) -> None:
         """Wait for all of them, the first time; then release the buffers that were sent."""
         if self._wait is not None:
             self._wait()
-        self._wait, self.sends, self.receives = None, [], []
+            self._wait = None
+            self.sends.clear()
+            self.receives.clear()
 
 
 class TileRun(abc.ABC):
@@ -86,8 +87,8 @@ class TileRun(abc.ABC):
         self.buffers: list[Any] = [None] * self.flat.buffers
         #: the tensors in buffers that are received, whose memory comes again and again
         self.unpacked: dict[int, tuple[Form, tuple[Tensor, ...]]] = {}
-        #: buffers in which results go to their ranks, and how many of their tensors are made there
-        self.leaving: dict[tuple[Side, int], tuple[Tensor, set[int]]] = {}
+        #: buffers in which results go to their ranks, if they are made there
+        self.leaving: dict[tuple[Side, int], Tensor] = {}
         self.joined: list[Tensor] = []  # for the block at hand
         self.kernels: dict[tuple[Kind | Literal[False], bool, bool], Kernel] = {}
         self.peak = 0
@@ -114,13 +115,13 @@ class TileRun(abc.ABC):
                     begin = self._marked(i, "begin", self._begin)
                     compute = self._marked(i, "compute", self._block)
                     wait = self._marked(i, "wait", self._end)
-                batches = [TransferBatch(*names) for names in step.batches]
+                batches = [TransferBatch(*names, i) for names in step.batches]
                 for move in step.begin:
                     begin(move, batches[move.batch])
                     if self.counted:
                         self._count()
                 for batch in batches:
-                    batch.start(self.transport, i)
+                    batch.start(self.transport)
                 for block in step.blocks:
                     compute(block)
                     if self.counted:
@@ -189,25 +190,20 @@ class TileRun(abc.ABC):
         if not move.is_chunk:
             tensors = self._outgoing(move.transfer)
             place = move.transfer.payload.side, move.transfer.source
-            left = self.leaving.pop(place, None)
-            if left is not None and len(left[1]) == len(tensors):
-                return left[0]
-            return pack(tensors, packing.form)
+            there = self.leaving.pop(place, None)
+            return pack(tensors, packing.form) if there is None else there
         parts = self._whole_chunk(move.transfer.payload, packing.chunk)
         if packing.rows is not None:
             rows = slice(*packing.rows)
             parts = tuple(x[:, :, rows] for x in parts)
         return pack(parts, packing.form)
 
-    def _place(self, side: Side, number: int, index: int) -> Tensor:
-        """Memory for a tensor of another rank's result: where it leaves."""
+    def _place(self, side: Side, number: int) -> tuple[Tensor, ...]:
+        """Memory for the tensors of another rank's result: where they leave."""
         form = self.flat.leaving[side, number]
-        if (side, number) not in self.leaving:
-            buffer = torch.empty(form.numel, dtype=form.dtype, device=self.like.device)
-            self.leaving[side, number] = buffer, set()
-        buffer, filled = self.leaving[side, number]
-        filled.add(index)
-        return unpack(buffer, form)[index]
+        buffer = torch.empty(form.numel, dtype=form.dtype, device=self.like.device)
+        self.leaving[side, number] = buffer
+        return unpack(buffer, form)
 
     def _end(self, move: RankTransfer) -> None:
         _, batch = self.in_flight.pop(move.number)

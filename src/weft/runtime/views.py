@@ -40,17 +40,18 @@ def _contexts_of(tile: Pass) -> dict:
 
 
 @cached(256)
-def _plain_view(
+def plain_view(
     scale: float,
     causal: bool,
     softcap: float | None,
     window: tuple[int, int] | None,
-    segments: tuple[tuple[int, int], ...] | None,
-    overlapped: bool,
-    lse_grad: bool,
-    bias_grad: bool,
-    fixed: bool,
+    segments: tuple[tuple[int, int], ...] | None = None,
+    overlapped: bool = False,
+    lse_grad: bool = False,
+    bias_grad: bool = False,
+    fixed: bool = False,
 ) -> TileView:
+    """The view of a kernel call without a mask or a bias, one object for equal ones."""
     return TileView(
         scale,
         causal,
@@ -98,7 +99,7 @@ class Views:
         if call.kind is not Kind.MASKED and not self.plan.biased:
             fixed = self.plan.edges is not None
             segments = group.varlen_segments
-            return _plain_view(
+            return plain_view(
                 *(self.plan.scale, causal, p.softcap, call.window, segments),
                 *(overlapped, lse_grad, bias_grad, fixed),
             )
