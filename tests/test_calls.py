@@ -1057,7 +1057,7 @@ def _out_of_memory(rank: int) -> str:
         def full(*_):
             raise torch.OutOfMemoryError("no memory left")
 
-        torch.distributed.batch_isend_irecv = full
+        layout.bound._post_each = full
     try:
         weft.attention(q, q, q, layout, "tokens")
     except Exception as error:

@@ -24,6 +24,7 @@ from weft.plan.plan import Pass
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.replay import live_chunks
+from weft.plan.sides import Side
 from weft.runtime import executor, tile_run
 
 LAYOUTS = [
@@ -278,7 +279,7 @@ class Witness:
 def own_results(run) -> list[torch.Tensor]:
     """What a run has so far of its own output or gradients."""
     parts = run.partial if isinstance(run, executor._Forward) else run.sums
-    own = [part for name, part in parts.items() if name in (0, ("dq", 0), ("dk", 0), ("dv", 0))]
+    own = [part for name, part in parts.items() if name in (0, *((side, 0) for side in Side))]
     return [t for part in own for t in part.tensors()]
 
 

@@ -245,9 +245,7 @@ class PartialSum(_Accumulator):
 
     _KERNEL = "sum_several"
 
-    def __init__(
-        self, rows: int, likes: Tensors, accum_dtype: torch.dtype, **held: Any
-    ) -> None:
+    def __init__(self, rows: int, likes: Tensors, accum_dtype: torch.dtype, **held: Any) -> None:
         super().__init__(rows, likes[0], accum_dtype, **held)
         self.likes = likes
 
