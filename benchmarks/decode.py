@@ -1,7 +1,9 @@
 """Time and memory of a token that is decoded against a long cache, on two ranks and on one process.
 
 A Llama of random weights in fp32 decodes behind a cache of random keys and values. Two ranks have a
-thread each, and the one process has two. What a token costs a rank in messages is counted.
+thread each, and the one process has two. What a token costs a rank in messages is counted, and as
+many exchanges of as many bytes by gloo alone, behind the same attention, are timed: where cores are
+few, the kernel of the system may let a woken thread wait for milliseconds.
 
     python -m benchmarks.decode --write            # writes benchmarks/results/decode.md
     python -m benchmarks.decode --length 4096
@@ -22,6 +24,8 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 import transformers
 
 import weft
@@ -121,7 +125,9 @@ def worker(length: int, own: bool) -> None:
         )
     steps = [b - a for a, b in zip(clock.times, clock.times[1:])]
     nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    exchanges = bare_exchanges(cache) if layout and not own else 0.0
     result = {
+        "exchanges": 1e3 * exchanges,
         "ms": 1e3 * statistics.median(steps),
         "nbytes": cache.nbytes if layout else nbytes,
         "moved": counted.bytes / TOKENS if counted else 0,
@@ -130,6 +136,23 @@ def worker(length: int, own: bool) -> None:
     answer(result)
     if layout and not own:
         torch.distributed.destroy_process_group()
+
+
+def bare_exchanges(cache: transformers.Cache) -> float:
+    """Seconds per token that two ranks wait in exchanges of a token's parts, by gloo alone."""
+    peer, taken = 1 - dist.get_rank(), []
+    q = torch.randn(1, HEADS, 1, HEAD_DIM)
+    sent = torch.randn(HEADS * (HEAD_DIM + 1))
+    received = torch.empty_like(sent)
+    for _ in range(TOKENS):
+        for layer in cache.layers:
+            F.scaled_dot_product_attention(q, layer.keys, layer.values)
+            began = time.perf_counter()
+            ops = [dist.P2POp(dist.irecv, received, peer), dist.P2POp(dist.isend, sent, peer)]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            taken.append(time.perf_counter() - began)
+    return LAYERS * statistics.mean(taken)
 
 
 def answer(result: dict) -> None:
@@ -183,8 +206,9 @@ def main() -> None:
     formula = LAYERS * HEADS * (HEAD_DIM + 1) * 4
     rows = [
         "| cached tokens | one process, `DynamicCache`, ms | `ShardedCache`, ms | two ranks, ms |"
-        " two ranks / one | cache, MiB | of a rank | bytes received per token | formula |",
-        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
+        " two ranks / one | bare exchanges, ms | cache, MiB | of a rank |"
+        " bytes received per token | formula |",
+        "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for length in lengths:
         (one,), (own,), two = run(length, 1), run(length, 1, "--single"), run(length, 2)
@@ -194,6 +218,7 @@ def main() -> None:
         nbytes = max(rank["nbytes"] for rank in two)
         rows.append(
             f"| {length:,} | {one['ms']:.1f} | {own['ms']:.1f} | {ms:.1f} | {ms / own['ms']:.2f} |"
+            f" {statistics.mean(rank['exchanges'] for rank in two):.1f} |"
             f" {one['nbytes'] / 2**20:.1f} | {nbytes / 2**20:.1f} | {two[0]['moved']:,.0f} |"
             f" {formula:,} |"
         )
@@ -204,7 +229,8 @@ def main() -> None:
         f" {HEAD_DIM}, fp32, random keys and values, the median of {TOKENS - 1} tokens; one process"
         " has two threads, two ranks have one each, on one machine over gloo. The tokens are the"
         " same; transformers' `DynamicCache` copies all keys for every token, weft's grows by"
-        " blocks. Formula: layers x heads x (head dim + 1) x 4 bytes x (ranks - 1).\n\n"
+        " blocks. Bare exchanges: a token's, by gloo alone behind the same attention, in the same"
+        " processes. Formula: layers x heads x (head dim + 1) x 4 bytes x (ranks - 1).\n\n"
         + "\n".join(rows)
         + "\n"
     )

@@ -3,6 +3,10 @@
 import pytest
 
 from benchmarks import faults
+from weft.comm import P2PBatch
+from weft.comm.processes import ProcessTransport
+from weft.errors import RankError
+from weft.launch import trace
 
 #: One fault of each kind in one program; more of each: `python -m benchmarks.faults`.
 CASES = [
@@ -34,3 +38,17 @@ def test_a_survivor_that_names_another_rank_names_none():
     assert not faults._names(text, 2)
     assert not faults._names("rank 0 ended or did not answer within 300 s", 1)
     assert not faults._names("Connection closed by peer", 1)
+
+
+def test_lost_peer_of_a_batch_is_the_one_that_did_not_answer():
+    transport = object.__new__(ProcessTransport)
+    transport._lost = lambda label, who, mesh_dim, error: RankError(f"{who()} {error}")
+
+    def wait(work: str) -> None:
+        if work == "late":
+            raise RuntimeError("Timed out")
+
+    transport._wait = wait
+    batch = P2PBatch("rows", "kv", [], [])
+    with pytest.raises(RankError, match=r"\[7\] Timed out"):
+        transport._waiting(batch, [4, 7, 5], ["here", "late", "here"], trace.NOTHING)()
