@@ -184,6 +184,7 @@ def run(length: int, ranks: int, what: str = "--worker") -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, action="append")
+    parser.add_argument("--repeats", type=int, default=5, help="runs; sides take turns")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS}")
     parser.add_argument("--prompt", type=int, help="read a prompt of so many tokens instead")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -211,14 +212,21 @@ def main() -> None:
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for length in lengths:
-        (one,), (own,), two = run(length, 1), run(length, 1, "--single"), run(length, 2)
-        if any(rank["tokens"] != one["tokens"] for rank in two):
+        turns = [
+            (*run(length, 1), *run(length, 1, "--single"), run(length, 2))
+            for _ in range(args.repeats)
+        ]
+        one, _, two = turns[0]
+        if any(rank["tokens"] != one["tokens"] for *_, ranks in turns for rank in ranks):
             raise SystemExit("the tokens differ")
-        ms = max(rank["ms"] for rank in two)
+        single, kept = (statistics.median(turn[i]["ms"] for turn in turns) for i in (0, 1))
+        slowest = [max(rank["ms"] for rank in ranks) for *_, ranks in turns]
+        ratio = statistics.median(ms / own["ms"] for ms, (_, own, _) in zip(slowest, turns))
+        bare = [rank["exchanges"] for *_, ranks in turns for rank in ranks]
         nbytes = max(rank["nbytes"] for rank in two)
         rows.append(
-            f"| {length:,} | {one['ms']:.1f} | {own['ms']:.1f} | {ms:.1f} | {ms / own['ms']:.2f} |"
-            f" {statistics.mean(rank['exchanges'] for rank in two):.1f} |"
+            f"| {length:,} | {single:.1f} | {kept:.1f} | {statistics.median(slowest):.1f} |"
+            f" {ratio:.2f} | {statistics.median(bare):.1f} |"
             f" {one['nbytes'] / 2**20:.1f} | {nbytes / 2**20:.1f} | {two[0]['moved']:,.0f} |"
             f" {formula:,} |"
         )
@@ -226,7 +234,8 @@ def main() -> None:
     page = (
         "# Decoding against a cache on two ranks\n\n"
         f"`python -m benchmarks.decode --write`: a Llama of {LAYERS} layers, {HEADS} heads of"
-        f" {HEAD_DIM}, fp32, random keys and values, the median of {TOKENS - 1} tokens; one process"
+        f" {HEAD_DIM}, fp32, random keys and values, the median of {TOKENS - 1} tokens, and of"
+        f" {args.repeats} runs in which all sides took turns; one process"
         " has two threads, two ranks have one each, on one machine over gloo. The tokens are the"
         " same; transformers' `DynamicCache` copies all keys for every token, weft's grows by"
         " blocks. Bare exchanges: a token's, by gloo alone behind the same attention, in the same"
