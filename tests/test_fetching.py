@@ -401,6 +401,28 @@ def test_a_rank_without_sequences_fetches_nothing() -> None:
     weft.on_threads(weft.Layout.from_dict(declared), work)
 
 
+def test_an_axis_without_keys_gives_zeros() -> None:
+    declared = {
+        "mesh": {"r": 2},
+        "shard": {"tokens": ["r"]},
+        "attend": {"tokens": [{"strategy": "chosen", "on": "r"}]},
+    }
+
+    def work(layout: weft.Layout) -> None:
+        q, k, v = (torch.randn(1, 2, n, d, requires_grad=True) for n, d in ((3, 4), (0, 4), (0, 5)))
+        choice = weft.ChosenKeys(torch.full((1, 1, 3, 2), -1))
+        options = {"length": (6, 0), "return_lse": True}
+        out, lse = weft.attention(q, k, v, layout, "tokens", choice=choice, **options)
+        out.sum().backward()
+        assert out.shape == (1, 2, 3, 5)
+        assert lse.isneginf().all()
+        assert not out.any()
+        assert not q.grad.any()
+        assert (k.grad.shape, v.grad.shape) == (k.shape, v.shape)
+
+    weft.on_threads(weft.Layout.from_dict(declared), work)
+
+
 def test_bounds_of_a_choice_of_each_head_are_refused() -> None:
     layout, kind = layout_of("four ranks"), weft.ChosenKeys(drawn(HEADS, 1)).kind
     problem = Problem.of("tokens", LENGTH, heads=HEADS, kv_heads=KV_HEADS, head_dim=4)
