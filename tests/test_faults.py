@@ -40,7 +40,7 @@ def test_a_survivor_that_names_another_rank_names_none():
     assert not faults._names("Connection closed by peer", 1)
 
 
-def test_lost_peer_of_a_batch_is_the_one_that_did_not_answer():
+def test_lost_peer_of_a_batch_did_not_answer():
     transport = object.__new__(ProcessTransport)
     transport._lost = lambda label, who, mesh_dim, error: RankError(f"{who()} {error}")
 

@@ -293,18 +293,33 @@ def _tensor(t: Tensor) -> str:
 
 # -- values that equality tells apart -------------------------------------------------------------
 
+#: Classes of plain values, without those that others inherit from them.
+_PLAIN = frozenset({type(None), bool, int, float, str, torch.dtype})
+
 
 def is_plain(value: Any) -> bool:
     """True for hashable data that holds no function and no tensor: equality tells it apart."""
-    if value is None or isinstance(value, str | bytes | numbers.Number | torch.dtype | enum.Enum):
-        return True
-    if type(value) in (tuple, frozenset):  # others may be functions as well
-        return all(map(is_plain, value))
     kind: type = type(value)
+    if kind in _PLAIN:  # quick, as every call asks it of its mask
+        return True
+    if isinstance(value, str | bytes | numbers.Number | torch.dtype | enum.Enum):
+        return True
+    if kind in (tuple, frozenset):  # others may be functions as well
+        return _PLAIN.issuperset(map(type, value)) or all(map(is_plain, value))
     names = _frozen_fields(kind)
-    if names is None or beside_fields(value):
+    if names is None or (not _has_fields_alone(kind) and beside_fields(value)):
         return False
-    return all(is_plain(getattr(value, name)) for name in names)
+    for name in names:  # noqa: SIM110  # a generator takes as long again
+        if not is_plain(getattr(value, name)):
+            return False
+    return True
+
+
+@functools.lru_cache(256)
+def _has_fields_alone(kind: type) -> bool:
+    """True for one of weft's dataclasses whose objects have no attributes beside its fields."""
+    names, local = _attribute_names(kind)
+    return local and names["fixed"] <= {field.name for field in dataclasses.fields(kind)}
 
 
 def beside_fields(value: Any) -> dict[str, Any]:
