@@ -1071,3 +1071,43 @@ def test_a_rank_without_memory_says_so(pool):
     pool.stop()
     assert texts[1] == "OutOfMemoryError: no memory left"
     assert all(text.startswith("RankError") for rank, text in enumerate(texts) if rank != 1)
+
+
+WRONG = {
+    "sinks": {"sinks": [0.0, 0.0]},
+    "sinks elsewhere": {"sinks": torch.zeros(2, device="meta")},
+    "complex sinks": {"sinks": torch.zeros(2, dtype=torch.complex64)},
+    "scale": {"scale": 10**400},
+    "axis": {"axis": 3},
+    "no axis": {"axis": ()},
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_options_of_a_wrong_kind_are_refused_on_all(what):
+    q = draw(1, 2, 6, 4)
+
+    def rank(layout: Layout) -> str:
+        local, given = layout.shard(q, {"tokens": 2}), {"axis": "tokens"}
+        if layout.rank:
+            given |= WRONG[what]
+        return refused(lambda: weft.attention(local, local, local, layout, **given))
+
+    said = weft.on_threads(Layout.parse("tokens: ring=2"), rank, timeout=20)
+    assert all(text.startswith(("ShapeError", "DeclarationError")) for text in said), said
+
+
+@pytest.mark.parametrize("line", ["", "tokens: ring=2"])
+@pytest.mark.parametrize("elsewhere", ["k", "v", "kv"])
+def test_keys_without_numbers_beside_queries_are_refused(line, elsewhere):
+    """An op with a tensor on "meta" makes shapes alone, and memory of any content."""
+
+    def rank(layout: Layout) -> str:
+        q = draw(1, 2, 3, 4)
+        there = q.to("meta")
+        k, v = (there if name in elsewhere else q for name in "kv")
+        return refused(lambda: weft.attention(q, k, v, layout, "tokens"))
+
+    layout = Layout.parse(line) if line else Layout.single()
+    said = weft.on_threads(layout, rank, timeout=20) if line else [rank(layout)]
+    assert all(text.startswith("ShapeError: q, k, v need one device") for text in said), said

@@ -167,3 +167,14 @@ def test_a_slip_of_an_axis_is_refused(name):
             layout.mean(torch.ones(1), 1, axis="token")
 
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+@pytest.mark.parametrize("order", ["zigzag", "striped"])
+def test_a_gather_of_parts_that_no_shard_makes_is_refused(order):
+    """In an order they would be scrambled."""
+
+    def rank(layout: Layout) -> None:
+        with pytest.raises(ShapeError, match="its chunk holds"):
+            layout.gather(torch.zeros(2 + 3 * layout.rank), {"tokens": 0})
+
+    weft.on_threads(Layout.parse(f"tokens({order}): ring=2"), rank, timeout=20)

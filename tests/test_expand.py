@@ -399,3 +399,25 @@ def test_a_reproducible_layout_lets_keys_travel():
     assert weft.on_threads(declared, rank, "auto", timeout=30)[0].bytes
     with pytest.raises(UnsupportedError, match="reproducible"):
         weft.on_threads(declared, rank, "latents", timeout=30)
+
+
+@pytest.mark.parametrize("travel", ["keys", "latents", "auto"])
+def test_an_empty_rank_wants_the_gradients_of_others(travel) -> None:
+    """Where latents alone have any."""
+    weight = torch.randn(8, 4, dtype=torch.float64)
+
+    def expand(c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        k, v = (c @ weight.T).split([4, 4], -1)
+        return k + r, v
+
+    def rank(layout: Layout) -> Tensor:
+        q, c, r = (torch.ones(1, 1, 1 - layout.rank, 4, dtype=torch.float64) for _ in range(3))
+        c.requires_grad_()
+        expansion = Expansion(expand, (), travel)
+        out = weft.attention(q, c, r, layout, "tokens", length=1, expand=expansion)
+        out.sum().backward()
+        return c.grad
+
+    first, empty = weft.on_threads(Layout.parse("tokens: ring=2"), rank, timeout=20)
+    torch.testing.assert_close(first[0, 0, 0], weight[4:].sum(0))
+    assert empty.shape == (1, 1, 0, 4)

@@ -1,11 +1,12 @@
 """A killed or frozen rank ends all others in time, and each of them names it."""
 
 import pytest
+import torch
 
 from benchmarks import faults
 from weft.comm import P2PBatch
 from weft.comm.processes import ProcessTransport
-from weft.errors import RankError
+from weft.errors import RankError, UnsupportedError
 from weft.launch import trace
 
 #: One fault of each kind in one program; more of each: `python -m benchmarks.faults`.
@@ -52,3 +53,10 @@ def test_lost_peer_of_a_batch_did_not_answer():
     batch = P2PBatch("rows", "kv", [], [])
     with pytest.raises(RankError, match=r"\[7\] Timed out"):
         transport._waiting(batch, [4, 7, 5], ["here", "late", "here"], trace.NOTHING)()
+
+
+def test_a_sum_that_gloo_does_not_make_is_no_lost_rank():
+    transport = object.__new__(ProcessTransport)
+    transport._on_gpu = False
+    with pytest.raises(UnsupportedError, match="gloo adds no int16"):
+        transport._all_reduce(torch.ones(2, dtype=torch.int16), ("rows",))

@@ -428,3 +428,10 @@ def test_bounds_of_a_choice_of_each_head_are_refused() -> None:
     problem = Problem.of("tokens", LENGTH, heads=HEADS, kv_heads=KV_HEADS, head_dim=4)
     with pytest.raises(UnsupportedError, match="all heads of a key share"):
         chosen_bounds(layout, replace(problem, choice=kind), 0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_mask_that_is_a_function_hides_fetched_keys(causal) -> None:
+    mask = weft.MaskMod(lambda b, h, q, kv: (q + kv) % 3 != 1)
+    mask = mask & weft.Causal() if causal else mask
+    test_fetched_keys_and_their_gradients("four ranks", 1, 1, mask)

@@ -96,8 +96,9 @@ def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[P
 
     @functools.wraps(fn)
     def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        compiler = sys.modules.get("torch._dynamo")
-        return (fn if compiler is None else compiler.disable(fn))(*args, **kwargs)
+        compiler = sys.modules.get("torch._dynamo")  # another thread may be importing it
+        disable = getattr(compiler, "disable", None)
+        return (fn if disable is None else disable(fn))(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     if reason:

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -171,7 +171,7 @@ def attention(
     >>> attention(q, k, v, Layout.single(), "tokens").shape
     torch.Size([1, 2, 5, 4])
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = (axis,) if isinstance(axis, str) else _checked_axes(axis, layout, mask, bias)
     if isinstance(q, DTensor):
         options: dict[str, Any] = {"layout": layout, "axis": axes, "mask": mask, "scale": scale}
         options |= {"length": length, "bias": bias, "softcap": softcap, "sinks": sinks}
@@ -456,6 +456,19 @@ def _plain_kind(choice: ChosenKeys | None) -> tuple[int, int, int, bool] | None:
     return rows, count, choice.block, choice.check
 
 
+def _checked_axes(
+    axis: Sequence[str], layout: Layout, mask: Mask | None, bias: Bias | Tensor | None
+) -> tuple[str, ...]:
+    """The names of several axes."""
+    names = tuple(axis) if isinstance(axis, Iterable) else ()
+    if names and all(isinstance(name, str) for name in names):
+        return names
+    _check_layout(layout)
+    attended = next((tuple(key.split("+")) for key in layout.attend), ("",))
+    with refused_everywhere(functools.partial(_refuse, layout, attended, mask, bias)):
+        raise DeclarationError(f"axis is the name of an axis, or several, found {axis!r:.80}")
+
+
 def _number(label: str, value: float) -> float:
     if isinstance(value, Tensor) and value.requires_grad:
         raise UnsupportedError(
@@ -464,7 +477,7 @@ def _number(label: str, value: float) -> float:
         )
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         number = math.nan
     if isinstance(value, str | bool) or not math.isfinite(number):
         raise ShapeError(f"{label} is a finite number, found {value!r:.80}")
@@ -483,9 +496,21 @@ def _check_kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
             f"{carrier} carries a forward-mode tangent, which weft.attention does not compute; use "
             "reverse-mode gradients"
         )
-    if sinks is not None and sinks.shape != q.shape[1:2]:
+    if sinks is not None:
+        _check_sinks(sinks, q)
+
+
+def _check_sinks(sinks: Tensor, q: Tensor) -> None:
+    if not isinstance(sinks, Tensor):
+        raise ShapeError(f"sinks is a tensor of one number per head, found {sinks!r:.80}")
+    if sinks.shape != q.shape[1:2]:
         raise ShapeError(
             f"sinks must be ({q.shape[1]},), one per local head, found {tuple(sinks.shape)}"
+        )
+    if not sinks.is_floating_point() or sinks.layout != torch.strided or sinks.device != q.device:
+        raise ShapeError(
+            f"sinks are dense numbers of a floating dtype on {q.device}, found {sinks.dtype},"
+            f" {sinks.layout}, on {sinks.device}"
         )
 
 

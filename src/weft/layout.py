@@ -606,12 +606,19 @@ class Layout(LayoutDeclaration, Traceable):
         """
         self._check_axes(dims, x.dim(), keys)
         for axis, dim in dims.items():
-            mesh_dims = self._dims(axis, axis in keys)
+            mesh_dims, local = self._dims(axis, axis in keys), x.shape[dim]
             for mesh_dim in reversed(mesh_dims):
                 x = collectives.varying_to_invariant(x, dim % x.dim(), mesh_dim, self.bound, name)
             if mesh_dims:
                 order = self.order.get(axis, "contiguous")
                 parts = self._parts(axis, axis in keys)
+                chunk = sequence.count(self.spans(axis, x.shape[dim], keys=axis in keys))
+                if order != "contiguous" and local != chunk:
+                    raise ShapeError(
+                        f"gather of axis {axis!r}, whose tokens are in an order: this rank has"
+                        f" {local} of {x.shape[dim]}, and its chunk holds {chunk}; cut whole"
+                        " tensors with layout.shard"
+                    )
                 index = sequence.gather_order(x.shape[dim], parts, order, x.device)
                 x = x.index_select(dim, index)
         return x

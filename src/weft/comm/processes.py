@@ -26,6 +26,8 @@ from .world import node
 
 #: Most ranks of a group whose pairs all connect when a layout is built: each pair takes memory.
 _MOST_CONNECTED = 16
+#: Dtypes that gloo moves and does not add.
+_NOT_SUMMED = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 #: A vote or an exchange of short texts, in errors.
 _CONTROL = "an agreement"
 
@@ -245,6 +247,8 @@ class ProcessTransport(Transport):
         )
 
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
+        if not self._on_gpu and tensor.dtype in _NOT_SUMMED:
+            raise UnsupportedError(f"gloo adds no {str(tensor.dtype)[6:]}: sum another dtype")
         for mesh_dim in self.moving(mesh_dims):
             self._check_place([tensor])
             group = self._groups[mesh_dim]

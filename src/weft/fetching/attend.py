@@ -29,8 +29,7 @@ from ..comm.channel import refused_everywhere
 from ..comm.collectives import gather_flat
 from ..comm.transport import Messages
 from ..errors import UnsupportedError
-from ..layout import Layout
-from ..masks import Full
+from ..masks import Full, Mask
 from ..plan.order import positions
 from ..plan.plan import Plan
 from ..plan.sides import Side
@@ -91,7 +90,7 @@ def attend_fetched(
     moved = choices.to_tile(plan, channel, choice.numbers)
     numbers = choice.numbers if moved is None else moved
     q, k, v = passes.to_compute(q, k, v)
-    asked = _Asked.of(plan, layout, dims, numbers, k.shape[1], q.shape[1])
+    asked = _Asked.of(plan, call.mask, dims, numbers, k.shape[1], q.shape[1])
     route, slots = asked.route(channel)
     rows = upload(slot_rows(route, slots), q.device)  # b 1 g s 1
     width = (k.shape[3] + v.shape[3]) * k.itemsize
@@ -129,7 +128,7 @@ class _Asked:
     def of(
         cls,
         plan: Plan,
-        layout: Layout,
+        mask: Mask,
         dims: tuple[str, ...],
         numbers: Tensor,
         kv_heads: int,
@@ -153,7 +152,7 @@ class _Asked:
         )
         numbers, blocks = numbers.long(), -(-plan.problem.m // kind.block)
         numbers = torch.where((numbers < 0) | (numbers >= blocks), -1, numbers)
-        numbers = _visible(plan, numbers, kind.block)
+        numbers = _visible(plan, mask, numbers, kind.block)
         partition = Partition.of_tokens(plan, dims, Side.KEY)
         return cls(plan, partition, places, numbers, routes)
 
@@ -215,9 +214,8 @@ class _Asked:
         return places, torch.where(slots < 0, NOWHERE, mine), numbers
 
 
-def _visible(plan: Plan, numbers: Tensor, block: int) -> Tensor:
+def _visible(plan: Plan, mask: Mask, numbers: Tensor, block: int) -> Tensor:
     """Numbers without those of which a mask of positions hides every key: they need not come."""
-    mask = plan.problem.mask
     if isinstance(mask, Full) or not is_plain(mask) or not numbers.numel():
         return numbers
     out, (b, r, n, kept) = [], numbers.shape

@@ -90,7 +90,7 @@ class Expansion:
     def __call__(self, c: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
         none = c.shape[2] == 0  # of no token functions may not know the heads
         if none:
-            c, r = (t.new_zeros((*t.shape[:2], 1, t.shape[3])) for t in (c, r))
+            c, r = (t.sum(2, keepdim=True) for t in (c, r))  # zeros, with the latents' gradients
         k, v = _checked(self.function(c, r), (c, r))
         return (k[:, :, :0], v[:, :, :0]) if none else (k, v)
 

@@ -317,6 +317,8 @@ def attend_eagerly(
     if alone is not None:
         return alone
     if profiling() or dispatched(*(t for t in tensors if t is not None)):
+        with refused_everywhere(bound.refuse):
+            bound.rest_shape(q, k, v)  # an op with a tensor on "meta" makes shapes alone
         given = bound.call.scale, bound.call.softcap, calls.handle_of(bound)
         return torch.ops.weft.attention(*tensors, *given)[:2]
     return _Attention.apply(bound, None, *tensors)
