@@ -55,7 +55,7 @@ def test_lost_peer_of_a_batch_did_not_answer():
         transport._waiting(batch, [4, 7, 5], ["here", "late", "here"], trace.NOTHING)()
 
 
-def test_a_sum_that_gloo_does_not_make_is_no_lost_rank():
+def test_sum_that_gloo_lacks_is_no_lost_rank():
     transport = object.__new__(ProcessTransport)
     transport._on_gpu = False
     with pytest.raises(UnsupportedError, match="gloo adds no int16"):

@@ -219,12 +219,17 @@ def is_fake(group: ProcessGroup | None) -> bool:
     return any(part.split(":")[-1] == "fake" for part in dist.get_backend(group).split(","))
 
 
+def in_forward_mode() -> bool:
+    """True within a level of forward-mode differentiation."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def with_tangent(**tensors: Tensor) -> str | None:
     """The name of a tensor that carries a tangent of forward-mode differentiation, or None."""
-    forward = torch.autograd.forward_ad
-    if forward._current_level < 0:
+    if not in_forward_mode():
         return None
-    duals = (name for name, t in tensors.items() if forward.unpack_dual(t).tangent is not None)
+    unpack = torch.autograd.forward_ad.unpack_dual
+    duals = (name for name, t in tensors.items() if unpack(t).tangent is not None)
     return next(duals, None)
 
 

@@ -21,7 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from ._compile import flattened, restored
 from ._digest import is_plain
-from ._torch import constant_in_graphs, in_graph, in_transform, outside_graphs, with_tangent
+from ._torch import (
+    constant_in_graphs,
+    in_forward_mode,
+    in_graph,
+    in_transform,
+    outside_graphs,
+    with_tangent,
+)
 from .bias import Bias
 from .choice import ChoiceKind, ChosenKeys
 from .comm.channel import refused_everywhere
@@ -260,6 +267,8 @@ def _bound(
     if expanded is not None:
         key = (*key, expanded)
     bound = BoundCall.kept(layout, key) if plain else None
+    if bound is not None and (not tensors or _are_usual(*tensors)):
+        return bound
     with refused_everywhere(functools.partial(_refuse, layout, axes, mask, bias)):
         if bound is None:
             call = Call(
@@ -484,13 +493,17 @@ def _number(label: str, value: float) -> float:
     return number
 
 
+def _are_usual(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
+    """True for tensors of which `_check_kinds` has nothing to say, quickly: every call is here."""
+    return type(q) is type(k) is type(v) is Tensor and sinks is None and not in_forward_mode()
+
+
 def _check_kinds(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> None:
-    if not type(q) is type(k) is type(v) is Tensor:
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(t, Tensor):
-                raise ShapeError(f"{name} is a tensor, found a {type(t).__name__}")
-            if isinstance(t, DTensor):
-                raise ShapeError(f"{name} is a DTensor and q is not: pass all three as one kind")
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise ShapeError(f"{name} is a tensor, found a {type(t).__name__}")
+        if isinstance(t, DTensor):
+            raise ShapeError(f"{name} is a DTensor and q is not: pass all three as one kind")
     if carrier := with_tangent(q=q, k=k, v=v):
         raise UnsupportedError(
             f"{carrier} carries a forward-mode tangent, which weft.attention does not compute; use "

@@ -18,7 +18,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype:
         (b, h, _, d), (kb, g, m, kd), (vb, vg, vm, e) = q.shape, k.shape, v.shape
         same = b == kb == vb and g == vg and m == vm and d == kd and h and g and d and e
-        if same and h % g == 0 and q.device == k.device == v.device and _is_computed(q, k, v):
+        strided = q.layout is k.layout is v.layout is torch.strided
+        floating = q.dtype.is_floating_point and q.dtype.itemsize > 1
+        if same and h % g == 0 and q.device == k.device == v.device and strided and floating:
             return
     _refuse_tensors(q, k, v)
 
@@ -44,14 +46,10 @@ def check_latents(q: Tensor, k: Tensor, v: Tensor, expanded: Expanded) -> None:
             f"q and latents need one dtype and one device, found {q.dtype}, {k.dtype}, {v.dtype} on"
             f" {q.device}, {k.device}, {v.device}"
         )
-    if not _is_computed(q, k, v):
+    dense = all(t.layout is torch.strided for t in (q, k, v))
+    if not dense or not q.dtype.is_floating_point or q.dtype.itemsize == 1:
         _refuse_tensors(q, q, q)
         raise ShapeError(f"latents are dense tensors of a floating dtype: {shapes}")
-
-
-def _is_computed(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    strided = q.layout is k.layout is v.layout is torch.strided
-    return strided and q.dtype.is_floating_point and q.dtype.itemsize > 1
 
 
 def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:

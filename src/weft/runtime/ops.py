@@ -372,7 +372,9 @@ def attend_alone(
         view = executor.view_of(plan, whole)
         both = plan.kernel(whole.kind).differentiable(q, k, v, view)
         if both is not None:
-            return like_query(_observed(both[0], bound, plan), q), both[1]
+            out, lse = _observed(both[0], bound, plan), both[1]
+            as_query = out.is_contiguous() and q.is_contiguous()
+            return out if as_query else like_query(out, q), lse
     return _Alone.apply(q, k, v, bound, plan)
 
 
