@@ -1128,6 +1128,14 @@ BUGS = (
         "calls",
     ),
     Bug(
+        "a bias without numbers is added",
+        "weft/runtime/ops.py",
+        "attend_eagerly",
+        'checks.check_place("the bias", bias, q)',
+        "None",
+        "calls",
+    ),
+    Bug(
         "a gather in an order takes any parts",
         "weft/layout.py",
         "Layout.gather",

@@ -1057,7 +1057,7 @@ def _out_of_memory(rank: int) -> str:
         def full(*_):
             raise torch.OutOfMemoryError("no memory left")
 
-        layout.bound._post_each = full
+        layout.bound._post = full
     try:
         weft.attention(q, q, q, layout, "tokens")
     except Exception as error:
@@ -1098,16 +1098,20 @@ def test_options_of_a_wrong_kind_are_refused_on_all(what):
 
 
 @pytest.mark.parametrize("line", ["", "tokens: ring=2"])
-@pytest.mark.parametrize("elsewhere", ["k", "v", "kv"])
-def test_keys_without_numbers_beside_queries_are_refused(line, elsewhere):
+@pytest.mark.parametrize("elsewhere", ["k", "v", "kv", "bias", "choice"])
+def test_tensors_without_numbers_beside_queries_are_refused(line, elsewhere):
     """An op with a tensor on "meta" makes shapes alone, and memory of any content."""
 
     def rank(layout: Layout) -> str:
-        q = draw(1, 2, 3, 4)
-        there = q.to("meta")
-        k, v = (there if name in elsewhere else q for name in "kv")
-        return refused(lambda: weft.attention(q, k, v, layout, "tokens"))
+        q, options = draw(1, 2, 3, 4), {}
+        k, v = (q.to("meta") if name in elsewhere else q for name in "kv")
+        if elsewhere == "bias":
+            options["bias"] = torch.zeros(1, 1, 3, 3 * layout.world_size, device="meta")
+        if elsewhere == "choice":
+            options["choice"] = weft.ChosenKeys(torch.zeros(1, 1, 3, 2, device="meta").int())
+        return refused(lambda: weft.attention(q, k, v, layout, "tokens", **options))
 
     layout = Layout.parse(line) if line else Layout.single()
     said = weft.on_threads(layout, rank, timeout=20) if line else [rank(layout)]
-    assert all(text.startswith("ShapeError: q, k, v need one device") for text in said), said
+    wanted = f"the {elsewhere} is on meta" if len(elsewhere) > 2 else "q, k, v need one device"
+    assert all(text.startswith(f"ShapeError: {wanted}") for text in said), said

@@ -1,7 +1,10 @@
 """A killed or frozen rank ends all others in time, and each of them names it."""
 
+import types
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks import faults
 from weft.comm import P2PBatch
@@ -60,3 +63,15 @@ def test_sum_that_gloo_lacks_is_no_lost_rank():
     transport._on_gpu = False
     with pytest.raises(UnsupportedError, match="gloo adds no int16"):
         transport._all_reduce(torch.ones(2, dtype=torch.int16), ("rows",))
+
+
+def test_messages_of_a_fake_group_are_no_batch(monkeypatch):
+    """A batch asks the group for the device's backend, and a fake one has none for "meta"."""
+    transport = object.__new__(ProcessTransport)
+    transport._on_gpu = transport.fake = True
+    transport.world_ranks = (0, 1)
+    transport._groups = {"rows": types.SimpleNamespace(recv=lambda *_: "in", send=lambda *_: "out")}
+    monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
+    works, messages = [], [(1, torch.zeros(2, device="meta"))]
+    transport._post(P2PBatch("rows", "kv", [], []), messages, messages, 5, works)
+    assert works == ["in", "out"]

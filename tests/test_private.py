@@ -7,6 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -448,3 +449,11 @@ def test_inference_multiplies_by_onednn_where_that_is_faster(monkeypatch):
         mapped = torch.func.vmap(lambda one: private.inference_linear(one, weight, bias))(x)
         assert not taken
         torch.testing.assert_close(mapped, torch.nn.functional.linear(x, weight, bias))
+
+
+def test_half_imported_modules_of_torch_are_none(monkeypatch):
+    """Another thread may be importing them."""
+    for name in ("torch._dynamo", "torch.distributed.fsdp"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    assert not private.is_fsdp(torch.nn.Linear(1, 1))
+    assert private.outside_graphs(lambda: 3)() == 3

@@ -86,7 +86,7 @@ def remembered(method: Callable[Arguments, Result]) -> Callable[Arguments, Resul
 
     @functools.wraps(method)
     def look_up(self: Any, *args: Any, **kwargs: Any) -> Result:
-        kept: dict[Any, Result] = vars(self).setdefault(name, {})
+        kept: dict[Any, Result] = self.__dict__.setdefault(name, {})
         key = (args, *kwargs.items()) if kwargs else args
         if key not in kept:
             kept[key] = method(self, *args, **kwargs)

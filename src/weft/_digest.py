@@ -304,15 +304,13 @@ def is_plain(value: Any) -> bool:
         return True
     if isinstance(value, str | bytes | numbers.Number | torch.dtype | enum.Enum):
         return True
-    if kind in (tuple, frozenset):  # others may be functions as well
-        return _PLAIN.issuperset(map(type, value)) or all(map(is_plain, value))
-    names = _frozen_fields(kind)
-    if names is None or (not _has_fields_alone(kind) and beside_fields(value)):
-        return False
-    for name in names:  # noqa: SIM110  # a generator takes as long again
-        if not is_plain(getattr(value, name)):
+    held = value
+    if kind not in (tuple, frozenset):  # others may be functions as well
+        names = _frozen_fields(kind)
+        if names is None or beside_fields(value):
             return False
-    return True
+        held = [getattr(value, name) for name in names]
+    return _PLAIN.issuperset(map(type, held)) or all(map(is_plain, held))
 
 
 @functools.lru_cache(256)
@@ -324,6 +322,9 @@ def _has_fields_alone(kind: type) -> bool:
 
 def beside_fields(value: Any) -> dict[str, Any]:
     """Attributes of an object of a user's dataclass that are no fields: equality ignores them."""
+    kind: type = type(value)
+    if _has_fields_alone(kind):
+        return {}
     fields = {field.name for field in dataclasses.fields(value)}
     return {name: held for name, held in _attributes(value).items() if name not in fields}
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from traceback import FrameSummary
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -243,6 +243,12 @@ def ignored_by_ddp(model: torch.nn.Module) -> set[str]:
     return {*getattr(model, "_ddp_params_and_buffers_to_ignore", ())}
 
 
+def is_fsdp(module: torch.nn.Module) -> TypeGuard[Any]:
+    """True for a unit of FSDP2. Who never loaded that has none, nor who is loading it now."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    return kind is not None and isinstance(module, kind)
+
+
 def averaged_over(model: torch.nn.Module) -> list[int]:
     """Ranks over which torch's DDP, whose forward pass runs, or FSDP2 averages gradients; or none.
 
@@ -251,14 +257,12 @@ def averaged_over(model: torch.nn.Module) -> list[int]:
     ddp = active_ddp()
     if ddp is not None:
         return dist.get_process_group_ranks(ddp.process_group)
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
-    for part in model.modules():
-        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
-            state = part._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for group in filter(None, groups):
-                if group.gradient_divide_factor is None:
-                    return group.mesh_info.mesh.mesh.flatten().tolist()
+    for part in filter(is_fsdp, model.modules()):
+        state = part._get_fsdp_state()
+        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        for group in filter(None, groups):
+            if group.gradient_divide_factor is None:
+                return group.mesh_info.mesh.mesh.flatten().tolist()
     return []
 
 
@@ -270,16 +274,15 @@ def in_transform() -> bool:
     return _level_of_transforms() is not None
 
 
-_PLAIN = (Tensor, torch.nn.Parameter)
-
-
 #: `any_autocast()`: True inside `torch.autocast` of any kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
+#: Classes of tensors that intercept no op.
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def dispatched(*tensors: Tensor) -> bool:
     """True if a mode or a tensor's class intercepts the ops that run on it."""
-    for t in tensors:  # a generator takes three times as long
+    for t in tensors:
         if type(t) not in _PLAIN or t.is_meta:
             return True
     return torch._C._len_torch_dispatch_stack() > 0

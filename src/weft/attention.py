@@ -11,7 +11,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, overload
 
@@ -38,7 +38,7 @@ from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .fetching.attend import attend_fetched
 from .layout import Layout
 from .masks import FULL, Mask, check_mask
-from .plan.call import Call, Expanded, reach
+from .plan.call import Call, Expanded, axis_names, reach
 from .plan.lengths import Length, read_length
 from .plan.order import Spans, positions
 from .plan.plan import score_tile
@@ -469,13 +469,10 @@ def _checked_axes(
     axis: Sequence[str], layout: Layout, mask: Mask | None, bias: Bias | Tensor | None
 ) -> tuple[str, ...]:
     """The names of several axes."""
-    names = tuple(axis) if isinstance(axis, Iterable) else ()
-    if names and all(isinstance(name, str) for name in names):
-        return names
     _check_layout(layout)
     attended = next((tuple(key.split("+")) for key in layout.attend), ("",))
     with refused_everywhere(functools.partial(_refuse, layout, attended, mask, bias)):
-        raise DeclarationError(f"axis is the name of an axis, or several, found {axis!r:.80}")
+        return axis_names(axis)
 
 
 def _number(label: str, value: float) -> float:
@@ -554,7 +551,7 @@ def bias_tile(
     >>> bias_tile(torch.zeros(1, 2, 5, 5), Layout.single(), "tokens").shape
     torch.Size([1, 2, 5, 5])
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = axis_names(axis)
     batches = shard_batches(layout, axes, bias.shape[0]) if bias.shape[0] > 1 else ()
     return tile_of_bias(bias, layout, axes, length, batches)
 

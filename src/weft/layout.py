@@ -598,7 +598,8 @@ class Layout(LayoutDeclaration, Traceable):
 
         Raises:
             ShapeError: on every rank that takes part: shapes, dtypes or `dims` differ between
-                ranks, or they make different calls of the program.
+                ranks, or they make different calls of the program. On this rank, of an axis that is
+                not in contiguous order: its part is no chunk of the whole.
 
         >>> weft.on_threads(weft.Layout.load("ring-2"), lambda layout: layout.gather(
         ...     torch.tensor([layout.rank]), {"tokens": 0}).tolist())
@@ -612,13 +613,14 @@ class Layout(LayoutDeclaration, Traceable):
             if mesh_dims:
                 order = self.order.get(axis, "contiguous")
                 parts = self._parts(axis, axis in keys)
-                chunk = sequence.count(self.spans(axis, x.shape[dim], keys=axis in keys))
-                if order != "contiguous" and local != chunk:
-                    raise ShapeError(
-                        f"gather of axis {axis!r}, whose tokens are in an order: this rank has"
-                        f" {local} of {x.shape[dim]}, and its chunk holds {chunk}; cut whole"
-                        " tensors with layout.shard"
-                    )
+                if order != "contiguous":
+                    chunk = sequence.count(self.spans(axis, x.shape[dim], keys=axis in keys))
+                    if local != chunk:
+                        raise ShapeError(
+                            f"gather of axis {axis!r}, whose tokens are in an order: this rank has"
+                            f" {local} of {x.shape[dim]}, and its chunk holds {chunk}; cut whole"
+                            " tensors with layout.shard"
+                        )
                 index = sequence.gather_order(x.shape[dim], parts, order, x.device)
                 x = x.index_select(dim, index)
         return x

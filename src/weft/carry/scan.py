@@ -15,6 +15,7 @@ from ..dtensors import on_local_tensors
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from ..layout import Layout
 from ..masks import Documents
+from ..plan.call import axis_names
 from ..relayout.windows import BORDERS, Windows, cut_run
 from .pieces import LocalPieces
 
@@ -158,7 +159,7 @@ def halo(
     >>> weft.halo(blur, image, layout=weft.Layout.single(), border="circular", **options).shape
     torch.Size([1, 5, 6])
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = axis_names(axis)
     of_axes: dict[str, Any] = {"dim": dim, "length": length, "border": border, "stride": stride}
     per_axis = {key: _per_axis(key, value, axes) for key, value in of_axes.items()}
     if isinstance(x, DTensor):

@@ -162,44 +162,35 @@ class ProcessTransport(Transport):
             message = (self.title, p2p.mesh_dim, p2p.label, tag, p2p.step)
             step = self.box.step(*message, to, sources, nbytes)
         works: list[dist.Work] = []
-        begin = self._post_batch if self._on_gpu else self._post_each
-        self._guard(p2p, peers, works, lambda: begin(p2p.mesh_dim, receives, sends, tag, works))
+        self._guard(p2p, peers, works, lambda: self._post(p2p, receives, sends, tag, works))
         return self._waiting(p2p, peers, works, step)
 
-    def _post_batch(
+    def _post(
         self,
-        mesh_dim: str,
+        p2p: P2PBatch,
         receives: Sequence[tuple[int, Tensor]],
         sends: Sequence[tuple[int, Tensor]],
         tag: int,
         works: list[dist.Work],
     ) -> None:
-        """Post messages as one launch."""
-        group = self._groups[mesh_dim]
-        both = ((dist.irecv, receives), (dist.isend, sends))
-        ops = [
-            dist.P2POp(call, buffer, self.world_ranks[peer], group, tag)
-            for call, messages in both
-            for peer, buffer in messages
-        ]
-        works += dist.batch_isend_irecv(ops)
-
-    def _post_each(
-        self,
-        mesh_dim: str,
-        receives: Sequence[tuple[int, Tensor]],
-        sends: Sequence[tuple[int, Tensor]],
-        tag: int,
-        works: list[dist.Work],
-    ) -> None:
-        """Post messages one by one, past torch's Python, which takes 0.1 ms for a pair of them."""
-        group = self._groups[mesh_dim]
-        for call, messages in ((group.recv, receives), (group.send, sends)):
+        """Post messages: on NCCL as one launch, else one by one, past torch's own Python."""
+        group = self._groups[p2p.mesh_dim]
+        if self._on_gpu and not self.fake:  # a fake group has no backend for "meta" to ask for
+            both = (dist.irecv, receives), (dist.isend, sends)
+            works += dist.batch_isend_irecv(
+                [
+                    dist.P2POp(call, buffer, self.world_ranks[peer], group, tag)
+                    for call, messages in both
+                    for peer, buffer in messages
+                ]
+            )
+            return
+        for post, messages in ((group.recv, receives), (group.send, sends)):
             for peer, buffer in messages:
                 numbers = torch.view_as_real(buffer) if buffer.is_complex() else buffer
                 # Raises a ValueError where torch knows the group no longer.
                 to = dist.get_group_rank(group, self.world_ranks[peer])
-                works.append(call([numbers], to, tag))
+                works.append(post([numbers], to, tag))
 
     def _waiting(
         self,

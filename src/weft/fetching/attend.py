@@ -83,7 +83,7 @@ def attend_fetched(
     plan, channel, agreed = bound.begin(q, k, v, None, choice.numbers)
     if not plan.problem.m:
         channel.finish()
-        linked = q[..., :0].sum() + k.sum() + v.sum()  # 0, of which all are asked for gradients
+        linked = q[..., :0].sum() + k.sum() + v.sum()  # 0, so that all three get gradients
         out = linked + q.new_zeros((*q.shape[:3], plan.problem.value_dim))
         return out, q.new_full(q.shape[:3], float("-inf"), dtype=plan.accum_dtype)
     passes = FetchedCall(bound, plan, channel, agreed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import active_ddp, version
+from .._torch import active_ddp, is_fsdp, version
 from .._uploads import uploaded
 from ..comm import Transport
 from ..comm.consistency import (
@@ -261,11 +260,10 @@ def _refuse_wrapped(
     transport: Transport,
 ) -> None:
     """Raises where FSDP2 or DDP reduces the gradients."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
     for part in module.modules():
         if isinstance(part, DistributedDataParallel) or getattr(part, BY_DDP, False):
             _refuse("DistributedDataParallel averages or sums gradients")
-        if fsdp and isinstance(part, fsdp.FSDPModule):
+        if is_fsdp(part):
             _refuse("fully_shard reduces gradients")
     if any(is_split(p, dims, transport) for p in parameters.values()):
         _refuse("fully_shard reduces gradients")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch.distributed.tensor import Shard
@@ -16,8 +17,21 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.orders import TokenOrder
 from ..declare.placements import BATCH, entry_placement
 from ..declare.strategy import Role
-from ..errors import ShapeError, UnsupportedError
+from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..masks import FULL, Mask, describe
+
+
+def axis_names(axis: object) -> tuple[str, ...]:
+    """The names of one axis, or of several that are attended jointly.
+
+    >>> axis_names("rows"), axis_names(["rows", "columns"])
+    (('rows',), ('rows', 'columns'))
+    """
+    names = (axis,) if isinstance(axis, str) else axis if isinstance(axis, Iterable) else ()
+    found = tuple(names)
+    if not found or not all(isinstance(name, str) for name in found):
+        raise DeclarationError(f"axis is the name of an axis, or several, found {axis!r:.80}")
+    return found
 
 
 @dataclass(frozen=True)

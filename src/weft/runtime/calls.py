@@ -186,6 +186,7 @@ class BoundCall:
                     "numbers that add exactly; use float32 or bfloat16"
                 )
             checks.probe_functions(self.call, q.device)
+            checks.check_place("the bias", bias, q)
             if bias is not None:
                 batch = None if self.asks_batches else plan.compute.query.batch
                 checks.check_bias(plan, bias, batch)

@@ -18,9 +18,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if q.dim() == k.dim() == v.dim() == 4 and q.dtype == k.dtype == v.dtype:
         (b, h, _, d), (kb, g, m, kd), (vb, vg, vm, e) = q.shape, k.shape, v.shape
         same = b == kb == vb and g == vg and m == vm and d == kd and h and g and d and e
-        strided = q.layout is k.layout is v.layout is torch.strided
-        floating = q.dtype.is_floating_point and q.dtype.itemsize > 1
-        if same and h % g == 0 and q.device == k.device == v.device and strided and floating:
+        if same and h % g == 0 and q.device == k.device == v.device and _is_computed(q, k, v):
             return
     _refuse_tensors(q, k, v)
 
@@ -46,10 +44,14 @@ def check_latents(q: Tensor, k: Tensor, v: Tensor, expanded: Expanded) -> None:
             f"q and latents need one dtype and one device, found {q.dtype}, {k.dtype}, {v.dtype} on"
             f" {q.device}, {k.device}, {v.device}"
         )
-    dense = all(t.layout is torch.strided for t in (q, k, v))
-    if not dense or not q.dtype.is_floating_point or q.dtype.itemsize == 1:
+    if not _is_computed(q, k, v):
         _refuse_tensors(q, q, q)
         raise ShapeError(f"latents are dense tensors of a floating dtype: {shapes}")
+
+
+def _is_computed(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    strided = q.layout is k.layout is v.layout is torch.strided
+    return strided and q.dtype.is_floating_point and q.dtype.itemsize > 1
 
 
 def _refuse_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -85,6 +87,12 @@ def check_lengths(plan: Plan, n: int, m: int) -> None:
             )
 
 
+def check_place(label: str, t: Tensor | None, q: Tensor) -> None:
+    """Refuses a tensor that is on another device than the queries."""
+    if t is not None and t.device != q.device:
+        raise ShapeError(f"{label} is on {t.device}, and q on {q.device}")
+
+
 def check_bias(plan: Plan, bias: Tensor, batch: int | None) -> None:
     """Refuses a bias that is not this rank's tile; without `batch`, one of any samples fits."""
     if not bias.is_floating_point():
@@ -116,8 +124,7 @@ def check_choice(plan: Plan, numbers: Tensor, q: Tensor, groups: int) -> None:
             f" {tuple(numbers.shape)}; whole ones are cut as queries are:"
             " layout.shard(numbers, {axis: 2})"
         )
-    if numbers.device != q.device:
-        raise ShapeError(f"the choice is on {numbers.device}, and q on {q.device}")
+    check_place("the choice", numbers, q)
     kind = plan.problem.choice
     if kind is None or not kind.check or not numbers.numel() or numbers.is_meta:
         return

@@ -19,7 +19,7 @@ from ..comm.transport import Messages
 from ..plan.leaves import Node, depth
 from ..plan.sides import Sides
 from ..same_bits.sums import largest
-from .merging import Tensors, empty_by_token, empty_like_query
+from .merging import Tensors, empty_like_query, empty_rows
 
 
 class Part(NamedTuple):
@@ -189,11 +189,8 @@ class GridSum:
     def total(self) -> Tensors:
         """The sums so far, in fp64."""
         if not self._sums:
-            shapes = ((*t.shape[:2], self.rows, t.shape[3]) for t in self.likes)
-            self._sums = tuple(
-                empty_by_token(t, shape, torch.float64).zero_()
-                for t, shape in zip(self.likes, shapes)
-            )
+            held = empty_rows(self.likes, self.rows, torch.float64)
+            self._sums = tuple(t.zero_() for t in held)
         return self._sums
 
     def result(self) -> Tensors:

@@ -263,18 +263,14 @@ class PartialSum(_Accumulator):
             return self._zeros()
         return tuple(t.to(like.dtype) for t, like in zip(self._made(), self.likes))
 
-    def _empty(self, dtype: torch.dtype | None = None) -> Tensors:
-        shapes = ((*t.shape[:2], self.rows, t.shape[3]) for t in self.likes)
-        return tuple(empty_by_token(t, shape, dtype) for t, shape in zip(self.likes, shapes))
-
     def _zeros(self) -> Tensors:
-        return tuple(t.zero_() for t in self._empty())
+        return tuple(t.zero_() for t in empty_rows(self.likes, self.rows))
 
     def _memory(self) -> Tensors:
-        return self._empty(self.accum_dtype)
+        return empty_rows(self.likes, self.rows, self.accum_dtype)
 
     def _result_memory(self) -> Tensors:
-        return self._empty() if self._into is None else self._into()
+        return empty_rows(self.likes, self.rows) if self._into is None else self._into()
 
     def _clear(self, total: Tensors) -> None:
         for t in total:
@@ -305,14 +301,14 @@ def like_query(out: Tensor, q: Tensor) -> Tensor:
 
     By token, but for contiguous queries on CPUs.
     """
-    return by_token(out) if _written_by_token(q) else out.contiguous()
+    return out.contiguous() if q.is_cpu and q.is_contiguous() else by_token(out)
 
 
 def empty_like_query(q: Tensor, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor of shape (b h n e) with the strides of `like_query`."""
-    return (
-        empty_by_token(q, shape, dtype) if _written_by_token(q) else q.new_empty(shape, dtype=dtype)
-    )
+    if q.is_cpu and q.is_contiguous():
+        return q.new_empty(shape, dtype=dtype)
+    return empty_by_token(q, shape, dtype)
 
 
 def as_kept(t: Tensor) -> Tensor:
@@ -328,10 +324,6 @@ def empty_as_kept(like: Tensor, shape: Sequence[int]) -> Tensor:
     return like.new_empty(shape) if like.device.type == "cpu" else empty_by_token(like, shape)
 
 
-def _written_by_token(q: Tensor) -> bool:
-    return not (q.is_cpu and q.is_contiguous())
-
-
 def by_token(t: Tensor) -> Tensor:
     """A tensor (b h n d) whose memory is (b n h d), as most kernels write it and layers read it."""
     rows = t.transpose(1, 2)
@@ -342,6 +334,11 @@ def empty_by_token(like: Tensor, shape: Sequence[int], dtype: torch.dtype | None
     """An empty tensor of shape (b h n d) whose memory is (b n h d)."""
     b, h, n, d = shape
     return like.new_empty((b, n, h, d), dtype=dtype or like.dtype).transpose(1, 2)
+
+
+def empty_rows(likes: Tensors, rows: int, dtype: torch.dtype | None = None) -> Tensors:
+    """Empty tensors by token, like others but for their rows."""
+    return tuple(empty_by_token(t, (*t.shape[:2], rows, t.shape[3]), dtype) for t in likes)
 
 
 def _alone(tensors: Tensors) -> bool:

@@ -26,7 +26,7 @@ from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
 from ..plan.choices import NUMBER
 from ..plan.plan import Plan
-from . import calls, choices, executor, handles, resharding
+from . import calls, checks, choices, executor, handles, resharding
 from .expand import Expander
 from .handles import differentiable, op, shapes_of
 from .merging import as_kept, by_token, empty_as_kept, empty_by_token, empty_like_query, like_query
@@ -319,6 +319,8 @@ def attend_eagerly(
     if profiling() or dispatched(*(t for t in tensors if t is not None)):
         with refused_everywhere(bound.refuse):
             bound.rest_shape(q, k, v)  # an op with a tensor on "meta" makes shapes alone
+            checks.check_place("the bias", bias, q)
+            checks.check_place("the choice", chosen, q)
         given = bound.call.scale, bound.call.softcap, calls.handle_of(bound)
         return torch.ops.weft.attention(*tensors, *given)[:2]
     return _Attention.apply(bound, None, *tensors)
@@ -372,9 +374,7 @@ def attend_alone(
         view = executor.view_of(plan, whole)
         both = plan.kernel(whole.kind).differentiable(q, k, v, view)
         if both is not None:
-            out, lse = _observed(both[0], bound, plan), both[1]
-            as_query = out.is_contiguous() and q.is_contiguous()
-            return out if as_query else like_query(out, q), lse
+            return like_query(_observed(both[0], bound, plan), q), both[1]
     return _Alone.apply(q, k, v, bound, plan)
 
 

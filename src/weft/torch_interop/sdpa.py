@@ -33,7 +33,7 @@ from ..decode.attend import merged_parts
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..masks import And, Causal, Full, Mask, describe
-from ..plan.call import Call
+from ..plan.call import Call, axis_names
 from ..plan.lengths import Length, read_length
 from .equal_masks import kept
 
@@ -312,7 +312,7 @@ def shared_context(layout: Layout, axis: str | Sequence[str]) -> Layout:
     >>> shared_context(Layout.load("ring-2"), "tokens").rules("tokens")["ring"].key.rest
     Replicate()
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = axis_names(axis)
     joint = "+".join(axes)  # entries for axes attended jointly come before those of each
     dims = [d for a in axes for d in layout.shard_dims(a)]
     entries = [{"strategy": "shared_context", "on": d} for d in dims]

@@ -89,9 +89,9 @@ _NO_LAST_STATES = (
     "recurrent states: its layers, or this version of transformers, do not take the states of split"
     " rows"
 )
-#: Why the cache of an output that one device would have is not there.
 #: Caches that hold a prompt only if `generate` made them, or weft did.
 _OF_GENERATE = ShardedCache, EncoderDecoderCache
+#: Why the cache of an output that one device would have is not there.
 _MAKE_ONE = "cache=weft.ShardedCache(model) in every call of a loop gives one"
 _NOT_MADE = "a call makes none"
 _IN_A_GRAPH = (

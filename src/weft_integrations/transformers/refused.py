@@ -268,7 +268,7 @@ def layer_droppers(model: Foreign) -> list[nn.Module]:
 
 
 def sound_maskers(model: Foreign) -> list[nn.Module]:
-    """The modules that mask sound at random in training, if their configuration tells them to."""
+    """The modules that can mask sound at random in training: their configuration says whether."""
     return [m for m in model.modules() if any(hasattr(m, name) for name in _MASKS_SOUND)]
 
 

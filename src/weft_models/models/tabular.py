@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from weft._caching import cached
-from weft._torch import version
+from weft._torch import is_fsdp, version
 from weft._uploads import upload
 from weft.comm.consistency import fingerprint as fingerprint_of
 from weft.comm.consistency import local_tensor as held_here
@@ -204,8 +203,7 @@ class TableModel(Model):
         """
         held = [(held_here(p), p) for p in self.parameters()]
         seen: tuple[tuple, ...]
-        fsdp = sys.modules.get("torch.distributed.fsdp")  # who never loaded it has no such module
-        if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in self.modules()):
+        if any(map(is_fsdp, self.modules())):
             sums = torch.stack([fingerprint_of(t) for t, _ in held]).tolist()
             seen = tuple((tuple(t.shape), total) for (t, _), total in zip(held, sums))
             kept = self._known is not None and self._known[0] == seen

@@ -38,7 +38,7 @@ from weft.fetching.resharding import FetchedCall
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full, Mask
-from weft.plan.call import Call
+from weft.plan.call import Call, axis_names
 from weft.plan.lengths import read_length
 from weft.plan.order import count, positions
 from weft.plan.plan import Plan
@@ -170,7 +170,7 @@ def routed_attention(
     >>> out.shape, how.chosen[0, 0].nonzero()[:, 1].tolist()
     (torch.Size([1, 2, 8, 4]), [1, 0, 0, 0])
     """
-    axes = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = axis_names(axis)
     if isinstance(q, DTensor):
         raise ShapeError("routed attention takes local tensors: pass q.to_local() and its like")
     dims = check_routed(layout, axes, mask)
