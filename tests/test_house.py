@@ -408,7 +408,6 @@ OTHER_TESTS = [
     "gpu_benchmark",
     "elastic",
     "kills",
-    "standins",
     "volume",
     "docs",
     "docstrings",
