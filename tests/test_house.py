@@ -402,7 +402,6 @@ OTHER_TESTS = [
     "gpu_benchmark",
     "elastic",
     "kills",
-    "standins",
     "volume",
     "docs",
     "docstrings",
