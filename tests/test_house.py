@@ -36,8 +36,6 @@ ROOMS = (
     ("plan",),
     ("decode.owners", "packing"),
     ("carry.fragments",),
-    ("carry.tree",),
-    ("carry.choose",),
     ("relayout.fetch",),
     ("runtime",),
     ("relayout", "decode"),
