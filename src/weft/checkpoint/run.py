@@ -38,8 +38,8 @@ from . import folder as files
 from .folder import INDEX, PICKLED, CheckpointError, Index, failing, read_index
 from .replicated import refuse_differing
 from .same_files import DifferentFilesError, agreed_index
-from .shards import STATE, Shard, everywhere, is_extra, on_first, shards, state_of
-from .state import check_state_fits, restore
+from .shards import STATE, Shard, everywhere, is_extra, on_first, shards, saved_state
+from .state import check_state_fits, fill_from
 from .values import decode, encode
 
 LOCK = ".lock"
@@ -166,7 +166,7 @@ class Checkpoints:
         def check() -> list[Any]:
             if not hasattr(step, "__index__") or not 0 <= operator.index(step) < 10**18:
                 raise CheckpointError(f"step is {step!r}; it must be an integer from 0 on")
-            for name, value in state_of(model, optimizer).items():
+            for name, value in saved_state(model, optimizer).items():
                 if is_extra(name) or not isinstance(value, Tensor):
                     values[name] = encode(value, name, tensors=not name.startswith(STATE))
             return [operator.index(step), encode(dict(notes or {}), "notes")]
@@ -240,7 +240,7 @@ class Checkpoints:
             random = {}
 
         def fill() -> None:
-            restore(path, index, model, optimizer, self.layout)
+            fill_from(path, index, model, optimizer, self.layout)
             for name, state in random.items():
                 files.read_into(path, name, index.tensors[name], state.local, state.start)
                 on_gpu = name.startswith("random.cuda")

@@ -68,7 +68,7 @@ def shards(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, layout: Layout
 ) -> dict[str, Shard]:
     """This rank's part of parameters, saved buffers, optimizer states and options, by name."""
-    state, split = state_of(model, optimizer), head_parameters(model)
+    state, split = saved_state(model, optimizer), head_parameters(model)
     cut = {f"{MODEL}{name}": t.shape for name, t in named_tensors(model) if t in split}
     return {
         name: shard_of(tensor, layout, cut.get(_owner(name)) == tensor.shape)
@@ -77,7 +77,7 @@ def shards(
     }
 
 
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def saved_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     """Tensors, extra states of modules, and an optimizer's states and options, by dcp's names.
 
     Of torch's `get_state_dict` it differs where that changes what it reads: an optimizer that has

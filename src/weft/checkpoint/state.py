@@ -56,7 +56,7 @@ def _kind(name: str) -> str:
     return in_words(name).removeprefix("the ")
 
 
-def restore(
+def fill_from(
     path: Path,
     index: Index,
     model: nn.Module,
