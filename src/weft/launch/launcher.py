@@ -160,8 +160,8 @@ def _start(fn: Callable[..., Any], args: tuple, ranks: int, name: str, attempt: 
             with _without_sigint():
                 for rank in range(ranks):
                     receiver, sender = spawn.Pipe(duplex=False)
-                    own = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    process = spawn.Process(target=_rank, args=(sender, own, fn, args))
+                    placed = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    process = spawn.Process(target=_rank, args=(sender, placed, fn, args))
                     process.start()
                     sender.close()
                     started.append((process, receiver))
