@@ -174,7 +174,7 @@ def load_records(folder: str | Path | None = None) -> list[Box]:
         owner = folder.stat().st_uid
         if owner != os.geteuid():
             raise DeclarationError(
-                f"{folder} belongs to another user ({owner}), and has a name that weft gives to your"
+                f"{folder} belongs to another user ({owner}), and has a name as weft gives to your"
                 " own folders; copy it to read what they wrote there"
             )
     paths = [*folder.glob("weft-rank-*.jsonl"), *folder.glob("rank-*")]
