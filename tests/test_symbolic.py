@@ -439,11 +439,6 @@ class Forgetful(Fragments):
         return True
 
 
-class OneRoundShort(Fragments):
-    def rounds(self, chunk):
-        return super().rounds(chunk)[:-1]
-
-
 class Unsent(Fragments):
     """The first rank keeps its state."""
 
@@ -507,7 +502,6 @@ class UnexpectedEntries(Wanted):
     [
         (Unordered, composition_defects),
         (Forgetful, composition_defects),
-        (OneRoundShort, composition_defects),
         (Unsent, chain_defects),
         (Swapped, chain_defects),
         (Shifted, halo_defects),
