@@ -27,10 +27,9 @@ from torch.distributed.tensor import DTensor
 from ._torch import outside_graphs
 from .choice import ChosenKeys
 from .comm.channel import refused_everywhere
-from .comm.collectives import gather_slices
+from .comm.collectives import gather_slices, spread_flat
 from .comm.origin import UNKNOWN, origin
-from .comm.transport import Messages, P2PBatch
-from .declare.mesh import index_at
+from .comm.transport import Messages
 from .declare.placements import merge_top_k
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .kernels import accumulate_dtype
@@ -288,48 +287,29 @@ def _nothing(iq: Tensor, kept: int) -> tuple[Tensor, Tensor]:
 def _merged(
     plan: ListPlan, transport: Messages, scores: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The lists of this rank's queries, of the keys of all ranks along `plan.lists`."""
+    """The lists of this rank's queries, merged of all ranks' (b n K)."""
+    kept = plan.sizes.count
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        values, where = (torch.cat(side, -1) for side in zip(*map(unpacked, parts)))
+        return _packed(*merge_top_k(values, where, kept))
+
+    def unpacked(flat: Tensor) -> tuple[Tensor, Tensor]:
+        entries = flat.numel() // (scores.itemsize + NUMBER.itemsize)
+        values, where = flat.clone().split([entries * scores.itemsize, entries * NUMBER.itemsize])
+        shape = len(scores), -1, kept
+        return values.view(scores.dtype).view(shape), where.view(NUMBER).view(shape).long()
+
     rows = [count(spans) for spans in plan.query_spans()]
-    lists = dict(enumerate(zip(scores.split(rows, 1), places.split(rows, 1))))
-    sizes = dict(plan.mesh)
-    for mesh_dim, parts in plan.returns():
-        here = plan.coords[mesh_dim]
-        peers = [peer for peer in range(sizes[mesh_dim]) if peer != here]
-        sends = [(peer, _packed([lists[number] for number in parts[peer]])) for peer in peers]
-        width = len(scores) * plan.sizes.count * (plan.sizes.score + NUMBER.itemsize)
-        nbytes = sum(rows[number] for number in parts[here]) * width
-        receives = [
-            (peer, torch.empty(nbytes, dtype=torch.uint8, device=scores.device)) for peer in peers
-        ]
-        transport.start(P2PBatch(mesh_dim, "lists", sends, receives))()
-        heights = [rows[number] for number in parts[here]]
-        came = [_unpacked(buffer, heights, scores, plan.sizes.count) for _, buffer in receives]
-        for i, number in enumerate(parts[here]):
-            every = [lists[number], *(each[i] for each in came)]
-            values, where = (torch.cat(side, -1) for side in zip(*every))
-            lists[number] = merge_top_k(values, where, plan.sizes.count)
-    return lists[index_at(sizes, plan.lists, plan.coords)]
+    lists = map(_packed, scores.split(rows, 1), places.split(rows, 1))
+    return unpacked(spread_flat([*lists], plan.lists, transport, "lists", merge))
 
 
-def _packed(lists: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Lists as bytes: all scores, then all positions in 32 bits."""
-    scores, places = (torch.cat([t.reshape(-1) for t in side]) for side in zip(*lists))
-    return torch.cat([scores.view(torch.uint8), places.to(NUMBER).view(torch.uint8)])
-
-
-def _unpacked(
-    buffer: Tensor, rows: Sequence[int], like: Tensor, kept: int
-) -> list[tuple[Tensor, Tensor]]:
-    """The inverse of `_packed`, for lists of so many rows each."""
-    entries = len(like) * sum(rows) * kept
-    scores, places = buffer.split([entries * like.itemsize, entries * NUMBER.itemsize])
-    sizes = [len(like) * n * kept for n in rows]
-    return [
-        (s.view(len(like), n, kept), p.view(len(like), n, kept).long())
-        for s, p, n in zip(
-            scores.view(like.dtype).split(sizes), places.view(NUMBER).split(sizes), rows
-        )
-    ]
+def _packed(scores: Tensor, places: Tensor) -> Tensor:
+    """Scores and places of a list as one flat buffer of bytes."""
+    return torch.cat(
+        [t.contiguous().view(-1).view(torch.uint8) for t in (scores, places.to(NUMBER))]
+    )
 
 
 __all__ = ["choose"]
