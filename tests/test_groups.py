@@ -182,7 +182,7 @@ def test_machine_of_unknown_memory_has_no_longest_row(config, tmp_path):
 def test_command_serves(config):
     told = said(config, "--tokens", "16384", "--devices", "4", "--hardware", "h100-8", "--serve")
     assert "fits on one rank, without a layout" in told
-    assert re.search(r" 4 0\.0 GB .*yes 24\.4 KiB", told)  # 4 layers x 3 x 8 x 65 x 4 bytes
+    assert re.search(r" 4 0\.0 GB .*yes 12\.4 KiB", told)  # 4 layers x 3 x 8 x (64 x 2 + 4) bytes
 
 
 @pytest.mark.parametrize(

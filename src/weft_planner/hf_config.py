@@ -134,7 +134,7 @@ class HFModel:
             if isinstance(value, list) and len(value) == len(layers):
                 for facts, each in zip(layers, value):
                     facts["config", name] = str(each)
-        values = defaultdict(dict)
+        values: dict[Hashable, dict[int, Any]] = defaultdict(dict)
         for number, facts in enumerate(layers):
             for key, value in facts.items():
                 values[key][number] = value
@@ -242,7 +242,7 @@ def _facts(layer: nn.Module) -> dict[tuple[str, str], Hashable]:
     """What a layer's code may depend on: its modules, shapes of tensors, plain attributes."""
     facts: dict[tuple[str, str], Hashable] = {}
     for path, module in layer.named_modules():
-        facts[path, ""] = type(module)
+        facts[path, ""] = type(module).__qualname__
         for name, value in vars(module).items():
             if isinstance(value, float):
                 facts[path, name] = bool(value)
@@ -253,7 +253,7 @@ def _facts(layer: nn.Module) -> dict[tuple[str, str], Hashable]:
     return facts
 
 
-def _counts(of_layers: Mapping[int, Hashable]) -> bool:
+def _counts(of_layers: Mapping[int, Any]) -> bool:
     """True of numbers that grow with the number of the layer by 1, or by 2 of units of two."""
     if not all(type(value) is int for value in of_layers.values()):
         return False

@@ -8,7 +8,7 @@ repeating layers, so of a model that ends in many of them two short ones are cou
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -212,11 +212,10 @@ def count_whole(model: HFModel, layout: Layout, length: int, **options: object) 
     return whole
 
 
-def _free_gradients(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+def _free_gradients(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Have gradients leave when those of their layer are complete, others at once."""
-    layer_of = {
-        p: i for i, layer in enumerate(layers) for p in layer.parameters() if p.requires_grad
-    }
+    each = [list(filter(lambda p: p.requires_grad, layer.parameters())) for layer in layers]
+    layer_of = {p: i for i, of_layer in enumerate(each) for p in of_layer}
     left = Counter(layer_of.values())
 
     def complete(p: Tensor) -> None:
@@ -226,7 +225,7 @@ def _free_gradients(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             return
         left[i] -= 1
         if not left[i]:
-            for other in layers[i].parameters():
+            for other in each[i]:
                 other.grad = None
 
     for p in filter(lambda p: p.requires_grad, model.parameters()):

@@ -75,10 +75,9 @@ class Live(TorchDispatchMode):
         return out
 
     def _check(self, func: Any, args: tuple) -> None:
-        """Refuse a function of a weight and numbers beside it that is no product known by its count.
+        """Refuse a function of a weight and other numbers that is no product known by its count.
 
-        Functions of single numbers, and those that make views or change what they are given, are
-        none; vectors are scales and biases.
+        Functions of single numbers and views are none; vectors are scales and biases.
         """
         schema = func._schema
         if (

@@ -43,9 +43,7 @@ class Served:
         return self.weights + self.cache + self.states
 
 
-def serving(
-    model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.bfloat16
-) -> Served:
+def serving(model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.bfloat16) -> Served:
     """The first rank of a group, which has the most, behind a prompt of a number of tokens.
 
     Args:
@@ -61,7 +59,7 @@ def serving(
     >>> config = LlamaConfig(num_hidden_layers=4, hidden_size=512, num_attention_heads=8)
     >>> served = serving(HFModel(config), 4096, 2)
     >>> served.cache == 4 * 2 * 512 * 2048 * 2, served.decoded
-    (True, 8320)
+    (True, 4224)
     """
     from weft_integrations.transformers import ShardedCache
 

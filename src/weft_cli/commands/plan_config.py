@@ -145,7 +145,7 @@ def _served(found: Sequence[Served], limit: float | None) -> Table:
             fits,
             words.nbytes(each.decoded),
         )
-    result.caption = "received: partial outputs of every layer that attends, in fp32; 4 GB to spare"
+    result.caption = "received: partial outputs of every layer that attends; 4 GB to spare"
     result.caption_justify = "left"
     return result
 
