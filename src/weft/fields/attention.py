@@ -123,10 +123,10 @@ def _over_split(
         goals[p.index] = [*fit, side, p.dims[-1]]
     out = [*goals[query.index][:-1], value.dims[-1]]
     if attn_mask is not None:
-        samples = attn_mask.ndim > 3 and math.prod(attn_mask.shape[:-3]) > 1
-        heads = attn_mask.ndim > 2 and attn_mask.shape[-3] > 1
-        if (samples and region.layout.size("batch") > 1) or (
-            any(map(is_split_dim, lead)) and (samples or heads)
+        per_sample = attn_mask.ndim > 3 and math.prod(attn_mask.shape[:-3]) > 1
+        several = attn_mask.ndim > 2 and attn_mask.shape[-3] > 1
+        if (per_sample and region.layout.size("batch") > 1) or (
+            any(map(is_split_dim, lead)) and (per_sample or several)
         ):
             raise refused("attention with a mask per sample over split samples", attn_mask)
         goals[attn_mask.index] = [whole(n) for n in attn_mask.shape]

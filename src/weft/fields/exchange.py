@@ -39,7 +39,8 @@ def bring(
         layout.bound,
         moving,
         f"{layout.digest} {plan} {text} {region.trail}",
-        f"of layout {layout.name!r} {text}, made by calls {region.trail & 0xFFFFFF:x}",
+        f"of layout {layout.name!r} {text}, in {region.function or 'full_tensor'}, of values that"
+        f" calls {region.trail & 0xFFFFFF:06x} made",
         x.is_cuda,
         origin(),
     )
@@ -83,7 +84,7 @@ def around(
     border: str = "zeros",
     fill: float = 0.0,
 ) -> tuple[Tensor, int, int, Tensor]:
-    """Positions before and after this rank's part of a range of contiguous chunks, and that part."""
+    """Positions around this rank's part of a range of contiguous chunks, and that part."""
     assert chunks.starts is not None
     plan: RangePlan = plan_ranges(region.mesh(chunks.axis), chunks.starts, ranges, border)
     part = plan.parts[region.chunk(chunks.axis)]

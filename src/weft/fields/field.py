@@ -13,6 +13,7 @@ tensors.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
@@ -242,7 +243,8 @@ class Field(Tensor):
         raise UnsupportedError("a weft.Field is not saved: save field.full_tensor()")
 
 
-_GRAPH = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
+#: of the class, not of a tensor: a descriptor
+_GRAPH: Any = operator.attrgetter("grad_fn.__get__")(Tensor)
 OF_FUNCTION = (
     "{} gets a weft.Field that a torch.autograd.Function returned, such as a checkpoint with"
     " use_reentrant=True: gradients through it would be lost; pass use_reentrant=False, or give the"

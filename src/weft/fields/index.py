@@ -94,7 +94,11 @@ def _normal(x: Tensor, index: Any) -> list[Any]:
             if isinstance(i, Field):
                 raise refused("indexing with a mask that is a field, and more,", i)
             _check_mask(x, i, len([e for e in entries if e is not None and e is not Ellipsis]))
-            entries += i.nonzero(as_tuple=True) if i.dim() else [None, i.nonzero()[:, 0] * 0]
+            if not i.dim():
+                if len(several) > 1:
+                    raise refused("indexing with a mask of no dims, and more,", x)
+                return [slice(0, int(i.item())), *[slice(None)] * x.dim()]
+            entries += i.nonzero(as_tuple=True)
             continue
         if isinstance(i, Tensor) and not isinstance(i, Field) and i.dim() == 0:
             i = int(i)
@@ -106,9 +110,9 @@ def _normal(x: Tensor, index: Any) -> list[Any]:
     return [*entries[:place], *[slice(None)] * (x.dim() - named), *entries[place + 1 :]]
 
 
-def is_whole(x: Field) -> bool:
-    """True of a field of which nothing is split."""
-    return not x._place.is_split
+def is_whole(x: Tensor) -> bool:
+    """True of a tensor of which nothing is split."""
+    return not isinstance(x, Field) or not x._place.is_split
 
 
 def _check_mask(x: Tensor, mask: Tensor, first: int) -> None:
@@ -124,6 +128,8 @@ def by_index(x: Tensor, index: Any) -> Any:
     if masks and index.dim() and (isinstance(index, Field) or not is_whole(x)):
         return _at_mask(x, index)
     entries = _normal(x, index)
+    if len(entries) > x.dim() + entries.count(None):  # of a mask without dims
+        x = x[None]
     if not any(isinstance(i, Tensor) for i in entries):
         return x[tuple(entries)]
     places = [k for k, i in enumerate(entries) if isinstance(i, Tensor | int)]
@@ -147,7 +153,10 @@ def by_index(x: Tensor, index: Any) -> Any:
         whole(dim_size(q)) if d in places or axes & {*axes_of(q)} else q for d, q in enumerate(dims)
     ]
     t = aligned(t, dims, wanted, look.region, "index")
-    out = t[tuple(parts[places.index(d)] if d in places else slice(None) for d in range(t.dim()))]
+    where: Any = tuple(
+        parts[places.index(d)] if d in places else slice(None) for d in range(t.dim())
+    )
+    out = t[where]
     kept = [q for d, q in enumerate(wanted) if d not in places]
     first = places[0] if adjacent else 0
     return look.field(out, [*kept[:first], *goal, *kept[first:]])
@@ -253,7 +262,7 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _into(
-    look: _Looked, x: Field, where: tuple, dims: list[Dim], value: Any, nothing: bool
+    look: _Looked, x: Field, where: Any, dims: list[Dim], value: Any, nothing: bool
 ) -> None:
     if isinstance(value, Tensor) and value.dim():
         extra = value.dim() - len(dims)
@@ -313,7 +322,7 @@ def _gathered(x: Field) -> Tensor:
 # -- gathers and scatters -------------------------------------------------------------------------
 
 
-def _beside(x: Part, d: int, *others: Part) -> tuple[list[Dim], dict[int, Sequence[Dim]]]:
+def _beside(x: Part, d: int, *others: Part) -> tuple[list[Dim], dict[int, list[Dim]]]:
     """Dims that several tensors have in common but for one, which is whole, and their goals."""
     parts = (x, *others)
     found: list[Dim] = []

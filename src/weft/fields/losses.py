@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dims import dim_size, is_split_dim, whole
-from .field import Field
 from .reduce import crosses_field
 from .registry import (
     Part,
@@ -112,20 +109,20 @@ def cross_entropy(
         raise refused("cross_entropy with size_average= or reduce=", x, "; write reduction=")
     d = 1 if x.dim() > 1 else 0
     if isinstance(target, Tensor) and crosses_field(x, d):
-        x, d = _logits_of_split(x, target, d, weight, label_smoothing)
+        if weight is not None or label_smoothing or target.is_floating_point():
+            raise refused("cross_entropy over split classes with weights, smoothing or shares", x)
+        each = torch.where(target != ignore_index, _of_split_classes(x, target, d, ignore_index), 0)
+        return _mean_of_targets(each, target, None, ignore_index, reduction)
     options: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
     if target.is_floating_point():
-        if reduction == "none" and not isinstance(x, tuple):
+        if reduction == "none":
             return NotImplemented
         each = F.cross_entropy(x, target, weight, reduction="none", label_smoothing=label_smoothing)
         n = each.numel()
         return each.sum() / n if reduction == "mean" else reduced_by(each, reduction)
-    if isinstance(x, tuple):
-        each = torch.where(target != ignore_index, x[0], 0.0)
-    elif reduction == "none":
+    if reduction == "none":
         return NotImplemented
-    else:
-        each = F.cross_entropy(x, target, weight, reduction="none", **options)
+    each = F.cross_entropy(x, target, weight, reduction="none", **options)
     return _mean_of_targets(each, target, weight, ignore_index, reduction)
 
 
@@ -141,17 +138,16 @@ def _mean_of_targets(
     return each.sum() / shares.sum()
 
 
-def _logits_of_split(
-    x: Tensor, target: Tensor, d: int, weight: Any, label_smoothing: float
-) -> tuple[tuple[Tensor], int]:
-    """Losses of every position where classes are split, as positions of a sequence are."""
-    if weight is not None or label_smoothing or target.is_floating_point():
-        raise refused("cross_entropy over split classes with weights, smoothing or shares", x)
+def _of_split_classes(x: Tensor, target: Tensor, d: int, ignore_index: int) -> Tensor:
+    """The loss of every position where classes are split, as positions of a sequence are."""
+    n = x.shape[d]
+    if bool(((target != ignore_index) & ((target < 0) | (target >= n))).any()):
+        raise IndexError(f"cross_entropy: a target is out of bounds, of {n} classes")
     shape = [1] * x.dim()
-    shape[d] = x.shape[d]
-    classes = torch.arange(x.shape[d], device=x.device).view(shape)
+    shape[d] = n
+    classes = torch.arange(n, device=x.device).view(shape)
     picked = torch.where(classes == target.unsqueeze(d), x, 0.0).sum(d)
-    return (x.logsumexp(d) - picked,), d
+    return x.logsumexp(d) - picked
 
 
 @composite(F.nll_loss)
@@ -170,6 +166,3 @@ def nll_loss(
         return NotImplemented
     each = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction="none")
     return _mean_of_targets(each, target, weight, ignore_index, reduction)
-
-
-_ = Callable, dim_size, is_split_dim, whole, Field

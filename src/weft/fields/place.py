@@ -29,6 +29,8 @@ class FieldRegion:
         self.recipes: dict[Any, Any] = {}
         #: a digest of how the values at hand were made, which ranks compare where they exchange
         self.trail = 0
+        #: the function that exchanges, for people
+        self.function = ""
 
     def keep(self, key: Any, recipe: Any) -> None:
         """Keep the recipe of a kind of call."""

@@ -39,7 +39,7 @@ def contracted(
         product: of the local tensors.
         label: what users call.
     """
-    every = [c for c in dict.fromkeys("".join(letters))]
+    every = list(dict.fromkeys("".join(letters)))
     dims = _dims_of_letters(parts, letters, [c for c in every if c in out], every, label)
     goals = {
         p.index: [
@@ -72,7 +72,7 @@ def _exactly(product: _Product, *tensors: Tensor) -> Tensor:
 def _dims_of_letters(
     parts: Sequence[Part], letters: Sequence[str], kept: list[str], every: list[str], label: str
 ) -> dict[str, Dim]:
-    """The dim of each letter: an axis splits one of them, that of the result's first that has it."""
+    """The dim of each letter: an axis splits one, of the result's the first that has it."""
     found: dict[str, list[tuple[Part, Dim]]] = {c: [] for c in every}
     for p, own in zip(parts, letters):
         for d, c in enumerate(own):
@@ -96,7 +96,7 @@ def _dims_of_letters(
 
 
 def _check_keys_may_come(x: Part, axes: set[str], label: str) -> None:
-    """Raise unless the layout, or a fallback, has a dim come whole to the ranks that split another."""
+    """Raise unless the layout, or a fallback, has keys come to the ranks that split queries."""
     if x.region.whole is not None:
         return
     layout = x.region.layout

@@ -1,4 +1,4 @@
-"""Rules of reductions: over whole dims on every rank, over split ones of parts, merged over ranks."""
+"""Rules of reductions: over whole dims of every rank's part, over split ones merged over ranks."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ is `direct`, and runs on the fields.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -129,7 +130,7 @@ class Recipe(NamedTuple):
 
     run: Callable[[list[Any]], Any]
     out: Any
-    goals: dict[int, Sequence[Dim]] = {}
+    goals: Mapping[int, Sequence[Dim]] = MappingProxyType({})
     copies: bool = False
     writes: bool = False
 
@@ -172,7 +173,7 @@ def local(
     func: Callable,
     args: Sequence[Any],
     out: Any,
-    goals: dict[int, Sequence[Dim]] | None = None,
+    goals: Mapping[int, Sequence[Dim]] | None = None,
     kwargs: dict[str, Any] | None = None,
     *,
     copies: bool = False,
@@ -261,7 +262,7 @@ class Result(NamedTuple):
 class _Whole(NamedTuple):
     """The whole tensor that a part is of."""
 
-    index: int
+    at: int
     shape: torch.Size
     strides: tuple[int, ...]
     dtype: torch.dtype
@@ -302,7 +303,7 @@ def _frozen(value: Any) -> Any:
 
 def _thawed(value: Any, metas: Sequence[Tensor]) -> Any:
     if isinstance(value, _Whole):
-        return metas[value.index]
+        return metas[value.at]
     kind, *rest = value
     if kind is None:
         return rest[1]
@@ -326,7 +327,7 @@ def _wholes(value: Any) -> Iterator[_Whole]:
 def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
     metas: list[Any] = [None] * n
     for w in _wholes((args, kwargs)):
-        metas[w.index] = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device="meta")
+        metas[w.at] = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device="meta")
     options = _thawed(kwargs, metas)
     if options.get("device") is not None:
         options["device"] = "meta"
@@ -380,13 +381,16 @@ class Kept:
             if isinstance(facts, list) and len(facts) != len(out):
                 raise NoRule(f"{name}: its rule gives {len(out)} results, torch {len(facts)}")
             self.facts = facts if isinstance(facts, list) else [None] * len(out)
-            self.places = [self._place(dims, fact) for dims, fact in zip(out, self.facts)]
+            self.places: list[Any] = [self._place(d, fact) for d, fact in zip(out, self.facts)]
         else:
             self.places = [None if out is None else self._place(out, self.facts[0])]
+        self.back: Any = None
         if recipe.writes and out is not None and self.places[0][0].dims != parts[0].dims:
             self.back = self.places[0][0].dims, parts[0].dims
-        else:
-            self.back = None
+
+    def is_copy(self, base: int) -> bool:
+        """True if positions move where torch has a view of a tensor."""
+        return self.recipe.copies or base in self.moved
 
     def _place(self, dims: Sequence[Dim], fact: Result | None) -> tuple[Place, Any]:
         """The place of a result, and its dims before those of one position come to every rank."""
@@ -405,7 +409,7 @@ class Kept:
             else:
                 locals_.append(x)
         trail, region = hash(tuple(trails)), self.region
-        region.trail = trail
+        region.trail, region.function = trail, self.name
         for i, axes in self.wider.items():
             locals_[i] = widened(locals_[i], axes, region)
         given = locals_
@@ -430,7 +434,8 @@ class Kept:
             if settles is not None:
                 result = aligned(result, settles, place.dims, self.region, "position")
             if self.back is not None:
-                result = aligned(result, *self.back, self.region)
+                here, there = self.back
+                result = aligned(result, here, there, self.region)
             x._local.copy_(result)
         x._trail = trail
         return x
@@ -451,8 +456,10 @@ class Kept:
             if base is None:
                 if t._base is not None or any(t is x for x in locals_):
                     t = _apart(t, locals_)
-            elif settles is not None or self.recipe.copies or base in self.moved or not _is_view_of(t, locals_[base]):
+            elif settles is not None or self.is_copy(base) or not _is_view_of(t, locals_[base]):
                 copied = Copied(self.name, locals_[base])
+            elif t is locals_[base] and place is tensors[base]._place:
+                return tensors[base]
             elif isinstance(tensors[base], Field):
                 copied = tensors[base]._copied
         field = Field(t, place)

@@ -1,4 +1,4 @@
-"""Functions of torch on fields: by a kept recipe, by the rule that plans it, or whole, or refused."""
+"""Functions of torch on fields: by a kept recipe, by its rule, whole, or refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from . import (  # noqa: F401 (they register their rules)
     windows,
 )
 from .dims import text_of, whole
-from .field import OF_FUNCTION, Field
+from .field import _GRAPH, OF_FUNCTION, Field
 from .place import FieldRegion
 from .positions import POSITIONWISE
 from .registry import (
@@ -47,13 +47,14 @@ from .registry import (
     tail_goals,
 )
 
-_GRAPH = Tensor.grad_fn.__get__  # type: ignore[attr-defined]
 _PLAIN = (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 #: Parts of names of functions that draw random numbers, which ranks would draw differently.
 _RANDOM = (
     *("rand", "dropout", "bernoulli", "normal_", "multinomial", "uniform", "exponential_"),
     *("geometric_", "cauchy_", "log_normal", "poisson", "rrelu", "gumbel", "random_"),
 )
+#: Functions in place of single positions that have no other form.
+_WRITES_ALONE = ("zero_", "fill_", "copy_")
 #: The most numbers that a function without a rule may bring to every rank.
 MOST_WHOLE = 1 << 30
 
@@ -148,9 +149,10 @@ def _planned(func: Callable, args: tuple, kwargs: dict, failed: NoRule | None = 
     if isinstance(kept, Direct):
         return kept
     if kept.recipe.writes and fields[0]._copied is not None:
+        what = fields[0]._copied.what
         raise UnsupportedError(
-            f"{function_name(func)} writes into {fields[0]._copied.what} of a weft.Field, which is a"
-            " copy where torch has a view, as positions moved between ranks; write by"
+            f"{function_name(func)} writes into {what} of a weft.Field, which is"
+            " a copy where torch has a view, as positions moved between ranks; write by"
             " x[...] = values, or by a function that is not in place"
         )
     return kept(tensors)
@@ -254,6 +256,8 @@ def _out_of_place(func: Any) -> Any:
         other = name[:-1]
     else:
         return None
+    if name in _WRITES_ALONE:
+        return func
     for place in (Tensor, torch, torch.nn.functional):
         found = getattr(place, other, None)
         if found in RULES or found in POSITIONWISE:
@@ -264,13 +268,13 @@ def _out_of_place(func: Any) -> Any:
 def _in_place(
     func: Any, other: Any, args: tuple, kwargs: dict, parts: list[Part], name: str
 ) -> Recipe:
-    """A function in place: of positions alone on the local tensor, else a result that is written."""
+    """A function in place: on the local tensor of positions alone, else its result is written."""
     x = args[0] if args and isinstance(args[0], Part) else None
     if x is None or not x.is_field:
         raise UnsupportedError(
             f"{name} writes a weft.Field into a plain tensor, which every rank has whole"
         )
-    if other in POSITIONWISE:
+    if other in POSITIONWISE or other is func:
         goals = tail_goals(parts[1:], x.dims)
         for p in parts[1:]:
             if p.ndim > x.ndim:

@@ -108,7 +108,7 @@ class _Regrouping:
         taken_: list[Factor] = []
         held = 1
         while held < size:
-            factor, d, i = self.left[0]
+            factor = self.left[0][0]
             wanted, rest = divmod(size, held)
             if rest or (wanted % factor.size and factor.size % wanted):
                 cuts = ": it cuts a split axis elsewhere"
@@ -312,7 +312,9 @@ def indexed(x: Part, index: Any) -> Recipe:
     place = next((k for k, i in enumerate(index) if i is Ellipsis), len(index))
     free = (slice(None),) * (x.ndim - named)
     index = (*index[:place], *free, *index[place + 1 :])
-    goal, out, steps = list(x.dims), [], []
+    goal: list[Any] = list(x.dims)
+    out: list[Dim] = []
+    steps: list[Any] = []
     cuts: list[tuple[int, tuple]] = []
     d, copies = 0, False
     for i in index:
@@ -325,7 +327,7 @@ def indexed(x: Part, index: Any) -> Recipe:
         if taken_ is None:
             if is_split_dim(dim):
                 copies = True
-                goal[d] = _Only(dim, int(i) % n, x, d)  # type: ignore[call-overload]
+                goal[d] = _Only(dim, int(i) % n, x, d)
             steps.append(0 if is_split_dim(dim) else int(i))
         elif i == slice(None) or taken_ == range(n) or not is_split_dim(dim):
             steps.append(i)
@@ -345,11 +347,11 @@ def indexed(x: Part, index: Any) -> Recipe:
 
 
 def _cut(x: Part, goal: list, cuts: list, steps: tuple, out: list[Dim], copies: bool) -> Recipe:
-    singles = {d: g for d, g in enumerate(goal) if isinstance(g, _Only)}
+    singles = [g for g in goal if isinstance(g, _Only)]
 
     def run(t: list[Any]) -> Tensor:
         y = t[x.index]
-        for d, single in singles.items():
+        for single in singles:
             y = single.taken(y)
         for d, spans in cuts:
             y = taken(y, d, spans)
@@ -488,7 +490,8 @@ def roll(x: Part, shifts: Any, dims: Any = ()) -> Recipe:
         chunks = x.one_factor("roll", d).chunks
         assert chunks is not None
         now = placed[d][0].chunks
-        placed[d] = split_dim(rolled(now, shift))  # type: ignore[arg-type]
+        assert now is not None
+        placed[d] = split_dim(rolled(now, shift))
     return (
         local(torch.roll, (x, [s for s, _ in local_], [d for _, d in local_]), placed)
         if local_

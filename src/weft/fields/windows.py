@@ -492,6 +492,8 @@ def _sources(
     mode: str, length: int, n: int, ratio: float, corners: bool | None, factor: float | None
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None]:
     """The positions that n outputs are made of, and the share of the second."""
+    if n == length and mode == "nearest":  # torch leaves such a dim as it is
+        return tuple(range(n)), tuple(range(n)), None
     if mode not in LINEAR:  # rounded as torch rounds it
         line = torch.arange(length, dtype=torch.float32).view(1, 1, -1)
         options = {"size": n} if factor is None else {"scale_factor": factor}
@@ -532,7 +534,8 @@ def pad(x: Part, pad: Sequence[int], mode: str = "constant", value: float | None
             made, dims[d] = _pad_of_ends(x, d, i, before, after, fill)
             steps.append(made)
         else:
-            assert chunks is not None and chunks.starts is not None
+            assert chunks is not None
+            assert chunks.starts is not None
             inner = (min(max(p + before, 0), wider) for p in chunks.starts[1:-1])
             edges = (0, *inner, wider)
             ranges = tuple((a - before, b - before) for a, b in itertools.pairwise(edges))
