@@ -431,7 +431,8 @@ def index_select(x: Tensor, dim: int, index: Tensor, *, out: None = None) -> Ten
     if not isinstance(x, Field) and not isinstance(index, Field):
         return torch.index_select(x, d, index)
     _check_negative(index)
-    return x[(*[slice(None)] * d, index.reshape(-1))]
+    where: Any = (*[slice(None)] * d, index.reshape(-1))
+    return x[where]
 
 
 def _check_negative(index: Tensor) -> None:
