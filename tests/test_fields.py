@@ -265,10 +265,11 @@ def test_a_model_is_as_before_after_restore():
 
 
 def test_outputs_stay_fields_where_asked():
+    convolution = torch.nn.Conv2d(1, 1, 3)
     layout = Layout.parse("height: halo=3")
 
     def rank(layout):
-        model = weft.parallelize(torch.nn.Conv2d(1, 1, 3), layout, output="field")
+        model = weft.parallelize(copy.deepcopy(convolution), layout, output="field")
         out = model(torch.ones(1, 1, 11, 5))
         return isinstance(out, Field), tuple(out.shape), out.chunks["height"]
 

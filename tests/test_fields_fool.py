@@ -484,7 +484,7 @@ CALLS: dict[str, tuple] = {
 CALLS |= {
     f"circular pads {pads}": (
         lambda x, pads=pads: F.pad(x, pads, "circular"),
-        [torch.arange(8.0).view(1, 1, 2, 4)],
+        [torch.arange(8.0).double().view(1, 1, 2, 4)],
         at(1),
     )
     for pads in (

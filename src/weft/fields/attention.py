@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import attention, tile_of_bias
+from ..attention import attention, bias_tile
+from ..declare.strategy import Role
 from ..errors import DeclarationError, UnsupportedError
 from ..masks import Causal
 from .dims import Dim, Factor, axes_of, dim_size, is_split_dim, split_dim, whole
@@ -125,9 +126,11 @@ def _over_split(
     if attn_mask is not None:
         per_sample = attn_mask.ndim > 3 and math.prod(attn_mask.shape[:-3]) > 1
         several = attn_mask.ndim > 2 and attn_mask.shape[-3] > 1
-        if (per_sample and region.layout.size("batch") > 1) or (
-            any(map(is_split_dim, lead)) and (per_sample or several)
-        ):
+        rules = region.layout.rules(axes)
+        moved = any(
+            rules[m].role is Role.BATCH for a in axes_of(sides[0]) for m, _ in region.mesh(a)
+        )
+        if (per_sample and moved) or (any(map(is_split_dim, lead)) and (per_sample or several)):
             raise refused("attention with a mask per sample over split samples", attn_mask)
         goals[attn_mask.index] = [whole(n) for n in attn_mask.shape]
     mask = Causal(offset=0) if causal else Causal() if is_causal else None
@@ -195,6 +198,8 @@ def _bias(
     if mask.dim() > 4:
         mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
     mask = mask[(None,) * (4 - mask.dim())]
-    layout = x.region.layout
-    batches = (query.shape[0],) * layout.world_size if mask.shape[0] > 1 else ()
-    return tile_of_bias(mask.expand(-1, -1, n, m), layout, axes, lengths, batches)
+    tiles = (
+        bias_tile(sample.expand(-1, -1, n, m), x.region.layout, axes, lengths)
+        for sample in mask.split(1)
+    )
+    return torch.cat(list(tiles))

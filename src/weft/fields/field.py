@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 from torch import Tensor
@@ -285,9 +285,9 @@ def distributed(
     x: Tensor, layout: Layout, dims: Mapping[str, int], report: WholeReport | None = None
 ) -> Field:
     """The field of a whole tensor; of functions without a rule a report takes note, if given."""
-    region, at = _region(layout, dims, x.dim(), report)
+    region, at = _region(layout, dims, x.dim(), report, whole_on=layout.sharding)
     placed: list[Dim] = [whole(n) for n in x.shape]
-    for axis in region.axes:
+    for axis in at.keys() & {*region.axes}:
         if x.shape[at[axis]] != 1:
             placed[at[axis]] = split_dim(region.chunks(axis, x.shape[at[axis]]))
     return Field(entered(x, tuple(placed), region), region.place(placed, x.stride()))
@@ -307,9 +307,16 @@ def settled_dims(dims: Sequence[Dim]) -> list[Dim]:
 
 
 def _region(
-    layout: Layout, dims: Mapping[str, int], ndim: int, report: WholeReport | None = None
+    layout: Layout,
+    dims: Mapping[str, int],
+    ndim: int,
+    report: WholeReport | None = None,
+    whole_on: Iterable[str] = (),
 ) -> tuple[FieldRegion, dict[str, int]]:
-    """The region of the axes that a layout splits, and the dims of all axes."""
+    """The region of the axes that a layout splits, and the dims of all axes.
+
+    Along `whole_on`, other axes but those of batches and heads, ranks have the same.
+    """
     if not isinstance(layout, Layout):
         raise DeclarationError(
             f"layout is a bound weft.Layout, found a {type(layout).__name__}; for one device pass"
@@ -320,7 +327,8 @@ def _region(
     at = {axis: dim % ndim for axis, dim in dims.items()}
     if len({*at.values()}) < len(at):
         raise ShapeError(f"dims {dict(dims)}: two axes have one dim")
-    return region_of(layout, dims, report), at
+    others = (a for a in whole_on if a not in ("batch", "heads"))
+    return region_of(layout, (*dims, *others), report), at
 
 
 __all__ = ["Field"]

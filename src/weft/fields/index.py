@@ -131,7 +131,7 @@ def by_index(x: Tensor, index: Any) -> Any:
     if len(entries) > x.dim() + entries.count(None):  # of a mask without dims
         x = x[None]
     if not any(isinstance(i, Tensor) for i in entries):
-        return x[tuple(entries)]
+        return x[tuple(entries)].clone()
     places = [k for k, i in enumerate(entries) if isinstance(i, Tensor | int)]
     y = x[tuple(slice(None) if k in places else i for k, i in enumerate(entries))]
     given = [torch.as_tensor(entries[k], device=x.device) for k in places]
@@ -261,9 +261,7 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
     _into(look, x, tuple(where), dims, value, nothing)
 
 
-def _into(
-    look: _Looked, x: Field, where: Any, dims: list[Dim], value: Any, nothing: bool
-) -> None:
+def _into(look: _Looked, x: Field, where: Any, dims: list[Dim], value: Any, nothing: bool) -> None:
     if isinstance(value, Tensor) and value.dim():
         extra = value.dim() - len(dims)
         if extra > 0:

@@ -137,7 +137,9 @@ class _Extreme(torch.autograd.Function):
     """The largest or smallest value over some dims of all ranks, dims kept."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, name: str, over: tuple, dims: tuple, region: Any) -> Tensor:
+    def forward(
+        ctx: Any, t: Tensor, name: str, over: tuple, dims: tuple, region: Any, of_nan: bool
+    ) -> Tensor:
         empty = any(t.shape[d] == 0 for d in over)
         shape = [1 if d in over else n for d, n in enumerate(t.shape)]
         edge = _edge(t.dtype, name == "amax")
@@ -146,26 +148,29 @@ class _Extreme(torch.autograd.Function):
             y = getattr(gathered_chunks(y, axis, region, name), name)(0)
         ctx.save_for_backward(t, y)
         ctx.over, ctx.dims, ctx.region = over, [dims[d] for d in over], region
+        ctx.of_nan = of_nan  # whether torch shares the gradient of a nan among all of them
         return y
 
     @staticmethod
     @once("an extreme of a weft.Field", linear=False)
     def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple:
         t, y = saved
-        hits = (t == y) | (t.isnan() & y.isnan())
+        hits = (t == y) | (t.isnan() & y.isnan()) if ctx.of_nan else t == y
         n = summed(hits.sum(ctx.over, keepdim=True), ctx.dims, ctx.region, "ties")
         grad = summed(grad, ctx.dims, ctx.region, "dextreme")  # of a whole result ranks have shares
-        return hits * (grad / n), None, None, None, None
+        return hits * (grad / n), None, None, None, None, None
 
 
-def extreme(x: Part, name: str, over: tuple[int, ...], keepdim: bool) -> Recipe:
+def extreme(
+    x: Part, name: str, over: tuple[int, ...], keepdim: bool, of_nan: bool = False
+) -> Recipe:
     """`amax` or `amin` over some dims."""
     out = reduced_dims(x.dims, over, keepdim)
     if not crosses(x, over):
         return local(getattr(torch, name), (x, over, keepdim), out)
 
     def run(t: list[Any]) -> Tensor:
-        y = _Extreme.apply(t[x.index], name, over, x.dims, x.region)
+        y = _Extreme.apply(t[x.index], name, over, x.dims, x.region, of_nan)
         return squeezed(y, over, keepdim)
 
     return Recipe(run, out)
@@ -188,7 +193,7 @@ def _best(name: str, func: Any) -> Callable:
         if dim is None:
             if not x.ndim or not crosses(x, over_dims(x, None)):
                 return local(func, (x,), [])
-            return extreme(x, f"a{name}", over_dims(x, None), False)
+            return extreme(x, f"a{name}", over_dims(x, None), False, True)
         if isinstance(dim, Part):
             return pointwise(getattr(torch, f"{name}imum"), (x, dim), {})
         d = at(dim, x.ndim)

@@ -211,6 +211,8 @@ def _convolution(nd: int) -> Callable:
     ) -> Recipe:
         if x.is_split(1):
             raise refused("a convolution over split channels", x)
+        if weight.shape[0] % groups:  # torch looks at it where it computes
+            raise RuntimeError(f"{groups} groups do not divide {weight.shape[0]} output channels")
         stride, dilation = tuple_of(stride, nd), tuple_of(dilation, nd)
         kernel = weight.shape[2:]
         extents = [d * (k - 1) for d, k in zip(dilation, kernel)]
