@@ -54,11 +54,11 @@ def run(*words: str, code: int = 0) -> str:
 # -- diff -----------------------------------------------------------------------------------------
 
 
-def test_diff_finds_same_bits_or_names_the_first_that_differs():
-    sizes = "--steps", "1", "--batch", "1", "--length", "tokens=21"
-    lines = "tokens: ring=2; reproducible", "tokens(zigzag): ring=3; reproducible"
-    assert "the same bits: 67 tensors of 1 step of causal_lm" in run("diff", *lines, *sizes)
-    assert "other bits first in step 0" in run("diff", "tokens: ring=2", *sizes, code=1)
+def test_diff_names_the_first_tensor_beyond_the_tolerance():
+    call = "diff", "tokens: ring=2", "tokens(zigzag): ring=3", "--steps", "1", "--batch", "1"
+    call = *call, "--length", "tokens=21"
+    assert "same to 1e-09: 67 tensors of 1 step of causal_lm" in run(*call)
+    assert "differs first: step 0: block " in run(*call, "--tolerance", "0", code=1)
 
 
 # -- help and list --------------------------------------------------------------------------------
@@ -188,8 +188,8 @@ def test_explain_counts_the_states_of_a_recurrent_layer():
     sizes = ("--length", "64", "--heads", "2", "--head-dim", "8", "--dtype", "float32")
     shown = run("explain", "tokens: ring=4", "--state", *sizes)
     # 2 heads x 8 x (8 + 8) numbers of fp32 from each of 3 others, 3 columns of 2 x 3 x 8 numbers.
+    assert "of all ranks to all" in shown
     assert re.search(r"state +3\.0 KiB +3\.0 KiB +3\.0 KiB", shown)
-    assert re.search(r"gather, which ends first.* gather .* 6\.0 KiB, tree .* 1\.0 KiB", shown)
     assert re.search(r"columns to the left +0 B +576 B +576 B", shown)
     shown = run("explain", "tokens: local; rows: ring=2", "--axis", "tokens", "--state", *sizes)
     assert "nothing is carried along tokens" in shown
@@ -312,12 +312,6 @@ def test_every_shipped_layout_is_exact(name: str):
     layout = Layout.load(name)
     routers = [layout.routing(tuple(axis.split("+"))) for axis in layout.attend]
     assert shown.count(" ok") == sum(5 if router is None else 7 for router in routers)
-
-
-def test_a_reproducible_layout_is_checked_in_float32():
-    shown = run("check", "tokens: tile=2x2; reproducible", "--threads")
-    assert "WRONG" not in shown
-    assert shown.count(" ok") == 5
 
 
 @pytest.mark.parametrize(

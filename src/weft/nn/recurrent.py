@@ -23,7 +23,6 @@ from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Documents
 from ..plan.lengths import check_axis_lengths
-from ..same_bits.modules import causal_convolution
 from .geometry import resolve_axes
 from .parameters import HeadWeight, local, replicate
 
@@ -242,9 +241,7 @@ class GatedDeltaNet(nn.Module):
         q, k = F.normalize(q, dim=-1) * self.head_dim**-0.5, F.normalize(k, dim=-1)
         inputs = q, k, v, decay, beta
         pieces = LocalPieces(layout, self.axis, length, documents)
-        zero = _zeros(v, v.shape[2])
-        chain = pieces.in_chain(v, zero.shape, zero.shape, dtype=zero.dtype, widened=True)
-        return (_in_chain if chain else _composed)(pieces, inputs).to(channels.dtype)
+        return (_in_chain if pieces.in_chain() else _composed)(pieces, inputs).to(channels.dtype)
 
     def _convolved(
         self,
@@ -256,8 +253,6 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """The causal convolution along the axis, (b t h*c)."""
         flat = rearrange(channels, "b t h c -> b t (h c)")
-        if layout.reproducible:
-            return causal_convolution(flat, taps, layout, self.axis, length, documents)
         weight = taps[:, None]
 
         def run(part: Tensor) -> Tensor:

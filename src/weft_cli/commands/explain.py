@@ -267,7 +267,7 @@ def explain(
     if index_keys is not None:
         _print_index(layout, problem, *index_keys)
     if state or axis in layout.carry:
-        _print_states(layout, axis, problem, machine)
+        _print_states(layout, axis, problem)
     if machine is not None:
         _print_times(layout, problem, machine, f"on {hardware}")
     elif layout.rates:
@@ -549,12 +549,6 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         bounds = [memory_bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
-    if layout.reproducible:
-        out.print(
-            "reproducible: computed in fixed blocks, merged and summed so that no layout changes a"
-            " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
-            highlight=False,
-        )
 
 
 def _kernel_calls(layout: Layout, problem: Problem, plans: list[Plan], read: Reading) -> str:
@@ -620,8 +614,8 @@ def _print_index(layout: Layout, problem: Problem, heads: int, size: int) -> Non
     )
 
 
-def _print_states(layout: Layout, axis: str, problem: Problem, machine: Hardware | None) -> None:
+def _print_states(layout: Layout, axis: str, problem: Problem) -> None:
     """Bytes that a recurrent layer of these heads receives, where the axis is split."""
-    result = tables.states(layout, axis, problem.on(layout, 0), machine)
+    result = tables.states(layout, axis, problem.on(layout, 0))
     console().print()
     console().print(f"nothing is carried along {axis}" if result is None else result)
