@@ -40,12 +40,18 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Run:
-    """What one run gave: leaves of the result, gradients, arguments afterwards, or its error."""
+    """What one run gave: leaves of the result, gradients, arguments afterwards, or its error.
+
+    Attributes:
+        shares: whether a result shares storage with an argument.
+        fields: whether a result is a field.
+    """
 
     results: list[Any]
     grads: list[Tensor | None]
     after: list[Tensor]
     shares: bool = False
+    fields: bool = False
     error: Exception | None = None
 
 
@@ -56,7 +62,9 @@ def grid(text: str) -> Layout:
     {'height_gather': 3}
     """
     sizes = dict(zip(("height", "width"), map(int, text.split("x"))))
-    return Layout.parse("; ".join(f"{a}: gather={n}" if n > 1 else f"{a}: local" for a, n in sizes.items()))
+    return Layout.parse(
+        "; ".join(f"{a}: gather={n}" if n > 1 else f"{a}: local" for a, n in sizes.items())
+    )
 
 
 def drawn(
@@ -124,7 +132,12 @@ def verdict(
     if found is not None:
         return found
     if chance:
-        bad = [f"shape {b.shape} for {a.shape}" for r in ranks for a, b in zip(right.results, r.results) if isinstance(a, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype)]
+        bad = [
+            f"shape {b.shape} for {a.shape}"
+            for r in ranks
+            for a, b in zip(right.results, r.results)
+            if isinstance(a, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype)
+        ]
         return Verdict("WRONG", bad[0]) if bad else Verdict("random")
     note = _compared(right, ranks, where, tolerance)
     if note:
@@ -168,7 +181,10 @@ def _run(
         call = tree_unflatten([next(tensors) if isinstance(t, Tensor) else t for t in leaves], spec)
         with torch.set_grad_enabled(grads):
             results = tree_leaves(fn(*call[0], **call[1]))
-        shares = bool({*map(_storage, given)} & {_storage(y) for y in results if isinstance(y, Tensor)} - {None})
+        shares = bool(
+            {*map(_storage, given)}
+            & {_storage(y) for y in results if isinstance(y, Tensor)} - {None}
+        )
         if write:
             for y in results:
                 if isinstance(y, Tensor):
@@ -177,8 +193,9 @@ def _run(
             loss = _loss(results, whole_loss)
             if loss is not None:
                 loss.backward()
-        outs = [_whole(y) for y in results]
-        return Run(outs, [t.grad for t in wholes], [_whole(t) for t in given], shares)
+        fields = any(isinstance(y, Field) for y in results)
+        outs, after = [_whole(y) for y in results], [_whole(t) for t in given]
+        return Run(outs, [t.grad for t in wholes], after, shares, fields)
     except Exception as error:
         return Run([], [], [], error=error)
 
@@ -218,13 +235,25 @@ def _errors(right: Run, ranks: list[Run]) -> Verdict | None:
     if odd is not None or not all(errors):
         culprit = next((e for e in errors if e is not None and not isinstance(e, RankError)), odd)
         if not any(errors):
-            return Verdict("WRONG", f"torch raises {_named(right.error)}, weft gives {_shapes(ranks[0])}")
-        return Verdict("CRASH", f"{sum(e is not None for e in errors)} of {len(errors)} ranks: {_named(culprit)}")
-    if all(isinstance(e, UnsupportedError) for e in errors):
+            if "not implemented for '" in str(right.error):  # a kernel of a dtype that it lacks
+                return Verdict("both raise", _named(right.error))
+            return Verdict(
+                "WRONG", f"torch raises {_named(right.error)}, weft gives {_shapes(ranks[0])}"
+            )
+        return Verdict(
+            "CRASH",
+            f"{sum(e is not None for e in errors)} of {len(errors)} ranks: {_named(culprit)}",
+        )
+    if all(map(_is_refusal, errors)):
         return Verdict("refused", _named(errors[0]))
     if right.error is not None:
         return Verdict("both raise", _named(errors[0]))
-    return Verdict("CRASH", _named(next(e for e in errors if not isinstance(e, UnsupportedError))))
+    return Verdict("CRASH", _named(next(e for e in errors if not _is_refusal(e))))
+
+
+def _is_refusal(error: Exception | None) -> bool:
+    """Whether weft refuses by name; TorchScript and dynamo wrap what is raised within."""
+    return isinstance(error, UnsupportedError) or "UnsupportedError" in str(error)
 
 
 def _named(error: Exception | None) -> str:
@@ -244,16 +273,21 @@ def _compared(right: Run, ranks: list[Run], where: Sequence[Where], tolerance: f
     for r, run in enumerate(ranks):
         if len(run.results) != len(right.results):
             return f"rank {r}: {len(run.results)} results for {len(right.results)}"
-        for what, a, b in (("result", run.results, right.results), ("argument", run.after, right.after)):
+        for what, a, b in (
+            ("result", run.results, right.results),
+            ("argument", run.after, right.after),
+        ):
             for i, (x, y) in enumerate(zip(a, b)):
                 note = different(x, y, tolerance)
                 if note:
                     return f"rank {r}: {what} {i}: {note}"
     for i, y in enumerate(right.grads):
         each = [run.grads[i] for run in ranks]
-        # Of what was split every rank has the whole gradient; of what was not, a share.
+        # Of what was split every rank has the whole gradient; of what was not, a share, unless the
+        # whole of the result is plain, too.
         shares = [g for g in each if g is not None]
-        found = each if where[i] else [sum(shares[1:], shares[0]) if shares else None]
+        whole = where[i] or not (ranks[0].fields or any(_gradient(g, y, tolerance) for g in each))
+        found = each if whole else [sum(shares[1:], shares[0]) if shares else None]
         for r, x in enumerate(found):
             note = _gradient(x, y, tolerance)
             if note:
@@ -265,7 +299,11 @@ def _gradient(x: Tensor | None, y: Tensor | None, tolerance: float) -> str:
     """As `different`, where None is as good as zeros."""
     if x is None or y is None:
         other = y if x is None else x
-        return "" if other is None or not other.any() else ("none" if x is None else "one where torch has none")
+        return (
+            ""
+            if other is None or not other.any()
+            else ("none" if x is None else "one where torch has none")
+        )
     return different(x, y, tolerance)
 
 
@@ -273,7 +311,11 @@ def different(x: Any, y: Any, tolerance: float) -> str:
     """How what was found differs from what is right; nothing where it does not."""
     if not isinstance(y, Tensor):
         same = type(x) is type(y) and (x == y or (x != x and y != y))
-        return "" if same or not isinstance(y, int | float | complex | torch.Size) else f"{x!r} for {y!r}"
+        return (
+            ""
+            if same or not isinstance(y, int | float | complex | torch.Size)
+            else f"{x!r} for {y!r}"
+        )
     if not isinstance(x, Tensor):
         return f"a {type(x).__name__} for a tensor"
     if x.shape != y.shape or x.dtype != y.dtype:

@@ -1,15 +1,25 @@
-"""torch's own database of functions (OpInfo), as cases of `beside.py`."""
+"""torch's own database of functions (OpInfo), as cases of `beside.py`.
+
+python tests/opinfo.py                 a table, function by function, of all samples
+python tests/opinfo.py --write 'conv'  of functions with a word; to `benchmarks/results`
+"""
 
 from __future__ import annotations
 
+import argparse
+import collections
+import concurrent.futures
 import contextlib
+import multiprocessing
 import random
+import re
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from beside import Verdict, described, drawn, grid, verdict
+from beside import FAULTS, GRIDS, Verdict, described, drawn, grid, verdict
 from few import spread
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
@@ -95,7 +105,11 @@ def cases(name: str, op: Any) -> Iterator[Case]:
             for i in sorted(spread(len(some))[:count]):
                 s = some[i]
                 label = f"{name}{f'[{variant}]' if variant else ''}{kind} #{i}"
-                with_grads = grads and not kind and (op.supports_inplace_autograd or variant not in ("inplace", "ioperator"))
+                with_grads = (
+                    grads
+                    and not kind
+                    and (op.supports_inplace_autograd or variant not in ("inplace", "ioperator"))
+                )
                 if _is_dense((s.input, s.args, s.kwargs)):
                     yield Case(name, label, fn, (s.input, *s.args), dict(s.kwargs), with_grads)
 
@@ -107,4 +121,70 @@ def _sampled(make: Callable[[], Iterator]) -> Iterator:
 
 
 def _is_dense(tree: Any) -> bool:
-    return all(t.layout == torch.strided and not t.is_nested for t in tree_leaves(tree) if isinstance(t, Tensor))
+    return all(
+        t.layout == torch.strided and not t.is_nested
+        for t in tree_leaves(tree)
+        if isinstance(t, Tensor)
+    )
+
+
+# -- the table -------------------------------------------------------------------------------------
+
+KINDS = ("exact", "random", "both raise", "refused", *FAULTS)
+
+
+def counted(name: str) -> tuple[str, collections.Counter, list[str]]:
+    """Verdicts of all cases of a function, and the faults in words."""
+    torch.set_num_threads(1)
+    counts, faults = collections.Counter(), []
+    for case in cases(name, functions()[name]):
+        for text in GRIDS:
+            found, words = case.on(text)
+            counts[found.kind] += 1
+            if found.kind in FAULTS:
+                faults.append(f"{found.kind} {words}: {found.note}")
+    return name, counts, faults
+
+
+def table(rows: list[tuple[str, collections.Counter, list[str]]]) -> str:
+    """The table of counts: a row per function that has an answer, and the names of the others."""
+    total = sum((counts for _, counts, _ in rows), collections.Counter())
+    answered = [
+        row for row in rows if any(row[1][k] for k in KINDS if k not in ("refused", "both raise"))
+    ]
+    refused = [name for name, *_ in rows if name not in {row[0] for row in answered}]
+    lines = [
+        f"# Functions of torch {torch.__version__.split('+')[0]} on fields",
+        "",
+        "torch's own samples (OpInfo, with those at which it raises, as functions, methods, in place"
+        f" and by other names) on {', '.join(GRIDS)} ranks, beside one device: values, dtypes, every"
+        " gradient, writes into results. Made by `python tests/opinfo.py --write`.",
+        "",
+        f"| function | {' | '.join(KINDS)} |",
+        "| --- |" + " ---: |" * len(KINDS),
+    ]
+    for name, counts, _ in [("all", total, []), *answered]:
+        lines.append(f"| {name} | {' | '.join(str(counts[k] or '') for k in KINDS)} |")
+    return "\n".join([*lines, "", f"Always refused, by name: {', '.join(refused)}.", ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("word", nargs="?", default="", help="functions with this in their name")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help="to benchmarks/results")
+    args = parser.parse_args()
+    names = [name for name in functions() if re.search(args.word, name)]
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(args.jobs, mp_context=context) as pool:
+        rows = list(pool.map(counted, names, chunksize=4))
+    text = table(rows)
+    print(text, *(fault for row in rows for fault in row[2]), sep="\n")
+    if args.write:
+        release = ".".join(torch.__version__.split(".")[:2])
+        results = Path(__file__).parent.parent / "benchmarks/results"
+        (results / f"opinfo_{release}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

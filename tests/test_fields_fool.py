@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import different, described, grid, verdict
+from beside import different, grid, verdict
 from torch import Tensor
 
 import weft
-from weft import Field, Layout, WeftError
+from weft import Layout, WeftError
 
 torch.manual_seed(0)
 X = torch.randn(2, 16, 16, dtype=torch.float64)
@@ -170,9 +169,7 @@ MODULES: dict[str, Callable] = {
     "one_hot": lambda x, i, w: F.one_hot(i).double().sum(-1, keepdim=True) * x,
     "unique": lambda x, i, w: x * i.unique().numel(),
     "max_pool1d over features": lambda x, i, w: F.max_pool1d(x, 2),
-    "avg_pool transposed": lambda x, i, w: (
-        F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2)
-    ),
+    "avg_pool transposed": lambda x, i, w: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
     "prelu": lambda x, i, w: F.prelu(x, w.flatten()[:16]),
     "group_norm, tokens as channels": lambda x, i, w: F.group_norm(x, 4),
     "batch_norm, tokens as channels": lambda x, i, w: F.batch_norm(
@@ -198,11 +195,11 @@ MODULES: dict[str, Callable] = {
     "topk of tokens": lambda x, i, w: x.topk(3, 1)[0],
     "sort of features": lambda x, i, w: x.sort(-1)[0],
     "max over features": lambda x, i, w: x.max(-1)[0],
-    "scatter_add": lambda x, i, w: (
-        torch.zeros_like(x).scatter_add(2, i[:, :, None].expand(-1, -1, 16), x)
+    "scatter_add": lambda x, i, w: torch.zeros_like(x).scatter_add(
+        2, i[:, :, None].expand(-1, -1, 16), x
     ),
-    "scatter_add along tokens": lambda x, i, w: (
-        torch.zeros_like(x).scatter_add(1, i[:, :, None].expand(-1, -1, 16), x)
+    "scatter_add along tokens": lambda x, i, w: torch.zeros_like(x).scatter_add(
+        1, i[:, :, None].expand(-1, -1, 16), x
     ),
     "gather of features": lambda x, i, w: x.gather(2, i[:, :, None]),
     "gather of tokens": lambda x, i, w: x.gather(1, i[:, :, None]),
@@ -217,9 +214,7 @@ MODULES: dict[str, Callable] = {
     "einsum": lambda x, i, w: torch.einsum("bnd,bmd->bnm", x, x),
     "cdist": lambda x, i, w: torch.cdist(x, x),
     "fft": lambda x, i, w: torch.fft.fft(x, dim=1).real,
-    "sums of parts": lambda x, i, w: torch.cat(
-        [p.sum(1, keepdim=True) for p in x.split(5, 1)], 1
-    ),
+    "sums of parts": lambda x, i, w: torch.cat([p.sum(1, keepdim=True) for p in x.split(5, 1)], 1),
     "set a position": written(lambda y: y.__setitem__((slice(None), 3), 0.0)),
     "write into a slice": written(lambda y: y[:, 2:9].mul_(0)),
     "write into features": written(lambda y: y[..., :3].mul_(0)),
@@ -499,7 +494,7 @@ CALLS |= {
 CALLS |= {
     f"interpolate by 1.2, {mode}": (
         lambda x, mode=mode: F.interpolate(x, scale_factor=1.2, mode=mode),
-        [torch.arange(4.0).view(1, 1, 4, 1).expand(1, 1, 4, 2).contiguous()],
+        [torch.arange(4.0).double().view(1, 1, 4, 1).expand(1, 1, 4, 2).contiguous()],
         at(1),
     )
     for mode in ("nearest", "nearest-exact", "bilinear")

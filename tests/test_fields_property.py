@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from beside import GRIDS, Verdict, described, drawn, grid, verdict
+from beside import GRIDS, Verdict, described, drawn, grid, is_split, verdict
 from torch import Tensor
 
 #: Beside one device, relative to the largest entry: rounding of sums in another order.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 0.1}
-DTYPES = [torch.float64] * 8 + [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.int64, torch.bool]
+DTYPES = (
+    [torch.float64] * 8 + [torch.float32] * 2 + [torch.bfloat16] * 2 + [torch.int64, torch.bool]
+)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Options], Any]] = {
     "matmul of the transposed": lambda x, y, o: x @ x.mT,
     "linear": lambda x, y, o: F.linear(x, window(x, x.shape[-1], 3)[:, :, 0, 0]),
     "einsum": lambda x, y, o: torch.einsum("bchw,bcHw->bchH", x, y),
-    "attention": lambda x, y, o: F.scaled_dot_product_attention(x, y, x, is_causal=o.b),
+    "attention": lambda x, y, o: F.scaled_dot_product_attention(x, y, y * 2, is_causal=o.b),
+    "attention to itself": lambda x, y, o: F.scaled_dot_product_attention(x, x, x, is_causal=o.b),
     "convolution": lambda x, y, o: F.conv2d(x, window(x, x.shape[1], o.k), None, o.s, o.p),
     "convolution without a batch": lambda x, y, o: F.conv2d(x[0], window(x, x.shape[1], o.k)),
     "transposed convolution": lambda x, y, o: F.conv_transpose2d(
@@ -203,13 +206,17 @@ class Program:
             tolerance = 0.1 if self.autocast or "to bf16 and back" in self.names else least
             return verdict(
                 *(self, self.tensors, {}, grid(self.text), self.where),
-                tolerance=3e-4 if "to fp32" in self.names and tolerance < 3e-4 else tolerance or 1e-9,
+                tolerance=3e-4
+                if "to fp32" in self.names and tolerance < 3e-4
+                else tolerance or 1e-9,
                 whole_loss=self.whole_loss,
             )
 
     def __str__(self) -> str:
         cast = " autocast" if self.autocast else ""
-        return f"{self.text}{cast} {described(self.tensors)} {self.where} {self.names} {self.options}"
+        return (
+            f"{self.text}{cast} {described(self.tensors)} {self.where} {self.names} {self.options}"
+        )
 
 
 def program(seed: object) -> Program:
@@ -220,7 +227,11 @@ def program(seed: object) -> Program:
     """
     rng = random.Random(f"fields {seed}")
     text = rng.choice((*GRIDS, "5x1", "2x1"))
-    shape = [rng.randrange(1, 3), rng.choice((1, 2, 3, 4)), *(rng.choice((1, 2, 3, 4, 5, 6, 7)) for _ in "hw")]
+    shape = [
+        rng.randrange(1, 3),
+        rng.choice((1, 2, 3, 4)),
+        *(rng.choice((1, 2, 3, 4, 5, 6, 7)) for _ in "hw"),
+    ]
     if rng.random() < 0.03:
         shape[rng.randrange(4)] = 0
     if rng.random() < 0.2:
@@ -230,12 +241,21 @@ def program(seed: object) -> Program:
     few = rng.random() < 0.4
 
     def tensor(size: list[int]) -> Tensor:
-        t = torch.tensor([rng.choice((-1.0, 0, 1, 2)) if few else rng.gauss(0, 1) for _ in range(torch.Size(size).numel())], dtype=torch.float64)
+        t = torch.tensor(
+            [
+                rng.choice((-1.0, 0, 1, 2)) if few else rng.gauss(0, 1)
+                for _ in range(torch.Size(size).numel())
+            ],
+            dtype=torch.float64,
+        )
         t = t.reshape(size) if dtype.is_floating_point else (2 * t.reshape(size)).round()
         return t.to(dtype)
 
     tensors = (tensor(shape), tensor(second))
-    where = [{"height": 2, "width": 3}, {}] if rng.random() < 0.4 else drawn(rng, tensors, grid(text))
+    where = [{}, {}]
+    while not is_split(grid(text), where[:1]):
+        where = drawn(rng, tensors, grid(text))
+        where[0] = {"height": 2, "width": 3} if rng.random() < 0.5 else where[0]
     if where[0] == {"height": 2, "width": 3} and not where[1] and rng.random() < 0.5:
         where[1] = {a: d - 4 + len(second) for a, d in where[0].items() if d - 4 + len(second) >= 0}
     names = tuple(rng.choices(list(FUNCTIONS), k=rng.choice((1, 1, 1, 2, 3))))
