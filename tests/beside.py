@@ -252,8 +252,12 @@ def _errors(right: Run, ranks: list[Run]) -> Verdict | None:
 
 
 def _is_refusal(error: Exception | None) -> bool:
-    """Whether weft refuses by name; TorchScript and dynamo wrap what is raised within."""
-    return isinstance(error, UnsupportedError) or "UnsupportedError" in str(error)
+    """Whether weft refuses by name, or torch lacks a kernel of a dtype for the parts.
+
+    TorchScript keeps the text of no error that is raised within it.
+    """
+    known = "TorchScript interpreter", "not implemented for '"
+    return isinstance(error, UnsupportedError) or any(text in str(error) for text in known)
 
 
 def _named(error: Exception | None) -> str:
