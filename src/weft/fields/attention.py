@@ -34,7 +34,7 @@ def scaled_dot_product_attention(
             f"{refused('attention with dropout', query)}: ranks would drop others; set its"
             " probability to 0"
         )
-    if any(p.is_split(p.ndim - 1) for p in (query, key, value)):
+    if any(p.is_split(p.ndim - 1) or not p.shape[-1] for p in (query, key, value)):
         raise refused("attention over split features", query)
     if attn_mask is not None and is_causal:
         raise RuntimeError("attention: give attn_mask or is_causal, not both")
@@ -152,8 +152,8 @@ def _over_split(
 def _four_dims(x: Tensor, batch: Sequence[int]) -> Tensor:
     """(b, h, n, d) of any number of dims before tokens and features."""
     if x.dim() < 4:
-        return x[None] if x.dim() == 3 else x[None, None]
-    return x.expand(*batch, *x.shape[-3:]).flatten(0, -4)
+        x = x[None] if x.dim() == 3 else x[None, None]
+    return x.expand(*(batch or (1,)), *x.shape[-3:]).flatten(0, -4)
 
 
 def _check_attended(query: Part, axes: tuple[str, ...], side: Dim) -> None:

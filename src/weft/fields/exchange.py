@@ -141,6 +141,11 @@ def own_part(x: Tensor, d: int, dim: Dim, region: FieldRegion) -> Tensor:
     return x.flatten(d, d + len(dim) - 1) if len(dim) > 1 else x
 
 
+def broadcasts(dim: Dim, to: Dim) -> bool:
+    """True of a dim of one position beside one of more."""
+    return dim_size(dim) == 1 != dim_size(to) and not is_split_dim(dim)
+
+
 def aligned(
     t: Tensor, here: Sequence[Dim], goal: Sequence[Dim], region: FieldRegion, label: str = "align"
 ) -> Tensor:
@@ -150,7 +155,7 @@ def aligned(
     """
     cuts: list[tuple[int, Dim]] = []
     for d, (dim, to) in enumerate(zip(here, goal)):
-        if dim == to or (not is_split_dim(dim) and (not is_split_dim(to) or dim_size(dim) == 1)):
+        if dim == to or not (is_split_dim(dim) or is_split_dim(to)) or broadcasts(dim, to):
             continue
         if dim_size(dim) != dim_size(to):
             raise RuntimeError(
@@ -252,6 +257,7 @@ __all__ = [
     "aligned",
     "around",
     "bring",
+    "broadcasts",
     "entered",
     "gathered_chunks",
     "gathered_dim",

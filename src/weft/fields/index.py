@@ -295,6 +295,8 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
     """Numbers of a source in the order of a mask's positions: every rank has the source whole."""
     if isinstance(source, Field):
         source = _gathered(source)
+    if mask.dtype != torch.bool:
+        raise RuntimeError("masked_scatter: the mask must be of booleans")
     look = _Looked("masked_scatter", x, mask)
     goal = broadcast([dims_of(x), dims_of(mask)])
     whole_goal = [whole(dim_size(q)) for q in goal]
@@ -309,7 +311,9 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
     own = [aligned(t, whole_goal, goal, look.region) for t in (number, every)]
     flat = source.reshape(-1).to(x.dtype)
     values = flat[own[0]] if flat.numel() else own[0].to(flat.dtype)
-    return look.field(torch.where(own[1], values, look.placed(x, goal)), goal)
+    return look.field(
+        torch.where(own[1], values, look.placed(x, goal[len(goal) - x.dim() :])), goal
+    )
 
 
 def _gathered(x: Field) -> Tensor:
@@ -365,6 +369,7 @@ def take_along_dim(
     if dim is None:
         return x.reshape(-1).gather(0, indices.reshape(-1))
     d = at(dim, x.dim())
+    indices = torch.where(indices < 0, indices + x.shape[d], indices)
     sizes = zip(x.shape, indices.shape)
     shape = [max(a, b) if k != d else None for k, (a, b) in enumerate(sizes)]
     one, two = ([n if n is not None else t.shape[d] for n in shape] for t in (x, indices))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from .dims import whole
 from .reduce import crosses_field
 from .registry import (
     Part,
@@ -85,8 +86,10 @@ def _of_classes(func: Any) -> None:
         dims = broadcast([rest, own]) if rest else []
         goals = {
             x.index: [*dims[:d], x.dims[d], *dims[d:]],
-            target.index: [*dims[:d], target.dims[d], *dims[d:]] if of_shares else dims,
+            target.index: [*dims[:d], whole(target.shape[d]), *dims[d:]] if of_shares else dims,
         }
+        if isinstance(weight, Part):
+            goals[weight.index] = [whole(n) for n in weight.shape]
         return local(func, (x, target, weight, *args), dims, goals, kwargs)
 
 

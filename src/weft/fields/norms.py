@@ -136,6 +136,11 @@ def _wide(norm: Callable, *tensors: Tensor | None) -> list[Any]:
     return [None if t is None else t.to(dtype) for t in tensors]
 
 
+def wholes(*parts: Part | None) -> dict[int, list[Dim]]:
+    """Goals of tensors that every rank needs whole, such as weights."""
+    return {p.index: [whole(n) for n in p.shape] for p in parts if p is not None}
+
+
 def _given(t: list[Any], *parts: Part | None) -> list[Any]:
     """The local tensors of parts, None for none."""
     return [None if p is None else t[p.index] for p in parts]
@@ -165,7 +170,8 @@ def group_norm(
     if x.ndim < 2 or x.is_split(1):
         raise refused("group_norm over split channels", x)
     if not crosses(x, range(2, x.ndim)):
-        return local(F.group_norm, (x, num_groups, weight, bias, eps), x.dims)
+        args = (x, num_groups, weight, bias, eps)
+        return local(F.group_norm, args, x.dims, wholes(weight, bias))
     n = x.shape[1] // num_groups
     _check_several("group_norm", "group", n * math.prod((x.shape[0], *x.shape[2:])))
     dims: list[Dim] = [x.dims[0], whole(num_groups), whole(n), *x.dims[2:]]
@@ -178,7 +184,7 @@ def group_norm(
         over = tuple(range(2, groups.dim()))
         return normalized(groups, dims, x.region, over, w, b, eps).flatten(1, 2)
 
-    return Recipe(run, x.dims)
+    return Recipe(run, x.dims, wholes(weight, bias))
 
 
 @rule(F.instance_norm, torch.instance_norm)
@@ -216,9 +222,11 @@ def batch_norm(
 ) -> Recipe:
     if x.ndim < 2 or x.is_split(1):
         raise refused("batch_norm over split channels", x)
+    if any(p is not None and p.is_split(0) for p in (running_mean, running_var)):
+        raise refused("batch_norm with split running statistics", x)
     if not training or not crosses(x, range(x.ndim)):
         args = (x, running_mean, running_var, weight, bias, training, momentum, eps)
-        return local(F.batch_norm, args, x.dims)
+        return local(F.batch_norm, args, x.dims, wholes(weight, bias))
     over = (0, *range(2, x.ndim))
     n = math.prod(x.shape[d] for d in over)
     _check_several("batch_norm", "channel", n)
@@ -236,7 +244,7 @@ def batch_norm(
         w, b = _per_channel(w, shape), _per_channel(b, shape)
         return normalized(y, x.dims, x.region, over, w, b, eps, (mean, variance))
 
-    return Recipe(run, x.dims)
+    return Recipe(run, x.dims, wholes(weight, bias))
 
 
 def _over_last(x: Part, normalized_shape: Any) -> tuple[int, ...]:
@@ -255,7 +263,8 @@ def layer_norm(
 ) -> Recipe:
     over = _over_last(x, normalized_shape)
     if not crosses(x, over):
-        return local(F.layer_norm, (x, list(normalized_shape), weight, bias, eps), x.dims)
+        args = (x, list(normalized_shape), weight, bias, eps)
+        return local(F.layer_norm, args, x.dims, wholes(weight, bias))
     goals = {p.index: [x.dims[d] for d in over] for p in (weight, bias) if p is not None}
 
     def run(t: list[Any]) -> Tensor:
@@ -274,7 +283,8 @@ def rms_norm(
 ) -> Recipe:
     over = _over_last(x, normalized_shape)
     if not crosses(x, over):
-        return local(F.rms_norm, (x, list(normalized_shape), weight, eps), x.dims)
+        args = (x, list(normalized_shape), weight, eps)
+        return local(F.rms_norm, args, x.dims, wholes(weight))
     goals = {} if weight is None else {weight.index: [x.dims[d] for d in over]}
     small = torch.finfo(x.dtype).eps if eps is None else eps
 

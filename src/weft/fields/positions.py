@@ -19,7 +19,7 @@ _POSITIONWISE = """
     arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
     bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip clone complex
     contiguous copysign cos cosh deg2rad digamma div divide elu eq erf erfc erfinv exp exp2 expm1
-    fix float_power floor floor_divide fmax fmin fmod frac frexp gcd ge gelu greater greater_equal
+    fix float_power floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal
     gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isclose isfinite
     isinf isnan isneginf isposinf isreal lcm ldexp le leaky_relu lerp less less_equal lgamma log
     log10 log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logit
@@ -35,7 +35,7 @@ _POSITIONWISE = """
     special_xlog1py special_xlogy special_zeta special_bessel_j0 special_bessel_j1
     special_bessel_y0 special_bessel_y1 special_modified_bessel_i0 special_modified_bessel_i1
     special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0
-    special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_airy_ai bucketize
+    special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_airy_ai
     entr erfcx expit gammainc gammaincc gammaln i0e i1 i1e log_ndtr multigammaln ndtr ndtri psi
     xlog1py zeta fill
 """
@@ -61,6 +61,19 @@ def where(condition: Part, *values: Any, out: None = None, **named: Any) -> Reci
     if not values and not named:
         raise refused("where of a condition alone, which is nonzero,", condition)
     return pointwise(torch.where, (condition, *values), named)
+
+
+@rule(torch.frexp, Tensor.frexp)
+def frexp(x: Part) -> Recipe:
+    return local(torch.frexp, (x,), [x.dims, x.dims])
+
+
+@rule(torch.bucketize)
+def bucketize(x: Any, boundaries: Part, **kwargs: Any) -> Recipe:
+    if not isinstance(x, Part):
+        raise refused("bucketize of a number", boundaries)
+    goals = {boundaries.index: [whole(n) for n in boundaries.shape]}
+    return local(torch.bucketize, (x, boundaries), x.dims, goals, kwargs)
 
 
 @rule(F.prelu, torch.prelu)

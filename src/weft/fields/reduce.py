@@ -254,6 +254,8 @@ def _positions(name: str) -> None:
 
 def _position_rule(name: str, func: Any) -> Callable:
     def position(x: Part, dim: int | None = None, keepdim: bool = False) -> Recipe:
+        if x.dtype == torch.bool:
+            raise NotImplementedError(f"arg{name} is not implemented for 'Bool'")
         if dim is None:
             if crosses(x, range(x.ndim)):
                 raise refused(f"arg{name} over all dims", x, "; name a dim")
@@ -364,8 +366,10 @@ def _split_moments(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         raise refused(f"{name} of numbers that are not real,", x)
     over = tuple(range(x.dim())) if dim is None or dim in ((), []) else dim
     n = math.prod(x.shape[d] for d in ((over,) if isinstance(over, int) else over))
+    if n <= correction:
+        raise refused(f"{name} of no more numbers than its correction", x)
     mean = x.mean(over, keepdim=True)
-    y = (x - mean).square().sum(over, keepdim=keepdim) / max(n - correction, 0)
+    y = (x - mean).square().sum(over, keepdim=keepdim) / (n - correction)
     y = y.sqrt() if name.startswith("std") else y
     if not name.endswith("_mean"):
         return y
@@ -405,6 +409,9 @@ def _split_norm(
 ) -> Any:
     """The norm of positions over all ranks, (sum |x|^p)^(1/p)."""
     p = named.get("ord", p)
+    of_matrix = isinstance(dim, list | tuple) and len(dim) == 2
+    if crosses_field(x, dim) and "ord" in named and p is not None and (of_matrix or dim is None):
+        raise refused("a norm of matrices, or of all dims by ord=,", x)
     p = 2 if p is None or p == "fro" else p
     if not crosses_field(x, dim):
         return NotImplemented
@@ -420,16 +427,18 @@ def _split_norm(
         return x.sum(over, keepdim)
     if p == 2:
         return _Root.of(x.square().sum(over, keepdim))
-    return x.pow(p).sum(over, keepdim).pow(1.0 / p)
+    if p < 1:
+        raise refused(f"a norm of order {p!r}", x)
+    return _Root.of(x.pow(p).sum(over, keepdim), 1.0 / p)
 
 
 class _Root:
-    """A square root whose gradient is 0 where it is 0, as that of a norm."""
+    """A root whose gradient is 0 where it is 0, as that of a norm."""
 
     @staticmethod
-    def of(x: Tensor) -> Tensor:
+    def of(x: Tensor, power: float = 0.5) -> Tensor:
         positive = x > 0
-        return torch.where(positive, torch.where(positive, x, 1).sqrt(), x)
+        return torch.where(positive, torch.where(positive, x, 1).pow(power), x)
 
 
 _norms(1, *both("norm"), torch.linalg.norm)

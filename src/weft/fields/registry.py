@@ -25,7 +25,7 @@ from .._torch import shares_storage
 from ..errors import UnsupportedError
 from ..runtime.autocast import autocast_is_on
 from .dims import Dim, Factor, axes_of, dim_size, is_split_dim, text_of, whole
-from .exchange import aligned, widened
+from .exchange import aligned, broadcasts, widened
 from .field import Copied, Field, settled_dims
 from .place import FieldRegion, Place, region_of
 
@@ -273,7 +273,8 @@ def ask_torch(func: Callable, args: tuple, kwargs: dict, parts: Sequence[Part]) 
 
     Raises what torch raises of these arguments.
     """
-    given = _frozen(args), _frozen(kwargs), len(parts)
+    floats = {p.dtype for p in parts if p.dtype.is_floating_point}
+    given = _frozen(args, len(floats) > 1), _frozen(kwargs, len(floats) > 1), len(parts)
     try:
         hash(given)
     except TypeError:
@@ -281,19 +282,27 @@ def ask_torch(func: Callable, args: tuple, kwargs: dict, parts: Sequence[Part]) 
     return _asked(func, *given)
 
 
-def _frozen(value: Any) -> Any:
-    """Arguments as a value to look answers up by: 1, 1.0 and True are three."""
+def _frozen(value: Any, mixed: bool) -> Any:
+    """Arguments as a value to look answers up by: 1, 1.0 and True are three.
+
+    Under autocast, which knows no tensors without numbers, `mixed` dtypes become its own.
+    """
     if isinstance(value, Part):
         dtype = value.dtype
-        if dtype.is_floating_point and dtype != torch.float64 and autocast_is_on(value.kind):
+        if (
+            mixed
+            and dtype.is_floating_point
+            and dtype != torch.float64
+            and autocast_is_on(value.kind)
+        ):
             dtype = torch.get_autocast_dtype(value.kind)
         return _Whole(value.index, value.shape, value.strides, dtype)
     if isinstance(value, list | tuple):
-        return (type(value), *map(_frozen, value))
+        return (type(value), *(_frozen(v, mixed) for v in value))
     if isinstance(value, dict):
-        return (dict, *((name, _frozen(v)) for name, v in value.items()))
+        return (dict, *((name, _frozen(v, mixed)) for name, v in value.items()))
     if isinstance(value, slice):
-        return (slice, *map(_frozen, (value.start, value.stop, value.step)))
+        return (slice, *(_frozen(v, mixed) for v in (value.start, value.stop, value.step)))
     return (
         (None, type(value), value, repr(value))
         if isinstance(value, float)
@@ -334,11 +343,9 @@ def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
     try:
         with torch.no_grad():
             found = func(*_thawed(args, metas), **options)
-    except NotImplementedError:
-        return None
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        if "meta" in str(error).lower():
-            return None
+        if "meta" in str(error).lower() or any(not m.numel() for m in metas):
+            return None  # of nothing kernels say less than shapes do
         raise
 
     def result(value: Any) -> Any:
@@ -417,6 +424,8 @@ class Kept:
             given = list(locals_)
             for i, here, goal in self.moves:
                 given[i] = aligned(given[i], here, goal, region)
+        if self.recipe.writes and self.recipe.out is not None and given[0].requires_grad:
+            given = [given[0].clone(), *given[1:]]  # what it keeps for its backward pass
         result = self.recipe.run(given)
         if self.recipe.writes:
             return self._written(result, tensors[0], trail)
@@ -443,6 +452,8 @@ class Kept:
     def _field(self, t: Any, at: int, locals_: list, tensors: list, trail: int) -> Any:
         if not isinstance(t, Tensor):
             return t
+        if self.recipe.out is not None and at >= len(self.places):
+            raise NoRule(f"{self.name}: its rule has no place for result {at}")
         placed = self.places[at] if at < len(self.places) else None
         fact = self.facts[at] if at < len(self.facts) else None
         if placed is None:
@@ -492,7 +503,7 @@ def _is_view_of(t: Tensor, base: Any) -> bool:
 def moves(here: Sequence[Dim], goal: Sequence[Dim]) -> bool:
     """True if a tensor of some dims is to be placed otherwise."""
     return any(
-        a != b and (is_split_dim(a) or (is_split_dim(b) and dim_size(a) != 1))
+        a != b and (is_split_dim(a) or is_split_dim(b)) and not broadcasts(a, b)
         for a, b in zip(here, goal)
     )
 

@@ -55,12 +55,20 @@ _RANDOM = (
 )
 #: Functions in place of single positions that have no other form.
 _WRITES_ALONE = ("zero_", "fill_", "copy_")
+_TO_OTHER_SHAPES = (
+    *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"),
+    *("as_strided_", "resize_as_", "swap_dims_"),
+)
 #: The most numbers that a function without a rule may bring to every rank.
 MOST_WHOLE = 1 << 30
 
 
 def run_function(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Run a function of torch among whose arguments are fields."""
+    if kwargs.get("out") is not None:
+        raise UnsupportedError(
+            f"{function_name(func)} with out= and a weft.Field: assign its result instead"
+        )
     if func in DIRECT:
         return DIRECT[func](*args, **kwargs)
     if func in COMPOSITE:
@@ -185,8 +193,6 @@ def _plan(
     parts = [Part(i, x, region) for i, x in enumerate(tensors)]
     rest = iter(parts)
     given, options = _as_parts(args, rest), _as_parts(kwargs, rest)
-    if options.get("out") is not None:
-        raise UnsupportedError(f"{name} with out= writes a weft.Field: assign its result instead")
     try:
         if failed is not None:
             raise failed
@@ -258,6 +264,8 @@ def _out_of_place(func: Any) -> Any:
         return None
     if name in _WRITES_ALONE:
         return func
+    if name in _TO_OTHER_SHAPES:
+        return None
     for place in (Tensor, torch, torch.nn.functional):
         found = getattr(place, other, None)
         if found in RULES or found in POSITIONWISE:

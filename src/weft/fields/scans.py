@@ -191,6 +191,8 @@ def diff(
 ) -> Tensor:
     if n < 0 or not x.dim():
         raise RuntimeError("diff expects order n >= 0 and a tensor of one dim or more")
+    if not n:
+        return x.clone()
     parts = [t for t in (prepend, x, append) if t is not None]
     x = torch.cat(parts, dim) if len(parts) > 1 else x
     for _ in range(n):
@@ -199,7 +201,7 @@ def diff(
             return x.clone()
         high, low = x.narrow(dim, 1, length - 1), x.narrow(dim, 0, length - 1)
         x = high ^ low if x.dtype == torch.bool else high - low
-    return x if n else x.clone()
+    return x
 
 
 @composite(F.normalize)

@@ -30,6 +30,7 @@ from .dims import (
 from .exchange import taken
 from .place import FieldRegion
 from .registry import (
+    Direct,
     Part,
     Recipe,
     attribute,
@@ -51,7 +52,10 @@ def sizes_of(given: tuple) -> list[int]:
 
 def at(d: int, n: int) -> int:
     """A dim from the front; of a number both 0 and -1 are its only one."""
-    return d % max(n, 1)
+    n = max(n, 1)
+    if not -n <= d < n:
+        raise IndexError(f"Dimension out of range (expected in [{-n}, {n - 1}], but got {d})")
+    return d % n
 
 
 # -- shapes ---------------------------------------------------------------------------------------
@@ -143,9 +147,9 @@ def _near_units(chunks: Chunks, unit: int, size: int, region: FieldRegion) -> Ch
     return region.chunks_like(chunks.axis, size)
 
 
-@composite(Tensor.view_as, Tensor.reshape_as)
-def view_as(x: Tensor, other: Tensor) -> Tensor:
-    return x.reshape(list(other.shape))
+@rule(Tensor.view_as, Tensor.reshape_as)
+def view_as(x: Part, other: Part) -> Recipe:
+    return reshape(x, list(other.shape))
 
 
 @rule(*both("flatten", "ravel"))
@@ -205,7 +209,7 @@ def movedim(x: Part, source: Any, destination: Any) -> Recipe:
 
 @rule(*both("unsqueeze"))
 def unsqueeze(x: Part, dim: int) -> Recipe:
-    place = dim % (x.ndim + 1)
+    place = at(dim, x.ndim + 1)
     return local(torch.unsqueeze, (x, place), [*x.dims[:place], whole(1), *x.dims[place:]])
 
 
@@ -276,19 +280,21 @@ def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     _check_divides(c, r**2, "channels")
     n = len(b)
     x = x.reshape([*b, c // r**2, r, r, h, w])
-    x = x.permute([*range(n), n, n + 3, n + 1, n + 4, n + 2])
-    return x.reshape([*b, c // r**2, h * r, w * r])
+    y = x.permute([*range(n), n, n + 3, n + 1, n + 4, n + 2])
+    return y.reshape([*b, c // r**2, h * r, w * r]).clone()
 
 
 @composite(*both("pixel_unshuffle"))
 def pixel_unshuffle(x: Tensor, downscale_factor: int) -> Tensor:
     r, (*b, c, h, w) = downscale_factor, x.shape
+    if not x.numel():
+        raise refused("pixel_unshuffle of nothing", x)
     _check_divides(h, r, "rows")
     _check_divides(w, r, "columns")
     n = len(b)
     x = x.reshape([*b, c, h // r, r, w // r, r])
-    x = x.permute([*range(n), n, n + 2, n + 4, n + 1, n + 3])
-    return x.reshape([*b, c * r * r, h // r, w // r])
+    y = x.permute([*range(n), n, n + 2, n + 4, n + 1, n + 3])
+    return y.reshape([*b, c * r * r, h // r, w // r]).clone()
 
 
 @composite(*both("channel_shuffle"))
@@ -376,7 +382,14 @@ class _Only:
 
 
 @rule(*both("narrow"))
+def _narrow(x: Part, dim: int, start: Any, length: int) -> Recipe | Direct:
+    if isinstance(start, Part):
+        return Direct(lambda y, d, s, n: y.narrow(d, int(s), n))
+    return narrow(x, dim, start, length)
+
+
 def narrow(x: Part, dim: int, start: int, length: int) -> Recipe:
+    """A slice of a dim."""
     d = at(dim, x.ndim)
     start = start + x.shape[d] if start < 0 else start
     return indexed(x, (*[slice(None)] * d, slice(start, start + length)))
@@ -560,7 +573,8 @@ def stack(tensors: Sequence[Tensor], dim: int = 0, *, out: None = None) -> Tenso
     first = next(iter(tensors))
     if any(t.shape != first.shape for t in tensors):
         raise RuntimeError("stack expects each tensor to be equal size")
-    return torch.cat([t.unsqueeze(dim) for t in tensors], dim % (first.dim() + 1))
+    d = at(dim, first.dim() + 1)
+    return torch.cat([t.unsqueeze(d) for t in tensors], d)
 
 
 @composite(torch.hstack)

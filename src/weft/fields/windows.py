@@ -18,7 +18,7 @@ from ..relayout.windows import Windows, bordered
 from .dims import Chunks, Dim, alone, contiguous, dim_size, is_split_dim, joined, split_dim, whole
 from .exchange import around
 from .reduce import mean_over
-from .registry import Part, Recipe, cast_for_autocast, composite, refused, rule, tuple_of
+from .registry import Part, Recipe, cast_for_autocast, composite, local, refused, rule, tuple_of
 
 BORDERS = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"}
 BORDERS["circular"] = "circular"
@@ -268,6 +268,8 @@ def _transposed(nd: int) -> Callable:
             d, extent = 2 + i, dilation[i] * (weight.shape[2 + i] - 1) + 1
             length = dim_size(dims[d])
             outputs = (length - 1) * stride[i] - 2 * pads[i] + extent + extra[i]
+            if outputs < 1:
+                raise RuntimeError(f"a transposed convolution of {outputs} outputs along dim {d}")
             chunks = dims[d][0].chunks
             if chunks is None:
                 dims[d] = whole(outputs)
@@ -348,7 +350,7 @@ def _pool(nd: int, kind: str) -> Callable:
         stride = kernel if stride is None or stride == [] else tuple_of(stride, nd)
         dilation, ceil = tuple_of(options.get("dilation", 1), nd), options.get("ceil_mode", False)
         first, fill = x.ndim - nd, float("-inf") if kind == "max" else 0.0
-        if fill and not x.dtype.is_floating_point:
+        if not x.dtype.is_floating_point:
             raise refused(f"{kind}_pool of integers", x)
         goal = in_order(x, range(first, x.ndim))
         windows: dict[int, Windows] = {}
@@ -418,7 +420,8 @@ def _adaptive(nd: int) -> Callable:
         sizes = [x.shape[d] if n is None else n for n, d in zip(several, dims)]
         if any(n not in (1, x.shape[d]) for n, d in zip(sizes, dims)):
             raise refused(f"adaptive_avg_pool{nd}d to {sizes}", x, "; only to 1, or to its size")
-        return mean_over(x, tuple(d for n, d in zip(sizes, dims) if n == 1), True)
+        over = tuple(d for n, d in zip(sizes, dims) if n == 1)
+        return mean_over(x, over, True) if over else local(torch.clone, (x,), x.dims)
 
     return pool
 
@@ -440,6 +443,8 @@ def interpolate(
 ) -> Recipe:
     if antialias or mode not in ("nearest", "nearest-exact", *LINEAR):
         raise refused(f"interpolate with mode {mode!r}{' and antialias' * antialias}", x)
+    if not x.dtype.is_floating_point:
+        raise refused("interpolate of numbers that are not real", x)
     goal = in_order(x, range(2, x.ndim))
     dims, nd, steps = list(goal), x.ndim - 2, []
     for i in range(nd):
@@ -451,7 +456,7 @@ def interpolate(
         exact = factor is not None and not recompute_scale_factor
         ratio = 1 / factor if exact and n != length else length / n
         first, second, share = _sources(
-            mode, length, n, ratio, align_corners, factor if exact else None
+            mode, nd, length, n, ratio, align_corners, factor if exact else None
         )
         chunks, reach = dims[d][0].chunks, None
         low, high, base = 0, n, 0
@@ -491,10 +496,16 @@ def interpolate(
 
 @cached(256)
 def _sources(
-    mode: str, length: int, n: int, ratio: float, corners: bool | None, factor: float | None
+    mode: str,
+    nd: int,
+    length: int,
+    n: int,
+    ratio: float,
+    corners: bool | None,
+    factor: float | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None]:
     """The positions that n outputs are made of, and the share of the second."""
-    if n == length and mode == "nearest":  # torch leaves such a dim as it is
+    if n == length and mode == "nearest" and nd == 2:  # torch leaves such a dim as it is
         return tuple(range(n)), tuple(range(n)), None
     if mode not in LINEAR:  # rounded as torch rounds it
         line = torch.arange(length, dtype=torch.float32).view(1, 1, -1)
