@@ -22,26 +22,71 @@ from weft import UnsupportedError
 
 #: The smallest model of each family, and the size of its images.
 NAMES = dict.fromkeys(
-    """
-    resnet10t resnet14t resnetv2_50 resnext50_32x4d seresnet18 skresnet18 res2net50_26w_4s
-    regnetx_002 regnety_002 densenet121 dla34 dpn48b efficientnet_lite0 mobilenetv2_035
-    mobilenetv3_small_050 mobilenetv4_conv_small_050 mobileone_s0 ghostnet_050 hardcorenas_a
-    hrnet_w18_small inception_v3 lcnet_035 mnasnet_small nfnet_f0 repvgg_a0 repghostnet_050
-    selecsls42 shufflenet_v2_x0_5 tinynet_e vgg11_bn vovnet39a xception41 convnext_atto
-    convnextv2_atto convmixer_768_32 edgenext_xx_small efficientformerv2_s0 fastvit_t8
-    focalnet_tiny_srf inception_next_atto poolformer_s12 pvt_v2_b0 repvit_m0_9 rdnet_tiny
-    starnet_s1 tiny_vit_5m_224 visformer_tiny mixer_s32_224 resmlp_12_224 xcit_nano_12_p8_224
-    vit_tiny_patch16_224 swin_tiny_patch4_window7_224 coat_tiny levit_128s gcvit_xxtiny
-    """.split(),
+    [
+        "resnet10t",
+        "resnet14t",
+        "resnetv2_50",
+        "resnext50_32x4d",
+        "seresnet18",
+        "skresnet18",
+        "res2net50_26w_4s",
+        "regnetx_002",
+        "regnety_002",
+        "densenet121",
+        "dla34",
+        "dpn48b",
+        "efficientnet_lite0",
+        "mobilenetv2_035",
+        "mobilenetv3_small_050",
+        "mobilenetv4_conv_small_050",
+        "mobileone_s0",
+        "ghostnet_050",
+        "hardcorenas_a",
+        "hrnet_w18_small",
+        "lcnet_035",
+        "mnasnet_small",
+        "nfnet_f0",
+        "repvgg_a0",
+        "repghostnet_050",
+        "selecsls42",
+        "shufflenet_v2_x0_5",
+        "tinynet_e",
+        "vgg11_bn",
+        "vovnet39a",
+        "xception41",
+        "convnext_atto",
+        "convnextv2_atto",
+        "convmixer_768_32",
+        "edgenext_xx_small",
+        "efficientformerv2_s0",
+        "fastvit_t8",
+        "focalnet_tiny_srf",
+        "inception_next_atto",
+        "poolformer_s12",
+        "pvt_v2_b0",
+        "repvit_m0_9",
+        "rdnet_tiny",
+        "starnet_s1",
+        "tiny_vit_5m_224",
+        "visformer_tiny",
+        "mixer_s32_224",
+        "resmlp_12_224",
+        "xcit_nano_12_p8_224",
+        "vit_tiny_patch16_224",
+        "swin_tiny_patch4_window7_224",
+        "coat_tiny",
+        "levit_128s",
+        "gcvit_xxtiny",
+    ],
     64,
-) | dict.fromkeys(("inception_v3",), 96)
+) | {"inception_v3": 96}
 #: Relative errors above are of another function.
 EXACT = 1e-7
 
 
 def made(name: str, size: int) -> nn.Module:
     """A model for images of a size, where it can be made for one."""
-    options: dict[str, Any] = {"num_classes": 5}
+    options: dict[str, Any] = {"num_classes": 5, "drop_rate": 0.0}
     try:
         return timm.create_model(name, img_size=size, **options)
     except TypeError:  # of any size
