@@ -337,7 +337,7 @@ def different(x: Any, y: Any, tolerance: float) -> str:
     if (x.isnan() != y.isnan()).any():
         return f"{int(x.isnan().sum())} nan for {int(y.isnan().sum())}"
     off = torch.where((x == y) | y.isnan(), 0.0, (x - y).abs().double())
-    scale = torch.where(y.isfinite(), y.abs().double(), 0.0).max().clamp(min=1e-6)
+    scale = torch.where(y.isfinite(), y.abs().double(), 0.0).max().clamp(min=1e-4)
     worst = float(off.max() / scale)
     return "" if worst <= max(tolerance, ROUNDS.get(y.dtype, 0)) else f"error {worst:.1e}"
 
