@@ -156,9 +156,9 @@ def table(rows: list[tuple[str, collections.Counter, list[str]]]) -> str:
     lines = [
         f"# Functions of torch {torch.__version__.split('+')[0]} on fields",
         "",
-        "torch's own samples (OpInfo, with those at which it raises, as functions, methods, in place"
-        f" and by other names) on {', '.join(GRIDS)} ranks, beside one device: values, dtypes, every"
-        " gradient, writes into results. Made by `python tests/opinfo.py --write`.",
+        "torch's own samples (OpInfo, with those at which it raises, as functions, methods, in"
+        f" place and by other names) on {', '.join(GRIDS)} ranks, beside one device: values,"
+        " dtypes, every gradient, writes into results; by `python tests/opinfo.py --write`.",
         "",
         f"| function | {' | '.join(KINDS)} |",
         "| --- |" + " ---: |" * len(KINDS),
