@@ -175,7 +175,7 @@ def others(wanted: Sequence[str] = ()) -> Iterator[Group]:
         yield Group(
             made.set.name,
             those,
-            PUBLISHED_APART,
+            made.set.apart,
             made.set.hardware,
             made.set.about,
             ", ".join(f"{name} {number:.3g}" for name, number in made.numbers.items()),
