@@ -20,12 +20,12 @@ import torch
 
 from weft import Causal, Full, Layout, Mask, Window
 from weft.declare.hardware import Hardware
-from weft.plan.clock import Network
 from weft.plan.plan import Plan
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
 from weft_planner.beside import Around
 from weft_planner.choices import OTHER
+from weft_planner.clock import Network
 from weft_planner.flow import RankScript, replayed
 from weft_planner.groups import Groups, Row
 from weft_planner.hf_config import HFModel
@@ -39,6 +39,7 @@ class Set:
     """What rows of one source share; see `published.toml`.
 
     off: why rows are far off, where some are.
+    recompute: of steps and their memory, how layers are recomputed.
     apart: share by which two rows must differ to be told apart.
     around: forward and backward, what the measured program does around its kernel calls; else
         weft's own counts are taken.
@@ -58,6 +59,7 @@ class Set:
     forward_only: bool = False
     what: str = "call"
     recomputed: bool = False
+    recompute: str = "offload"
     apart: float = 0.02
     around: tuple[Mapping[str, float], ...] = ()
 
@@ -177,7 +179,10 @@ def _parts(row: Published, group: Set, model: Mapping[str, Any]) -> tuple[float,
     layout, tokens = Layout.parse(row.layout), int(row.tokens)
     if group.what != "call":
         found = trained(row.model, row.layout, tokens, int(row.devices), row.set)
-        return 1.0, 0.0, found.step if row.part == "step" else found.nbytes - OTHER
+        if row.part != "step":
+            return 1.0, 0.0, found.nbytes - OTHER
+        each = found.step - found.seconds["FSDP"]  # of a row; weights are gathered once for all
+        return 1.0, 0.0, max(group.sequences * each, found.fsdp)
     if row.part == "shift":
         shifts = Shifts(group.machine, layout.mesh)
         return 1.0, 0.0, shifts.shift("ring", 1).seconds(tokens)
@@ -241,15 +246,15 @@ def _scale(row: Published, group: Set, models: Mapping[str, Any]) -> tuple[float
 @functools.cache
 def trained(config: str, line: str, tokens: int, devices: int, name: str) -> Row:
     """A step of a transformers model as the set-up of a set has it, sharded over all devices."""
-    machine = read()[1][name].machine
+    group = read()[1][name]
     search = Groups(
         HFModel.load(HERE / "configs" / config),
         tokens,
-        machine,
+        group.machine,
         devices,
         ["chunked"],
         ["adamw-fp32"],
-        ["offload"],
+        [group.recompute],
         layouts=[Layout.parse(line)],
     )
     return next(row for row in search.rows() if row.shards == devices)

@@ -8,7 +8,7 @@ same bytes counted. Elsewhere each partial result is added to those before.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 from weft.plan.memory import payload_bytes
@@ -55,8 +55,8 @@ def numbers(tile: Pass, side: Side, rows: int) -> int:
 def exchanged(tile: Pass, before: bool, nbytes: float) -> float:
     """Bytes that move around all-to-alls of some bytes, before or after a pass.
 
-    Queries, keys and values, or their gradients, are packed and unpacked, an output is packed; where
-    positions arrive out of order every tensor is put in order once it is there.
+    Queries, keys and values, or their gradients, are packed and unpacked, an output is packed;
+    where positions arrive out of order every tensor is put in order once it is there.
     """
     twice = before is not tile.backward or any(tile.plan.arrival)
     return nbytes * (4 if twice else 2)
@@ -70,14 +70,14 @@ def bytes_beside(tile: Pass, fused: bool) -> float:
     """
     sides = (Side.QUERY, Side.KEY) if tile.backward else (Side.QUERY,)
     moved = sum(_results(tile, side, fused) for side in sides)
-    return moved + (_packed(tile) + _joined(tile) if fused else 0)
+    return moved + (_packed(tile) + _joined(tile) if fused else 0.0)
 
 
 def _results(tile: Pass, side: Side, fused: bool) -> float:
     """Partial results of a side: read, accumulated, and written where they stay or leave."""
     item, accum = tile.plan.problem.dtype.itemsize, tile.plan.accum_dtype.itemsize
     payload = Payload.result(side, tile.backward)
-    local: Counter[int] = Counter()
+    local: defaultdict[int, float] = defaultdict(float)
     for block in tile.program.blocks:
         for number in block.sides[side]:
             local[number] += _share(tile, block, side)
@@ -88,13 +88,13 @@ def _results(tile: Pass, side: Side, fused: bool) -> float:
             came[t.target] += 1
             left.add(t.source)
     moved = 0.0
-    for number in local | came:
+    for number in local.keys() | came.keys():
         parts, arrived, leaves = local[number], came[number], number in left
         total = math.ceil(parts) + arrived
         if not fused:
-            per_row = (total - 1) * (item + 2 * accum)
+            per_row = (total - 1.0) * (item + 2 * accum)
         elif total == 1:
-            per_row = (item + accum) * leaves
+            per_row = float((item + accum) * leaves)
         else:
             kept = total - 2 if leaves else (total - 2) // 2
             per_row = item * parts + accum * (arrived + 2 * kept) + (accum if leaves else item)

@@ -1,4 +1,4 @@
-"""The time of a call: every rank's program on the clock of `plan/clock.py`.
+"""The time of a call: every rank's program on the clock of `clock.py`.
 
 A rank goes on when its step's messages have arrived: the order in which the executor runs the same
 programs. Where all ranks compute alike, one node's are replayed, and the others are its images.
@@ -17,18 +17,17 @@ from weft.declare.traffic import Traffic
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.masks import Causal, Full, describe
-from weft.plan.clock import Gate, Network, Player
 from weft.plan.memory import payload_bytes
 from weft.plan.plan import Pass, Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import AnyProblem, Problem
 from weft.plan.program import Block
 from weft.plan.shifts import image_group
-from weft.plan.sides import Side
 from weft.plan.tiles import KernelCall, Kind, entries
 from weft.plan.timing import launches
 
 from .beside import Around, bytes_beside, exchanged
+from .clock import Gate, Network, Player
 
 #: Ranks whose programs are replayed one by one; of more, one node's.
 MOST_REPLAYED = 256

@@ -20,8 +20,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..declare.hardware import Hardware, Resource
-from ..errors import DeclarationError
+from weft.declare.hardware import Hardware, Resource
+from weft.errors import DeclarationError
 
 #: The least work: less is done at once.
 _NOTHING = 1e-12
