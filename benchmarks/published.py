@@ -66,8 +66,8 @@ class Set:
     @functools.cached_property
     def machine(self) -> Hardware:
         """Where its rows were measured."""
-        setup = HERE / "setups" / f"{self.hardware}.toml"
-        return Hardware.load(setup if setup.is_file() else self.hardware)
+        beside = HERE / f"{self.hardware}.toml"
+        return Hardware.load(beside if beside.is_file() else self.hardware)
 
     @functools.cached_property
     def script(self) -> Callable[[Network, Plan, int], RankScript]:

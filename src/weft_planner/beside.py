@@ -39,13 +39,13 @@ class Around:
     def nbytes(self, tile: Pass, block: Block, merges: bool) -> float:
         """Bytes that move for a block, whose results are added to others or are all there are."""
         result = tile.block(block)
-        queries = numbers(tile, Side.QUERY, count(result.q_spans)) * len(result.groups)
-        keys = numbers(tile, Side.KEY, count(result.kv_spans)) * len(result.groups)
+        queries = _numbers(tile, Side.QUERY, count(result.q_spans)) * len(result.groups)
+        keys = _numbers(tile, Side.KEY, count(result.kv_spans)) * len(result.groups)
         found = self.query * queries + self.key * keys
         return found + merges * (self.merge * queries + self.merge_key * keys)
 
 
-def numbers(tile: Pass, side: Side, rows: int) -> int:
+def _numbers(tile: Pass, side: Side, rows: int) -> int:
     """Numbers of some rows of outputs or queries' gradients, or of keys and values together."""
     p, entry = tile.plan.problem, tile.plan.compute[side]
     query = p.head_dim if tile.backward else p.value_dim
@@ -99,7 +99,7 @@ def _results(tile: Pass, side: Side, fused: bool) -> float:
             kept = total - 2 if leaves else (total - 2) // 2
             per_row = item * parts + accum * (arrived + 2 * kept) + (accum if leaves else item)
         low, high = tile.held(side, tile.plan.coords, number)
-        moved += per_row * numbers(tile, side, high - low)
+        moved += per_row * _numbers(tile, side, high - low)
     return moved
 
 
@@ -130,5 +130,5 @@ def _joined(tile: Pass) -> float:
         spans = tile.block(block).q_spans, tile.block(block).kv_spans
         for side in Side:
             if len(block.sides[side]) > 1:
-                moved += 2 * item * numbers(tile, side, count(spans[side]))
+                moved += 2 * item * _numbers(tile, side, count(spans[side]))
     return moved
