@@ -7,8 +7,7 @@ fairly: no share can grow but at the cost of a smaller one (Bertsekas and Gallag
 6.5.2). When something ends or begins, shares are worked out anew.
 
 A message begins when both of its ranks have posted it, and messages from one rank to another along
-one mesh dim go one after another. Not modelled: unfair TCP, packets, messages that slow
-kernels down, stragglers.
+one mesh dim go one after another. Not modelled: unfair TCP, packets, stragglers.
 """
 
 from __future__ import annotations
