@@ -22,7 +22,7 @@ from .._digest import number_of
 from ..errors import ShapeError, UnsupportedError, WeftError
 from .differences import out_of_step
 from .origin import UNKNOWN, Origin, advice, differ_in_origin, together
-from .transport import NUMBERS, P2PBatch, Shuffle, Transport, in_words
+from .transport import NUMBERS, P2PBatch, Shuffle, Transport, call_in_words
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
 REFUSED, UNSUPPORTED = "refused", "unsupported"
@@ -99,7 +99,7 @@ class Channel:
         self._differ(self.transport.all_gather_text(text, self.mesh_dims))
 
     def _differ(self, texts: Mapping[int, str]) -> NoReturn:
-        texts = {rank: in_words(text) for rank, text in texts.items()}
+        texts = {rank: call_in_words(text) for rank, text in texts.items()}
         error = disagreed(self.transport, self.subject, texts)
         self.transport.note_failure(str(error))
         refusals = [t.partition(":")[0] for t in texts.values()]

@@ -29,7 +29,7 @@ from . import P2PBatch, Transport
 from .channel import disagreed
 from .once_differentiable import once
 from .origin import UNKNOWN, origin, together
-from .transport import NUMBERS, Messages, in_words
+from .transport import NUMBERS, Messages, call_in_words
 
 #: What a rank does in a gather, in words.
 _GATHER = "a gather of shards (as of logits that are read)"
@@ -165,7 +165,7 @@ def _agreed_counts(
     if not gathers:  # others counted a pass, or later ones had other tags
         transport.next_pass(transport.moving((mesh_dim,)))
     if not gathers or together(row[:3] for row in rows.values()) is None:
-        shown = {r: in_words(t) for r, t in texts.items()}
+        shown = {r: call_in_words(t) for r, t in texts.items()}
         raise disagreed(transport, "gather", shown)
     return [rows[transport.peer_rank(mesh_dim, i)][3] for i in range(size)]
 

@@ -444,13 +444,13 @@ def disagreement(label: str, details: Mapping[int, str]) -> str:
     """
     ranks: dict[str, list[int]] = {}
     for rank, detail in details.items():
-        ranks.setdefault(in_words(detail), []).append(rank)
+        ranks.setdefault(call_in_words(detail), []).append(rank)
     lines = "\n".join(f"  rank {rank_list(who)}: {detail}" for detail, who in ranks.items())
     apart = differences(ranks)
     end = f"\nthey differ in: {apart}" if apart else ""
     return f"{label} must be the same on every rank, but:\n{lines}{end}"
 
 
-def in_words(said: str) -> str:
+def call_in_words(said: str) -> str:
     """A call in words, without what its rank sent with it."""
     return said.partition(NUMBERS)[0].partition(TEXT)[0]
