@@ -272,6 +272,7 @@ def test_calls_that_miss_double_or_add_scores_are_found(mask):
     assert tried > 10
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     ("mask", "n"),
     [

@@ -28,7 +28,7 @@ from ._torch import outside_graphs
 from .choice import ChosenKeys
 from .comm.channel import refused_everywhere
 from .comm.collectives import gather_slices, spread_flat
-from .comm.origin import UNKNOWN, origin
+from .comm.origin import origin
 from .comm.transport import Messages
 from .declare.placements import merge_top_k
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
@@ -80,7 +80,7 @@ def choose(
         mask: which query sees which key; default all. A mask that differs by head is that of
             head 0.
         length: global length of the axis, as in `weft.attention`.
-        name: which call of the program this is, where ranks make it on different lines.
+        name: which call of the program this is, as for `weft.attention`.
 
     Returns:
         The choice, of numbers (b, 1, n, K) in int32; -1 where a query sees fewer than K keys. No
@@ -107,7 +107,7 @@ def choose(
     transport, mask = layout.bound, FULL if mask is None else mask
     with refused_everywhere(functools.partial(_refuse, layout)):
         moving = _moving(layout, axis)
-    where = origin() if moving and name is None else UNKNOWN
+    where = origin() if moving and name is None else ""
     refusing = Exchange(_CHOICE, _SUBJECT, transport, moving, "", "", False, where)
     with refused_everywhere(refusing.refuse):
         check_mask(mask)
@@ -157,7 +157,7 @@ def _refuse(layout: Layout, error: WeftError) -> None:
     for axis in layout.attend:
         with contextlib.suppress(WeftError):
             dims = _moving(layout, axis)
-            asked = _CHOICE, _SUBJECT, layout.bound, dims, "", "", False, UNKNOWN
+            asked = _CHOICE, _SUBJECT, layout.bound, dims, "", "", False, ""
             return Exchange(*asked).refuse(error)
 
 

@@ -28,7 +28,7 @@ from ..declare.mesh import index_at
 from . import P2PBatch, Transport
 from .channel import disagreed
 from .once_differentiable import once
-from .origin import UNKNOWN, origin, together
+from .origin import after, origin, together
 from .transport import NUMBERS, Messages, call_in_words
 
 #: What a rank does in a gather, in words.
@@ -152,22 +152,22 @@ def _agreed_counts(
     size = transport.sizes[mesh_dim]
     if size == 1:
         return [len(front)]
-    where = origin() if name is None else UNKNOWN
+    where = origin() if name is None else ""
     detail = f"{front.dtype}, dim {dim}, the others {tuple(front.shape[1:])}, name {name!r}"
-    local = json.dumps([detail, where.path, where.site, len(front)])
+    local = json.dumps([detail, where, len(front)])
     transport.check_deferred()
     answer = transport.vote((mesh_dim,), number_of(_GATHER))  # ranks in another call vote first
-    text = f"{_GATHER}, {where.after(detail)}{NUMBERS}{local}"
+    text = f"{_GATHER}, {after(detail, where)}{NUMBERS}{local}"
     texts = transport.all_gather_text(text, (mesh_dim,))
     answer()
     rows = {r: json.loads(t.partition(NUMBERS)[2] or "[]") for r, t in texts.items()}
     gathers = all(t.startswith(_GATHER) for t in texts.values())
     if not gathers:  # others counted a pass, or later ones had other tags
         transport.next_pass(transport.moving((mesh_dim,)))
-    if not gathers or together(row[:3] for row in rows.values()) is None:
+    if not gathers or together(row[:2] for row in rows.values()) is None:
         shown = {r: call_in_words(t) for r, t in texts.items()}
         raise disagreed(transport, "gather", shown)
-    return [rows[transport.peer_rank(mesh_dim, i)][3] for i in range(size)]
+    return [rows[transport.peer_rank(mesh_dim, i)][2] for i in range(size)]
 
 
 def gather_flat(
