@@ -47,7 +47,7 @@ class Asked(NamedTuple):
 
     def along(self, axes: Sequence[str]) -> Asked:
         """The same along several axes, whose names are checked."""
-        check_layout(self.layout)
+        check_given_layout(self.layout)
         attended = next((tuple(key.split("+")) for key in self.layout.attend), ("",))
         with refused_everywhere(self._replace(axes=attended).refuse):
             return self._replace(axes=axis_names(axes))
@@ -63,7 +63,7 @@ class Asked(NamedTuple):
             and _is_value(self)
         )
         if not plain:
-            check_layout(layout)
+            check_given_layout(layout)
         bound = BoundCall.kept(layout, self[4:]) if plain else None
         if bound is not None and not tensors:
             return bound
@@ -85,7 +85,8 @@ class Asked(NamedTuple):
             return
         asked: dict[str, Any] = {"bias": self.bias if isinstance(self.bias, Bias) else None}
         with contextlib.suppress(WeftError):
-            check_mask(asked.setdefault("mask", FULL if self.mask is None else self.mask))
+            check_mask(FULL if self.mask is None else self.mask)
+            asked["mask"] = FULL if self.mask is None else self.mask
         for attended in (self.axes, *(tuple(key.split("+")) for key in self.layout.attend)):
             with contextlib.suppress(WeftError):
                 return BoundCall(self.layout, Call(attended, **asked)).refuse(error)
@@ -123,7 +124,7 @@ class Asked(NamedTuple):
         )
 
 
-def check_layout(layout: object) -> None:
+def check_given_layout(layout: object) -> None:
     """Raise `DeclarationError` unless it is a layout."""
     if not isinstance(layout, Layout):
         raise DeclarationError(

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ._compile import flattened, restored
 from ._torch import constant_in_graphs, in_graph, in_transform, outside_graphs
-from .asked import Asked, check_layout
+from .asked import Asked, check_given_layout
 from .bias import Bias
 from .choice import ChoiceKind, ChosenKeys
 from .comm.channel import refused_everywhere
@@ -45,7 +45,7 @@ from .runtime.ops import attend_eagerly
 from .sinks import with_sinks
 
 
-class Options(TypedDict, total=False):
+class CallOptions(TypedDict, total=False):
     """The keyword options of `attention`, of which its docstring tells."""
 
     bias: Bias | Tensor | None
@@ -68,7 +68,7 @@ def attention(
     scale: float | None = None,
     length: Length | None = None,
     return_lse: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[CallOptions],
 ) -> Tensor: ...
 @overload
 def attention(
@@ -82,7 +82,7 @@ def attention(
     length: Length | None = None,
     *,
     return_lse: Literal[True],
-    **options: Unpack[Options],
+    **options: Unpack[CallOptions],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def attention(
@@ -95,7 +95,7 @@ def attention(
     scale: float | None = None,
     length: Length | None = None,
     return_lse: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[CallOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor,
@@ -189,7 +189,7 @@ def attention(
     if isinstance(q, DTensor):
         if expand is not None:
             raise UnsupportedError("expand: latents are local tensors, found DTensors")
-        check_layout(layout)
+        check_given_layout(layout)
         with contextlib.nullcontext() if in_graph(q) else refused_everywhere(asked.refuse):
             check_dtensors(q, k, v, layout, asked.axes, length)
         lengths = {asked.axes[0]: (q.shape[2], k.shape[2])}
@@ -211,7 +211,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp of local tensors."""
     if in_transform():
-        check_layout(asked.layout)
+        check_given_layout(asked.layout)
         with refused_everywhere(asked.refuse):
             raise transformed("weft.attention")
     choice, traced = asked.choice, in_graph(q)
