@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..declare.mesh import index_at
-from ..declare.placements import HEAD, SEQ
-from ..errors import UnsupportedError
+from ..declare.placements import SEQ
 from .order import count
-from .program import MovingDims
-from .resharding import Resharding
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -82,19 +79,4 @@ def spreads_of(
         left = kept
 
 
-def check_travel(way: Resharding, forward: MovingDims, backward: MovingDims) -> None:
-    """Raise `UnsupportedError` where a choice cannot go where its queries go."""
-    for step in way.steps:
-        if (step.source, step.target) != (SEQ, HEAD):
-            raise UnsupportedError(
-                f"a choice of keys rests with its queries, whose split mesh dim {step.mesh_dim!r}"
-                " trades for one of the batch; use ring, tile or ulysses"
-            )
-    if forward.query != backward.query:
-        raise UnsupportedError(
-            "a choice of keys is that of the rows which a rank computes, and this layout computes"
-            " other rows in the backward pass; use a strategy with one role for both"
-        )
-
-
-__all__ = ["NUMBER", "RowMove", "check_travel", "gathers_of", "row_moves", "spreads_of"]
+__all__ = ["NUMBER", "RowMove", "gathers_of", "row_moves", "spreads_of"]

@@ -28,14 +28,13 @@ from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose_kernel, process_state
 from ..masks import Full, Mask, packs_documents
-from .choices import check_travel
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
 from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions
 from .problem import LocalProblem, pass_costs
 from .program import CHUNKS, Block, MovingDim, MovingDims, Payload, Program, Transfer
 from .replay import Chunk, drops
-from .rest import head_shares, reshardings
+from .rest import check_travel, head_shares, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
 from .seen import seen_keys
 from .shifts import Shifts
