@@ -1,11 +1,13 @@
-"""Two ranks on two cores: ring attention against one process with two threads.
+"""Two ranks on two cores against one process with two threads: a ring's overhead.
 
-    python benchmarks/overhead.py
+    python -m benchmarks.overhead            attention: `weft.attention`, and torch's sdpa
+    python -m benchmarks.overhead llama      a training step of a transformers Llama, parallelized
 
-Forward + backward over the whole sequence. One side is `weft.attention` on "tokens: ring=2", two
-processes with one thread each over gloo; the other is `F.scaled_dot_product_attention` in one
-process with two threads, while the two ranks wait without computing. Sides take turns; numbers are
-medians, and the ratio is that of neighbours in time.
+Forward and backward over the whole sequence. One side is two processes with one thread each over
+gloo, on "tokens: ring=2" or, of the causal Llama (4 layers, hidden 512), its zigzag; the other is
+plain torch in one process with two threads. Sides take turns, while the other waits without
+computing; numbers are medians, and the ratio is that of neighbours in time. Results are compared
+first.
 """
 
 from __future__ import annotations
@@ -16,142 +18,163 @@ import multiprocessing as mp
 import os
 import socket
 import statistics
-import sys
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
-
-sys.path.insert(0, os.path.dirname(__file__))  # as a script, and as a module of benchmarks
 
 import torch
 import torch.nn.functional as F
-from timing import ratio, save
 from torch import Tensor
 
-HEADS, HEAD_DIM = 8, 64
+from benchmarks.timing import ratio, save
+
+HEADS, HEAD_DIM, VOCABULARY = 8, 64, 1024
+LINES = {"attention": "tokens: ring=2", "llama": "tokens(zigzag): ring=2"}
+#: The two passes of one step: its forward pass, and what then does the backward pass and returns
+#: the results to compare.
+Step = Callable[[], Callable[[], list[Tensor]]]
 
 
-def tensors(tokens: int) -> tuple[Tensor, ...]:
-    """q, k, v, dout of the whole sequence, the same in every process."""
-    make = torch.Generator().manual_seed(0)
-    return torch.randn(4, 1, HEADS, tokens, HEAD_DIM, generator=make).unbind(0)
-
-
-def ring_rank(rank: int, line: str, tokens: int, port: int, pipe: Connection) -> None:
-    """One rank: a pass per message, answering when it began and ended, and its gradients once."""
+def attention(tokens: int, layout=None) -> Step:
+    """q, k, v and the gradient of the whole sequence, or this rank's part of it."""
     import weft
 
-    torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    layout = weft.Layout.parse(line)
-    layout = layout.build("cpu", timeout=60)
-    *whole, dout = (layout.shard(t, {"tokens": 2}) for t in tensors(tokens))
-    while True:
-        order = pipe.recv()
-        if order == "end":
-            return
+    make = torch.Generator().manual_seed(0)
+    tensors = torch.randn(4, 1, HEADS, tokens, HEAD_DIM, generator=make).unbind(0)
+    if layout is not None:
+        tensors = [layout.shard(t, {"tokens": 2}) for t in tensors]
+    *whole, dout = tensors
+
+    def step() -> Callable[[], list[Tensor]]:
         leaves = [t.clone().requires_grad_() for t in whole]
+        if layout is None:
+            out = F.scaled_dot_product_attention(*leaves)
+        else:
+            out = weft.attention(*leaves, layout, "tokens")
+
+        def back() -> list[Tensor]:
+            out.backward(dout)
+            return [out.detach(), *(t.grad for t in leaves)]
+
+        return back
+
+    return step
+
+
+def llama(tokens: int, layout=None) -> Step:
+    """A causal language model and its labels; the result is the loss."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import weft
+    from weft_integrations.transformers import shard_batch
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, vocab_size=VOCABULARY, max_position_embeddings=tokens,
+    )  # fmt: skip
+    ids = torch.randint(VOCABULARY, (1, tokens))
+    model, batch = LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
+    if layout is not None:
+        batch = shard_batch(batch, layout)
+        model = weft.parallelize(model, layout, rows="local")
+
+    def step() -> Callable[[], list[Tensor]]:
+        model.zero_grad()
+        loss = model(**batch, use_cache=False).loss
+
+        def back() -> list[Tensor]:
+            loss.backward()
+            if layout is not None:
+                layout.sync_gradients(model)
+            return [loss.detach()[None, None, None]]
+
+        return back
+
+    return step
+
+
+def process(what: str, tokens: int, line: str | None, rank: int, port: int, pipe: Connection):
+    """A step per message; answers when it began, came to its backward pass and ended."""
+    import weft
+
+    torch.set_num_threads(2 if line is None else 1)
+    layout = None
+    if line is not None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        layout = weft.Layout.parse(line).build("cpu", timeout=120)
+    step = {"attention": attention, "llama": llama}[what](tokens, layout)
+    while (order := pipe.recv()) != "end":
         start = time.monotonic()
-        out = weft.attention(*leaves, layout, "tokens")
+        back = step()
         between = time.monotonic()
-        out.backward(dout)
-        times = (start, between, time.monotonic())
-        pipe.send((times, [out.detach(), *(t.grad for t in leaves)] if order == "check" else None))
+        results = back()
+        pipe.send((start, between, time.monotonic(), results if order == "check" else None))
 
 
-def plain_process(tokens: int, threads: int, pipe: Connection) -> None:
-    """One process with several threads on the whole sequence."""
-    torch.set_num_threads(threads)
-    *whole, dout = tensors(tokens)
-    while True:
-        order = pipe.recv()
-        if order == "end":
-            return
-        leaves = [t.clone().requires_grad_() for t in whole]
-        start = time.monotonic()
-        out = F.scaled_dot_product_attention(*leaves)
-        between = time.monotonic()
-        out.backward(dout)
-        times = (start, between, time.monotonic())
-        pipe.send((times, [out.detach(), *(t.grad for t in leaves)] if order == "check" else None))
-
-
-def ask(pipes: list[Connection], order: str) -> list:
-    """Send an order to some processes and wait for all answers."""
+def ask(pipes: list[Connection], order: str) -> tuple[float, float, list]:
+    """Seconds of the forward pass and of the step over some processes, and their results."""
     for pipe in pipes:
         pipe.send(order)
-    for pipe in pipes:
-        if not pipe.poll(120):
-            raise SystemExit("a process did not answer within 120 s")
-    return [pipe.recv() for pipe in pipes]
-
-
-def spent(answers: list) -> tuple[float, float]:
-    """Wall time of forward and of both passes, from the first start to the last end."""
-    times = [t for t, _ in answers]
-    start = min(t[0] for t in times)
-    return max(t[1] for t in times) - start, max(t[2] for t in times) - start
+    if not all(pipe.poll(600) for pipe in pipes):
+        raise SystemExit("a process did not answer within 600 s")
+    starts, betweens, ends, results = zip(*(pipe.recv() for pipe in pipes))
+    return max(betweens) - min(starts), max(ends) - min(starts), list(results)
 
 
 def main() -> None:
+    """Compare both sides, time them in turns, print and keep the medians and the ratio."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", nargs="?", choices=LINES, default="attention")
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--layout", default="tokens: ring=2", help="a layout line of two ranks")
+    parser.add_argument("--layout", help="a layout line of two ranks")
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
+    args.layout = args.layout or LINES[args.what]
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # idle threads of the other side must not spin
-    context, pipes = mp.get_context("spawn"), []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    jobs = [(ring_rank, (rank, args.layout, args.tokens, port)) for rank in range(2)]
-    processes = []
+    context, pipes = mp.get_context("spawn"), []
     with contextlib.ExitStack() as stack:
-        for target, arguments in [*jobs, (plain_process, (args.tokens, 2))]:
+        for line, rank in ((args.layout, 0), (args.layout, 1), (None, 0)):
             ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
-            process.start()
-            stack.callback(process.terminate)
-            processes.append(process)
+            job = (args.what, args.tokens, line, rank, port, theirs)
+            started = context.Process(target=process, args=job, daemon=True)
+            started.start()
+            stack.callback(started.terminate)
             pipes.append(ours)
-        report(pipes[:2], pipes[2:], args)
+        report({"weft": pipes[:2], "plain": pipes[2:]}, args)
         for pipe in pipes:
             pipe.send("end")
-        for process in processes:
-            process.join(10)
 
 
-def report(ring: list[Connection], plain: list[Connection], args: argparse.Namespace) -> None:
+def report(sides: dict[str, list[Connection]], args: argparse.Namespace) -> None:
     """Check the ring against the plain result, then time both in turns."""
-    parts, (whole,) = [a for _, a in ask(ring, "check")], (a for _, a in ask(plain, "check"))
-    for i, name in enumerate(("out", "dq", "dk", "dv")):
-        found = torch.cat([p[i] for p in parts], 2)
-        error = ((found - whole[i]).abs().max() / whole[i].abs().max()).item()
+    parts, (whole,) = (ask(pipes, "check")[2] for pipes in sides.values())
+    for found, wanted in zip(zip(*parts), whole):
+        full = torch.cat(found, 2) if wanted.numel() > 1 else found[0]
+        error = ((full - wanted).abs().max() / wanted.abs().max()).item()
         if not error < 1e-4:
-            raise SystemExit(f"{name} differs by {error:.1e}")
-    seconds: dict[str, list[float]] = {"ring": [], "sdpa": []}
-    forward: dict[str, list[float]] = {"ring": [], "sdpa": []}
+            raise SystemExit(f"results differ by {error:.1e}")
+    forward: dict[str, list[float]] = {name: [] for name in sides}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(args.repeats):
-        for name, pipes in (("ring", ring), ("sdpa", plain)):
-            first, both = spent(ask(pipes, "run"))
+        for name, pipes in sides.items():
+            first, both, _ = ask(pipes, "run")
             forward[name].append(first)
             seconds[name].append(both)
-    medians = {name: statistics.median(s) for name, s in seconds.items()}
-    print(
-        f"{args.tokens:,} tokens, {HEADS} heads, dim {HEAD_DIM}, fp32; {args.layout!r} on two "
-        f"one-thread ranks against sdpa with two threads; medians of {args.repeats} in turn"
-    )
-    for name in seconds:
+    print(f"{args.what}, {args.tokens:,} tokens; {args.layout!r} on two one-thread ranks beside one"
+          f" process with two threads; medians of {args.repeats} in turn")  # fmt: skip
+    for name in sides:
         print(f"  {name}: forward {statistics.median(forward[name]):.3f} s, "
-              f"forward + backward {medians[name]:.3f} s")  # fmt: skip
-    print(f"  ratio forward {ratio(forward, 'ring', 'sdpa'):.3f}, "
-          f"forward + backward {ratio(seconds, 'ring', 'sdpa'):.3f}")  # fmt: skip
-    save("overhead", {"tokens": args.tokens, "layout": args.layout, "seconds": seconds,
-                      "forward": forward, "ratio": ratio(seconds, "ring", "sdpa")})  # fmt: skip
+              f"forward + backward {statistics.median(seconds[name]):.3f} s")  # fmt: skip
+    print(f"  ratio forward {ratio(forward, 'weft', 'plain'):.3f}, "
+          f"forward + backward {ratio(seconds, 'weft', 'plain'):.3f}")  # fmt: skip
+    name = "overhead" if args.what == "attention" else "overhead_llama"
+    save(name, {"tokens": args.tokens, "layout": args.layout, "seconds": seconds,
+                "forward": forward, "ratio": ratio(seconds, "weft", "plain")})  # fmt: skip
 
 
 if __name__ == "__main__":

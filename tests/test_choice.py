@@ -279,19 +279,6 @@ def test_layouts_on_which_choices_cannot_travel_are_refused(message) -> None:
         run_threads({"x": 2}, lambda t: attended(layout.on(t), drawn(1, 1)), timeout=10)
 
 
-def test_a_reproducible_layout_refuses_a_choice() -> None:
-    layout = weft.Layout.from_dict(
-        {
-            "mesh": {"ring": 2},
-            "shard": {"tokens": ["ring"]},
-            "attend": {"tokens": [{"strategy": "ring", "on": "ring"}]},
-            "reproducible": True,
-        }
-    )
-    with pytest.raises(UnsupportedError, match="same bits"):
-        run_threads({"ring": 2}, lambda t: attended(layout.on(t), drawn(1, 1)), timeout=10)
-
-
 @pytest.mark.parametrize("line", ["tokens: ulysses=2", "tokens: tile=2x2"])
 def test_a_checkpoint_keeps_moved_choices(line) -> None:
     numbers = drawn(1, 1)

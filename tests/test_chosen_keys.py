@@ -299,19 +299,6 @@ def test_bytes_at_sizes_of_deepseek_are_those_of_formulas(line, length) -> None:
         assert chosen_bytes.entries(line, length, kind)["dhalo"] > 0
 
 
-def test_reproducible_layouts_refuse_models_that_choose_keys() -> None:
-    layout = Layout.from_dict(
-        {
-            "mesh": {"ring": 2},
-            "shard": {"tokens": ["ring"]},
-            "attend": {"tokens": [{"strategy": "ring", "on": "ring"}]},
-            "reproducible": True,
-        }
-    )
-    with pytest.raises(UnsupportedError, match="chooses its keys by scores"):
-        weft.on_threads(layout, lambda on: weft.parallelize(built("doge"), on, verify=False))
-
-
 def test_a_restored_model_chooses_as_before() -> None:
     model = built("glm_moe_dsa")
     before = {type(m).__name__: m.forward.__func__ for m in model.modules() if hasattr(m, "wq_b")}

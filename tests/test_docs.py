@@ -144,7 +144,7 @@ def test_pages_name_tests_that_exist():
         for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text())
     ]
     assert {page for page, *_ in named} >= {
-        *("packed.md", "rows.md", "trainers.md", "promises.md", "reproducible.md"),
+        *("packed.md", "rows.md", "trainers.md", "promises.md"),
         "classification.md",
     }
     for page, file, name in named:

@@ -377,30 +377,6 @@ def test_a_frozen_projection_gets_no_gradient():
         assert dc.any()
 
 
-def test_a_reproducible_layout_lets_keys_travel():
-    declared = Layout.from_dict(
-        {
-            "about": "A ring.",
-            "reproducible": True,
-            "mesh": {"ring": 2},
-            "shard": {"tokens": ["ring"]},
-            "attend": {"tokens": [{"strategy": "ring", "on": "ring"}]},
-        }
-    )
-    s, full = Sizes(), [t.float() for t in inputs(Sizes(), 256)]
-
-    def rank(layout, travel):
-        q, c, r, *_ = (layout.shard(t, {"tokens": 2}) for t in full)
-        expand = Expansion(weights(s, torch.float32), travel=travel)
-        with weft.traffic() as moved:
-            weft.attention(q, c, r, layout, "tokens", length=256, expand=expand)
-        return moved
-
-    assert weft.on_threads(declared, rank, "auto", timeout=30)[0].bytes
-    with pytest.raises(UnsupportedError, match="reproducible"):
-        weft.on_threads(declared, rank, "latents", timeout=30)
-
-
 @pytest.mark.parametrize("travel", ["keys", "latents", "auto"])
 def test_an_empty_rank_wants_the_gradients_of_others(travel) -> None:
     """Where latents alone have any."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import random
 
 import pytest
 import strides
@@ -241,51 +240,6 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(kernel):
     torch.testing.assert_close(sum(dq), leaves[0].grad, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(torch.cat(dk, 2), leaves[1].grad, rtol=1e-11, atol=1e-12)
     torch.testing.assert_close(torch.cat(dv, 2), leaves[2].grad, rtol=1e-11, atol=1e-12)
-
-
-def _at(offset: int, t: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy that begins `offset` numbers behind a multiple of 64 bytes."""
-    memory = t.new_empty(t.numel() + offset)
-    return memory[offset:].view(t.shape).copy_(t)
-
-
-def _both_passes(view: TileView, threads: int, dout, q, k, v) -> tuple[torch.Tensor, ...]:
-    """Output, logsumexp and gradients of a kernel call on some threads."""
-    kernel, before = named("cpu-flash"), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        out, lse = kernel.forward(q, k, v, view)
-        delta = (dout.double() * out.double()).sum(-1).to(lse.dtype)
-        grads = kernel.backward(dout, q, k, v, None, lse, delta, view)[:3]
-    finally:
-        torch.set_num_threads(before)
-    return out, lse, *grads
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
-@pytest.mark.parametrize("low", range(1, 41, 8))
-def test_fixed_blocks_have_the_bits_of_their_sequences_alone(kind, low):
-    """Any head dims, rows, columns, addresses and numbers of threads."""
-    draw, make = random.Random(low), torch.Generator().manual_seed(low)
-    for dim in range(low, low + 8):
-        dtype = (torch.float32, torch.float32, torch.bfloat16, torch.float16)[dim % 4]
-        n, m = (
-            draw.choice((1, 3, draw.randint(2, 40), draw.randint(1, top))) for top in (1200, 544)
-        )
-        n, m = (min(n, 544),) * 2 if kind == "causal" else (n, m)
-        value_dim = draw.choice((dim, draw.randint(1, 40)))
-        shapes = (4, n, value_dim), (4, n, dim), (2, m, dim), (2, m, value_dim)
-        tensors = [torch.randn(2, *s, generator=make).to(dtype) for s in shapes]
-        mask = torch.rand(n, m, generator=make) < 0.6 if kind == "masked" else None
-        lse_grad = dim % 3 == 0
-        view = TileView(0.3, kind == "causal", mask, lse_grad=lse_grad, fixed_blocks=True)
-
-        parts = [_at(draw.randint(0, 40), t[1:, : t.shape[1] // 2]) for t in tensors]
-        whole = _both_passes(view, 1, *tensors)
-        alone = _both_passes(view, draw.choice((1, 2)), *parts)
-        for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), whole, alone):
-            assert torch.equal(a[1:, : a.shape[1] // 2], b), (name, dim, value_dim, n, m)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -34,6 +34,7 @@ def _ring(**changes) -> dict:
 
 REFUSED = [
     ({"mehs": {}}, "unknown key 'mehs'; did you mean 'mesh'"),
+    ({"reproducible": True}, "the same bits on every layout, is gone; leave it out"),
     ({"mesh": {"ring": "two"}}, "mesh.ring"),
     ({"mesh": {"ring": 0}}, "mesh.ring = 0"),
     (_ring(mesh={"ring": True}), "mesh.ring = True: give a whole number"),

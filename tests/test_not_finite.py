@@ -14,7 +14,7 @@ import torch
 import weft
 
 LINES = ("tokens: ring=3", "tokens: pass_q=3", "tokens: tile=2x2", "tokens(zigzag): burst=2",
-         "tokens: ulysses=2", "tokens: local", "tokens: ring=3; reproducible")  # fmt: skip
+         "tokens: ulysses=2", "tokens: local")  # fmt: skip
 BAD = {"inf": math.inf, "-inf": -math.inf, "NaN": math.nan}
 
 

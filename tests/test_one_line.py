@@ -144,6 +144,7 @@ def test_prints_a_layout_as_a_person_would_write_it():
 
 WRONG = {
     "": "names no axis",
+    "tokens: ring=2; reproducible": "is gone; leave it out",
     "ring=4": "'ring=4' is not 'axis: term x term'",
     "tokens: ring": "'ring' under axis 'tokens' is not 'name=size'",
     "tokens: rnig=4": "no strategy 'rnig'; did you mean 'ring'",

@@ -263,21 +263,6 @@ def test_refuses_calls_with_images_by_name():
     refused(model, LAYOUTS[0], "times: list goes into", call | parts)
 
 
-def test_refuses_images_on_reproducible_layouts():
-    line = "tokens: ring=2"
-    layout = Layout.from_dict({**Layout.parse(line).declaration, "reproducible": True})
-
-    model = built("llava")
-
-    def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
-        with pytest.raises(UnsupportedError, match=r"pixel_values.*is reproducible"):
-            own(**example("llava"))
-        return True
-
-    assert all(weft.on_threads(layout, work))
-
-
 def test_images_in_another_order_on_a_rank_are_an_error():
     model, call = built("gemma3"), example("gemma3")
 

@@ -373,13 +373,6 @@ def test_a_wrong_rule_is_refused_by_name(rule, said):
         Rule.parse(**(right | rule))
 
 
-def test_reproducible_layouts_refuse_halo_and_choose_chunks(forced):
-    case = Case(mask=Causal(window=3), lengths=tokens(64))
-    assert not by_halo(Layout.parse("tokens: seen=4; reproducible"), case)
-    with pytest.raises(UnsupportedError, match="reproducible"):
-        by_halo(layout_of(forced, reproducible=True), case)
-
-
 def test_a_bias_tensor_is_refused_on_every_rank(forced):
     layout = layout_of(forced, 2)
 

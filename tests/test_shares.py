@@ -105,7 +105,6 @@ def test_layouts_with_other_shares_are_other_layouts():
         ("tokens: ring=2", {"ring": (1, 0)}, "share.ring"),
         ("batch: dp=2; tokens: ring=2", {"dp": (1, 2)}, "splits 'batch'"),
         ("heads: tp=2; tokens: ring=2", {"tp": (1, 2)}, "splits 'heads'"),
-        ("tokens: ring=2; reproducible", {"ring": (1, 2)}, "a reproducible layout keeps blocks"),
     ],
 )
 def test_shares_that_cannot_be_are_refused(line, share, said):

@@ -62,7 +62,6 @@ CALLS = {
     "other number of keys than queries": Call(keys=9),
     "values of another head dim": Call(value_dim=5),
     "gradient through the logsumexp": Call(lse_gradient=True),
-    "reproducible": Call(weft.Causal()),
     "fp64": Call(weft.Causal()),
     "fp32": Call(weft.Causal()),
     "bf16": Call(weft.Causal()),
@@ -218,12 +217,11 @@ def layouts(column: Column, feature: Feature) -> list[Layout]:
 
     Flex compiles for every layout: a tile alone, whose blocks are of all kinds.
     """
-    fixed = feature.name == "reproducible"
     lines = ["tokens: ring=2", "tokens: tile=2x2"] if column.device == "cpu" else []
-    several = [Layout.parse(line + "; reproducible" * fixed) for line in lines]
+    several = [Layout.parse(line) for line in lines]
     if column.kernel == "flex" and several:
         return several[1:]
-    return [Layout.single(reproducible=fixed), *several]
+    return [Layout.single(), *several]
 
 
 @pytest.mark.few(11)

@@ -80,12 +80,6 @@ def test_trainer_of_a_hybrid(two):
     assert_same(found[0])
 
 
-@pytest.mark.slow
-def test_a_reproducible_layout_changes_no_bit(two, tmp_path):
-    changes = {"num_train_epochs": 1, "gradient_accumulation_steps": 2, "max_grad_norm": 0.5}
-    assert two.run(cases.same_bits, "tokens(zigzag): ring=2", changes, str(tmp_path))[0] == []
-
-
 @slow
 @pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
 def test_trainer_by_default_arguments(four, line):

@@ -23,9 +23,7 @@ from trained import (
     tokenizer,
 )
 
-import weft
 from benchmarks import image_families
-from weft import Layout
 from weft_integrations import trainers
 
 RING, FOUR = "tokens(zigzag): ring=2", "tokens: ring=2 x ulysses=2"
@@ -740,38 +738,3 @@ def fifty_steps(line, per_rank, family):
             model=model, args=args, train_dataset=rows(40), data_collator=collate
         )
     )
-
-
-# the same bits
-
-
-def same_bits(rank, line, changes, folder):
-    """Names of what differs in a bit from a `Trainer` on one process.
-
-    On all processes; and from a checkpoint of theirs, resumed on one.
-    """
-
-    def build(cls, layout, resume=None, **saved):
-        args = arguments(per_device_train_batch_size=4, **changes, **saved)
-        model = weft.parallelize(llama(), layout)
-        batches: list[None] = []
-        model.register_forward_pre_hook(lambda *_: batches.append(None))
-        trainer = cls(model=model, args=args, train_dataset=rows(20), data_collator=collate)
-        return run(trainer, batches, resume)
-
-    def saved(cls, layout):
-        return build(cls, layout, save_strategy="steps", save_steps=2, output_dir=folder)
-
-    single = Layout.single(reproducible=True)
-    one = alone(rank, build, hf.Trainer, single)
-    layout = trainers.layout(f"{line}; reproducible", "cpu", timeout=30)
-    many = together(rank, saved, trainers.of(hf.Trainer, layout), layout)
-    resumed = alone(rank, build, hf.Trainer, single, f"{folder}/checkpoint-2")
-    if one is None:
-        return None
-    assert [len(r.extra) for r in (one, many, resumed)] == [5, 5, 1]
-    found = []
-    for other in (many, resumed):
-        found += [n for n in ("loss", "grad_norm") if one.series(n) != other.series(n)]
-        found += [n for n, w in one.weights.items() if not torch.equal(w, other.weights[n])]
-    return found

@@ -37,10 +37,6 @@ from .relayout.redistribute import redistribute
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
 
-_CUTS_BLOCKS = (
-    "{}: an order as data cuts blocks, which a reproducible layout keeps whole; use contiguous or "
-    "zigzag order, or a layout that is not reproducible"
-)
 #: Attributes that do not outlive the process, as they belong to its process groups.
 _OF_THIS_PROCESS = ("unbound", "calls", "by_heads", "_name")
 #: Questions of the engine: `dir(layout)` leaves them out, as users do not need them.
@@ -86,8 +82,6 @@ class Layout(LayoutDeclaration, Traceable):
         choose: axes along which a model chooses keys -> the strategies on them; by default by whole
             rows, for which index keys are gathered.
         share: mesh dim -> shares of tokens and heads by coordinate, where these are not equal.
-        reproducible: whether attention computes in fixed blocks, so that no layout of this kind
-            changes a bit of a result.
         transport: moves bytes between ranks; None until the layout is bound.
         device_mesh: torch's mesh, where ranks are processes.
 
@@ -281,8 +275,6 @@ class Layout(LayoutDeclaration, Traceable):
                 "pack: these documents differ by row, and an axis has one order for all rows; pack "
                 "the documents of a batch into one row"
             )
-        if self.reproducible:
-            raise DeclarationError(_CUTS_BLOCKS.format("pack"))
         self.refuse_shares("packing")
         if -1 in self.mesh.values():
             raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
@@ -320,8 +312,6 @@ class Layout(LayoutDeclaration, Traceable):
                 "reorder takes an order as data, such as layout.pack(lengths).order, found "
                 f"{order!r:.80}"
             )
-        if self.reproducible:
-            raise DeclarationError(_CUTS_BLOCKS.format("reorder"))
         parts = self._parts(axis, keys=False)
         order.check(sequence.shard_sizes(order.length, parts))
         if not parts:

@@ -68,7 +68,7 @@ COMMANDS = {
     ),
     "diff": Command(
         "diff",
-        "Name the first tensor whose bits differ between two layouts.",
+        "Name the first tensor that two layouts compute otherwise.",
     ),
     "blackbox": Command(
         "blackbox",

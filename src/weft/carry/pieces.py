@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -26,7 +25,6 @@ from .._compile import flattened, restored
 from .._torch import constant_in_graphs, in_graph, outside_graphs
 from ..comm.channel import refused_everywhere
 from ..comm.origin import UNKNOWN, origin
-from ..declare.blocks import block_edges
 from ..errors import ShapeError
 from ..masks import Documents
 from ..relayout.take import TakePassing
@@ -355,23 +353,11 @@ class LocalPieces:
 
         def step(piece: int, group: int, state: Tensor) -> tuple[Tensor, Tensor]:
             inputs_of_group = parts[piece][group]
-            if not self.layout.reproducible:
-                out, end = run(*inputs_of_group, *extra[group], state)
-                return out, end.to(state.dtype)
-            # In products of several matrices the bits of one may depend on how many there are.
-            counts = self._blocks(self.pieces[piece])
-            rows = zip(*(x.split(1) for x in (*inputs_of_group, state)))
-            result = [_in_blocks(run, counts, row[:-1], extra[group], row[-1]) for row in rows]
-            return torch.cat([out for out, _ in result]), torch.cat([end for _, end in result])
+            out, end = run(*inputs_of_group, *extra[group], state)
+            return out, end.to(state.dtype)
 
         outs = self.chain(step, groups(zero, 1), (*inputs, *per_head))
         return self.join(1, [torch.cat(group, 2) for group in outs])
-
-    def _blocks(self, piece: Piece) -> list[int]:
-        """Tokens of a piece that a kernel computes at once: up to the next edge of a block."""
-        last = piece.start + piece.count
-        inner = [edge for edge in block_edges(self.length) if piece.start < edge < last]
-        return [high - low for low, high in itertools.pairwise([piece.start, *inner, last])]
 
     def left(self, x: Tensor, columns: int, dim: int) -> list[Tensor]:
         """The columns to the left of each of this rank's pieces, within its document.
@@ -458,22 +444,6 @@ class LocalPieces:
         """Agreement on a pass; `ahead` is True if the CPU runs ahead, None for a refused pass."""
         of_call = self.layout, self.axis, self.length, self.documents, self.name
         return _exchange(*of_call, label, described, ahead)
-
-
-def _in_blocks(
-    run: Callable[..., tuple[Tensor, Tensor]],
-    counts: list[int],
-    inputs: Sequence[Tensor],
-    extra: Sequence[Tensor],
-    state: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """A recurrence over a piece in blocks of so many tokens: output, and state that leaves."""
-    outs = []
-    for part in zip(*(x.split(counts, 1) for x in inputs)):
-        out, end = run(*part, *extra, state)
-        state = end.to(state.dtype)
-        outs.append(out)
-    return torch.cat(outs, 1), state
 
 
 def _tensor_kind(x: Tensor, needs_gradient: bool | None = None) -> str:

@@ -31,8 +31,7 @@ _WEFT = tuple(str(Path(__file__).parents[2] / package) + os.sep for package in P
 _TORCH = f"{Path(str(torch.__file__)).parent}{os.sep}"
 #: Rooms of the engine in which `forward` is no module's.
 _ENGINE = tuple(
-    f"{_WEFT[0]}{room}{os.sep}"
-    for room in ("carry", "comm", "decode", "relayout", "runtime", "same_bits")
+    f"{_WEFT[0]}{room}{os.sep}" for room in ("carry", "comm", "decode", "relayout", "runtime")
 )
 #: Above this the stack is that of a backward pass: where it was asked for says nothing of a call.
 _AUTOGRAD = os.path.join(_TORCH, "autograd", "graph.py")

@@ -16,11 +16,10 @@ from torch.distributed.tensor import Shard
 
 from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, shown
 from . import catalog, one_line
-from .blocks import BlockOrder
 from .explain import explain_validation
 from .layout_checks import check_file
 from .layout_file import HEADS, Binding, LayoutFile, bind
-from .orders import TokenOrder, check_order
+from .orders import TokenOrder
 from .placements import BATCH, SEQ, entry_placement
 from .routing import Routing
 from .strategy import Role, Rule
@@ -38,14 +37,13 @@ class LayoutDeclaration:
     mesh: Mapping[str, int]
     sharding: Mapping[str, tuple[str, ...]]
     replicate: tuple[str, ...] = ()
-    order: Mapping[str, str | TokenOrder | BlockOrder] = field(default_factory=dict)
+    order: Mapping[str, str | TokenOrder] = field(default_factory=dict)
     attend: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
     about: str = ""
     source: str = ""
     declaration: Mapping[str, Any] = field(default_factory=dict, repr=False)
     inside_node: tuple[str, ...] = ()
     rates: Mapping[str, Any] = field(default_factory=dict)
-    reproducible: bool = False
     carry: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
     share: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     choose: Mapping[str, tuple[Binding, ...]] = field(default_factory=dict)
@@ -99,13 +97,9 @@ class LayoutDeclaration:
         return cls.parse(text) if one_line.is_line(text) else cls.load(text)
 
     @classmethod
-    def single(cls, reproducible: bool = False) -> Self:
-        """The layout of one device: no mesh, every axis whole.
-
-        Args:
-            reproducible: whether it computes the bits that reproducible layouts compute.
-        """
-        return cls.from_dict({"reproducible": reproducible} if reproducible else {}, name="single")
+    def single(cls) -> Self:
+        """The layout of one device: no mesh, every axis whole."""
+        return cls.from_dict({}, name="single")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], name: str = "unnamed", source: str = "") -> Self:
@@ -140,14 +134,13 @@ class LayoutDeclaration:
             dict(parsed.mesh),
             dict(parsed.shard),
             parsed.replicate,
-            _orders(parsed),
+            dict(parsed.order),
             attend,
             parsed.about,
             source,
             dict(data),
             parsed.inside_node,
             parsed.rates.model_dump(exclude_defaults=True),
-            parsed.reproducible,
             carry,
             dict(parsed.share),
             choose,
@@ -174,7 +167,7 @@ class LayoutDeclaration:
             "attend": attend,
             "inside_node": self.inside_node,
             "rates": dict(self.rates),
-        } | ({"reproducible": True} if self.reproducible else {})
+        }
         content |= {"carry": carry} if carry else {}
         content |= {"choose": choose} if choose else {}
         content |= {"share": dict(self.share)} if self.share else {}
@@ -388,8 +381,7 @@ class LayoutDeclaration:
     def state_transport(self, axis: str) -> str:
         """The way the states of recurrent layers travel along an axis.
 
-        "gather", "tree", "chain", or "auto", which every call decides by its sizes. In a
-        reproducible layout in a chain, which is one device's order.
+        "gather", "tree", "chain", or "auto", which every call decides by its sizes.
 
         Args:
             axis: the axis.
@@ -399,8 +391,7 @@ class LayoutDeclaration:
         """
         rules = (r for b in self.carry.get(axis, ()) for r in b.state_rules.values())
         named = {rule.transport for rule in rules} - {"auto"}
-        default = "chain" if self.reproducible else "auto"
-        return named.pop() if named else default
+        return named.pop() if named else "auto"
 
     def list_dims(self, axis: str) -> tuple[str, ...]:
         """Mesh dims of an axis along which lists of the best keys merge, as `[choose]` says.
@@ -498,12 +489,3 @@ class LayoutDeclaration:
             )
         sizes = {d: world_size // product if n == -1 else n for d, n in self.mesh.items()}
         return replace(self, mesh=sizes)
-
-
-def _orders(parsed: LayoutFile) -> dict[str, str | TokenOrder | BlockOrder]:
-    """The order of every axis that has one: in a reproducible layout all that are split have."""
-    if not parsed.reproducible:
-        return dict(parsed.order)
-    axes = [*parsed.order, *(axis for axis in parsed.shard if axis not in one_line.PLAIN_AXES)]
-    orders = {axis: check_order(parsed.order.get(axis, "contiguous")) for axis in axes}
-    return {axis: BlockOrder(order) for axis, order in orders.items()}

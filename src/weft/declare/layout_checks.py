@@ -73,10 +73,6 @@ def _check_shares(layout: LayoutFile) -> None:
                 f"{entry}: this mesh dim splits {holder}; shares are of mesh dims that split tokens"
                 " (weights are split equally, and so are the sequences of a batch)"
             )
-    if layout.share and layout.reproducible:
-        raise DeclarationError(
-            "share: a reproducible layout keeps blocks whole, which shares would cut; leave one out"
-        )
 
 
 def _check_sharding(layout: LayoutFile) -> None:

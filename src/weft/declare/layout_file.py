@@ -19,6 +19,10 @@ HEADS = "heads"
 Kind = TypeVar("Kind")
 #: No machine has more, and a slip of the keyboard should not be planned for.
 MOST_RANKS = 1 << 20
+REPRODUCIBLE = (
+    "'reproducible', the same bits on every layout, is gone; leave it out, and compare layouts "
+    "with `weft diff`, in float64"
+)
 
 
 class Entry(BaseModel):
@@ -84,7 +88,6 @@ class LayoutFile(BaseModel):
         by whole rows of scores, for which index keys are gathered.
     inside_node: mesh dims whose ranks must share a node.
     rates: measured by `weft rates`, for plans and predictions.
-    reproducible: compute in fixed blocks, so that no layout changes a bit of a result.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
@@ -99,7 +102,13 @@ class LayoutFile(BaseModel):
     choose: dict[str, tuple[Entry, ...]] = {}
     inside_node: tuple[str, ...] = ()
     rates: MeasuredRates = MeasuredRates()
-    reproducible: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_earlier_versions(cls, data: Any) -> Any:
+        if "reproducible" in data:
+            raise ValueError(REPRODUCIBLE)
+        return data
 
     @field_validator("shard", mode="before")
     @classmethod

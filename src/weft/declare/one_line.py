@@ -9,7 +9,6 @@
            | mesh dim=size                   for the axes batch, heads and replicate
            | state=size                      carried by recurrent layers, and not attended
            | local                           attended, and whole on every rank
-           | reproducible                    the whole part: the same bits on every layout
 
 Mesh dims over which a strategy replicates queries (kv_parallel) are replicated ones.
 Sizes within a term are joined by a bare x, terms by one with spaces around it. One size of the
@@ -30,12 +29,11 @@ from torch.distributed.tensor import Replicate
 
 from ..errors import DeclarationError, did_you_mean, shown
 from . import catalog
+from .layout_file import REPRODUCIBLE
 from .orders import check_order
 from .strategy import Rule, Strategy
 
 ALIASES = {"tile": "mesh_tile"}
-#: The part that names no axis.
-REPRODUCIBLE = "reproducible"
 PLAIN_AXES = ("batch", "heads", "replicate")
 EXAMPLES = (
     '"tokens: ring=4"',
@@ -71,9 +69,6 @@ def declaration(line: str) -> dict[str, Any]:
     parts = [part.strip() for part in plain.split(";") if part.strip()]
     if not parts:
         raise _wrong(line, "it names no axis")
-    if REPRODUCIBLE in parts:
-        parts.remove(REPRODUCIBLE)
-        data["reproducible"] = True
     terms = [_part(line, part, data) for part in parts]
     repeated = _repeated(name for _, named in terms for name in {n for n, _, _ in named})
     for axis, named in terms:
@@ -93,6 +88,8 @@ def _part(line: str, part: str, data: dict) -> tuple[str, list]:
     """An axis and its terms as (name, strategy or None, sizes)."""
     head, colon, body = part.partition(":")
     match = _AXIS.fullmatch(head.strip())
+    if part == "reproducible":
+        raise _wrong(line, REPRODUCIBLE)
     if not colon or not match:
         raise _wrong(line, f"{shown(part)} is not 'axis: term x term'")
     axis, order = match["axis"].replace(" ", ""), match["order"]

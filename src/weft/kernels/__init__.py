@@ -107,6 +107,4 @@ def _order(request: Request) -> tuple[str, ...]:
 
 def refusal_of(kernel: Kernel, request: Request) -> str | None:
     """Why a kernel, installed or not, cannot compute a request; None if it can."""
-    if request.fixed_blocks and not kernel.fixed_blocks:
-        return "computes bits that depend on the other rows of a call"
     return kernel.refuses(request)

@@ -41,7 +41,6 @@ class Request:
     bias_grad: bool = False
     choice: bool = False  # of keys, by row: a mask that is another in every call
     packed: bool = False  # rectangles of new shapes in every call: documents
-    fixed_blocks: bool = False  # the same bits whatever else is in the call
 
     def __str__(self) -> str:
         dims = f"head dim {self.head_dim}"
@@ -56,7 +55,6 @@ class Request:
             "a gradient through the logsumexp": self.lse_grad,
             "a gradient of the bias": self.bias_grad,
             "packed documents": self.packed,
-            "the same bits on every layout": self.fixed_blocks,
         }
         asked = "".join(f", {word}" for word, is_asked in words.items() if is_asked)
         return f"attention on {self.device} in {str(self.dtype)[6:]}, {dims}{asked}"
@@ -105,7 +103,6 @@ class TileView:
     #: (left, right): row i sees columns from i + m - n - left to i + m - n + right of (n, m)
     window: tuple[int, int] | None = None
     overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
-    fixed_blocks: bool = False  # the same bits whatever else is in the call, and wherever it lies
 
 
 class Kernel(abc.ABC):
@@ -127,8 +124,6 @@ class Kernel(abc.ABC):
     varlen = False
     #: whether one call computes a band of the scores (`TileView.window`)
     windows = False
-    #: whether the bits of a row do not depend on what other rows, heads or batch entries a call has
-    fixed_blocks = False
 
     @abc.abstractmethod
     def refuses(self, request: Request) -> str | None:

@@ -12,7 +12,6 @@ class Meta(Kernel):
 
     name = "meta"
     about = "device meta only: the shapes of anything, no numbers"
-    fixed_blocks = True
 
     def refuses(self, request: Request) -> str | None:
         if request.device != "meta":

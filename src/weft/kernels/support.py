@@ -88,7 +88,6 @@ FEATURES = (
     Feature("shape", "other number of keys than queries"),
     Feature("shape", "values of another head dim", {"value_dim": 48}),
     Feature("shape", "gradient through the logsumexp", {"lse_grad": True}),
-    Feature("layout", "reproducible", {"fixed_blocks": True}),
     Feature("dtype", "fp64", {"dtype": torch.float64}),
     Feature("dtype", "fp32", {"dtype": torch.float32}),
     Feature("dtype", "bf16", {"dtype": torch.bfloat16}),

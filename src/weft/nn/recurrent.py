@@ -23,7 +23,6 @@ from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Documents
 from ..plan.lengths import check_axis_lengths
-from ..same_bits.modules import causal_convolution
 from .geometry import resolve_axes
 from .parameters import HeadWeight, local, replicate
 
@@ -256,8 +255,6 @@ class GatedDeltaNet(nn.Module):
     ) -> Tensor:
         """The causal convolution along the axis, (b t h*c)."""
         flat = rearrange(channels, "b t h c -> b t (h c)")
-        if layout.reproducible:
-            return causal_convolution(flat, taps, layout, self.axis, length, documents)
         weight = taps[:, None]
 
         def run(part: Tensor) -> Tensor:

@@ -55,8 +55,6 @@ def payload_shapes(
     """
     p = plan.problem
     dtype = dtype or p.dtype
-    if plan.edges is not None and not payload.is_chunk:  # results travel as they accumulate
-        dtype = plan.accum_dtype if payload is Payload.OUT else torch.float64
     entry = plan.compute[payload.side]
     shape = entry.batch, entry.heads, rows
     tensors = payload.tensors(backward, *p.dims(payload.side), dtype)

@@ -17,7 +17,6 @@ import torch
 
 from .._caching import cached
 from .._uploads import upload
-from ..declare.blocks import BlockOrder
 from ..declare.orders import TokenOrder, check_order, shortened
 from ..errors import ShapeError
 
@@ -126,7 +125,7 @@ ORDERS = {"contiguous": _contiguous, "zigzag": _zigzag, "striped": _striped}
 
 @cached(4096)
 def shard_spans(
-    length: int, parts: Parts, order: str | TokenOrder | BlockOrder = "contiguous"
+    length: int, parts: Parts, order: str | TokenOrder = "contiguous"
 ) -> tuple[Spans, ...]:
     """The spans of every shard of an axis split over mesh dims of sizes `parts`.
 
@@ -135,9 +134,6 @@ def shard_spans(
     >>> shard_spans(8, (2,), "zigzag")[0]
     (Span(start=0, count=2, step=1), Span(start=6, count=2, step=1))
     """
-    if isinstance(order, BlockOrder):
-        chunks = order.chunks(length, len(shard_sizes(length, parts)))
-        return tuple(join(Span(*run) for run in chunk) for chunk in chunks)
     sizes = shard_sizes(length, parts)
     if isinstance(order, TokenOrder):
         if len(sizes) == 1:
@@ -273,7 +269,7 @@ def positions(spans: Spans, device: torch.device | str | None = None) -> torch.T
 def gather_order(
     length: int,
     parts: Parts,
-    order: str | TokenOrder | BlockOrder,
+    order: str | TokenOrder,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
     """Index that puts the concatenated shards back in global order: (length,) int64."""

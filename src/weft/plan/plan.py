@@ -19,7 +19,6 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from .._caching import remembered
-from ..declare.blocks import UNIT
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import places, rank_at
 from ..declare.orders import TokenOrder
@@ -32,10 +31,9 @@ from ..masks import Full, Mask, packs_documents
 from .choices import RowMove, check_travel, row_moves
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
-from .leaves import Node, blocks_of, fixed_edges, leaf_calls, roots, whole_blocks
 from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions
 from .problem import LocalProblem, pass_costs
-from .program import CHUNKS, UNCUT, Block, MovingDim, MovingDims, Payload, Program, Transfer
+from .program import CHUNKS, Block, MovingDim, MovingDims, Payload, Program, Transfer
 from .replay import Chunk, drops
 from .rest import head_shares, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
@@ -92,7 +90,6 @@ class Plan:
         compute: by side, batch entries, heads and positions as the tile program begins.
         arrival: by side, positions in the order of the all-to-alls; None if they are sorted.
         replicated: by side, mesh dims on which it rests whole although its role has it travel.
-        edges: of a reproducible layout, where the blocks of queries and of keys begin; else None.
         forward: the tile program of the forward pass.
         backward: that of the backward pass.
     """
@@ -127,8 +124,6 @@ class Plan:
         self.most_spans = (
             MAX_PACKED_SPANS if any(isinstance(o, TokenOrder) for o in orders) else MAX_SPANS
         )
-        replicated = (*self.replicated.query, *self.replicated.key)
-        self.edges = fixed_edges(layout, problem, self.head_shares, replicated)
         why = self.why_keys_travel
         if problem.expanded is not None and why:
             raise UnsupportedError(
@@ -170,8 +165,6 @@ class Plan:
     @property
     def why_keys_travel(self) -> str:
         """Why latents cannot travel in the place of keys; "" where they can."""
-        if self.edges is not None:
-            return "a reproducible layout computes keys in blocks of its own"
         whole = self.replicated.key
         return f"keys rest whole along {', '.join(whole)}" if whole else ""
 
@@ -216,17 +209,17 @@ class Plan:
         asked = [d for d in dims if self.rules[d].transport == "halo"]
         if not dims:
             return None
-        wrong = None
-        if layout.reproducible:
-            wrong = "a reproducible layout, which adds gradients block by block"
-        elif self.problem.bias_tensor:
-            wrong = "a bias tensor, which is the tile of scores of a rank's own chunks"
-        if wrong is not None and asked:
+        if self.problem.bias_tensor and asked:
             raise UnsupportedError(
                 f"{layout.source}: keys of mesh dim {asked[0]!r} come by halo, and that is not for"
-                f" {wrong}; use transport 'auto' there, or the strategy 'ring'"
+                " a bias tensor, which is the tile of scores of a rank's own chunks; use transport"
+                " 'auto' there, or the strategy 'ring'"
             )
-        if wrong is None and dims != asked and (every := self._seen_along(dims)).pays():
+        if (
+            not self.problem.bias_tensor
+            and dims != asked
+            and (every := self._seen_along(dims)).pays()
+        ):
             return every
         return self._seen_along(asked) if asked else None
 
@@ -253,7 +246,7 @@ class Plan:
             local = mask.of_sequences((b,))
             if runs and runs[-1].mask == local:
                 runs[-1] = runs[-1]._replace(samples=(starts[-1], i + 1))
-            elif len(runs) == MOST_RUNS and self.edges is None:
+            elif len(runs) == MOST_RUNS:
                 return (MaskRun(None, None, mask),)
             else:
                 starts.append(i)
@@ -309,7 +302,6 @@ class Plan:
             bias_grad=bias_grad,
             choice=self.chosen,
             packed=packs_documents(p.mask),
-            fixed_blocks=self.edges is not None,
         )
         return choose_kernel(request, p.kernel)
 
@@ -328,9 +320,7 @@ class Plan:
     def _pass(self, backward: bool) -> Pass:
         dims = self._moving(backward)
         costs = self.costs(dims, backward)
-        sub_chunks = UNCUT
-        if self.edges is None:
-            sub_chunks = choose_sub_chunks(dims, costs, backward)
+        sub_chunks = choose_sub_chunks(dims, costs, backward)
         geometry = self._geometry(dims)
         relayed = Sides(
             *(geometry.all_need_the_same(side, self.coords, sub_chunks[side]) for side in Side)
@@ -412,7 +402,6 @@ class Pass:
     backward: bool
     relayed: Sides[bool]
     _held: dict[tuple, Rows] = field(default_factory=dict)
-    _roots: dict[tuple, tuple[Node, ...]] = field(default_factory=dict)
 
     @property
     def dims(self) -> MovingDims:
@@ -454,11 +443,7 @@ class Pass:
         """
         key = (side, number, *coords.values())
         if key not in self._held:
-            rows = self._used_or_passed_on(side, coords, number)
-            if self.plan.edges is not None:
-                spans = self.spans(side, coords, number)
-                rows = whole_blocks(spans, self.plan.edges[side], rows)
-            self._held[key] = rows
+            self._held[key] = self._used_or_passed_on(side, coords, number)
         return self._held[key]
 
     def _used_or_passed_on(self, side: Side, coords: Mapping[str, int], number: int) -> Rows:
@@ -491,37 +476,7 @@ class Pass:
         source, destination = self.source(t, coords), self.destination(t, coords)
         if t.payload.is_chunk:
             return self.held(side, destination, t.target), self.held(side, coords, t.target)
-        sent, received = self.held(side, coords, t.source), self.held(side, source, t.source)
-        if t.payload is not Payload.OUT or self.plan.edges is None:
-            return sent, received
-        nodes = len(self.roots(coords, t.source)), len(self.roots(source, t.source))
-        return (0, nodes[0] * (sent[1] - sent[0])), (0, nodes[1] * (received[1] - received[0]))
-
-    def roots(self, coords: Mapping[str, int], number: int) -> tuple[Node, ...]:
-        """The nodes of partial outputs that the rank at `coords` has of a chunk when they leave.
-
-        Of a reproducible layout; see `plan.leaves`.
-        """
-        key = (number, *coords.values())
-        if key not in self._roots:
-            assert self.plan.edges is not None
-            edges = self.plan.edges[1]
-            self._roots[key] = roots(self._key_blocks(coords, number, edges), len(edges) - 1)
-        return self._roots[key]
-
-    def _key_blocks(
-        self, coords: Mapping[str, int], number: int, edges: tuple[int, ...]
-    ) -> set[int]:
-        """Key blocks for which a rank holds partial outputs of a chunk."""
-        result = {
-            block
-            for n in self.program.chunks(Side.KEY)
-            for block, _, _ in blocks_of(self.spans(Side.KEY, coords, n), edges)
-        }
-        for t in self.program.transfers:
-            if t.payload is Payload.OUT and t.target == number:
-                result |= self._key_blocks(self.source(t, coords), t.source, edges)
-        return result
+        return self.held(side, coords, t.source), self.held(side, source, t.source)
 
     def _by_owner(self, side: Side) -> list[int]:
         """The numbers of the tile's chunks in the order of their owners' ranks."""
@@ -561,7 +516,7 @@ class Pass:
     @functools.cached_property
     def whole(self) -> KernelCall | None:
         """The plain kernel call that is this rank's whole work, None if there is more to do."""
-        if (self.program.a, self.program.b) != (1, 1) or self.plan.edges is not None:
+        if (self.program.a, self.program.b) != (1, 1):
             return None
         block = self.block(Block((0,), (0,)))
         if len(block.calls) != 1 or self.plan.biased or self.plan.chosen:
@@ -577,11 +532,7 @@ class Pass:
         q, kv = (self.order(side, block.sides[side]) for side in Side)
         q_spans = join(s for n in q for s in self._held_spans(Side.QUERY, n))
         kv_spans = join(s for n in kv for s in self._held_spans(Side.KEY, n))
-        if self.plan.edges is None:
-            return BlockPlan(q, kv, q_spans, kv_spans, self._groups(q_spans, kv_spans))
-        leaves = self._leaves(block.kv, q_spans, kv_spans, self.plan.edges)
-        groups = tuple(group for _, calls in leaves for group in calls)
-        return BlockPlan(q, kv, q_spans, kv_spans, groups, leaves)
+        return BlockPlan(q, kv, q_spans, kv_spans, self._groups(q_spans, kv_spans))
 
     def _groups(self, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
         """A tile as kernel calls, those of sequences that see otherwise one after another."""
@@ -591,26 +542,6 @@ class Pass:
                 calls = (replace(call, samples=samples) for call in group.calls)
                 groups.append(group if samples is None else Group(tuple(calls)))
         return tuple(groups)
-
-    def _leaves(
-        self,
-        numbers: tuple[int, ...],
-        q_spans: Spans,
-        kv_spans: Spans,
-        edges: tuple[tuple[int, ...], tuple[int, ...]],
-    ) -> tuple[tuple[int, tuple[Group, ...]], ...]:
-        """By key block of some chunks, the calls of its leaves; none where nothing is seen."""
-        calls: dict[int, list[Group]] = {
-            block: []
-            for n in numbers
-            for block, *_ in blocks_of(self.spans(Side.KEY, self.plan.coords, n), edges[1])
-        }
-        rows_together = 0 if self.backward else UNIT
-        for samples, _, mask in self.plan.runs:
-            options = self.plan.row_block, self.plan.biased, rows_together
-            for block, call in leaf_calls(mask, q_spans, kv_spans, edges, *options):
-                calls[block].append(Group((replace(call, samples=samples),)))
-        return tuple((block, tuple(groups)) for block, groups in sorted(calls.items()))
 
     def _groups_of(self, mask: Mask, q_spans: Spans, kv_spans: Spans) -> tuple[Group, ...]:
         """A tile as kernel calls; those that the kernel makes at once are one group."""
@@ -668,8 +599,6 @@ class BlockPlan:
     q_spans: Spans
     kv_spans: Spans
     groups: tuple[Group, ...]
-    #: in a reproducible layout: by key block, its groups
-    leaves: tuple[tuple[int, tuple[Group, ...]], ...] = ()
 
     @functools.cached_property
     def calls(self) -> tuple[KernelCall, ...]:

@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates
 from ..declare.traffic import Traffic
@@ -105,10 +103,6 @@ def forecast_of(plan: Plan) -> Forecast:
     )
 
 
-#: Numbers per key/value head by which ranks bound the gradients of a reproducible layout.
-BOUNDS = 5
-
-
 # -- traffic --------------------------------------------------------------------------------------
 
 
@@ -128,11 +122,6 @@ def _forward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
 def _backward(plan: Plan) -> tuple[Traffic, Traffic, Traffic]:
     before, after = Traffic(), Traffic()
     _all_to_alls(before, plan, "dout", _output_sides(plan))
-    if plan.edges is not None:
-        nbytes = BOUNDS * plan.compute.key.batch * plan.compute.key.heads * torch.float32.itemsize
-        for dim in (*plan.backward.dims.query, *plan.backward.dims.key):
-            through = (dim.size - 1) * nbytes
-            _add(before, dim.name, "bounds", through, through, dim.size - 1)
     queries, keys = (math.prod(_entry_shape(plan, side)) for side in Side)
     (_, q_width), (_, k_width), (_, v_width) = _input_sides(plan)
     for mesh_dim in plan.replicated.query:

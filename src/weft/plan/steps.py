@@ -153,17 +153,13 @@ class KernelWork(NamedTuple):
 
 
 class BlockSteps(NamedTuple):
-    """A block: its chunks, its kernel calls, and whether messages are in flight meanwhile.
-
-    leaves: in a reproducible layout, the kernel calls by key block.
-    """
+    """A block: its chunks, its kernel calls, and whether messages are in flight meanwhile."""
 
     block: Block
     plan: BlockPlan
     queries: Joined
     keys: Joined
     works: tuple[KernelWork, ...]
-    leaves: tuple[tuple[int, tuple[KernelWork, ...]], ...]
     overlapped: bool
 
 
@@ -431,12 +427,11 @@ class _Compiler:
     def _block(self, block: Block, overlapped: bool) -> BlockSteps:
         result = self.tile.block(block)
         queries, keys = self._chunks(Side.QUERY, result.q), self._chunks(Side.KEY, result.kv)
-        leaves = tuple((at, self._works(result, groups)) for at, groups in result.leaves)
-        works = () if leaves else self._works(result, result.groups)
+        works = self._works(result, result.groups)
         for work in works:
             self.parts.update((Side.QUERY, part.number) for part in work.of_queries)
             self.parts.update((Side.KEY, part.number) for part in work.of_keys)
-        return BlockSteps(block, result, queries, keys, works, leaves, overlapped)
+        return BlockSteps(block, result, queries, keys, works, overlapped)
 
     def _works(self, block: BlockPlan, groups: Sequence[Group]) -> tuple[KernelWork, ...]:
         rows, columns = ((0, count(spans)) for spans in (block.q_spans, block.kv_spans))

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .._caching import cached
-from ..declare.blocks import BlockOrder
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates, index_at, rank_at
 from ..declare.orders import TokenOrder
@@ -35,7 +34,7 @@ class Placed:
     """A tensor's placement: a mesh, and per axis its mesh dims and token order."""
 
     mesh: Sizes
-    splits: tuple[tuple[str, tuple[str, ...], str | TokenOrder | BlockOrder], ...]
+    splits: tuple[tuple[str, tuple[str, ...], str | TokenOrder], ...]
 
     @property
     def ranks(self) -> int:

@@ -180,11 +180,6 @@ class BoundCall:
         with refused_everywhere(self.refuse):
             rest = self.rest_shape(q, k, v)
             plan = self._checked_plan(rest, q)
-            if plan.edges is not None and q.dtype == torch.float64 and gradients == "wanted":
-                raise UnsupportedError(
-                    "a reproducible layout has no gradients in float64, whose sums do not fit the "
-                    "numbers that add exactly; use float32 or bfloat16"
-                )
             checks.probe_functions(self.call, q.device)
             checks.check_place("the bias", bias, q)
             if bias is not None:

@@ -13,17 +13,15 @@ from torch import Tensor
 
 from ..comm.transport import Messages
 from ..kernels import TileView, fused
-from ..kernels.base import surrogate_out
 from ..plan.call import Call
 from ..plan.geometry import Rows
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.program import Block, Payload, Transfer
-from ..plan.sides import Side, Sides
-from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, rows_by_chunk, slot
+from ..plan.sides import Side
+from ..plan.steps import BlockSteps, KernelWork, PartRows, Ranges, Receive, rows_by_chunk
 from ..plan.tiles import KernelCall, Kind
 from .autocast import without_autocast
 from .expand import Expander
-from .fixed_order import GridSum, OutputTree, gradient_bounds
 from .marks import mark, mark_move
 from .merging import PartialOutput, PartialSum
 from .resharding import merge_over, sum_over
@@ -90,10 +88,8 @@ def backward(
             dq, dk, dv, _ = plan.kernel(whole.kind).backward(dout, q, k, v, out, lse, None, view)
     else:
         delta = None
-        fixed = plan.edges is not None
-        if fixed or dlse is not None or not plan.backward.takes_out(bias is not None):
-            upper, lower = (dout.contiguous(), out.contiguous()) if fixed else (dout, out)
-            delta = row_sums(upper, lower, plan.accum_dtype)
+        if dlse is not None or not plan.backward.takes_out(bias is not None):
+            delta = row_sums(dout, out, plan.accum_dtype)
             if dlse is not None:
                 delta = delta - dlse.to(plan.accum_dtype)
         rows = (dout, out, lse, delta, dlse)
@@ -153,18 +149,17 @@ class _Forward(TileRun):
         super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
         self.v = v
         self.own = {Payload.Q: (q,), Payload.KV: (k, v)}
-        self.partial: dict[int, PartialOutput | OutputTree] = {}
+        self.partial: dict[int, PartialOutput] = {}
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Output and logsumexp of this rank's rows."""
         return self._partial(0).result()
 
-    def _partial(self, number: int) -> PartialOutput | OutputTree:
+    def _partial(self, number: int) -> PartialOutput:
         partial = self.partial.get(number)
         if partial is None:
             key = Side.QUERY, number
             shape = (*self.like.shape[:2], self.flat.heights[key], self.plan.problem.value_dim)
-            arguments = shape, self.like, self.plan.accum_dtype
 
             def leaving() -> tuple[Tensor, ...]:
                 return self._place(*key)[::-1]  # the logsumexp goes first
@@ -172,18 +167,14 @@ class _Forward(TileRun):
             held: dict[str, Any] = (
                 {"kept": 1, "result": leaving} if key in self.flat.leaving else {"kept": 2}
             )
-            partial = self.partial[number] = (
-                PartialOutput(*arguments, parts=self.flat.parts[key], **held)
-                if self.plan.edges is None
-                else OutputTree(*arguments, len(self.plan.edges[1]) - 1)
-            )
+            arguments = shape, self.like, self.plan.accum_dtype
+            partial = PartialOutput(*arguments, parts=self.flat.parts[key], **held)
+            self.partial[number] = partial
         return partial
 
     def _outgoing(self, t: Transfer) -> tuple[Tensor, ...]:
         partial = self._partial(t.source)
         del self.partial[t.source]
-        if isinstance(partial, OutputTree):
-            return partial.leave(self.tile.roots(self.plan.coords, t.source))
         out, lse = partial.total()
         return lse, out
 
@@ -193,18 +184,9 @@ class _Forward(TileRun):
 
     def _merge(self, t: Transfer, receive: Receive, tensors: tuple[Tensor, ...]) -> None:
         lse, out = tensors
-        partial = self._partial(receive.number)
-        if not isinstance(partial, OutputTree):
-            partial.add(receive.low, receive.high, (out, lse))
-            return
-        source = self.tile.source(t, self.plan.coords)
-        first = self.tile.held(Side.QUERY, source, t.source)[0]
-        partial.come(self.tile.roots(source, t.source), receive.low + first, lse, out)
+        self._partial(receive.number).add(receive.low, receive.high, (out, lse))
 
     def _block(self, block: BlockSteps) -> None:
-        if block.leaves:
-            self._leaves(block)
-            return
         works = self.views.chosen_works(block)
         if not works:
             return
@@ -212,28 +194,8 @@ class _Forward(TileRun):
         for work in works:
             out, lse = self._computed(block, work, qkv)
             for number, low, high, rows in work.of_queries:
-                partial = self._partial(number)
-                assert isinstance(partial, PartialOutput)
                 part = (out, lse) if rows is None else (out[:, :, rows], lse[:, :, rows])
-                partial.add(low, high, part, work.samples)
-
-    def _leaves(self, block: BlockSteps) -> None:
-        """The leaves of a block: all rows of a key block's before the next."""
-        numbers = {slot(self.tile, Side.QUERY, n)[0] for n in block.queries.numbers}
-        qkv: tuple[Tensor | None, ...] = ()
-        if block.plan.calls:
-            qkv = *self._joined(Payload.Q, block.queries), *self._joined(Payload.KV, block.keys)
-        for key_block, works in block.leaves:
-            parts: dict[int, list] = {n: [] for n in numbers}
-            for work in works:
-                out, lse = self._computed(block, work, qkv)
-                for n, low, _, rows in work.of_queries:
-                    those = slice(None) if rows is None else rows
-                    parts[n].append((low, out[:, :, those], lse[:, :, those], work.samples))
-            for n, result in parts.items():
-                tree = self._partial(n)
-                assert isinstance(tree, OutputTree)
-                tree.leaf(key_block, result)
+                self._partial(number).add(low, high, part, work.samples)
 
     def _computed(
         self, block: BlockSteps, work: KernelWork, qkv: tuple[Tensor | None, ...]
@@ -244,8 +206,6 @@ class _Forward(TileRun):
             for t, rows in zip(qkv, (work.rows, work.columns, work.columns))
             if t is not None
         )
-        if block.leaves:
-            q, k, v = (t.contiguous() for t in (q, k, v))
         kernel = self._kernel(work.kind)
         view = self.views.of(block.plan, work.group, kernel, block.overlapped)
         return kernel.forward(q, k, v, view)
@@ -273,21 +233,13 @@ class _Backward(TileRun):
         dlse: Tensor | None,
     ) -> None:
         super().__init__(plan, tile, transport, call, bias, chosen, expander, q, k)
-        # Reproducibly: one way for all blocks, whoever's rows they have, and whatever a loss uses.
-        lse_grad = dlse is not None if plan.edges is None else call.return_lse
-        self.bounds: Sides[tuple[Tensor, ...]] | None = None
-        if plan.edges is not None:
-            moving = [d.name for dims in tile.dims for d in dims]
-            tokens = plan.problem.n, plan.problem.m
-            self.bounds = gradient_bounds(
-                transport, moving, plan.scale, tokens, q, k, v, dout, dlse
-            )
+        lse_grad = dlse is not None
         self.dbias = None if bias is None else torch.zeros_like(bias, dtype=plan.accum_dtype)
         self.v, self.out, self.lse_grad = v, out, lse_grad
         self.others_lse_grad = lse_grad or call.return_lse  # another rank's loss may use it
         self.own = {Payload.Q: (lse, delta, q, dout), Payload.KV: (k, v)}
         #: gradients of queries, or of keys and values
-        self.sums: dict[tuple[Side, int], PartialSum | GridSum] = {}
+        self.sums: dict[tuple[Side, int], PartialSum] = {}
 
     def result(self) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of this rank's queries, keys and values."""
@@ -295,20 +247,17 @@ class _Backward(TileRun):
         (dq,), (dk, dv) = self._sum(Side.QUERY, 0).result(), self._sum(Side.KEY, 0).result()
         return dq, dk, dv
 
-    def _sum(self, side: Side, number: int) -> PartialSum | GridSum:
+    def _sum(self, side: Side, number: int) -> PartialSum:
         total = self.sums.get((side, number))
         if total is None:
             key = side, number
             likes = (self.like,) if side is Side.QUERY else (self.k, self.v)
             rows = self.flat.heights[key]
-            if self.bounds is not None:
-                total = GridSum(rows, likes, self.bounds[side])
-            else:
-                known = self.latents is None or side is Side.QUERY
-                held: dict[str, Any] = {"parts": self.flat.parts[key] if known else 0, "kept": 2}
-                if key in self.flat.leaving:
-                    held |= {"kept": 1, "result": lambda: self._place(*key)}
-                total = PartialSum(rows, likes, self.plan.accum_dtype, **held)
+            known = self.latents is None or side is Side.QUERY
+            held: dict[str, Any] = {"parts": self.flat.parts[key] if known else 0, "kept": 2}
+            if key in self.flat.leaving:
+                held |= {"kept": 1, "result": lambda: self._place(*key)}
+            total = PartialSum(rows, likes, self.plan.accum_dtype, **held)
             self.sums[key] = total
         return total
 
@@ -325,7 +274,7 @@ class _Backward(TileRun):
             yield from total.tensors() if number else ()
 
     def _merge(self, t: Transfer, receive: Receive, tensors: tuple[Tensor, ...]) -> None:
-        self._sum(t.payload.side, receive.number).put(receive.low, receive.high, tensors)
+        self._sum(t.payload.side, receive.number).add(receive.low, receive.high, tensors)
 
     def _add_bias_gradient(self, block: BlockPlan, call: KernelCall, ds: Tensor) -> None:
         assert self.dbias is not None
@@ -340,7 +289,6 @@ class _Backward(TileRun):
 
     def _block(self, block: BlockSteps) -> None:
         works = self.views.chosen_works(block)
-        works = works or tuple(work for _, works in block.leaves for work in works)
         if not works:
             return
         of_rows = self._joined(Payload.Q, block.queries)
@@ -350,8 +298,7 @@ class _Backward(TileRun):
         # Only this rank's own rows have their true output here; for others delta stands in.
         local = block.queries.own
         lse_grad = self.others_lse_grad if local is None else self.lse_grad
-        fixed = self.bounds is not None
-        out = None if local is None or lse_grad or fixed else self.out
+        out = None if local is None or lse_grad else self.out
         if local is not None and out is not None and not block.queries.whole:
             out = out[:, :, slice(*local)]
         grads = {"lse_grad": lse_grad, "bias_grad": self.bias is not None}
@@ -363,10 +310,6 @@ class _Backward(TileRun):
             rows = cut.get((Side.QUERY, work.rows, samples))
             if rows is None:
                 rows = self._cut((*of_rows, out), work.rows, samples)
-                if fixed and not lse_grad:
-                    _, delta, _, dout, _ = rows
-                    assert dout is not None and delta is not None  # noqa: PT018
-                    rows = (*rows[:-1], surrogate_out(dout, delta))
                 cut[Side.QUERY, work.rows, samples] = rows
             columns = cut.get((Side.KEY, work.columns, samples))
             if columns is None:
@@ -398,12 +341,9 @@ class _Backward(TileRun):
         self, tensors: tuple[Tensor | None, ...], ranges: Ranges | None, samples: Rows | None
     ) -> tuple[Tensor | None, ...]:
         """Rows of tensors, some of which are not there."""
-        if self.bounds is None and ranges is None and samples is None:
+        if ranges is None and samples is None:
             return tensors
-        parts = [None if t is None else take(t, ranges, samples) for t in tensors]
-        if self.bounds is not None:
-            parts = [None if t is None else t.contiguous() for t in parts]
-        return tuple(parts)
+        return tuple(None if t is None else take(t, ranges, samples) for t in tensors)
 
     def _add(
         self,

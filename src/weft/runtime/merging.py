@@ -249,10 +249,6 @@ class PartialSum(_Accumulator):
         super().__init__(rows, likes[0], accum_dtype, **held)
         self.likes = likes
 
-    def put(self, low: int, high: int, tensors: Tensors) -> None:
-        """Add another rank's sum of rows [low, high)."""
-        self.add(low, high, tensors)
-
     def total(self) -> Tensors:
         """The sums so far, in the dtype in which they accumulate."""
         return self._total() if self._parts else self._zeros()

@@ -49,7 +49,6 @@ def plain_view(
     overlapped: bool = False,
     lse_grad: bool = False,
     bias_grad: bool = False,
-    fixed: bool = False,
 ) -> TileView:
     """The view of a kernel call without a mask or a bias, one object for equal ones."""
     return TileView(
@@ -61,7 +60,6 @@ def plain_view(
         overlapped=overlapped,
         lse_grad=lse_grad,
         bias_grad=bias_grad,
-        fixed_blocks=fixed,
     )
 
 
@@ -97,11 +95,10 @@ class Views:
         p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
         causal = call.kind is Kind.CAUSAL
         if call.kind is not Kind.MASKED and not self.plan.biased:
-            fixed = self.plan.edges is not None
             segments = group.varlen_segments
             return plain_view(
                 *(self.plan.scale, causal, p.softcap, call.window, segments),
-                *(overlapped, lse_grad, bias_grad, fixed),
+                *(overlapped, lse_grad, bias_grad),
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
@@ -128,7 +125,6 @@ class Views:
             softcap=p.softcap,
             lse_grad=lse_grad,
             bias_grad=bias_grad,
-            fixed_blocks=self.plan.edges is not None,
         )
 
     def _mask_context(self, block: BlockPlan, call: KernelCall) -> MaskContext:

@@ -138,8 +138,7 @@ def check(
     ranks = options.ranks_of(chosen, nproc)
     axes = options.attended(chosen, axis)
     batch = options.batch_of(batch, mask, _parts(chosen.resolve(ranks), axes))
-    if dtype is None:  # gradients in float64 are refused there
-        dtype = "float32" if chosen.reproducible else options.CHECKED_DTYPE
+    dtype = dtype or options.CHECKED_DTYPE
     sizes = Case(
         name=mask,
         n=0,

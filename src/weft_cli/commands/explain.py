@@ -549,12 +549,6 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
         bounds = [memory_bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
             out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
-    if layout.reproducible:
-        out.print(
-            "reproducible: computed in fixed blocks, merged and summed so that no layout changes a"
-            " bit of outputs or gradients; `weft diff LAYOUT LAYOUT` compares",
-            highlight=False,
-        )
 
 
 def _kernel_calls(layout: Layout, problem: Problem, plans: list[Plan], read: Reading) -> str:

@@ -217,7 +217,7 @@ CheckedDType = Annotated[
     str | None,
     of_call(
         "bfloat16, float16, float32 or float64.",
-        show_default="float64, float32 on a reproducible layout",
+        show_default="float64",
     ),
 ]
 RunDType = Annotated[

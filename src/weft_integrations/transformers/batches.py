@@ -19,8 +19,6 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.losses.labels import IGNORED, shift_labels
 from weft.masks import And, Documents, Indexed, Interval, KeyPadding, Mask
-from weft.same_bits.modules import exact_sums
-from weft.same_bits.sums import total
 
 from ..common import check_axis
 
@@ -350,11 +348,6 @@ def token_loss(
     tensor(1.6094)
     """
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, -2)
-    if layout.reproducible:
-        losses = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="none")
-        sums = exact_sums(layout)
-        count = total((labels != IGNORED).flatten().double(), sums) if items is None else items
-        return (total(losses, sums) / torch.as_tensor(count, device=losses.device)).to(wide.dtype)
     local = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
     if items is None:
         return layout.mean(local, (labels != IGNORED).sum())

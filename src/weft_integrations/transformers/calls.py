@@ -370,11 +370,6 @@ class Calls:
                 "this rank's tokens with rows='local'; parallelize with rows='whole', or this "
                 "part alone"
             )
-        if self.layout.reproducible:
-            raise UnsupportedError(
-                f"{name} is called outside of the forward pass of the model, which would compute it"
-                " by other functions; call the model, or take a layout that is not reproducible"
-            )
         reason = f"{name}: it is called outside of the forward pass of the model"
         self._open(ModelCall(self.layout, self.axis, replicated=reason), part)
 
@@ -525,8 +520,6 @@ class Calls:
                     self._tell(_STATES)
             return call, local
         except UnsupportedError as error:
-            if self.layout.reproducible:
-                raise
             return ModelCall(self.layout, self.axis, replicated=str(error)), kwargs
 
     def _new_cache(self, kwargs: dict, module: Foreign) -> tuple[ShardedCache | None, str]:
@@ -537,8 +530,6 @@ class Calls:
             return None, f"{_NOT_MADE} of a model that chooses its keys"
         if kwargs.get("cu_seq_lens_q") is not None:
             return None, f"{_NOT_MADE} of documents that are packed by cu_seq_lens_q"
-        if self.layout.reproducible:
-            return None, f"{_NOT_MADE} on a reproducible layout"
         if any(m.__dict__.get("_compiled_call_impl") is not None for m in module.modules()):
             return None, f"{_NOT_MADE} by compiled layers; {_MAKE_ONE}"
         if (
@@ -564,11 +555,6 @@ class Calls:
         cache.check(module, self.layout, None if ids is None else len(ids))
         past = cache.get_seq_length()
         held = ModelCall(self.layout, self.axis, cache=cache, held=True, past=past)
-        if self.layout.reproducible:
-            raise UnsupportedError(
-                f"{type(module).__name__}: attention to a cache merges what ranks have in another "
-                "order; on a reproducible layout call it without past_key_values"
-            )
         if cache.recurrent and not self._gives_states(cache, past):
             held.unsplit = "" if past else _NO_LAST_STATES
             return held, kwargs
@@ -626,12 +612,6 @@ class Calls:
     def _split_stacks(self, full: dict, module: Foreign) -> tuple[ModelCall, dict]:
         """The same of a model of an encoder and a decoder, in front of both of which it is."""
         assert self.stacks is not None  # it has both
-        if self.layout.reproducible:
-            raise UnsupportedError(
-                f"{type(module).__name__}: {self.layout.source} is reproducible, and attention of"
-                " a decoder to an encoder is not known to have the same bits on every layout; take"
-                " a layout that is not reproducible"
-            )
         refused.arguments(full, module, self.axis, splits_inside=True)
         full = with_decoder_ids(module, rows.with_full_gradients(full, self.layout, self.axis))
         local = rows.cut(of_decoder(full), self.layout, self.axis, look=False)

@@ -22,7 +22,6 @@ from weft.carry.fragments import fragments
 from weft.errors import DeclarationError, UnsupportedError
 from weft.gradients.sync import AVERAGED
 from weft.layout import Layout
-from weft.same_bits import modules as reproducible
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
@@ -40,7 +39,7 @@ from . import (
 )
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
-from .recurrences import FUNCTIONS, REPRODUCIBLE, WITHOUT_STATE, of_device
+from .recurrences import FUNCTIONS, WITHOUT_STATE, of_device
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, with_nested, without
 
@@ -160,7 +159,7 @@ def _put_in(
             put(module, stacks.bias_of_tile, "compute_bias")
             installed.of_rows.append(module)
     installed.of_rows += _choose_over_ranks(model, layout)
-    if travel != "keys" and not layout.reproducible:
+    if travel != "keys":
         installed.expanding = latents.modules(model)
         for module in installed.expanding:
             latents.hand_on(module, layout, axis, travel)
@@ -321,8 +320,6 @@ def _hook(
             after(module, whole.hide_last_position)
     for pooler in (pooler for part in split for pooler in whole.poolers(part)):
         before(pooler, whole.gather_hidden(layout, axis))
-    if layout.reproducible:  # within a call, before its end
-        hooks += reproducible.hooks(model, layout)
     for module in (*parts, model):
         after(module, calls.leave, always_call=True)
 
@@ -342,11 +339,6 @@ def _choose_over_ranks(model: Foreign, layout: Layout) -> list[nn.Module]:
     changes = [
         change for module in model.modules() for change in chosen_keys.replaced_methods(module)
     ]
-    if changes and layout.reproducible:
-        raise UnsupportedError(
-            f"{layout.source}: {type(model).__name__} chooses its keys by scores that are not known"
-            " to have the same bits on every layout; take a layout that is not reproducible"
-        )
     for module, function, name in changes:
         put(module, function, name)
     return list(dict.fromkeys(module for module, _, _ in changes))
@@ -362,8 +354,6 @@ def _check_carried(model: Foreign, layout: Layout, axis: str) -> None:
             " order has on other ranks; use contiguous or zigzag order"
         )
     fragments(layout, axis, layout.size(axis))  # refuses orders of too many
-    if layout.reproducible:
-        _check_reproducible(model, layout)
     if layout.state_transport(axis) != "chain":
         return
     for path, module in model.named_modules():
@@ -371,19 +361,6 @@ def _check_carried(model: Foreign, layout: Layout, axis: str) -> None:
             raise UnsupportedError(
                 f"{layout.source}: [carry] hands states on in a chain, but {name} of {path}"
                 f" ({type(module).__name__}) takes no state that enters; name the strategy 'state'"
-            )
-
-
-def _check_reproducible(model: Foreign, layout: Layout) -> None:
-    """Raise for recurrent layers that are not known to have the same bits on every layout."""
-    for path, module in model.named_modules():
-        kinds = {kind.__name__ for kind in type(module).__mro__} & MODULES.keys()
-        names = sorted({*kinds, *calls_of(module, FUNCTIONS)} - REPRODUCIBLE)
-        if names:
-            raise UnsupportedError(
-                f"{layout.source}: {names[0]} of {path} ({type(module).__name__}) is not known to"
-                " have the same bits on every layout; of recurrent layers gated delta rules have"
-                " (Qwen3-Next, Qwen3.5): take a layout that is not reproducible"
             )
 
 

@@ -31,14 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.activations import ACT2FN
 
 from weft.carry.by_heads import traded
 from weft.carry.pieces import Apply, LocalPieces
 from weft.errors import UnsupportedError
 from weft.layout import Layout
-from weft.nn.recurrent import gated_delta_rule
-from weft.same_bits import modules as reproducible
 
 from .batches import unpadded
 from .running import now, running
@@ -143,8 +140,6 @@ def convolution(stock: Callable) -> Callable:
         if state is None:
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
         kwargs = _without(kwargs, "seq_idx", "initial_states", "return_final_states")
-        if state.layout.reproducible:
-            return _tap_by_tap(state, hidden_states, weight, bias, activation)
         columns, tokens = weight.shape[-1] - 1, sum(piece.count for piece in state.pieces)
         # A cache puts the columns before the row in front, on every rank.
         cached, new = hidden_states.tensor_split([hidden_states.shape[-1] - tokens], -1)
@@ -158,16 +153,6 @@ def convolution(stock: Callable) -> Callable:
         return state.join(-1, result, left)
 
     return run
-
-
-def _tap_by_tap(
-    state: LocalPieces, x: Tensor, taps: Tensor, bias: Tensor | None, activation: str | None
-) -> Tensor:
-    """The convolution of a reproducible layout, (b, c, t)."""
-    place = state.layout, state.axis, state.length, state.documents
-    out = reproducible.causal_convolution(x.transpose(1, 2), taps, *place)
-    out = out if bias is None else out + bias
-    return (out if activation is None else ACT2FN[activation](out)).transpose(1, 2)
 
 
 def delta_rule(stock: Callable) -> Callable:
@@ -200,9 +185,6 @@ def delta_rule(stock: Callable) -> Callable:
         if not last and state.in_chain(value, (b, H, K, V), (b, H, K, K), widened=True):
 
             def step(q: Any, k: Any, v: Any, decay: Any, rate: Any, entering: Any) -> Any:
-                if state.layout.reproducible:
-                    normed = bool(kw.get("use_qk_l2norm_in_kernel"))
-                    return _own_delta_rule(q, k, v, decay, rate, entering, normed)
                 extra = {"initial_state": entering, "output_final_state": True}
                 return stock(q, k, v, g=decay, beta=rate, **extra, **kw)
 
@@ -235,23 +217,6 @@ def delta_rule(stock: Callable) -> Callable:
         return completed(state, 1, parts, outs, maps, torch.matmul, complete, last)
 
     return run
-
-
-def _own_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    decay: Tensor,
-    rate: Tensor,
-    state: Tensor,
-    normed: bool,
-) -> tuple[Tensor, Tensor]:
-    """weft's kernel in the place of the stock one; `normed`: queries and keys to unit length."""
-    q, k = q.float(), k.float()
-    if normed:
-        q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    out, end = gated_delta_rule(q * q.shape[-1] ** -0.5, k, v, decay, rate, state)
-    return out.to(v.dtype), end
 
 
 def mamba2(stock: Callable) -> Callable:
@@ -440,14 +405,6 @@ FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
 #: Functions that take no state that enters.
 WITHOUT_STATE = ("mamba_selective_scan",)
 
-#: Functions whose bits no layout changes, where it is reproducible.
-REPRODUCIBLE = frozenset(
-    {
-        *("causal_conv1d_fn", "torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"),
-        *("apply_mask_to_padding_states", "torch_recurrent_gated_delta_rule"),
-    }
-)
-
 
 def _asked(
     options: dict[str, Any], last: str, before: str | None = None
@@ -472,7 +429,6 @@ def _without(options: dict[str, Any], *names: str) -> dict[str, Any]:
 
 __all__ = [
     "FUNCTIONS",
-    "REPRODUCIBLE",
     "WITHOUT_STATE",
     "completed",
     "convolution",

@@ -195,11 +195,6 @@ def with_images(kwargs: Mapping, layout: Layout) -> None:
             " tokens it is not of; pass position_ids that start anew and use_cache=False, or give"
             " each document a row"
         )
-    if layout.reproducible:
-        raise UnsupportedError(
-            f"{foreign(kwargs)[0]}: {layout.source} is reproducible, and towers of images compute"
-            " by torch's own functions; take a layout that is not reproducible"
-        )
 
 
 def _is_empty(value: object) -> bool:

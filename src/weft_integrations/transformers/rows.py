@@ -61,13 +61,6 @@ def check_context_group(layout: Layout, axis: str) -> None:
             " data parallelism to DDP or FSDP, or pass rows='local' and take batches from"
             " shard_batch"
         )
-    ranks = layout.size(axis)
-    if layout.reproducible and ranks & (ranks - 1):
-        raise UnsupportedError(
-            f"{layout.source}: gradients of full rows are averaged over ranks, and an average over"
-            f" {ranks} ranks is rounded; in a reproducible layout take 2, 4 or 8 ranks, or"
-            " rows='local', whose gradients are summed"
-        )
 
 
 # -- in -------------------------------------------------------------------------------------------
@@ -290,11 +283,6 @@ def fused_loss(
 
     `items` divides the sum (None: the number of labels), and `aux` is the weight of `aux_loss`.
     """
-    if layout.reproducible:
-        raise UnsupportedError(
-            f"{layout.source}: a head that is fused with its loss sums gradients of its weights"
-            " over this rank's tokens; on a reproducible layout take the model's own loss"
-        )
     dims = layout.shard_dims(axis)
     total = partial_to_invariant(output.log_probs.double().sum(), dims, layout.bound)
     if items is None:

@@ -156,12 +156,7 @@ class ModelCall:
                 "parallelize(model, layout, embeddings=model.embeddings)"
             )
         mask = mask if extra is None else mask & extra
-        # Chunks of whole blocks differ in length even where the ranks divide it.
-        uneven = (
-            self.layout.reproducible
-            or self.layout.share
-            or self.length % self.layout.size(self.axis)
-        )
+        uneven = self.layout.share or self.length % self.layout.size(self.axis)
         length = str(self.length) if uneven else None
         return Sharded(self.layout, self.axis, kept(mask), length, self.cache is not None, past)
 

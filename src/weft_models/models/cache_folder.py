@@ -20,7 +20,6 @@ from weft.checkpoint.blocks import numbers_at, write_blocks
 from weft.checkpoint.folder import CheckpointError, Index
 from weft.checkpoint.same_files import agreed_index
 from weft.checkpoint.shards import everywhere
-from weft.declare.blocks import BlockOrder
 from weft.declare.orders import ORDER_NAMES, TokenOrder
 from weft.errors import DeclarationError
 from weft.layout import Layout
@@ -72,8 +71,6 @@ def write_cache(
             start[dim], shape[dim] = sum(map(count, before)), length
             split_axis, split, order = place.splits[i]
             sizes_of_dims = [layout.mesh[d] for d in split]
-            if isinstance(order, BlockOrder):
-                order = TokenOrder(order.chunks(length, math.prod(sizes_of_dims)))
             stored = order if isinstance(order, str) else order.chunks
             orders[split_axis] = (sizes_of_dims, stored)
         split_dims = {d for _, dims, _ in place.splits for d in dims}

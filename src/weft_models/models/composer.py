@@ -14,7 +14,6 @@ from weft.errors import DeclarationError, WeftError, did_you_mean
 from weft.layout import Layout
 from weft.nn.attention import check_heads
 from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
-from weft.same_bits.modules import make_reproducible
 
 from ..declare.heads import HEADS
 from ..declare.model_file import ModelSpec
@@ -67,8 +66,6 @@ def compose(
     kinds = {block.kind for block in spec.attends}.difference(layouts or {})
     check_fit(spec, layout, kinds)
     _check_carries(spec, layout)
-    if layout.reproducible:
-        _check_reproducible(spec, layout, bool(layouts))
     rest = {k: _beside(spec, layout, k, other) for k, other in (layouts or {}).items()}
     if device is None and layout.device_mesh is not None:
         device = layout.device_mesh.device_type
@@ -82,8 +79,6 @@ def compose(
     else:
         _check_room(spec, layout)
         result = make(spec, layout, generator).to(device=device, dtype=dtype)
-    if layout.reproducible:
-        make_reproducible(result, layout)
     return result
 
 
@@ -181,25 +176,3 @@ def _check_carries(spec: ModelSpec, layout: Layout) -> None:
             raise DeclarationError(
                 f"model {spec.name!r} on layout {layout.name!r}: {error}"
             ) from None
-
-
-def _check_reproducible(spec: ModelSpec, layout: Layout, several: bool) -> None:
-    """Refuse blocks that are not known to have the same bits on every layout."""
-    plain = {"AttendBlock", "MlpBlock", "CarryBlock"}
-    rest = sorted({type(block).__name__ for block in spec.blocks} - plain)
-    if several:
-        rest.append("layouts=")
-    if any(routes(block, layout) for block in spec.attends):
-        rest.append("learned routing")
-    if any(layout.carries_by_heads(block.carry) for block in spec.carries):
-        rest.append("states carried by heads ([carry] by ulysses)")
-    for name, context in spec.context.items():
-        split = [axis for axis in spec.axes if layout.size(axis) > 1 and axis not in context.axes]
-        if split:  # keys' gradients are sums over the queries of a rank
-            rest.append(f"context {name!r}, which is whole where {split[0]!r} is split")
-    if rest:
-        raise DeclarationError(
-            f"model {spec.name!r} on layout {layout.name!r}: a reproducible layout takes blocks of "
-            f"attention, recurrences and perceptrons, found {', '.join(rest)}; use a layout that "
-            "is not reproducible"
-        )

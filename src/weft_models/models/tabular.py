@@ -17,8 +17,6 @@ from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks.base import whole_number
 from weft.nn.parameters import embedding, linear, local, replicate
-from weft.same_bits.modules import exact_sums
-from weft.same_bits.sums import spread
 
 from ..declare.model_file import ModelSpec
 from .cache import CacheRecording, KeyValueCache, model_fingerprint
@@ -308,10 +306,6 @@ class TableModel(Model):
         identity = _identities(total, len(missing), missing.dtype, missing.device)[columns]  # c e
         identity = identity.masked_fill(is_class[:, None], 0.0)
         direction, offset = self.direction(identity), self.offset(identity)
-        if self.layout.reproducible:  # rows of other ranks have the same columns
-            sums = exact_sums(self.layout, self.spec.axes[0], self.rows)
-            shape = (*values.shape[:-1], len(missing))
-            direction, offset = (spread(t, shape, sums) for t in (direction, offset))
         return values.nan_to_num(0.0) * direction + offset + gaps * missing
 
     def _labels(self, cells: Tensor, known: Tensor, is_class: Tensor) -> Tensor:
@@ -344,11 +338,8 @@ def column_statistics(
     """
     counted = known[:, None] & ~cells.isnan()  # b r c
     kept = cells.masked_fill(~counted, 0.0)
-    sums = exact_sums(layout, rows) if layout.reproducible else None
 
     def over_rows(*values: Tensor) -> Tensor:
-        if sums is not None:
-            return sums.of_rows(torch.stack(values).movedim(2, 0)).to(cells.dtype)
         return layout.sum(torch.stack([x.sum(1) for x in values]), rows)
 
     total = over_rows(counted.to(cells.dtype), kept)

@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from weft._caching import cached
-from weft.declare.blocks import BlockOrder
 from weft.declare.layout import LayoutDeclaration
 from weft.declare.mesh import rank_at
 from weft.declare.orders import TokenOrder
@@ -120,7 +119,7 @@ def pair_at_rest(layout: LayoutDeclaration, axes: Sequence[str]) -> Placed:
     return Placed(pair_mesh(layout, axes), splits)
 
 
-def _order(layout: LayoutDeclaration, axis: str) -> str | TokenOrder | BlockOrder:
+def _order(layout: LayoutDeclaration, axis: str) -> str | TokenOrder:
     return layout.order.get(axis, "contiguous") if layout.shard_dims(axis) else "contiguous"
 
 

@@ -8,7 +8,6 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from weft.gradients.clip import clip_grad_norm_
 from weft.inspect.traffic import traffic
 from weft.layout import Layout
-from weft.same_bits.modules import exact_sums
-from weft.same_bits.sums import total
 
-from ..declare.model_file import ModelSpec, TrainSpec
+from ..declare.model_file import TrainSpec
 from ..routing import routing_penalty
 from ..routing.report import measure_routing
 from .data import Stream, TrainingBatch
@@ -62,13 +59,8 @@ def mean(layout: Layout, values: Sequence[Tensor], counted: Tensor | int) -> Ten
 
     `counted` is the number of this rank's targets in all parts of the step.
     """
-    if not layout.reproducible:
-        local = [x.sum(dtype=values[0].dtype) for x in values]
-        return layout.mean(torch.stack(local), counted)
-    sums = exact_sums(layout)
-    own_count = torch.as_tensor(counted, device=values[0].device)
-    count = total(own_count.reshape(1).double(), sums)
-    return torch.stack([total(x.to(values[0].dtype), sums) / count for x in values])
+    local = [x.sum(dtype=values[0].dtype) for x in values]
+    return layout.mean(torch.stack(local), counted)
 
 
 def take_step(
@@ -89,8 +81,6 @@ def take_step(
     began, plan = time.perf_counter(), data.spec.train
     device = next(model.parameters()).device
     parts = [data.batch(step, part).to(device) for part in range(data.parts)]
-    if layout.reproducible:
-        parts = [_counted_once(part, data.spec, layout) for part in parts]
     counted = sum(part.counted.sum() for part in parts)
     head = data.spec.head
     assert head is not None  # a model without one has no training data
@@ -111,8 +101,7 @@ def take_step(
                 (loss + routing_penalty(model) / len(parts)).backward()
         if plan.gradients == "sync":
             layout.sync_gradients(model)
-        with one_thread(layout.reproducible):
-            norm = clip_grad_norm_(model, plan.clip, layout).item()
+        norm = clip_grad_norm_(model, plan.clip, layout).item()
     if not math.isfinite(norm):  # clip = inf, too, has the norm computed
         raise FloatingPointError(
             f"step {step}: the norm of the gradient is {norm}, though the loss is finite; "
@@ -121,8 +110,7 @@ def take_step(
     rate = plan.lr * lr_schedule(step, plan.steps, plan.warmup)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    with one_thread(layout.reproducible):
-        optimizer.step()
+    optimizer.step()
     loss, accuracy = figures.tolist()
     return Record(
         step=step,
@@ -136,29 +124,6 @@ def take_step(
         memory=peak_memory(device),
         routing=measure_routing(model),
     )
-
-
-def _counted_once(batch: TrainingBatch, spec: ModelSpec, layout: Layout) -> TrainingBatch:
-    """A batch whose targets count on one of the ranks that split other axes than theirs.
-
-    As of features, whose ranks all have the logits of their rows: thirds of a number do not add up
-    to it, and the number itself and zeros do.
-    """
-    beyond = spec.axes[batch.targets.dim() : -1]
-    dims = [d for axis in beyond for d in layout.shard_dims(axis)]
-    first = all(layout.coords[d] == 0 for d in dims)
-    return batch if first else replace(batch, counted=torch.zeros_like(batch.counted))
-
-
-@contextlib.contextmanager
-def one_thread(alone: bool) -> Iterator[None]:
-    """Has torch compute on one thread, where a vector's end is where the tensor's is."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if alone else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 @contextlib.contextmanager

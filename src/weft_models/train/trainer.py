@@ -15,7 +15,7 @@ from torch import nn
 from weft.checkpoint.folder import CheckpointError
 from weft.checkpoint.run import Checkpoints, missing, notes_of, step_folder
 from weft.checkpoint.shards import everywhere, on_first
-from weft.errors import UnsupportedError, WeftError
+from weft.errors import WeftError
 from weft.gradients.data_parallel import data_parallel
 from weft.inspect.picture import writing
 from weft.launch.environment import launch_id, restarted
@@ -118,7 +118,6 @@ def fit(
     """
     spec = spec.training(changes)
     plan = spec.train
-    _check_reproducible(plan, layout)
     inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     layout = inner.layout
     layout.bound.agree("the run", _described(spec, seed, dtype, resume, evaluate_tables))
@@ -167,16 +166,6 @@ def _described(spec: ModelSpec, seed: int, dtype: Any, resume: bool, tables: boo
     train = ", ".join(f"{key} {value}" for key, value in spec.train.model_dump(mode="json").items())
     settings = f"seed {seed}, dtype {dtype}, resume {resume}, evaluate {tables}"
     return f"model {spec.name} [{spec_digest(spec)[:8]}], {settings}, {train}"
-
-
-def _check_reproducible(plan: TrainSpec, layout: Layout) -> None:
-    """Refuses settings that give other bits on each layout."""
-    if layout.reproducible and plan.gradients != "sync":
-        raise UnsupportedError(
-            f"{layout.source}: a reproducible layout trains with gradients = 'sync', found"
-            f" {plan.gradients!r}: DDP divides by the number of ranks, and FSDP2's shards begin"
-            " elsewhere in a vector"
-        )
 
 
 def _is_due(done: int, last: int | None, every: int | None) -> bool:

@@ -1,4 +1,4 @@
-"""Full tensors of a few training steps, and the first that differs between two layouts."""
+"""Full tensors of a few training steps, and the first of two layouts that differs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Trace = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class OtherBits:
-    """The first tensor of `trace` that differs: `count` of its `of` numbers, by at most `most`."""
+class Beyond:
+    """A tensor of `trace` beyond the tolerance: `count` of its `of` numbers, by at most `most`."""
 
     name: str
     count: int
@@ -34,47 +34,24 @@ class OtherBits:
         )
 
 
-def trace(
-    spec: ModelSpec,
-    layout: Layout,
-    steps: int = 2,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    timeout: float | None = None,
-    **changes: Any,
-) -> Trace:
-    """Trains a model on a layout whose ranks are threads, and keeps what each step computes.
+def trace(spec: ModelSpec, layout: Layout, steps: int = 2, seed: int = 0, **changes: Any) -> Trace:
+    """The full tensors of training steps in float64, on threads as ranks.
 
-    Args:
-        spec: the model.
-        layout: as declared; heads are whole on every rank.
-        steps: how many.
-        seed: of weights and data.
-        dtype: of parameters and computation.
-        timeout: seconds that a wait for another rank may last; default 300, or `WEFT_TIMEOUT`.
-        changes: of the model's `train` section.
+    Per step the output of every block, the loss and gradients as they were clipped; at last the
+    weights. `changes` are of the model's `train` section.
 
-    Returns:
-        Per step the output of every block (whole, as on one device), the loss, gradients as they
-        were clipped, and at last the weights.
-
-    >>> layout = Layout.single(reproducible=True)
+    >>> layout = Layout.single()
     >>> made = trace(ModelSpec.load("causal_lm"), layout, 1, batch=1, length={"tokens": (16, 16)})
     >>> list(made)[:4]
     ['step 0: block 0', 'step 0: block 1', 'step 0: block 2', 'step 0: block 3']
     """
     spec = spec.training({"steps": steps, **changes})
-
-    def rank(bound: Layout) -> Trace:
-        return _trace(spec, bound, seed, dtype)
-
-    return on_threads(layout, rank, timeout=timeout)[0]
+    return on_threads(layout, lambda bound: _trace(spec, bound, seed))[0]
 
 
-def _trace(spec: ModelSpec, layout: Layout, seed: int, dtype: torch.dtype | None) -> Trace:
+def _trace(spec: ModelSpec, layout: Layout, seed: int) -> Trace:
     plan, result = spec.train, Trace()
-    model = compose(spec, layout, seed=seed, dtype=dtype)
+    model = compose(spec, layout, seed=seed, dtype=torch.float64)
     options = plan.model_dump(include={"lr", "betas", "weight_decay"})
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     data = stream(spec, layout, seed)
@@ -100,24 +77,18 @@ def _trace(spec: ModelSpec, layout: Layout, seed: int, dtype: torch.dtype | None
     return result
 
 
-def first_other_bits(a: Trace, b: Trace) -> OtherBits | None:
-    """The first tensor of two traces that differs in a bit; None if none does.
+def first_beyond(a: Trace, b: Trace, tolerance: float) -> Beyond | None:
+    """The first tensor of two traces with a number beyond the tolerance, absolute and relative.
 
-    >>> first_other_bits({"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([1.0, 2.5])})
-    OtherBits(name='x', count=1, of=2, most=0.5)
+    >>> first_beyond({"x": torch.tensor([1.0, 2.0])}, {"x": torch.tensor([1.0, 2.5])}, 1e-9)
+    Beyond(name='x', count=1, of=2, most=0.5)
     """
     for name, one in a.items():
         other = b[name]
         if one.shape != other.shape:
-            return OtherBits(f"{name}, of another shape", one.numel(), one.numel(), float("inf"))
-        differ = _bits(one) != _bits(other)
-        if differ.any():
-            apart = (one.double() - other.double()).abs()
-            return OtherBits(name, int(differ.sum()), one.numel(), float(apart.max()))
+            return Beyond(f"{name}, of another shape", one.numel(), one.numel(), float("inf"))
+        far = ~torch.isclose(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+        if far.any():
+            most = float((one - other).abs().max())
+            return Beyond(name, int(far.sum()), one.numel(), most)
     return None
-
-
-def _bits(x: Tensor) -> Tensor:
-    """The bits as whole numbers, in which a NaN is itself and -0 is not 0."""
-    kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return x.contiguous().view(kinds[x.element_size()])

@@ -1,1 +1,0 @@
-"""The same bits on every layout: exact sums, and modules that use them."""
