@@ -211,6 +211,11 @@ class Question:
     batch: int
     heads: int
 
+    @property
+    def pairs(self) -> int:
+        """The number of pairs."""
+        return self.n * self.m * self.batch * self.heads
+
     def share(self, part: int, of: int, device: torch.device) -> list[np.ndarray]:
         """The tables of one of some shares of the queries, for each sequence."""
         blocks = -(-self.n // BLOCK)
@@ -287,6 +292,39 @@ class Question:
         return made[values[starts] > 0]
 
 
+def question(
+    mask: Mask, n: int, m: int, batch: int, heads: int, device: torch.device
+) -> Question:
+    """What a mask is asked about, of one sequence or head where all see alike."""
+    by_batch, by_head = (varies(mask, which, device) for which in (0, 1))
+    return Question(mask, n, m, batch if by_batch else 1, heads if by_head else 1)
+
+
+def varies(mask: Mask, which: int, device: torch.device) -> bool:
+    """True unless a mask surely gives the same for all sequences (0), or for all heads (1)."""
+    if not mask.per_sample:
+        return False
+    zero = torch.zeros((), dtype=torch.int64, device=device)
+    indices = [zero.expand(2) if i == which else zero for i in range(4)]
+    places = tuple(0 if i == which else None for i in range(4))
+    try:  # torch refuses to call a result the same for all that is made of what differs
+        torch.vmap(mask.allowed, in_dims=places, out_dims=None)(*indices)
+    except Exception:
+        return True
+    return False
+
+
+def knows_nothing(mask: Mask) -> bool:
+    """True if a mask, or one that it is made of, answers no question about intervals."""
+    inside = [part for part in vars(mask).values() if isinstance(part, Mask)]
+    return any(map(knows_nothing, inside)) or (
+        not inside and all(getattr(type(mask), name) is getattr(Mask, name) for name in _ANSWERS)
+    )
+
+
+_ANSWERS = ("keys", "queries", "key_intervals", "query_intervals", "is_full", "diagonal", "band")
+
+
 def asked(mask: Mask, n: int, m: int, batch: int = 1, heads: int = 1) -> Slices:
     """What is known of a mask of which every pair is asked, on this rank alone.
 
@@ -294,8 +332,8 @@ def asked(mask: Mask, n: int, m: int, batch: int = 1, heads: int = 1) -> Slices:
     >>> [row[:4] for row in asked(Documents((3, 2)), 5, 5).slices]
     [(0, 2, 0, 2), (3, 4, 3, 4)]
     """
-    question = Question(mask, n, m, batch, heads)
-    return question.slices([question.share(0, 1, torch.device("cpu"))])
+    whole = question(mask, n, m, batch, heads, torch.device("cpu"))
+    return whole.slices([whole.share(0, 1, torch.device("cpu"))])
 
 
 def _stacked(parts: list[np.ndarray], columns: int) -> np.ndarray:
