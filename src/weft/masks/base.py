@@ -393,7 +393,7 @@ def describe(mask: Mask) -> str:
     shown = []
     for f in fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, f.name)
-        if value is not None:
+        if value is not None and f.repr:
             text = getattr(value, "__qualname__", str(value))
             shown.append(f"{f.name}={text}" if f.kw_only else text)
     return f"{type(mask).__name__}({', '.join(shown)})"

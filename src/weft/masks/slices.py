@@ -17,8 +17,9 @@ are visible is then one whose mask is asked again where it is computed.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -44,14 +45,14 @@ _MOST_INTERVALS = 1 << 12
 
 @dataclass(frozen=True)
 class Slices(Mask):
-    """What is known of a mask of n queries and m keys; it answers about intervals alone.
+    """A mask of n queries and m keys as far as it is known; it answers about intervals alone.
 
     tables: int64 rows (q0, q1, k0, k1, low, high, full) as bytes, sorted: queries q0 to q1 see of
         the keys k0 to k1 those from q + low to q + high; all of them if `full`, else some. A table
         for all sequences, or one for each.
 
     >>> from weft.masks import Causal
-    >>> causal = asked(Causal(), 4, 4)
+    >>> causal = sliced(Causal(), 4, 4)
     >>> causal.slices
     ((0, 3, 0, 3, -1152921504606846976, 0, 1),)
     >>> causal.key_intervals((1, 2)), causal.diagonal((0, 3), (0, 3))
@@ -60,7 +61,7 @@ class Slices(Mask):
 
     n: int
     m: int
-    tables: tuple[bytes, ...]
+    tables: tuple[bytes, ...] = field(repr=False)
 
     @property
     def per_sample(self) -> bool:  # type: ignore[override]
@@ -83,7 +84,7 @@ class Slices(Mask):
         return tuple(tuple(row) for table, _ in self._parts for row in table.tolist())
 
     def _of_rows(self, q: Interval) -> Iterator[np.ndarray]:
-        """Of each table the slices of some queries, cut to these."""
+        """The slices of some queries in each table, cut to these."""
         for table, reached in self._parts:
             first = np.searchsorted(reached, q[0])
             found = table[first : np.searchsorted(table[:, 0], q[1], "right")]
@@ -127,7 +128,7 @@ class Slices(Mask):
         return tuple(edges.tolist()) if len(edges) <= MOST_CUTS else ()
 
     def counts(self, of_keys: bool = False) -> np.ndarray:
-        """How many keys every query sees, or queries every key; of several sequences the mean."""
+        """Numbers of keys that queries see, or queries that see keys; of several sequences the mean."""
         length = self.m if of_keys else self.n
         total = np.zeros(length, np.int64)
         for table, _ in self._parts:
@@ -141,17 +142,17 @@ class Slices(Mask):
 
 
 @cached(1 << 14)
-def _intervals(mask: Slices, asked: Interval, of_keys: bool) -> Intervals:
+def _intervals(mask: Slices, positions: Interval, of_keys: bool) -> Intervals:
     """The positions that an interval sees, or that see one of it, as exact intervals."""
     lows, highs = [], []
-    low, high = asked
+    low, high = positions
     for table, _ in mask._parts:
         if of_keys:
             continue
         q0, q1, k0, k1, below, above, _ = table[(table[:, 2] <= high) & (table[:, 3] >= low)].T
         lows.append(np.maximum(q0, low - above))
         highs.append(np.minimum(q1, high - below))
-    for found in mask._of_rows(asked) if of_keys else ():
+    for found in mask._of_rows(positions) if of_keys else ():
         q0, q1, k0, k1, below, above, _ = found.T
         lows.append(np.maximum(k0, q0 + below))
         highs.append(np.minimum(k1, q1 + above))
@@ -183,16 +184,31 @@ def _band(found: np.ndarray, q: Interval, k: Interval) -> Interval | None:
     if (first[1:] != last[:-1] + 1).any():
         return None
     lows, highs = low[np.maximum(k0, last + low) > k[0]], high[np.minimum(k1, first + high) < k[1]]
-    band = int(lows[0] if len(lows) else low.max()), int(highs[0] if len(highs) else high.min())
-    for rows in (first, last):  # at both ends of every slice it begins and ends as the band does
-        begin, end = np.maximum(k0, rows + low), np.minimum(k1, rows + high)
-        if (np.maximum(begin, k[0]) != np.maximum(rows + band[0], k[0])).any():
-            return None
-        if (np.minimum(end, k[1]) != np.minimum(rows + band[1], k[1])).any():
-            return None
-    unseen_before = first[0] == q[0] or first[0] - 1 + band[1] < k[0]
-    unseen_after = last[-1] == q[1] or last[-1] + 1 + band[0] > k[1]
-    return band if unseen_before and unseen_after else None
+    begins = [int(lows[0])] if len(lows) else [-FAR, int(low.max())]  # hides none, or as its slice
+    ends = [int(highs[0])] if len(highs) else [FAR, int(high.min())]
+    for band in itertools.product(begins, ends):
+        if first[0] > q[0] and first[0] - 1 + band[1] >= k[0]:
+            continue  # rows before those of the slices would see keys, or rows after them
+        if last[-1] < q[1] and last[-1] + 1 + band[0] <= k[1]:
+            continue
+        if all(_agree(rows, k0, k1, low, high, band, k) for rows in (first, last)):
+            return band
+    return None
+
+
+def _agree(
+    rows: np.ndarray,
+    k0: np.ndarray,
+    k1: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    band: Interval,
+    k: Interval,
+) -> bool:
+    """True if some rows, one of each slice, see of an interval of keys what a band shows them."""
+    begin, end = np.maximum(k0, rows + low), np.minimum(k1, rows + high)
+    same = np.maximum(begin, k[0]) == np.maximum(rows + band[0], k[0])
+    return bool((same & (np.minimum(end, k[1]) == np.minimum(rows + band[1], k[1]))).all())
 
 
 # -- asking ---------------------------------------------------------------------------------------
@@ -200,7 +216,7 @@ def _band(found: np.ndarray, q: Interval, k: Interval) -> Interval | None:
 
 @dataclass(frozen=True)
 class Question:
-    """What a mask is asked about: n queries by m keys, of some sequences and heads.
+    """A mask and the pairs that it is asked about: n queries by m keys, of sequences and heads.
 
     batch, heads: of the whole; 1 where the mask does not depend on them.
     """
@@ -286,16 +302,16 @@ class Question:
         values = values.cpu().numpy()
         starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
         ends = np.minimum(np.append(starts[1:], len(values)) * BLOCK, self.m) - 1
-        made = np.empty((len(starts), 7), np.int64)
-        made[:] = rows.start, rows.stop - 1, 0, 0, -FAR, FAR, 0
-        made[:, 2], made[:, 3], made[:, 6] = starts * BLOCK, ends, values[starts] == 2
-        return made[values[starts] > 0]
+        slices = np.empty((len(starts), 7), np.int64)
+        slices[:] = rows.start, rows.stop - 1, 0, 0, -FAR, FAR, 0
+        slices[:, 2], slices[:, 3], slices[:, 6] = starts * BLOCK, ends, values[starts] == 2
+        return slices[values[starts] > 0]
 
 
 def question(
     mask: Mask, n: int, m: int, batch: int, heads: int, device: torch.device
 ) -> Question:
-    """What a mask is asked about, of one sequence or head where all see alike."""
+    """A question about all sequences and heads, or about one where all see alike."""
     by_batch, by_head = (varies(mask, which, device) for which in (0, 1))
     return Question(mask, n, m, batch if by_batch else 1, heads if by_head else 1)
 
@@ -325,11 +341,11 @@ def knows_nothing(mask: Mask) -> bool:
 _ANSWERS = ("keys", "queries", "key_intervals", "query_intervals", "is_full", "diagonal", "band")
 
 
-def asked(mask: Mask, n: int, m: int, batch: int = 1, heads: int = 1) -> Slices:
-    """What is known of a mask of which every pair is asked, on this rank alone.
+def sliced(mask: Mask, n: int, m: int, batch: int = 1, heads: int = 1) -> Slices:
+    """The slices of a mask of which every pair is asked, on this rank alone.
 
     >>> from weft.masks import Documents
-    >>> [row[:4] for row in asked(Documents((3, 2)), 5, 5).slices]
+    >>> [row[:4] for row in sliced(Documents((3, 2)), 5, 5).slices]
     [(0, 2, 0, 2), (3, 4, 3, 4)]
     """
     whole = question(mask, n, m, batch, heads, torch.device("cpu"))
@@ -396,9 +412,9 @@ def _compressed(runs: np.ndarray) -> np.ndarray:
     many = per_row[begin]
     inside = np.arange(many.sum()) - np.repeat(np.cumsum(many) - many, many)
     heads, tails = (runs[np.repeat(first[x], many) + inside] for x in (begin, end))
-    made = np.empty((len(heads), 7), np.int64)
-    made[:, :4] = np.stack([heads[:, 0], tails[:, 0], heads[:, 1], tails[:, 2]], 1)
-    made[:, 4] = np.where(tails[:, 1] > heads[:, 1], tails[:, 1] - tails[:, 0], -FAR)
-    made[:, 5] = np.where(tails[:, 2] > heads[:, 2], heads[:, 2] - heads[:, 0], FAR)
-    made[:, 6] = heads[:, 3]
-    return made
+    slices = np.empty((len(heads), 7), np.int64)
+    slices[:, :4] = np.stack([heads[:, 0], tails[:, 0], heads[:, 1], tails[:, 2]], 1)
+    slices[:, 4] = np.where(tails[:, 1] > heads[:, 1], tails[:, 1] - tails[:, 0], -FAR)
+    slices[:, 5] = np.where(tails[:, 2] > heads[:, 2], heads[:, 2] - heads[:, 0], FAR)
+    slices[:, 6] = heads[:, 3]
+    return slices

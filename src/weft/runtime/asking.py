@@ -1,4 +1,4 @@
-"""What a mask lets be seen, asked by the ranks of a call in shares, and kept by value."""
+"""Slices of masks that are functions: asked by the ranks of a call in shares, kept by value."""
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def _ask(
         failed.__cause__ = error
     shares = [share]
     if ranks > 1:
-        told = channel.exchange([] if failed else [1, *_numbers(share)])
-        silent = [rank for rank, numbers in told.items() if not numbers]
+        answers = channel.exchange([] if failed else [1, *_numbers(share)])
+        silent = [rank for rank, numbers in answers.items() if not numbers]
         failed = failed or (ShapeError(f"the mask raised on rank {silent[0]}") if silent else None)
-        shares = [_tables(numbers[1:]) for numbers in told.values()]
+        shares = [_tables(numbers[1:]) for numbers in answers.values()]
     if failed:
         raise failed
     return asked.slices(shares) if few else None

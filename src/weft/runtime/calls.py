@@ -198,7 +198,8 @@ class BoundCall:
             content = self.content
         described = content, plan, f", gradients {gradients}"
         where = self._origin()
-        batches, total = (), rest[0]
+        batches: tuple[int, ...] = ()
+        total = rest[0]
         if not self.asks_batches:
             channel = self._channel(_FORWARD, *described, where)
         else:
