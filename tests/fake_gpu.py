@@ -35,7 +35,7 @@ from weft.runtime import calls
 #: weft's custom ops by name: under a mode their bodies run in place of their fakes.
 BODIES = {
     getattr(torch.ops.weft, name + suffix).default: OPDEFS[f"weft::{name}{suffix}"].body
-    for name in ("attention", "redistribute", "states", "states_tree", "take")
+    for name in ("attention", "redistribute", "states", "take")
     for suffix in ("", "_backward")
 }
 

@@ -131,24 +131,6 @@ class Fragments:
         chunk, i = self.slots[slot]
         return self.chunks[chunk][i]
 
-    @functools.cached_property
-    def chains(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """(chunk, piece) of the pieces of every document that has several, in order."""
-        result: list[list[tuple[int, int]]] = []
-        pieces = (
-            (piece.start, piece.begins, c, i)
-            for c, chunk in enumerate(self.chunks)
-            for i, piece in enumerate(chunk)
-            if piece.count
-        )
-        for _, begins, chunk, i in sorted(pieces):
-            if begins:
-                result.append([])
-            result[-1].append((chunk, i))
-        return tuple(tuple(chain) for chain in result if len(chain) > 1)
-
-    # -- from one rank to the next -------------------------------------------------------------
-
     def relay(self, chunk: int) -> tuple[Stage, ...]:
         """Steps of a chunk under `chain`, where states are handed on in order.
 
@@ -167,12 +149,6 @@ class Fragments:
         beyond a piece's document is the border.
         """
         return _around(self, window)
-
-    def reading(self, chunk: int) -> tuple[int, ...]:
-        """Numbers of the pieces, on a chunk, that continue a document."""
-        return tuple(i for i, piece in enumerate(self.chunks[chunk]) if not piece.begins)
-
-    # -- bytes ---------------------------------------------------------------------------------
 
     def rounds(self, chunk: int) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
         """Gathers of all maps to a chunk: mesh dims, innermost first, and owners of the maps held.
