@@ -38,6 +38,7 @@ from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .fetching.attend import attend_fetched
 from .layout import Layout
 from .masks import FULL, Mask, check_mask
+from .masks.given import mask_of
 from .plan.call import Call, Expanded, axis_names, reach
 from .plan.lengths import Length, read_length
 from .plan.order import Spans, positions
@@ -142,7 +143,8 @@ def attention(
         v: values, (b, g, m, e).
         layout: a bound layout: from `layout.build()`, `layout.bind(mesh)` or `Layout.single()`.
         axis: the attended axis, or several attended jointly (flattened, the first one major).
-        mask: which query sees which key; default all.
+        mask: which query sees which key; default all. A boolean tensor of all queries by all keys,
+            or FlexAttention's BlockMask of the whole, is taken as it is.
         scale: of the logits, default d ** -0.5.
         length: global length of the axis, where the ranks' chunks are not equal: an int, a pair
             (queries, keys), or a dict of these per axis. DTensors carry it.
@@ -437,6 +439,7 @@ def _plain(length: int | tuple[int, int]) -> int | tuple[int, int]:
 
 
 def _checked_mask(mask: Mask) -> Mask:
+    mask = mask_of(mask)
     check_mask(mask)
     return mask
 

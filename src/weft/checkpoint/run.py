@@ -38,7 +38,7 @@ from . import folder as files
 from .folder import INDEX, PICKLED, CheckpointError, Index, failing, read_index
 from .replicated import refuse_differing
 from .same_files import DifferentFilesError, agreed_index
-from .shards import STATE, Shard, everywhere, is_extra, on_first, shards, saved_state
+from .shards import STATE, Shard, everywhere, is_extra, on_first, saved_state, shards
 from .state import check_state_fits, fill_from
 from .values import decode, encode
 

@@ -14,6 +14,7 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.traffic import Traffic
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
+from ..masks.given import mask_of
 from ..masks.slices import knows_nothing, sliced
 from ..plan.memory import MemoryBound, memory_bound
 from ..plan.plan import Plan
@@ -226,6 +227,7 @@ def _problem(
             )
     if batch is None:
         batch = layout.batch_parts(axes)
+    mask = mask_of(mask)
     problem = Problem.of(
         axes,
         length,

@@ -128,7 +128,7 @@ class Slices(Mask):
         return tuple(edges.tolist()) if len(edges) <= MOST_CUTS else ()
 
     def counts(self, of_keys: bool = False) -> np.ndarray:
-        """Numbers of keys that queries see, or queries that see keys; of several sequences the mean."""
+        """Numbers of keys that queries see, or of queries that see keys; the mean of sequences."""
         length = self.m if of_keys else self.n
         total = np.zeros(length, np.int64)
         for table, _ in self._parts:
@@ -257,20 +257,19 @@ class Question:
         return np.concatenate([_compressed(_stacked(exact, 4)), _upright(_stacked(coarse, 7))])
 
     def _pieces(self, b: int, rows: range, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-        """First rows, and of all pairs of some rows whether no head (0), some (1) or all (2) see."""
-        like = {"device": device, "dtype": torch.int64}
-        k, h = torch.arange(self.m, **like), torch.arange(self.heads, **like)[:, None, None]
-        sequence = torch.full((1, 1, 1, 1), b, **like)
+        """First rows, and of every pair whether no head (0), some (1) or all (2) see it."""
+        k, h = torch.arange(self.m, device=device), torch.arange(self.heads, device=device)
+        h, sequence = h[:, None, None], torch.full((1, 1, 1, 1), b, device=device)
         size = _PIECE.get(device.type, _PIECE_ON_DEVICE)
         step = max(1, size // max(1, self.m * self.heads))
         for low in range(rows.start, rows.stop, step):
-            q = torch.arange(low, min(low + step, rows.stop), **like)[:, None]
+            q = torch.arange(low, min(low + step, rows.stop), device=device)[:, None]
             seen = self.mask.allowed(sequence, h, q, k)
             seen = seen.expand(1, self.heads, len(q), self.m)[0]
             yield low, seen[0] if self.heads == 1 else seen.any(0).byte() + seen.all(0).byte()
 
     def _runs(self, b: int, rows: range, most: int, device: torch.device) -> np.ndarray | None:
-        """Runs of keys (row, first, last, full) of some rows; None if there are more than `most`."""
+        """Runs of keys (row, first, last, full); None if there are more than `most`."""
         found: list[np.ndarray] = []
         for low, state in self._pieces(b, rows, device):
             flat = state.reshape(-1)
@@ -298,8 +297,8 @@ class Question:
         for _, state in self._pieces(b, rows, device):
             some[: self.m] |= (state != 0).any(0)
             every[: self.m] &= (state if state.dtype == torch.bool else state == 2).all(0)
-        values = some.view(-1, BLOCK).any(1).int() + every.view(-1, BLOCK).all(1).int()
-        values = values.cpu().numpy()
+        counted = some.view(-1, BLOCK).any(1).int() + every.view(-1, BLOCK).all(1).int()
+        values = counted.cpu().numpy()
         starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
         ends = np.minimum(np.append(starts[1:], len(values)) * BLOCK, self.m) - 1
         slices = np.empty((len(starts), 7), np.int64)
@@ -308,9 +307,7 @@ class Question:
         return slices[values[starts] > 0]
 
 
-def question(
-    mask: Mask, n: int, m: int, batch: int, heads: int, device: torch.device
-) -> Question:
+def question(mask: Mask, n: int, m: int, batch: int, heads: int, device: torch.device) -> Question:
     """A question about all sequences and heads, or about one where all see alike."""
     by_batch, by_head = (varies(mask, which, device) for which in (0, 1))
     return Question(mask, n, m, batch if by_batch else 1, heads if by_head else 1)

@@ -19,6 +19,7 @@ from .. import _caching as caching
 from .._digest import is_plain, number_of
 from ..comm.channel import Channel, refuse, refused_everywhere
 from ..comm.origin import UNKNOWN, Origin, origin
+from ..declare.layout_file import HEADS
 from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..masks.slices import Slices, knows_nothing, varies
@@ -210,7 +211,8 @@ class BoundCall:
             checks.check_samples(plan, samples)
             self._check_content(plan, total)
         if self.asks:
-            slices = slices_of(self, content, plan.problem, total, q.device, channel)
+            whole = total, rest[1] * self.layout.size(HEADS)
+            slices = slices_of(self.call.mask, content, plan.problem, whole, channel)
             plan = self._plan_by(slices, rest, q, batches)
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(content)] if self.has_functions else []
