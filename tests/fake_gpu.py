@@ -113,7 +113,7 @@ class OneOf(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims) -> None:
         assert tensor.is_cuda
 
-    def _vote(self, mesh_dims, digest: int, names) -> Callable[[], bool]:
+    def _vote(self, mesh_dims, digest: int, name) -> Callable[[], bool]:
         return lambda: True
 
     def _all_gather_text(self, text: str, mesh_dims) -> dict[int, str]:

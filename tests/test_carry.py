@@ -635,3 +635,11 @@ def test_bytes_do_not_grow_with_the_sequence(line, per_rank):
         slots = 4 * per_rank - (per_rank - 1)
         assert sum(states[::2]) == sum(states[1::2]) == 3 * slots * map_bytes
         assert sum(halos) == (slots - 1) * (TAPS - 1) * column_bytes
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+def test_gradients_of_states_cross_slow_links_summed(nodes):
+    """A node of 8 ranks receives the sum for each of its ranks from every other node."""
+    plan = fragments(Layout.parse(f"tokens: hierarchical={nodes}x8"), "tokens", 1 << 14)
+    received = StateExchange(plan, 0, 1).traffic(True).received
+    assert {dim: n for (dim, _), n in received.items()} == {"inter": nodes - 1, "intra": 7 * nodes}

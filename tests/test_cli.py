@@ -506,6 +506,17 @@ def test_train_runs_in_this_process_on_one_device(tmp_path):
     assert list((tmp_path / "saved").iterdir())
 
 
+def test_a_link_in_the_place_of_a_run_s_folder_is_refused(tmp_path, monkeypatch):
+    """A name that weft makes up: who may write to `runs` could have it replace other files."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "causal_lm-one-device").symlink_to("../elsewhere")
+    words = ("train", "causal_lm", "--steps", "1", "--batch", "1")
+    assert "causal_lm-one-device is a link" in run(*words, code=1)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_a_run_s_folder_describes_it_unless_refused(tmp_path):
     words = ("train", "causal_lm", "--batch", "2", "--log-dir", str(tmp_path / "log"))
     words = (*words, "--checkpoint-dir", str(tmp_path / "saved"))

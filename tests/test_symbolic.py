@@ -272,6 +272,7 @@ def test_calls_that_miss_double_or_add_scores_are_found(mask):
     assert tried > 10
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     ("mask", "n"),
     [
@@ -439,11 +440,6 @@ class Forgetful(Fragments):
         return True
 
 
-class OneRoundShort(Fragments):
-    def rounds(self, chunk):
-        return super().rounds(chunk)[:-1]
-
-
 class Unsent(Fragments):
     """The first rank keeps its state."""
 
@@ -507,7 +503,6 @@ class UnexpectedEntries(Wanted):
     [
         (Unordered, composition_defects),
         (Forgetful, composition_defects),
-        (OneRoundShort, composition_defects),
         (Unsent, chain_defects),
         (Swapped, chain_defects),
         (Shifted, halo_defects),

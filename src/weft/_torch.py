@@ -8,7 +8,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from traceback import FrameSummary
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
@@ -378,14 +377,9 @@ def trace_on_threads() -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
-def frames_traced() -> list[FrameSummary] | None:
-    """The stack of the function that torch.compile traces on this thread; None outside of that.
-
-    The frames that run are the compiler's.
-    """
-    if TracingContext.try_get() is None:
-        return None
-    return [*TracingContext.extract_stack()] or None
+def is_traced() -> bool:
+    """True while torch.compile traces a function on this thread."""
+    return TracingContext.try_get() is not None
 
 
 def is_module_call(code: CodeType) -> bool:

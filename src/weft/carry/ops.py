@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch
 from ..comm.channel import Channel
+from ..comm.collectives import gather_slices, spread_flat
 from ..kernels import accumulate_dtype
 from ..runtime.exchange import Passing, pass_op
 from ..runtime.handles import op
@@ -31,32 +31,15 @@ class StatesPassing(Passing):
     plan: StateExchange
 
     def forward(self, x: Tensor, channel: Channel) -> Tensor:
-        fragments, chunk = self.plan.fragments, self.plan.chunk
-        low = sum(fragments.counts[:chunk])
-        maps = x.new_empty(self.shape(x))
-        maps[low : low + len(x)] = x
-        for mesh_dim, held in fragments.rounds(chunk):
-            at = channel.coords[mesh_dim]
-            rest = [i for i in range(len(held)) if i != at]
-            sends = [(i, maps[slice(*held[at])].view(-1)) for i in rest]
-            receives = [(i, maps[slice(*held[i])].view(-1)) for i in rest]
-            channel.start(P2PBatch(mesh_dim, self.plan.label, sends, receives))()
-        return maps
+        counts, dims = self.plan.fragments.counts, self.plan.fragments.mesh_dims
+        return gather_slices(x, 0, counts, dims, channel, self.plan.label)
 
     def backward(
         self, grad: Tensor, x: object, out: object, shape: Sequence[int], channel: Channel
     ) -> Tensor:
-        grad, base = grad.contiguous(), 0  # grad[0] is of slot `base`
-        for mesh_dim, held in reversed(self.plan.fragments.rounds(self.plan.chunk)):
-            at = channel.coords[mesh_dim]
-            parts = [grad[low - base : high - base] for low, high in held]
-            rest = [i for i in range(len(held)) if i != at]
-            sends = [(i, parts[i].view(-1)) for i in rest]
-            summands = {i: torch.empty_like(parts[at]) for i in rest} | {at: parts[at]}
-            receives = [(i, summands[i].view(-1)) for i in rest]
-            channel.start(P2PBatch(mesh_dim, f"d{self.plan.label}", sends, receives))()
-            grad, base = _sum([summands[i] for i in range(len(held))]), held[at][0]
-        return grad.clone()
+        parts = [part.reshape(-1) for part in grad.split(list(self.plan.fragments.counts))]
+        dims, label = self.plan.fragments.mesh_dims, f"d{self.plan.label}"
+        return spread_flat(parts, dims, channel, label, _sum).view(*shape).clone()
 
     def shape(self, x: Tensor) -> Sequence[int]:
         return len(self.plan.fragments.slots), x.shape[1]

@@ -24,7 +24,7 @@ from torch import Tensor
 from .._compile import flattened, restored
 from .._torch import constant_in_graphs, in_graph, outside_graphs
 from ..comm.channel import refused_everywhere
-from ..comm.origin import UNKNOWN, origin
+from ..comm.origin import origin
 from ..errors import ShapeError
 from ..masks import Documents
 from ..relayout.take import TakePassing
@@ -435,7 +435,7 @@ def _exchange(
         f"{layout.digest} {getattr(documents, 'lengths', None)} {label} {text}",
         f"of layout {layout.name!r} {text}",
         bool(ahead),
-        origin() if name is None and ahead is not None else UNKNOWN,
+        origin() if name is None and ahead is not None else "",
     )
 
 

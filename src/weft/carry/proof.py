@@ -145,23 +145,7 @@ def place_defects(plan: Fragments, layout: Layout, axis: str, length: int) -> It
 def composition_defects(plan: Fragments) -> Iterator[str]:
     """Defects of states composed of all ranks' maps."""
     starts = _documents(plan)
-    local = [range(low, high) for low, high in _ranges(plan)]
     for chunk, pieces in enumerate(plan.chunks):
-        inner = 1
-        held = local[chunk]
-        for mesh_dim, ranges in plan.rounds(chunk):
-            at = plan.coordinate(chunk, mesh_dim)
-            step = inner * at
-            for i, (low, high) in enumerate(ranges):
-                peer = chunk - step + inner * i
-                first = peer - peer % inner
-                block = local[first : first + inner]
-                if (low, high) != (block[0].start, block[-1].stop):
-                    yield f"chunk {chunk}: expects other maps along {mesh_dim} than {peer} has"
-            held = range(ranges[0][0], ranges[-1][1])
-            inner *= len(ranges)
-        if held != range(len(plan.slots)):
-            yield f"chunk {chunk}: holds maps {held} of {len(plan.slots)}"
         for before, i in plan.readers(chunk):
             composed: tuple[int, int] | None = None  # tokens [first, last)
             for slot in plan.order[:before]:
@@ -243,8 +227,3 @@ def _peer(plan: Fragments, chunk: int, mesh_dim: str, coordinate: int) -> int:
 def _documents(plan: Fragments) -> list[int]:
     """First tokens of all documents, by the pieces that say so."""
     return sorted(p.start for pieces in plan.chunks for p in pieces if p.begins and p.count)
-
-
-def _ranges(plan: Fragments) -> list[tuple[int, int]]:
-    """The slots of every chunk."""
-    return list(itertools.pairwise([0, *itertools.accumulate(plan.counts)]))
