@@ -257,46 +257,56 @@ class Question:
         return np.concatenate([_compressed(_stacked(exact, 4)), _upright(_stacked(coarse, 7))])
 
     def _pieces(self, b: int, rows: range, device: torch.device) -> Iterator[tuple[int, Tensor]]:
-        """First rows, and of every pair whether no head (0), some (1) or all (2) see it."""
-        k, h = torch.arange(self.m, device=device), torch.arange(self.heads, device=device)
-        h, sequence = h[:, None, None], torch.full((1, 1, 1, 1), b, device=device)
+        """First keys, and of every pair whether no head (0), some (1) or all (2) see it."""
+        q, h = (
+            torch.arange(rows.start, rows.stop, device=device),
+            torch.arange(self.heads, device=device),
+        )
+        q, h, sequence = q[:, None], h[:, None, None], torch.full((1, 1, 1, 1), b, device=device)
         size = _PIECE.get(device.type, _PIECE_ON_DEVICE)
-        step = max(1, size // max(1, self.m * self.heads))
-        for low in range(rows.start, rows.stop, step):
-            q = torch.arange(low, min(low + step, rows.stop), device=device)[:, None]
+        step = max(1, size // (len(rows) * self.heads))
+        for low in range(0, self.m, step):
+            k = torch.arange(low, min(low + step, self.m), device=device)
             seen = self.mask.allowed(sequence, h, q, k)
-            seen = seen.expand(1, self.heads, len(q), self.m)[0]
+            seen = seen.expand(1, self.heads, len(q), len(k))[0]
             yield low, seen[0] if self.heads == 1 else seen.any(0).byte() + seen.all(0).byte()
 
     def _runs(self, b: int, rows: range, most: int, device: torch.device) -> np.ndarray | None:
         """Runs of keys (row, first, last, full); None if there are more than `most`."""
         found: list[np.ndarray] = []
         for low, state in self._pieces(b, rows, device):
+            width = state.shape[1]
             flat = state.reshape(-1)
             changed = flat.new_ones(flat.shape, dtype=torch.bool)
             torch.ne(flat[1:], flat[:-1], out=changed[1:])
-            changed[:: self.m] = True
+            changed[::width] = True
             on_host = device.type == "cpu"  # where NumPy finds them in a fifth of the time
             begin = np.flatnonzero(changed) if on_host else changed.nonzero().view(-1).cpu().numpy()
             values = flat[torch.from_numpy(begin).to(device)].cpu().numpy()
             end = np.append(begin[1:], flat.numel()) - 1
-            row, keys = np.divmod(begin, self.m)
+            row, keys = np.divmod(begin, width)
             full = values if values.dtype == bool else values == 2
-            runs = np.stack([row + low, keys, end - row * self.m, full], 1)
+            runs = np.stack([row + rows.start, keys + low, end - row * width + low, full], 1)
             found.append(runs[values != 0])
-            most -= len(found[-1])
+            most -= len(found[-1]) - len(rows)  # of each row one may go on from the piece before
             if most < 0:
                 return None
-        return _stacked(found, 4)
+        runs = _ordered(_stacked(found, 4), 1)
+        goes_on = (runs[1:, [0, 3]] == runs[:-1, [0, 3]]).all(1) & (runs[1:, 1] == runs[:-1, 2] + 1)
+        ends = np.flatnonzero(np.append(~goes_on, True))[: len(runs)]
+        whole = runs[np.flatnonzero(np.append(True, ~goes_on))[: len(runs)]]
+        whole[:, 2] = runs[ends, 2]
+        return whole
 
     def _blocks(self, b: int, rows: range, device: torch.device) -> np.ndarray:
         """Slices of a row of blocks: of whole blocks of keys, full or visible in part."""
         width = -(-self.m // BLOCK) * BLOCK
         some = torch.zeros(width, dtype=torch.bool, device=device)
         every = torch.ones(width, dtype=torch.bool, device=device)
-        for _, state in self._pieces(b, rows, device):
-            some[: self.m] |= (state != 0).any(0)
-            every[: self.m] &= (state if state.dtype == torch.bool else state == 2).all(0)
+        for low, state in self._pieces(b, rows, device):
+            some[low : low + state.shape[1]] = (state != 0).any(0)
+            seen = state if state.dtype == torch.bool else state == 2
+            every[low : low + state.shape[1]] = seen.all(0)
         counted = some.view(-1, BLOCK).any(1).int() + every.view(-1, BLOCK).all(1).int()
         values = counted.cpu().numpy()
         starts = np.flatnonzero(np.append(True, values[1:] != values[:-1]))
