@@ -23,11 +23,11 @@ from weft.bias import alibi
 from weft.kernels import TileView, flex
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import score_mod
+from weft.masks.given import Visible, VisibleBlocks
 from weft.masks.part import OfPart, Renumbered
 from weft.nn.sequences import FunctionOfPart
 from weft_integrations.diffusers.attention import _Keys
 from weft_integrations.tabular.tabpfn_rows import QueriesFrom
-from weft.masks.given import Visible, VisibleBlocks
 from weft_integrations.transformers.batches import KeySpans
 from weft_integrations.transformers.masks import Blocks
 
