@@ -105,10 +105,12 @@ def alone(axis: str, ranks: int, owner: int, n: int) -> Chunks:
 
 
 @cached(4096)
-def sliced(chunks: Chunks, start: int, stop: int, step: int) -> tuple[Chunks, tuple[Spans, ...]]:
+def sliced_chunks(
+    chunks: Chunks, start: int, stop: int, step: int
+) -> tuple[Chunks, tuple[Spans, ...]]:
     """The chunks of a slice, and per chunk the indices in memory of what it keeps.
 
-    >>> kept, taken = sliced(contiguous("height", (0, 4, 7)), 1, 7, 2)
+    >>> kept, taken = sliced_chunks(contiguous("height", (0, 4, 7)), 1, 7, 2)
     >>> kept.starts, taken[1]
     ((0, 2, 3), (Span(start=1, count=1, step=2),))
     """

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..plan.order import Span, Spans, join
-from .dims import Chunks, Dim, dim_size, is_split_dim, sliced, split_axes, split_dim, whole
+from .dims import Chunks, Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
 from .exchange import at_spans, placed_like, sharing_more, take_positions
 from .field import Field, settled
 from .place import FieldRegion
@@ -240,7 +240,7 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
         chunks = dim[0].chunks
         assert chunks is not None
         s = i if isinstance(i, slice) else slice(i % n, i % n + 1)
-        new, kept = sliced(chunks, *s.indices(n))
+        new, kept = sliced_chunks(chunks, *s.indices(n))
         mine = kept[x._region.chunk(chunks.axis)]
         positions = [
             p

@@ -22,7 +22,7 @@ from .dims import (
     is_split_dim,
     joined_chunks,
     rolled,
-    sliced,
+    sliced_chunks,
     split_axes,
     split_dim,
     whole,
@@ -343,7 +343,7 @@ def indexed(x: Part, index: Any) -> Recipe:
         else:
             chunks = x.one_factor("a slice", d).chunks
             assert chunks is not None
-            new, kept = sliced(chunks, taken_.start, taken_.stop, taken_.step)
+            new, kept = sliced_chunks(chunks, taken_.start, taken_.stop, taken_.step)
             copies = copies or any(
                 len(spans) > 1 or any(s.step < 1 for s in spans) for spans in kept
             )
