@@ -71,13 +71,13 @@ def errors(
 def in_chunks(field: Field, dim: int, axis: str, starts: tuple[int, ...]) -> Field:
     """A field in other chunks of an axis, some of them empty."""
     from weft.fields.dims import contiguous, split_dim
-    from weft.fields.exchange import aligned
+    from weft.fields.exchange import placed_like
 
     if axis not in field.chunks:
         return field
     place = field._place
     dims = [*place.dims[:dim], split_dim(contiguous(axis, starts)), *place.dims[dim + 1 :]]
-    local = aligned(field.to_local(), place.dims, dims, place.region)
+    local = placed_like(field.to_local(), place.dims, dims, place.region)
     return Field(local, place.region.place(dims))
 
 

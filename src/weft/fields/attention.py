@@ -14,7 +14,7 @@ from ..attention import attention, bias_tile
 from ..declare.strategy import Role
 from ..errors import DeclarationError, UnsupportedError
 from ..masks import Causal
-from .dims import Dim, Factor, axes_of, dim_size, is_split_dim, split_dim, whole
+from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, split_dim, whole
 from .registry import NoRule, Part, Recipe, broadcast, refused, rule
 
 
@@ -113,7 +113,7 @@ def _over_split(
         raise refused("causal attention over several axes to another number of keys", query)
     _check_attended(query, axes, sides[0])
     lead = broadcast([p.dims[:-2] for p in parts])
-    if {*axes_of(sides[0])} & {axis for q in lead for axis in axes_of(q)}:
+    if {*split_axes(sides[0])} & {axis for q in lead for axis in split_axes(q)}:
         raise refused("attention whose batch and tokens one axis splits", query)
     tokens = [_of_layout(side, query) for side in sides]
     goals: dict[int, Sequence[Dim]] = {}
@@ -128,7 +128,7 @@ def _over_split(
         several = attn_mask.ndim > 2 and attn_mask.shape[-3] > 1
         rules = region.layout.rules(axes)
         moved = any(
-            rules[m].role is Role.BATCH for a in axes_of(sides[0]) for m, _ in region.mesh(a)
+            rules[m].role is Role.BATCH for a in split_axes(sides[0]) for m, _ in region.mesh(a)
         )
         if (per_sample and moved) or (any(map(is_split_dim, lead)) and (per_sample or several)):
             raise refused("attention with a mask per sample over split samples", attn_mask)
@@ -162,7 +162,7 @@ def _check_attended(query: Part, axes: tuple[str, ...], side: Dim) -> None:
     try:
         layout.rules(axes)
     except DeclarationError as error:
-        names = axes_of(side)
+        names = split_axes(side)
         line = "; ".join(f"{a}: gather={layout.size(a)}" for a in names)
         raise NoRule(
             f"attention of a weft.Field over {'+'.join(names)}: {error}; declare how, as in"

@@ -110,7 +110,7 @@ def sliced(chunks: Chunks, start: int, stop: int, step: int) -> tuple[Chunks, tu
 
     >>> kept, taken = sliced(contiguous("height", (0, 4, 7)), 1, 7, 2)
     >>> kept.starts, taken[1]
-    ((0, 2, 3), (Span(start=1, count=1, step=1),))
+    ((0, 2, 3), (Span(start=1, count=1, step=2),))
     """
     new, kept = [], []
     for spans in chunks.spans:
@@ -157,7 +157,7 @@ def _within(s: Span, start: int, stop: int, step: int) -> list[tuple[int, int, i
 
 
 @cached(4096)
-def joined(parts: tuple[Chunks, ...]) -> Chunks:
+def joined_chunks(parts: tuple[Chunks, ...]) -> Chunks:
     """The chunks of a concatenation: every rank joins its own parts."""
     spans: list[list[Span]] = [[] for _ in parts[0].spans]
     at = 0
@@ -224,7 +224,7 @@ def is_split_dim(dim: Dim) -> bool:
     return any(factor.chunks is not None for factor in dim)
 
 
-def axes_of(dim: Dim) -> list[str]:
+def split_axes(dim: Dim) -> list[str]:
     """The axes that split a dim."""
     return [factor.chunks.axis for factor in dim if factor.chunks is not None]
 

@@ -93,7 +93,7 @@ def around(
     return before, part.low, part.high, after
 
 
-def taken(x: Tensor, dim: int, spans: Spans) -> Tensor:
+def at_spans(x: Tensor, dim: int, spans: Spans) -> Tensor:
     """The entries of a local tensor at some indices along a dim."""
     if not spans:
         return x.narrow(dim, 0, 0)
@@ -101,7 +101,7 @@ def taken(x: Tensor, dim: int, spans: Spans) -> Tensor:
         s = spans[0]
         return x[(slice(None),) * dim + (slice(s.start, s.last + 1, s.step),)]
     if len(spans) <= 4 and all(s.step > 0 for s in spans):
-        return torch.cat([taken(x, dim, (s,)) for s in spans], dim)
+        return torch.cat([at_spans(x, dim, (s,)) for s in spans], dim)
     return x.index_select(dim, uploaded(tuple(each_position(spans)), x.device))
 
 
@@ -137,7 +137,7 @@ def own_part(x: Tensor, d: int, dim: Dim, region: FieldRegion) -> Tensor:
         x = x.unflatten(d, [f.size for f in dim])
     for i, (_, chunks) in enumerate(dim):
         if chunks is not None:
-            x = taken(x, d + i, region.own(chunks))
+            x = at_spans(x, d + i, region.own(chunks))
     return x.flatten(d, d + len(dim) - 1) if len(dim) > 1 else x
 
 
@@ -146,7 +146,7 @@ def broadcasts(dim: Dim, to: Dim) -> bool:
     return dim_size(dim) == 1 != dim_size(to) and not is_split_dim(dim)
 
 
-def aligned(
+def placed_like(
     t: Tensor, here: Sequence[Dim], goal: Sequence[Dim], region: FieldRegion, label: str = "align"
 ) -> Tensor:
     """The local part of a tensor of some dims, placed as others are: gathers come before cuts.
@@ -196,7 +196,7 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
         ctx.dims, ctx.region = dims, region
-        return aligned(x.view_as(x), dims, [whole(dim_size(d)) for d in dims], region, "gather")
+        return placed_like(x.view_as(x), dims, [whole(dim_size(d)) for d in dims], region, "gather")
 
     @staticmethod
     @once("weft.Field.full_tensor")
@@ -234,7 +234,7 @@ class _Entered(torch.autograd.Function):
         return grad, None, None
 
 
-def widened(x: Tensor, axes: Sequence[str], region: FieldRegion) -> Tensor:
+def sharing_more(x: Tensor, axes: Sequence[str], region: FieldRegion) -> Tensor:
     """The local tensor of a field that is to share more axes (I -> R): gradients are summed."""
     return _Widened.apply(x, tuple(axes), region)
 
@@ -254,17 +254,17 @@ class _Widened(torch.autograd.Function):
 
 
 __all__ = [
-    "aligned",
     "around",
+    "at_spans",
     "bring",
     "broadcasts",
     "entered",
     "gathered_chunks",
     "gathered_dim",
     "own_part",
+    "placed_like",
+    "sharing_more",
     "summed",
     "take_positions",
-    "taken",
     "whole_tensor",
-    "widened",
 ]

@@ -28,8 +28,8 @@ from ..layout import Layout
 from ..plan.lengths import check_axis_lengths
 from ..plan.order import each_position
 from .dims import Dim, dim_size, split_dim, text_of, whole
-from .exchange import aligned, entered, whole_tensor
-from .place import FieldRegion, Place, WholeReport, region_of
+from .exchange import entered, placed_like, whole_tensor
+from .place import FieldPlace, FieldRegion, WholeReport, region_of
 
 
 class Field(Tensor):
@@ -60,7 +60,7 @@ class Field(Tensor):
     """
 
     _local: Tensor
-    _place: Place
+    _place: FieldPlace
     _is_unpacked: bool = False
     #: of a copy where torch has a view: what it was copied of, and the version of that
     _copied: Copied | None = None
@@ -70,7 +70,7 @@ class Field(Tensor):
     _rules: ClassVar[Callable[[Callable, tuple, dict], Any]]
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: Place) -> Field:
+    def __new__(cls, local: Tensor, place: FieldPlace) -> Field:
         """The field of a rank's local tensor; for users, `from_local` checks what this takes."""
         if local.shape != place.local_shape:
             raise ShapeError(
@@ -166,7 +166,7 @@ class Field(Tensor):
             if len(dim) > 1:
                 raise UnsupportedError(f"{self} has a dim of several axes, which no layout makes")
             goal[d] = split_dim(self._region.chunks(chunks.axis, chunks.length))
-        local = aligned(self._local, self._dims, goal, self._region, "rechunk")
+        local = placed_like(self._local, self._dims, goal, self._region, "rechunk")
         return Field(local, self._region.place(goal))
 
     def _checked(self) -> Self:
@@ -298,7 +298,7 @@ def settled(
 ) -> Field:
     """The field of a local tensor; a dim of one position comes to every rank, as it broadcasts."""
     goal = settled_dims(dims)
-    return Field(aligned(local, dims, goal, region, "position"), region.place(goal, strides))
+    return Field(placed_like(local, dims, goal, region, "position"), region.place(goal, strides))
 
 
 def settled_dims(dims: Sequence[Dim]) -> list[Dim]:

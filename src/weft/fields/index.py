@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..errors import UnsupportedError
 from ..plan.order import Span, Spans, join
-from .dims import Chunks, Dim, axes_of, dim_size, is_split_dim, sliced, split_dim, whole
-from .exchange import aligned, take_positions, taken, widened
+from .dims import Chunks, Dim, dim_size, is_split_dim, sliced, split_axes, split_dim, whole
+from .exchange import at_spans, placed_like, sharing_more, take_positions
 from .field import Field, settled
 from .place import FieldRegion
 from .registry import (
@@ -22,7 +22,7 @@ from .registry import (
     broadcast,
     composite,
     direct,
-    local,
+    on_locals,
     once_split,
     refused,
     region_of_fields,
@@ -58,11 +58,11 @@ class _Looked:
         if not isinstance(x, Field):
             return x
         missing = [a for a in self.region.axes if a not in x._region.axes]
-        return widened(x._local, missing, self.region) if missing else x._local
+        return sharing_more(x._local, missing, self.region) if missing else x._local
 
     def placed(self, x: Tensor, goal: Sequence[Dim]) -> Tensor:
         """The local tensor of one of some dims, placed as others are."""
-        return aligned(self.local(x), dims_of(x), goal, self.region, "index")
+        return placed_like(self.local(x), dims_of(x), goal, self.region, "index")
 
     def field(self, t: Tensor, dims: Sequence[Dim]) -> Field:
         """The field of a result."""
@@ -138,7 +138,7 @@ def by_index(x: Tensor, index: Any) -> Any:
     look = _Looked("indexing", y, *given)
     goal = broadcast([dims_of(i) for i in given])
     dims, t = list(dims_of(y)), look.local(y)
-    axes = {axis for dim in goal for axis in axes_of(dim)}
+    axes = {axis for dim in goal for axis in split_axes(dim)}
     adjacent = places == list(range(places[0], places[0] + len(places)))
     parts = []
     for d, index_ in zip(places, given):
@@ -150,9 +150,10 @@ def by_index(x: Tensor, index: Any) -> Any:
             dims[d] = whole(t.shape[d])
         parts.append(i)
     wanted = [
-        whole(dim_size(q)) if d in places or axes & {*axes_of(q)} else q for d, q in enumerate(dims)
+        whole(dim_size(q)) if d in places or axes & {*split_axes(q)} else q
+        for d, q in enumerate(dims)
     ]
-    t = aligned(t, dims, wanted, look.region, "index")
+    t = placed_like(t, dims, wanted, look.region, "index")
     where: Any = tuple(
         parts[places.index(d)] if d in places else slice(None) for d in range(t.dim())
     )
@@ -191,10 +192,10 @@ def _at_mask(x: Tensor, mask: Tensor) -> Field:
         raise refused("indexing with a mask over several split axes", mask)
     (d,), chunks = split, lead[split[0]][0].chunks
     assert chunks is not None
-    every = aligned(m, lead, [whole(dim_size(q)) for q in lead], look.region, "mask")
+    every = placed_like(m, lead, [whole(dim_size(q)) for q in lead], look.region, "mask")
     number = (every.flatten().cumsum(0) - 1).view(every.shape)
     spans = [
-        join(Span(p, 1) for p in taken(number, d, own)[taken(every, d, own)].tolist())
+        join(Span(p, 1) for p in at_spans(number, d, own)[at_spans(every, d, own)].tolist())
         for own in chunks.spans
     ]
     return look.field(t[m], [split_dim(Chunks(chunks.axis, tuple(spans))), *rest])
@@ -301,14 +302,14 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
     goal = broadcast([dims_of(x), dims_of(mask)])
     whole_goal = [whole(dim_size(q)) for q in goal]
     shape = [dim_size(q) for q in goal]
-    every = aligned(
+    every = placed_like(
         look.local(mask), dims_of(mask), whole_goal[len(goal) - mask.dim() :], look.region
     )
     every = every.expand(shape)
     number = (every.flatten().cumsum(0) - 1).clamp_min(0).view(shape)
     if int(every.sum()) > source.numel():
         raise RuntimeError("masked_scatter: the source has fewer numbers than the mask has places")
-    own = [aligned(t, whole_goal, goal, look.region) for t in (number, every)]
+    own = [placed_like(t, whole_goal, goal, look.region) for t in (number, every)]
     flat = source.reshape(-1).to(x.dtype)
     values = flat[own[0]] if flat.numel() else own[0].to(flat.dtype)
     return look.field(
@@ -318,7 +319,9 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
 
 def _gathered(x: Field) -> Tensor:
     """A whole tensor whose gradient is a share on every rank, as of other whole tensors."""
-    return aligned(x._checked()._local, x._dims, [whole(n) for n in x.shape], x._region, "gather")
+    return placed_like(
+        x._checked()._local, x._dims, [whole(n) for n in x.shape], x._region, "gather"
+    )
 
 
 # -- gathers and scatters -------------------------------------------------------------------------
@@ -355,11 +358,11 @@ def gather(x: Part, dim: int, index: Part, *, sparse_grad: bool = False) -> Reci
     out = [
         whole(index.shape[k]) if not is_split_dim(q) or k == d else q for k, q in enumerate(found)
     ]
-    taken_axes = {axis for q in out for axis in axes_of(q)}
-    if index.is_split(d) and not taken_axes & {*axes_of(index.dims[d])}:
+    taken_axes = {axis for q in out for axis in split_axes(q)}
+    if index.is_split(d) and not taken_axes & {*split_axes(index.dims[d])}:
         out[d] = index.dims[d]  # each rank looks its own positions up
         goals[index.index] = [*goals[index.index][:d], index.dims[d], *goals[index.index][d + 1 :]]
-    return local(torch.gather, (x, d, index), out, goals)
+    return on_locals(torch.gather, (x, d, index), out, goals)
 
 
 @composite(*both("take_along_dim"))
@@ -391,7 +394,7 @@ def _scatter_rule(func: Any) -> Any:
         d = at(dim, x.ndim)
         others = (index, src) if isinstance(src, Part) and src.ndim else (index,)
         found, goals = _beside(x, d, *others)
-        return local(func, (x, d, index, src, *args), found, goals, kwargs)
+        return on_locals(func, (x, d, index, src, *args), found, goals, kwargs)
 
     return scatter
 
@@ -414,7 +417,7 @@ def _index_rule(func: Any) -> Any:
                 goals[other.index] = [
                     whole(other.shape[k]) if k == d else q for k, q in enumerate(dims)
                 ]
-        return local(func, (x, d, index, *rest), dims, goals, kwargs)
+        return on_locals(func, (x, d, index, *rest), dims, goals, kwargs)
 
     return run
 
@@ -452,5 +455,5 @@ def masked_select(x: Tensor, mask: Tensor, *, out: None = None) -> Tensor:
 
 
 @composite(*both("take"))
-def take(x: Tensor, index: Tensor) -> Tensor:
+def _take(x: Tensor, index: Tensor) -> Tensor:
     return x.reshape(-1)[index]

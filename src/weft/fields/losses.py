@@ -16,7 +16,7 @@ from .registry import (
     broadcast,
     composite,
     function_name,
-    local,
+    on_locals,
     refused,
     rule,
     tail_goals,
@@ -43,7 +43,7 @@ def _of_positions(func: Any) -> None:
     def each(*args: Any, **kwargs: Any) -> Recipe:
         parts = [p for p in (*args, *kwargs.values()) if isinstance(p, Part)]
         dims = broadcast([p.dims for p in parts])
-        return local(func, args, dims, tail_goals(parts, dims), kwargs)
+        return on_locals(func, args, dims, tail_goals(parts, dims), kwargs)
 
     @composite(func)
     def loss(*args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
@@ -90,7 +90,7 @@ def _of_classes(func: Any) -> None:
         }
         if isinstance(weight, Part):
             goals[weight.index] = [whole(n) for n in weight.shape]
-        return local(func, (x, target, weight, *args), dims, goals, kwargs)
+        return on_locals(func, (x, target, weight, *args), dims, goals, kwargs)
 
 
 _of_classes(F.cross_entropy)
@@ -98,7 +98,7 @@ _of_classes(F.nll_loss)
 
 
 @composite(F.cross_entropy)
-def cross_entropy(
+def _cross_entropy(
     x: Tensor,
     target: Tensor,
     weight: Tensor | None = None,

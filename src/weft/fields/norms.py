@@ -23,11 +23,11 @@ from ..comm.once_differentiable import once
 from ..errors import ShapeError
 from ..kernels import accumulate_dtype
 from ..runtime.autocast import autocast_is_on
-from .dims import Dim, Factor, dim_size, whole
+from .dims import Dim, dim_size, whole
 from .exchange import gathered_chunks, summed
 from .place import FieldRegion
-from .reduce import crosses
-from .registry import Part, Recipe, local, refused, rule
+from .reduce import mixes_split
+from .registry import Part, Recipe, on_locals, refused, rule
 
 
 def merged_moments(
@@ -169,9 +169,9 @@ def group_norm(
 ) -> Recipe:
     if x.ndim < 2 or x.is_split(1):
         raise refused("group_norm over split channels", x)
-    if not crosses(x, range(2, x.ndim)):
+    if not mixes_split(x, range(2, x.ndim)):
         args = (x, num_groups, weight, bias, eps)
-        return local(F.group_norm, args, x.dims, wholes(weight, bias))
+        return on_locals(F.group_norm, args, x.dims, wholes(weight, bias))
     n = x.shape[1] // num_groups
     _check_several("group_norm", "group", n * math.prod((x.shape[0], *x.shape[2:])))
     dims: list[Dim] = [x.dims[0], whole(num_groups), whole(n), *x.dims[2:]]
@@ -224,9 +224,9 @@ def batch_norm(
         raise refused("batch_norm over split channels", x)
     if any(p is not None and p.is_split(0) for p in (running_mean, running_var)):
         raise refused("batch_norm with split running statistics", x)
-    if not training or not crosses(x, range(x.ndim)):
+    if not training or not mixes_split(x, range(x.ndim)):
         args = (x, running_mean, running_var, weight, bias, training, momentum, eps)
-        return local(F.batch_norm, args, x.dims, wholes(weight, bias))
+        return on_locals(F.batch_norm, args, x.dims, wholes(weight, bias))
     over = (0, *range(2, x.ndim))
     n = math.prod(x.shape[d] for d in over)
     _check_several("batch_norm", "channel", n)
@@ -262,9 +262,9 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Recipe:
     over = _over_last(x, normalized_shape)
-    if not crosses(x, over):
+    if not mixes_split(x, over):
         args = (x, list(normalized_shape), weight, bias, eps)
-        return local(F.layer_norm, args, x.dims, wholes(weight, bias))
+        return on_locals(F.layer_norm, args, x.dims, wholes(weight, bias))
     goals = {p.index: [x.dims[d] for d in over] for p in (weight, bias) if p is not None}
 
     def run(t: list[Any]) -> Tensor:
@@ -282,9 +282,9 @@ def rms_norm(
     eps: float | None = None,
 ) -> Recipe:
     over = _over_last(x, normalized_shape)
-    if not crosses(x, over):
+    if not mixes_split(x, over):
         args = (x, list(normalized_shape), weight, eps)
-        return local(F.rms_norm, args, x.dims, wholes(weight))
+        return on_locals(F.rms_norm, args, x.dims, wholes(weight))
     goals = {} if weight is None else {weight.index: [x.dims[d] for d in over]}
     small = torch.finfo(x.dtype).eps if eps is None else eps
 
@@ -301,7 +301,4 @@ def local_response_norm(
 ) -> Recipe:
     if x.ndim < 3 or x.is_split(1):
         raise refused("local_response_norm over split channels", x)
-    return local(F.local_response_norm, (x, size, alpha, beta, k), x.dims)
-
-
-_ = Factor
+    return on_locals(F.local_response_norm, (x, size, alpha, beta, k), x.dims)

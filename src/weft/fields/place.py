@@ -11,7 +11,7 @@ import torch
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
 from ..plan.order import Spans, shard_spans
-from .dims import Chunks, Dim, Factor, axes_of, dim_size, fused_factors, text_of
+from .dims import Chunks, Dim, Factor, dim_size, fused_factors, split_axes, text_of
 
 #: Recipes that a region keeps; as many kinds of calls as a model has.
 _KEPT = 8192
@@ -25,7 +25,7 @@ class FieldRegion:
 
     def __init__(self, layout: Layout, axes: tuple[str, ...], whole: WholeReport | None) -> None:
         self.layout, self.axes, self.whole = layout, axes, whole
-        self.places: dict[Any, Place] = {}
+        self.places: dict[Any, FieldPlace] = {}
         self.recipes: dict[Any, Any] = {}
         #: a digest of how the values at hand were made, which ranks compare where they exchange
         self.trail = 0
@@ -76,15 +76,15 @@ class FieldRegion:
 
     def missing(self, dims: Sequence[Dim]) -> list[str]:
         """The axes that split no dim of a tensor."""
-        split = {axis for dim in dims for axis in axes_of(dim)}
+        split = {axis for dim in dims for axis in split_axes(dim)}
         return [axis for axis in self.axes if axis not in split]
 
-    def place(self, dims: Sequence[Dim], strides: Sequence[int] | None = None) -> Place:
+    def place(self, dims: Sequence[Dim], strides: Sequence[int] | None = None) -> FieldPlace:
         """The place of a tensor of some dims, the same object for the same dims and strides."""
         key = tuple(dims), strides
         found = self.places.get(key)
         if found is None:
-            found = Place(tuple(map(fused_factors, dims)), self, strides)
+            found = FieldPlace(tuple(map(fused_factors, dims)), self, strides)
             found = self.places.setdefault((found.dims, found.strides), found)
             self.places[key] = found
         return found
@@ -104,7 +104,7 @@ class WholeReport:
         return self.calls[name] == 1
 
 
-class Place:
+class FieldPlace:
     """Which part of a tensor each rank of a region holds: dims of factors, some of them split.
 
     Raises `UnsupportedError` for an axis in two dims: a rank would hold the blocks of a diagonal.
@@ -115,7 +115,7 @@ class Place:
     def __init__(
         self, dims: tuple[Dim, ...], region: FieldRegion, strides: Sequence[int] | None
     ) -> None:
-        axes = [axis for dim in dims for axis in axes_of(dim)]
+        axes = [axis for dim in dims for axis in split_axes(dim)]
         if len({*axes}) < len(axes):
             raise UnsupportedError(f"a weft.Field {text_of(dims)}: an axis splits one dim, once")
         self.dims, self.region, self.is_split = dims, region, bool(axes)
@@ -142,4 +142,4 @@ def region_of(layout: Layout, axes: Iterable[str], whole: WholeReport | None = N
     return kept[key]
 
 
-__all__ = ["FieldRegion", "Place", "WholeReport", "region_of"]
+__all__ = ["FieldPlace", "FieldRegion", "WholeReport", "region_of"]

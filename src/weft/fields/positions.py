@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ..errors import UnsupportedError
 from .dims import Dim, dim_size, is_split_dim, whole
 from .field import Field
-from .registry import Part, Recipe, both, direct, local, pointwise, refused, rule
+from .registry import Part, Recipe, both, direct, on_locals, pointwise, refused, rule
 
 _POSITIONWISE = """
     abs absolute acos acosh add addcdiv addcmul angle arccos arccosh arcsin arcsinh arctan arctan2
@@ -65,7 +65,7 @@ def where(condition: Part, *values: Any, out: None = None, **named: Any) -> Reci
 
 @rule(torch.frexp, Tensor.frexp)
 def frexp(x: Part) -> Recipe:
-    return local(torch.frexp, (x,), [x.dims, x.dims])
+    return on_locals(torch.frexp, (x,), [x.dims, x.dims])
 
 
 @rule(torch.bucketize)
@@ -73,24 +73,26 @@ def bucketize(x: Any, boundaries: Part, **kwargs: Any) -> Recipe:
     if not isinstance(x, Part):
         raise refused("bucketize of a number", boundaries)
     goals = {boundaries.index: [whole(n) for n in boundaries.shape]}
-    return local(torch.bucketize, (x, boundaries), x.dims, goals, kwargs)
+    return on_locals(torch.bucketize, (x, boundaries), x.dims, goals, kwargs)
 
 
 @rule(F.prelu, torch.prelu)
 def prelu(x: Part, weight: Part) -> Recipe:
     if x.ndim > 1 and x.is_split(1) and weight.shape.numel() > 1:
-        return local(F.prelu, (x, weight), x.dims, {weight.index: [x.dims[1]]})
-    return local(F.prelu, (x, weight), x.dims)
+        return on_locals(F.prelu, (x, weight), x.dims, {weight.index: [x.dims[1]]})
+    return on_locals(F.prelu, (x, weight), x.dims)
 
 
 @rule(torch.view_as_real)
 def view_as_real(x: Part) -> Recipe:
-    return local(torch.view_as_real, (x,), (*x.dims, whole(2)))
+    return on_locals(torch.view_as_real, (x,), (*x.dims, whole(2)))
 
 
 @rule(torch.view_as_complex)
 def view_as_complex(x: Part) -> Recipe:
-    return local(torch.view_as_complex, (x,), x.dims[:-1], {x.index: x.whole_along([x.ndim - 1])})
+    return on_locals(
+        torch.view_as_complex, (x,), x.dims[:-1], {x.index: x.whole_along([x.ndim - 1])}
+    )
 
 
 # -- dtypes and devices ---------------------------------------------------------------------------
@@ -111,7 +113,7 @@ def to(x: Part, *args: Any, **kwargs: Any) -> Recipe:
 def as_type(x: Part, dtype: Any = None, non_blocking: bool = False, **kwargs: Any) -> Recipe:
     if dtype is None:
         return Recipe(lambda t: t[x.index].type(), None)
-    return local(Tensor.type, (x, dtype), x.dims)
+    return on_locals(Tensor.type, (x, dtype), x.dims)
 
 
 # -- new tensors, where their source is -----------------------------------------------------------
@@ -133,7 +135,7 @@ def _new(name: str) -> None:
         size = [size] if isinstance(size, int) else [int(n) for n in size]
         dims = _like(x.dims, size)
         shape = [x.region.local_size(dim) for dim in dims]
-        return local(of, (x, shape, *rest), dims, None, kwargs)
+        return on_locals(of, (x, shape, *rest), dims, None, kwargs)
 
 
 def _like(dims: Sequence[Dim], size: Sequence[int]) -> list[Dim]:
@@ -158,11 +160,11 @@ def new_tensor(x: Any, *args: Any, **kwargs: Any) -> Tensor:
 def one_hot(x: Part, num_classes: int = -1) -> Recipe:
     if num_classes < 0:
         raise refused("one_hot without num_classes, which is the largest of all ranks,", x)
-    return local(F.one_hot, (x, num_classes), (*x.dims, whole(num_classes)))
+    return on_locals(F.one_hot, (x, num_classes), (*x.dims, whole(num_classes)))
 
 
 @rule(F.embedding)
-def embedding(
+def _embedding(
     x: Part,
     weight: Part,
     padding_idx: int | None = None,
@@ -177,7 +179,7 @@ def embedding(
         raise refused("embedding by a table that is split", weight)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
-    return local(
+    return on_locals(
         F.embedding,
         (x, weight, padding_idx),
         (*x.dims, whole(weight.shape[1])),

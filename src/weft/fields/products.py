@@ -18,9 +18,8 @@ from torch.nn import functional as F
 from ..declare.strategy import Role
 from ..kernels import accumulate_dtype
 from ..runtime.autocast import without_autocast
-from .dims import Dim, axes_of, dim_size, is_split_dim, whole
+from .dims import Dim, dim_size, is_split_dim, split_axes, whole
 from .exchange import summed
-from .place import FieldRegion
 from .registry import Part, Recipe, both, cast_for_autocast, composite, parts_in, refused, rule
 from .views import at
 
@@ -83,7 +82,7 @@ def _dims_of_letters(
         large = [dim for _, dim in found[c] if dim_size(dim) != 1] or [found[c][0][1]]
         dims[c] = whole(dim_size(large[0]))
         for p, dim in found[c]:
-            axes = {*axes_of(dim)}
+            axes = {*split_axes(dim)}
             if not axes:
                 continue
             if taken & axes:
@@ -114,7 +113,7 @@ def _check_keys_may_come(x: Part, axes: set[str], label: str) -> None:
 
 
 @rule(F.linear)
-def linear(x: Part, weight: Part, bias: Part | None = None) -> Recipe:
+def _linear(x: Part, weight: Part, bias: Part | None = None) -> Recipe:
     lead = string.ascii_lowercase[: x.ndim - 1]
     of_one = weight.ndim == 1
     recipe = contracted(
@@ -248,6 +247,3 @@ def vdot(a: Tensor, b: Tensor, *, out: None = None) -> Tensor:
 def bilinear(a: Tensor, b: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = torch.einsum("...i,oij,...j->...o", a, weight, b)
     return y if bias is None else y + bias
-
-
-_ = FieldRegion

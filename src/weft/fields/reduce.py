@@ -14,11 +14,11 @@ from .._uploads import uploaded
 from ..comm.once_differentiable import once
 from ..kernels import accumulate_dtype
 from ..plan.order import each_position
-from .dims import Dim, axes_of, is_split_dim, whole
+from .dims import Dim, is_split_dim, split_axes, whole
 from .exchange import gathered_chunks, summed
 from .field import Field
 from .place import FieldRegion
-from .registry import Part, Recipe, both, composite, local, pointwise, refused, rule
+from .registry import Part, Recipe, both, composite, on_locals, pointwise, refused, rule
 from .views import at
 
 
@@ -40,7 +40,7 @@ def squeezed(y: Tensor, over: Sequence[int], keepdim: bool) -> Tensor:
     return y if keepdim else y.reshape([n for d, n in enumerate(y.shape) if d not in over])
 
 
-def crosses(x: Part, over: Sequence[int]) -> bool:
+def mixes_split(x: Part, over: Sequence[int]) -> bool:
     """True if a dim that a function runs over is split."""
     return any(x.is_split(d) for d in over)
 
@@ -72,9 +72,9 @@ def _sum(x: Part, over: tuple[int, ...], keepdim: bool, dtype: Any, of: Any) -> 
         return squeezed(summed_over(y, over, x.dims, x.region), over, keepdim).to(kind)
 
     out = reduced_dims(x.dims, over, keepdim)
-    if not crosses(x, over):
+    if not mixes_split(x, over):
         options = {"dtype": dtype} if dtype is not None else {}
-        return local(of, (x, over, keepdim) if over else (x,), out, None, options)
+        return on_locals(of, (x, over, keepdim) if over else (x,), out, None, options)
     return Recipe(run, out)
 
 
@@ -98,7 +98,7 @@ def count_nonzero(x: Tensor, dim: Any = None) -> Tensor:
 
 
 @rule(*both("mean"))
-def mean(
+def _mean(
     x: Part, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: Any = None
 ) -> Recipe:
     return mean_over(x, over_dims(x, dim if axis is None else axis), keepdim, dtype)
@@ -108,9 +108,9 @@ def mean_over(x: Part, over: tuple[int, ...], keepdim: bool, dtype: Any = None) 
     """The mean over some dims of all ranks."""
     count = math.prod(x.shape[d] for d in over)
     out = reduced_dims(x.dims, over, keepdim)
-    if not crosses(x, over):
+    if not mixes_split(x, over):
         options = {"dtype": dtype} if dtype is not None else {}
-        return local(torch.mean, (x, over, keepdim) if over else (x,), out, None, options)
+        return on_locals(torch.mean, (x, over, keepdim) if over else (x,), out, None, options)
 
     def run(t: list[Any]) -> Tensor:
         y = t[x.index]
@@ -144,7 +144,7 @@ class _Extreme(torch.autograd.Function):
         shape = [1 if d in over else n for d, n in enumerate(t.shape)]
         edge = _edge(t.dtype, name == "amax")
         y = t.new_full(shape, edge) if empty else getattr(t, name)(over, keepdim=True)
-        for axis in [a for d in over for a in axes_of(dims[d])]:
+        for axis in [a for d in over for a in split_axes(dims[d])]:
             y = getattr(gathered_chunks(y, axis, region, name), name)(0)
         ctx.save_for_backward(t, y)
         ctx.over, ctx.dims, ctx.region = over, [dims[d] for d in over], region
@@ -166,8 +166,8 @@ def extreme(
 ) -> Recipe:
     """`amax` or `amin` over some dims."""
     out = reduced_dims(x.dims, over, keepdim)
-    if not crosses(x, over):
-        return local(getattr(torch, name), (x, over, keepdim), out)
+    if not mixes_split(x, over):
+        return on_locals(getattr(torch, name), (x, over, keepdim), out)
 
     def run(t: list[Any]) -> Tensor:
         y = _Extreme.apply(t[x.index], name, over, x.dims, x.region, of_nan)
@@ -191,15 +191,15 @@ def _best(name: str, func: Any) -> Callable:
     ) -> Recipe:
         dim = named.get("other", dim)
         if dim is None:
-            if not x.ndim or not crosses(x, over_dims(x, None)):
-                return local(func, (x,), [])
+            if not x.ndim or not mixes_split(x, over_dims(x, None)):
+                return on_locals(func, (x,), [])
             return extreme(x, f"a{name}", over_dims(x, None), False, True)
         if isinstance(dim, Part):
             return pointwise(getattr(torch, f"{name}imum"), (x, dim), {})
         d = at(dim, x.ndim)
         dims = reduced_dims(x.dims, (d,) if x.ndim else (), keepdim)
         if not x.ndim or not x.is_split(d):
-            return local(func, (x, dim, keepdim), [dims, dims])
+            return on_locals(func, (x, dim, keepdim), [dims, dims])
         kind = getattr(torch.return_types, name)
         values = _first_extreme(x, name, d, keepdim)
 
@@ -257,13 +257,13 @@ def _position_rule(name: str, func: Any) -> Callable:
         if x.dtype == torch.bool:
             raise NotImplementedError(f"arg{name} is not implemented for 'Bool'")
         if dim is None:
-            if crosses(x, range(x.ndim)):
+            if mixes_split(x, range(x.ndim)):
                 raise refused(f"arg{name} over all dims", x, "; name a dim")
-            return local(func, (x,), [])
+            return on_locals(func, (x,), [])
         d = at(dim, x.ndim)
         dims = reduced_dims(x.dims, (d,) if x.ndim else (), keepdim)
         if not x.ndim or not x.is_split(d):
-            return local(func, (x, dim, keepdim), dims)
+            return on_locals(func, (x, dim, keepdim), dims)
         values = _first_extreme(x, name, d, keepdim)
         return Recipe(
             lambda t: values([v.detach() if isinstance(v, Tensor) else v for v in t])[1], dims
@@ -288,8 +288,8 @@ def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
 def _truth(of: Any, x: Part, dim: Any, keepdim: bool) -> Recipe:
     over = over_dims(x, dim)
     out = reduced_dims(x.dims, over, keepdim)
-    if not crosses(x, over):
-        return local(of, (x, over, keepdim) if over else (x,), out)
+    if not mixes_split(x, over):
+        return on_locals(of, (x, over, keepdim) if over else (x,), out)
     is_any = of is torch.any
     kind = torch.uint8 if x.dtype == torch.uint8 else torch.bool
 
@@ -333,7 +333,7 @@ def _local_moments(func: Any, results: int) -> Callable:
     def moments(x: Part, *args: Any, **kwargs: Any) -> Recipe:
         dim, keepdim = _spread_arguments(*args, **kwargs)[:2]
         out = reduced_dims(x.dims, over_dims(x, dim), keepdim)
-        return local(func, (x, *args), out if results == 1 else [out] * results, None, kwargs)
+        return on_locals(func, (x, *args), out if results == 1 else [out] * results, None, kwargs)
 
     return moments
 
@@ -386,7 +386,7 @@ def _local_norm(func: Any, at_dim: int) -> Callable:
         dim = kwargs.get("dim", args[at_dim] if len(args) > at_dim else None)
         keepdim = kwargs.get("keepdim", args[at_dim + 1] if len(args) > at_dim + 1 else False)
         out = reduced_dims(x.dims, over_dims(x, dim), keepdim)
-        return local(func, (x, *args), out, None, kwargs)
+        return on_locals(func, (x, *args), out, None, kwargs)
 
     return norm
 
@@ -453,11 +453,11 @@ def dist(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
 @rule(*both("prod"))
 def prod(x: Part, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Recipe:
     over = over_dims(x, dim)
-    if crosses(x, over):
+    if mixes_split(x, over):
         raise refused("a product over a split dim", x)
     options = {"dtype": dtype} if dtype is not None else {}
     args = (x,) if dim is None else (x, dim, keepdim)
-    return local(torch.prod, args, reduced_dims(x.dims, over, keepdim), None, options)
+    return on_locals(torch.prod, args, reduced_dims(x.dims, over, keepdim), None, options)
 
 
-__all__ = ["crosses", "mean_over", "over_dims", "reduced_dims", "squeezed", "summed_over"]
+__all__ = ["mean_over", "mixes_split", "over_dims", "reduced_dims", "squeezed", "summed_over"]

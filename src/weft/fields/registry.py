@@ -12,6 +12,7 @@ is `direct`, and runs on the fields.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -24,11 +25,13 @@ from .._digest import number_of
 from .._torch import shares_storage
 from ..errors import UnsupportedError
 from ..runtime.autocast import autocast_is_on
-from .dims import Dim, Factor, axes_of, dim_size, is_split_dim, text_of, whole
-from .exchange import aligned, broadcasts, widened
+from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whole
+from .exchange import broadcasts, placed_like, sharing_more
 from .field import Copied, Field, settled_dims
-from .place import FieldRegion, Place, region_of
+from .place import FieldPlace, FieldRegion, region_of
 
+#: Numbers that a question about tensors of which some have none may be asked with.
+_FEW = 1 << 16
 RULES: dict[Any, Callable] = {}
 DIRECT: dict[Any, Callable] = {}
 #: Rules written in functions of torch, which run on fields.
@@ -169,7 +172,7 @@ def filled(value: Any, tensors: Sequence[Any]) -> Any:
     return value
 
 
-def local(
+def on_locals(
     func: Callable,
     args: Sequence[Any],
     out: Any,
@@ -230,7 +233,7 @@ def once_split(dims: Sequence[Dim]) -> list[Dim]:
     taken: set[str] = set()
     result = []
     for dim in dims:
-        axes = axes_of(dim)
+        axes = split_axes(dim)
         result.append(whole(dim_size(dim)) if taken & {*axes} else dim)
         taken |= {*axes}
     return result
@@ -245,13 +248,13 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Recipe:
     """A function that makes every position of the same positions of its arguments."""
     parts = list(parts_in(args, kwargs))
     dims = broadcast([p.dims for p in parts])
-    return local(func, args, dims, tail_goals(parts, dims), kwargs)
+    return on_locals(func, args, dims, tail_goals(parts, dims), kwargs)
 
 
 # -- planning -------------------------------------------------------------------------------------
 
 
-class Result(NamedTuple):
+class WholeResult(NamedTuple):
     """What torch says of a result of whole tensors: `base` is the tensor that it is a view of."""
 
     shape: tuple[int, ...]
@@ -332,26 +335,40 @@ def _wholes(value: Any) -> Iterator[_Whole]:
             yield from _wholes(v)
 
 
-@cached(8192)
-def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
+def _tried(
+    func: Callable, args: Any, kwargs: Any, wholes: Sequence[_Whole], n: int, device: str
+) -> tuple[list[Any], Any]:
+    """Tensors of a device in place of parts, and what a function gives of them."""
     metas: list[Any] = [None] * n
-    for w in _wholes((args, kwargs)):
-        metas[w.at] = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device="meta")
+    for w in wholes:
+        metas[w.at] = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device=device).zero_()
     options = _thawed(kwargs, metas)
     if options.get("device") is not None:
-        options["device"] = "meta"
+        options["device"] = device
+    with torch.no_grad():
+        return metas, func(*_thawed(args, metas), **options)
+
+
+@cached(8192)
+def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
+    wholes = list(_wholes((args, kwargs)))
     try:
-        with torch.no_grad():
-            found = func(*_thawed(args, metas), **options)
+        metas, found = _tried(func, args, kwargs, wholes, n, "meta")
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
-        if "meta" in str(error).lower() or any(not m.numel() for m in metas):
-            return None  # of nothing kernels say less than shapes do
-        raise
+        if "meta" in str(error).lower():
+            return None
+        if (
+            all(math.prod(w.shape) for w in wholes)
+            or sum(math.prod(w.shape) for w in wholes) > _FEW
+        ):
+            raise
+        # Of nothing shapes say more than kernels do: numbers decide, where there are few.
+        metas, found = _tried(func, args, kwargs, wholes, n, "cpu")
 
     def result(value: Any) -> Any:
         if isinstance(value, Tensor):
             base = next((i for i, m in enumerate(metas) if shares_storage(value, m)), None)
-            return Result(tuple(value.shape), tuple(value.stride()), base)
+            return WholeResult(tuple(value.shape), tuple(value.stride()), base)
         if isinstance(value, list | tuple):
             return [result(v) for v in value]
         return None
@@ -359,7 +376,7 @@ def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
     return result(found)
 
 
-class Kept:
+class KeptRecipe:
     """A recipe with what is the same in all its calls: moves, places, views, and a digest."""
 
     def __init__(
@@ -399,7 +416,7 @@ class Kept:
         """True if positions move where torch has a view of a tensor."""
         return self.recipe.copies or base in self.moved
 
-    def _place(self, dims: Sequence[Dim], fact: Result | None) -> tuple[Place, Any]:
+    def _place(self, dims: Sequence[Dim], fact: WholeResult | None) -> tuple[FieldPlace, Any]:
         """The place of a result, and its dims before those of one position come to every rank."""
         goal = settled_dims(dims)
         place = self.region.place(goal, None if fact is None else fact.strides)
@@ -418,12 +435,12 @@ class Kept:
         trail, region = hash(tuple(trails)), self.region
         region.trail, region.function = trail, self.name
         for i, axes in self.wider.items():
-            locals_[i] = widened(locals_[i], axes, region)
+            locals_[i] = sharing_more(locals_[i], axes, region)
         given = locals_
         if self.moves:
             given = list(locals_)
             for i, here, goal in self.moves:
-                given[i] = aligned(given[i], here, goal, region)
+                given[i] = placed_like(given[i], here, goal, region)
         if self.recipe.writes and self.recipe.out is not None and given[0].requires_grad:
             given = [given[0].clone(), *given[1:]]  # what it keeps for its backward pass
         result = self.recipe.run(given)
@@ -441,10 +458,10 @@ class Kept:
         if self.recipe.out is not None:
             place, settles = self.places[0]
             if settles is not None:
-                result = aligned(result, settles, place.dims, self.region, "position")
+                result = placed_like(result, settles, place.dims, self.region, "position")
             if self.back is not None:
                 here, there = self.back
-                result = aligned(result, here, there, self.region)
+                result = placed_like(result, here, there, self.region)
             x._local.copy_(result)
         x._trail = trail
         return x
@@ -460,7 +477,7 @@ class Kept:
             placed = self.region.place([whole(n) for n in t.shape]), None
         place, settles = placed
         if settles is not None:
-            t = aligned(t, settles, place.dims, self.region, "position")
+            t = placed_like(t, settles, place.dims, self.region, "position")
         copied = None
         if fact is not None:
             base = fact.base

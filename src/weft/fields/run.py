@@ -35,13 +35,13 @@ from .registry import (
     DIRECT,
     RULES,
     Direct,
-    Kept,
+    KeptRecipe,
     NoRule,
     Part,
     Recipe,
     ask_torch,
     function_name,
-    local,
+    on_locals,
     pointwise,
     region_of_fields,
     tail_goals,
@@ -182,7 +182,7 @@ def _plan(
     tensors: list[Any],
     fields: list[Field],
     failed: NoRule | None,
-) -> Kept | Direct:
+) -> KeptRecipe | Direct:
     name = function_name(func)
     if any(isinstance(t, DTensor) for t in tensors):
         raise UnsupportedError(
@@ -205,7 +205,7 @@ def _plan(
             raise
         recipe, facts = _whole(func, name, given, options, parts), None
     text = f"{name} {_text(given)} {_text(options)} {any_autocast()}"
-    return Kept(recipe, facts, parts, tensors, name, text)
+    return KeptRecipe(recipe, facts, parts, tensors, name, text)
 
 
 def _as_parts(value: Any, parts: Any) -> Any:
@@ -287,7 +287,7 @@ def _in_place(
         for p in parts[1:]:
             if p.ndim > x.ndim:
                 raise RuntimeError(f"{name}: output with shape {x.shape} does not match {p.shape}")
-        return local(func, args, None, goals, kwargs)._replace(writes=True)
+        return on_locals(func, args, None, goals, kwargs)._replace(writes=True)
     found: Recipe = RULES[other](*args, **kwargs)
     return found._replace(writes=True)
 
@@ -304,7 +304,7 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
     if numbers > MOST_WHOLE:
         raise UnsupportedError(f"{name} has no rule, and {numbers} numbers are too many for a rank")
     goals = {p.index: [whole(n) for n in p.shape] for p in parts if p.is_field}
-    inner = local(func, args, None, None, kwargs)
+    inner = on_locals(func, args, None, None, kwargs)
 
     def run(t: list[Any]) -> Any:
         if report.count(name, numbers):

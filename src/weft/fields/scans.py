@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..plan.order import Span
 from .dims import Chunks, Dim, contiguous, split_dim, whole
-from .exchange import aligned, gathered_chunks
+from .exchange import gathered_chunks
 from .reduce import crosses_field, reduced_dims
-from .registry import Part, Recipe, both, composite, function_name, local, refused, rule
+from .registry import Part, Recipe, both, composite, function_name, on_locals, refused, rule
 from .views import at
 
 
@@ -38,7 +37,7 @@ def _along(func: Any, position: int, default: Any, results: int, drops: str = ""
             dims = reduced_dims(x.dims, (d,) if x.ndim else (), keep)
         elif x.ndim:
             dims[d] = whole(_length(func, x, d, args, kwargs))
-        return local(func, (x, *args), dims if results == 1 else [dims] * results, None, kwargs)
+        return on_locals(func, (x, *args), dims if results == 1 else [dims] * results, None, kwargs)
 
 
 def _length(func: Any, x: Part, d: int, args: tuple, kwargs: dict) -> int:
@@ -107,7 +106,7 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool = False, *, out: None = None) -
 @rule(*both("logsumexp"))
 def logsumexp_of_whole(x: Part, dim: Any, keepdim: bool = False) -> Recipe:
     over = tuple(at(d, x.ndim) for d in ((dim,) if isinstance(dim, int) else dim) if x.ndim)
-    return local(torch.logsumexp, (x, dim, keepdim), reduced_dims(x.dims, over, keepdim))
+    return on_locals(torch.logsumexp, (x, dim, keepdim), reduced_dims(x.dims, over, keepdim))
 
 
 # -- sums of all positions before: spans of every rank exchange their totals ----------------------
@@ -224,6 +223,3 @@ def pairwise_distance(
     x1: Tensor, x2: Tensor, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> Tensor:
     return (x1 - x2 + eps).norm(p, -1, keepdim=keepdim)
-
-
-_ = aligned, Span

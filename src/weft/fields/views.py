@@ -16,18 +16,18 @@ from .dims import (
     Dim,
     Factor,
     alone,
-    axes_of,
     contiguous,
     dim_size,
     flipped,
     is_split_dim,
-    joined,
+    joined_chunks,
     rolled,
     sliced,
+    split_axes,
     split_dim,
     whole,
 )
-from .exchange import taken
+from .exchange import at_spans
 from .place import FieldRegion
 from .registry import (
     Direct,
@@ -37,7 +37,7 @@ from .registry import (
     both,
     broadcast,
     composite,
-    local,
+    on_locals,
     parts_in,
     refused,
     rule,
@@ -67,11 +67,13 @@ def reshape(x: Part, *given: Any, shape: Any = None, size: Any = None, dtype: An
     if isinstance(kind, torch.dtype):
         if kind.itemsize != x.dtype.itemsize:
             raise refused("view as a dtype of another size", x)
-        return local(Tensor.view, (x, kind), x.dims)
+        return on_locals(Tensor.view, (x, kind), x.dims)
     sizes = list(shape if shape is not None else size) if not given else sizes_of(given)
     if -1 in sizes:
         rest = -math.prod(sizes)
-        sizes[sizes.index(-1)] = math.prod(x.shape) // rest if rest else 0
+        if not rest:
+            raise RuntimeError(f"shape '{sizes}' is ambiguous: -1 beside 0 may be any size")
+        sizes[sizes.index(-1)] = math.prod(x.shape) // rest
     if math.prod(sizes) != math.prod(x.shape):
         raise RuntimeError(f"shape '{sizes}' is invalid for input of size {math.prod(x.shape)}")
     if not math.prod(sizes):
@@ -153,7 +155,7 @@ def view_as(x: Part, other: Part) -> Recipe:
 
 
 @rule(*both("flatten", "ravel"))
-def flatten(x: Part, start_dim: int = 0, end_dim: int = -1) -> Recipe:
+def _flatten(x: Part, start_dim: int = 0, end_dim: int = -1) -> Recipe:
     shape, n = list(x.shape), x.ndim
     first, last = at(start_dim, n), at(end_dim, n)
     return reshape(x, [*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]])
@@ -172,7 +174,7 @@ def unflatten(x: Part, dim: int, sizes: Sequence[int]) -> Recipe:
 @rule(*both("permute"))
 def permute(x: Part, *given: Any, dims: Any = None) -> Recipe:
     order = [at(d, x.ndim) for d in (dims if dims is not None else sizes_of(given))]
-    return local(torch.permute, (x, order), [x.dims[d] for d in order])
+    return on_locals(torch.permute, (x, order), [x.dims[d] for d in order])
 
 
 @rule(*both("transpose", "swapaxes", "swapdims"))
@@ -210,14 +212,14 @@ def movedim(x: Part, source: Any, destination: Any) -> Recipe:
 @rule(*both("unsqueeze"))
 def unsqueeze(x: Part, dim: int) -> Recipe:
     place = at(dim, x.ndim + 1)
-    return local(torch.unsqueeze, (x, place), [*x.dims[:place], whole(1), *x.dims[place:]])
+    return on_locals(torch.unsqueeze, (x, place), [*x.dims[:place], whole(1), *x.dims[place:]])
 
 
 @rule(*both("squeeze"))
 def squeeze(x: Part, dim: Any = None) -> Recipe:
     asked = range(x.ndim) if dim is None else (dim,) if isinstance(dim, int) else dim
     gone = tuple(at(d, x.ndim) for d in asked if x.ndim and x.shape[d] == 1)
-    return local(torch.squeeze, (x, gone), [q for d, q in enumerate(x.dims) if d not in gone])
+    return on_locals(torch.squeeze, (x, gone), [q for d, q in enumerate(x.dims) if d not in gone])
 
 
 @rule(*both("expand"), torch.broadcast_to, Tensor.broadcast_to)
@@ -226,7 +228,7 @@ def expand(x: Part, *given: Any, size: Any = None, implicit: bool = False) -> Re
     dims = [*(whole(1) for _ in range(len(sizes) - x.ndim)), *x.dims]
     placed = [dim if n in (-1, dim_size(dim)) else whole(n) for n, dim in zip(sizes, dims)]
     shape = [x.region.local_size(dim) for dim in placed]
-    return local(Tensor.expand, (x, shape), placed)
+    return on_locals(Tensor.expand, (x, shape), placed)
 
 
 @rule(Tensor.expand_as)
@@ -237,7 +239,7 @@ def expand_as(x: Part, other: Part) -> Recipe:
     placed = [o if dim_size(q) == 1 else q for q, o in zip(dims, other.dims)]
     placed = broadcast([placed])
     shape = [x.region.local_size(dim) for dim in placed]
-    return local(Tensor.expand, (x, shape), placed, {x.index: placed[lead:]})
+    return on_locals(Tensor.expand, (x, shape), placed, {x.index: placed[lead:]})
 
 
 @rule(torch.broadcast_tensors)
@@ -260,7 +262,7 @@ def repeat(x: Part, *given: Any, dims: Any = None, repeats: Any = None) -> Recip
             placed.append((Factor(n), *dim) if n > 1 else dim if n else whole(0))
         else:
             placed.append(whole(dim_size(dim) * n))
-    return local(Tensor.repeat, (x, *sizes), placed)
+    return on_locals(Tensor.repeat, (x, *sizes), placed)
 
 
 @rule(*both("repeat_interleave"))
@@ -271,7 +273,7 @@ def repeat_interleave(
         raise refused("repeat_interleave without a dim, or by a tensor,", x)
     d, dims = at(dim, x.ndim), list(x.dims)
     dims[d] = (*dims[d], Factor(repeats)) if repeats else whole(0)
-    return local(torch.repeat_interleave, (x, repeats, d), dims)
+    return on_locals(torch.repeat_interleave, (x, repeats, d), dims)
 
 
 @composite(*both("pixel_shuffle"))
@@ -360,7 +362,7 @@ def _cut(x: Part, goal: list, cuts: list, steps: tuple, out: list[Dim], copies: 
         for single in singles:
             y = single.taken(y)
         for d, spans in cuts:
-            y = taken(y, d, spans)
+            y = at_spans(y, d, spans)
         return y[steps]
 
     return Recipe(run, out, copies=copies)
@@ -372,7 +374,7 @@ class _Only:
     def __init__(self, dim: Dim, position: int, x: Part, d: int) -> None:
         self.x, self.d = x, d
         self.chunks = x.one_factor("one position", d).chunks
-        self.wanted = ((Span(position, 1),),) * x.region.layout.size(axes_of(dim)[0])
+        self.wanted = ((Span(position, 1),),) * x.region.layout.size(split_axes(dim)[0])
 
     def taken(self, t: Tensor) -> Tensor:
         from .exchange import take_positions
@@ -461,7 +463,7 @@ def flip(x: Part, *given: Any, dims: Any = None) -> Recipe:
         chunks = x.one_factor("flip", d).chunks
         assert chunks is not None
         placed[d] = split_dim(flipped(chunks))
-    return local(torch.flip, (x, local_), placed)
+    return on_locals(torch.flip, (x, local_), placed)
 
 
 @composite(*both("fliplr"))
@@ -506,7 +508,7 @@ def roll(x: Part, shifts: Any, dims: Any = ()) -> Recipe:
         assert now is not None
         placed[d] = split_dim(rolled(now, shift))
     return (
-        local(torch.roll, (x, [s for s, _ in local_], [d for _, d in local_]), placed)
+        on_locals(torch.roll, (x, [s for s, _ in local_], [d for _, d in local_]), placed)
         if local_
         else Recipe(lambda t: t[x.index].clone(), placed)
     )
@@ -520,7 +522,7 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
     dim = named.get("axis", dim)
     parts = [t for t in tensors if not (t.ndim == 1 and t.shape[0] == 0)] or list(tensors)[:1]
     d = at(dim, parts[0].ndim)
-    axes = {axis for t in parts for axis in axes_of(t.dims[d])}
+    axes = {axis for t in parts for axis in split_axes(t.dims[d])}
     goal = broadcast([[whole(1) if k == d else q for k, q in enumerate(t.dims)] for t in parts])
     if len(axes) > 1:
         raise refused("concatenating axes that differ", parts[0])
@@ -529,7 +531,7 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
         goals = {t.index: [q if k != d else t.dims[d] for k, q in enumerate(goal)] for t in parts}
         return _joining(parts, d, goal, goals)
     (axis,) = axes
-    goal = [whole(dim_size(q)) if axis in axes_of(q) else q for q in goal]
+    goal = [whole(dim_size(q)) if axis in split_axes(q) else q for q in goal]
     pieces, goals = [], {}
     for i, t in enumerate(parts):
         if t.is_split(d):
@@ -539,7 +541,7 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
         assert piece is not None
         pieces.append(piece)
         goals[t.index] = [q if k != d else split_dim(piece) for k, q in enumerate(goal)]
-    goal[d] = split_dim(joined(tuple(pieces)))
+    goal[d] = split_dim(joined_chunks(tuple(pieces)))
     return _joining(parts, d, goal, goals)
 
 
@@ -621,14 +623,14 @@ for _n in (1, 2, 3):
 
 
 @rule(*both("diagonal"))
-def diagonal(x: Part, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Recipe:
+def _diagonal(x: Part, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Recipe:
     one, two = at(dim1, x.ndim), at(dim2, x.ndim)
     if x.is_split(one) or x.is_split(two):
         raise refused("a diagonal of split dims", x)
     rows, columns = x.shape[one], x.shape[two]
     n = max(min(rows, columns - offset) if offset >= 0 else min(rows + offset, columns), 0)
     kept = [q for d, q in enumerate(x.dims) if d not in (one, two)]
-    return local(torch.diagonal, (x, offset, one, two), [*kept, whole(n)])
+    return on_locals(torch.diagonal, (x, offset, one, two), [*kept, whole(n)])
 
 
 def _triangle(name: str) -> None:
@@ -640,7 +642,7 @@ def _triangle_rule(func: Any) -> Any:
     def triangle(x: Part, diagonal: int = 0) -> Recipe:
         if x.is_split(x.ndim - 1) or x.is_split(x.ndim - 2):
             raise refused("a triangle of split dims", x)
-        return local(func, (x, diagonal), x.dims)
+        return on_locals(func, (x, diagonal), x.dims)
 
     return triangle
 

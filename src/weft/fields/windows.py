@@ -15,10 +15,20 @@ from .._caching import cached
 from .._uploads import uploaded
 from ..comm.once_differentiable import once
 from ..relayout.windows import Windows, bordered
-from .dims import Chunks, Dim, alone, contiguous, dim_size, is_split_dim, joined, split_dim, whole
+from .dims import (
+    Chunks,
+    Dim,
+    alone,
+    contiguous,
+    dim_size,
+    is_split_dim,
+    joined_chunks,
+    split_dim,
+    whole,
+)
 from .exchange import around
 from .reduce import mean_over
-from .registry import Part, Recipe, cast_for_autocast, composite, local, refused, rule, tuple_of
+from .registry import Part, Recipe, cast_for_autocast, composite, on_locals, refused, rule, tuple_of
 
 BORDERS = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"}
 BORDERS["circular"] = "circular"
@@ -48,7 +58,7 @@ def joined_box(x: Tensor, strips: Sequence[Strips]) -> Tensor:
     return x
 
 
-class Reach(NamedTuple):
+class SeenRange(NamedTuple):
     """A split dim of which every rank sees a range around its part."""
 
     dim: int
@@ -59,7 +69,7 @@ class Reach(NamedTuple):
     fill: float = 0.0
 
 
-def strips_of(t: Tensor, x: Part, reach: Sequence[Reach]) -> list[Strips]:
+def strips_of(t: Tensor, x: Part, reach: Sequence[SeenRange]) -> list[Strips]:
     """The strips around this rank's part, dim by dim."""
     strips: list[Strips] = []
     for r in reach:
@@ -69,7 +79,7 @@ def strips_of(t: Tensor, x: Part, reach: Sequence[Reach]) -> list[Strips]:
     return strips
 
 
-def in_order(x: Part, over: Iterable[int]) -> list[Dim]:
+def in_neighbours(x: Part, over: Iterable[int]) -> list[Dim]:
     """Dims that windows run over in contiguous chunks: neighbours must be neighbours."""
     dims = list(x.dims)
     for d in over:
@@ -85,7 +95,7 @@ def in_order(x: Part, over: Iterable[int]) -> list[Dim]:
 
 def windowed(
     x: Part, before: Sequence[Dim], windows: dict[int, Windows], fill: float = 0.0
-) -> tuple[list[Reach], list[Dim]]:
+) -> tuple[list[SeenRange], list[Dim]]:
     """What windows see of the split dims that they run over, and the dims of the outputs."""
     dims, reach = list(before), []
     for d, window in windows.items():
@@ -101,7 +111,7 @@ def windowed(
             continue
         assert chunks.starts is not None
         edges = window.edges(chunks.starts)
-        reach.append(Reach(d, chunks, window.ranges(edges), "halo", window.border, fill))
+        reach.append(SeenRange(d, chunks, window.ranges(edges), "halo", window.border, fill))
         dims[d] = split_dim(contiguous(chunks.axis, edges))
     return reach, dims
 
@@ -220,7 +230,7 @@ def _convolution(nd: int) -> Callable:
             pads = [(e // 2, e - e // 2) if padding == "same" else (0, 0) for e in extents]
         else:
             pads = [(p, p) for p in tuple_of(padding, nd)]
-        goal = in_order(x, range(2, nd + 2))
+        goal = in_neighbours(x, range(2, nd + 2))
         windows, left, before = {}, [], [0, 0] * nd
         for i, (a, b) in enumerate(pads):
             is_whole = not is_split_dim(goal[2 + i])
@@ -259,7 +269,7 @@ def _transposed(nd: int) -> Callable:
     ) -> Recipe:
         if x.is_split(1):
             raise refused("a convolution over split channels", x)
-        goal = in_order(x, range(2, nd + 2))
+        goal = in_neighbours(x, range(2, nd + 2))
         dims, region = list(goal), x.region
         stride, dilation = tuple_of(stride, nd), tuple_of(dilation, nd)
         pads, extra = list(tuple_of(padding, nd)), list(tuple_of(output_padding, nd))
@@ -281,7 +291,7 @@ def _transposed(nd: int) -> Callable:
                 a = max(-(-(low + pads[i] - extent + 1) // stride[i]), 0)
                 b = min((high - 1 + pads[i]) // stride[i] + 1, length)
                 ranges.append((a, max(a, b)) if high > low else (0, 0))
-            reach.append(Reach(d, chunks, tuple(ranges)))
+            reach.append(SeenRange(d, chunks, tuple(ranges)))
             here = region.chunk(chunks.axis)
             low, high = edges[here], edges[here + 1]
             crops.append((d, low - ranges[here][0] * stride[i] + pads[i], high - low))
@@ -352,7 +362,7 @@ def _pool(nd: int, kind: str) -> Callable:
         first, fill = x.ndim - nd, float("-inf") if kind == "max" else 0.0
         if not x.dtype.is_floating_point:
             raise refused(f"{kind}_pool of integers", x)
-        goal = in_order(x, range(first, x.ndim))
+        goal = in_neighbours(x, range(first, x.ndim))
         windows: dict[int, Windows] = {}
         pads: list[int] = []
         for i in range(nd):
@@ -421,7 +431,7 @@ def _adaptive(nd: int) -> Callable:
         if any(n not in (1, x.shape[d]) for n, d in zip(sizes, dims)):
             raise refused(f"adaptive_avg_pool{nd}d to {sizes}", x, "; only to 1, or to its size")
         over = tuple(d for n, d in zip(sizes, dims) if n == 1)
-        return mean_over(x, over, True) if over else local(torch.clone, (x,), x.dims)
+        return mean_over(x, over, True) if over else on_locals(torch.clone, (x,), x.dims)
 
     return pool
 
@@ -445,7 +455,7 @@ def interpolate(
         raise refused(f"interpolate with mode {mode!r}{' and antialias' * antialias}", x)
     if not x.dtype.is_floating_point:
         raise refused("interpolate of numbers that are not real", x)
-    goal = in_order(x, range(2, x.ndim))
+    goal = in_neighbours(x, range(2, x.ndim))
     dims, nd, steps = list(goal), x.ndim - 2, []
     for i in range(nd):
         d, length = 2 + i, x.shape[2 + i]
@@ -470,7 +480,7 @@ def interpolate(
                 (first[a], second[b - 1] + 1) if b > a else (0, 0)
                 for a, b in itertools.pairwise(edges)
             )
-            reach = Reach(d, chunks, ranges)
+            reach = SeenRange(d, chunks, ranges)
             here = x.region.chunk(chunks.axis)
             low, high, base = edges[here], edges[here + 1], ranges[here][0]
             dims[d] = split_dim(contiguous(chunks.axis, edges))
@@ -529,7 +539,7 @@ def pad(x: Part, pad: Sequence[int], mode: str = "constant", value: float | None
     fill, steps = value or 0.0, []
     cuts = [i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
     moves = [x.ndim - 1 - i for i in cuts if mode != "constant" or min(pad[2 * i : 2 * i + 2]) < 0]
-    goal = in_order(x, moves)
+    goal = in_neighbours(x, moves)
     dims = list(goal)
     for i in cuts:
         d, (before, after) = x.ndim - 1 - i, pad[2 * i : 2 * i + 2]
@@ -552,7 +562,7 @@ def pad(x: Part, pad: Sequence[int], mode: str = "constant", value: float | None
             inner = (min(max(p + before, 0), wider) for p in chunks.starts[1:-1])
             edges = (0, *inner, wider)
             ranges = tuple((a - before, b - before) for a, b in itertools.pairwise(edges))
-            reach = Reach(d, chunks, ranges, "pad", BORDERS[mode], fill)
+            reach = SeenRange(d, chunks, ranges, "pad", BORDERS[mode], fill)
             steps.append(_joined_reach(x, reach))
             dims[d] = split_dim(contiguous(chunks.axis, edges))
 
@@ -577,7 +587,7 @@ def _circular_pad(x: Any, pad: Sequence[int], mode: str = "constant", value: Any
     return F.pad(x, [max(p, 0) for p in pad], mode)
 
 
-def _joined_reach(x: Part, reach: Reach) -> Callable[[Tensor], Tensor]:
+def _joined_reach(x: Part, reach: SeenRange) -> Callable[[Tensor], Tensor]:
     return lambda y: joined_box(y, strips_of(y, x, [reach]))
 
 
@@ -603,7 +613,7 @@ def _pad_of_ends(
     last = max(range(ranks), key=lambda c: max(held[c], default=-1))
     front, back = alone(axis, ranks, first, before), alone(axis, ranks, last, after)
     sizes = [front.counts[here], back.counts[here]]
-    dim = split_dim(joined((front, chunks, back)))
+    dim = split_dim(joined_chunks((front, chunks, back)))
     return lambda y: F.pad(y, [0, 0] * i + sizes, value=fill), dim
 
 
