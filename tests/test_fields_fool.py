@@ -410,6 +410,7 @@ CALLS: dict[str, tuple] = {
     "pixel_unshuffle that does not fit": (lambda x: F.pixel_unshuffle(x, 2), [IMAGE], at(1)),
     "plain positions": (lambda x: x + torch.arange(x.shape[2]).view(-1, 1), [IMAGE], at(1)),
     "one row, kept as a dim": (lambda x: x - x[:, :, :1], [ROWS], at(1)),
+    "largest of negatives": (lambda x: x.amax(2), [random(1, 2, 2, 3) - 9], at(1)),
     "ties of amax": (lambda x: x.amax((2, 3)), [TIES], at(1)),
     "ties of amin": (lambda x: (-x).amin((2, 3)), [TIES], at(1)),
     "ties of max": (lambda x: x.max(), [TIES], at(1)),
