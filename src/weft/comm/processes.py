@@ -96,7 +96,8 @@ class ProcessTransport(Transport):
         What comes first is the version, in every version: ranks with another may say more, or less.
         """
         text = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
-        gathered = {r: json.loads(t) for r, t in self.all_gather_text(text).items()}
+        texts = self.share("building or binding a layout", text)
+        gathered = {rank: json.loads(t) for rank, t in texts.items()}
         for label, index in (("the version of weft", 0), ("the layout", 1)):
             if len({values[index] for values in gathered.values()}) > 1:
                 raise self.disagreement(label, {r: values[index] for r, values in gathered.items()})

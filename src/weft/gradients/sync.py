@@ -224,7 +224,7 @@ def _anywhere(
     rest = [d for d in transport.moving() if d not in dims]
     if not rest:
         return some, finite
-    texts = transport.all_gather_text(f"{int(some)} {int(finite)}", rest).values()
+    texts = transport.share("sync_gradients", f"{int(some)} {int(finite)}", rest).values()
     words = [text.split() for text in texts]
     return any(a == "1" for a, _ in words), all(b == "1" for _, b in words)
 
