@@ -165,6 +165,8 @@ def extreme(
     x: Part, name: str, over: tuple[int, ...], keepdim: bool, of_nan: bool = False
 ) -> Recipe:
     """`amax` or `amin` over some dims."""
+    if x.ndim and any(x.shape[d] == 0 for d in over):
+        raise IndexError(f"{name}: a dim to reduce has no positions, in {tuple(x.shape)}")
     out = reduced_dims(x.dims, over, keepdim)
     if not mixes_split(x, over):
         return on_locals(getattr(torch, name), (x, over, keepdim), out)

@@ -386,6 +386,8 @@ class _Only:
 @rule(*both("narrow"))
 def _narrow(x: Part, dim: int, start: Any, length: int) -> Recipe | Direct:
     if isinstance(start, Part):
+        if start.dtype.is_floating_point or start.dtype == torch.bool or start.ndim:
+            raise RuntimeError("narrow: start must be a tensor of one integer")
         return Direct(lambda y, d, s, n: y.narrow(d, int(s), n))
     return narrow(x, dim, start, length)
 

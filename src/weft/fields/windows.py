@@ -28,7 +28,17 @@ from .dims import (
 )
 from .exchange import around
 from .reduce import mean_over
-from .registry import Part, Recipe, cast_for_autocast, composite, on_locals, refused, rule, tuple_of
+from .registry import (
+    Part,
+    Recipe,
+    cast_for_autocast,
+    composite,
+    on_locals,
+    parts_in,
+    refused,
+    rule,
+    tuple_of,
+)
 
 BORDERS = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"}
 BORDERS["circular"] = "circular"
@@ -181,12 +191,14 @@ def _with_batch(convolution: Callable, nd: int) -> Callable:
     """A convolution that takes a tensor without a batch, too, as torch's does."""
 
     def run(given: Part, weight: Part, *args: Any, **kwargs: Any) -> Recipe:
-        if weight.is_field:
+        if weight.is_field or any(p.is_field for p in parts_in(args, kwargs)):
             raise refused("a convolution by weights that are a field", weight)
         if not given.is_field or given.ndim not in (nd + 1, nd + 2):
             raise refused("a convolution", given)
         if given.ndim == nd + 2:
             return convolution(given, weight, *args, **kwargs)
+        if given.shape[0] == 0:
+            raise refused("a convolution of no channels", given)
         x = unbatched(given)
         found = convolution(x, weight, *args, **kwargs)
 
@@ -267,8 +279,8 @@ def _transposed(nd: int) -> Callable:
         groups: int = 1,
         dilation: Any = 1,
     ) -> Recipe:
-        if x.is_split(1):
-            raise refused("a convolution over split channels", x)
+        if x.is_split(1) or x.shape[1] != weight.shape[0]:
+            raise refused("a convolution over split channels, or other channels than weights", x)
         goal = in_neighbours(x, range(2, nd + 2))
         dims, region = list(goal), x.region
         stride, dilation = tuple_of(stride, nd), tuple_of(dilation, nd)
@@ -279,7 +291,7 @@ def _transposed(nd: int) -> Callable:
             length = dim_size(dims[d])
             outputs = (length - 1) * stride[i] - 2 * pads[i] + extent + extra[i]
             if outputs < 1:
-                raise RuntimeError(f"a transposed convolution of {outputs} outputs along dim {d}")
+                raise refused(f"a transposed convolution of {outputs} outputs along dim {d}", x)
             chunks = dims[d][0].chunks
             if chunks is None:
                 dims[d] = whole(outputs)
@@ -360,8 +372,8 @@ def _pool(nd: int, kind: str) -> Callable:
         stride = kernel if stride is None or stride == [] else tuple_of(stride, nd)
         dilation, ceil = tuple_of(options.get("dilation", 1), nd), options.get("ceil_mode", False)
         first, fill = x.ndim - nd, float("-inf") if kind == "max" else 0.0
-        if not x.dtype.is_floating_point:
-            raise refused(f"{kind}_pool of integers", x)
+        if not x.dtype.is_floating_point or not math.prod(x.shape):
+            raise refused(f"{kind}_pool of integers, or of nothing", x)
         goal = in_neighbours(x, range(first, x.ndim))
         windows: dict[int, Windows] = {}
         pads: list[int] = []
@@ -453,8 +465,8 @@ def interpolate(
 ) -> Recipe:
     if antialias or mode not in ("nearest", "nearest-exact", *LINEAR):
         raise refused(f"interpolate with mode {mode!r}{' and antialias' * antialias}", x)
-    if not x.dtype.is_floating_point:
-        raise refused("interpolate of numbers that are not real", x)
+    if not x.dtype.is_floating_point or not math.prod(x.shape):
+        raise refused("interpolate of nothing, or of numbers that are not real", x)
     goal = in_neighbours(x, range(2, x.ndim))
     dims, nd, steps = list(goal), x.ndim - 2, []
     for i in range(nd):
