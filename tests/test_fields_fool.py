@@ -587,7 +587,7 @@ def test_ranks_that_differ_in_inference_are_refused(name):
         weft.on_threads(Layout.parse("height: halo=2"), rank, timeout=20)
 
 
-def test_a_model_of_which_nothing_is_split_is_refused_or_exact():
+def test_a_model_of_ids_alone_is_refused_or_exact():
     """Ids alone are split where the call says so, or the gradients would count once per rank."""
     table = torch.nn.Embedding(9, 4).double()
     ids = torch.randint(0, 9, (2, 6))
