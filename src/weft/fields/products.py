@@ -186,8 +186,9 @@ def einsum(equation: str, *operands: Any) -> Recipe:
 def _added(name: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
     @composite(*both(name))
     def added(
-        x: Tensor, one: Tensor, two: Tensor, *, beta: float = 1, alpha: float = 1, out: None = None
+        input: Tensor, *pair: Tensor, beta: float = 1, alpha: float = 1, **named: Any
     ) -> Tensor:
+        x, (one, two) = input, (*pair, *named.values())
         y = product(one, two)
         y = y if alpha == 1 else alpha * y
         if not beta:
