@@ -188,8 +188,8 @@ def _added(name: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
     def added(
         input: Tensor, *pair: Tensor, beta: float = 1, alpha: float = 1, **named: Any
     ) -> Tensor:
-        x, (one, two) = input, (*pair, *named.values())
-        y = product(one, two)
+        x, given = input, [*pair, *named.values()]
+        y = product(given[0], given[1])
         y = y if alpha == 1 else alpha * y
         if not beta:
             return y + torch.zeros_like(x).expand_as(y) if y.shape != x.shape else y
