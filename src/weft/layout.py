@@ -32,7 +32,7 @@ from .masks.given import mask_of
 from .masks.slices import sliced
 from .packing.assignment import Assignment
 from .packing.balance import SLACK, assign_together
-from .packing.blocks import balanced
+from .packing.blocks import balanced_runs
 from .packing.groups import balance_shares, packing_groups
 from .plan import order as sequence
 from .relayout.redistribute import redistribute
@@ -316,7 +316,7 @@ class Layout(LayoutDeclaration, Traceable):
 
         >>> layout = Layout.parse("tokens: ring=2")
         >>> layout.balance("tokens", Causal(), 8).chunks
-        (((2, 4),), ((0, 2), (6, 2)))
+        (((0, 2), (6, 2)), ((2, 4),))
         """
         self.refuse_shares("balancing")
         if -1 in self.mesh.values():
@@ -325,7 +325,8 @@ class Layout(LayoutDeclaration, Traceable):
         check_mask(mask)
         mask.check(length, length, 1)
         sizes = sequence.shard_sizes(length, self._parts(axis, keys=False))
-        return TokenOrder(balanced(sliced(mask, length, length), sizes, balance_shares(self, axis)))
+        shares = balance_shares(self, axis)
+        return TokenOrder(balanced_runs(sliced(mask, length, length), sizes, shares))
 
     def reorder(self, axis: str, order: TokenOrder) -> Layout:
         """This layout with the tokens of an axis in an order that is data; bound as this one is.

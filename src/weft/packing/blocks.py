@@ -62,7 +62,7 @@ def shares_of(
     return tuple(dict.fromkeys(found))
 
 
-def balanced(
+def balanced_runs(
     mask: Slices, sizes: Sequence[int], shares: Sequence[Shares]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Runs (start, tokens) of each chunk, of given sizes, so that every rank computes as much.
@@ -72,8 +72,8 @@ def balanced(
     >>> from weft.masks import Causal
     >>> from weft.masks.slices import sliced
     >>> ring = shares_of({"ring": 2}, [{"ring": Role.QUERY}])
-    >>> balanced(sliced(Causal(), 8, 8), (4, 4), ring)
-    (((2, 4),), ((0, 2), (6, 2)))
+    >>> balanced_runs(sliced(Causal(), 8, 8), (4, 4), ring)
+    (((0, 2), (6, 2)), ((2, 4),))
     """
     tiles = any(min(map(max, of_pass)) for of_pass in shares)
     chunks = max(1, sum(size > 0 for size in sizes))

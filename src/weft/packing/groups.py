@@ -38,7 +38,7 @@ def packing_groups(layout: LayoutDeclaration, axis: str) -> tuple[Groups, bool]:
         raise DeclarationError(
             f"pack: {layout.source} shares the scores of axis {axis!r} by queries and by keys"
             f" (mesh dims {', '.join(apart)}), and whole documents that balance one unbalance the"
-            f" other; layout.balance({axis!r}, mask, length) cuts them and balances both, and so does"
+            f" other; layout.balance({axis!r}, mask, length) cuts them and balances both; so does"
             f" the order 'striped': {axis}(striped) on one line"
         )
     _refuse_keys_alone(layout, axis, rules)
