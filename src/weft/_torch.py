@@ -37,6 +37,12 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
+def is_block_mask(value: object) -> bool:
+    """True for a block mask of FlexAttention, whose module is not imported to ask."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex is not None and isinstance(value, flex.BlockMask)
+
+
 def active_flash() -> str | None:
     """The implementation in the place of torch's own flash kernel: "FA3", "FA4"; None for that.
 
@@ -528,3 +534,8 @@ def reentrant_checkpoints() -> list:
             nodes.append(frame.f_locals["ctx"])
         frame = frame.f_back
     return nodes
+
+
+def shares_storage(one: Tensor, two: Tensor) -> bool:
+    """True if two tensors are views of one storage, of any device, meta included."""
+    return one.untyped_storage()._cdata == two.untyped_storage()._cdata
