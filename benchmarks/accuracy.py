@@ -61,8 +61,8 @@ from threadpoolctl import threadpool_limits
 
 from benchmarks import accuracy_report, real_tables
 from benchmarks.accuracy_plot import plot
+from benchmarks.common import RESULTS
 from benchmarks.real_tables import RealTable
-from benchmarks.timing import RESULTS
 from weft_models.tables.scores import auc
 
 FOLDS, TRAIN_ROWS, TEST_ROWS, SEED = 5, 1000, 500, 0

@@ -24,6 +24,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .common import note, notes, stored, table
+
 RESULTS = Path(__file__).parent / "results" / "elastic.md"
 #: Steps of a run, and of one in which the agent comes back.
 STEPS, MORE_STEPS = 30, 150
@@ -56,12 +58,6 @@ def rank(folder: str, arguments: list[str]) -> None:
 
     trainer.take_step = noted
     app(arguments, prog_name="weft")
-
-
-def note(folder: str, **what: object) -> None:
-    """One line of what happened; small appends do not mix."""
-    with open(f"{folder}/notes", "a") as file:
-        file.write(json.dumps({"time": time.time(), **what}) + "\n")
 
 
 # -- one run --------------------------------------------------------------------------------------
@@ -111,11 +107,6 @@ class Run:
         names = (p.parent.name for p in self.folder.glob("steps/step-*/index.json"))
         return max((int(name.removeprefix("step-")) for name in names), default=0)
 
-    def notes(self) -> list[dict]:
-        """All that ranks noted, in order."""
-        path = self.folder / "notes"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
     def until(self, done, end: float) -> bool:
         """Wait for something; False if all agents ended before, or the time did."""
         while time.time() < end:
@@ -164,14 +155,17 @@ def kill_one(number: int, wanted: dict, back: bool) -> tuple[list[str], bool]:
             if back:
                 joined, before = time.time(), run.steps()
                 run.agents[victim] = run.start(victim)
-                fours = [n for n in run.notes() if n["ranks"] == 4]
-                run.until(lambda: sum(n["ranks"] == 4 for n in run.notes()) > len(fours), end)
+                fours = [n for n in notes(run.folder) if n["ranks"] == 4]
+                run.until(lambda: sum(n["ranks"] == 4 for n in notes(run.folder)) > len(fours), end)
                 run.until(lambda: run.steps() > before, end)
                 grown = f"{time.time() - joined:.0f}"
             run.until(lambda: run.steps() == steps and _all_done(run), end)
             codes = [a.poll() for i, a in enumerate(run.agents) if back or i != victim]
-            sizes = [size for size, _ in _by_size(run.notes())]
-            error, drawn = weights_error(run.folder, steps, wanted), drawn_once(run.notes(), steps)
+            sizes = [size for size, _ in _by_size(notes(run.folder))]
+            error, drawn = (
+                weights_error(run.folder, steps, wanted),
+                drawn_once(notes(run.folder), steps),
+            )
         finally:
             run.close()
         ok = (
@@ -224,22 +218,8 @@ def drawn_once(notes: list[dict], steps: int) -> bool:
 
 def weights(folder: Path, steps: int) -> dict:
     """The model's tensors in the checkpoint of a run's last step."""
-    import torch
-    from safetensors import safe_open
-
-    from weft.checkpoint.folder import read_index
-
-    path, found = folder / "steps" / f"step-{steps:06d}", {}
-    for name, stored in read_index(path).tensors.items():
-        if not name.startswith("model."):
-            continue
-        found[name] = torch.zeros(stored.shape, dtype=torch.float64)
-        for block in stored.blocks:
-            with safe_open(path / block.file, "pt") as file:
-                part = file.get_tensor(name)
-            place = tuple(slice(a, a + n) for a, n in zip(block.start, part.shape))
-            found[name][place] = part
-    return found
+    found = stored(folder / "steps" / f"step-{steps:06d}")
+    return {name: tensor for name, tensor in found.items() if name.startswith("model.")}
 
 
 def weights_error(folder: Path, steps: int, wanted: dict) -> float:
@@ -252,10 +232,10 @@ def weights_error(folder: Path, steps: int, wanted: dict) -> float:
     return max(float((found[n] - w).norm() / w.norm().clamp(min=1e-3)) for n, w in wanted.items())
 
 
-HEAD = [
-    "kill", "agent", "at step", "next checkpoint after, s", "grown after, s", "ranks",
-    "error of the weights", "examples drawn", "exit codes",
-]  # fmt: skip
+HEAD = (
+    "kill | agent | at step | next checkpoint after, s | grown after, s | ranks"
+    " | error of the weights | examples drawn | exit codes"
+)
 
 
 def main() -> int:
@@ -275,24 +255,17 @@ def main() -> int:
         whole = Run(folder, {}, steps, ranks=1)
         whole.alone()
         wanted = weights(Path(folder), steps)
-        assert drawn_once(whole.notes(), steps)
+        assert drawn_once(notes(whole.folder), steps)
     rows, bad = [], 0
     for number in range(given.first, given.first + given.kills):
         row, ok = kill_one(number, wanted, given.back)
-        rows.append(f"| {' | '.join(row)} |")
+        rows.append(row)
         bad += not ok
-        print(rows[-1], f"load {os.getloadavg()[0]:.0f}", flush=True)
+        print(*rows[-1], f"load {os.getloadavg()[0]:.0f}", flush=True)
     if given.write:
-        lines = [
-            "# Kills of one agent of four",
-            "",
-            f"`python -m benchmarks.elastic {' '.join(sys.argv[1:])}`: {__doc__.splitlines()[0]}",
-            "",
-            f"| {' | '.join(HEAD)} |",
-            f"|{' --- |' * len(HEAD)}",
-            *rows,
-        ]
-        RESULTS.write_text("\n".join(lines) + "\n")
+        command = f"`python -m benchmarks.elastic {' '.join(sys.argv[1:])}`"
+        text = f"# Kills of one agent of four\n\n{command}: {__doc__.splitlines()[0]}\n\n"
+        RESULTS.write_text(text + table(HEAD, rows) + "\n")
     return int(bad > 0)
 
 

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .common import table
+
 RESULTS = Path(__file__).parent / "results" / "faults.md"
 RANKS, LIMIT = 4, 30.0
 PROGRAMS = ("train", "loop", "fsdp", "trainer", "generate")
@@ -275,20 +277,16 @@ def _log(logs: Path, rank: int) -> str:
 
 def report(outcomes: Sequence[Outcome]) -> str:
     """A table by program and kind of fault."""
-    lines = [
-        "| program | fault | faults | all ended within 30 s | longest | survivors that name it |"
-    ]
-    lines.append("|---|---|---:|---:|---:|---:|")
+    rows = []
     for program, kind in dict.fromkeys((o.fault.program, o.fault.kind) for o in outcomes):
         of = [o for o in outcomes if (o.fault.program, o.fault.kind) == (program, kind)]
         times = [o.seconds for o in of]
         in_time = sum(t is not None and t <= LIMIT for t in times)
         longest = "not at all" if None in times else f"{max(filter(None, times)):.1f} s"
         named, survivors = sum(o.named for o in of), sum(o.survivors for o in of)
-        lines.append(
-            f"| {program} | {kind} | {len(of)} | {in_time} | {longest} | {named} of {survivors} |"
-        )
-    return "\n".join(lines)
+        rows.append((program, kind, len(of), in_time, longest, f"{named} of {survivors}"))
+    head = "program | fault | faults: | all ended within 30 s: | longest: | survivors that name it:"
+    return table(head, rows)
 
 
 def main() -> None:

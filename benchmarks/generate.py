@@ -31,7 +31,8 @@ from benchmarks.families import KINDS, limited, one_line, tiny_config
 from weft.errors import WeftError
 
 ROOT = Path(__file__).parent.parent
-PAGE, RESULTS = ROOT / "docs" / "generate_families.md", ROOT / "benchmarks/results/generate.json"
+RESULTS = ROOT / "benchmarks/results/generate.json"
+PAGE = RESULTS.with_suffix(".md")
 #: How the prompt is split, and on how many ranks.
 LAYOUTS = (
     *("tokens(zigzag): ring=2", "tokens: ulysses=2"),
@@ -122,7 +123,7 @@ def page(rows: dict[str, dict]) -> str:
     return (
         "# Generation, by model family\n\n"
         f"{len(rows)} of the {len(exact_families())} causal families that "
-        f"[model families](families.md) calls exact, of transformers "
+        f"[model families](../../docs/families.md) calls exact, of transformers "
         f"{transformers.__version__}: a tiny configuration, random weights in fp64, a prompt of "
         f"{PROMPT} tokens, greedy, on {layouts}. Tokens of `generate` on ranks are compared with "
         f'those of one device; "{TOKENS} equal": the first {TOKENS} are the same on every rank. '

@@ -4,9 +4,7 @@
     python -m benchmarks.host "tokens(zigzag): ring=8" --profile
 
 What the GPU waits for where a call is short. One rank of 8, 64 tokens each, bf16, on one thread:
-best of 200 calls, forward and backward, and the calls of Python functions in one. Beside it, in the
-same run and with the same stubs, torch's `context_parallel` (two-chunk round robin), and
-ring-flash-attention's zigzag ring where it is installed.
+best of 200 calls, forward and backward, and the calls of Python functions in one.
 """
 
 from __future__ import annotations
@@ -15,16 +13,13 @@ import argparse
 import contextlib
 import cProfile
 import gc
-import importlib
 import pstats
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import weft
@@ -181,86 +176,6 @@ def best(made: Pass, repeats: int = 200) -> tuple[float, float]:
     return 1e6 * least[0], 1e6 * least[1]
 
 
-def context_parallel() -> Pass:
-    """The same of torch's `context_parallel` on rank 7 of a fake process group of 8."""
-    ring = importlib.import_module(
-        "torch.distributed.tensor.experimental._context_parallel._attention"
-    )
-
-    class Rotater:
-        def __init__(self, *_: Any) -> None:
-            pass
-
-        def exchange_buffers(self, buffer: Tensor) -> None:
-            self.buffer = buffer
-
-        def next_buffer(self) -> Tensor:
-            return torch.empty_like(self.buffer)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, **_: Any) -> tuple:
-        return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.float32), None
-
-    def attend_back(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> tuple:
-        return tuple(t.new_empty(t.shape) for t in (query, key, value))
-
-    ring._cp_options.enable_load_balance = True
-    ring._create_rotater = lambda *_, **__: Rotater()
-    q, k, v, above, out = (_by_token() for _ in range(5))
-    lse = torch.zeros(q.shape[:3])
-    group = dist.group.WORLD
-
-    def forward() -> Tensor:
-        ring._templated_ring_attention(group, 2, attend, q, k, v, is_causal=True)
-        return out
-
-    def backward(_: Tensor) -> None:
-        ring._templated_ring_attention_backward(
-            group, 2, attend_back, above, "grad_out", q, k, v, out, lse, True
-        )
-
-    return forward, backward
-
-
-def ring_flash_attention() -> Pass | None:
-    """The same of ring-flash-attention, None where it is not installed."""
-    flash = types.ModuleType("flash_attn.flash_attn_interface")
-
-    def attend(*_: Any, q: Tensor, **__: Any) -> tuple:
-        b, n, h, _ = q.shape
-        return torch.empty_like(q), q.new_empty(b, h, n, dtype=torch.float32), None, None
-
-    flash._flash_attn_forward = attend  # type: ignore[attr-defined]
-    flash._flash_attn_backward = lambda *_, **__: None  # type: ignore[attr-defined]
-    stubs = {"flash_attn": types.ModuleType("flash_attn"), flash.__name__: flash}
-    missing = {name: module for name, module in stubs.items() if name not in sys.modules}
-    sys.modules.update(missing)
-    try:
-        ring = importlib.import_module("ring_flash_attn.zigzag_ring_flash_attn")
-    except ImportError:
-        return None
-    finally:
-        for name in missing:
-            sys.modules.pop(name, None)
-
-    class Comm(ring.RingComm):  # type: ignore[misc, name-defined]
-        def commit(self) -> None:
-            self._reqs: list = []
-
-    ring.RingComm = Comm
-    q, k, v, above, out = (_by_token().transpose(1, 2) for _ in range(5))
-    lse = torch.zeros(1, HEADS, TOKENS)
-    group = dist.group.WORLD
-
-    def forward() -> Tensor:
-        ring.zigzag_ring_flash_attn_forward(group, q, k, v, 1.0)
-        return out
-
-    def backward(_: Tensor) -> None:
-        ring.zigzag_ring_flash_attn_backward(group, above, q, k, v, out, lse, 1.0)
-
-    return forward, backward
-
-
 def _row(name: str, made: Pass, repeats: int) -> str:
     forward, backward = made
     us = best(made, repeats)
@@ -297,14 +212,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(f"{'':40s} {'fwd us':>8s} {'bwd us':>8s} {'calls':>8s} {'calls':>8s}")
         for line in given.layouts:
             print(_row(line, passes(line), given.repeats), flush=True)
-    store = importlib.import_module("torch.testing._internal.distributed.fake_pg").FakeStore()
-    dist.init_process_group("fake", store=store, rank=7, world_size=8)
-    peers = {
-        "torch context_parallel, 8": context_parallel(),
-        "ring-flash-attention zigzag, 8": ring_flash_attention(),
-    }
-    for name, made in peers.items():
-        print(f"{name:40s} not installed" if made is None else _row(name, made, given.repeats))
 
 
 if __name__ == "__main__":

@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from .common import ratio
 from .overhead import ask
-from .timing import ratio
 
 PAGE = Path(__file__).parent / "results" / "hybrid.md"
 ABOUT = """# Hybrid models on ranks

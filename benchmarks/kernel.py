@@ -1,6 +1,6 @@
 """One rank: the overhead of weft.attention over the kernel that it calls.
 
-    python benchmarks/kernel.py
+    python -m benchmarks.kernel
 
 Forward and backward of `weft.attention` on a layout of one device, against
 `F.scaled_dot_product_attention` and against torch's flash kernel called directly, at several
@@ -10,18 +10,14 @@ lengths; and the overhead per call at 16 tokens. Sides take turns; numbers are m
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
-import sys
-
-sys.path.insert(0, os.path.dirname(__file__))  # as a script, and as a module of benchmarks
 
 import torch
 import torch.nn.functional as F
-from timing import interleaved, ratio, save
 from torch import Tensor
 
 import weft
+from benchmarks.common import interleaved, ratio, save
 
 HEADS, HEAD_DIM = 8, 64
 

@@ -13,6 +13,7 @@ bit for bit.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import random
@@ -21,10 +22,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from .common import note, notes, stored, table
 
 RESULTS = Path(__file__).parent / "results" / "kills.md"
 LAYOUT, RANKS, STEPS, EVERY = "rows: ring=2", 2, 24, 2
@@ -137,13 +139,6 @@ def train(folder: str, begins, with_tables: bool) -> None:
     trainer.fit(spec, layout, checkpoint_dir=f"{folder}/run", evaluate_tables=with_tables, **given)
 
 
-def note(folder: str, **what: object) -> None:
-    """One line of what happened; small appends do not mix."""
-    line = json.dumps({"time": time.time(), **what}) + "\n"
-    with open(f"{folder}/notes", "a") as file:
-        file.write(line)
-
-
 # -- one run --------------------------------------------------------------------------------------
 
 
@@ -165,8 +160,7 @@ def run(kills: list[Kill], launcher: str) -> tuple[list[dict], str, int]:
             )
         if done.returncode:
             print(Path(folder, "output").read_text()[-3000:], file=sys.stderr)
-        notes = [json.loads(line) for line in Path(folder, "notes").read_text().splitlines()]
-        return notes, weights(Path(folder, "run")), done.returncode
+        return notes(folder), weights(Path(folder, "run")), done.returncode
 
 
 def launch(folder: str) -> None:
@@ -183,22 +177,15 @@ def launch(folder: str) -> None:
 
 def weights(folder: Path) -> str:
     """A digest of all tensors of the last checkpoint but the random generators' states."""
-    import hashlib
-
-    from safetensors import safe_open
-
-    from weft.checkpoint.folder import read_index
     from weft.checkpoint.run import complete_steps, step_folder
 
     steps = complete_steps(folder)
     if not steps or steps[-1] != STEPS:
         return f"ended at step {steps[-1] if steps else 0}"
-    path = step_folder(folder, steps[-1])
     digest = hashlib.sha256()
-    for name, stored in sorted(read_index(path).tensors.items()):
-        for block in stored.blocks if not name.startswith("random.") else ():
-            with safe_open(path / block.file, "pt") as file:
-                digest.update(name.encode() + file.get_tensor(name).numpy().tobytes())
+    for name, tensor in sorted(stored(step_folder(folder, steps[-1])).items()):
+        if not name.startswith("random."):
+            digest.update(name.encode() + tensor.numpy().tobytes())
     return digest.hexdigest()[:12]
 
 
@@ -226,10 +213,10 @@ def rows(number: int, kills: list[Kill], launcher: str, notes: list[dict]) -> It
         yield [*start, noticed, back, named, message.replace("|", "/")[:90]]
 
 
-HEAD = [
-    "kill", "started by", "killed in", "rank",
-    "survivor fails after, s", "all back after, s", "launcher names", "survivor says",
-]  # fmt: skip
+HEAD = (
+    "kill | started by | killed in | rank | survivor fails after, s | all back after, s"
+    " | launcher names | survivor says"
+)
 
 
 def main() -> int:
@@ -248,45 +235,37 @@ def main() -> int:
         launch(given.folder)
         return 0
     _, wanted, code = run([], "weft")
-    table, results, bad = [], [], code
+    rows_of, results, bad = [], [], code
     for number in range(given.runs):
         kills, launcher = draw(given.seed + number), ("weft", "torchrun")[number % 2]
-        notes, found, code = run(kills, launcher)
-        table += list(rows(number + 1, kills, launcher, notes))
+        happened, found, code = run(kills, launcher)
+        rows_of += list(rows(number + 1, kills, launcher, happened))
         same = "bitwise those of the undisturbed run" if found == wanted else f"OTHERS: {found}"
-        results.append(f"| {number + 1} | {launcher} | {len(kills)} | {same} | {code} |")
+        results.append((number + 1, launcher, len(kills), same, code))
         bad += code != 0 or found != wanted
-        print(results[-1], flush=True)
-    text = report(table, results, given)
+        print(*results[-1], flush=True)
+    text = report(rows_of, results, given)
     print(text)
     if given.write:
         RESULTS.write_text(text)
     return int(bad > 0)
 
 
-def report(table: list[list[str]], results: list[str], given: argparse.Namespace) -> str:
-    reached = [row for row in table if row[4] != "not reached"]
-    lines = [
-        "# Kills",
-        "",
-        f"`python -m benchmarks.kills --runs {given.runs} --seed {given.seed} --write`: "
-        f"{len(reached)} ranks killed with SIGKILL at seeded moments of {given.runs} training runs "
-        f"on {RANKS} processes, {STEPS} steps, a checkpoint every {EVERY}. Every run goes on by "
-        "itself after each kill.",
-        "",
-        "| run | started by | kills | final weights and optimizer states | exit code |",
-        "| --- | --- | --- | --- | --- |",
-        *results,
-        "",
-        "A survivor that was stopped before it noticed says nothing. `all back` is when the new "
-        "ranks had started: after they imported torch as `weft` starts them, before under "
-        "torchrun.",
-        "",
-        f"| {' | '.join(HEAD)} |",
-        f"|{' --- |' * len(HEAD)}",
-        *(f"| {' | '.join(row)} |" for row in table),
-    ]
-    return "\n".join(lines) + "\n"
+def report(kills: list[list[str]], results: list[tuple], given: argparse.Namespace) -> str:
+    reached = [row for row in kills if row[4] != "not reached"]
+    return f"""# Kills
+
+`python -m benchmarks.kills --runs {given.runs} --seed {given.seed} --write`: {len(reached)} ranks
+killed with SIGKILL at seeded moments of {given.runs} training runs on {RANKS} processes, {STEPS}
+steps, a checkpoint every {EVERY}. Every run goes on by itself after each kill.
+
+{table("run | started by | kills | final weights and optimizer states | exit code", results)}
+
+A survivor that was stopped before it noticed says nothing. `all back` is when the new ranks had
+started: after they imported torch as `weft` starts them, before under torchrun.
+
+{table(HEAD, kills)}
+"""
 
 
 if __name__ == "__main__":

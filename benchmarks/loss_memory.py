@@ -29,7 +29,7 @@ import weft
 from weft.launch import launcher as launch
 from weft.losses import cross_entropy
 
-from .timing import RESULTS, save
+from .common import RESULTS, save
 
 WORDS, WIDTH, RANKS = 151_936, 32, 4
 M_MMAP_THRESHOLD = -3  # of glibc's mallopt

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.timing import ratio, save
+from benchmarks.common import ratio, save
 
 HEADS, HEAD_DIM, VOCABULARY = 8, 64, 1024
 LINES = {"attention": "tokens: ring=2", "llama": "tokens(zigzag): ring=2"}

@@ -17,7 +17,7 @@ from weft.launch.launcher import run
 from weft.layout import Layout
 from weft_models.pair.pairformer import PairformerBlock
 
-from .memory import saving
+from .common import saving
 
 LAYOUTS = {
     1: "",

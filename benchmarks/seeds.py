@@ -1,28 +1,20 @@
 """Random layouts on a seeded transport: late messages in any order, ranks killed at any step.
 
-    python -m benchmarks.seeds                    # 10,000 runs
-    python -m benchmarks.seeds --write            # and results/seeds.md
-    python -m benchmarks.seeds --count 300 --first 5000
-    python -m benchmarks.seeds --only 4711        # one run again, described
+`python -m benchmarks.campaigns seeds` makes the runs.
 
 Every run attends forward and backward on a random layout, mask and shape, compared in fp64 with
 plain attention; one in five kills a rank at a random message. Right is: without a kill every
 number within 1e-11; with one, every other rank either ends with right numbers or raises a
-`RankError`, and nobody waits for ever. The last line is a digest of all that happened, message by
-message: the same whenever the same runs are made.
+`RankError`, and nobody waits for ever.
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import hashlib
 import random
-import time
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
 
 import weft
 from tests.seeded import Kill, Killed, SeededRun, run_seeded
@@ -33,7 +25,6 @@ from weft.testing.reference import relative_error
 TERMS = ("ring={}", "gather={}", "pass_q={}", "burst={}", "ulysses={}", "tile={}x{}",
          "hierarchical={}x{}")  # fmt: skip
 LIMIT = 1e-11
-RESULTS = Path(__file__).parent / "results" / "seeds.md"
 
 
 @dataclass(frozen=True)
@@ -124,19 +115,11 @@ def judge(drawn: Draw, run: SeededRun, errors: list[float]) -> str:
     return ""
 
 
-def main() -> int:
-    """Make the runs; print what went wrong, how runs ended, and the digest of all."""
-    options = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    options.add_argument("--count", type=int, default=10_000)
-    options.add_argument("--first", type=int, default=0)
-    options.add_argument("--only", type=int, help="one run, by its number")
-    options.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
-    chosen = options.parse_args()
-    torch.set_num_threads(1)
-    numbers = range(chosen.first, chosen.first + chosen.count)
+def campaign(numbers: Iterable[int], show: bool = False) -> tuple[collections.Counter, int, str]:
+    """Make runs: how they ended, how many were wrong, and the digest of all."""
     ended: collections.Counter = collections.Counter()
-    digest, wrong, start = hashlib.sha256(), 0, time.perf_counter()
-    for number in numbers if chosen.only is None else [chosen.only]:
+    digest, wrong = hashlib.sha256(), 0
+    for number in numbers:
         drawn = draw(number)
         run, errors = attend(drawn, number)
         why = judge(drawn, run, errors)
@@ -144,37 +127,6 @@ def main() -> int:
         ended["wrong" if why else f"a rank killed, {raised} raised" if raised else "exact"] += 1
         wrong += bool(why)
         digest.update(f"{number} {run.digest} {raised};".encode())
-        if why or chosen.only is not None:
+        if why or show:
             print(f"#{number} {drawn}\n    {why or 'right'}; messages by rank {run.steps}")
-    for name, count in sorted(ended.items()):
-        print(f"{count:6} {name}")
-    took = time.perf_counter() - start
-    print(f"{sum(ended.values())} runs in {took:.0f} s, {wrong} wrong; digest {digest.hexdigest()}")
-    if chosen.write:
-        RESULTS.write_text(report(chosen, ended, took, wrong, digest.hexdigest()))
-    return 1 if wrong else 0
-
-
-def report(
-    chosen: argparse.Namespace, ended: collections.Counter, took: float, wrong: int, digest: str
-) -> str:
-    """What is written of all runs."""
-    killed = sum(count for name, count in ended.items() if "killed" in name)
-    rows = "\n".join(f"| {name} | {count:,} |" for name, count in sorted(ended.items()))
-    return f"""# Seeded runs
-
-`python -m benchmarks.seeds --count {chosen.count} --first {chosen.first} --write`: random layouts,
-masks and shapes on a transport that delivers late and in any legal order, by a seed. A rank was
-killed in {killed:,} of them. {took:.0f} s on one core, {wrong} wrong.
-
-| how it ended | runs |
-| --- | ---: |
-{rows}
-
-Digest of all that happened, message by message, the same whenever these runs are made:
-`{digest}`
-"""
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return ended, wrong, digest.hexdigest()

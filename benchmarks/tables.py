@@ -34,8 +34,7 @@ from weft.launch.launcher import run
 from weft.layout import Layout
 from weft_models.models import ModelSpec, compose
 
-from .memory import saving
-from .timing import RESULTS, save
+from .common import RESULTS, save, saving
 
 FEATURES, MIB = 5, 1 << 20
 TRAIN = {1: "rows: local", 2: "rows: ring=2", 4: "rows: tile=2x2", 8: "rows: tile=2x4"}

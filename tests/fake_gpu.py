@@ -35,7 +35,7 @@ from weft.runtime import calls
 #: weft's custom ops by name: under a mode their bodies run in place of their fakes.
 BODIES = {
     getattr(torch.ops.weft, name + suffix).default: OPDEFS[f"weft::{name}{suffix}"].body
-    for name in ("attention", "redistribute", "states", "states_tree", "take")
+    for name in ("attention", "redistribute", "states", "take")
     for suffix in ("", "_backward")
 }
 
@@ -113,7 +113,7 @@ class OneOf(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims) -> None:
         assert tensor.is_cuda
 
-    def _vote(self, mesh_dims, digest: int, names) -> Callable[[], bool]:
+    def _vote(self, mesh_dims, digest: int, name) -> Callable[[], bool]:
         return lambda: True
 
     def _all_gather_text(self, text: str, mesh_dims) -> dict[int, str]:

@@ -79,6 +79,7 @@ def test_work_is_balanced_from_256_tokens_a_rank_on(ranks):
         assert max(work) <= 1.05 * sum(work) / ranks, lengths[:9]
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("seed", range(40))
 def test_every_token_is_on_one_rank(seed):
     draw = np.random.default_rng(seed)

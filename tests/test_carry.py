@@ -21,9 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import weft
-from weft.carry import fragments as plans
-from weft.carry.choose import Carried, ways_of
-from weft.carry.fragments import by_heads, fragments
+from weft.carry.fragments import StateExchange, by_heads, fragments
 from weft.carry.pieces import LocalPieces
 from weft.declare.layout_file import Binding
 from weft.declare.orders import TokenOrder
@@ -132,7 +130,7 @@ def _convolved(run: Tensor, weight: Tensor) -> Tensor:
     return convolution(run, weight)[:, weight.shape[1] - 1 :]
 
 
-LAYERS = {"gather": on_pieces, "tree": on_pieces, "chain": on_chain}
+LAYERS = {"gather": on_pieces, "chain": on_chain}
 
 
 def carried(layout: Layout, way: str) -> Layout:
@@ -297,13 +295,12 @@ def decays(kind: str, length: int) -> tuple[Tensor, Tensor]:
 
 
 @covering(
-    "tokens line kind way",
+    "tokens line kind",
     [(17, None), (3, None), (17, (4, 1, 12))],
     ["tokens: ring=3", "tokens(zigzag): ring=3", "tokens: tile=2x2"],
     DECAYS,
-    ["gather", "tree"],
 )
-def test_scan(kind, line, tokens, way):
+def test_scan(kind, line, tokens):
     length, documents = tokens
     whole = [t.requires_grad_() for t in decays(kind, length)]
     parts = zip(*(t.split(list(documents or (length,)), 1) for t in whole))
@@ -318,7 +315,7 @@ def test_scan(kind, line, tokens, way):
         (out * layout.shard(above, AXIS)).sum().backward()
         return [layout.gather(t.detach(), AXIS) for t in (out, *(t.grad for t in local))]
 
-    for found, right in zip(weft.on_threads(carried(Layout.parse(line), way), rank)[0], wanted):
+    for found, right in zip(weft.on_threads(Layout.parse(line), rank)[0], wanted):
         torch.testing.assert_close(found, right, rtol=0, atol=1e-11)
 
 
@@ -382,9 +379,7 @@ def only_a_scan(pieces: LocalPieces, x: Tensor, gates: Tensor, weight: Tensor) -
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize(
-    ("way", "layer"), [*LAYERS.items(), ("gather", only_a_scan), ("tree", only_a_scan)]
-)
+@pytest.mark.parametrize(("way", "layer"), [*LAYERS.items(), ("gather", only_a_scan)])
 def test_two_forwards_before_one_backward_and_checkpointing(way, layer):
     x, gates, weight, _ = tensors(23)
 
@@ -430,8 +425,7 @@ def test_ranks_that_run_equal_backward_passes_in_other_orders_refused(movement):
         weft.on_threads(Layout.parse("tokens: ring=2"), rank, timeout=20)
 
 
-@pytest.mark.parametrize("way", ["gather", "tree"])
-def test_ranks_without_states_take_part_in_backward_passes(way):
+def test_ranks_without_states_take_part_in_backward_passes():
     """The first piece of all needs no state, and its kernel may be called without one."""
 
     def rank(layout):
@@ -443,7 +437,7 @@ def test_ranks_without_states_take_part_in_backward_passes(way):
             pieces.join(1, [x if piece.begins else x + states[0]], states).sum().backward()
         return x.grad.flatten().tolist()
 
-    found = weft.on_threads(carried(Layout.parse("tokens: ring=3"), way), rank, timeout=20)
+    found = weft.on_threads(Layout.parse("tokens: ring=3"), rank, timeout=20)
     assert found == [[2.0, 10.0], [6.0, 6.0], [2.0, 2.0]]
 
 
@@ -606,39 +600,17 @@ def test_ranks_that_differ_are_refused_everywhere(wrong, message):
 # -- the way that a layout leaves open ------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hosts", "length"), [(4, 1024), (4, 4096), (8, 1024)])
-@pytest.mark.parametrize("rate", [60, 200])
-def test_a_chain_on_slow_links(hosts, length, rate):
-    """The six settings of `benchmarks.cluster.states`, Mbit/s; 8 heads of 64 x 64."""
-    rates = {"bandwidth": rate * 1e6 / 8, "latency": 5e-4}
-    layout = replace(Layout.parse(f"tokens: ring={hosts}"), rates=rates)
-    size = 8 * 64 * 64
-    ways = ways_of(layout, "tokens", length, "cpu", Carried(4 * size, 4 * size, size, 2.0))
-    assert ways.way == "chain"
-    assert ways.of_maps == "tree"
-    assert set(ways.seconds) == {"gather", "tree", "chain"}
-    assert ways.received["chain"] == 2 * 4 * size
-
-
-def test_tree_where_ranks_would_wait_for_each_other_for_long():
-    layout, size = Layout.parse("tokens: ring=64"), 32 * 128 * 128
-    ways = ways_of(layout, "tokens", 1 << 20, "cpu", Carried(4 * size, 4 * size, size, 2.0))
-    assert ways.way == ways.of_maps == "tree"
-    assert "gather" not in ways.seconds
-
-
-@pytest.mark.parametrize(("rates", "chain"), [({"bandwidth": 1e6}, True), ({"latency": 1}, False)])
-def test_every_rank_decides_alike_by_the_layouts_rates(rates, chain, monkeypatch):
-    """Ranks have other numbers of tokens; in a graph maps are composed, which are ops."""
-    layout = replace(Layout.parse("tokens(zigzag): ring=3"), rates=rates)
+@pytest.mark.parametrize(("ranks", "chain"), [(8, False), (9, True)])
+def test_many_ranks_hand_states_on(ranks, chain, monkeypatch):
+    """In a graph maps are composed, which are ops."""
+    layout = Layout.parse(f"tokens(zigzag): ring={ranks}")
 
     def rank(layout):
-        pieces = LocalPieces(layout, "tokens", 7)
-        return pieces.in_chain(torch.ones(1), (2, 8, 64, 64), (2, 8, 64, 64))
+        return LocalPieces(layout, "tokens", 7).in_chain()
 
-    assert weft.on_threads(layout, rank) == [chain] * 3
+    assert weft.on_threads(layout, rank) == [chain] * ranks
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
-    assert weft.on_threads(layout, rank) == [False] * 3
+    assert weft.on_threads(layout, rank) == [False] * ranks
 
 
 # -- bytes ----------------------------------------------------------------------------------------
@@ -654,7 +626,7 @@ def test_bytes_do_not_grow_with_the_sequence(line, per_rank):
         plan = fragments(layout, "tokens", length)
         states, halos = [], []
         for chunk in range(4):
-            state = plans.StateExchange(plan, chunk, map_bytes)
+            state = StateExchange(plan, chunk, map_bytes)
             left = plan.around(Windows(TAPS, 1, 1 - TAPS, length, TAPS - 1))
             halo = TakePass(left, chunk, column_bytes)
             states += [state.traffic(backward).bytes for backward in (False, True)]
@@ -663,3 +635,11 @@ def test_bytes_do_not_grow_with_the_sequence(line, per_rank):
         slots = 4 * per_rank - (per_rank - 1)
         assert sum(states[::2]) == sum(states[1::2]) == 3 * slots * map_bytes
         assert sum(halos) == (slots - 1) * (TAPS - 1) * column_bytes
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8])
+def test_gradients_of_states_cross_slow_links_summed(nodes):
+    """A node of 8 ranks receives the sum for each of its ranks from every other node."""
+    plan = fragments(Layout.parse(f"tokens: hierarchical={nodes}x8"), "tokens", 1 << 14)
+    received = StateExchange(plan, 0, 1).traffic(True).received
+    assert {dim: n for (dim, _), n in received.items()} == {"inter": nodes - 1, "intra": 7 * nodes}

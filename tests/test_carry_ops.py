@@ -46,7 +46,6 @@ def _compiled(rank: int, name: str, backend: str, packed: tuple[int, ...] | None
     ("name", "backend", "packed"),
     [
         ("tile", "aot_eager", None),
-        pytest.param("tile in a tree", "aot_eager", (20, 1, 29), marks=pytest.mark.slow),
         pytest.param("no carry", "aot_eager", (20, 1, 29), marks=pytest.mark.slow),
         pytest.param("ulysses", "aot_eager", None, marks=pytest.mark.slow),
     ],
@@ -56,7 +55,7 @@ def test_one_graph_is_what_eager_is(pool, name, backend, packed):
 
 
 @pytest.mark.few(2)
-@pytest.mark.parametrize("name", ["ring", "zigzag", "tree", "heads within ulysses"])
+@pytest.mark.parametrize("name", ["ring", "zigzag", "heads within ulysses"])
 def test_a_checkpoint_that_keeps_the_ops_repeats_no_exchange(name):
     """Outputs and gradients stay; each exchange goes once there and once back."""
 

@@ -81,6 +81,7 @@ def chosen(layout: weft.Layout, tensors, count: int, mask: weft.Mask, wanted: Te
     return run_threads(layout.mesh, work)
 
 
+@pytest.mark.few(16)
 @covering(
     "line lists n count mask ties",
     LINES,

@@ -150,6 +150,7 @@ def _check(bound: Layout, loss_of, wanted: tuple[Tensor, dict[str, Tensor]]) -> 
         torch.testing.assert_close(grad, whole, rtol=0, atol=1e-11 * max(1, whole.abs().max()))
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("line", LAYOUTS)
 @pytest.mark.parametrize("loss_of", LOSSES, ids=lambda f: f.__name__)
 def test_a_loss_and_its_gradients_are_those_of_one_process(loss_of, line):

@@ -137,21 +137,6 @@ def test_every_public_name_has_an_api_page():
     assert public - named - errors == set()
 
 
-def test_pages_name_tests_that_exist():
-    named = [
-        (page.name, file, name)
-        for page in (ROOT / "docs").glob("*.md")
-        for file, name in re.findall(r"`(test_\w+\.py)::(test_\w+)`", page.read_text())
-    ]
-    assert {page for page, *_ in named} >= {
-        *("packed.md", "rows.md", "trainers.md", "promises.md"),
-        "classification.md",
-    }
-    for page, file, name in named:
-        text = (ROOT / "tests" / file).read_text()
-        assert re.search(rf"^def {name}\(", text, re.MULTILINE), (page, file, name)
-
-
 def test_every_tutorial_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for notebook in (ROOT / "tutorials").glob("*.ipynb"):

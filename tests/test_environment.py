@@ -14,6 +14,7 @@ TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE
 SLURM = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_TASKS_PER_NODE": "2(x2)"}
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize("value", ["abc", "-1", "1.0", "0x1", "1 2", "9" * 5000, "²", "\x1b[2J"])
 @pytest.mark.parametrize("name", [*TORCHRUN, *SLURM])
 def test_variables_that_are_no_numbers_are_refused_by_name(name, value):

@@ -144,6 +144,7 @@ ONE_RULE = {
 }
 
 
+@pytest.mark.few(16)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("kind", ["frame", "strings", "array", "objects", "file"])
 @pytest.mark.parametrize("case", ONE_RULE)

@@ -51,13 +51,13 @@ def test_printed_layouts_bind_to_the_model(kind):
     """Of a hybrid none is striped, and no mesh dim repeats another's work."""
     found = search(kind, recompute=["layers"], losses=["chunked"])
     layouts = {row.layout for row in found.rows()}
-    alone = count_model(found.model.shortened(4), Layout.parse("tokens: local"), 4096).flops
+    alone = count_model(found.model, Layout.parse("tokens: local"), 4096, layers=4).flops
     for layout in layouts:
         assert layout.declaration == Layout.parse(layout.name).declaration
         if kind != "llama":
             assert "striped" not in layout.order.values()
             continue
-        flops = count_model(found.model.shortened(4), layout, 4096).flops
+        flops = count_model(found.model, layout, 4096, layers=4).flops
         assert tuple(n * layout.world_size for n in flops) == alone
 
 
@@ -182,7 +182,7 @@ def test_machine_of_unknown_memory_has_no_longest_row(config, tmp_path):
 def test_command_serves(config):
     told = said(config, "--tokens", "16384", "--devices", "4", "--hardware", "h100-8", "--serve")
     assert "fits on one rank, without a layout" in told
-    assert re.search(r" 4 0\.0 GB .*yes 24\.4 KiB", told)  # 4 layers x 3 x 8 x 65 x 4 bytes
+    assert re.search(r" 4 0\.0 GB .*yes 12\.4 KiB", told)  # 4 layers x 3 x 8 x (64 x 2 + 4) bytes
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,7 @@ def test_bytes_of_uneven_heads_are_as_planned(line, heads, kv_heads):
     weft.on_threads(layout, rank)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("ways", range(1, 17))
 @pytest.mark.parametrize(("heads", "kv_heads"), [(40, 8), (28, 4), (14, 2), (16, 16), (24, 1)])
 def test_shares_are_whole_balanced_and_served(heads, kv_heads, ways):

@@ -36,8 +36,6 @@ ROOMS = (
     ("plan",),
     ("decode.owners", "packing"),
     ("carry.fragments",),
-    ("carry.tree",),
-    ("carry.choose",),
     ("relayout.fetch",),
     ("runtime",),
     ("relayout", "decode"),
@@ -263,101 +261,6 @@ def test_a_circle_and_a_step_upward_would_be_noticed(monkeypatch: pytest.MonkeyP
         test_no_module_imports_in_a_circle()
 
 
-#: Words that the field has a term for, as they stand in names and sentences.
-OLD_WORDS = {
-    r"cargo(es)?": "payload",
-    r"parcels?": "point-to-point batch",
-    r"itinerar(y|ies)": "fetch plan",
-    r"patience": "look-ahead",
-    r"thrift": "slack",
-    r"slowness(es)?": "relative link cost",
-    r"givers?": "source",
-    r"takers?": "destination",
-    r"resident": "replicated",
-    r"compar(e|es|ed|ing) notes": "consistency check",
-    r"tile positions?": "compute placement",
-    r"sights?": "mask context",
-    r"owed": "outstanding",
-    r"blind (rows?|queries|query)": "fully masked",
-    r"bands? of rows": "row block",
-    r"hops?": "step",
-    r"(go|goes|going) home": "return to their owners",
-    r"pieces? (of|in) (a|the|its) chunk": "sub-chunk",
-    r"exchanges of full tensors": "all-to-alls",
-    r"(what|all) there is": "a name for it",
-    r"without a word": "silently",
-    r"(unless|if not) told otherwise": "by default",
-}
-
-
-#: What is read beside the source; `docs/families.md` and benchmarks' results quote messages.
-READ = (
-    "docs/**/*.md",
-    "docs/*.py",
-    "tutorials/*.py",
-    "tutorials/*.md",
-    "benchmarks/**/*.py",
-    "*.md",
-)
-
-
-@functools.cache
-def texts() -> dict[Path, list[str]]:
-    """The lines of every file that a reader sees, with the words of a CamelCase name apart."""
-    beside = {path for pattern in READ for path in ROOT.glob(pattern)} - {ROOT / "docs/families.md"}
-    return {
-        path: re.sub(r"(?<=[a-z])(?=[A-Z])", " ", path.read_text()).splitlines()
-        for path in sorted({*SOURCES.values(), *beside})
-    }
-
-
-#: Names that say who speaks, and not what the value is.
-NAMES = re.compile(r"_?(said|told)")
-
-
-def test_variables_are_named_after_their_values():
-    found = [
-        f"{path.relative_to(ROOT)}:{node.lineno}: {name}"
-        for path in texts()
-        if path.suffix == ".py"
-        for node in ast.walk(tree(path))
-        for name in (
-            getattr(node, "id", None),
-            getattr(node, "arg", None),
-            getattr(node, "name", None),
-        )
-        if isinstance(name, str) and NAMES.fullmatch(name)
-    ]
-    assert not found, "; ".join(found)
-
-
-#: Names of local variables under which a reader learns nothing of the value.
-VAGUE = {"own", "made", "what", "more", "others"}
-
-
-def test_local_variables_are_nouns_of_their_values():
-    assert not [
-        f"{path.relative_to(ROOT)}:{node.lineno}: {node.id}"
-        for path in SOURCES.values()
-        for function in ast.walk(tree(path))
-        if isinstance(function, ast.FunctionDef)
-        for node in ast.walk(function)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE
-    ]
-
-
-def test_the_field_s_terms_are_used():
-    old = {re.compile(rf"(?<![a-z])({word})(?![a-z])", re.I): OLD_WORDS[word] for word in OLD_WORDS}
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}: write {new!r}"
-        for path, lines in texts().items()
-        for number, line in enumerate(lines, 1)
-        for word, new in old.items()
-        if word.search(line)
-    ]
-    assert not found, "; ".join(found)
-
-
 def test_a_public_name_is_defined_once():
     """Commands are functions of the command line's names, and do not count."""
     homes: dict[str, set[str]] = defaultdict(set)  # overloads are in one file
@@ -432,31 +335,6 @@ def test_few_cases_have_every_value_of_their_parameters():
     assert {v for pair in chosen for v in pair.values()} == {*"abcxyz"}
     assert cases([{"n": n} for n in range(9)], 3) == {0, 4, 8}
     assert cases(pairs, 20) == {*range(9)}
-
-
-def test_names_of_tests_have_at_most_ten_words():
-    names = [
-        node.name
-        for path in (ROOT / "tests").glob("*.py")
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-    ]
-    assert not [name for name in names if len(name.split("_")) > 11]
-
-
-def test_first_lines_of_docstrings_have_a_noun():
-    """None is a relative clause: "what it moves" is written "bytes that it moves"."""
-    clause = re.compile(
-        r"(What|Of which|Those|Which|By what|The one|Of the|How|Whether|Of)\b(?!.*\?)"
-    )
-    found = [
-        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
-        for path in SOURCES.values()
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)
-        if clause.match(ast.get_docstring(node) or "")
-    ]
-    assert not found
 
 
 if __name__ == "__main__":

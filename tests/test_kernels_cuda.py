@@ -383,6 +383,7 @@ def test_head_dims_of_generation_4(install, capability: int, newer: bool, widest
     assert "head dims up to" in kernel.refuses(Request("cuda", torch.bfloat16, widest + 8, 64))
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("name", strides.NAMES)
 @pytest.mark.parametrize("generation", STAND_INS)
 def test_packages_get_strides_that_they_read(install, generation: int, name: str) -> None:

@@ -1,12 +1,13 @@
 """Ranks that a command starts: no orphans, the rank that failed first is named, restarts."""
 
 import datetime
-import json
+import multiprocessing
 import os
+import pickle
 import signal
-import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -22,7 +23,6 @@ from weft.launch import environment as place
 from weft.launch import failures
 from weft.launch import launcher as launch
 from weft.launch.environment import launch_id
-from weft.launch.monitor import Ending, LauncherMonitor
 
 
 def alive(session: int) -> list[int]:
@@ -119,7 +119,7 @@ def test_ranks_start_again_after_a_death(tmp_path):
     notes = []
     given = {"ranks": 2, "restarts": 1, "on_restart": notes.append}
     assert launch.run(_die, "recovers", str(tmp_path), **given) == "attempt 1"
-    assert notes == ["rank 1 was killed by SIGKILL; all ranks start again (1 of 1)"]
+    assert notes == ["rank 1 was killed by SIGKILL; 2 ranks start again (1 of 1)"]
 
 
 def _one_too_many() -> tuple[str, str | None]:
@@ -152,76 +152,54 @@ def test_what_is_refused_is_not_tried_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tried-0"]
 
 
-def ending(rank, seconds, message=None, follows=False, code=None, attempt=0):
-    return Ending(rank, attempt, seconds, message, follows, code=code)
+FOLLOWS, ERROR = ("gloo", True), ("ValueError", False)
 
-
-CAUSES = {
-    "killed, others follow": (
-        [ending(0, 1.1, "gone", follows=True), ending(2, 1.0, code=-9), ending(1, 1.2, "gloo")],
-        "rank 2 was killed by SIGKILL",
-    ),
-    "news of a death may be a little late": (
-        [ending(0, 1.0, "gloo"), ending(2, 1.02, code=-9)],
-        "rank 2 was killed by SIGKILL",
-    ),
-    "an error, others are stopped": (
-        [ending(1, 1.0, "ValueError"), ending(0, 1.3, code=-15), ending(2, 6.0, code=-9)],
-        "rank 1: ValueError",
-    ),
-    "an error, others follow first": (
-        [ending(0, 1.0, "rank 1 is gone", follows=True), ending(1, 1.1, "ValueError")],
-        "rank 1: ValueError",
-    ),
-    "all follow: one is stopped and ended by nobody": (
-        [ending(0, 1.0, "rank 2 is silent", follows=True), ending(2, 6.5, code=-9)],
-        "rank 0: rank 2 is silent",
-    ),
-    "an exit": ([ending(1, 1.0, code=3)], "rank 1 ended with exit code 3"),
-    "a code that nobody knows": ([ending(1, 1.0)], "rank 1 ended silently"),
-    "an error, and of one that was stopped nobody knows the code": (
-        [ending(0, 1.0), ending(1, 1.01, "ValueError")],
-        "rank 1: ValueError",
-    ),
-    "the last attempt counts": (
-        [ending(1, 1.0, code=-9), ending(0, 9.0, "full", attempt=1)],
-        "rank 0: full",
-    ),
-    "nobody came": ([], "None"),
+#: What ranks say as they end, in order, silently where None: rank, message and whether it follows.
+ENDINGS = {
+    "killed, others follow": ([(0, FOLLOWS), (2, None), (1, FOLLOWS)], "rank 2 was killed by KILL"),
+    "an error, others follow": ([(1, FOLLOWS), (0, ERROR), (2, FOLLOWS)], "rank 0: ValueError"),
+    "an error, others are ended": ([(1, ERROR), (0, None), (2, None)], "rank 1: ValueError"),
+    "all follow": ([(2, FOLLOWS), (0, FOLLOWS), (1, FOLLOWS)], "rank 2: gloo"),
+    "two are stopped": ([(1, FOLLOWS)], "rank 1: gloo"),
 }
 
 
-@pytest.mark.parametrize("case", CAUSES)
-def test_the_ending_that_others_follow_from_is_named(case):
-    endings, message = CAUSES[case]
-    monitor = LauncherMonitor()
-    monitor.endings = endings
-    assert str(monitor.cause()) == message
-    monitor.close()
+@pytest.mark.parametrize("case", ENDINGS)
+def test_the_ending_that_others_follow_from_is_named(case, monkeypatch):
+    monkeypatch.setattr(launch, "_how_it_ended", lambda process: " was killed by KILL")
+    monkeypatch.setattr(launch, "NEWS", 0.2)
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(3)]
+    order, named = ENDINGS[case]
+
+    def speak():
+        for rank, words in order:
+            if words is not None:
+                pipes[rank][1].send_bytes(pickle.dumps((None, *words, False)))
+            pipes[rank][1].close()
+            time.sleep(0.02)
+
+    speaker = threading.Thread(target=speak)
+    speaker.start()
+    with pytest.raises(launch.LaunchError) as error:
+        launch._result([(None, receiver) for receiver, _ in pipes])
+    speaker.join()
+    assert str(error.value) == named
 
 
-def test_unread_last_words_are_waited_for(monkeypatch):
-    """As on a machine so busy that the launcher's threads run late."""
-    read = LauncherMonitor._read
-
-    def late(*args):
-        time.sleep(0.5)
-        read(*args)
-
-    monkeypatch.setattr(LauncherMonitor, "_read", late)
-    monitor = LauncherMonitor()
-    with socket.socket(socket.AF_UNIX) as rank:
-        rank.connect(monitor.address)
-        for line in ({"rank": 1, "attempt": 0, "pid": 1}, {"message": "does not fit"}):
-            rank.sendall(json.dumps(line).encode() + b"\n")
-    assert str(monitor.cause()) == "rank 1: does not fit"
-    monitor.close()
+def _shown(folder: str) -> None:
+    """Rank 0 writes in which files ranks meet, and who may read them."""
+    init_process_group("cpu", datetime.timedelta(seconds=60))
+    dist.barrier()
+    file = Path(os.environ[place.STORE])
+    Path(folder, os.environ["RANK"]).write_text(f"{file.parent.stat().st_mode & 0o777:o}")
 
 
 @pytest.mark.sample
-def test_a_rank_without_its_launcher_ends():
-    code = "from weft.launch.monitor import MonitoredRank; MonitoredRank('/nowhere/ranks', 0, 0)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+def test_ranks_meet_where_no_other_user_comes(tmp_path, monkeypatch):
+    """A store on a port is open to every user, and torch's rendezvous unpickles what it reads."""
+    monkeypatch.setattr(dist, "TCPStore", None)
+    launch.run(_shown, str(tmp_path), ranks=2)
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["700", "700"]
 
 
 def _of_step(rank: int, job: int, tasks: int = 2) -> dict[str, str]:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import weft
-from benchmarks.memory import saving
+from benchmarks.common import saving
 from weft import Layout
 from weft.errors import DeclarationError, ShapeError
 from weft_models.pair.pairformer import PairBiasedAttention, PairformerBlock

@@ -197,6 +197,7 @@ def test_predicted_live_bytes_are_those_the_executor_holds(name: str, mask: str,
         assert peaks.get((number, True), 0) == forecast.backward.live_bytes
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize(
     ("mask", "entries"), [("full", 37 * 37), ("causal", 37 * 38 // 2), ("context", 37 * 9)]
 )
@@ -251,6 +252,7 @@ def test_a_ring_moves_what_its_formula_says():
 # -- the score matrix -----------------------------------------------------------------------------
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("name", "axis"), DENSE)
 def test_the_picture_colours_exactly_what_is_visible(name: str, axis: str, mask: str):

@@ -102,6 +102,7 @@ def test_what_is_computed_while_chunks_travel_is_a_prefix_rectangle(q_sizes, kv_
                 assert taken <= held, "a chunk came without the one that it is passed on from"
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("q_sizes", "kv_sizes"), PAIRS, ids=str)
 def test_no_more_chunks_are_held_at_once_than_promised(q_sizes, kv_sizes):
     for program, dims, _ in _programs(q_sizes, kv_sizes):
@@ -116,6 +117,7 @@ def _coords(dims: tuple[MovingDim, ...], number: int) -> list[int]:
     return digits
 
 
+@pytest.mark.few(12)
 @pytest.mark.parametrize(("q_sizes", "kv_sizes"), PAIRS, ids=str)
 def test_chunks_come_from_where_they_and_results_go_home_once(q_sizes, kv_sizes):
     for program, both, backward in _programs(q_sizes, kv_sizes):

@@ -29,6 +29,7 @@ def moving(layout: Layout, asked: Problem, rank: int) -> tuple[int, ...]:
     return tuple(plan.coords[d] for d, rule in rules if rule.role in ("query", "key"))
 
 
+@pytest.mark.few(26)
 @pytest.mark.parametrize("n", [64, 37])
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize(("name", "axis"), DENSE)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from seeded import run_seeded
@@ -22,12 +20,7 @@ LAYOUTS = {
     "ring": Layout.parse("tokens: ring=3"),
     "zigzag": Layout.parse("tokens(zigzag): ring=3"),
     "chain": Layout.parse("tokens(zigzag): state_chain=3"),
-    "tree": Layout.parse("tokens(zigzag): state_tree=3"),
     "tile": Layout.parse("tokens: tile=2x2"),
-    "tile in a tree": Layout.from_dict(
-        TOKENS | {"carry": {"tokens": [{"strategy": "state_tree", "on": d} for d in "ab"]}}
-    ),
-    "chosen by slow links": replace(Layout.parse("tokens: ring=3"), rates={"bandwidth": 1e6}),
     "batch and heads": Layout.parse("batch: dp=2; heads: tp=2; tokens: ring=2"),
     "ulysses": Layout.from_dict(TOKENS | {"carry": {"tokens": BY_HEADS}}),
     "ulysses and a chain": Layout.from_dict(TOKENS | {"carry": {"tokens": CHAIN}}),
@@ -89,7 +82,7 @@ def test_outputs_and_gradients_are_those_of_one_device(name, length, documents):
         torch.testing.assert_close(grads[weight], grad, rtol=1e-11, atol=1e-11, msg=weight)
 
 
-@pytest.mark.parametrize("name", ["ulysses and a chain", "heads within ulysses", "tile in a tree"])
+@pytest.mark.parametrize("name", ["ulysses and a chain", "heads within ulysses"])
 @pytest.mark.parametrize("seed", range(3))
 def test_messages_may_be_late_and_in_any_order(name, seed):
     x = torch.randn(2, 2, 30, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))

@@ -46,6 +46,7 @@ def _move(first: Layout, second: Layout, rows: int = 5, columns: int = 7):
     assert torch.equal(back, local)
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("after", LINES)
 @pytest.mark.parametrize("before", LINES)
 def test_values_and_gradients_arrive_whatever_the_two_meshes(before, after):

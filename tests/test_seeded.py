@@ -15,7 +15,7 @@ def test_two_hundred_random_layouts_are_exact_whatever_comes_late(first):
     for number in range(first, first + 50):
         drawn = draw(number)
         run, errors = attend(drawn, number)
-        assert not judge(drawn, run, errors), f"python -m benchmarks.seeds --only {number}"
+        assert not judge(drawn, run, errors), f"benchmarks.campaigns seeds --only {number}"
 
 
 def test_a_seed_gives_the_same_run_and_another_another():

@@ -66,7 +66,8 @@ def _both_ways(rank: int, folder: str) -> None:
 
     weights, states = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": states, "step": 5}
-    dcp.save(state, storage_writer=SafetensorsWriter(f"{folder}/step-000005"))
+    writer = SafetensorsWriter(f"{folder}/step-000005")
+    dcp.async_save(state, storage_writer=writer).result(60)
     third, its = _trained(layout, seed=2)
     loaded = Checkpoints(folder, layout).load(third, its)
     assert (loaded.step, loaded.notes) == (5, {})

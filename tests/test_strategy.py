@@ -230,7 +230,7 @@ def test_rules_of_recurrences_are_loaded_and_describe_themselves():
     [
         (CARRY | {"state": "P(affine)"}, "state = 'P(affine)': a recurrence"),
         (CARRY | {"halo": "S(seq) + left(k)"}, "halo = 'S(seq) + left(k)': a recurrence"),
-        (CARRY | {"transport": "star"}, "transport 'star'; known: auto, chain, gather, tree"),
+        (CARRY | {"transport": "tree"}, "transport 'tree'; known: auto, chain, gather"),
         (CARRY | {"query": "R"}, "unknown key 'rule.r.query'; known: halo, state, transport"),
         ({"halo": CARRY["halo"]}, "unknown key 'rule.r.halo'"),
     ],

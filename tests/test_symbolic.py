@@ -19,9 +19,7 @@ from weft.carry.proof import (
     move_defects,
     place_defects,
     prove_states,
-    sweep_defects,
 )
-from weft.carry.tree import Tree, state_tree
 from weft.choice import ChoiceKind
 from weft.masks.names import MASKS, mask_named
 from weft.plan import plan as plan_module
@@ -274,6 +272,7 @@ def test_calls_that_miss_double_or_add_scores_are_found(mask):
     assert tried > 10
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize(
     ("mask", "n"),
     [
@@ -424,7 +423,7 @@ def test_the_command_proves():
 @pytest.mark.parametrize("length", [1, 3, 37])
 def test_right_states_are_proven(line, length):
     claims = prove_states(Layout.parse(line), "tokens", length)
-    assert len(claims) == 4
+    assert len(claims) == 3
     assert all(claim.ok for claim in claims)
 
 
@@ -439,11 +438,6 @@ class Forgetful(Fragments):
 
     def resets(self, slot):
         return True
-
-
-class OneRoundShort(Fragments):
-    def rounds(self, chunk):
-        return super().rounds(chunk)[:-1]
 
 
 class Unsent(Fragments):
@@ -509,7 +503,6 @@ class UnexpectedEntries(Wanted):
     [
         (Unordered, composition_defects),
         (Forgetful, composition_defects),
-        (OneRoundShort, composition_defects),
         (Unsent, chain_defects),
         (Swapped, chain_defects),
         (Shifted, halo_defects),
@@ -524,32 +517,6 @@ def test_wrong_states_are_found(wrong, find):
     assert list(find(wrong(plan.mesh, plan.chunks)))
 
 
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("wrong", ["a fold", "a message", "a box", "the order", "a document"])
-def test_wrong_trees_are_found(wrong, backward):
-    layout = Layout.parse("tokens(zigzag): tile=2x2")
-    plan = fragments(layout, "tokens", 37, weft.Documents((9, 28)))
-    right = state_tree(plan, backward)
-    assert not list(sweep_defects(plan, right, backward))
-    chunk, at = next(
-        (c, t) for c, rs in enumerate(right.rounds) for t, r in enumerate(rs) if r.folds and r.sends
-    )
-    step, chains = right.rounds[chunk][at], right.chains
-    if wrong == "a fold":
-        step = step._replace(folds=step.folds[1:])
-    elif wrong == "a message":
-        step = step._replace(sends=step.sends[1:])
-    elif wrong == "a box":
-        step = step._replace(receives=(*step.receives, *step.sends))
-    elif wrong == "the order":
-        chains = tuple(c[::-1] for c in chains)
-    else:
-        chains = chains[1:]
-    rounds = list(map(list, right.rounds))
-    rounds[chunk][at] = step
-    assert list(sweep_defects(plan, Tree(chains, tuple(map(tuple, rounds))), backward))
-
-
 BY_HEADS = {
     "mesh": {"u": 2, "r": 3},
     "shard": {"tokens": ["u", "r"]},
@@ -560,7 +527,7 @@ BY_HEADS = {
 
 def test_tokens_that_are_traded_for_heads_are_proven():
     claims = prove_states(Layout.from_dict(BY_HEADS), "tokens", 23)
-    assert len(claims) == 5
+    assert len(claims) == 4
     assert all(claim.ok for claim in claims)
     line = Layout.from_dict(
         BY_HEADS

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from ports import free_port
 
+from weft._opening import open_to_lock
 from weft.launch import trace
 from weft.launch.trace import SIZE, Trace, _sweep
 from weft_cli.inspect.blackbox import load_records, read_records
@@ -226,3 +227,29 @@ def test_run_beside_a_hostile_user_ends_as_it_would_alone(shared):
     assert said[0].startswith("RankError")
     assert "rank 1" in said[0]
     assert not list(copies.iterdir())
+    (made,) = {copy.parent for copy in shared.glob("weft-blackbox-*/weft-rank-1.jsonl")}
+    assert made.stat().st_uid == VICTIM
+    assert f"`weft blackbox {made}`" in said[0]
+
+
+def test_a_black_box_of_another_user_is_not_read_as_our_own(shared):
+    folder = shared / "weft-blackbox-a1"
+
+    def forge() -> None:
+        folder.mkdir()
+        process = {"kind": "process", "run": "a1", "rank": 0, "ranks": 1, "host": "h", "pid": 1}
+        (folder / "weft-rank-0.jsonl").write_text(json.dumps(process))
+
+    as_user(ATTACKER, forge)
+    said = as_user(VICTIM, lambda: load_records(folder)[0].head.run)
+    assert f"belongs to another user ({ATTACKER})" in said
+
+
+def test_who_reads_a_file_of_locks_does_not_lock_it(shared):
+    """Also one that an earlier version has made."""
+    (shared / ".lock").touch(mode=0o644)
+    os.chown(shared / ".lock", VICTIM, VICTIM)
+    for name in (".lock", "new"):
+        as_user(VICTIM, lambda: open_to_lock(shared / name).close())  # noqa: B023
+        said = as_user(ATTACKER, lambda: open(shared / name).close())  # noqa: B023
+        assert "PermissionError" in said

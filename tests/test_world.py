@@ -137,7 +137,7 @@ class OnGpus(ProcessTransport):
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:
         return {0: text, 1: text}
 
-    def _vote(self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]):
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int, name: int):
         return lambda: True
 
     def next_pass(self, mesh_dims: tuple[str, ...]) -> int:

@@ -27,7 +27,8 @@ from .network import CannotRun, Rates, network
 EMBED, HEADS, HEAD_DIM = 512, 8, 64
 #: name, strategy of [carry]
 WAYS = (
-    *(("gather", "state_gather"), ("tree", "state_tree"), ("chain", "state_chain")),
+    ("gather", "state_gather"),
+    ("chain", "state_chain"),
     ("Ulysses", "ulysses"),
 )
 SCENES = ((4, 1024), (4, 4096), (8, 1024))

@@ -54,8 +54,14 @@ def read_bytes(path: str | os.PathLike, most: int, *, links: bool = False) -> by
 
 
 def open_to_lock(path: str | os.PathLike) -> BufferedRandom:
-    """A regular file for locks, made if there is none; `OSError` for a link, pipe or device."""
-    return os.fdopen(_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW), "r+b")
+    """A regular file for locks, made if there is none; `OSError` for a link, pipe or device.
+
+    Its owner alone may open it: who can read a file can lock it.
+    """
+    handle = _regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
+    with contextlib.suppress(PermissionError):  # another user's
+        os.fchmod(handle, 0o600)
+    return os.fdopen(handle, "r+b")
 
 
 @contextlib.contextmanager

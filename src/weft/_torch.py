@@ -8,7 +8,6 @@ import functools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from traceback import FrameSummary
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
@@ -181,39 +180,6 @@ def fake_ranks(rank: int, size: int) -> Iterator[None]:
         sys.excepthook = hook
 
 
-def product_flops(func: Any, args: tuple, out: Any) -> int | None:
-    """Floating-point operations of a dispatched matrix product, None for any other function.
-
-    >>> a = torch.ones(3, 4)
-    >>> product_flops(torch.ops.aten.mm.default, (a, a.T), a @ a.T)
-    72
-    """
-    dim = _PRODUCTS.get(func.overloadpacket)
-    return None if dim is None else 2 * out.numel() * args[dim].shape[-1]
-
-
-@contextlib.contextmanager
-def all_nonzero_on_meta() -> Iterator[None]:
-    """Inside the block `nonzero` of a meta tensor, which has no numbers, finds every element."""
-    import torch.fx.experimental._config as config
-
-    before = config.meta_nonzero_assume_all_nonzero
-    config.meta_nonzero_assume_all_nonzero = True
-    try:
-        yield
-    finally:
-        config.meta_nonzero_assume_all_nonzero = before
-
-
-#: Which argument of a product has the summed dim last.
-_PRODUCTS = {
-    torch.ops.aten.mm: 0,
-    torch.ops.aten.bmm: 0,
-    torch.ops.aten.addmm: 1,
-    torch.ops.aten.baddbmm: 1,
-}
-
-
 def is_fake(group: ProcessGroup | None) -> bool:
     """True if a process group is torch's fake one."""
     return any(part.split(":")[-1] == "fake" for part in dist.get_backend(group).split(","))
@@ -372,14 +338,9 @@ def trace_on_threads() -> None:
         torch._C._ensureCUDADeviceGuardSet()
 
 
-def frames_traced() -> list[FrameSummary] | None:
-    """The stack of the function that torch.compile traces on this thread; None outside of that.
-
-    The frames that run are the compiler's.
-    """
-    if TracingContext.try_get() is None:
-        return None
-    return [*TracingContext.extract_stack()] or None
+def is_traced() -> bool:
+    """True while torch.compile traces a function on this thread."""
+    return TracingContext.try_get() is not None
 
 
 def is_module_call(code: CodeType) -> bool:

@@ -158,9 +158,9 @@ def attention(
             chosen by the model as it runs. It moves where queries move, as numbers.
         kernel: one of the kernels by name, for all tiles; `weft list --support` shows what each
             takes.
-        name: which call of the program this is. By default it is told by the module that makes it
-            and by the line, and ranks that make different calls are refused; a name is for one call
-            that ranks make on different lines.
+        name: which call of the program this is. By default it is told by the module within others
+            that makes it, and ranks that make another's are refused; a name tells calls of one
+            shape apart outside modules, and is for one call that ranks make in several.
 
     Returns:
         The output, (b, h, n, e), placed like q; with `return_lse` also the logsumexp of every row,

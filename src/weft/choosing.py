@@ -27,10 +27,9 @@ from torch.distributed.tensor import DTensor
 from ._torch import outside_graphs
 from .choice import ChosenKeys
 from .comm.channel import refused_everywhere
-from .comm.collectives import gather_slices
-from .comm.origin import UNKNOWN, origin
-from .comm.transport import Messages, P2PBatch
-from .declare.mesh import index_at
+from .comm.collectives import gather_slices, spread_flat
+from .comm.origin import origin
+from .comm.transport import Messages
 from .declare.placements import merge_top_k
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .kernels import accumulate_dtype
@@ -81,7 +80,7 @@ def choose(
         mask: which query sees which key; default all. A mask that differs by head is that of
             head 0.
         length: global length of the axis, as in `weft.attention`.
-        name: which call of the program this is, where ranks make it on different lines.
+        name: which call of the program this is, as for `weft.attention`.
 
     Returns:
         The choice, of numbers (b, 1, n, K) in int32; -1 where a query sees fewer than K keys. No
@@ -108,7 +107,7 @@ def choose(
     transport, mask = layout.bound, FULL if mask is None else mask
     with refused_everywhere(functools.partial(_refuse, layout)):
         moving = _moving(layout, axis)
-    where = origin() if moving and name is None else UNKNOWN
+    where = origin() if moving and name is None else ""
     refusing = Exchange(_CHOICE, _SUBJECT, transport, moving, "", "", False, where)
     with refused_everywhere(refusing.refuse):
         check_mask(mask)
@@ -158,7 +157,7 @@ def _refuse(layout: Layout, error: WeftError) -> None:
     for axis in layout.attend:
         with contextlib.suppress(WeftError):
             dims = _moving(layout, axis)
-            asked = _CHOICE, _SUBJECT, layout.bound, dims, "", "", False, UNKNOWN
+            asked = _CHOICE, _SUBJECT, layout.bound, dims, "", "", False, ""
             return Exchange(*asked).refuse(error)
 
 
@@ -288,48 +287,29 @@ def _nothing(iq: Tensor, kept: int) -> tuple[Tensor, Tensor]:
 def _merged(
     plan: ListPlan, transport: Messages, scores: Tensor, places: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The lists of this rank's queries, of the keys of all ranks along `plan.lists`."""
+    """The lists of this rank's queries, merged of all ranks' (b n K)."""
+    kept = plan.sizes.count
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        values, where = (torch.cat(side, -1) for side in zip(*map(unpacked, parts)))
+        return _packed(*merge_top_k(values, where, kept))
+
+    def unpacked(flat: Tensor) -> tuple[Tensor, Tensor]:
+        entries = flat.numel() // (scores.itemsize + NUMBER.itemsize)
+        values, where = flat.clone().split([entries * scores.itemsize, entries * NUMBER.itemsize])
+        shape = len(scores), -1, kept
+        return values.view(scores.dtype).view(shape), where.view(NUMBER).view(shape).long()
+
     rows = [count(spans) for spans in plan.query_spans()]
-    lists = dict(enumerate(zip(scores.split(rows, 1), places.split(rows, 1))))
-    sizes = dict(plan.mesh)
-    for mesh_dim, parts in plan.returns():
-        here = plan.coords[mesh_dim]
-        peers = [peer for peer in range(sizes[mesh_dim]) if peer != here]
-        sends = [(peer, _packed([lists[number] for number in parts[peer]])) for peer in peers]
-        width = len(scores) * plan.sizes.count * (plan.sizes.score + NUMBER.itemsize)
-        nbytes = sum(rows[number] for number in parts[here]) * width
-        receives = [
-            (peer, torch.empty(nbytes, dtype=torch.uint8, device=scores.device)) for peer in peers
-        ]
-        transport.start(P2PBatch(mesh_dim, "lists", sends, receives))()
-        heights = [rows[number] for number in parts[here]]
-        came = [_unpacked(buffer, heights, scores, plan.sizes.count) for _, buffer in receives]
-        for i, number in enumerate(parts[here]):
-            every = [lists[number], *(each[i] for each in came)]
-            values, where = (torch.cat(side, -1) for side in zip(*every))
-            lists[number] = merge_top_k(values, where, plan.sizes.count)
-    return lists[index_at(sizes, plan.lists, plan.coords)]
+    lists = map(_packed, scores.split(rows, 1), places.split(rows, 1))
+    return unpacked(spread_flat([*lists], plan.lists, transport, "lists", merge))
 
 
-def _packed(lists: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Lists as bytes: all scores, then all positions in 32 bits."""
-    scores, places = (torch.cat([t.reshape(-1) for t in side]) for side in zip(*lists))
-    return torch.cat([scores.view(torch.uint8), places.to(NUMBER).view(torch.uint8)])
-
-
-def _unpacked(
-    buffer: Tensor, rows: Sequence[int], like: Tensor, kept: int
-) -> list[tuple[Tensor, Tensor]]:
-    """The inverse of `_packed`, for lists of so many rows each."""
-    entries = len(like) * sum(rows) * kept
-    scores, places = buffer.split([entries * like.itemsize, entries * NUMBER.itemsize])
-    sizes = [len(like) * n * kept for n in rows]
-    return [
-        (s.view(len(like), n, kept), p.view(len(like), n, kept).long())
-        for s, p, n in zip(
-            scores.view(like.dtype).split(sizes), places.view(NUMBER).split(sizes), rows
-        )
-    ]
+def _packed(scores: Tensor, places: Tensor) -> Tensor:
+    """Scores and places of a list as one flat buffer of bytes."""
+    return torch.cat(
+        [t.contiguous().view(-1).view(torch.uint8) for t in (scores, places.to(NUMBER))]
+    )
 
 
 __all__ = ["choose"]

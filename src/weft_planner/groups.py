@@ -128,8 +128,9 @@ class Groups:
     def _masks(self) -> dict[str, Problem]:
         """The attention calls of the model, the widest mask first, by what they are."""
         probe = Layout.parse("tokens: ring=2")  # a call on one rank has no plan
-        short = self.model.shortened(min(self.model.layers, self.model.period))
-        counted = count_model(short, probe, max(2, self.tokens), recompute=False, loss="full")
+        few = self.model.every_kind
+        length = max(2, self.tokens)
+        counted = count_model(self.model, probe, length, recompute=False, loss="full", layers=few)
         calls: dict[str, Problem] = {}
         for plan, _ in counted.plans:  # of tokens alone, so batch and heads are those of all ranks
             sizes = {f.name: getattr(plan.problem, f.name) for f in fields(Problem)}

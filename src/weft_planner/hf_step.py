@@ -2,13 +2,13 @@
 
 The model is built on device "meta", put on the layout by `weft.parallelize` on one rank of torch's
 fake process group, and runs forward and backward without numbers. All is linear in the number of
-repeating layers, so two short models are counted and extended.
+repeating layers, so of a model that ends in many of them two short ones are counted and extended.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from weft_integrations import Foreign
 from weft_integrations.parallelize import parallelize
 from weft_integrations.transformers.batches import Batch
 
+from .config_file import of_transformers
 from .hf_config import HFModel, on_meta
 from .live import Live
 
@@ -82,19 +83,27 @@ def forward_loss(
     """
     if loss == "full":
         return model(input_ids=ids, weft=Batch(length=length), shift_labels=ids).loss
-    states = model.base_model(input_ids=ids, weft=Batch(length=length)).last_hidden_state
+    states = _body(model)(input_ids=ids, weft=Batch(length=length)).last_hidden_state
     head = model.get_output_embeddings().weight
     return cross_entropy(states, head, ids, layout, chunk=chunk)
 
 
 def place(model: Foreign, layout: Layout, loss: str, recompute: bool) -> Foreign:
     """Put a model on a layout as its loss needs it, with or without recomputation of layers."""
-    inner = model if loss == "full" else model.base_model
+    inner = model if loss == "full" else _body(model)
     parallelize(inner, layout, rows="local", verify=False)
     if recompute:
         enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.24
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
     return model
+
+
+def _body(model: nn.Module) -> Foreign:
+    """The model without its head: `base_model` is the whole one of a class with another prefix."""
+    from transformers import PreTrainedModel
+
+    inside = (m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model)
+    return next(inside, model)
 
 
 def count_model(
@@ -108,6 +117,7 @@ def count_model(
     dtype: torch.dtype = torch.bfloat16,
     free_gradients: bool = True,
     rank: int = 0,
+    layers: int = 0,
 ) -> ModelCount:
     """A step on one rank of a layout, layer by layer.
 
@@ -121,6 +131,7 @@ def count_model(
         dtype: of weights and activations.
         free_gradients: whether a layer's gradients leave when all are there, as FSDP2 shards them.
         rank: which.
+        layers: the first ones alone, default all.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2, vocab_size=64, hidden_size=64)
@@ -130,13 +141,17 @@ def count_model(
     >>> one.flops == tuple(2 * flops for flops in two.flops)
     True
     """
-    with fake_ranks(rank, layout.world_size), on_meta():
+    what = f"{model.name}: a step of {model.class_name} on tensors without numbers"
+    with of_transformers(what), fake_ranks(rank, layout.world_size), on_meta():
         bound = layout.build("cpu")
-        built = place(model.build(dtype), bound, loss, recompute)
-        layers = model.units(built)
+        built = model.build(dtype)
+        units = model.units(built)
+        if layers:
+            del units[layers:]
+        place(built, bound, loss, recompute)
         numbers = sum(p.numel() for p in built.parameters())
         if free_gradients:
-            _free_gradients(built, layers)
+            _free_gradients(built, units)
         local = bound.local_length("tokens", length)
         ids = torch.zeros(batch, local, dtype=torch.long, device="meta")
         watch = bound.bound.watches.begin()
@@ -147,12 +162,12 @@ def count_model(
             live.phase = "backward"
             out.backward()
         bound.bound.watches.end(watch)
-        sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+        sizes = [sum(p.numel() for p in layer.parameters()) for layer in units]
         return ModelCount(
-            model.layers,
+            len(units),
             numbers,
             max(sizes),
-            numbers - sum(sizes),
+            numbers - sum(p.numel() for p in units.parameters()),
             kept,
             live.peaks,
             (flops, live.flops - flops),
@@ -162,25 +177,25 @@ def count_model(
 
 
 def count_whole(model: HFModel, layout: Layout, length: int, **options: object) -> ModelCount:
-    """The same of a model of many layers, by two short ones: all is linear in periods of layers.
+    """The same of a model of many layers, by two short ones where its last layers repeat.
 
     Args:
         model, layout, length: as for `count_model`.
         **options: of `count_model`.
     """
-    period = model.period
-    if model.layers < 3 * period:
+    if model.repeats is None:
         return count_model(model, layout, length, **options)  # type: ignore[arg-type]
+    few, period = model.repeats
     one, two = (
-        count_model(model.shortened(k * period), layout, length, **options)  # type: ignore[arg-type]
-        for k in (1, 2)
+        count_model(model, layout, length, layers=n, **options)  # type: ignore[arg-type]
+        for n in (few, few + period)
     )
-    times = model.layers / period - 1
+    times = (model.layers - few) // period
 
     def extended(a: int, b: int) -> int:
-        return round(a + times * (b - a))
+        return a + times * (b - a)
 
-    return ModelCount(
+    whole = ModelCount(
         model.layers,
         extended(one.numbers, two.numbers),
         two.of_layer,
@@ -192,11 +207,15 @@ def count_whole(model: HFModel, layout: Layout, length: int, **options: object) 
         (extended(one.moved[0], two.moved[0]), extended(one.moved[1], two.moved[1])),
         {key: extended(one.plans.get(key, 0), n) for key, n in two.plans.items()},
     )
+    if whole.numbers != model.numbers:
+        return count_model(model, layout, length, **options)  # type: ignore[arg-type]
+    return whole
 
 
-def _free_gradients(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+def _free_gradients(model: nn.Module, layers: Iterable[nn.Module]) -> None:
     """Have gradients leave when those of their layer are complete, others at once."""
-    layer_of = {p: i for i, layer in enumerate(layers) for p in layer.parameters()}
+    each = [list(filter(lambda p: p.requires_grad, layer.parameters())) for layer in layers]
+    layer_of = {p: i for i, of_layer in enumerate(each) for p in of_layer}
     left = Counter(layer_of.values())
 
     def complete(p: Tensor) -> None:
@@ -206,10 +225,10 @@ def _free_gradients(model: nn.Module, layers: Sequence[nn.Module]) -> None:
             return
         left[i] -= 1
         if not left[i]:
-            for other in layers[i].parameters():
+            for other in each[i]:
                 other.grad = None
 
-    for p in model.parameters():
+    for p in filter(lambda p: p.requires_grad, model.parameters()):
         p.register_post_accumulate_grad_hook(complete)
 
 

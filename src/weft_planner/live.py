@@ -7,14 +7,16 @@ device "meta" a step of any size is counted in seconds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from weft._torch import memory_of, product_flops
+from weft._torch import memory_of
 from weft.comm.consistency import local_tensor
+from weft.errors import UnsupportedError
 
 from .meta_outputs import on_shapes
 
@@ -52,7 +54,8 @@ class Live(TorchDispatchMode):
         self.now = self.flops = self.moved = 0
         self.peaks: dict[str, int] = {}
         self.phase = ""
-        self._ignored: Collection[int] = {memory_of(local_tensor(t))[0] for t in ignored}
+        self._held = [local_tensor(t) for t in ignored]  # or others may get their memory
+        self._ignored: Collection[int] = {memory_of(t)[0] for t in self._held}
         self._alive: dict[int, int] = {}
 
     def __torch_dispatch__(
@@ -61,14 +64,35 @@ class Live(TorchDispatchMode):
         out = on_shapes(func, args, kwargs or {})
         name = func.overloadpacket.__name__
         outputs = [*_tensors(out)]
-        flops = product_flops(func, args, out)
+        flops = product_flops(func, args, kwargs or {}, out)
         if flops is not None:
             self.flops += flops
         elif name not in _STILL and func.namespace != "c10d":
+            self._check(func, args)
             self.moved += sum(t.nbytes for t in (*outputs, *_tensors((args, kwargs))))
         for t in outputs:
             self._see(t, name)
         return out
+
+    def _check(self, func: Any, args: tuple) -> None:
+        """Refuse a function of a weight and other numbers that is no product known by its count.
+
+        Functions of single numbers and views are none; vectors are scales and biases.
+        """
+        schema = func._schema
+        if (
+            func.namespace == "weft"
+            or torch.Tag.pointwise in func.tags
+            or any(a.alias_info for a in (*schema.arguments, *schema.returns))
+        ):
+            return
+        given = [t for t in _tensors(args) if t.is_floating_point()]
+        weights = [t.dim() > 1 and memory_of(t)[0] in self._ignored for t in given]
+        if any(weights) and not all(weights):
+            raise UnsupportedError(
+                f"{func}: it takes a weight {tuple(given[weights.index(True)].shape)}, and how many"
+                " products it computes is not known, so no time can be planned"
+            )
 
     def _see(self, t: torch.Tensor, name: str) -> None:
         memory, nbytes = memory_of(t)
@@ -87,6 +111,20 @@ class Live(TorchDispatchMode):
 
     def _gone(self, memory: int) -> None:
         self.now -= self._alive.pop(memory)
+
+
+def product_flops(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -> int | None:
+    """Floating-point operations of a dispatched product, by torch's own formulas; None of others.
+
+    >>> a = torch.ones(3, 4)
+    >>> product_flops(torch.ops.aten.mm.default, (a, a.T), {}, a @ a.T)
+    72
+    """
+    if func.overloadpacket is torch.ops.aten._grouped_mm:
+        groups = len(out) if args[0].dim() == args[1].dim() == 2 else 1
+        return 2 * out.numel() * args[0].shape[-1] // groups
+    formula = flop_registry.get(func.overloadpacket)
+    return None if formula is None else formula(*args, **kwargs, out_val=out)
 
 
 def _tensors(values: Any) -> Iterator[torch.Tensor]:

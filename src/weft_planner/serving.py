@@ -1,16 +1,23 @@
 """Memory and messages of a rank while a transformers model generates with a sharded cache.
 
 Every rank has all weights and computes every new token; keys and values of the tokens so far are
-split over the ranks of a group, and a step exchanges the partial outputs of each layer:
-
-    received per token  =  attending layers x (ranks - 1) x heads x (head size + 1) fp32 numbers
+split over the ranks of a group. What a rank holds and receives is seen where the model's own code
+reads a prompt into a `ShardedCache`, and a token behind it, on tensors without numbers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .hf_config import FULL, WINDOW, HFModel
+import torch
+
+from weft._torch import fake_ranks
+from weft.inspect.traffic import traffic
+from weft.layout import Layout
+from weft_integrations.parallelize import parallelize
+
+from .config_file import of_transformers
+from .hf_config import HFModel, on_meta
 
 
 @dataclass(frozen=True)
@@ -36,40 +43,41 @@ class Served:
         return self.weights + self.cache + self.states
 
 
-def serving(model: HFModel, tokens: int, ranks: int, itemsize: int = 2) -> Served:
-    """A rank of a group that generates behind a number of tokens.
+def serving(model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.bfloat16) -> Served:
+    """The first rank of a group, which has the most, behind a prompt of a number of tokens.
 
     Args:
         model: of transformers.
-        tokens: of one row, prompt and generated ones.
+        tokens: of one row.
         ranks: of the group.
-        itemsize: bytes of a weight or of a number in the cache.
+        dtype: of weights and of what is cached.
+
+    Raises:
+        UnsupportedError: a model whose cache has no parts on ranks.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=4, hidden_size=512, num_attention_heads=8)
-    >>> serving(HFModel(config), 4096, 2, itemsize=4).decoded
-    8320
+    >>> served = serving(HFModel(config), 4096, 2)
+    >>> served.cache == 4 * 2 * 512 * 2048 * 2, served.decoded
+    (True, 4224)
     """
-    heads, kv_heads, size = model.heads
-    of_token = 2 * kv_heads * size * itemsize
-    held = cache = 0
-    for kind in model.kinds:
-        if kind == WINDOW and model.window:
-            held += 1
-            cache += of_token * -(-min(tokens, model.window) // ranks)
-        elif kind in (FULL, WINDOW):
-            held += 1
-            cache += of_token * -(-tokens // ranks)
-    states = (model.layers - held) * _state(model) if model.recurrent else 0
-    decoded = held * (ranks - 1) * heads * (size + 1) * 4
-    return Served(ranks, model.numbers * itemsize, cache, states, decoded)
+    from weft_integrations.transformers import ShardedCache
 
-
-def _state(model: HFModel) -> int:
-    """Bytes of the fp32 state of a gated delta rule, 0 for other layers, which are small."""
-    c = model.config
-    values = getattr(c, "linear_num_value_heads", 0) * getattr(c, "linear_value_head_dim", 0)
-    return 4 * values * getattr(c, "linear_key_head_dim", 0)
+    what = f"{model.name}: {model.class_name} that generates, on tensors without numbers"
+    with of_transformers(what), fake_ranks(0, ranks), on_meta(), torch.no_grad():
+        layout = Layout.parse(f"tokens: ring={ranks}").build("cpu")
+        built = model.build(dtype).eval()
+        parallelize(built, layout, verify=False)
+        cache = ShardedCache(built)
+        ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
+        built(input_ids=ids, cache=cache)
+        held = cache.nbytes
+        carried = [getattr(layer, "state_nbytes", 0) for layer in cache.layers]
+        with traffic(layout) as received:
+            built(input_ids=ids[:, :1], cache=cache)
+    weights = model.numbers * dtype.itemsize
+    decoded = sum(received.received.values())
+    return Served(ranks, weights, held - sum(carried), sum(carried), decoded)
 
 
 __all__ = ["Served", "serving"]

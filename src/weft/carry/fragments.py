@@ -33,6 +33,7 @@ from ..declare.placements import HEAD
 from ..declare.traffic import Traffic
 from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from ..masks import Documents
+from ..plan.choices import gathers_of, spreads_of
 from ..plan.order import Span, Spans, join, shard_spans
 from ..relayout.plan import Sizes
 from ..relayout.windows import Wanted, Windows, bordered, cut_run, runs
@@ -131,24 +132,6 @@ class Fragments:
         chunk, i = self.slots[slot]
         return self.chunks[chunk][i]
 
-    @functools.cached_property
-    def chains(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """(chunk, piece) of the pieces of every document that has several, in order."""
-        result: list[list[tuple[int, int]]] = []
-        pieces = (
-            (piece.start, piece.begins, c, i)
-            for c, chunk in enumerate(self.chunks)
-            for i, piece in enumerate(chunk)
-            if piece.count
-        )
-        for _, begins, chunk, i in sorted(pieces):
-            if begins:
-                result.append([])
-            result[-1].append((chunk, i))
-        return tuple(tuple(chain) for chain in result if len(chain) > 1)
-
-    # -- from one rank to the next -------------------------------------------------------------
-
     def relay(self, chunk: int) -> tuple[Stage, ...]:
         """Steps of a chunk under `chain`, where states are handed on in order.
 
@@ -167,28 +150,6 @@ class Fragments:
         beyond a piece's document is the border.
         """
         return _around(self, window)
-
-    def reading(self, chunk: int) -> tuple[int, ...]:
-        """Numbers of the pieces, on a chunk, that continue a document."""
-        return tuple(i for i, piece in enumerate(self.chunks[chunk]) if not piece.begins)
-
-    # -- bytes ---------------------------------------------------------------------------------
-
-    def rounds(self, chunk: int) -> tuple[tuple[str, tuple[tuple[int, int], ...]], ...]:
-        """Gathers of all maps to a chunk: mesh dims, innermost first, and owners of the maps held.
-
-        Per mesh dim, the range of slots that every rank along it holds before that round. After
-        the last round all are held.
-        """
-        below = [0, *itertools.accumulate(self.counts)]
-        result, inner = [], 1
-        for name, size in reversed(self.mesh):
-            base = chunk - chunk % (inner * size)
-            ends = [below[base + i * inner] for i in range(size + 1)]
-            if size > 1:
-                result.append((name, tuple(itertools.pairwise(ends))))
-            inner *= size
-        return tuple(result)
 
 
 class Stage(NamedTuple):
@@ -265,25 +226,20 @@ class ChainExchange(StatesPass):
 
 @dataclass(frozen=True)
 class StateExchange(StatesPass):
-    """A pass that brings every fragment's map to every rank, or its gradients back.
-
-    nbytes: of one map, over the batch and heads of a rank.
-    """
+    """Every rank gets the maps of all, `nbytes` each, and backward the gradients of its own."""
 
     nbytes: int
 
-    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
-        rounds = self.fragments.rounds(self.chunk)
-        for mesh_dim, held in reversed(rounds) if backward else rounds:
-            local = self.fragments.coordinate(self.chunk, mesh_dim)
-            sizes = [(high - low) * self.nbytes for low, high in held]
-            messages: list[PlannedMessage] = []
-            for peer, size in enumerate(sizes):
-                if peer != local:
-                    out, back = (size, sizes[local]) if backward else (sizes[local], size)
-                    messages.append(PlannedMessage(mesh_dim, peer, out, True))
-                    messages.append(PlannedMessage(mesh_dim, peer, back, False))
-            yield messages
+    def traffic(self, backward: bool) -> Traffic:
+        sizes, label = dict(self.fragments.mesh), f"d{self.label}" if backward else self.label
+        moved, at = Traffic(), coordinates(sizes, self.chunk)
+        traded = spreads_of if backward else gathers_of
+        for name, sent, received, calls in traded(sizes, [*sizes], at, self.fragments.counts):
+            if sizes[name] > 1:
+                moved.sent[name, label] += sent * self.nbytes
+                moved.received[name, label] += received * self.nbytes
+                moved.calls[name, label] += calls
+        return moved
 
 
 def fragments(

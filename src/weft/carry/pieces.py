@@ -24,7 +24,7 @@ from torch import Tensor
 from .._compile import flattened, restored
 from .._torch import constant_in_graphs, in_graph, outside_graphs
 from ..comm.channel import refused_everywhere
-from ..comm.origin import UNKNOWN, origin
+from ..comm.origin import origin
 from ..errors import ShapeError
 from ..masks import Documents
 from ..relayout.take import TakePassing
@@ -32,7 +32,6 @@ from ..relayout.windows import TakePass, Windows, cut_run
 from ..runtime import handles
 from ..runtime.exchange import Exchange, Passing
 from .chain import Step, chained
-from .choose import GROUPS, Carried, ways_of
 from .fragments import (
     ChainExchange,
     Fragments,
@@ -41,18 +40,20 @@ from .fragments import (
     chunk_of,
     fragments,
 )
-from .ops import StatesPassing, TreePassing
-from .tree import TreeExchange
+from .ops import StatesPassing
 
 if TYPE_CHECKING:
     from ..layout import Layout
 
-_STATES, _TREE, _HALO = "state", "tree", "halo"
+_STATES, _HALO = "state", "halo"
+#: Groups of heads in which a chain hands states on.
+GROUPS = 4
+#: Ranks up to which every one gets the maps of all, where a layout leaves it open.
+MOST_GATHERED = 8
 #: Names of the numbers of `Windows`; torch.compile cannot read the fields of a class.
 _OF_WINDOWS = tuple(f.name for f in dataclasses.fields(Windows))
 _OPS = {
     _STATES: torch.ops.weft.states,
-    _TREE: torch.ops.weft.states_tree,
     _HALO: torch.ops.weft.take,
 }
 
@@ -103,7 +104,7 @@ class LocalPieces:
         plan = _plain_plan(*flat)
         self.pieces: tuple[Piece, ...] = tuple(Piece(*piece) for piece in plan[0])
         self._counts = [count for _, count, _, _ in plan[0]]
-        self._own, self._order, self._resets, self._readers, self._reading, self._moves = plan[1:]
+        self._own, self._order, self._resets, self._readers, self._moves = plan[1:]
 
     @functools.cached_property
     def chunk(self) -> int:
@@ -185,53 +186,19 @@ class LocalPieces:
             return self._composed(local, a, b, apply)
         by = "a matrix" if apply is torch.matmul else "numbers"
         described = f"{by} A {tuple(a.shape)}, b {tuple(b.shape)}, {_tensor_kind(local)}"
-        if self._of_maps(a, b) == "tree":
-            shapes = tuple(a.shape), tuple(b.shape), apply is torch.matmul
-            entering = self._pass(_TREE, local, f"in a tree, {described}", local.itemsize, *shapes)
-            states = [_zeros_after(entering, b.shape)] * len(self.pieces)
-            for at, i in enumerate(self._reading):
-                states[i] = entering[at].view(b.shape)
-            return states
         local = self._pass(_STATES, local, described, local.shape[1] * local.itemsize)
         return self._composed(local, a, b, apply)
 
-    def in_chain(
-        self,
-        like: Tensor,
-        state: Sequence[int],
-        matrix: Sequence[int],
-        *,
-        dtype: torch.dtype = torch.float32,
-        widened: bool = False,
-    ) -> bool:
+    def in_chain(self) -> bool:
         """True if a recurrence hands on states (`chain`), False if it composes maps (`states`).
 
-        As `[carry]` of the layout says. Where it leaves it open, the way is taken that ends first
-        by the clock of `carry/choose.py`; in a graph of `torch.compile` maps are composed.
-
-        Args:
-            like: a tensor of the call, for its device.
-            state: shape of a state, over this rank's batch and heads.
-            matrix: shape of A.
-            dtype: of both.
-            widened: whether maps are made by values widened by A's columns.
+        As `[carry]` of the layout says. Where it leaves it open, maps are gathered by up to
+        `MOST_GATHERED` ranks, and in a graph of `torch.compile`; more hand states on.
         """
         named = self.layout.state_transport(self.axis)
         if named != "auto" or not self._moves or torch.compiler.is_dynamo_compiling():
             return named == "chain"
-        numbers, extra = math.prod(state), math.prod(matrix)
-        factor = 1 + extra / numbers if widened and numbers else 1.0
-        of = Carried(numbers * dtype.itemsize, extra * dtype.itemsize, numbers, factor)
-        layout, device = self.layout.unbound, like.device.type
-        return ways_of(layout, self.axis, self.length, device, of).way == "chain"
-
-    def _of_maps(self, a: Tensor, b: Tensor) -> str:
-        """The transport of maps: in a tree, or gathered by all ranks."""
-        named = self.layout.state_transport(self.axis)
-        if named in ("gather", "tree"):
-            return named
-        flat = flattened(self.layout), self.axis, self.length, b.device.type
-        return _composed_by(*flat, b.numel(), a.numel(), b.itemsize)
+        return self.layout.size(self.axis) > MOST_GATHERED
 
     def _pass(self, label: str, x: Tensor, described: str, nbytes: int, *extra: Any) -> Tensor:
         """Runs the op of a label; `nbytes` and `extra` as for `passing`."""
@@ -246,21 +213,15 @@ class LocalPieces:
     def passing(self, kind: str, described: str, ahead: bool, nbytes: int, *extra: Any) -> Passing:
         """A pass of states or columns, for their ops.
 
-        `nbytes` are those of a map or a column; where maps are composed in a tree, of a number.
-        `extra` is, of a tree, the shapes of A and b and whether A is a matrix; of a halo, the dim
-        of the tokens and the fields of its windows.
+        `nbytes` are those of a map or a column; `extra` is, of a halo, the dim of the tokens and
+        the fields of its windows.
         """
         exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
         if kind == _STATES:
             return StatesPassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
-        if kind == _HALO:
-            dim, *window = extra
-            wanted = self.plan.around(Windows(*window))
-            return TakePassing(TakePass(wanted, self.chunk, nbytes), exchange, dim)
-        a, b, matrix = extra
-        state, matrices = math.prod(b) * nbytes, math.prod(a) * nbytes
-        plan = TreeExchange(self.plan, self.chunk, state, state + matrices)
-        return TreePassing(plan, exchange, (a, b), matrix)
+        dim, *window = extra
+        wanted = self.plan.around(Windows(*window))
+        return TakePassing(TakePass(wanted, self.chunk, nbytes), exchange, dim)
 
     def _composed(self, maps: Tensor, a: Tensor, b: Tensor, apply: Apply) -> list[Tensor]:
         """S_in per piece from the maps of all ranks (slots, numbers of A and b)."""
@@ -474,7 +435,7 @@ def _exchange(
         f"{layout.digest} {getattr(documents, 'lengths', None)} {label} {text}",
         f"of layout {layout.name!r} {text}",
         bool(ahead),
-        origin() if name is None and ahead is not None else UNKNOWN,
+        origin() if name is None and ahead is not None else "",
     )
 
 
@@ -501,7 +462,6 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
         plan.order,
         tuple(plan.resets(slot) for slot in plan.order),
         plan.readers(chunk),
-        plan.reading(chunk),
         bool(plan.mesh_dims),
     )
 
@@ -529,15 +489,6 @@ def _traced(
     """A handle of a pass that a graph may keep."""
     pieces = LocalPieces(restored(layout), axis, length, restored(documents), name)
     return pieces.passing(label, described, ahead, nbytes, *extra).keep_traced()
-
-
-@constant_in_graphs
-def _composed_by(
-    layout: tuple, axis: str, length: int, device: str, numbers: int, matrix: int, itemsize: int
-) -> str:
-    """The transport of maps where the layout names none."""
-    of = Carried(numbers * itemsize, matrix * itemsize, numbers)
-    return ways_of(restored(layout).unbound, axis, length, device, of).of_maps
 
 
 def _zeros_after(x: Tensor, shape: Sequence[int]) -> Tensor:

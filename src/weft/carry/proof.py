@@ -24,7 +24,6 @@ from ..proof.takes import take_defects
 from ..relayout.plan import Placed, Redistribution, placement, plan_redistribution
 from ..relayout.windows import Windows
 from .fragments import Fragments, by_heads, fragments
-from .tree import Tree, Value, state_tree
 
 #: Chunks of an axis that are looked at one by one; of more nothing is claimed.
 MOST_CHUNKS = 64
@@ -56,7 +55,6 @@ def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
     claims = {
         "states: all tokens before a run of its document, once, in order": composition_defects,
         "states, handed on: the same, and every message is expected": chain_defects,
-        "states, in a tree: the same, and so are gradients in reverse": tree_defects,
         "columns to the left: each of its position, every message expected": halo_defects,
     }
     how = f"{len(plans[0].slots)} runs on {placed.size(axis)} ranks"
@@ -147,23 +145,7 @@ def place_defects(plan: Fragments, layout: Layout, axis: str, length: int) -> It
 def composition_defects(plan: Fragments) -> Iterator[str]:
     """Defects of states composed of all ranks' maps."""
     starts = _documents(plan)
-    local = [range(low, high) for low, high in _ranges(plan)]
     for chunk, pieces in enumerate(plan.chunks):
-        inner = 1
-        held = local[chunk]
-        for mesh_dim, ranges in plan.rounds(chunk):
-            at = plan.coordinate(chunk, mesh_dim)
-            step = inner * at
-            for i, (low, high) in enumerate(ranges):
-                peer = chunk - step + inner * i
-                first = peer - peer % inner
-                block = local[first : first + inner]
-                if (low, high) != (block[0].start, block[-1].stop):
-                    yield f"chunk {chunk}: expects other maps along {mesh_dim} than {peer} has"
-            held = range(ranges[0][0], ranges[-1][1])
-            inner *= len(ranges)
-        if held != range(len(plan.slots)):
-            yield f"chunk {chunk}: holds maps {held} of {len(plan.slots)}"
         for before, i in plan.readers(chunk):
             composed: tuple[int, int] | None = None  # tokens [first, last)
             for slot in plan.order[:before]:
@@ -217,72 +199,6 @@ def chain_defects(plan: Fragments) -> Iterator[str]:
         yield f"{len(every - done)} pieces are never computed"
 
 
-def tree_defects(plan: Fragments) -> Iterator[str]:
-    """Defects of states composed in a tree, or of gradients in its reverse."""
-    for backward in (False, True):
-        yield from sweep_defects(plan, state_tree(plan, backward), backward)
-
-
-def sweep_defects(plan: Fragments, tree: Tree, backward: bool) -> Iterator[str]:
-    """Defects of the rounds of a tree, forward or in reverse."""
-    which, starts = "gradients" if backward else "states", _documents(plan)
-    documents: dict[int, list[tuple[int, int, int]]] = defaultdict(list)  # by their first token
-    for chunk, pieces in enumerate(plan.chunks):
-        for i, piece in enumerate(pieces):
-            if piece.count:
-                first = max(s for s in starts if s <= piece.start)
-                documents[first].append((piece.start, chunk, i))
-    expected: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for document in documents.values():
-        order = [(chunk, i) for _, chunk, i in sorted(document, reverse=backward)]
-        expected |= {leaf: order[:at] for at, leaf in enumerate(order) if at}
-    held: list[dict[Value, list[tuple[int, int]]]] = [{} for _ in plan.chunks]
-    for number, chain in enumerate(tree.chains):
-        for at, leaf in enumerate(chain):
-            held[leaf[0]][Value(number, at, at + 1)] = [leaf]
-    sent: dict[tuple[int, int], deque] = defaultdict(deque)
-    defects: list[str] = []
-
-    def script(chunk: int) -> Iterator[Wait]:
-        here = held[chunk]
-        for step in tree.rounds[chunk]:
-            for fold in step.folds:
-                if fold.before not in here or fold.after not in here:
-                    defects.append(f"{which}: chunk {chunk} has not what makes {fold.made}")
-                    return
-                here[fold.made] = here[fold.before] + here[fold.after]
-            for m in step.sends:
-                if m.value not in here:
-                    defects.append(f"{which}: chunk {chunk} has no {m.value} to send")
-                    return
-                box = sent[chunk, _peer(plan, chunk, m.mesh_dim, m.coordinate)]
-                box.append((m.value, here[m.value]))
-            for m in step.receives:
-                box = sent[_peer(plan, chunk, m.mesh_dim, m.coordinate), chunk]
-                yield box, 0
-                value, leaves = box.popleft()
-                if value != m.value:
-                    defects.append(f"{which}: chunk {chunk} expects {m.value} and gets {value}")
-                here[m.value] = leaves
-
-    stuck = stuck_ranks([script(chunk) for chunk in range(len(plan.chunks))])
-    yield from defects
-    if stuck or any(sent.values()):
-        yield f"{which}: ranks wait for each other: {stuck}, or messages are left"
-    found = {
-        leaf: held[leaf[0]].get(Value(number, 0, at))
-        for number, leaves in enumerate(tree.chains)
-        for at, leaf in enumerate(leaves)
-        if at
-    }
-    for chunk, i in sorted(found.keys() | expected.keys()):
-        if found.get((chunk, i)) != expected.get((chunk, i)):
-            yield (
-                f"{which}: chunk {chunk}: {plan.chunks[chunk][i]} is entered by"
-                f" {found.get((chunk, i))}, not {expected.get((chunk, i))}"
-            )
-
-
 def halo_defects(plan: Fragments) -> Iterator[str]:
     """Defects of the columns to the left."""
     starts = _documents(plan)
@@ -311,8 +227,3 @@ def _peer(plan: Fragments, chunk: int, mesh_dim: str, coordinate: int) -> int:
 def _documents(plan: Fragments) -> list[int]:
     """First tokens of all documents, by the pieces that say so."""
     return sorted(p.start for pieces in plan.chunks for p in pieces if p.begins and p.count)
-
-
-def _ranges(plan: Fragments) -> list[tuple[int, int]]:
-    """The slots of every chunk."""
-    return list(itertools.pairwise([0, *itertools.accumulate(plan.counts)]))

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from .._opening import check_folder, open_to_lock
 from ..layout import Layout
@@ -38,8 +38,8 @@ from . import folder as files
 from .folder import INDEX, PICKLED, CheckpointError, Index, failing, read_index
 from .replicated import refuse_differing
 from .same_files import DifferentFilesError, agreed_index
-from .shards import Shard, everywhere, extra_modules, on_first, shards
-from .state import check_state_fits, make_states, plain_values, stored_value
+from .shards import STATE, Shard, everywhere, is_extra, on_first, saved_state, shards
+from .state import check_state_fits, fill_from
 from .values import decode, encode
 
 LOCK = ".lock"
@@ -156,9 +156,8 @@ class Checkpoints:
             CheckpointError: on every rank, if one of them could not write, or has notes, extra
                 states or options of an optimizer that cannot be kept; if notes, extra states or
                 replicated tensors differ between ranks, such as the statistics of a `BatchNorm`; or
-                if other ranks of the world write to the folder, or wrote this step. On GPUs, ranks
-                that do not split data may have other optimizer states and other vectors of weights,
-                and matrices and buffers within 1 % of their norm: rank 0's are kept.
+                if other ranks of the world write to the folder, or wrote this step. On GPUs, only
+                ranks that split data are compared: others round differently, and rank 0's is kept.
         """
         if self.layout.mesh:
             self.layout.bound.agree("the checkpoint", f"step {step}")
@@ -167,7 +166,9 @@ class Checkpoints:
         def check() -> list[Any]:
             if not hasattr(step, "__index__") or not 0 <= operator.index(step) < 10**18:
                 raise CheckpointError(f"step is {step!r}; it must be an integer from 0 on")
-            values.update(plain_values(model, optimizer))
+            for name, value in saved_state(model, optimizer).items():
+                if is_extra(name) or not isinstance(value, Tensor):
+                    values[name] = encode(value, name, tensors=not name.startswith(STATE))
             return [operator.index(step), encode(dict(notes or {}), "notes")]
 
         number, kept = _same_notes(everywhere(self.layout, check))
@@ -187,7 +188,7 @@ class Checkpoints:
                 if part.first and (part.local.numel() or 0 in part.shape)
             }
             name = files.file_name(self.layout.rank, token)
-            written = everywhere(self.layout, lambda: _written(path / name, blocks))
+            written = everywhere(self.layout, lambda: files.write_file(path / name, blocks))
             on_first(self.layout, lambda: files.commit(path, written, values) and None)
         return path
 
@@ -239,13 +240,9 @@ class Checkpoints:
             random = {}
 
         def fill() -> None:
-            if optimizer is not None:
-                make_states(path, index, model, optimizer)
-            for name, part in (shards(model, optimizer, self.layout) | random).items():
-                files.read_into(path, name, index.tensors[name], part.local, part.start)
-            for name, module in extra_modules(model).items():
-                module.set_extra_state(stored_value(path, index, name))
+            fill_from(path, index, model, optimizer, self.layout)
             for name, state in random.items():
+                files.read_into(path, name, index.tensors[name], state.local, state.start)
                 on_gpu = name.startswith("random.cuda")
                 (torch.cuda.set_rng_state if on_gpu else torch.set_rng_state)(state.local)
 
@@ -331,22 +328,17 @@ def _taken(file: BinaryIO) -> bool:
 
 def _same_notes(checked: Sequence[list[Any]]) -> list[Any]:
     """The step and the notes of all ranks, once those that give notes give the same ones."""
-    notes = [(rank, notes) for rank, (_, notes) in enumerate(checked) if notes]
-    by_key = [
-        (rank, {key: json.dumps(encode(v, "notes"), sort_keys=True) for key, v in items.items()})
-        for rank, items in ((rank, decode(encoded)) for rank, encoded in notes)
-    ]
-    for rank, texts in by_key[1:]:
-        first, other = by_key[0]
-        for key in other | texts:
-            a, b = other.get(key, "missing"), texts.get(key, "missing")
-            if a != b:
-                raise CheckpointError(
-                    f"notes[{key!r}] is {a[:80]} on rank {first} and {b[:80]} on rank {rank}: a"
-                    " checkpoint stores one set of notes; gather every rank's, and give the same on"
-                    " every rank, or on one"
-                )
-    return [checked[0][0], notes[0][1] if notes else {}]
+    texts = [json.dumps(notes, sort_keys=True) if notes else "" for _, notes in checked]
+    given = {rank: text for rank, text in enumerate(texts) if text}
+    first = min(given, default=0)
+    for rank, text in given.items():
+        if text != given[first]:
+            raise CheckpointError(
+                f"notes are {given[first][:200]} on rank {first} and {text[:200]} on rank {rank}: a"
+                " checkpoint stores one set of notes; gather every rank's, and give the same on"
+                " every rank, or on one"
+            )
+    return [checked[0][0], checked[first][1]]
 
 
 def _world(layout: Layout) -> list[int]:
@@ -376,19 +368,6 @@ def _prepared(path: Path, world: Sequence[int]) -> str:
             path.mkdir(parents=True)
         check_folder(path)
     return secrets.token_hex(4)
-
-
-def _written(path: Path, blocks: Mapping[str, Any]) -> dict:
-    """Writes this rank's file into the folder that the first rank made."""
-    try:
-        return files.write_file(path, blocks)
-    except CheckpointError as error:
-        if path.parent.is_dir():
-            raise
-        raise CheckpointError(
-            f"{path.parent} is not there on this rank, though rank 0 made it: all ranks write to"
-            " one folder, which they share"
-        ) from error
 
 
 def _random(layout: Layout) -> dict[str, Shard]:

@@ -68,18 +68,52 @@ def shards(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, layout: Layout
 ) -> dict[str, Shard]:
     """This rank's part of parameters, saved buffers, optimizer states and options, by name."""
-    split, parts = head_parameters(model), {}
-    for name, tensor in named_tensors(model):
-        parts[f"{MODEL}{name}"] = shard_of(tensor, layout, tensor in split)
-        for key, state in (optimizer.state.get(tensor, {}) if optimizer else {}).items():
-            if isinstance(state, Tensor):
-                cut = state.shape == tensor.shape and tensor in split
-                parts[f"{STATE}{name}.{key}"] = shard_of(state, layout, cut)
-    for number, group in enumerate(optimizer.param_groups if optimizer else ()):
-        for option, value in group.items():
-            if isinstance(value, Tensor):
-                parts[f"{GROUPS}{number}.{option}"] = shard_of(value, layout)
-    return parts
+    state, split = saved_state(model, optimizer), head_parameters(model)
+    cut = {f"{MODEL}{name}": t.shape for name, t in named_tensors(model) if t in split}
+    return {
+        name: shard_of(tensor, layout, cut.get(_owner(name)) == tensor.shape)
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor) and not is_extra(name)
+    }
+
+
+def saved_state(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Tensors, extra states of modules, and an optimizer's states and options, by dcp's names.
+
+    Of torch's `get_state_dict` it differs where that changes what it reads: an optimizer that has
+    not stepped stays so, and `load` gives back states of other dtypes than their weights'.
+    """
+    state = {f"{MODEL}{name}": t for name, t in named_tensors(model)}
+    state |= {name: module.get_extra_state() for name, module in extra_modules(model).items()}
+    if optimizer is None:
+        return state
+    names = parameter_names(model, optimizer)
+    for p, kinds in optimizer.state.items():
+        for kind, value in kinds.items():
+            if p not in names or not isinstance(kind, str) or "." in kind:
+                owner = names.get(p) or str(p)[:40]
+                raise CheckpointError(
+                    f"the optimizer's state {kind!r} of {owner!r} has no name; a checkpoint keeps"
+                    " states of the model's parameters whose keys are strings without '.'"
+                )
+            state[f"{STATE}{names[p]}.{kind}"] = value
+    for number, group in enumerate(optimizer.param_groups):
+        group = group | {"params": [names[p] for p in group["params"]]}
+        state |= {f"{GROUPS}{number}.{option}": value for option, value in group.items()}
+    return state
+
+
+def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """The names of a model's tensors; `CheckpointError` if the optimizer has others."""
+    names = {tensor: name for name, tensor in named_tensors(model)}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            if p not in names:
+                raise CheckpointError(
+                    f"group {number} of the optimizer has a parameter of shape {tuple(p.shape)} "
+                    "that the model does not have; make the optimizer of model.parameters()"
+                )
+    return names
 
 
 def gathered(shard: Shard, layout: Layout) -> Tensor:
@@ -134,14 +168,27 @@ def extra_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def in_words(extra: str) -> str:
-    """The name of an extra state in messages.
+def is_extra(name: str) -> bool:
+    """True for the name of an extra state.
+
+    >>> is_extra("model._extra_state"), is_extra("model.0.weight")
+    (True, False)
+    """
+    return name.startswith(MODEL) and name.rpartition(".")[2] == EXTRA
+
+
+def in_words(name: str) -> str:
+    """A stored name in messages.
 
     >>> in_words("model.0.norm._extra_state"), in_words("model._extra_state")
     ("the extra state of module '0.norm'", 'the extra state of the model')
+    >>> in_words("model.0.weight"), in_words("optimizer.param_groups.0.lr")
+    ("'0.weight'", "'optimizer.param_groups.0.lr'")
     """
-    name = extra.removeprefix(MODEL).removesuffix(EXTRA).removesuffix(".")
-    return f"the extra state of module {name!r}" if name else "the extra state of the model"
+    if not is_extra(name):
+        return repr(name.removeprefix(MODEL))
+    module = name.removeprefix(MODEL).removesuffix(EXTRA).removesuffix(".")
+    return f"the extra state of module {module!r}" if module else "the extra state of the model"
 
 
 def everywhere(layout: Layout, do: Callable[[], Any], *, first: bool = False) -> list[Any]:
@@ -165,6 +212,12 @@ def everywhere(layout: Layout, do: Callable[[], Any], *, first: bool = False) ->
 def on_first(layout: Layout, do: Callable[[], Any]) -> Any:
     """Rank 0's result on every rank; an error there is raised on every rank."""
     return everywhere(layout, do, first=True)[0]
+
+
+def _owner(name: str) -> str:
+    """The name of the parameter that a state belongs to, or the name as it is."""
+    state = name.removeprefix(STATE)
+    return name if state == name else f"{MODEL}{state.rpartition('.')[0]}"
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

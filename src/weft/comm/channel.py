@@ -21,7 +21,7 @@ from torch import Tensor
 from .._digest import number_of
 from ..errors import ShapeError, UnsupportedError, WeftError
 from .differences import out_of_step
-from .origin import UNKNOWN, Origin, advice, differ_in_origin, together
+from .origin import advice, after, origin_number, together
 from .transport import P2PBatch, Shuffle, Transport
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
@@ -37,7 +37,7 @@ class Channel:
 
     Ranks along `mesh_dims` vote on `vote`, by default the digest of what they must have in common;
     both are below 2**62. Where they differ, `detail` gives the pass's content in words. `origin` is
-    where the program makes the call, which must be the same where it is known.
+    the module that makes the call, which must be the same where it is known.
 
     `kind` is None where the CPU waits for messages, so that the answer is there before them. On a
     device that the CPU runs ahead of, it is the number of what ranks must have in common, whichever
@@ -55,7 +55,7 @@ class Channel:
         vote: int | None = None,
         kind: int | None = None,
         subject: str = "an attention call",
-        origin: Origin = UNKNOWN,
+        origin: str = "",
     ) -> None:
         self.transport = transport
         self.mesh_dims = transport.moving(mesh_dims) if mesh_dims else ()
@@ -72,15 +72,14 @@ class Channel:
         self.deferred = kind is not None and transport.agreed_before(kind)
         if self.mesh_dims:
             transport.check_deferred()  # what it raises is no pass: tags stay those of other ranks
-        number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
-        self.number = number
-        self.tag = _tag(digest, number) if self.mesh_dims else 0
+        self.number = transport.next_pass(self.mesh_dims) if self.mesh_dims else 0
+        self.tag = _tag(digest, self.number) if self.mesh_dims else 0
         self._answer: Callable[[], bool] | None = None
         self._posted: list[Callable[[], None]] = []  # and not waited for yet
         if self.mesh_dims:
-            transport.note_call(label, number, self.mesh_dims, self.tag, detail)
+            transport.note_call(label, self.number, self.mesh_dims, self.tag, detail)
             self._answer = transport.vote(
-                self.mesh_dims, digest if vote is None else vote, origin.numbers
+                self.mesh_dims, digest if vote is None else vote, origin_number(origin)
             )
 
     def check(self) -> None:
@@ -97,7 +96,7 @@ class Channel:
                 self.transport.note_agreed(self.kind)
             return
         self._keep()
-        text = self.origin.after(self.detail())
+        text = after(self.detail(), self.origin)
         self._differ(self.transport.all_gather_text(text, self.mesh_dims))
 
     def _differ(self, texts: Mapping[int, str]) -> NoReturn:
@@ -120,13 +119,13 @@ class Channel:
 
         Raises as `check` does, where ranks' calls differ or one of them refused.
         """
-        local = json.dumps([self.digest, self.origin.path, self.origin.site, *numbers])
-        text = f"{self.origin.after(self.detail())}{NUMBERS}{local}"
+        local = json.dumps([self.digest, self.origin, *numbers])
+        text = f"{after(self.detail(), self.origin)}{NUMBERS}{local}"
         texts = self.transport.all_gather_text(text, self.mesh_dims)
         rows = {rank: json.loads(t.partition(NUMBERS)[2] or "[]") for rank, t in texts.items()}
-        if not all(rows.values()) or together(row[:3] for row in rows.values()) is None:
+        if not all(rows.values()) or together(row[:2] for row in rows.values()) is None:
             self._differ(texts)
-        return {rank: row[3:] for rank, row in rows.items()}
+        return {rank: row[2:] for rank, row in rows.items()}
 
     def finish(self) -> None:
         """The pass has computed its result: it is handed out once ranks agree."""
@@ -174,11 +173,8 @@ def disagreed(transport: Transport, label: str, texts: Mapping[int, str]) -> Sha
     """The error where ranks' calls differ: each call in words, and its origin."""
     error = transport.disagreement(label, texts)
     late = out_of_step({transport.world_ranks[rank]: text for rank, text in texts.items()})
-    if late:
-        return ShapeError(f"{error}\n{late}")
-    if not differ_in_origin(texts.values()):
-        return error
-    return ShapeError(f"{error}\n{advice(texts.values())}")
+    more = late or advice(texts.values())
+    return ShapeError(f"{error}\n{more}") if more else error
 
 
 class refused_everywhere:  # a context manager, as contextlib.suppress

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ..declare.mesh import index_at
 from . import P2PBatch, Transport
 from .channel import NUMBERS, disagreed
 from .once_differentiable import once
-from .origin import UNKNOWN, origin, together
+from .origin import after, origin, together
 from .transport import Messages
 
 #: What a rank does in a gather, in words.
@@ -152,22 +152,22 @@ def _agreed_counts(
     size = transport.sizes[mesh_dim]
     if size == 1:
         return [len(front)]
-    where = origin() if name is None else UNKNOWN
+    where = origin() if name is None else ""
     detail = f"{front.dtype}, dim {dim}, the others {tuple(front.shape[1:])}, name {name!r}"
-    local = json.dumps([detail, where.path, where.site, len(front)])
+    local = json.dumps([detail, where, len(front)])
     transport.check_deferred()
     answer = transport.vote((mesh_dim,), number_of(_GATHER))  # ranks in another call vote first
-    text = f"{_GATHER}, {where.after(detail)}{NUMBERS}{local}"
+    text = f"{_GATHER}, {after(detail, where)}{NUMBERS}{local}"
     texts = transport.all_gather_text(text, (mesh_dim,))
     answer()
     rows = {r: json.loads(t.partition(NUMBERS)[2] or "[]") for r, t in texts.items()}
     gathers = all(t.startswith(_GATHER) for t in texts.values())
     if not gathers:  # others counted a pass, or later ones had other tags
         transport.next_pass(transport.moving((mesh_dim,)))
-    if not gathers or together(row[:3] for row in rows.values()) is None:
+    if not gathers or together(row[:2] for row in rows.values()) is None:
         shown = {r: t.partition(NUMBERS)[0] for r, t in texts.items()}
         raise disagreed(transport, "gather", shown)
-    return [rows[transport.peer_rank(mesh_dim, i)][3] for i in range(size)]
+    return [rows[transport.peer_rank(mesh_dim, i)][2] for i in range(size)]
 
 
 def gather_flat(
@@ -189,14 +189,52 @@ def gather_flat(
             start = first - here * inner
             lengths = [sizes[start + i * inner : start + (i + 1) * inner] for i in range(size)]
             joined = parts[0] if inner == 1 else torch.cat(parts)
-            rest = [i for i in range(size) if i != here]
-            rows = {i: buffer.new_empty(sum(lengths[i])) for i in rest} | {here: joined}
-            sends, receives = ([(i, x[i]) for i in rest] for x in ([joined] * size, rows))
-            transport.start(P2PBatch(mesh_dim, label, sends, receives))()
+            rows = [
+                buffer.new_empty(sum(n)) if i != here else joined for i, n in enumerate(lengths)
+            ]
+            _trade(transport, mesh_dim, label, [joined] * size, rows)
             parts = [p for i in range(size) for p in rows[i].split(list(lengths[i]))]
             first = start
         inner *= size
     return parts
+
+
+def spread_flat(
+    parts: Sequence[Tensor],
+    dims: Sequence[str],
+    transport: Messages,
+    label: str,
+    combine: Callable[[list[Tensor]], Tensor],
+) -> Tensor:
+    """This rank's part, combined of those that all ranks have for it: the adjoint of `gather_flat`.
+
+        before    rank 0: a0, b0        rank 1: a1, b1      parts of ranks 0 and 1, row-major
+        after     rank 0: a0 + a1       rank 1: b0 + b1
+
+    Along one mesh dim after the other, innermost first, so that outer links carry what is combined
+    already. `combine` makes one flat part of those of the ranks along a mesh dim, in their order.
+    """
+    for mesh_dim in reversed(dims):
+        size, here = transport.sizes[mesh_dim], transport.coords[mesh_dim]
+        if size == 1:
+            continue
+        groups = [parts[i::size] for i in range(size)]
+        away = [g[0].contiguous() if len(g) == 1 else torch.cat([*g]) for g in groups]
+        came = [away[here] if i == here else torch.empty_like(away[here]) for i in range(size)]
+        _trade(transport, mesh_dim, label, away, came)
+        sizes = [part.numel() for part in groups[here]]
+        parts = [combine([*same]) for same in zip(*(t.split(sizes) for t in came))]
+    return parts[0]
+
+
+def _trade(
+    transport: Messages, mesh_dim: str, label: str, away: Sequence[Tensor], came: Sequence[Tensor]
+) -> None:
+    """Send to every other coordinate along a mesh dim its tensor, and receive those for this."""
+    here, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
+    peers = [(here + i) % size for i in range(1, size)]  # not all to the same one at a time
+    sends, receives = ([(i, side[i]) for i in peers] for side in (away, came))
+    transport.start(P2PBatch(mesh_dim, label, sends, receives))()
 
 
 def gather_slices(

@@ -37,7 +37,7 @@ from .origin import together
 #: The most ranks that vote in one group, each with P - 1 others at once.
 TOGETHER = 16
 #: What a rank passes on that has seen different digests.
-_DIFFERENT = (-1, -1, -1)
+_DIFFERENT = (-1, -1)
 
 
 @dataclass
@@ -119,15 +119,13 @@ class ControlGroup:
         self._worker.start()
         weakref.finalize(self, _end, self._worker, self._begun, self._ending)
 
-    def vote(
-        self, digest: int, timeout: datetime.timedelta, names: tuple[int, int] = (0, 0)
-    ) -> Callable[[], bool]:
+    def vote(self, digest: int, timeout: datetime.timedelta, name: int = 0) -> Callable[[], bool]:
         """Ask whether all ranks have this digest; the returned function waits for the answer.
 
-        Every wait is limited by `timeout`. `names` are further numbers that must be the same where
-        they are not 0.
+        Every wait is limited by `timeout`. `name` is another number, which must be the same
+        where it is not 0.
         """
-        local = (digest, *names)
+        local = (digest, name)
         posted = self._in_turn(lambda: self._through_phases(local, timeout), timeout)
 
         def answer() -> bool:

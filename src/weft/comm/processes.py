@@ -275,15 +275,13 @@ class ProcessTransport(Transport):
 
     # -- agreement -----------------------------------------------------------------------------
 
-    def _vote(
-        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
-    ) -> Callable[[], bool]:
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int, name: int) -> Callable[[], bool]:
         if self.fake:
             return lambda: True  # there is no other rank to disagree
         self._steps[mesh_dims] += 1
         step = self._all_begin("a vote", mesh_dims)
         control = self._control(mesh_dims)
-        answer = self._noticed(mesh_dims, lambda: control.vote(digest, self.timeout, names))
+        answer = self._noticed(mesh_dims, lambda: control.vote(digest, self.timeout, name))
         return lambda: self._noticed(mesh_dims, answer, step)
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:

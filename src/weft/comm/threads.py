@@ -111,10 +111,8 @@ class ThreadTransport(Transport):
         for part in parts[1:]:
             tensor.add_(part)
 
-    def _vote(
-        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
-    ) -> Callable[[], bool]:
-        votes = self._everyone((digest, *names), mesh_dims, "vote")
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int, name: int) -> Callable[[], bool]:
+        votes = self._everyone((digest, name), mesh_dims, "vote")
         return lambda: together(votes().values()) is not None
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:

@@ -232,17 +232,15 @@ class Transport(abc.ABC):
         """The texts of every rank along mesh dims, by rank in order: it waits for all of them."""
         return self._all_gather_text(text, self.moving(mesh_dims))
 
-    def vote(
-        self, mesh_dims: Sequence[str], digest: int, names: tuple[int, int] = (0, 0)
-    ) -> Callable[[], bool]:
+    def vote(self, mesh_dims: Sequence[str], digest: int, name: int = 0) -> Callable[[], bool]:
         """Ask whether all ranks along mesh dims have the same digest, without waiting.
 
         The returned function waits for the answer. Ranks' votes meet in the order in which each
-        rank gives them. A digest is 0 or more and below 2**62; so are `names`, of the origin of the
-        call (`Origin.numbers`), of which 0 goes with any.
+        rank gives them. A digest is 0 or more and below 2**62; so is `name`, of the module that
+        makes the call, of which 0 goes with any.
         """
         dims = self.moving(mesh_dims)
-        return self._vote(dims, digest, names) if dims else lambda: True
+        return self._vote(dims, digest, name) if dims else lambda: True
 
     def next_pass(self, mesh_dims: tuple[str, ...]) -> int:
         """The number of the next pass along mesh dims: the same on all ranks that take part.
@@ -331,12 +329,10 @@ class Transport(abc.ABC):
         """Sum a tensor over mesh dims, in place."""
 
     @abc.abstractmethod
-    def _vote(
-        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
-    ) -> Callable[[], bool]:
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int, name: int) -> Callable[[], bool]:
         """Begin a vote of the ranks along mesh dims; the function says whether all gave the same.
 
-        `names` are numbers of a call's module and line, of which one in common is enough.
+        `name` is the number of a call's module, of which 0 goes with any.
         """
 
     @abc.abstractmethod
@@ -358,9 +354,7 @@ class Alone(Transport):
     def _all_reduce(self, tensor: Tensor, mesh_dims: tuple[str, ...]) -> None:
         pass
 
-    def _vote(
-        self, mesh_dims: tuple[str, ...], digest: int, names: tuple[int, int]
-    ) -> Callable[[], bool]:
+    def _vote(self, mesh_dims: tuple[str, ...], digest: int, name: int) -> Callable[[], bool]:
         return lambda: True
 
     def _all_gather_text(self, text: str, mesh_dims: tuple[str, ...]) -> dict[int, str]:

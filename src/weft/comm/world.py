@@ -18,7 +18,7 @@ from .._torch import is_fake, nccl_options
 from ..declare.mesh import coordinates
 from ..errors import DeclarationError, RankError, ShapeError
 from ..launch import failures
-from ..launch.environment import already_launched, number, tell_torch
+from ..launch.environment import STORE, already_launched, number, tell_torch
 from .control import control_group
 from .start import name_of_start
 from .transport import disagreement
@@ -53,8 +53,12 @@ def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     already_launched()  # refuses variables that are no numbers
     rank = number(os.environ, "RANK", 0)
     try:
+        size = number(os.environ, "WORLD_SIZE", 1)
+        if file := os.environ.get(STORE):
+            shared = dist.FileStore(file, size)
+            shared.set_timeout(timeout)
+            return shared, rank, size
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            size = number(os.environ, "WORLD_SIZE", 1)
             return _store_of_start(rank, size, timeout), rank, size
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     except RankError:

@@ -381,7 +381,7 @@ class LayoutDeclaration:
     def state_transport(self, axis: str) -> str:
         """The way the states of recurrent layers travel along an axis.
 
-        "gather", "tree", "chain", or "auto", which every call decides by its sizes.
+        "gather", "chain", or "auto": gather on up to 8 ranks, a chain on more.
 
         Args:
             axis: the axis.

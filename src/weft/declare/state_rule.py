@@ -8,7 +8,7 @@ from ..errors import DeclarationError, did_you_mean, shown
 
 STATE, HALO = "P(affine) -> S(seq)", "S(seq) + left(k - 1)"
 #: How states get to the ranks that need them.
-TRANSPORTS = ("auto", "gather", "tree", "chain")
+TRANSPORTS = ("auto", "gather", "chain")
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,8 @@ class StateRule:
 
     Attributes:
         transport: "gather": all maps come to every rank, and ranks compute at the same time;
-            "tree": they are composed on the way, in about 2 log2 rounds; "chain": the state is
-            handed on in order, a group of heads at a time, with the bits of one device; "auto":
-            the one that ends first by the clock.
+            "chain": the state is handed on in order, a group of heads at a time, with the bits of
+            one device; "auto": gather on up to 8 ranks, a chain on more.
 
     >>> StateRule.parse("P(affine) -> S(seq)", "S(seq) + left(k - 1)").describe()
     'state P(affine) -> S(seq), halo S(seq) + left(k - 1)'
@@ -38,7 +37,7 @@ class StateRule:
         Args:
             state: where the state is while computing -> where it enters.
             halo: what short convolutions see.
-            transport: "auto", "gather", "tree" or "chain".
+            transport: "auto", "gather" or "chain".
 
         Raises:
             DeclarationError: anything but the one way in which a recurrence may be split.

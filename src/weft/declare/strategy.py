@@ -293,7 +293,7 @@ class _StateRuleFile(BaseModel):
 
     state: of the recurrence, `P(affine) -> S(seq)`.
     halo: of convolutions, `S(seq) + left(k - 1)`.
-    transport: how states travel: `gather`, `tree`, `chain` or `auto`.
+    transport: how states travel: `gather`, `chain` or `auto`.
     """
 
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)

@@ -1,4 +1,4 @@
-"""Attention of replicated queries to a cache sharded over ranks, and keys that change owner.
+"""Attention of replicated queries to a cache sharded over ranks.
 
     query   R            (b, h, n, d) on every rank
     key     S(seq)       (b, g, m_r, d): any positions, any number, none at all
@@ -15,12 +15,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch, Shuffle
 from ..comm.channel import Channel
-from ..comm.collectives import gather_flat
+from ..comm.collectives import gather_flat, gather_slices, spread_flat
 from ..declare.placements import merge_softmax
 from ..kernels import Request, TileView, accumulate_dtype, choose_kernel
-from .owners import Move
 
 #: Rows of a masked part that are computed at once, whose mask is a tensor.
 _ROWS = 512
@@ -99,25 +97,17 @@ def merge_rows(
     `out` (b, h, n, e) and `lse` (b, h, n) are those of all ranks' rows over this rank's keys,
     `counts` rows of each part; mesh dims `dims`, outermost first, split the rows and the keys.
     """
-    counts = list(counts)
-    for mesh_dim in dims:
-        size, here = channel.sizes[mesh_dim], channel.coords[mesh_dim]
-        if size == 1:
-            continue
-        each = len(counts) // size
-        groups = [counts[i * each : (i + 1) * each] for i in range(size)]
-        rows = [*zip(*(t.split([*map(sum, groups)], 2) for t in (out, lse)))]
-        packed = [_packed(*pair) for pair in rows]
-        rest = [i for i in range(size) if i != here]
-        received = {i: torch.empty_like(packed[here]) for i in rest}
-        sends = [(i, packed[i]) for i in rest]
-        channel.start(P2PBatch(mesh_dim, "parts", sends, [*received.items()]))()
-        counts = groups[here]
-        parts = [
-            rows[here] if i == here else _unpacked(received[i], *rows[here]) for i in range(size)
-        ]
-        out, lse = merged_parts(parts)
-    return out, lse
+    packed = _packed(out, lse)
+
+    def merge(parts: list[Tensor]) -> Tensor:
+        shape = *packed.shape[:2], -1, packed.shape[3]
+        outs, lses = _unpacked(torch.stack([part.view(shape) for part in parts]), out, lse)
+        merged, total = merge_softmax(outs.to(lses.dtype), lses)
+        return _packed(merged.to(out.dtype), total).view(-1)
+
+    parts = [part.reshape(-1) for part in packed.split([*counts], 2)]
+    result = spread_flat(parts, dims, channel, "parts", merge)
+    return _unpacked(result.view(*packed.shape[:2], -1, packed.shape[3]), out, lse)
 
 
 def gathered_parts(
@@ -127,10 +117,7 @@ def gathered_parts(
 
     `counts` are the tokens of every part; mesh dims `dims`, outermost first, split them.
     """
-    one = x[:, :, :1].numel() if x.shape[2] else x.new_empty(*x.shape[:2], 1, x.shape[3]).numel()
-    parts = gather_flat(x.contiguous().view(-1), [n * one for n in counts], dims, channel, "parts")
-    shaped = (p.view(*x.shape[:2], n, x.shape[3]) for p, n in zip(parts, counts))
-    return torch.cat([*shaped], 2)
+    return gather_slices(x, 2, counts, dims, channel, "parts").contiguous()
 
 
 def _packed(out: Tensor, lse: Tensor) -> Tensor:
@@ -142,15 +129,3 @@ def _unpacked(parts: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """The outputs and logsumexps of packed ones."""
     rows, lses = parts.split([out.shape[-1], parts.shape[-1] - out.shape[-1]], -1)
     return rows, lses.contiguous().view(lse.dtype).squeeze(-1)
-
-
-def moved(x: Tensor, steps: Sequence[Move], order: Tensor, channel: Channel) -> Tensor:
-    """Keys or values (b, g, m, d) on the ranks that `weft.decode.owners.moves` takes them to."""
-    rows = x.movedim(2, 0)
-    inner = rows.shape[1:]
-    for move in steps:
-        outgoing = rows.index_select(0, move.outgoing.to(x.device)).reshape(-1)
-        sends, receives = ([n * inner.numel() for n in ns] for ns in (move.sends, move.receives))
-        shuffle = Shuffle(move.mesh_dim, "redistribute", outgoing, sends, receives)
-        rows = channel.all_to_all(shuffle).view(-1, *inner)
-    return rows.index_select(0, order.to(x.device)).movedim(0, 2).contiguous()

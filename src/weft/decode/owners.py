@@ -8,16 +8,14 @@ Nothing is sent to keep the books: every rank makes the same runs of the same ca
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from .._caching import cached
-from ..declare.mesh import coordinates, rank_at
-from ..plan.order import Spans, positions
+from ..plan.order import Span, Spans, join, positions
 
 #: Consecutive decoded tokens that one rank holds.
 BLOCK = 32
@@ -91,6 +89,10 @@ class Held:
         """All positions of a part, in the order in which they came: (m,) int64."""
         return _positions(self, part)
 
+    def spans(self, part: int) -> Spans:
+        """The same positions as spans."""
+        return join(Span(position, 1) for position in self.positions(part).tolist())
+
 
 @cached(64)
 def _in_blocks(first: int, count: int, block: int, parts: int, part: int) -> Tensor:
@@ -109,69 +111,3 @@ def _positions(held: Held, part: int) -> Tensor:
             local = positions(run.chunks[part]) + run.start
             pieces.append(local[local < run.stop])
     return torch.cat(pieces)
-
-
-@dataclass(frozen=True, eq=False)
-class Move:
-    """Messages of a rank along one mesh dim, on the way of positions to other ranks.
-
-    Attributes:
-        mesh_dim: along which.
-        outgoing: indices of what is here, by the rank that it goes to, this one included.
-        sends: how many of them each gets.
-        receives: how many come from each.
-    """
-
-    mesh_dim: str
-    outgoing: Tensor
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-
-
-def moves(
-    before: Sequence[Tensor], after: Sequence[Tensor], mesh: Mapping[str, int], rank: int
-) -> tuple[list[Move], Tensor]:
-    """Moves of positions from the ranks that hold them, one mesh dim after the other.
-
-    Args:
-        before: positions on every rank, each on one.
-        after: the same positions, otherwise.
-        mesh: sizes of the mesh dims, outermost first.
-        rank: this one.
-
-    Returns:
-        The messages of this rank, and the index that puts what it has in the end in order.
-
-    >>> before = [torch.tensor([0, 1]), torch.tensor([2])]
-    >>> after = [torch.tensor([2, 0]), torch.tensor([1])]
-    >>> steps, order = moves(before, after, {"ring": 2}, 0)
-    >>> steps[0].sends, steps[0].receives, order.tolist()
-    ((1, 1), (1, 1), [1, 0])
-    """
-    total = sum(map(len, before))
-    owner = torch.empty(total, dtype=torch.int64)
-    for number, held in enumerate(after):
-        owner[held] = number
-    coords = [coordinates(dict(mesh), number) for number in range(math.prod(mesh.values()))]
-    now, steps = list(before), []
-    for mesh_dim, size in mesh.items():
-        if size == 1:
-            continue
-        at = torch.tensor([c[mesh_dim] for c in coords])
-        target = [at[owner[held]] for held in now]
-        sorted_by = [t.argsort(stable=True) for t in target]
-        counts = [tuple(t.bincount(minlength=size).tolist()) for t in target]
-        pieces = [h[i].split(c) for h, i, c in zip(now, sorted_by, counts)]
-        peers = [
-            [rank_at(mesh, {**c, mesh_dim: i}) for i in range(size)] for c in coords
-        ]  # by rank, those along the mesh dim
-        here = coords[rank][mesh_dim]
-        receives = tuple(counts[peer][here] for peer in peers[rank])
-        steps.append(Move(mesh_dim, sorted_by[rank], counts[rank], receives))
-        now = [
-            torch.cat([pieces[peer][c[mesh_dim]] for peer in peers[number]])
-            for number, c in enumerate(coords)
-        ]
-    place = torch.empty(total, dtype=torch.int64)
-    place[now[rank]] = torch.arange(len(now[rank]))
-    return steps, place[after[rank]]

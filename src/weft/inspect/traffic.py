@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..carry.fragments import ChainExchange, StateExchange
-from ..carry.tree import TreeExchange
 from ..comm import Transport, Watch, alive
 from ..declare.traffic import Traffic
 from ..fetching.fetch import FetchPass
@@ -150,13 +149,7 @@ def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
         if isinstance(
             plan,
-            ChainExchange
-            | TakePass
-            | StateExchange
-            | TreeExchange
-            | RedistributionPass
-            | ListPlan
-            | FetchPass,
+            ChainExchange | TakePass | StateExchange | RedistributionPass | ListPlan | FetchPass,
         ):
             per_call = plan.traffic(backward)
         else:

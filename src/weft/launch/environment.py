@@ -41,6 +41,8 @@ def number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
 LIMIT = 300.0
 #: Environment variable with another limit, in seconds.
 TIMEOUT = "WEFT_TIMEOUT"
+#: Environment variable that names the file in which ranks of one machine meet, of weft's launcher.
+STORE = "WEFT_STORE"
 
 
 def wait_limit(timeout: float | None = None, environ: Mapping[str, str] | None = None) -> float:

@@ -1,12 +1,15 @@
-"""Starts the ranks of a command, by torch's elastic launcher, or joins torchrun's and SLURM's.
+"""Starts the ranks of a command as processes of this machine, or joins torchrun's and SLURM's.
 
 Three ways to the same ranks:
 
-- from a plain shell a command starts one process per rank itself (`elastic_launch`, spawned, on
-  this machine);
+- from a plain shell a command starts one process per rank itself; they meet in a file of a folder
+  that is closed to other users: a store on a port would be open to all of them;
 - under torchrun (RANK and WORLD_SIZE are set) this process is a rank already;
 - under srun (SLURM_PROCID and SLURM_STEP_NUM_TASKS are set) likewise, after SLURM's variables are
   translated to torch's.
+
+A rank tells its launcher by a pipe how it ended, and the pipe's end tells if it cannot. It ends
+with its launcher, too.
 """
 
 from __future__ import annotations
@@ -14,30 +17,41 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import logging
+import math
 import multiprocessing
 import os
+import pickle
 import secrets
 import signal
+import sys
 import tempfile
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import resource_tracker
-from types import FrameType
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import RankError, WeftError
 from . import peers, trace
-from .environment import already_launched, number, tell_torch
-from .monitor import Ending, LauncherMonitor, MonitoredRank
+from .environment import STORE, already_launched, tell_torch
 
-#: How long stopped ranks may take to end before they are killed, in seconds; 30 in torch 2.11,
-#: which gives no choice. Only a rank that catches SIGTERM takes any time.
-GRACE = 5
+#: Seconds that ranks which are asked to end may take, and for which the failure that others follow
+#: from may come after the news of it.
+GRACE, NEWS = 5.0, 1.0
+
+
+class Ending(NamedTuple):
+    """What a rank says as it ends: its result, or its error, and whether another's caused that."""
+
+    result: Any = None
+    message: str = ""
+    follows: bool = False
+    refused: bool = False
 
 
 class LaunchError(RankError):
@@ -48,9 +62,9 @@ class LaunchError(RankError):
         refused: whether weft refused what it was asked for, as it would again.
     """
 
-    def __init__(self, ending: Ending) -> None:
-        super().__init__(str(ending))
-        self.rank, self.refused = ending.rank, ending.refused
+    def __init__(self, rank: int, message: str, refused: bool = False) -> None:
+        super().__init__(f"rank {rank}{message}")
+        self.rank, self.refused = rank, refused
 
 
 def cores() -> int:
@@ -109,33 +123,18 @@ def run(
         return result if place.rank == 0 else None
     if ranks == 1 and not restarts:
         return fn(*args)
-    if fewest is None or fewest >= ranks:
-        return _elastic(fn, args, ranks, restarts, on_restart)
-    return _shrinking(fn, args, ranks, restarts, on_restart, fewest)
-
-
-def _shrinking(
-    fn: Callable[..., Any],
-    args: tuple,
-    ranks: int,
-    restarts: int,
-    on_restart: Callable[[str], None],
-    fewest: int,
-) -> Any:
-    """Starts of one run, one after another: torch's launcher keeps the number of its processes."""
-    last: int | None = None
-    name = f"weft-{secrets.token_hex(8)}"
+    name, last = f"weft-{secrets.token_hex(8)}", None
     for attempt in itertools.count(1):
         try:
-            return _elastic(fn, args, ranks, 0, on_restart, name)
+            return _start(fn, args, ranks, name, attempt - 1)
         except LaunchError as error:
             if attempt > restarts or error.refused:
                 raise
-            twice = error.rank is not None and error.rank == last
-            last = error.rank
-            if twice and ranks > fewest:
+            if error.rank == last and ranks > (fewest or ranks):
                 ranks, last = ranks - 1, None
-                _leave_out_gpu(int(error.rank or 0), ranks + 1)
+                _leave_out_gpu(error.rank, ranks + 1)
+            else:
+                last = error.rank
             on_restart(f"{error}; {ranks} ranks start again ({attempt} of {restarts})")
 
 
@@ -148,166 +147,153 @@ def _leave_out_gpu(local: int, ranks: int) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[:local] + devices[local + 1 :])
 
 
-def _elastic(
-    fn: Callable[..., Any],
-    args: tuple,
-    ranks: int,
-    restarts: int,
-    on_restart: Callable[[str], None],
-    name: str | None = None,
-) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
+def _start(fn: Callable[..., Any], args: tuple, ranks: int, name: str, attempt: int) -> Any:
+    """One start of all ranks, under the name that all starts share: rank 0's result."""
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(ranks)))
-    _silence()
-    endings = _Endings(restarts, on_restart)
-    options = {field.name for field in fields(LaunchConfig)}
-    grace: dict[str, Any] = {"shutdown_timeout": GRACE} if "shutdown_timeout" in options else {}
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder, _interruptible() as interrupted:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=ranks,
-            run_id=name or os.path.basename(folder),
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            local_addr="localhost",
-            max_restarts=restarts,
-            start_method="spawn",
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            **grace,
-        )
+    spawn = multiprocessing.get_context("spawn")
+    started: list[tuple[BaseProcess, Connection]] = []
+    with tempfile.TemporaryDirectory(prefix="weft-") as folder, _ended_by_signals():
+        environ = {STORE: f"{folder}/store", "WORLD_SIZE": str(ranks)}
+        environ |= {"LOCAL_WORLD_SIZE": str(ranks), "GROUP_RANK": "0"}
+        environ |= {"TORCHELASTIC_RUN_ID": name, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         try:
-            return elastic_launch(config, _rank)(endings.monitor.address, fn, args)[0]
-        except ChildFailedError as error:
-            raise LaunchError(endings.cause(error)) from None
-        except SignalException as error:
-            if endings.refused:
-                raise LaunchError(endings.refused) from None
-            if interrupted:
-                raise KeyboardInterrupt from None
-            raise SystemExit(128 + error.sigval) from None
+            with _without_sigint():
+                for rank in range(ranks):
+                    receiver, sender = spawn.Pipe(duplex=False)
+                    placed = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                    process = spawn.Process(target=_rank, args=(sender, placed, fn, args))
+                    process.start()
+                    sender.close()
+                    started.append((process, receiver))
+            return _result(started)
         finally:
-            endings.monitor.close()
-            trace.remove_traces(endings.monitor.pids)
+            _end([process for process, _ in started])
+            trace.remove_traces({process.pid or -1 for process, _ in started})
 
 
-class _Endings:
-    """The launcher's side of a run: how its ranks ended, and whether they start again."""
-
-    def __init__(self, restarts: int, on_restart: Callable[[str], None]) -> None:
-        self.restarts, self.on_restart = restarts, on_restart
-        self.attempt, self.lock = 0, threading.Lock()
-        self.refused: Ending | None = None
-        self.monitor = LauncherMonitor(self._started, self._ended)
-
-    def cause(self, error: Any) -> Ending:
-        """Why the ranks ended: the report of a rank, else that of torch."""
-        ending = self.monitor.cause()
-        if ending is None or (ending.silent and ending.code is None):
-            rank, failure = error.get_first_failure()
-            ending = Ending(rank, 0, code=failure.exitcode)
-        return ending
-
-    def _started(self, attempt: int) -> None:
-        with self.lock:
-            again, self.attempt = attempt > self.attempt, max(attempt, self.attempt)
-        if again:
-            cause = self.monitor.cause(before=attempt) or "a rank ended while it was starting"
-            self.on_restart(f"{cause}; all ranks start again ({attempt} of {self.restarts})")
-
-    def _ended(self, ending: Ending) -> None:
-        """Ranks that were refused something would be refused it again: end them all.
-
-        All ranks end where one fails. torch asks them to, and one that is stopped (SIGSTOP) does
-        not hear it, for which torch waits 30 s.
-        """
-        if ending.silent and trace.why_killed(ending.pid):
-            ending.stopped = True
-        for other in () if ending.done else self.monitor.running(ending.attempt):
-            if trace.state_of(other.pid) == "stopped":
-                other.stopped = True
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(other.pid, signal.SIGKILL)
-        if self.restarts and ending.refused and not self.refused:
-            self.refused = ending
-            os.kill(os.getpid(), signal.SIGTERM)  # which the launcher passes on to every rank
+def _result(started: Sequence[tuple[BaseProcess, Connection]]) -> Any:
+    """Rank 0's result once all ranks have ended; else the error that the others' follow from."""
+    left, result = {*range(len(started))}, None
+    first, end = None, math.inf
+    while left and (now := time.monotonic()) < end:
+        ready = wait([started[rank][1] for rank in left], None if first is None else end - now)
+        ended = [rank for rank in sorted(left) if started[rank][1] in ready]
+        left -= {*ended}
+        endings = [(rank, _last_words(started[rank][1])) for rank in ended]
+        for rank, ending in sorted(endings, key=lambda found: found[1] is not None):
+            if ending is None:
+                raise LaunchError(rank, _how_it_ended(started[rank][0]))
+            if ending.message:
+                error = LaunchError(rank, f": {ending.message}", ending.refused)
+                if not ending.follows:
+                    raise error
+                first = first or error
+                end = min(end, time.monotonic() + NEWS)
+            elif rank == 0:
+                result = ending.result
+    if first is not None:
+        raise first
+    for process, _ in started:
+        process.join()
+    return result
 
 
-def _silence() -> None:
-    """The launcher's own report of a failure is a page long; ours is the rank's message."""
-    for name in list(logging.root.manager.loggerDict):
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
+def _last_words(pipe: Connection) -> Ending | None:
+    """What a rank says as it ends; None if it ended silently."""
+    try:
+        return Ending(*pickle.loads(pipe.recv_bytes()))
+    except (EOFError, OSError):
+        return None
+
+
+def _how_it_ended(process: BaseProcess) -> str:
+    """Words for the end of a rank that said nothing."""
+    process.join(GRACE)
+    code = process.exitcode
+    if why := trace.why_killed(process.pid or -1):
+        return f" {why}"
+    if code is None:
+        return " closed its pipe to the launcher, and runs"
+    return f" ended with exit code {code}" if code >= 0 else f" was killed by {_signal(-code)}"
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # of real time
+        return f"signal {number}"
+
+
+def _end(processes: Sequence[BaseProcess]) -> None:
+    """End processes: those that do not hear it, as they are stopped, by force."""
+    for process in processes:
+        process.terminate()
+    end = time.monotonic() + GRACE
+    for process in processes:
+        process.join(max(0.0, end - time.monotonic()))
+        process.kill()
+        process.join()
 
 
 @contextlib.contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """Ctrl-C ends all ranks, quietly: it is for this process only, which then ends the others.
-
-    A terminal sends SIGINT to the ranks too, and they would each print where they were. So the
-    main thread, from which they inherit it, blocks the signal; another thread takes it. Yields a
-    list that holds the signal once it came.
-    """
+def _ended_by_signals() -> Iterator[None]:
+    """Within, what ends this process ends its ranks, too: signals raise `SystemExit`."""
     if threading.current_thread() is not threading.main_thread():
-        yield []
+        yield
         return
-    received: list[int] = []
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        if _starts_a_process(frame):  # which would find no task, and say so; nobody knows it yet
-            threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
-            return
-        received.append(number)
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            raise KeyboardInterrupt  # the launcher has not begun
-        signal.raise_signal(signal.SIGTERM)  # which the launcher passes on to every rank
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
 
-    done = threading.Event()
-    before = set(multiprocessing.active_children())
-    resource_tracker.ensure_running()  # else it starts with the first rank, and unblocks SIGINT
-    old = signal.signal(signal.SIGINT, interrupt)
-    destination = threading.Thread(target=done.wait, name="takes-sigint", daemon=True)
-    destination.start()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    named = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    before = {number: signal.signal(number, leave) for number in named}
     try:
-        yield received
+        yield
     finally:
-        for child in set(multiprocessing.active_children()) - before:
-            child.kill()  # one that was starting just then
-        done.set()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, old)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _starts_a_process(frame: FrameType | None) -> bool:
-    """True if a frame is within the start of one of Python's processes."""
-    while frame is not None and frame.f_code is not multiprocessing.Process.start.__code__:
-        frame = frame.f_back
-    return frame is not None
+@contextlib.contextmanager
+def _without_sigint() -> Iterator[None]:
+    """Processes that start within never see Ctrl-C, which is for their launcher, and comes later.
+
+    A terminal sends it to all of them, and each would print where it was.
+    """
+    resource_tracker.ensure_running()  # else it starts with the first rank, and unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _rank(address: str, fn: Callable[..., Any], args: tuple) -> Any:
-    """One started rank: calls `fn`, and reports to the launcher how it ended."""
+def _rank(pipe: Connection, environ: dict[str, str], fn: Callable[..., Any], args: tuple) -> None:
+    """One started rank: calls `fn`, and tells the launcher how it ended."""
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
     gc.freeze()  # else Python looks through all modules for garbage when the rank ends: a second
-    # Blocked while it was starting; from here on torch takes it quietly.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    attempt = number(os.environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    os.environ.update(environ)
     peers.silence()
-    monitored = MonitoredRank(address, int(os.environ["RANK"]), attempt)
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         result = fn(*args)
+        ending = Ending(result if environ["RANK"] == "0" else None)
     except Exception as error:
         is_weft, is_of_others = isinstance(error, WeftError), isinstance(error, RankError)
         is_of_others |= bool(peers.add_lost(error)) and not is_weft
         message = f"{type(error).__name__}: {error}" if is_weft else traceback.format_exc()
         if not is_of_others:  # the rank that noticed the failure has written
             trace.failed(f"{type(error).__name__}: {error}")
-        monitored.failed(message, follows=is_of_others, refused=is_weft and not is_of_others)
-        raise
-    monitored.done()
-    return result
+        ending = Ending(None, message, is_of_others, is_weft and not is_of_others)
+    pipe.send_bytes(pickle.dumps(tuple(ending)))  # by value, of tensors as well
+    pipe.close()
+    if ending.message:
+        sys.exit(1)
+
+
+def _end_with_launcher() -> None:
+    """Kill this process when the one that started it has ended, however it ended."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)

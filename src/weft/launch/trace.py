@@ -68,6 +68,7 @@ _FOREIGN = 86_400.0  # the same of files that name no process, such as another v
 _TURN = 1.0  # seconds to wait for other ranks' copies
 _ENTRIES, _RUNS = 65_536, 1_024  # that are looked at: names in a folder, and folders of runs
 _MOST_RANKS = 1 << 17
+_PUBLIC = 8  # letters of a run's name that others see, who then cannot take the name of its copies
 _RUN, _RANK = re.compile(r"weft-steps-.{1,64}"), re.compile(r"rank-[0-9]{1,6}")
 _UNREADABLE = (OSError, ValueError, KeyError, TypeError, RecursionError)
 _encode = json.JSONEncoder(separators=(",", ":")).encode
@@ -108,7 +109,7 @@ class Trace:
 
     def __init__(self, rank: int, ranks: int, run: str, root: Path) -> None:
         self.rank, self.run = rank, run
-        self.path = root / f"weft-steps-{run}" / f"rank-{rank}"
+        self.path = root / f"weft-steps-{run[:_PUBLIC]}" / f"rank-{rank}"
         #: the number of the latest step
         self.steps = 0
         self._steps, self._calls = itertools.count(1), itertools.count(1)
@@ -577,7 +578,7 @@ def _host() -> str:
 
 
 def _name_of_run(limit: float) -> str:
-    drawn = secrets.token_hex(4)
+    drawn = secrets.token_hex(12)
 
     def ask() -> str:
         return default_store().compare_set("weft/blackbox", "", drawn).decode()

@@ -22,7 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch, Shuffle, Transport
+from ..comm import Shuffle, Transport
+from ..comm.collectives import gather_flat
 from ..comm.once_differentiable import once
 from ..declare.mesh import index_at
 from ..runtime.autocast import without_autocast
@@ -273,18 +274,9 @@ def _of_logits_backward(
 
 def _stacked(x: Tensor, dims: tuple[str, ...], transport: Transport, label: str) -> Tensor:
     """The tensors of all ranks along mesh dims, in their order: (ranks, *shape)."""
-    shape = x.shape
-    for mesh_dim in reversed(dims):
-        here, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
-        x = x.contiguous()
-        parts = x.new_empty(size, *x.shape)
-        parts[here] = x
-        rest = [i for i in range(size) if i != here]
-        sends = [(i, x.view(-1)) for i in rest]
-        receives = [(i, parts[i].view(-1)) for i in rest]
-        transport.start(P2PBatch(mesh_dim, label, sends, receives))()
-        x = parts
-    return x.view(-1, *shape)
+    ranks = math.prod(transport.sizes[d] for d in dims)
+    parts = gather_flat(x.contiguous().view(-1), [x.numel()] * ranks, dims, transport, label)
+    return torch.stack(parts).view(-1, *x.shape)
 
 
 def _scattered(x: Tensor, mesh_dim: str, transport: Transport) -> Tensor:

@@ -241,9 +241,7 @@ class GatedDeltaNet(nn.Module):
         q, k = F.normalize(q, dim=-1) * self.head_dim**-0.5, F.normalize(k, dim=-1)
         inputs = q, k, v, decay, beta
         pieces = LocalPieces(layout, self.axis, length, documents)
-        zero = _zeros(v, v.shape[2])
-        chain = pieces.in_chain(v, zero.shape, zero.shape, dtype=zero.dtype, widened=True)
-        return (_in_chain if chain else _composed)(pieces, inputs).to(channels.dtype)
+        return (_in_chain if pieces.in_chain() else _composed)(pieces, inputs).to(channels.dtype)
 
     def _convolved(
         self,

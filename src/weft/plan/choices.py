@@ -65,6 +65,21 @@ def gathers_of(
         yield mesh_dim, (size - 1) * held, sum(known) - held, size - 1
 
 
+def spreads_of(
+    sizes: Mapping[str, int], dims: Sequence[str], coords: Mapping[str, int], rows: Sequence[int]
+) -> Iterator[tuple[str, int, int, int]]:
+    """The same of parts that go back to their ranks, combined on the way, innermost dims first.
+
+    >>> list(spreads_of({"a": 2, "b": 2}, ("a", "b"), {"a": 0, "b": 1}, [4, 3, 2, 1]))
+    [('b', 6, 4, 1), ('a', 1, 3, 1)]
+    """
+    left = list(rows)
+    for mesh_dim in reversed(dims):
+        size, kept = sizes[mesh_dim], left[coords[mesh_dim] :: sizes[mesh_dim]]
+        yield mesh_dim, sum(left) - sum(kept), sum(kept) * (size - 1), size - 1
+        left = kept
+
+
 def check_travel(way: Resharding, forward: MovingDims, backward: MovingDims) -> None:
     """Raise `UnsupportedError` where a choice cannot go where its queries go."""
     for step in way.steps:
@@ -80,4 +95,4 @@ def check_travel(way: Resharding, forward: MovingDims, backward: MovingDims) -> 
         )
 
 
-__all__ = ["NUMBER", "RowMove", "check_travel", "gathers_of", "row_moves"]
+__all__ = ["NUMBER", "RowMove", "check_travel", "gathers_of", "row_moves", "spreads_of"]

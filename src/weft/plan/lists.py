@@ -12,14 +12,13 @@ carries each list once.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates, index_at, places
 from ..declare.traffic import Traffic
 from ..errors import DeclarationError
-from .choices import NUMBER, gathers_of
+from .choices import NUMBER, gathers_of, spreads_of
 from .order import Spans, count, shard_spans
 
 #: Bytes of a position in a list.
@@ -93,22 +92,6 @@ class ListPlan:
         group = places(dict(self.mesh), self.lists, self.coords)
         return [self.own_queries(place) for place in group]
 
-    def returns(self) -> Iterator[tuple[str, list[list[int]]]]:
-        """The steps in which lists go back, innermost first: mesh dim, and parts by coordinate.
-
-        A part is the number of a rank along `lists`, whose queries' lists it is. Those of its own
-        coordinate come from every peer of the step; those of a peer's go there.
-        """
-        sizes, here = dict(self.mesh), self.coords
-        left = list(enumerate(places(sizes, self.lists, here)))
-        for mesh_dim in reversed(self.lists):
-            by_peer = [
-                [number for number, place in left if place[mesh_dim] == peer]
-                for peer in range(sizes[mesh_dim])
-            ]
-            left = [each for each in left if each[1][mesh_dim] == here[mesh_dim]]
-            yield mesh_dim, by_peer
-
     def traffic(self, backward: bool) -> Traffic:
         """Bytes and messages of the rank; a choice has no backward pass."""
         moved = Traffic()
@@ -129,13 +112,10 @@ class ListPlan:
                 sizes, dims, self.coords, [count(each) for each in spans]
             ):
                 add(mesh_dim, "index", sent * batch * row, received * batch * row, calls * times)
-        rows, entry = [count(each) for each in self.query_spans()], self.sizes.score + PLACE
-        for mesh_dim, parts in self.returns():
-            peers, here = sizes[mesh_dim] - 1, self.coords[mesh_dim]
-            of_parts = [sum(rows[number] for number in each) for each in parts]
-            width = batch * self.sizes.count * entry
-            sent = (sum(of_parts) - of_parts[here]) * width
-            add(mesh_dim, "lists", sent, of_parts[here] * peers * width, peers)
+        rows = [count(each) for each in self.query_spans()]
+        width = batch * self.sizes.count * (self.sizes.score + PLACE)
+        for mesh_dim, sent, received, calls in spreads_of(sizes, self.lists, self.coords, rows):
+            add(mesh_dim, "lists", sent * width, received * width, calls)
         return moved
 
 

@@ -14,7 +14,7 @@ from .._compile import flattened, restored
 from .._torch import constant_in_graphs, in_graph
 from ..comm import Transport
 from ..comm.channel import Channel, refused_everywhere
-from ..comm.origin import UNKNOWN, origin
+from ..comm.origin import origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
 from ..plan.lengths import check_axis_lengths
@@ -98,7 +98,7 @@ def _planned(
         f" {dict(zip(dims, global_lengths))}{guessed}, dims {dims}, others {tail}, {x.dtype},"
         f" {device}{'' if name is None else f', name {name!r}'}"
     )
-    where = origin() if name is None else UNKNOWN
+    where = origin() if name is None else ""
     call = Exchange(
         REDISTRIBUTE,
         "layout.redistribute",

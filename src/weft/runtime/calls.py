@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import _caching as caching
 from .._digest import is_plain, number_of
 from ..comm.channel import Channel, refuse, refused_everywhere
-from ..comm.origin import UNKNOWN, Origin, origin
+from ..comm.origin import origin
 from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..plan.cache import plan_for_rank
@@ -53,8 +53,8 @@ class BoundCall:
         self.asks_batches = self.reach.asks_batches(self.per_sample)
         #: Which gradients a graph wants that makes the call: its tensors do not say it as it runs.
         self.gradients: str | None = None
-        #: Which call of the program a graph makes; without a graph it is read as the call is made.
-        self.origin: Origin | None = None
+        #: The module that makes the call, "" in a graph; None: read as the call is made.
+        self.origin: str | None = None
         self.generation = caching.generation
         #: Its name, by which ops get it.
         self.handle = handles.new_name()
@@ -191,7 +191,9 @@ class BoundCall:
                 checks.check_choice(plan, chosen, q, heads)
             content = self.content
         described = content, plan, f", gradients {gradients}"
-        where = self._origin()
+        where = self.origin
+        if where is None:
+            where = origin() if self.mesh_dims and self.call.name is None else ""
         batches: tuple[int, ...] = ()
         if not self.asks_batches:
             channel = self._channel(_FORWARD, *described, where)
@@ -207,7 +209,7 @@ class BoundCall:
         return plan, channel, _numbers_of(*number, *batches, *seen)
 
     def _with_batches(
-        self, described: tuple[str, Plan, str], rest: list[int], samples: int, where: Origin
+        self, described: tuple[str, Plan, str], rest: list[int], samples: int, where: str
     ) -> tuple[Channel, tuple[int, ...], tuple[int, ...]]:
         """A channel that ranks agreed on, the batches of all, and the samples of their biases.
 
@@ -271,19 +273,13 @@ class BoundCall:
         number = f", of pass {agreed.tolist()[0]}" if self.mesh_dims else ""
         return self._channel(_BACKWARD, content, plan, number)
 
-    def _origin(self) -> Origin:
-        """The origin of the call in the program, which ranks must have in common."""
-        if not self.mesh_dims or self.call.name is not None:
-            return UNKNOWN
-        return self.origin or origin()
-
     def _channel(
         self,
         label: str,
         content: str,
         plan: Plan,
         extra: str,
-        where: Origin = UNKNOWN,
+        where: str = "",
         batches: str = "",
     ) -> Channel:
         if not self.mesh_dims:
@@ -382,7 +378,7 @@ def handle_of(bound: BoundCall, gradients: str | None = None) -> str:
     """Handle of a call, valid while it lives; for a graph, of a copy that fixes `gradients`."""
     if gradients is not None:
         bound = BoundCall(bound.layout, bound.call)  # a separate one: layouts share theirs
-        bound.gradients, bound.origin = gradients, origin()
+        bound.gradients, bound.origin = gradients, ""
         with contextlib.suppress(UnsupportedError):  # is refused when the graph runs, on all ranks
             # torch keeps compiled graphs on disk: those of other calls and layouts are not this.
             bound.handle += f"-{number_of(bound.content):x}"

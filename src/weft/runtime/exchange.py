@@ -13,7 +13,6 @@ from torch import Tensor
 from .._digest import number_of
 from ..comm import Transport
 from ..comm.channel import Channel, refuse
-from ..comm.origin import UNKNOWN, Origin
 from ..errors import WeftError
 from . import handles
 from .handles import differentiable, op, shapes_of
@@ -25,7 +24,7 @@ class Exchange:
 
     The trace and texts call it `label`, errors name what users call, `subject`. Ranks along
     `mesh_dims` must have `content` in common, which is `described` for people. `ahead` says whether
-    the CPU runs ahead of the device, and `origin` where the program makes the call.
+    the CPU runs ahead of the device, and `origin` which module makes the call.
     """
 
     label: str
@@ -35,7 +34,7 @@ class Exchange:
     content: str
     described: str
     ahead: bool
-    origin: Origin
+    origin: str
 
     def forward(self) -> Channel:
         """The channel of the forward pass."""
@@ -43,9 +42,9 @@ class Exchange:
 
     def backward(self, number: int) -> Channel:
         """The channel of the backward pass of the forward pass of a number."""
-        return self._of_pass(f"the backward pass of {self.label}", f", of pass {number}", UNKNOWN)
+        return self._of_pass(f"the backward pass of {self.label}", f", of pass {number}", "")
 
-    def _of_pass(self, label: str, number: str, where: Origin) -> Channel:
+    def _of_pass(self, label: str, number: str, where: str) -> Channel:
         detail = f"{label} {self.described}{number}"
         return Channel(
             self.transport,

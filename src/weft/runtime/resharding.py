@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .._caching import cached
 from .._uploads import upload
-from ..comm import P2PBatch, Shuffle
+from ..comm.collectives import gather_flat, spread_flat
 from ..comm.transport import Messages
 from ..declare.placements import merge_softmax
 from ..plan.heads import HeadShares
@@ -29,7 +29,7 @@ from ..plan.plan import Plan
 from ..plan.seen import SeenKeys, Stretch
 from ..plan.sides import Side
 from ..relayout.fetch import collect_together, fetch_together
-from .buffers import all_to_all, flat
+from .buffers import all_to_all
 from .marks import mark_move
 
 _QKV = Side.QUERY, Side.KEY, Side.KEY
@@ -262,22 +262,11 @@ def _all_reduce(
     combine: Callable[[Tensor], Tensor],
     label: str,
 ) -> Tensor:
-    here, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
-    counts = chunk_sizes(rows.shape[0], size)
-    width = rows.shape[1]
-    sends = [n * width for n in counts]
-    receives = [counts[here] * width] * size
-    incoming = transport.all_to_all(Shuffle(mesh_dim, label, flat(rows), sends, receives))
-    combined = combine(incoming.view(size, counts[here], width)).contiguous()
-    gathered = rows.new_empty(rows.shape)
-    shares = gathered.split(counts)
-    shares[here].copy_(combined)
-    peers = [(here + i) % size for i in range(1, size)]  # not all to the same one at a time
-    p2p = P2PBatch(
-        mesh_dim,
-        label,
-        [(p, combined.view(-1)) for p in peers],
-        [(p, shares[p].view(-1)) for p in peers],
-    )
-    transport.start(p2p)()
-    return gathered
+    counts, width = chunk_sizes(rows.shape[0], transport.sizes[mesh_dim]), rows.shape[1]
+
+    def combined(parts: list[Tensor]) -> Tensor:
+        return combine(torch.stack([part.view(-1, width) for part in parts])).reshape(-1)
+
+    parts, dims = [part.reshape(-1) for part in rows.split(counts)], (mesh_dim,)
+    share = spread_flat(parts, dims, transport, label, combined)
+    return torch.cat(gather_flat(share, [n * width for n in counts], dims, transport, label))

@@ -267,7 +267,7 @@ def explain(
     if index_keys is not None:
         _print_index(layout, problem, *index_keys)
     if state or axis in layout.carry:
-        _print_states(layout, axis, problem, machine)
+        _print_states(layout, axis, problem)
     if machine is not None:
         _print_times(layout, problem, machine, f"on {hardware}")
     elif layout.rates:
@@ -614,8 +614,8 @@ def _print_index(layout: Layout, problem: Problem, heads: int, size: int) -> Non
     )
 
 
-def _print_states(layout: Layout, axis: str, problem: Problem, machine: Hardware | None) -> None:
+def _print_states(layout: Layout, axis: str, problem: Problem) -> None:
     """Bytes that a recurrent layer of these heads receives, where the axis is split."""
-    result = tables.states(layout, axis, problem.on(layout, 0), machine)
+    result = tables.states(layout, axis, problem.on(layout, 0))
     console().print()
     console().print(f"nothing is carried along {axis}" if result is None else result)

@@ -145,7 +145,7 @@ def _served(found: Sequence[Served], limit: float | None) -> Table:
             fits,
             words.nbytes(each.decoded),
         )
-    result.caption = "received: partial outputs of every layer that attends, in fp32; 4 GB to spare"
+    result.caption = "received: partial outputs of every layer that attends; 4 GB to spare"
     result.caption_justify = "left"
     return result
 
@@ -160,16 +160,16 @@ def _verified(model: HFModel) -> str:
 
     torch.manual_seed(0)
     try:
-        small = model.small().build(torch.float32, "cpu").eval()
-    except (ValueError, TypeError, AttributeError, RuntimeError, KeyError) as error:
+        small = model.build_small()
+    except Exception as error:  # a copy of these sizes may be no model
         return f"no small copy could be made ({type(error).__name__}), so nothing was verified"
     verify.verify(small, Layout.parse("tokens: ring=2"))
-    return f"exact on ranks (a copy of {model.small().layers} layers was verified)"
+    return f"exact on ranks (a copy of {len(model.units(small))} layers was verified)"
 
 
 def _rough(model: HFModel) -> bool:
     """True if counts are approximate: experts by their mean, recurrences."""
-    return bool(model.experts) or model.recurrent
+    return model.routed or model.recurrent
 
 
 def _table(rows: Sequence[Row], search: Groups, about: str) -> Table:
@@ -261,9 +261,9 @@ def _sharded(row: Row, devices: int) -> str:
 
 def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
     out = console()
-    notes = [f"not tried: {why}" for why in search.refused]
-    if model.experts:
-        notes.append(f"~: each of {model.experts} experts gets its mean share of the tokens")
+    notes = [*model.notes, *(f"not tried: {why}" for why in search.refused)]
+    if model.routed:
+        notes.append("~: each expert gets its mean share of the tokens")
     if model.recurrent:
         notes.append(
             "~: recurrent layers as kernels of flash-linear-attention; without it they take more"

@@ -159,7 +159,13 @@ def train(
     _refuse_early(spec, evaluate, resume, checkpoint_dir)
     first = options.layout_named(run.layouts[0]).name if run.layouts else "one-device"
     where = re.sub(r"[^\w.=-]+", "-", first)
-    log_dir = log_dir or Path("runs") / f"{spec.name}-{where}"
+    if log_dir is None:
+        log_dir = Path("runs") / f"{spec.name}-{where}"
+        if log_dir.is_symlink():
+            raise DeclarationError(
+                f"{log_dir} is a link, and a name that weft made up, so it is not followed; remove"
+                " it, or name a folder yourself: --log-dir FOLDER"
+            )
     given = {
         "seed": run.seed,
         "dtype": options.dtype_named(run.dtype),

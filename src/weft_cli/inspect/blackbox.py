@@ -9,6 +9,7 @@ one that was being written is, and no number in a file says how much memory or t
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -169,6 +170,13 @@ def load_records(folder: str | Path | None = None) -> list[Box]:
             raise DeclarationError(f"no run on this machine has left its steps in {root()}")
         folder = max(runs, key=lambda p: p.stat().st_mtime)
     folder = Path(folder)
+    if folder.name.startswith("weft-blackbox-") and folder.is_dir():
+        owner = folder.stat().st_uid
+        if owner != os.geteuid():
+            raise DeclarationError(
+                f"{folder} belongs to another user ({owner}), and has a name as weft gives to your"
+                " own folders; copy it to read what they wrote there"
+            )
     paths = [*folder.glob("weft-rank-*.jsonl"), *folder.glob("rank-*")]
     if len(paths) > _FILES:
         raise DeclarationError(f"{folder}: {len(paths):,} files, of at most {_FILES:,} ranks")
@@ -248,7 +256,7 @@ def describe_run(boxes: Sequence[Box]) -> str:
 def _head(boxes: Sequence[Box]) -> str:
     first, when = boxes[0].head, max(box.copy.written for box in boxes)
     plural = "s" * (first.ranks > 1)
-    text = f"run {first.run}, {first.ranks} rank{plural}, as of {_clock(when)}"
+    text = f"run {first.run[:8]}, {first.ranks} rank{plural}, as of {_clock(when)}"
     missing = sorted(set(range(first.ranks)) - {box.rank for box in boxes})
     if missing:
         text += (

@@ -11,9 +11,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from weft.carry.choose import Carried, Ways, time_ways, ways_of
 from weft.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
-from weft.carry.tree import TreeExchange
+from weft.carry.pieces import MOST_GATHERED
 from weft.declare import catalog
 from weft.declare.hardware import Hardware
 from weft.declare.layout_file import HEADS
@@ -210,16 +209,12 @@ def claims_table(title: str, claims: Sequence[Claim]) -> Table:
     return result
 
 
-def states(
-    layout: Layout, axis: str, problem: LocalProblem, machine: Hardware | None = None, taps: int = 4
-) -> Table | None:
+def states(layout: Layout, axis: str, problem: LocalProblem, taps: int = 4) -> Table | None:
     """Bytes that a recurrent layer along the axis would receive, where it can run on the layout.
 
     It is a gated delta rule of the call's heads (Gated DeltaNet, KDA), whose states are fp32, after
-    a convolution of `taps` over its queries, keys and values. Where the layout leaves the way of
-    the states open, the clock of `machine` decides, by default at the layout's rates, or assumed
-    ones, as calls decide. Raises `UnsupportedError` for striped tokens, of which a rank has too
-    many runs.
+    a convolution of `taps` over its queries, keys and values. Raises `UnsupportedError` for striped
+    tokens, of which a rank has too many runs.
     """
     by_heads_dims = layout.carries_by_heads(axis)
     other = by_heads(layout, axis) if by_heads_dims else layout
@@ -231,21 +226,13 @@ def states(
     plan = fragments(other, axis, problem.n)
     number, column = heads * key * value * 4, heads * (2 * key + value) * problem.dtype.itemsize
     state, matrix = problem.batch * number, problem.batch * heads * key * key * 4
-    why = ""
-    if way == "auto" and ranks > 1:
-        of = Carried(state, matrix, state // 4, 1 + matrix / state)
-        if machine is None:
-            timed = ways_of(other, axis, problem.n, problem.device, of)
-        else:
-            timed = time_ways(plan, tuple(other.mesh.items()), machine, of)
-        way, why = timed.way, f" {_why(timed)}"
+    if way == "auto":
+        way = "chain" if ranks > MOST_GATHERED else "gather"
     moved: dict[str, list[tuple[int, int]]] = {"state": [], "columns to the left": []}
     for chunk in range(ranks):
-        passing: ChainExchange | TreeExchange | StateExchange
+        passing: ChainExchange | StateExchange
         if way == "chain":
             passing = ChainExchange(plan, chunk, (state,))
-        elif way == "tree":
-            passing = TreeExchange(plan, chunk, state, state + matrix)
         else:
             passing = StateExchange(plan, chunk, state + matrix)
         left = plan.around(Windows(taps, 1, 1 - taps, problem.n, taps - 1))
@@ -254,8 +241,8 @@ def states(
             moved[name].append((traffic(False).bytes, traffic(True).bytes))
     if by_heads_dims:
         moved["tokens for heads, and back"] = _traded(layout, other, axis, problem)
-    how = {"chain": "handed on from rank to rank", "tree": "composed in a tree"}
-    runs = f"{len(plan.slots)} runs of consecutive tokens; states are as large at any length.{why}"
+    how = {"chain": "handed on from rank to rank"}
+    runs = f"{len(plan.slots)} runs of consecutive tokens; states are as large at any length."
     result = table(
         f"a recurrent layer along {axis} (gated delta rule, {taps} taps), received; states"
         f" {how.get(way, 'of all ranks to all')}",
@@ -267,18 +254,6 @@ def states(
         forward, backward = zip(*rows)
         result.add_row(name, *(words.nbytes(n) for n in (forward[0], max(forward), max(backward))))
     return result
-
-
-def _why(timed: Ways) -> str:
-    """Why a way was chosen, in words."""
-    ends = (
-        f"{way} {words.show_time(seconds)} and {words.nbytes(timed.received[way])}"
-        for way, seconds in sorted(timed.seconds.items(), key=lambda item: item[1])
-    )
-    return (
-        f"The layout leaves the way open: {timed.way}, which ends first by the clock (scan and"
-        f" messages of both passes, most bytes received: {', '.join(ends)})."
-    )
 
 
 def _traded(

@@ -30,12 +30,13 @@ from transformers.cache_utils import (
 from weft._digest import number_of
 from weft.checkpoint.blocks import numbers_at
 from weft.comm.channel import Channel
-from weft.decode.attend import moved
-from weft.decode.owners import BLOCK, Held, moves
+from weft.decode.owners import BLOCK, Held
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.plan.order import positions, shard_spans
+from weft.plan.order import Spans, shard_spans
 from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
+from weft.relayout.fetch import fetch
+from weft.relayout.windows import Wanted
 
 from .. import Foreign
 from ..common import check_axis
@@ -259,7 +260,7 @@ class ShardedCache(DynamicCache):
         ]
         goals = {layer.held: result.shards.whole(layer.held.length) for layer in self.sharded()}
         parts = [result.shards.part_of(rank) for rank in range(there.world_size)]
-        after = {held: [goal.positions(p) for p in parts] for held, goal in goals.items()}
+        after = {held: [goal.spans(p) for p in parts] for held, goal in goals.items()}
         tensors = iter(self.moved(after))
         for layer in result.layers:
             if isinstance(layer, ShardedLayer | WindowLayer):
@@ -289,7 +290,7 @@ class ShardedCache(DynamicCache):
             )
         ranks, rank = self.layout.world_size, self.layout.rank
         held = {layer.held for layer in self.sharded()}
-        pieces = {h: [positions(c) for c in shard_spans(h.length, (ranks,))] for h in held}
+        pieces = {h: shard_spans(h.length, (ranks,)) for h in held}
         blocks: dict[str, cache_files.Block] = {}
         lengths: dict[str, int] = {}
         tensors = self.moved(pieces)
@@ -301,7 +302,7 @@ class ShardedCache(DynamicCache):
             pair, start, count = (layer.keys, layer.values), 0, layer.keys.shape[2]
             if isinstance(layer, ShardedLayer):
                 pair, count = next(tensors), layer.held.length
-                start = sum(map(len, pieces[layer.held][:rank]))
+                start = sum(s.count for chunk in pieces[layer.held][:rank] for s in chunk)
             elif rank:
                 continue  # the first has the same
             for label, t in zip(("key", "value"), pair):
@@ -357,7 +358,7 @@ class ShardedCache(DynamicCache):
             if isinstance(layer, ShardedLayer) and layer.is_initialized
         ]
 
-    def moved(self, after: Mapping[Held, Sequence[Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def moved(self, after: Mapping[Held, Sequence[Spans]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values of each of the `sharded` layers, of other positions; all ranks call this.
 
         Args:
@@ -379,9 +380,10 @@ class ShardedCache(DynamicCache):
         for layer in self.sharded():
             held = layer.held
             if held not in routes:
-                before = [held.positions(p) for p in parts]
-                routes[held] = moves(before, after[held], mesh, self.layout.rank)
-            k, v = (moved(t, *routes[held], channel) for t in (layer.keys, layer.values))
+                before = tuple(held.spans(p) for p in parts)
+                wanted = Wanted(tuple(mesh.items()), before, tuple(after[held]))
+                routes[held] = wanted.take(self.layout.rank)
+            k, v = (fetch(t, (2,), routes[held], channel) for t in (layer.keys, layer.values))
             yield k, v
 
     def keys_values(
@@ -473,7 +475,7 @@ def digest_of(model: Foreign) -> str:
         return digest.hexdigest()  # weights come and go, in another dtype perhaps
     every = list(weights.values())
     for p in (every[i] for i in sorted({0, len(every) // 2, len(every) - 1}) if every):
-        if isinstance(p, DTensor):
+        if isinstance(p, DTensor) or p.is_meta:
             continue
         few = p.detach().reshape(-1)[:_LOOKED_AT].double()
         digest.update(str(p.dtype).encode() + few.cpu().numpy().tobytes())

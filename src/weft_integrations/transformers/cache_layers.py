@@ -418,9 +418,14 @@ class StateLayer(LinearAttentionLayer):
                 kept[i] = None if t is None else select(t)
 
     @property
-    def nbytes(self) -> int:
+    def state_nbytes(self) -> int:
         """Bytes of the states and the columns."""
         return _bytes(*self.conv_states.values(), *self.recurrent_states.values())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are here."""
+        return self.state_nbytes
 
 
 class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer):
@@ -465,8 +470,7 @@ class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentio
     @property
     def nbytes(self) -> int:
         """Bytes of the state, and of this rank's keys and values."""
-        states = (*self.conv_states.values(), *self.recurrent_states.values())
-        return _bytes(*states, *(self._room or (self.keys, self.values)))
+        return self.state_nbytes + _bytes(*(self._room or (self.keys, self.values)))
 
 
 __all__ = [

@@ -182,7 +182,7 @@ def delta_rule(stock: Callable) -> Callable:
         before: Any = None,
     ) -> Any:
         kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
-        if not last and state.in_chain(value, (b, H, K, V), (b, H, K, K), widened=True):
+        if not last and state.in_chain():
 
             def step(q: Any, k: Any, v: Any, decay: Any, rate: Any, entering: Any) -> Any:
                 extra = {"initial_state": entering, "output_final_state": True}
@@ -251,7 +251,7 @@ def mamba2(stock: Callable) -> Callable:
         names, chunk_size = options["names"], options["chunk_size"]
         kw = options["kw"] | dict(zip(names, per_head))
         shape = len(x), *x.shape[2:], B.shape[-1]
-        if not last and state.in_chain(x, shape, shape[:2]):
+        if not last and state.in_chain():
 
             def step(x: Any, dt: Any, B: Any, C: Any, A: Any, *rest: Any) -> Any:
                 extra = kw | dict(zip(names, rest)) | {"return_final_states": True}

@@ -44,7 +44,7 @@ def _lightning(state: LocalPieces, *tensors: Tensor) -> Tensor:
     inputs, decays = tensors[:3], tensors[3:]
     b, _, heads, dim = inputs[0].shape
     empty = inputs[0].new_zeros(b, heads, dim, dim)
-    if state.in_chain(empty, empty.shape, (heads, 1, 1), dtype=empty.dtype):
+    if state.in_chain():
         return state.chain_heads(_blocks, inputs, empty, decays)
     slope, query_decay, key_decay, diagonal = decays
     run = functools.partial(
@@ -103,7 +103,7 @@ def lru(
 def _lru(state: LocalPieces, x: Tensor, gate: Tensor, reset: Tensor, *, stock: Callable) -> Tensor:
     inputs = x, gate, reset.bool()
     shape = len(x), *x.shape[2:]
-    if state.in_chain(x, shape, shape):
+    if state.in_chain():
         zero = x.new_zeros(shape, dtype=torch.float32)
         return state.chain_heads(stock, inputs, zero)
     # On one device a position 0 forgets what came before it, and so does one in the middle.
