@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from fake_gpu import OneOf, backward, both_passes, fake_gpu
-from torch._subclasses.fake_tensor import FakeTensor
 
 import weft
 import weft.pair

@@ -1,4 +1,4 @@
-"""A GPU that computes nothing, for programs that run apart: built from `null.cpp`, chosen by variables.
+"""A GPU that computes nothing, built from `null.cpp`, for programs that run apart.
 
 torch's CUDA build and a compiler are all it takes; `missing` says which is not there.
 """

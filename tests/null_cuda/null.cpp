@@ -21,10 +21,10 @@
 
 #define API extern "C" __attribute__((visibility("default")))
 #define LOCK std::lock_guard<std::recursive_mutex> locked(mutex)
-#define NOTE(...)                                      \
-  do {                                                 \
-    LOCK;                                              \
-    if (FILE* to = log_file()) fprintf(to, __VA_ARGS__); \
+#define NOTE(...)                                                \
+  do {                                                           \
+    LOCK;                                                        \
+    if (FILE* note_ = log_file()) fprintf(note_, __VA_ARGS__);   \
   } while (0)
 
 static std::recursive_mutex mutex;
@@ -451,4 +451,3 @@ API void null_free(void* p, ssize_t n, int, cudaStream_t s) {
   NOTE("free %p %zd stream %p\n", p, n, s);
   drop(p);
 }
-API void null_record(void* p, cudaStream_t s) { NOTE("hold %p stream %p\n", p, s); }

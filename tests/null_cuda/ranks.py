@@ -6,17 +6,19 @@ Each rank writes what it measured to FOLDER/RANK.json; the log of its calls is `
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import math
 import os
+import random
 import socket
 import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections import defaultdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,8 @@ from weft_models.routing.router import Router
 from .gpu import environment, mark, null
 
 ROOT = Path(__file__).parent.parent.parent
+#: Seconds that a run may take; some on an idle machine.
+SECONDS = 900
 #: Attention calls that are in memory at once, and launches of the rest of a layer, as of a model.
 LAYERS, OTHERS = 4, 40
 
@@ -46,11 +50,13 @@ LAYERS, OTHERS = 4, 40
 def world(size: int, folder: Path, what: str, names: list[str], *plant: str) -> list[dict]:
     """What every rank measured in a run of some layouts of `size` ranks."""
     folder.mkdir(parents=True, exist_ok=True)
-    env = environment(80, DEVICES=size, **({"LOG": str(folder / "log")} if what == "strict" else {}))
+    log = {"LOG": str(folder / "log")} if what == "strict" else {}
+    env = environment(80, DEVICES=size, **log)
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src"), env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "tests.null_cuda.ranks", str(size), str(folder), what, ",".join(names)]
+    module = [sys.executable, "-m", "tests.null_cuda.ranks"]
+    command = [*module, str(size), str(folder), what, ",".join(names), *plant]
     with (folder / "output").open("w+") as output:
-        done = subprocess.run([*command, *plant], env=env, stdout=output, stderr=output, timeout=900)
+        done = subprocess.run(command, env=env, stdout=output, stderr=output, timeout=SECONDS)
         output.seek(0)
         assert done.returncode == 0, output.read()[-4000:]
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
@@ -72,12 +78,12 @@ def main(size: str, folder: str, what: str, names: str, plant: str = "") -> None
 
 def _rank(rank: int, folder: str, what: str, names: str, plant: str) -> Any:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    torch.cuda.set_device(rank)
     found, code = {}, 0
     try:
         if what == "strict":
             _note_memory()
             _note_agreements()
+        torch.cuda.set_device(rank)
         _plant(plant, rank)
         for name in names.split(","):
             mark(f"layout {name}")
@@ -95,11 +101,9 @@ def _rank(rank: int, folder: str, what: str, names: str, plant: str) -> Any:
 
 
 def _note_memory() -> None:
-    """The log says which memory a tensor has, when it ends, and which streams held it."""
+    """The log says which memory a tensor has, and when it ends; no stream holds any longer."""
     path = os.environ["LD_PRELOAD"]
     plain = torch.cuda.memory.CUDAPluggableAllocator(path, "null_malloc", "null_free")
-    hold = ctypes.cast(null().null_record, ctypes.c_void_p).value
-    plain.allocator().set_record_stream_fn(hold)
     torch.cuda.memory.change_current_allocator(plain)
 
 
@@ -178,8 +182,8 @@ class Calls:
                 lengths: Any = (side, n // side)
             else:
                 lengths = n
-            sizes = {"batch": 2 * mesh.get("dp", 1), "heads": heads, "kv_heads": heads // 4, "dim": dim}
-            case = Case(name, lengths, axis=axis, dtype=torch.bfloat16, **sizes)
+            batch, of = 2 * mesh.get("dp", 1), {"heads": heads, "kv_heads": heads // 4, "dim": dim}
+            case = Case(name, lengths, batch=batch, axis=axis, dtype=torch.bfloat16, **of)
             mask = weft.Causal() if len(axes) == 1 and not self._routed(axes) else weft.Full()
             self.cases.append((case, mask))
         self.leaves = [self._leaves(case) for case, _ in self.cases]
@@ -194,7 +198,7 @@ class Calls:
             for name, shape in case.shapes.items()
         }
         return [
-            torch.zeros(b, n, h, d, device="cuda", dtype=case.dtype).transpose(1, 2).requires_grad_()
+            torch.zeros(b, n, h, d, device="cuda", dtype=case.dtype, requires_grad=True)
             for b, h, n, d in (shapes[name] for name in "qkv")
         ]
 
@@ -210,20 +214,18 @@ class Calls:
 
     def _attend(self, case: Case, mask: weft.Mask, leaves: list[Tensor]) -> Tensor:
         length = case.length
+        q, k, v = (leaf.transpose(1, 2) for leaf in leaves)  # by token
         if self._routed(list(case.axes)):
             options = routing_options(self.layout, case.axes)
             sizes = (case.dim, case.heads, case.kv_heads, options.summary_dim)
             router = Router(*sizes, self.layout, device="cuda", dtype=case.dtype)
-            q, k, v = leaves
             return routed_attention(
                 q, k, v, router, self.layout, case.axes, options, mask, length=length
             )[0]
         choice = None
         if fetches(self.layout, case.axes):
-            rows = leaves[0].shape[2]
-            chosen = torch.zeros(leaves[0].shape[0], 1, rows, 64, device="cuda", dtype=torch.int32)
-            choice = ChosenKeys(chosen)
-        q, k, v = leaves
+            of_rows = q.shape[0], 1, q.shape[2], 64
+            choice = ChosenKeys(torch.zeros(of_rows, device="cuda", dtype=torch.int32))
         return weft.attention(q, k, v, self.layout, case.axes, mask, length=length, choice=choice)
 
     def backward(self, outs: list[Tensor]) -> None:
@@ -276,6 +278,46 @@ def measured(name: str) -> dict:
     return row
 
 
+def documents(name: str) -> dict:
+    """Kinds of Triton's kernels in ten steps of packed documents, of random lengths."""
+    kinds, draw = _count_kinds(), random.Random(0)
+    layout = weft.Layout.load(name).build("cuda")
+    for _ in range(10):
+        n = draw.randrange(2048, 4096)
+        cuts = sorted(draw.sample(range(1, n), 7))
+        mask = weft.Documents(tuple(b - a for a, b in pairwise([0, *cuts, n]))) & weft.Causal()
+        local = layout.local_length("tokens", n)
+        q, k, v = (
+            torch.zeros(1, h, local, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+            for h in (8, 2, 2)
+        )
+        out = weft.attention(q, k, v, layout, "tokens", mask, length=n)
+        out.backward(torch.zeros_like(out))
+    return {"waits": [], "kinds": {kernel: len(found) for kernel, found in kinds.items()}}
+
+
+def llama(name: str) -> dict:
+    """Waits of the third training step of a parallelized Llama, `sync_gradients` included."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    fused.launcher = lambda name: None
+    layout = weft.Layout.load(name).build("cuda")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 128}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16).cuda()
+    weft.parallelize(model, layout, verify=False)
+    ids = torch.randint(0, 100, (1, 512), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    waits = Waits()
+    for step in range(3):
+        with waits if step == 2 else contextlib.nullcontext():
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+            layout.sync_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+    return {"waits": waits.found, "kinds": {}}
+
+
 class Waits:
     """Where the CPU waits for the GPU inside the block, by torch's own sync debug mode."""
 
@@ -311,7 +353,8 @@ def _count_kinds() -> dict[str, set[str]]:
         options |= {"debug": False, "instrumentation_mode": None}
         *_, binder = self.device_caches[torch.cuda.current_device()]
         _, specialization, _ = binder(*args, **options)
-        kinds[self.fn.__name__].add(f"{specialization} {options}")
+        compiled = {key: value for key, value in options.items() if key not in self.arg_names}
+        kinds[self.fn.__name__].add(f"{specialization} {compiled}")
         name = f"triton:{self.fn.__name__}".encode()
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         null().null_launch(name, grid[0], 1, 1, 128, ctypes.c_size_t(0), stream)
@@ -320,7 +363,7 @@ def _count_kinds() -> dict[str, set[str]]:
     return kinds
 
 
-RUNS = {"strict": strict, "measured": measured}
+RUNS = {"strict": strict, "measured": measured, "documents": documents, "llama": llama}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -9,6 +9,7 @@ multiprocessors are scarce.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -87,7 +88,6 @@ class _Rank:
     group: list[_Call] | None = None
     last: _Kernel | None = None
     used: list[tuple[int, int, str, str, int, str]] = field(default_factory=list)
-    held: dict[int, set[str]] = field(default_factory=lambda: defaultdict(set))
     begun_votes: Counter[str] = field(default_factory=Counter)
     read_votes: Counter[str] = field(default_factory=Counter)
     texts: Counter[str] = field(default_factory=Counter)
@@ -138,7 +138,8 @@ class _Replay:
                 while rank.line < len(rank.lines) and self._line(rank):
                     rank.line += 1
                     moved = True
-            moved |= any([self._device(rank) for rank in self.ranks.values()])
+            for rank in self.ranks.values():
+                moved |= self._device(rank)
         for rank in self.ranks.values():
             if rank.line < len(rank.lines):
                 self._say("the CPU waits for ever", f"{rank.where}: {rank.lines[rank.line]}")
@@ -170,7 +171,8 @@ class _Replay:
         elif word == "launch":
             rank.launch(names[-1])
         elif word in ("copy", "memset"):
-            self._copied(rank, dict(zip(names, names[1:])), int(names[2 if word == "copy" else 0]))
+            named = dict(itertools.pairwise(names))
+            self._copied(rank, named, int(names[2 if word == "copy" else 0]))
         elif word == "GROUP":
             if names[0] == "start":
                 rank.group = []
@@ -181,8 +183,6 @@ class _Replay:
             self._called(rank, names[0], dict(zip(names[1::2], names[2::2])))
         elif word == "alloc":
             rank.used = [u for u in rank.used if not _meet(u, int(names[0], 16), int(names[1]))]
-        elif word == "hold":
-            rank.held[int(names[0], 16)].add(names[2])
         elif word == "free":
             self._freed(rank, int(names[0], 16), int(names[1]), names[3])
         elif word in ("IMPOSSIBLE", "NOWHERE"):
@@ -288,11 +288,10 @@ class _Replay:
                 self._say("two streams use memory at once", f"{rank.where}: {what}, and {by}")
 
     def _freed(self, rank: _Rank, at: int, nbytes: int, stream: str) -> None:
-        held = rank.held.pop(at, set())
         for used in rank.used:
             _, _, _, other, place, by = used
             seen = max(rank.after[stream].get(other, 0), rank.host.get(other, 0))
-            if other != stream and other not in held and seen < place and _meet(used, at, nbytes):
+            if other != stream and seen < place and _meet(used, at, nbytes):
                 self._say("memory ends that NCCL may still use", f"{rank.where}: of {by}")
         rank.used = [u for u in rank.used if not _meet(u, at, nbytes)]
 

@@ -113,7 +113,7 @@ class ProcessTransport(Transport):
         first step of a ring would have all: each rank exchanges one with every other here.
         """
         for mesh_dim, group in self._groups.items():
-            number = torch.zeros(1, device=device)
+            number = torch.zeros(1, device=group.bound_device_id or device)
             dist.all_reduce(number, group=group)
             here, size = self.coords[mesh_dim], self.sizes[mesh_dim]
             if 1 < size <= _MOST_CONNECTED:

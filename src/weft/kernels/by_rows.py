@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 #: Arguments of every kernel that vary with lengths, as strides do, or from call to call.
@@ -33,6 +32,12 @@ def kernel(function: Callable) -> Any:
     return triton.jit(
         function, do_not_specialize=lengths, do_not_specialize_on_alignment=per_row
     )
+
+
+def three(parts: Sequence[Tensor], target: Tensor) -> tuple[Tensor, ...]:
+    """One to three parts as three: others are not loaded, and their dtypes are of few kinds."""
+    rest = min(parts[-1], target, key=lambda t: t.itemsize)
+    return (*parts, rest, rest)[:3]
 
 
 def launch(

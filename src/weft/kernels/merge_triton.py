@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .by_rows import kernel, launch, place
+from .by_rows import kernel, launch, place, three
 
 
 def merge_into(local: Tensor, local_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -35,9 +35,9 @@ def merge_several(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor
 
     All tensors may be strided, and of any dtype; the first part may be what is written.
     """
-    three = (*parts, parts[-1], parts[-1])[:3]
-    tensors = [out, lse, *(t for part in three for t in part)]
-    launch(_merge, tensors, out, count=len(parts))
+    outs, lses = zip(*parts)
+    tensors = [t for part in zip(three(outs, out), three(lses, lse)) for t in part]
+    launch(_merge, [out, lse, *tensors], out, count=len(parts))
 
 
 # fmt: off

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import triton.language as tl
 from torch import Tensor
 
-from .by_rows import kernel, launch, place
+from .by_rows import kernel, launch, place, three
 
 
 def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
@@ -22,7 +22,7 @@ def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
 
     All tensors may be strided, and of any dtype; the first part may be what is written.
     """
-    launch(_sum, [total, *(*parts, parts[-1], parts[-1])[:3]], total, count=len(parts))
+    launch(_sum, [total, *three(parts, total)], total, count=len(parts))
 
 
 def fused_row_sums(dout: Tensor, out: Tensor, delta: Tensor) -> None:
