@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import functools
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ import torch
 
 from weft import Causal, Full, Layout, Mask, Window
 from weft.declare.hardware import Hardware
-from weft.plan.clock import Network
+from weft.plan.plan import Plan
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
+from weft_planner.beside import Around
 from weft_planner.choices import OTHER
-from weft_planner.flow import replayed
+from weft_planner.clock import Network
+from weft_planner.flow import RankScript, replayed
 from weft_planner.groups import Groups, Row
 from weft_planner.hf_config import HFModel
 
@@ -37,6 +39,10 @@ class Set:
     """What rows of one source share; see `published.toml`.
 
     off: why rows are far off, where some are.
+    recompute: of steps and their memory, how layers are recomputed.
+    apart: share by which two rows must differ to be told apart.
+    around: forward and backward, what the measured program does around its kernel calls; else
+        weft's own counts are taken.
     what: that is predicted: attention "call"s and what is fitted beside them, whole "step"s of
         transformers models or their "memory", with nothing fitted.
     """
@@ -53,11 +59,21 @@ class Set:
     forward_only: bool = False
     what: str = "call"
     recomputed: bool = False
+    recompute: str = "offload"
+    apart: float = 0.02
+    around: tuple[Mapping[str, float], ...] = ()
 
     @functools.cached_property
     def machine(self) -> Hardware:
         """Where its rows were measured."""
-        return Hardware.load(self.hardware)
+        beside = HERE / f"{self.hardware}.toml"
+        return Hardware.load(beside if beside.is_file() else self.hardware)
+
+    @functools.cached_property
+    def script(self) -> Callable[[Network, Plan, int], RankScript]:
+        """A rank of the measured program, or of weft's where the set says nothing of it."""
+        around = [Around(**each) for each in self.around]  # type: ignore[arg-type]
+        return functools.partial(RankScript, around=around)
 
 
 @dataclass(frozen=True)
@@ -163,7 +179,10 @@ def _parts(row: Published, group: Set, model: Mapping[str, Any]) -> tuple[float,
     layout, tokens = Layout.parse(row.layout), int(row.tokens)
     if group.what != "call":
         found = trained(row.model, row.layout, tokens, int(row.devices), row.set)
-        return 1.0, 0.0, found.step if row.part == "step" else found.nbytes - OTHER
+        if row.part != "step":
+            return 1.0, 0.0, found.nbytes - OTHER
+        each = found.step - found.seconds["FSDP"]  # of a row; weights are gathered once for all
+        return 1.0, 0.0, max(group.sequences * each, found.fsdp)
     if row.part == "shift":
         shifts = Shifts(group.machine, layout.mesh)
         return 1.0, 0.0, shifts.shift("ring", 1).seconds(tokens)
@@ -177,9 +196,13 @@ def _parts(row: Published, group: Set, model: Mapping[str, Any]) -> tuple[float,
     mask = _mask(group.mask, tokens, keys)
     lengths = ((tokens, keys),)
     problem = Problem(("tokens",), lengths, 1, *sizes, torch.bfloat16, "cuda", mask)
-    timing = replayed(layout, problem, group.machine, most=64).timing
+    timing = replayed(layout, problem, group.machine, 64, group.script).timing
+    if row.part == "over gather":
+        gather = Layout.parse(row.layout.replace("ring", "gather"))
+        alone = replayed(gather, problem, group.machine, 64, group.script).timing
+        return 1.0, 0.0, timing.forward / alone.forward
     backward = not (group.forward_only or row.part.startswith("forward"))
-    forward = 1 + group.recomputed
+    forward = (1 + group.recomputed) * (row.part != "backward")
     passes = timing.compute if "alone" in row.part else (timing.forward, timing.backward)
     attention = forward * passes[0] + backward * passes[1]
     times = group.sequences * group.steps * (2 if row.part == "both cfg" else 1)
@@ -197,7 +220,7 @@ def _mask(name: str, tokens: int, keys: int) -> Mask:
 
 def _scale(row: Published, group: Set, models: Mapping[str, Any]) -> tuple[float, int]:
     """(a, p) of value = a x seconds^p, in the unit of a row."""
-    times = {"s": 1.0, "ms": 1e3, "us": 1e6, "GB": 1e-9}
+    times = {"x": 1.0, "s": 1.0, "ms": 1e3, "us": 1e6, "GB": 1e-9}
     if row.unit in times:
         return times[row.unit], 1
     if row.unit == "iter/s":
@@ -211,6 +234,10 @@ def _scale(row: Published, group: Set, models: Mapping[str, Any]) -> tuple[float
     if row.unit == "tokens/s/GPU":
         return each, -1
     model = models[row.model]
+    if row.unit == "attention TFLOP/s/GPU":
+        pairs = tokens**2 if group.mask == "full" else tokens * (tokens + 1) / 2
+        work = (10 if row.part == "backward" else 4) * pairs * model["heads"] * model["head_dim"]
+        return work / ranks / 1e12, -1
     width = model["layers"] * model["heads"] * model["head_dim"]
     flops = 6 * model["weights"] + 12 * width * tokens  # a token, nothing masked
     return flops * each / 1e12, -1
@@ -219,15 +246,15 @@ def _scale(row: Published, group: Set, models: Mapping[str, Any]) -> tuple[float
 @functools.cache
 def trained(config: str, line: str, tokens: int, devices: int, name: str) -> Row:
     """A step of a transformers model as the set-up of a set has it, sharded over all devices."""
-    machine = read()[1][name].machine
+    group = read()[1][name]
     search = Groups(
         HFModel.load(HERE / "configs" / config),
         tokens,
-        machine,
+        group.machine,
         devices,
         ["chunked"],
         ["adamw-fp32"],
-        ["offload"],
+        [group.recompute],
         layouts=[Layout.parse(line)],
     )
     return next(row for row in search.rows() if row.shards == devices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -12,10 +13,14 @@ import sys
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import weft
+import weft.checkpoint
 from weft.comm import control
 
 LIMIT = datetime.timedelta(seconds=20)
@@ -238,3 +243,71 @@ def test_a_rank_may_end_before_others_have_voted(tmp_path, size, together):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(ranks.pid, signal.SIGKILL)
     assert codes == f"{[0] * size}\n", error
+
+
+def _kinds(folder: str, layout: weft.Layout) -> dict[str, Callable[[], object]]:
+    """One call of each kind that ranks agree on, all along the same ranks."""
+    q, ones, linear = torch.ones(1, 4, 5, 8), torch.ones(3), torch.nn.Linear(4, 4)
+    linear.weight.grad = torch.zeros(4, 4)
+    scanned = torch.rand(1, 5, 4), torch.rand(1, 5, 4, 8), layout, "tokens"
+    return {
+        "attention": lambda: weft.attention(q, q, q, layout, "tokens", name="n"),
+        "choose": lambda: weft.choose(q, q[:, :1], q[..., 0], layout, "tokens", 5, name="n"),
+        "halo": lambda: weft.halo(lambda row: row[:, 2:], q, 2, layout, "tokens", dim=2),
+        "scan": lambda: weft.scan(*scanned, name="n"),
+        "sum": lambda: layout.sum(ones, "tokens"),
+        "mean": lambda: layout.mean(ones, 1),
+        "gather": lambda: layout.gather(q, {"tokens": 2}),
+        "gradients": lambda: layout.sync_gradients(linear),
+        "clip": lambda: weft.clip_grad_norm_(linear, 1.0, layout),
+        "checkpoint": lambda: weft.checkpoint.Checkpoints(folder, layout).save(1, linear),
+        "layout": lambda: weft.Layout.parse("tokens: ring=4").build("cpu"),
+        "agreement": lambda: layout.bound.agree("a table", "its rows"),
+    }
+
+
+def _differ(rank: int, folder: str, pairs: Sequence[tuple[str, str]]) -> list[str]:
+    """What is said where the last rank is in another call, and then where all are in the first."""
+    layout = weft.Layout.parse("tokens: ring=4").build("cpu", timeout=20)
+    kinds, said = _kinds(folder, layout), []
+    for first, second in pairs:
+        try:
+            kinds[second if rank == 3 else first]()
+            said.append("no error")
+        except weft.WeftError as error:
+            said.append(f"{type(error).__name__}: {error}")
+        layout.bound.agree("the end of a pair", "")
+    return said
+
+
+def test_two_kinds_of_calls_end_in_a_refusal_that_names_both(pool, tmp_path):
+    """And none in an abort: gloo ends a process that gets a message of another size."""
+    pairs = [*itertools.combinations(_kinds(str(tmp_path), weft.Layout.single()), 2)]
+    ranks = pool.run(_differ, str(tmp_path), pairs, timeout=120)
+    wrong = {
+        pair: texts
+        for pair, *texts in zip(pairs, *ranks)
+        if not all("must be the same" in t and "rank 3:" in t for t in texts)
+    }
+    assert not wrong
+
+
+SUMMANDS = {
+    "size": lambda x: x[:2],
+    "dtype": lambda x: x.double(),
+    "rank": lambda x: x[None],
+}
+
+
+def _sum_differs(rank: int, what: str) -> str:
+    layout = weft.Layout.parse("tokens: ring=4").build("cpu", timeout=20)
+    x = torch.ones(3)
+    with pytest.raises(weft.ShapeError) as error:
+        layout.sum(SUMMANDS[what](x) if rank == 1 else x, "tokens")
+    return str(error.value)
+
+
+@pytest.mark.parametrize("what", SUMMANDS)
+def test_summands_that_differ_are_refused_on_every_rank(pool, what):
+    for text in pool.run(_sum_differs, what):
+        assert "rank 0, 2, 3: torch.float32 (3,)" in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 
@@ -12,12 +13,13 @@ from hypothesis import strategies as st
 
 from weft import Causal, DeclarationError, Documents, Full, Layout, Mask, UnsupportedError
 from weft.declare.hardware import Device, Hardware
-from weft.plan.clock import Clock
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.shifts import image_group
 from weft.plan.timing import duration
-from weft_planner.flow import block_seconds, time_call
+from weft_planner.beside import Around
+from weft_planner.clock import Clock
+from weft_planner.flow import RankScript, block_seconds, time_call
 
 LINES = (
     "tokens: ring=4",
@@ -222,18 +224,57 @@ def test_rates_between_block_sides_are_geometric_means():
     assert math.isclose(device.rate(1024**2, backward=True), 2e14)
 
 
-def test_merges_cost_what_they_read_and_write():
-    """Of a ring of 4, three blocks are added to one: 512 / 4 rows of 16 heads of 64."""
-    rows = 16 * 128
+@pytest.mark.parametrize("kernels", ["cpu", "cuda"])
+def test_merges_cost_what_they_read_and_write(kernels: str):
+    """Of a ring of 4, blocks of 512 / 4 rows of 16 heads of 64: one to one, or three at once."""
+    numbers = 16 * 128 * 64
     every = plans("tokens: ring=4")
     fast, slow = (
-        time_call(every, hardware({"name": "n", "rate": 1e12}, **m))
+        time_call(every, hardware({"name": "n", "rate": 1e12}, kernels=kernels, **m))
         for m in ({}, {"memory_rate": 1e9})
     )
-    merged = 3 * rows * 64 * (4 + 2 * 4)
-    assert slow.forward - fast.forward == pytest.approx(merged / 1e9, rel=1e-6)
-    gradients = 4 * 3 * rows * 64 * (4 + 2 * 4)  # dQ, dK and dV of every block
-    assert slow.backward - fast.backward == pytest.approx(gradients / 1e9, rel=1e-6)
+    one, packed = 3 * (4 + 2 * 4), 2 * 2 * 4  # a chunk's keys and values are packed once
+    moved = numbers * (one if kernels == "cpu" else 4 * 4 + 2 * 4 + 4 + packed)
+    assert slow.forward - fast.forward == pytest.approx(moved / 1e9, rel=1e-6)
+    if kernels == "cpu":  # dQ as the output; dK and dV come three times and leave three times
+        gradients = numbers * (one + 2 * one)
+        assert slow.backward - fast.backward == pytest.approx(gradients / 1e9, rel=1e-6)
+
+
+def test_messages_take_their_share_of_the_device():
+    every = plans("tokens: ring=4")
+    alone, shared = (time_call(every, flat(1e9, busy=busy)) for busy in (0.0, 0.5))
+    message = 2 * 16 * 128 * 64 * 4 / 1e9  # keys and values
+    assert shared.forward - alone.forward == pytest.approx(3 * 0.5 * message, rel=1e-6)
+
+
+def test_a_gpus_host_runs_ahead():
+    """A step of the host takes time where blocks are shorter, on a CPU everywhere."""
+    every = plans("tokens: ring=4")
+    block = time_call(every, flat(1e12)).compute[0] / 4
+
+    def more(kernels: str, step: float) -> float:
+        hosts = ({}, {"step": step})
+        found = [
+            time_call(every, hardware({"name": "n", "rate": 1e12}, kernels=kernels, host=h))
+            for h in hosts
+        ]
+        return (found[1].forward - found[0].forward) / block
+
+    assert more("cpu", block / 2) == pytest.approx(2.0, rel=0.01)
+    assert more("cuda", block / 2) == pytest.approx(0.5, rel=0.01)  # the first of them
+    assert more("cuda", 2 * block) == pytest.approx(5.0, rel=0.01)  # four, less three hidden blocks
+
+
+def test_another_programs_copies_and_merges_are_those_of_its_calls():
+    every = plans("tokens: ring=4")
+    machine = hardware({"name": "n", "rate": 1e12}, memory_rate=1e9, host={"launch": 1e-3})
+    bare = time_call(every, hardware({"name": "n", "rate": 1e12}))
+    around = [Around(launches=2, query=10, key=4, merge=6, merges=8)]
+    found = time_call(every, machine, script=functools.partial(RankScript, around=around))
+    numbers = 16 * 128 * 64
+    moved = numbers * (4 * (10 + 2 * 4) + 3 * 6) / 1e9
+    assert found.forward - bare.forward == pytest.approx(moved + 1e-3 * (4 * 2 + 3 * 8), rel=1e-6)
 
 
 def test_launches_cost_as_many_as_there_are():

@@ -13,11 +13,11 @@ from weft import Layout
 from weft.declare.hardware import Hardware
 from weft.declare.mesh import coordinates, rank_at
 from weft.plan import shifts as module
-from weft.plan.clock import Network
 from weft.plan.predict import forecast_of, plan_for, plans_for
 from weft.plan.problem import Problem
 from weft.plan.shifts import Shifts
 from weft.plan.timing import duration
+from weft_planner.clock import Network
 from weft_planner.flow import time_call
 
 NODE = {"name": "node", "ranks": 4, "rate": 1.25e7, "latency": 1e-3}

@@ -5,8 +5,9 @@ from importlib import import_module as _import_module
 from . import _doors
 from ._caching import clear_caches
 from ._version import __version__ as __version__
-from .attention import attention, bias_tile
+from .attention import attention
 from .bias import Bias, alibi
+from .bias_tiles import bias_tile
 from .carry.scan import halo, scan
 from .choice import ChosenKeys
 from .choosing import choose

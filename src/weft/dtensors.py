@@ -35,28 +35,17 @@ def check_dtensors(
 
 
 def attend_dtensors(
-    attend: Callable[..., Tensor | tuple[Tensor, Tensor]],
+    attend: Callable[..., tuple[Tensor, Tensor]],
     q: DTensor,
     k: Tensor,
     v: Tensor,
     return_lse: bool,
-    options: dict[str, Any],
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention (`attend`, with its options) of local tensors, in and out as DTensors.
-
-    All three are placed as `check_dtensors` asks.
-    """
-    local = [_ToLocal.apply(t) for t in (q, k, v)]
-    (axis,) = options["axis"]
-    lengths = {axis: (q.shape[SEQ], k.shape[SEQ])}
-    result = attend(*local, **(options | {"length": lengths, "return_lse": return_lse}))
-    mesh, placements = q.device_mesh, q.placements
-    out_shape = torch.Size((*q.shape[:3], v.shape[3]))
-    if isinstance(result, Tensor):
-        return _from_local(result, mesh, placements, out_shape)
-    out, lse = result
-    lse = _from_local(lse, mesh, placements, q.shape[:3])
-    return _from_local(out, mesh, placements, out_shape), lse
+) -> tuple[Tensor, Tensor]:
+    """Output, and if asked for the logsumexp, as DTensors, by `attend` of the local tensors."""
+    out, lse = attend(*(_ToLocal.apply(t) for t in (q, k, v)))
+    mesh, placements, shape = q.device_mesh, q.placements, q.shape[:3]
+    out = _from_local(out, mesh, placements, torch.Size((*shape, v.shape[3])))
+    return out, _from_local(lse, mesh, placements, shape) if return_lse else lse
 
 
 class _ToLocal(torch.autograd.Function):

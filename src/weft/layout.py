@@ -743,12 +743,16 @@ class Layout(LayoutDeclaration, Traceable):
                 sequences whose scores were summed over the tokens' ranks (`layout.sum`), it is
                 "batch".
 
+        Raises:
+            ShapeError: ranks have other shapes or dtypes, or are in another call; on all of them.
+
         >>> weft.Layout.single().mean(torch.tensor([6.0, 9.0]), 3)
         tensor([2., 3.])
         """
         # fp64 on the way: counts stay exact whatever the dtype of the loss.
         count = torch.as_tensor(local_count, device=local_sum.device).detach()
         both = torch.cat([local_sum.double().reshape(-1), count.double().reshape(1)])
+        self._agree_on_sum("layout.mean", local_sum, axis)
         total = collectives.partial_to_invariant(both, self._along(axis), self.bound)
         floats = local_sum.is_floating_point() or local_sum.is_complex()
         dtype = local_sum.dtype if floats else torch.get_default_dtype()
@@ -770,11 +774,20 @@ class Layout(LayoutDeclaration, Traceable):
             x: this rank's summand.
             axis: the axis.
 
+        Raises:
+            ShapeError: ranks have other shapes or dtypes, or are in another call; on all of them.
+
         >>> weft.on_threads(weft.Layout.load("ring-2"), lambda layout: layout.sum(
         ...     torch.ones(2), "tokens").tolist())
         [[2.0, 2.0], [2.0, 2.0]]
         """
+        self._agree_on_sum("layout.sum", x, axis)
         return collectives.partial_to_invariant(x, self._along(axis), self.bound)
+
+    def _agree_on_sum(self, label: str, x: Tensor, axis: str | None) -> None:
+        """Raise on every rank where summands do not fit: gloo ends a process of other sizes."""
+        if not torch.compiler.is_compiling():
+            self.bound.agree(label, f"{x.dtype} {tuple(x.shape)}", self._along(axis))
 
     def enter(self, x: Tensor, axis: str) -> Tensor:
         """A replicated tensor, for use with each rank's own part of an axis (I -> R).

@@ -1,4 +1,4 @@
-"""The time of a call: every rank's program on the clock of `plan/clock.py`.
+"""The time of a call: every rank's program on the clock of `clock.py`.
 
 A rank goes on when its step's messages have arrived: the order in which the executor runs the same
 programs. Where all ranks compute alike, one node's are replayed, and the others are its images.
@@ -7,7 +7,7 @@ programs. Where all ranks compute alike, one node's are replayed, and the others
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.declare.hardware import Device, Hardware
@@ -17,17 +17,17 @@ from weft.declare.traffic import Traffic
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.masks import Causal, Full, describe
-from weft.plan.clock import Gate, Network, Player
 from weft.plan.memory import payload_bytes
-from weft.plan.order import count
 from weft.plan.plan import Pass, Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import AnyProblem, Problem
 from weft.plan.program import Block
 from weft.plan.shifts import image_group
-from weft.plan.sides import Side
 from weft.plan.tiles import KernelCall, Kind, entries
 from weft.plan.timing import launches
+
+from .beside import Around, bytes_beside, exchanged
+from .clock import Gate, Network, Player
 
 #: Ranks whose programs are replayed one by one; of more, one node's.
 MOST_REPLAYED = 256
@@ -60,30 +60,42 @@ class Timing:
 
 
 class RankScript(Player):
-    """One rank on its way through both passes."""
+    """One rank on its way through both passes.
 
-    def __init__(self, network: Network, plan: Plan, rank: int) -> None:
+    On a GPU the host runs ahead: its steps cost time only where the GPU is done with those before.
+
+    Args:
+        around: by pass, what another program than weft does around its kernel calls.
+    """
+
+    def __init__(
+        self, network: Network, plan: Plan, rank: int, around: Sequence[Around] = ()
+    ) -> None:
         super().__init__(network, rank)
-        self.plan, self.forecast = plan, forecast_of(plan)
+        self.plan, self.forecast, self.around = plan, forecast_of(plan), around
         self.ends: list[float] = []
+        self._issued = 0.0  # when the host is done with the steps so far
+        self._beside_of: dict[bool, float] = {}
 
     def passes(self) -> Iterator[Gate]:
         """Waits of the rank, in the order of the executor."""
+        device = self.network.hardware.device
         for backward in (False, True):
             tile = self.plan.backward if backward else self.plan.forward
             moved = self.forecast.backward if backward else self.forecast.forward
-            yield self.work(self.network.hardware.device.host.per_pass)
-            yield from self._all_to_alls(moved.before, backward, "before")
+            yield self.work(device.host.per_pass)
+            self._issued = self.network.clock.now
+            yield from self._all_to_alls(tile, moved.before, "before")
             yield from self._program(tile)
-            yield from self._all_to_alls(moved.after, backward, "after")
+            yield from self._all_to_alls(tile, moved.after, "after")
             self.ends.append(self.network.clock.now)
 
     def _program(self, tile: Pass) -> Iterator[Gate]:
         device = self.network.hardware.device
         waits: dict[object, Gate] = {}
-        merged: set[int] = set()
+        computed = 0  # blocks so far
         for number, step in enumerate(tile.program.steps):
-            messages = 0
+            messages, slowed = 0, 0.0
             for t in step.begin:
                 (a, b), (c, d) = tile.transfer_rows(t)
                 gate = waits[t] = Gate()
@@ -96,36 +108,76 @@ class RankScript(Player):
                 if sent:
                     self.send(gate, self._peer(t.mesh_dim, -t.ring_offset), kind, sent)
                 if came:
-                    self.receive(gate, self._peer(t.mesh_dim, t.ring_offset), kind, came)
+                    source = self._peer(t.mesh_dim, t.ring_offset)
+                    self.receive(gate, source, kind, came)
+                    slowed += self._slowed(source, came)
                 messages += bool(sent) + bool(came)
-            yield self.work(device.host.step + messages * device.host.message)
+            yield self._host(device.host.step + messages * device.host.message)
             for block in step.blocks:
                 seconds = block_seconds(tile, tile.block(block).calls, device)
-                if device.memory_rate:
-                    seconds += merged_bytes(tile, block, merged) / device.memory_rate
-                groups = len(tile.block(block).groups)
-                seconds += groups * launches(tile.backward) * device.host.launch
+                seconds += min(slowed, seconds) + self._beside(tile, block, computed)
+                slowed, computed = 0.0, computed + 1
                 yield self.block(tile, number, block, seconds)
             for t in step.end:
                 yield waits[t]
+
+    def _host(self, seconds: float) -> Gate:
+        """The host's share of a step: work of its own on a CPU, ahead of a GPU."""
+        clock, gate = self.network.clock, Gate()
+        if self.network.hardware.device.kernels == "cpu":
+            return self.work(seconds)
+        self._issued += seconds
+        if self._issued > clock.now:
+            clock.at(self._issued, self._holds(gate))
+        return gate
+
+    def _slowed(self, source: int, nbytes: int) -> float:
+        """Seconds by which blocks last longer while a message takes its share of the device."""
+        hardware = self.network.hardware
+        level = hardware.between(source, self.rank)
+        rate = min(rate for _, rate in hardware.way(source, self.rank, level))
+        return hardware.level[level].busy * nbytes / rate
+
+    def _beside(self, tile: Pass, block: Block, computed: int) -> float:
+        """Seconds of what goes on around a block's kernel calls: launches, copies, merges."""
+        device, groups = self.network.hardware.device, len(tile.block(block).groups)
+        if self.around:
+            program = self.around[-tile.backward]
+            nbytes = program.nbytes(tile, block, computed > 0)
+            each = program.launches + program.merges * (computed > 0)
+        else:
+            share = 1 / len(tile.program.blocks)
+            nbytes, each = share * self._bytes_beside(tile), launches(tile.backward)
+        moved = nbytes / device.memory_rate if device.memory_rate else 0.0
+        return moved + groups * each * device.host.launch
+
+    def _bytes_beside(self, tile: Pass) -> float:
+        if tile.backward not in self._beside_of:
+            fused = self.network.hardware.device.kernels == "cuda"
+            self._beside_of[tile.backward] = bytes_beside(tile, fused)
+        return self._beside_of[tile.backward]
 
     def block(self, tile: Pass, step: int, block: Block, seconds: float) -> Gate:
         """Begin a block of a step; a script that records what happens has its own."""
         return self.work(seconds)
 
-    def _all_to_alls(self, traffic: Traffic, *tag: object) -> Iterator[Gate]:
+    def _all_to_alls(self, tile: Pass, traffic: Traffic, tag: str) -> Iterator[Gate]:
         """all-to-alls: every message of one is posted at once.
 
         Every rank takes part, one of an empty chunk too; a receiver knows how many bytes come.
         """
+        device = self.network.hardware.device
         for (mesh_dim, label), calls in traffic.calls.items():
             nbytes, size = traffic.received[mesh_dim, label], self.plan.sizes[mesh_dim]
             if not calls:
                 continue
+            if device.memory_rate and device.kernels == "cuda":
+                whole = nbytes * size / (size - 1)
+                yield self.work(exchanged(tile, tag == "before", whole) / device.memory_rate)
             for number in range(max(1, round(calls / (size - 1)))):
                 gate = Gate()
                 for offset in range(1, size):
-                    kind = ((mesh_dim, offset), *tag, label, number)
+                    kind = ((mesh_dim, offset), tile.backward, tag, label, number)
                     share = round(nbytes / calls)
                     self.send(gate, self._peer(mesh_dim, offset), kind, 0)
                     self.receive(gate, self._peer(mesh_dim, -offset), kind, share)
@@ -161,32 +213,11 @@ def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> 
     return seconds
 
 
-def merged_bytes(tile: Pass, block: Block, merged: set[int]) -> int:
-    """Bytes read and written to add a block's results to those before.
-
-    Forward, outputs of query chunks that have some; backward, dQ, dK and dV. Each number is read as
-    the kernel wrote it, and the sum read and written as accumulators have it.
-
-    Args:
-        merged: query chunks that have results; those of the block are added.
-    """
-    plan, p, result = tile.plan, tile.plan.problem, tile.block(block)
-    rows, columns = count(result.q_spans), count(result.kv_spans)
-    width = p.dtype.itemsize + 2 * plan.accum_dtype.itemsize
-    numbers = plan.compute.query.heads * rows * (p.head_dim if tile.backward else p.value_dim)
-    if not tile.backward and not merged.intersection(block.q):
-        numbers = 0
-    merged.update(block.q)
-    if tile.backward:
-        numbers += plan.compute.key.heads * columns * sum(p.dims(Side.KEY))
-    return plan.compute.query.batch * numbers * width
-
-
 def time_call(
     plans: Sequence[Plan],
     hardware: Hardware,
     network: Network | None = None,
-    script: type[RankScript] = RankScript,
+    script: Callable[[Network, Plan, int], RankScript] = RankScript,
 ) -> Timing:
     """Replay the programs of the ranks of a call on some hardware.
 
@@ -261,7 +292,11 @@ class Replayed:
 
 
 def replayed(
-    layout: Layout, problem: Problem, hardware: Hardware, most: int = MOST_REPLAYED
+    layout: Layout,
+    problem: Problem,
+    hardware: Hardware,
+    most: int = MOST_REPLAYED,
+    script: Callable[[Network, Plan, int], RankScript] = RankScript,
 ) -> Replayed:
     """Put a call, over all ranks, on the clock.
 
@@ -279,7 +314,7 @@ def replayed(
             " dims fill a node"
         )
     plans = list(plans_for(layout, problem, range(group or ranks)))
-    return Replayed(time_call(plans, hardware), plans, ranks)
+    return Replayed(time_call(plans, hardware, script=script), plans, ranks)
 
 
 def one_node(layout: Layout, problem: AnyProblem, hardware: Hardware) -> int | None:

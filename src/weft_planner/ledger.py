@@ -21,7 +21,7 @@ class Checked:
     Attributes:
         name: of the set in the ledger.
         hardware: the name of the hardware file that predicted them.
-        devices: the fewest and the most of a row.
+        devices, tokens: the fewest and the most of a row.
         rows: how many were predicted; those that numbers were fitted on are not among them.
         mean, worst: of the errors' sizes, predicted over measured less 1.
         bias: the mean error; below 0 where predictions are too quick (of times).
@@ -32,6 +32,7 @@ class Checked:
     name: str
     hardware: str
     devices: tuple[int, int]
+    tokens: tuple[int, int]
     rows: int
     mean: float
     worst: float
@@ -39,12 +40,15 @@ class Checked:
     what: str = "call"
 
     def __str__(self) -> str:
-        low, high = self.devices
-        devices = f"{low}" if low == high else f"{low} to {high}"
+        said = {"call": "time of attention", "step": "time of a step", "memory": "memory"}
+        devices, tokens = (
+            f"{low:,}" if low == high else f"{low:,} to {high:,}"
+            for low, high in (self.devices, self.tokens)
+        )
         rows = f"{self.rows} row{'s' * (self.rows > 1)}"
         return (
-            f"checked on {self.hardware}, {devices} devices ({self.name}): {rows}, mean error "
-            f"{self.mean:.0%}, worst {self.worst:.0%}"
+            f"checked on {self.hardware}, {devices} devices, {tokens} tokens ({self.name}): "
+            f"{said[self.what]}, {rows}, mean error {self.mean:.0%}, worst {self.worst:.0%}"
         )
 
 
@@ -79,4 +83,5 @@ def _distance(checked: Checked, ranks: int) -> tuple[float, int]:
 @functools.cache
 def _sets() -> tuple[Checked, ...]:
     text = (Path(__file__).parent / "ledger.json").read_text()
-    return tuple(Checked(**row | {"devices": tuple(row["devices"])}) for row in json.loads(text))
+    pairs = ("devices", "tokens")
+    return tuple(Checked(**row | {k: tuple(row[k]) for k in pairs}) for row in json.loads(text))

@@ -301,7 +301,7 @@ def _speeds(layout: Layout, problem: Problem, cores: Mapping[str, int] | None) -
     compute = _block(layout, problem, 1)
     seconds = _in_turns(layout.bound, compute.run, REPEATS, problem.device, cores)
     rate = math.prod(compute.shape) / statistics.median(seconds)
-    rates = [float(text) for text in layout.bound.all_gather_text(repr(rate)).values()]
+    rates = [float(text) for text in layout.bound.share("rates", repr(rate)).values()]
     return tuple(float(f"{each / min(rates):.3g}") for each in rates)
 
 
@@ -425,7 +425,7 @@ def _cuda_clocked(work: Callable[[], object], repeats: int) -> list[float]:
 
 def slowest_rank(transport: Transport, seconds: Sequence[float]) -> Sample:
     """The repeats of the rank whose median is largest; all ranks call this and get the same."""
-    rows = [json.loads(t) for t in transport.all_gather_text(json.dumps([*seconds])).values()]
+    rows = [json.loads(t) for t in transport.share("seconds", json.dumps([*seconds])).values()]
     row = max(rows, key=statistics.median)
     return Sample(statistics.median(row), min(row), max(row))
 
@@ -486,7 +486,7 @@ def _in_turns(
         return clocked(work, repeats, device)
     seconds: list[float] = []
     for turn in range(-(-cores["ranks"] // cores["count"])):
-        transport.all_gather_text("")  # those before are done
+        transport.share("turns", "")  # those before are done
         if transport.rank % cores["ranks"] // cores["count"] == turn:
             seconds = clocked(work, repeats, device)
     return seconds

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.declare.hardware import Hardware
-from weft.plan.clock import Done, Gate, Network
 from weft.plan.plan import Pass, Plan
 from weft.plan.program import Block
 
+from .clock import Done, Gate, Network
 from .flow import RankScript, Timing, time_call
 
 

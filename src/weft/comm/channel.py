@@ -22,12 +22,10 @@ from .._digest import number_of
 from ..errors import ShapeError, UnsupportedError, WeftError
 from .differences import out_of_step
 from .origin import advice, after, origin_number, together
-from .transport import P2PBatch, Shuffle, Transport
+from .transport import NUMBERS, P2PBatch, Shuffle, Transport, call_in_words
 
 #: How a rank says that it refuses a call, and that it has no kernel for its part of one.
 REFUSED, UNSUPPORTED = "refused", "unsupported"
-#: Between a call in words and numbers that a rank sends with it.
-NUMBERS = "\x1f"
 
 Number = TypeVar("Number", int, float)
 
@@ -100,7 +98,7 @@ class Channel:
         self._differ(self.transport.all_gather_text(text, self.mesh_dims))
 
     def _differ(self, texts: Mapping[int, str]) -> NoReturn:
-        texts = {rank: text.partition(NUMBERS)[0] for rank, text in texts.items()}
+        texts = {rank: call_in_words(text) for rank, text in texts.items()}
         error = disagreed(self.transport, self.subject, texts)
         self.transport.note_failure(str(error))
         refusals = [t.partition(":")[0] for t in texts.values()]

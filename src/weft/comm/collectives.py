@@ -26,10 +26,10 @@ from torch import Tensor
 from .._digest import number_of
 from ..declare.mesh import index_at
 from . import P2PBatch, Transport
-from .channel import NUMBERS, disagreed
+from .channel import disagreed
 from .once_differentiable import once
 from .origin import after, origin, together
-from .transport import Messages
+from .transport import NUMBERS, Messages, call_in_words
 
 #: What a rank does in a gather, in words.
 _GATHER = "a gather of shards (as of logits that are read)"
@@ -165,7 +165,7 @@ def _agreed_counts(
     if not gathers:  # others counted a pass, or later ones had other tags
         transport.next_pass(transport.moving((mesh_dim,)))
     if not gathers or together(row[:2] for row in rows.values()) is None:
-        shown = {r: t.partition(NUMBERS)[0] for r, t in texts.items()}
+        shown = {r: call_in_words(t) for r, t in texts.items()}
         raise disagreed(transport, "gather", shown)
     return [rows[transport.peer_rank(mesh_dim, i)][2] for i in range(size)]
 

@@ -16,7 +16,7 @@ MOST = 256
 Message = tuple[Callable, int, Tensor]
 
 
-def launches(
+def in_batches(
     members: Sequence[int],
     here: int,
     receives: Sequence[tuple[int, Tensor]],

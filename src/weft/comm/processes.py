@@ -97,7 +97,8 @@ class ProcessTransport(Transport):
         What comes first is the version, in every version: ranks with another may say more, or less.
         """
         text = json.dumps([__version__, fingerprint, secrets.token_hex(8), node()])
-        gathered = {r: json.loads(t) for r, t in self.all_gather_text(text).items()}
+        texts = self.share("building or binding a layout", text)
+        gathered = {rank: json.loads(t) for rank, t in texts.items()}
         for label, index in (("the version of weft", 0), ("the layout", 1)):
             if len({values[index] for values in gathered.values()}) > 1:
                 raise self.disagreement(label, {r: values[index] for r, values in gathered.items()})
@@ -178,7 +179,7 @@ class ProcessTransport(Transport):
         group = self._groups[p2p.mesh_dim]
         if self._on_gpu and not self.fake:  # a fake group has no backend for "meta" to ask for
             members, here = self.ranks_along((p2p.mesh_dim,)), self.coords[p2p.mesh_dim]
-            for launch in nccl.launches(members, here, receives, sends):
+            for launch in nccl.in_batches(members, here, receives, sends):
                 works += dist.batch_isend_irecv(
                     [
                         dist.P2POp(call, nccl.unheld(buffer), self.world_ranks[peer], group, tag)

@@ -17,11 +17,14 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.profiler import record_function
 
+from .._digest import number_of
 from ..declare.mesh import coordinates, places, rank_at
 from ..errors import RankError, ShapeError
 from ..launch.failures import rank_list
 from .differences import differences
 
+#: Between a call in words and what a rank sends with it: numbers of a call, or a text.
+NUMBERS, TEXT = "\x1f", "\x1e"
 #: How many kinds of passes a rank remembers that all agreed on.
 _KINDS = 1024
 
@@ -211,8 +214,51 @@ class Transport(abc.ABC):
         return tensor
 
     def agree(self, label: str, detail: str, mesh_dims: Sequence[str] | None = None) -> None:
-        """Raise on every rank along mesh dims (default all) if `detail` differs among them."""
-        self.collect(label, detail, (), mesh_dims)
+        """Raise on every rank along mesh dims (default all) if `detail` differs among them.
+
+        It costs a vote where it does not.
+        """
+        texts = self.compare(label, detail, mesh_dims)()
+        if len(texts) > 1:
+            raise self.disagreement(label, texts)
+
+    def compare(
+        self, label: str, text: str, mesh_dims: Sequence[str] | None = None
+    ) -> Callable[[], dict[int, str]]:
+        """Begin a vote on a text; the function gives those of all ranks, if not all are the same.
+
+        If they are, it gives this rank's. It raises as `share` does.
+        """
+        dims = self.moving(mesh_dims)
+        self.check_deferred()
+        same = self.vote(dims, number_of(f"{label}{TEXT}{text}"))
+        return lambda: {self.rank: text} if same() else self._of_same_call(label, text, dims)
+
+    def share(
+        self, label: str, text: str, mesh_dims: Sequence[str] | None = None
+    ) -> dict[int, str]:
+        """The texts of every rank along mesh dims (default all), by rank in order, in one call.
+
+        Raises `ShapeError` on every rank where some are in another call than `label`.
+        """
+        dims = self.moving(mesh_dims)
+        self.check_deferred()
+        answer = self.vote(dims, number_of(label))  # the first message of every agreement
+        texts = self._of_same_call(label, text, dims)
+        answer()
+        return texts
+
+    def _of_same_call(self, label: str, text: str, dims: tuple[str, ...]) -> dict[int, str]:
+        """The texts of all ranks; raises on every rank if some are in another call.
+
+        As that counted a pass, so does this: later passes would have other tags.
+        """
+        said = self.all_gather_text(f"{label}{TEXT}{text}", dims)
+        parts = {rank: words.partition(TEXT) for rank, words in said.items()}
+        if any(part[0] != label for part in parts.values()):
+            self.next_pass(dims)
+            raise self.disagreement("a call", {rank: part[0] for rank, part in parts.items()})
+        return {rank: part[2] for rank, part in parts.items()}
 
     def collect(
         self,
@@ -222,14 +268,17 @@ class Transport(abc.ABC):
         mesh_dims: Sequence[str] | None = None,
     ) -> dict[int, tuple[int, ...]]:
         """The `numbers` of every rank along mesh dims, by rank, after a check as in `agree`."""
-        texts = self.all_gather_text(json.dumps([detail, list(numbers)]), mesh_dims)
+        texts = self.share(label, json.dumps([detail, list(numbers)]), mesh_dims)
         gathered = {rank: json.loads(text) for rank, text in texts.items()}
         if len({text for text, _ in gathered.values()}) > 1:
             raise self.disagreement(label, {r: text for r, (text, _) in gathered.items()})
         return {rank: tuple(row) for rank, (_, row) in gathered.items()}
 
     def all_gather_text(self, text: str, mesh_dims: Sequence[str] | None = None) -> dict[int, str]:
-        """The texts of every rank along mesh dims, by rank in order: it waits for all of them."""
+        """The texts of every rank along mesh dims, by rank in order: it waits for all of them.
+
+        After a vote alone, in which ranks in any other call have taken part.
+        """
         return self._all_gather_text(text, self.moving(mesh_dims))
 
     def vote(self, mesh_dims: Sequence[str], digest: int, name: int = 0) -> Callable[[], bool]:
@@ -277,7 +326,8 @@ class Transport(abc.ABC):
 
     def disagreement(self, label: str, details: Mapping[int, str]) -> ShapeError:
         """The error where ranks' details differ: ranks by their number in the world."""
-        return ShapeError(disagreement(label, {self.world_ranks[r]: d for r, d in details.items()}))
+        in_world = {self.world_ranks[rank]: detail for rank, detail in details.items()}
+        return ShapeError(disagreement(label, in_world))
 
     def moving(self, mesh_dims: Sequence[str] | None = None) -> tuple[str, ...]:
         """The given mesh dims (default all) in mesh order, without those of size 1."""
@@ -399,8 +449,13 @@ def disagreement(label: str, details: Mapping[int, str]) -> str:
     """
     ranks: dict[str, list[int]] = {}
     for rank, detail in details.items():
-        ranks.setdefault(detail, []).append(rank)
+        ranks.setdefault(call_in_words(detail), []).append(rank)
     lines = "\n".join(f"  rank {rank_list(who)}: {detail}" for detail, who in ranks.items())
     apart = differences(ranks)
     end = f"\nthey differ in: {apart}" if apart else ""
     return f"{label} must be the same on every rank, but:\n{lines}{end}"
+
+
+def call_in_words(said: str) -> str:
+    """A call in words, without what its rank sent with it."""
+    return said.partition(NUMBERS)[0].partition(TEXT)[0]

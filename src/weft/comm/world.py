@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from .._digest import number_of
 from .._torch import is_fake, nccl_options
 from ..declare.mesh import coordinates
 from ..errors import DeclarationError, RankError, ShapeError
@@ -21,7 +22,7 @@ from ..launch import failures
 from ..launch.environment import STORE, already_launched, number, tell_torch
 from .control import control_group
 from .start import name_of_start
-from .transport import disagreement
+from .transport import TEXT, disagreement
 
 
 def init_process_group(device_type: str, timeout: datetime.timedelta) -> None:
@@ -228,7 +229,9 @@ def gather_over_world(label: str, detail: str, timeout: datetime.timedelta) -> d
     step, world = next(_met), range(dist.get_world_size())
     group = control_group(world, timeout)
     try:
-        return group.all_gather_text(detail, timeout)
+        answer = group.vote(number_of(label), timeout)
+        texts = group.all_gather_text(f"{label}{TEXT}{detail}", timeout)
+        answer()
     except RuntimeError as error:
         absent = failures.missing_ranks("world", step, dist.get_rank(), world)
         raise RankError(
@@ -238,3 +241,7 @@ def gather_over_world(label: str, detail: str, timeout: datetime.timedelta) -> d
             else f"ranks cannot agree on {label}, as an earlier failure closed the connections"
             f" between them ({failures.reason(error)}); start them anew"
         ) from error
+    parts = {rank: text.partition(TEXT) for rank, text in texts.items()}
+    if any(part[0] != label for part in parts.values()):
+        raise ShapeError(disagreement("a call", {rank: part[0] for rank, part in parts.items()}))
+    return {rank: part[2] for rank, part in parts.items()}

@@ -163,6 +163,7 @@ class Level(BaseModel):
         limit but the cards'.
     latency: seconds until a message begins to arrive.
     half: bytes of a message that reaches half the rate.
+    busy: share of a device's compute that a message takes while it arrives, as where kernels copy.
     """
 
     model_config = _FROZEN
@@ -174,6 +175,7 @@ class Level(BaseModel):
     uplink: ZeroOrMore = 0.0
     latency: ZeroOrMore = 0.0
     half: ZeroOrMore = 0.0
+    busy: Annotated[ZeroOrMore, Field(le=1.0)] = 0.0
 
 
 def _check_levels(levels: tuple[Level, ...]) -> tuple[Level, ...]:

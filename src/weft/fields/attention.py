@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import attention, bias_tile
+from ..attention import attention
+from ..bias_tiles import bias_tile
 from ..errors import DeclarationError, UnsupportedError
 from ..masks import Causal
 from ..plan.order import count, shard_spans

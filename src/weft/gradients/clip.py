@@ -74,6 +74,7 @@ def clip_grad_norm_(
     for local in counted:
         squares += _square(local)
     if layout.mesh:
+        layout.bound.agree("clip_grad_norm_", f"max_norm {float(max_norm)}")
         heads = layout.shard_dims(HEADS)
         whole = [g for p, g in given if not isinstance(g, DTensor) and p not in split]
         alike = [d for d in layout.mesh if d not in heads or not of_model]

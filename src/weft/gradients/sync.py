@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._digest import number_of
 from .._torch import active_ddp, is_fsdp, version
 from .._uploads import download
 from ..comm import Transport
@@ -151,10 +150,10 @@ def sync(
         elif _overflowed(module, dims, transport):
             _compare_after_overflow(everything, same_dims, transport)
     here = "".join("01"[p.grad is not None] for p in parameters.values())
-    agreed = transport.vote(transport.moving(), number_of(here))
+    compared = transport.compare("sync_gradients", here)
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
     _sum_all(module, [local_tensor(g) for g in grads], dims, transport)
-    texts = {transport.rank: here} if agreed() else transport.all_gather_text(here)
+    texts = compared()
     if not (transport.fake or any("1" in text for text in texts.values())):
         _refuse_none(len(parameters))
     along = [texts[rank] for rank in transport.ranks_along(dims) if rank in texts]
@@ -214,7 +213,7 @@ def _overflowed(module: nn.Module, dims: Sequence[str], transport: Transport) ->
         return False
     ((total,),) = _totals[module]()
     rest = [d for d in transport.moving() if d not in dims]
-    finite = transport.all_gather_text(str(math.isfinite(total)), rest)
+    finite = transport.share("sync_gradients", str(math.isfinite(total)), rest)
     return "False" in finite.values()
 
 

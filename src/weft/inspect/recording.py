@@ -85,7 +85,9 @@ def record(layout: Layout | None = None) -> Iterator[Recording]:
     offset = clock - next(start for name, start, _ in recorded if name == _CLOCK)
     events = _recorded([(name, a + offset, b + offset) for name, a, b in recorded])
     if layout is not None and layout.world_size > 1:
-        gathered = layout.bound.all_gather_text(json.dumps([asdict(e) for e in events])).values()
+        gathered = layout.bound.share(
+            "a recording", json.dumps([asdict(e) for e in events])
+        ).values()
         events = [Event(**e) for text in gathered for e in json.loads(text)]
     zero = min((e.start for e in events), default=0.0)
     events = [replace(e, start=e.start - zero, end=e.end - zero) for e in events]

@@ -29,9 +29,7 @@ def kernel(function: Callable) -> Any:
     ends = ("_b", "_h", "_n")
     lengths = [n for n in names if n.endswith(ends) or n in _LENGTHS]
     per_row = [n for n in names if n.endswith("lse") or n == "delta"]
-    return triton.jit(
-        function, do_not_specialize=lengths, do_not_specialize_on_alignment=per_row
-    )
+    return triton.jit(function, do_not_specialize=lengths, do_not_specialize_on_alignment=per_row)
 
 
 def three(parts: Sequence[Tensor], target: Tensor) -> tuple[Tensor, ...]:
@@ -70,6 +68,6 @@ def launch(
 
 
 @triton.jit
-def place(b, h, n, of_b, of_h, of_n):  # type: ignore[no-untyped-def]
+def row_start(b, h, n, of_b, of_h, of_n):  # type: ignore[no-untyped-def]
     """Where rows n of head (b, h) begin, by their strides."""
     return b * of_b + h * of_h + n * of_n

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .by_rows import kernel, launch, place, three
+from .by_rows import kernel, launch, row_start, three
 
 
 def merge_into(local: Tensor, local_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -59,22 +59,22 @@ def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its o
     e = tl.arange(0, WIDTH)[None, :]
     row = n < rows
     inside = row[:, None] & (e < dim * UNIT)
-    first += place(b, h, n[:, None], first_b, first_h, first_n) * UNIT + e * first_e
-    first_lse += place(b, h, n, first_lse_b, first_lse_h, first_lse_n)
+    first += row_start(b, h, n[:, None], first_b, first_h, first_n) * UNIT + e * first_e
+    first_lse += row_start(b, h, n, first_lse_b, first_lse_h, first_lse_n)
     total = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     total_lse = tl.load(first_lse, mask=row, other=float("-inf")).to(tl.float32)
-    second += place(b, h, n[:, None], second_b, second_h, second_n) * UNIT + e * second_e
-    second_lse += place(b, h, n, second_lse_b, second_lse_h, second_lse_n)
+    second += row_start(b, h, n[:, None], second_b, second_h, second_n) * UNIT + e * second_e
+    second_lse += row_start(b, h, n, second_lse_b, second_lse_h, second_lse_n)
     part = tl.load(second, mask=inside & (count > 1), other=0.0).to(tl.float32)
     part_lse = tl.load(second_lse, mask=row & (count > 1), other=float("-inf")).to(tl.float32)
     total, total_lse = _together(total, total_lse, part, part_lse)
-    third += place(b, h, n[:, None], third_b, third_h, third_n) * UNIT + e * third_e
-    third_lse += place(b, h, n, third_lse_b, third_lse_h, third_lse_n)
+    third += row_start(b, h, n[:, None], third_b, third_h, third_n) * UNIT + e * third_e
+    third_lse += row_start(b, h, n, third_lse_b, third_lse_h, third_lse_n)
     part = tl.load(third, mask=inside & (count > 2), other=0.0).to(tl.float32)
     part_lse = tl.load(third_lse, mask=row & (count > 2), other=float("-inf")).to(tl.float32)
     total, total_lse = _together(total, total_lse, part, part_lse)
-    out += place(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
-    lse += place(b, h, n, lse_b, lse_h, lse_n)
+    out += row_start(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
+    lse += row_start(b, h, n, lse_b, lse_h, lse_n)
     tl.store(out, total.to(out.dtype.element_ty), mask=inside)
     tl.store(lse, total_lse.to(lse.dtype.element_ty), mask=row)
 

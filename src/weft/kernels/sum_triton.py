@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import triton.language as tl
 from torch import Tensor
 
-from .by_rows import kernel, launch, place, three
+from .by_rows import kernel, launch, row_start, three
 
 
 def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
@@ -46,13 +46,13 @@ def _sum(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
     n = ((index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     d = tl.arange(0, WIDTH)[None, :]
     inside = (n < rows) & (d < dim * UNIT)
-    first += place(b, h, n, first_b, first_h, first_n) * UNIT + d * first_d
-    second += place(b, h, n, second_b, second_h, second_n) * UNIT + d * second_d
-    third += place(b, h, n, third_b, third_h, third_n) * UNIT + d * third_d
+    first += row_start(b, h, n, first_b, first_h, first_n) * UNIT + d * first_d
+    second += row_start(b, h, n, second_b, second_h, second_n) * UNIT + d * second_d
+    third += row_start(b, h, n, third_b, third_h, third_n) * UNIT + d * third_d
     found = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     found += tl.load(second, mask=inside & (count > 1), other=0.0).to(tl.float32)
     found += tl.load(third, mask=inside & (count > 2), other=0.0).to(tl.float32)
-    total += place(b, h, n, total_b, total_h, total_n) * UNIT + d * total_d
+    total += row_start(b, h, n, total_b, total_h, total_n) * UNIT + d * total_d
     tl.store(total, found.to(total.dtype.element_ty), mask=inside)
 
 
@@ -71,9 +71,9 @@ def _row_sums(  # type: ignore[no-untyped-def]  # Triton reads annotations as it
     n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, WIDTH)[None, :]
     inside = (n < rows)[:, None] & (e < dim * UNIT)
-    dout += place(b, h, n[:, None], dout_b, dout_h, dout_n) * UNIT + e * dout_e
-    out += place(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
+    dout += row_start(b, h, n[:, None], dout_b, dout_h, dout_n) * UNIT + e * dout_e
+    out += row_start(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
     upper = tl.load(dout, mask=inside, other=0.0).to(tl.float32)
     lower = tl.load(out, mask=inside, other=0.0).to(tl.float32)
-    delta += place(b, h, n, delta_b, delta_h, delta_n)
+    delta += row_start(b, h, n, delta_b, delta_h, delta_n)
     tl.store(delta, tl.sum(upper * lower, 1), mask=n < rows)

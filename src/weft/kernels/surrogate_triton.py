@@ -13,7 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .by_rows import kernel, launch, place
+from .by_rows import kernel, launch, row_start
 
 #: Elements that one program computes.
 TILE = 2048
@@ -47,9 +47,9 @@ def _surrogate(  # type: ignore[no-untyped-def]  # Triton reads annotations as i
     e = tl.arange(0, WIDTH)[None, :]
     row = n < rows
     inside = row[:, None] & (e < dim * UNIT)
-    dout += place(b, h, n[:, None], dout_b, dout_h, dout_n) * UNIT + e * dout_e
-    delta += place(b, h, n, delta_b, delta_h, delta_n)
-    out += place(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
+    dout += row_start(b, h, n[:, None], dout_b, dout_h, dout_n) * UNIT + e * dout_e
+    delta += row_start(b, h, n, delta_b, delta_h, delta_n)
+    out += row_start(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
     given = tl.load(dout, mask=inside, other=0.0).to(tl.float32)
     missing = tl.load(delta, mask=row, other=0.0)
 

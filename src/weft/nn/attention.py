@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..attention import attention, tile_of_bias
+from ..attention import attention
 from ..bias import Bias
+from ..bias_tiles import tile_of_bias
 from ..errors import DeclarationError, ShapeError
 from ..layout import Layout
 from ..masks import Full, Mask

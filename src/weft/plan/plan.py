@@ -276,7 +276,8 @@ class Plan:
     def kernel(self, kind: Kind | bool, lse_grad: bool = False, bias_grad: bool = False) -> Kernel:
         """The kernel for calls of a kind; False are plain ones, True explicitly masked ones."""
         masked = kind in (True, Kind.MASKED, Kind.WINDOW)
-        state = process_state(self.problem.device)
+        device = self.problem.device
+        state = () if device == "cpu" else process_state(device)  # quick, as every block is here
         return self._kernel(masked, kind is Kind.WINDOW, lse_grad, bias_grad, state)
 
     @remembered

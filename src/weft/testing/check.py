@@ -113,7 +113,7 @@ def local_part(layout: Layout, case: Case, full: Tensor, name: str) -> Tensor:
 
 def largest_over_ranks(layout: Layout, errors: Sequence[float]) -> list[float]:
     """The largest error of each tensor over all ranks."""
-    rows = [json.loads(t) for t in layout.bound.all_gather_text(json.dumps([*errors])).values()]
+    rows = [json.loads(t) for t in layout.bound.share("errors", json.dumps([*errors])).values()]
     return [max(column) for column in zip(*rows)]
 
 

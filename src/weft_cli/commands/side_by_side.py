@@ -136,7 +136,7 @@ def _over_ranks(
 ) -> TimedPasses:
     """All ranks' measurements as one: of the slowest in each round, and of the busiest."""
     mine = json.dumps([counted, took])
-    every = [json.loads(text) for text in layout.bound.all_gather_text(mine).values()]
+    every = [json.loads(text) for text in layout.bound.share("passes", mine).values()]
     most = {name: max(bytes_of[name] for bytes_of, _ in every) for name in counted}
     rounds = zip(*(rows for _, rows in every))
     slowest = [tuple(map(max, zip(*ranks))) for ranks in rounds]
@@ -152,7 +152,7 @@ def _clear(work: Work) -> None:
 
 def _together(layout: Layout, device: str) -> None:
     _wait(device)
-    layout.bound.all_gather_text("")
+    layout.bound.share("a round", "")
 
 
 def _wait(device: str) -> None:

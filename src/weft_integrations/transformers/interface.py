@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from weft.attention import attention, with_sinks
+from weft.attention import attention
 from weft.choice import ChosenKeys
 from weft.decode.attend import merged_parts
 from weft.errors import DeclarationError, UnsupportedError
 from weft.masks import Causal, Full
+from weft.sinks import with_sinks
 
 from .. import Foreign
 from . import decoding, latents, losses

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from weft.attention import tile_of_distances
+from weft.bias_tiles import tile_of_distances
 from weft.errors import UnsupportedError
 
 from .. import Foreign

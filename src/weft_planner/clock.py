@@ -7,8 +7,7 @@ fairly: no share can grow but at the cost of a smaller one (Bertsekas and Gallag
 6.5.2). When something ends or begins, shares are worked out anew.
 
 A message begins when both of its ranks have posted it, and messages from one rank to another along
-one mesh dim go one after another. Not modelled: unfair TCP, packets, messages that slow
-kernels down, stragglers.
+one mesh dim go one after another. Not modelled: unfair TCP, packets, stragglers.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ..declare.hardware import Hardware, Resource
-from ..errors import DeclarationError
+from weft.declare.hardware import Hardware, Resource
+from weft.errors import DeclarationError
 
 #: The least work: less is done at once.
 _NOTHING = 1e-12
