@@ -4,7 +4,7 @@
 
 Per layout the most of all its ranks: memory of four layers, forward and backward, with the GPU as
 far as the CPU and 1,000 launches behind it; of one layer how often the CPU waits for the GPU, the
-kernels launched, the most kinds of a Triton kernel; what a strict replay of all ranks' calls finds.
+kernels launched, the most kinds of a Triton kernel. Below, what a strict replay of all calls finds.
 `bash .ci/run-null-gpu` makes the environment, and runs this and the tests.
 """
 
@@ -40,14 +40,6 @@ def by_size(names: Sequence[str]) -> dict[int, list[str]]:
     return dict(found)
 
 
-def measured(names: Sequence[str], folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Of each layout the most that a rank measured, and where ranks waited."""
-    for size, of in by_size(names).items():
-        for name in of:
-            rows = [row[name] for row in world(size, folder / name, "measured", [name])]
-            yield name, merged(rows)
-
-
 def merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The most of all ranks; kinds by kernel."""
     if any("refused" in row for row in rows):
@@ -60,41 +52,43 @@ def merged(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {**numbers, "waits": waits, "kinds": kinds}
 
 
-def replayed(name: str, folder: Path) -> list[str]:
-    """What a strict replay of a layout's two steps finds, each kernel at once or in order."""
-    size = weft.Layout.load(name).world_size
-    place = folder / f"{name}-strict"
-    (row, *_) = world(size, place, "strict", [name])
-    if "refused" in row[name]:
-        return [f"refused: {row[name]['refused']}"]
-    logs = logs_of(place)
-    assert len(logs) == size, f"{name}: {len(logs)} logs of {size} ranks"
+def replayed(names: Sequence[str], folder: Path) -> list[str]:
+    """What a strict replay of two steps of layouts of one size finds, at once and in order."""
+    size = weft.Layout.load(names[0]).world_size
+    world(size, folder, "strict", [*names])
+    logs = logs_of(folder)
+    assert len(logs) == size, f"{len(logs)} logs of {size} ranks"
     return [*faults(logs), *faults(logs, in_order=True)]
 
 
 def table(names: Sequence[str]) -> Iterator[str]:
-    """The lines of the table, each as soon as it is known."""
-    heads = ("layout", "allocated MiB", "reserved", "reserved, 1,000 behind", "of allocated")
-    heads += ("waits", "launches", "kinds", "replay")
+    """The lines of the table, and below it what was found."""
+    heads = ("layout", "ranks", "allocated MiB", "reserved", "reserved, 1,000 behind")
+    heads += ("of allocated", "waits", "launches", "kinds")
     yield "| " + " | ".join(heads) + " |"
-    yield "| --- |" + " ---: |" * 7 + " --- |"
+    yield "| --- |" + " ---: |" * (len(heads) - 1)
     notes = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, row in measured(names, Path(folder)):
-            found = replayed(name, Path(folder))
-            notes += [f"- {name}: {text}" for text in found]
-            if "refused" in row:
-                notes.append(f"- {name} was refused: {row['refused']}")
-                continue
-            sizes = [row[key] for key in ("allocated 0", "reserved 0", "reserved 1000")]
-            mib = [f"{size / 2**20:.0f}" for size in sizes]
-            ratio = f"{sizes[2] / sizes[0]:.2f}"
-            kinds = max(row["kinds"].values(), default=0)
-            cells = [name, *mib, ratio, len(row["waits"]), row["launches"], kinds]
-            yield "| " + " | ".join(map(str, [*cells, "; ".join(found) or "nothing"])) + " |"
-            notes += [f"- {name} waits at `{wait}`" for wait in dict.fromkeys(row["waits"])]
+        for size, of in by_size(names).items():
+            ranks = world(size, Path(folder) / f"{size}", "measured", of)
+            for name in of:
+                row = merged([rank[name] for rank in ranks])
+                if "refused" in row:
+                    notes.append(f"- {name} was refused: {row['refused']}")
+                    continue
+                yield _line(name, size, row)
+                notes += [f"- {name} waits at `{wait}`" for wait in dict.fromkeys(row["waits"])]
+            found = replayed(of, Path(folder) / f"{size}-strict") or ["nothing."]
+            notes += [f"- Replay of the layouts of {size} ranks: {text}" for text in found]
     yield ""
     yield from notes
+
+
+def _line(name: str, ranks: int, row: dict[str, Any]) -> str:
+    sizes = [row[key] for key in ("allocated 0", "reserved 0", "reserved 1000")]
+    cells = [name, ranks, *(f"{size / 2**20:.0f}" for size in sizes), f"{sizes[2] / sizes[0]:.2f}"]
+    cells += [len(row["waits"]), row["launches"], max(row["kinds"].values(), default=0)]
+    return "| " + " | ".join(map(str, cells)) + " |"
 
 
 def main(*arguments: str) -> None:

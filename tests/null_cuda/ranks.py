@@ -243,9 +243,9 @@ def strict(name: str) -> dict:
     fused.launcher = lambda name: None  # torch's operations: no compiler is needed
     calls = Calls(name, 1024, 8, 64)
     for step in range(2):
-        mark(f"step {step} forward")
+        mark(f"{name}, step {step}, forward")
         outs = calls.forward(1)
-        mark(f"step {step} backward")
+        mark(f"{name}, step {step}, backward")
         calls.backward(outs)
     mark("done")
     torch.cuda.synchronize()
