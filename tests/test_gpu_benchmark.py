@@ -218,7 +218,8 @@ class _Nothing:
     def forward(self, q, k, v, view):
         return torch.zeros_like(q), q.new_zeros(q.shape[:3])
 
-    def backward(self, dout, q, k, v, *_):
+    def backward(self, rows, view):
+        _, q, k, v, *_ = rows
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
 
 

@@ -155,11 +155,11 @@ def error_of(
     delta = (wide_dout * out).sum(-1)
     if case.how == "lse":
         delta = delta - torch.randn(lse.shape, generator=make, device=at)
-    wanted = math.backward(wide_dout, *wide, None, whole, delta, plain)[:3]
+    wanted = math.backward((wide_dout, *wide, None, whole, delta), plain)[:3]
     accum = torch.float64 if dtype == torch.float64 else torch.float32
     given = out.to(device, dtype) if case.how == "alone" else None
     of_rows = (whole.to(device, accum), delta.to(device, accum))
-    grads = kernel.backward(dout, q, k, v, given, *of_rows, view)[:3]
+    grads = kernel.backward((dout, q, k, v, given, *of_rows), view)[:3]
     pairs += list(zip(grads, wanted))
     unit = torch.finfo(dtype).eps
     gaps = []

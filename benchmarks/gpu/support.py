@@ -46,7 +46,7 @@ def _logsumexp() -> str:
     q = torch.randn(1, 2, 256, 64, device="cuda", dtype=torch.bfloat16)
     kernel, view = named("cudnn"), TileView(64**-0.5)
     out, lse = kernel.forward(q, q, q, view)
-    grads = kernel.backward(q, q, q, q, out, lse, None, view)[:3]
+    grads = kernel.backward((q, q, q, q, out, lse, None), view)[:3]
     plain = [t.float().requires_grad_() for t in (q, q, q)]
     wanted = torch.nn.functional.scaled_dot_product_attention(*plain)
     wanted = torch.autograd.grad(wanted, plain, q.float())
