@@ -276,6 +276,7 @@ def test_a_public_name_is_defined_once():
 
 #: Files of tests that have more than one module in view, and so are named after none.
 OTHER_TESTS = [
+    "any_model",
     "budgets",
     "calls_of_users",
     "idea",
