@@ -81,7 +81,7 @@ def main() -> None:
     lines = [
         "# Packed documents against zigzag",
         "",
-        f"`python -m benchmarks.pack --write`: {DOCUMENTS:,} documents; see docs/packed.md.",
+        f"`python -m benchmarks.pack --write`: {DOCUMENTS:,} documents; see docs/losses.md.",
         "",
         "| documents | ranks | max/mean | of zigzag | rows / zigzag's | fewest | planned, ms |",
         "|---|---:|---:|---:|---:|---:|---:|",

@@ -1,6 +1,6 @@
 """torchtitan 0.3 models that attend as a weft layout says: `trainer(llama3_debugmodel(), layout)`.
 
-Copy this file into your project; docs/torchtitan.md documents it.
+Copy this file into your project; docs/trainers.md documents it.
 """
 
 import dataclasses

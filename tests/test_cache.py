@@ -6,7 +6,6 @@ import json
 import math
 import re
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -234,14 +233,6 @@ def test_the_benchmark_measures_reports_and_draws(tmp_path):
     assert all(row["error"] < 1e-11 for row in rows)
     tables.plot(data, tmp_path / "tables.png")
     torch.set_num_threads(1)  # as all tests have it
-
-
-def test_the_page_on_prediction_runs():
-    page = (Path(__file__).parent.parent / "docs" / "prediction.md").read_text()
-    names: dict = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(block, names)
-    assert "folder" in names  # of the last block but one
 
 
 # -- refusals --------------------------------------------------------------------------------------

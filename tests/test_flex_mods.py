@@ -23,6 +23,7 @@ from weft.bias import alibi
 from weft.kernels import TileView, flex
 from weft.kernels.base import MaskContext
 from weft.kernels.flex_mods import score_mod
+from weft.masks.given import Visible, VisibleBlocks
 from weft.masks.part import OfPart, Renumbered
 from weft.nn.sequences import FunctionOfPart
 from weft_integrations.diffusers.attention import _Keys
@@ -47,13 +48,17 @@ MASKS = {
     | weft.Near((4, 6), 3, circular=True),
     "function": weft.MaskMod(lambda b, h, q, k: (q * 3 + k * b + h) % 2 == 0),
     "keys": weft.MaskMod(_Keys(torch.arange(BATCH * N).view(BATCH, N) % 3 > 0)),
+    "tensor": Visible(torch.arange(N * N).view(N, N) % 5 > 1),
+    "block mask": VisibleBlocks(
+        *(torch.rand(2, 1, 1, 3, 4) < 0.5), lambda b, h, q, k: q >= k, (8, 6), (N, N)
+    ),
     "part": OfPart(SPANS & weft.Documents((6, 18)), (1, 0), tuple(range(N)), BATCH, N),
     "renumbered": Renumbered(weft.KeyPadding((12, 20)), (1, 0), BATCH),
 }
 #: Biases of positions, likewise.
 FUNCTIONS = {"part": FunctionOfPart(alibi(HEADS).fn, (1, 0), tuple(range(N)))}
-#: Without a question of pairs: stands for a function while intervals are looked at.
-NONE = {"Unknown", "Mask", "_Grid"}
+#: Without a question of pairs: stand for a function while intervals are looked at.
+NONE = {"Unknown", "Slices", "Mask", "_Grid"}
 
 
 class Lowered(Exception):

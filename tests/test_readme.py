@@ -26,13 +26,13 @@ from weft_models.models import ModelSpec
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-TOUR, RULES, COMMANDS, PROMISES = (
-    (ROOT / "docs" / f"{page}.md").read_text() for page in ("tour", "rules", "commands", "promises")
+TOUR, RULES, PLANNING, LIMITS = (
+    (ROOT / "docs" / f"{page}.md").read_text() for page in ("tour", "rules", "planning", "limits")
 )
+COMMANDS = PLANNING.partition("\n## Commands")[2]
 #: The README, and the guides, whose tour goes on from the README's.
-TEXT = "\n".join((README, TOUR, RULES, COMMANDS, PROMISES))
+TEXT = "\n".join((README, TOUR, RULES, COMMANDS, LIMITS))
 RESULTS = ROOT / "benchmarks" / "results" / "cluster.json"
-MIGRATION = (ROOT / "docs" / "migration.md").read_text()
 
 
 def blocks(kind: str, text: str = TEXT) -> list[str]:
@@ -83,13 +83,11 @@ def test_python_blocks_run_in_order():
     assert moved == {"q", "kv", "out", "dq", "dkv"}
 
 
-@pytest.mark.parametrize("page", ["state", "pairs"])
-def test_the_first_python_block_of_a_guide_runs(page: str):
+def test_the_first_python_block_on_recurrent_layers_runs():
     """Later ones continue a reader's own program."""
     torch.manual_seed(0)
-    names: dict = {}
-    block, *_ = blocks("python", (ROOT / "docs" / f"{page}.md").read_text())
-    exec(compile(block, f"{page}.md", "exec"), names)
+    block, *_ = blocks("python", (ROOT / "docs" / "state.md").read_text())
+    exec(compile(block, "state.md", "exec"), {})
 
 
 def test_the_process_of_the_tour_runs_on_real_ranks(pool):
@@ -241,7 +239,7 @@ def _toml(text: str) -> dict:
 
 
 LINE = re.compile(r"`((?:tokens|rows|heads)(?:\(\w+\))?: [^`]+)`")
-LINES = sorted(set(LINE.findall(TEXT + MIGRATION)))
+LINES = sorted(set(LINE.findall(TEXT)))
 
 
 @pytest.mark.parametrize("line", LINES)
@@ -313,11 +311,10 @@ def work(layout: weft.Layout) -> list[float]:
 
 def test_commands_of_planning_take_what_they_are_given():
     """Options and arguments of every line; the lines themselves were walked by hand."""
-    page = (ROOT / "docs" / "planning.md").read_text()
-    text = "\n".join(blocks("bash", page)).replace("\\\n", " ")
+    text = "\n".join(blocks("bash", PLANNING)).replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in text.splitlines()]
     words = [line[line.index("weft") + 1 :] for line in lines if "weft" in line]
-    assert {name for name, *_ in words} == {"plan", "explain", "check", "verify", "rates"}
+    assert {name for name, *_ in words} == {"plan", "explain", "check", "verify", "rates", "bench"}
     for name, *arguments in words:
         with parser_of(name).make_context(name, arguments) as context:
             assert context.params

@@ -37,6 +37,12 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
+def is_block_mask(value: object) -> bool:
+    """True for a block mask of FlexAttention, whose module is not imported to ask."""
+    flex = sys.modules.get("torch.nn.attention.flex_attention")
+    return flex is not None and isinstance(value, flex.BlockMask)
+
+
 def active_flash() -> str | None:
     """The implementation in the place of torch's own flash kernel: "FA3", "FA4"; None for that.
 

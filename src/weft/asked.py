@@ -18,6 +18,7 @@ from .comm.channel import refused_everywhere
 from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .layout import Layout
 from .masks import FULL, Mask, check_mask
+from .masks.given import mask_of
 from .plan.call import Call, Expanded, axis_names
 from .plan.lengths import Length, read_length
 from .runtime.calls import BoundCall
@@ -85,15 +86,18 @@ class Asked(NamedTuple):
             return
         asked: dict[str, Any] = {"bias": self.bias if isinstance(self.bias, Bias) else None}
         with contextlib.suppress(WeftError):
-            check_mask(FULL if self.mask is None else self.mask)
-            asked["mask"] = FULL if self.mask is None else self.mask
+            asked["mask"] = self._checked_mask()
         for attended in (self.axes, *(tuple(key.split("+")) for key in self.layout.attend)):
             with contextlib.suppress(WeftError):
                 return BoundCall(self.layout, Call(attended, **asked)).refuse(error)
 
+    def _checked_mask(self) -> Mask:
+        mask = FULL if self.mask is None else mask_of(self.mask)
+        check_mask(mask)
+        return mask
+
     def _checked(self) -> Call:
-        if self.mask is not None:
-            check_mask(self.mask)
+        mask = self._checked_mask()
         scale, softcap = (
             None if value is None else _number(label, value)
             for label, value in (("scale", self.scale), ("softcap", self.softcap))
@@ -110,7 +114,7 @@ class Asked(NamedTuple):
             kind = kind.kind
         return Call(
             self.axes,
-            FULL if self.mask is None else self.mask,
+            mask,
             scale,
             read_length(self.axes, self.length),
             self.want_lse,

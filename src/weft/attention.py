@@ -129,7 +129,8 @@ def attention(
         v: values, (b, g, m, e).
         layout: a bound layout: from `layout.build()`, `layout.bind(mesh)` or `Layout.single()`.
         axis: the attended axis, or several attended jointly (flattened, the first one major).
-        mask: which query sees which key; default all.
+        mask: which query sees which key; default all. A boolean tensor of all queries by all keys,
+            or FlexAttention's BlockMask of the whole, is taken as it is.
         scale: of the logits, default d ** -0.5.
         length: global length of the axis, where the ranks' chunks are not equal: an int, a pair
             (queries, keys), or a dict of these per axis. DTensors carry it.

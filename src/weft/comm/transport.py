@@ -151,6 +151,8 @@ class Transport(abc.ABC):
         self.deferred: Any = None
         #: batches of all ranks, and of how many samples their biases are, by the shape of a call
         self.batches: OrderedDict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
+        #: what masks that are functions let be seen, by value
+        self.slices: OrderedDict[tuple, Any] = OrderedDict()
         #: kinds of passes that ranks agreed on, the latest last
         self._agreed: OrderedDict[int, None] = OrderedDict()
         _ALIVE.add(self)

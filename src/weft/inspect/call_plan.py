@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
@@ -13,6 +14,8 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.traffic import Traffic
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
 from ..masks import Full, Mask, describe
+from ..masks.given import mask_of
+from ..masks.slices import knows_nothing, sliced
 from ..plan.memory import MemoryBound, memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import Forecast, forecast_of, plans_for
@@ -224,6 +227,7 @@ def _problem(
             )
     if batch is None:
         batch = layout.batch_parts(axes)
+    mask = mask_of(mask)
     problem = Problem.of(
         axes,
         length,
@@ -238,7 +242,9 @@ def _problem(
     )
     describe(mask)
     mask.check(problem.n, problem.m, batch)
-    return problem
+    if not knows_nothing(mask):
+        return problem
+    return replace(problem, mask=sliced(mask, problem.n, problem.m, batch, heads))
 
 
 def device_type(device: str | torch.device) -> str:

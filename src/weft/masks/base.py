@@ -379,8 +379,10 @@ def check_mask(mask: Mask) -> None:
         check_mask(mask.right)
     elif not isinstance(mask, Mask) or not is_dataclass(mask):
         raise ShapeError(
-            "a mask is a weft.Mask made as a frozen dataclass (ranks compare its fields), found "
-            f"a {type(mask).__name__}; MaskMod(fn) takes any function of positions"
+            "a mask is a weft.Mask made as a frozen dataclass (ranks compare its fields), a boolean"
+            " tensor of all queries by all keys, or a BlockMask, found a"
+            f" {_named(mask) if isinstance(mask, Tensor) else type(mask).__name__}; MaskMod(fn)"
+            " takes any function of positions, and what is added to scores is bias="
         )
 
 
@@ -393,7 +395,12 @@ def describe(mask: Mask) -> str:
     shown = []
     for f in fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, f.name)
-        if value is not None:
-            text = getattr(value, "__qualname__", str(value))
+        if value is not None and f.repr:
+            is_tensor = isinstance(value, Tensor)
+            text = _named(value) if is_tensor else getattr(value, "__qualname__", str(value))
             shown.append(f"{f.name}={text}" if f.kw_only else text)
     return f"{type(mask).__name__}({', '.join(shown)})"
+
+
+def _named(tensor: Tensor) -> str:
+    return f"{tensor.dtype} tensor of shape {tuple(tensor.shape)}"

@@ -459,7 +459,9 @@ class KeyPadding(Mask):
 class MaskMod(Mask):
     """Any visibility as a function of global positions, with FlexAttention's signature.
 
-    Nothing is known of its structure, so no tile is skipped.
+    Ranks ask it about every pair of positions, each its share, once for each value: what no query
+    sees neither travels nor is computed, as for weft's own masks, and where all is seen no mask is
+    made. Until a function or what it refers to is another, asking is done.
 
     Args:
         fn: `fn(b, h, q, kv)` returns a bool tensor. It consists of elementwise torch operations on
@@ -467,7 +469,7 @@ class MaskMod(Mask):
             `doc[b, q] == doc[b, kv]` and `doc[b][q] == doc[b][kv]` mean the same.
 
     Raises:
-        ShapeError: in a call, `fn` returns anything else.
+        ShapeError: no function; in a call, `fn` returns anything else, or raises.
 
     >>> every_other = MaskMod(lambda b, h, q, kv: (q - kv) % 2 == 0)
     >>> i = torch.arange(3)
@@ -478,6 +480,13 @@ class MaskMod(Mask):
     """
 
     fn: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise ShapeError(
+                f"MaskMod takes a function of (b, h, q, kv), found a {type(self.fn).__name__}; a"
+                " boolean tensor of all queries by all keys is a mask as it is"
+            )
 
     def structure(self) -> Mask:
         return Unknown()

@@ -56,6 +56,8 @@ from .timing import Costs
 MOST_RUNS = 64
 #: The role of a mesh dim along which chunks of each side travel: ranks own the other side's.
 TRAVELS = Sides(Role.KEY, Role.QUERY)
+#: Parts of a tile that have fewer rows and columns than these on average are computed with a mask.
+WORTH_A_CALL = 64
 #: Score entries of a rank below which one gathered call beats a pipeline of small ones.
 SMALL_BLOCK = 1 << 22
 #: Latencies that a message may last for a collective of all to be better than a pipeline of them:
@@ -263,6 +265,14 @@ class Plan:
             return min(self.kernel(True).row_block, self.kernel(True, *grads).row_block)
         except UnsupportedError:  # raised again if a call with a mask is there after all
             return ROW_BLOCK
+
+    @property
+    def skips_blocks(self) -> bool:
+        """True if the kernel of explicitly masked calls skips by itself what is not seen."""
+        try:
+            return self.kernel(True).positional
+        except UnsupportedError:  # raised again if a call with a mask is there after all
+            return True
 
     @property
     def windows(self) -> bool:
@@ -552,7 +562,10 @@ class Pass:
             groups = grouped(calls)
             if groups is not None:
                 return groups
-        calls = tile_calls(mask, q_spans, kv_spans, row_block, self.plan.most_spans, windows)
+        most = self.plan.most_spans
+        if not self.plan.skips_blocks:
+            most = max(most, min(count(q_spans), count(kv_spans)) // WORTH_A_CALL)
+        calls = tile_calls(mask, q_spans, kv_spans, row_block, most, windows)
         if self.plan.biased or self.plan.chosen:
             calls = in_row_blocks(calls, row_block, self.plan.chosen)
         return tuple(Group((call,)) for call in calls)

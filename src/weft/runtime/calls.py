@@ -19,14 +19,17 @@ from .. import _caching as caching
 from .._digest import is_plain, number_of
 from ..comm.channel import Channel, refuse, refused_everywhere
 from ..comm.origin import origin
+from ..declare.layout_file import HEADS
 from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
+from ..masks.slices import Slices, knows_nothing, varies
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.plan import Plan
 from ..plan.problem import LocalProblem
 from ..plan.travel import Travel, choose_travel
 from . import checks, handles
+from .asking import slices_of
 
 if TYPE_CHECKING:
     from ..layout import Layout
@@ -48,9 +51,12 @@ class BoundCall:
         #: nothing but data: no functions, and no tensors of the user's
         self.plain = not (self.has_functions or call.learned_bias or call.choice)
         self.reach = reach(layout.unbound, call.axes)
-        self.per_sample = call.mask.per_sample or (call.bias is not None and call.bias.per_sample)
+        #: whether the mask is asked about every pair of positions, as it says nothing of intervals
+        self.asks = knows_nothing(call.mask)
+        per_sample = call.bias is not None and call.bias.per_sample
+        per_sample |= bool(self.reach.batch) and varies(call.mask, 0, torch.device("cpu"))
         # The indices of this rank's sequences are only known from the other ranks.
-        self.asks_batches = self.reach.asks_batches(self.per_sample)
+        self.asks_batches = self.reach.asks_batches(per_sample)
         #: Which gradients a graph wants that makes the call: its tensors do not say it as it runs.
         self.gradients: str | None = None
         #: The module that makes the call, "" in a graph; None: read as the call is made.
@@ -59,6 +65,7 @@ class BoundCall:
         #: Its name, by which ops get it.
         self.handle = handles.new_name()
         self._plans: dict[tuple, Plan] = {}
+        self._slices: dict[tuple, Slices] = {}
         self._content = ""
         dims = {*self.reach.moving, *(self.reach.batch if self.asks_batches else ())}
         self.mesh_dims = tuple(d for d in layout.mesh if d in dims)
@@ -113,7 +120,7 @@ class BoundCall:
             value_dim=e,
             dtype=dtype,
             device=device,
-            mask=c.planned_mask,
+            mask=self._slices.get((*rest, *batches), c.planned_mask),
             scale=c.scale,
             softcap=c.softcap,
             return_lse=c.return_lse,
@@ -195,6 +202,7 @@ class BoundCall:
         if where is None:
             where = origin() if self.mesh_dims and self.call.name is None else ""
         batches: tuple[int, ...] = ()
+        total = rest[0]
         if not self.asks_batches:
             channel = self._channel(_FORWARD, *described, where)
         else:
@@ -204,9 +212,26 @@ class BoundCall:
             plan = self.plan(rest, q.dtype, q.device.type, batches)
             checks.check_samples(plan, samples)
             self._check_content(plan, total)
+        if self.asks:
+            whole = total, rest[1] * self.layout.size(HEADS)
+            slices = slices_of(self.call.mask, content, plan.problem, whole, channel)
+            plan = self._plan_by(slices, rest, q, batches)
         number = [channel.number] if self.mesh_dims else []
         seen = [number_of(content)] if self.has_functions else []
         return plan, channel, _numbers_of(*number, *batches, *seen)
+
+    def _plan_by(
+        self, slices: Slices | None, rest: list[int], like: Tensor, batches: tuple[int, ...]
+    ) -> Plan:
+        """The plan of a mask that was asked, also for the backward pass."""
+        if slices is not None:
+            while len(self._slices) >= _KEPT_BATCHES:
+                self._slices.pop(next(iter(self._slices)))
+            self._slices[(*rest, *batches)] = slices
+        plan = self.plan(rest, like.dtype, like.device.type, batches)
+        if not batches:
+            self._plans[(*rest, like.dtype, like.device.type)] = plan
+        return plan
 
     def _with_batches(
         self, described: tuple[str, Plan, str], rest: list[int], samples: int, where: str
