@@ -76,7 +76,7 @@ def backward(
     dtype = accumulate_dtype(q.dtype)
     delta = (dout.to(dtype) * out.to(dtype)).sum(-1)
     delta = delta if dlse is None else delta - dlse
-    grads = MATH.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    grads = MATH.backward((dout, q, k, v, None, lse, delta), view)[:3]
     return [t.transpose(1, 2) for t in grads]
 
 

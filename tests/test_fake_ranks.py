@@ -134,7 +134,7 @@ def test_the_kernel_of_shapes_answers_as_the_formula_does(dtype):
     def run(kernel, *tensors):
         view = TileView(1.0, bias=tensors[-1], bias_grad=True)
         out, lse = named(kernel).forward(*tensors[:3], view)
-        grads = named(kernel).backward(out, *tensors[:3], out, lse, lse, view)
+        grads = named(kernel).backward((out, *tensors[:3], out, lse, lse), view)
         return [(t.shape, t.dtype) for t in (out, lse, *grads)]
 
     metas = [t.to("meta") for t in (q, k, v, bias)]

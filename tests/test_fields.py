@@ -70,16 +70,15 @@ def errors(
 
 def in_chunks(field: Field, dim: int, axis: str, starts: tuple[int, ...]) -> Field:
     """A field in other chunks of an axis, some of them empty."""
-    from weft.fields.dims import split_dim
-    from weft.fields.exchange import rechunked
+    from weft.fields.dims import contiguous, split_dim
+    from weft.fields.exchange import placed_like
 
     if axis not in field.chunks:
         return field
-    local, chunks = rechunked(
-        field.to_local(), dim, field._dims[dim][0].chunks, starts, field._region
-    )
-    dims = [*field._dims[:dim], split_dim(chunks), *field._dims[dim + 1 :]]
-    return Field(local, dims, field._region)
+    place = field._place
+    dims = [*place.dims[:dim], split_dim(contiguous(axis, starts)), *place.dims[dim + 1 :]]
+    local = placed_like(field.to_local(), place.dims, dims, place.region)
+    return Field(local, place.region.place(dims))
 
 
 def net(p: list[Tensor], x: Tensor) -> Tensor:
@@ -266,10 +265,11 @@ def test_a_model_is_as_before_after_restore():
 
 
 def test_outputs_stay_fields_where_asked():
+    convolution = torch.nn.Conv2d(1, 1, 3)
     layout = Layout.parse("height: halo=3")
 
     def rank(layout):
-        model = weft.parallelize(torch.nn.Conv2d(1, 1, 3), layout, output="field")
+        model = weft.parallelize(copy.deepcopy(convolution), layout, output="field")
         out = model(torch.ones(1, 1, 11, 5))
         return isinstance(out, Field), tuple(out.shape), out.chunks["height"]
 
@@ -482,9 +482,6 @@ REFUSED = {
     "random numbers": (lambda x: torch.randn_like(x), "has no rule"),
     "numbers in place": (lambda x: torch.ones(1, 1, 5, 6).add_(x), "into a plain tensor"),
     "a view that cuts an axis": (lambda x: x.reshape(1, 3, 10), "cuts a split axis elsewhere"),
-    "a concatenation": (lambda x: torch.cat([x, x], 2), "concatenating along a split axis"),
-    "softmax over an axis": (lambda x: x.softmax(2), "along dim 2"),
-    "indices": (lambda x: x[:, :, torch.tensor([0])], "indexing with a tensor"),
     "a copy": (lambda x: copy.deepcopy(x), "is not copied"),
     "a resampling": (lambda x: F.interpolate(x, size=(3, 3), mode="bicubic"), "bicubic"),
     "a window that is too wide": (lambda x: F.conv2d(x, torch.ones(1, 1, 9, 9)), "too wide"),
@@ -533,11 +530,6 @@ def test_calls_that_cannot_be_split_are_refused_on_every_rank():
         weft.on_threads(
             Layout.parse("height: halo=2; rows: ring=2"),
             lambda layout: weft.parallelize(copy.deepcopy(model), layout),
-        )
-    with pytest.raises(weft.DeclarationError, match="contiguous order"):
-        weft.on_threads(
-            Layout.parse("height(zigzag): ring=2"),
-            lambda layout: Field.distribute(torch.ones(4), layout, {"height": 0}),
         )
 
 

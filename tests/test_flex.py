@@ -107,8 +107,8 @@ def test_rectangle_has_same_share_of_all_gradients_as_by_formula(name: str) -> N
     torch.testing.assert_close((found_out, found_lse), (out, own_lse), rtol=0, atol=1e-12)
     lse = torch.logaddexp(own_lse, elsewhere)
     lse[0, 0, 2] = own_lse[0, 0, 2] = float("-inf")  # a row that nobody sees
-    wanted = named("math").backward(dout, q, k, v, None, lse, delta, plain)
-    found = named("flex").backward(dout, q, k, v, None, lse, delta, mine)
+    wanted = named("math").backward((dout, q, k, v, None, lse, delta), plain)
+    found = named("flex").backward((dout, q, k, v, None, lse, delta), mine)
     for one, other in zip(found[:3], wanted[:3]):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
     if mine.bias_grad:
@@ -227,8 +227,8 @@ def test_what_cuda_compiles_has_the_gradient_of_a_learned_bias(traced) -> None:
     mine, plain = views(VIEWS["shared bias, cap and mask"])
     _, here = named("math").forward(q, k, v, plain)
     lse = torch.logaddexp(here, elsewhere)  # of all keys, so no weight is above 1
-    wanted = named("math").backward(dout, q, k, v, None, lse, delta, plain)
-    found = named("flex").backward(dout, q, k, v, None, lse, delta, mine)
+    wanted = named("math").backward((dout, q, k, v, None, lse, delta), plain)
+    found = named("flex").backward((dout, q, k, v, None, lse, delta), mine)
     torch.testing.assert_close(found[:3], wanted[:3], rtol=0, atol=1e-12)
     ds = wanted[3].sum((0, 1), keepdim=True)
     torch.testing.assert_close(found[3], ds, rtol=0, atol=1e-12)

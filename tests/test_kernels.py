@@ -96,7 +96,7 @@ def test_a_kernel_computes_what_it_does_not_refuse(kernel, view):
     torch.testing.assert_close(lse, wanted[1].detach(), rtol=1e-12, atol=1e-12)
     delta = (dout * out).sum(-1) - dlse
     for given in (out, None) if not asked.get("lse_grad") else (None,):
-        *grads, ds = kernel.backward(dout, q, k, v, given, lse, delta, shown)
+        *grads, ds = kernel.backward((dout, q, k, v, given, lse, delta), shown)
         for grad, leaf in zip(grads, leaves):
             torch.testing.assert_close(grad, leaf.grad, rtol=1e-11, atol=1e-12)
         if asked.get("bias_grad"):
@@ -146,14 +146,14 @@ def test_any_strides_give_what_contiguous_tensors_give(kernel, name, dtype):
         plain = [t.clone(memory_format=torch.contiguous_format) for t in tensors]
         out, lse = kernel.forward(*plain[:3], view)
         delta = (plain[3].to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-        wanted = kernel.backward(plain[3], *plain[:3], out, lse, delta, view)[:3]
+        wanted = kernel.backward((plain[3], *plain[:3], out, lse, delta), view)[:3]
         found = kernel.forward(*tensors[:3], view)
         torch.testing.assert_close(found, (out, lse), rtol=0, atol=limit)
         rows = [out, lse, delta]
         if i > 3 and name in strides.LAID:
             t = rows[i - 4]
             rows[i - 4] = LAID[name](t) if i == 4 else LAID[name](t.unsqueeze(-1)).squeeze(-1)
-        grads = kernel.backward(tensors[3], *tensors[:3], *rows, view)[:3]
+        grads = kernel.backward((tensors[3], *tensors[:3], *rows), view)[:3]
         torch.testing.assert_close(grads, wanted, rtol=0, atol=limit)
 
 
@@ -175,7 +175,7 @@ def test_a_bias_of_any_strides_is_read_as_it_is(kernel, name):
         view = TileView(0.3, causal=False, bias=t)
         out, lse = kernel.forward(q, k, v, view)
         delta = (dout * out).sum(-1)
-        found.append((out, lse, *kernel.backward(dout, q, k, v, out, lse, delta, view)[:3]))
+        found.append((out, lse, *kernel.backward((dout, q, k, v, out, lse, delta), view)[:3]))
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)
 
 
@@ -187,7 +187,7 @@ def test_a_scale_below_or_at_zero_is_exact(kernel, scale):
     for each in (named(kernel), named("math")):
         view = TileView(scale)
         out, lse = each.forward(q, k, v, view)
-        grads = each.backward(dout, q, k, v, out, lse, (dout * out).sum(-1), view)[:3]
+        grads = each.backward((dout, q, k, v, out, lse, (dout * out).sum(-1)), view)[:3]
         found.append((out, lse, *grads))
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-12)
 
@@ -217,7 +217,7 @@ def test_tensors_without_entries(name, sizes):
     wanted = attention(q, k, v, scale=0.3)
     torch.testing.assert_close((out, lse), wanted, rtol=0, atol=1e-12)
     delta = (dout * out).sum(-1)
-    grads = kernel.backward(dout, q, k, v, out, lse, delta, TileView(0.3))[:3]
+    grads = kernel.backward((dout, q, k, v, out, lse, delta), TileView(0.3))[:3]
     assert [t.shape for t in grads] == [t.shape for t in (q, k, v)]
     assert all(t.isfinite().all() for t in grads)
     assert m or not any(t.any() for t in grads)
@@ -233,7 +233,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_whole(kernel):
     parts = [slice(0, 4), slice(4, 9)]
     view = TileView(8**-0.5)
     grads = [
-        kernel.backward(dout, q, k[:, :, s], v[:, :, s], None, lse.detach(), delta, view)[:3]
+        kernel.backward((dout, q, k[:, :, s], v[:, :, s], None, lse.detach(), delta), view)[:3]
         for s in parts
     ]
     dq, dk, dv = (list(side) for side in zip(*grads))
@@ -341,11 +341,11 @@ def test_a_gradient_through_the_logsumexp_rounds_as_the_output_does(causal):
     delta = (dout.double() * out).sum(-1)
     worst = {}
     for with_dlse, given in ((False, delta), (True, delta - dlse.double())):
-        wanted = named("math").backward(*rows, given, view)[:3]
+        wanted = named("math").backward((*rows, given), view)[:3]
         asked = TileView(0.125, causal, lse_grad=with_dlse)
         own = None if with_dlse else out.bfloat16()
-        rounded = (lse.float(), given.float(), asked)
-        found = named("cpu-flash").backward(dout, q, k, v, own, *rounded)[:3]
+        rounded = (dout, q, k, v, own, lse.float(), given.float())
+        found = named("cpu-flash").backward(rounded, asked)[:3]
         worst[with_dlse] = [(f.double() - w).abs().max().item() for f, w in zip(found, wanted)]
     for without, with_ in zip(worst[False], worst[True]):
         assert with_ <= 1.5 * without, worst

@@ -68,7 +68,7 @@ def test_torch_kernels_are_called_as_declared(
     assert (out.shape, out.dtype) == ((2, 4, 10, value_dim), dtype)
     assert (lse.shape, lse.dtype) == ((2, 4, 10), torch.float32)
     delta = torch.empty_like(lse)
-    grads = kernel.backward(dout, q, k, v, None, lse, delta, view)
+    grads = kernel.backward((dout, q, k, v, None, lse, delta), view)
     assert [t.shape for t in grads[:3]] == [q.shape, k.shape, v.shape]
     assert grads[3] is None
 
@@ -85,7 +85,7 @@ def test_torchs_packed_form_is_called_as_declared(lse_grad: bool) -> None:
     assert kernel.varlen
     out, lse = kernel.forward(q, k, v, view)
     assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 10, 64), (2, 4, 10), torch.float32)
-    grads = kernel.backward(dout, q, k, v, None, lse, torch.empty_like(lse), view)
+    grads = kernel.backward((dout, q, k, v, None, lse, torch.empty_like(lse)), view)
     assert [t.shape for t in grads[:3]] == [q.shape, k.shape, v.shape]
 
 
@@ -125,8 +125,8 @@ def apart(tensors, view: TileView, backward: bool):
         sides = {"q": slice(q0, q0 + n), "k": slice(k0, k0 + m)}
         cut = [None if t is None else t[:, :, sides[side]] for t, side in tensors]
         alone = TileView(view.scale, view.causal, lse_grad=view.lse_grad)
-        call = MATH.backward if backward else MATH.forward
-        results.append(call(*cut, alone)[: 3 if backward else 2])
+        made = MATH.backward(cut, alone)[:3] if backward else MATH.forward(*cut, alone)
+        results.append(made)
         q0, k0 = q0 + n, k0 + m
     return [torch.cat(parts, 2) for parts in zip(*results)]
 
@@ -148,7 +148,7 @@ def test_documents_are_one_call_of_torchs_flash(
     kernel = named("cuda-flash")
     wanted = apart(((q, "q"), (k, "k"), (v, "k")), view, False)
     torch.testing.assert_close(list(kernel.forward(q, k, v, view)), wanted, rtol=0, atol=1e-6)
-    found = kernel.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    found = kernel.backward((dout, q, k, v, None, lse, delta), view)[:3]
     right = apart(list(zip((dout, q, k, v, None, lse, delta), "qqkkqqq")), view, True)
     torch.testing.assert_close(list(found), right, rtol=0, atol=2e-5)
     assert torch_flash == [("forward", 6), ("backward", 6)]
@@ -201,7 +201,8 @@ def cudnn_stand_in(monkeypatch):
         given.append((torch.empty_like(q).stride(), out.stride(), dout.stride()))
         delta = (dout * out).sum(-1)
         assert lse.shape == (*q.shape[:3], 1)
-        return MATH.backward(dout, q, k, v, None, lse[..., 0], delta, TileView(scale, rest[-1]))[:3]
+        view = TileView(scale, rest[-1])
+        return MATH.backward((dout, q, k, v, None, lse[..., 0], delta), view)[:3]
 
     monkeypatch.setattr(cudnn, "cudnn_forward", forward)
     monkeypatch.setattr(cudnn, "cudnn_backward", backward)
@@ -222,9 +223,9 @@ def test_cudnn_gets_tensors_in_its_forward_pass_s_strides(
     out, lse = MATH.forward(q, k, v, view)
     torch.testing.assert_close(kernel.forward(q, k, v, view), (out, lse), rtol=0, atol=1e-6)
     delta = (dout * out).sum(-1) - (draw(2, 4, 9) if lse_grad else 0.0)
-    wanted = MATH.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    wanted = MATH.backward((dout, q, k, v, None, lse, delta), view)[:3]
     for own in (None,) if lse_grad else (out, None):
-        found = kernel.backward(dout, q, k, v, own, lse, delta, view)[:3]
+        found = kernel.backward((dout, q, k, v, own, lse, delta), view)[:3]
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     for forward, *others in cudnn_stand_in:
         assert all(s == forward for s in others)
@@ -248,7 +249,7 @@ def test_cudnn_leaves_one_row_and_one_key_to_torchs_flash(
     q, k, dout = draw(1, 4, n, 16), draw(1, 2, m, 16), draw(1, 4, n, 16)
     out, lse = kernel.forward(q, k, k, view)
     torch.testing.assert_close((out, lse), MATH.forward(q, k, k, view), rtol=0, atol=1e-6)
-    kernel.backward(dout, q, k, k, out, lse, None, view)
+    kernel.backward((dout, q, k, k, out, lse, None), view)
     assert torch_flash == [("forward", 1), ("backward", 1)]
     assert not cudnn_stand_in
 
@@ -259,7 +260,7 @@ def test_cudnn_leaves_deterministic_backward_passes_to_torchs_flash(
     kernel, view, q = named("cudnn"), TileView(0.3), draw(1, 2, 5, 16)
     out, lse = kernel.forward(q, q, q, view)
     with deterministic():
-        kernel.backward(q, q, q, q, out, lse, None, view)
+        kernel.backward((q, q, q, q, out, lse, None), view)
     assert torch_flash == [("backward", 1)]
     assert not cudnn_stand_in
 
@@ -301,8 +302,8 @@ def test_packages_are_called_as_declared(
     wanted = MATH.forward(q, k, v, view)
     torch.testing.assert_close(kernel.forward(q, k, v, view), wanted, rtol=0, atol=1e-6)
     lse = torch.logaddexp(wanted[1], elsewhere)
-    found = kernel.backward(dout, q, k, v, None, lse, delta, view)
-    right = MATH.backward(dout, q, k, v, None, lse, delta, view)
+    found = kernel.backward((dout, q, k, v, None, lse, delta), view)
+    right = MATH.backward((dout, q, k, v, None, lse, delta), view)
     torch.testing.assert_close(found[:3], right[:3], rtol=0, atol=2e-5)
 
 
@@ -319,7 +320,7 @@ def test_generation_3_of_the_tag_283_is_called_as_declared(
         assert kernel.varlen
         out, lse = kernel.forward(q, k, v, view)
         delta = (dout * out).sum(-1)
-        kernel.backward(dout, q, k, v, None if lse_grad else out, lse, delta, view)
+        kernel.backward((dout, q, k, v, None if lse_grad else out, lse, delta), view)
     assert made.calls == {"forward": [1, 4], "backward": [1, 4]}
 
 
@@ -349,7 +350,7 @@ def test_generation_3_follows_torch_in_determinism(install) -> None:
         torch.use_deterministic_algorithms(overlapped)
         try:
             out, lse = kernel.forward(q, k, v, view)
-            kernel.backward(dout, q, k, v, out, lse, None, view)
+            kernel.backward((dout, q, k, v, out, lse, None), view)
         finally:
             torch.use_deterministic_algorithms(False)
     margin = flash_signatures.SM_MARGIN
@@ -366,7 +367,7 @@ def test_generation_4_takes_the_gradient_of_the_logsumexp_itself(install) -> Non
     out, lse = kernel.forward(q, k, v, TileView(0.3))
     delta = (dout * out).sum(-1)
     for own, lse_grad in ((out, False), (None, False), (None, True)):
-        kernel.backward(dout, q, k, v, own, lse, delta, TileView(0.3, lse_grad=lse_grad))
+        kernel.backward((dout, q, k, v, own, lse, delta), TileView(0.3, lse_grad=lse_grad))
     assert made.dlse == [False, True, True]
 
 
@@ -395,8 +396,8 @@ def test_packages_get_strides_that_they_read(install, generation: int, name: str
     out, lse = MATH.forward(q, k, v, view)
     delta = (dout * out).sum(-1)
     torch.testing.assert_close(kernel.forward(q, k, v, view), (out, lse), rtol=0, atol=1e-6)
-    found = kernel.backward(dout, q, k, v, None, lse, delta, view)[:3]
-    wanted = MATH.backward(dout, q, k, v, None, lse, delta, view)[:3]
+    found = kernel.backward((dout, q, k, v, None, lse, delta), view)[:3]
+    wanted = MATH.backward((dout, q, k, v, None, lse, delta), view)[:3]
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     readable_as_it_lies = name in ("contiguous", "b n h d", "n b h d", "spaced rows", "sliced")
     readable_as_it_lies |= name in ("expanded batch", "expanded heads")
@@ -429,10 +430,10 @@ def test_deterministic_backward_passes_are_of_a_kernel_that_has_them(
     q, k, dout = draw(1, 4, 7, dim), draw(1, 2, 7, dim), draw(1, 4, 7, dim)
     out, lse = kernel.forward(q, k, k, view)
     delta = (dout * out).sum(-1) - (0.1 if lse_grad else 0.0)
-    wanted = MATH.backward(dout, q, k, k, None, lse, delta, view)[:3]
+    wanted = MATH.backward((dout, q, k, k, None, lse, delta), view)[:3]
     for passes in (deterministic(), contextlib.nullcontext()):
         with passes:
-            found = kernel.backward(dout, q, k, k, None, lse, delta, view)[:3]
+            found = kernel.backward((dout, q, k, k, None, lse, delta), view)[:3]
         torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     assert len(torch_flash) == (not own)
     assert made.deterministic == ([True, False] if own else [False])
@@ -717,8 +718,8 @@ def test_every_release_is_called_with_windows_as_it_spells_them(
     out, lse = MATH.forward(q, k, v, formula)
     torch.testing.assert_close(kernel.forward(q, k, v, view), (out, lse), rtol=0, atol=1e-6)
     lse, delta = torch.logaddexp(lse, draw(2, 4, 9)), draw(2, 4, 9)
-    found = kernel.backward(dout, q, k, v, None, lse, delta, view)[:3]
-    wanted = MATH.backward(dout, q, k, v, None, lse, delta, formula)[:3]
+    found = kernel.backward((dout, q, k, v, None, lse, delta), view)[:3]
+    wanted = MATH.backward((dout, q, k, v, None, lse, delta), formula)[:3]
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
     assert made.windows == [("forward", window), ("backward", window)]
 

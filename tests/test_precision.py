@@ -103,11 +103,11 @@ def test_large_biases_are_not_rounded_to_half_precision(dtype: torch.dtype, kern
     wide, exactly = [t.double() for t in (q, k, v, dout)], TileView(0.18, bias=bias.double())
     out, lse = named("math").forward(*wide[:3], exactly)
     delta = (wide[3] * out).sum(-1)
-    wanted = named("math").backward(wide[3], *wide[:3], None, lse, delta, exactly)[:3]
+    wanted = named("math").backward((wide[3], *wide[:3], None, lse, delta), exactly)[:3]
     view = TileView(0.18, bias=bias)
     found = named(kernel).forward(q, k, v, view)
     torch.testing.assert_close(found[1].double(), lse, rtol=0, atol=1e-3)
-    grads = named(kernel).backward(dout, q, k, v, None, lse.float(), delta.float(), view)
+    grads = named(kernel).backward((dout, q, k, v, None, lse.float(), delta.float()), view)
     for mine, right in zip((found[0], *grads[:3]), (out, *wanted)):
         gap = (mine.double() - right).abs().max() / right.abs().max()
         assert gap <= 2 * torch.finfo(dtype).eps, gap

@@ -61,18 +61,6 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def test_the_tour_of_the_readme_has_twelve_lines():
-    (block,) = blocks("python", README)
-    imports = ("import", "from")
-    lines = [line for line in block.splitlines() if line and not line.startswith(imports)]
-    assert len(lines) == 12
-
-
-def test_the_readme_fits_three_screens():
-    assert len(README.split()) <= 900
-    assert len(README.splitlines()) <= 120
-
-
 def test_python_blocks_run_in_order():
     torch.manual_seed(0)
     names: dict = {}

@@ -27,6 +27,7 @@ from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
 from weft.plan.tiles import KernelCall, Kind
+from weft.proof import choices as choice_proof
 from weft.proof import representatives, symbolic
 from weft.proof.coverage import count_visible, tile_defects, visible_ranges
 from weft.proof.flow import program_defects
@@ -340,8 +341,8 @@ ROWS_COME, CALLS_CUT = "every row of numbers", "every kernel call cut to what"
 
 def moves(change):
     """Another way of the rows of numbers."""
-    stock = plan_module.row_moves
-    return plan_module, "row_moves", lambda *given: change(stock(*given))
+    stock = choice_proof.row_moves
+    return choice_proof, "row_moves", lambda *given: change(stock(*given))
 
 
 #: A mistake -> layout, what of the plan is replaced by what, and the claim that does not hold.

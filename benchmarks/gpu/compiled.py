@@ -69,9 +69,9 @@ def _gaps(q, k, v, dout, own: TileView, dense: TileView) -> list[float]:
     wide = [t.double() for t in (q, k, v)]
     out, lse = named("math").forward(*wide, dense)
     delta = (dout.double() * out).sum(-1)
-    wanted = named("math").backward(dout.double(), *wide, None, lse, delta, dense)[:3]
+    wanted = named("math").backward((dout.double(), *wide, None, lse, delta), dense)[:3]
     found_out, found_lse = named("flex").forward(q, k, v, own)
-    grads = named("flex").backward(dout, q, k, v, None, found_lse, delta.float(), own)[:3]
+    grads = named("flex").backward((dout, q, k, v, None, found_lse, delta.float()), own)[:3]
     pairs = zip((found_out, *grads), (out, *wanted))
     return [((f.double() - w).abs().max() / w.abs().max()).item() for f, w in pairs]
 

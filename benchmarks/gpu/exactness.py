@@ -122,10 +122,10 @@ def error_of(kernel: Kernel, case: Case, n: int, dtype: torch.dtype, device: str
     delta = (dout.double() * out).sum(-1)
     if case.how == "lse":
         delta = delta - torch.randn(lse.shape, generator=make, device=device)
-    wanted = math.backward(dout.double(), *wide, None, whole, delta, plain)[:3]
+    wanted = math.backward((dout.double(), *wide, None, whole, delta), plain)[:3]
     accum = torch.float64 if dtype == torch.float64 else torch.float32
     given = out.to(dtype) if case.how == "alone" else None
-    grads = kernel.backward(dout, q, k, v, given, whole.to(accum), delta.to(accum), view)[:3]
+    grads = kernel.backward((dout, q, k, v, given, whole.to(accum), delta.to(accum)), view)[:3]
     pairs += list(zip(grads, wanted))
     unit = torch.finfo(dtype).eps
     gaps = [(f.double() - w).abs().max() / w.abs().max().clamp_min(1.0) for f, w in pairs]

@@ -71,7 +71,7 @@ def sides(machine: Machine, case: Case, slow: tuple[str, ...]) -> Iterator[tuple
         taken = {
             "forward": machine.seconds(lambda k_=kernel: k_.forward(q, k, v, view)),
             "backward": machine.seconds(
-                lambda k_=kernel, o=out, s=lse, x=delta: k_.backward(dout, q, k, v, o, s, x, view)
+                lambda k_=kernel, o=out, s=lse, x=delta: k_.backward((dout, q, k, v, o, s, x), view)
             ),
         }
         row = []

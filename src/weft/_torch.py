@@ -534,3 +534,8 @@ def reentrant_checkpoints() -> list:
             nodes.append(frame.f_locals["ctx"])
         frame = frame.f_back
     return nodes
+
+
+def shares_storage(one: Tensor, two: Tensor) -> bool:
+    """True if two tensors are views of one storage, of any device, meta included."""
+    return one.untyped_storage()._cdata == two.untyped_storage()._cdata

@@ -13,16 +13,20 @@ import copy
 import functools
 import hashlib
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from weft._torch import outside_graphs
+from weft._uploads import download
 from weft.comm.collectives import invariant_to_replicate
+from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.fields import Field
+from weft.fields import Field, WholeReport, distributed
 from weft.layout import Layout
 
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
@@ -31,6 +35,8 @@ from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
 AXES = {"time": -3, "height": -2, "width": -1}
 #: Ways to call a model.
 METHODS = ("forward", "encode", "decode")
+#: Calls from one comparison of all weights to the next.
+EVERY = 64
 OF_RANKS = (
     "ranks compare the calls of a model on fields, whose functions have rules of their own: compile"
     " without fullgraph=True"
@@ -49,6 +55,7 @@ def parallelize_fields(
     dims: Mapping[str, int] | None = None,
     inputs: tuple[str, ...] | None = None,
     output: Literal["whole", "field"] = "whole",
+    fallback: Literal["whole", "refuse"] = "whole",
 ) -> nn.Module:
     """Split the axes of a model's images or fields over a layout; returns the model.
 
@@ -57,25 +64,33 @@ def parallelize_fields(
     `layout.sync_gradients(model)`: the gradients are those of one process. Gradients of inputs are
     whole on every rank, so that what comes before and after the model is as in one process.
 
+    A function of torch without a rule for what is split runs whole on every rank, exactly, and
+    is named in a warning, once; what draws random numbers, or is too large, is refused.
+
+    Ranks compare shapes, numbers and the model's weights: inputs in every call, all weights in
+    the first, in every 64th, and where the model was put into train or eval mode.
+
     Random numbers that the model draws must be the same on all ranks: give them one seed. Where a
     model drew some and generators differed, the call is refused.
 
     Args:
         model: any module of torch's layers, such as a VAE, UNet or ControlNet of diffusers, or an
             image model of transformers.
-        layout: a bound layout that splits `height`, `width` or `time`, in contiguous order.
+        layout: a bound layout that splits `height`, `width` or `time`, or the axes of `dims`.
         dims: axis -> dim of the tensors that are split; default the last ones of tensors of four
             dims or more: time -3, height -2, width -1. A video has five dims.
         inputs: the arguments that are split; default floating-point tensors of four dims or more,
-            with `dims` those that have these dims.
+            with `dims` all tensors that have these dims, such as ids of tokens.
         output: "field" leaves outputs split, as `weft.Field`.
+        fallback: "refuse" refuses functions without a rule, by name, on every rank.
 
     Raises:
         DeclarationError: a layout that is not bound; a model that is parallelized already; an
             axis that the layout splits, and `dims` does not have.
         UnsupportedError: in calls: tiling or slicing of a VAE, which cut along split axes; dropout
-            while training; a function of torch without a rule.
-        ShapeError: on every rank, if ranks call with other shapes.
+            while training; arguments of which nothing is split; with `fallback="refuse"` a
+            function of torch without a rule.
+        ShapeError: on every rank, if ranks call with other shapes, numbers, weights or options.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.GroupNorm(2, 4))
     >>> layout = Layout.parse("height: gather=2; width: gather=2")
@@ -87,6 +102,8 @@ def parallelize_fields(
     """
     if output not in ("whole", "field"):
         raise DeclarationError(f"output={output!r}: write 'whole' or 'field'")
+    if fallback not in ("whole", "refuse"):
+        raise DeclarationError(f"fallback={fallback!r}: write 'whole' or 'refuse'")
     check_not_placed(model)
     _ = layout.bound
     placed = dict(AXES if dims is None else dims)
@@ -97,6 +114,7 @@ def parallelize_fields(
             f" is, such as dims={{{missing[0]!r}: 2}}"
         )
     state = _Calls(model, layout, placed, dims is not None, inputs, output == "field")
+    state.report = WholeReport() if fallback == "whole" else None
     placed_model = Parallelized()
     for name in METHODS:
         if callable(getattr(model, name, None)):
@@ -120,6 +138,8 @@ class _Calls:
         self.model, self.layout, self.dims, self.named = model, layout, dims, named
         self.inputs, self.keeps_fields, self.inside = inputs, keeps_fields, False
         self.mesh_dims = tuple(d for axis in dims for d in layout.shard_dims(axis))
+        self.report: WholeReport | None = None
+        self.calls, self.training = 0, model.training
 
     def wrap(self, name: str, placed: Parallelized) -> None:
         """Have a method of the model take and return whole tensors."""
@@ -152,24 +172,47 @@ class _Calls:
     ) -> Any:
         """One call, on all ranks alike."""
         bound, failure = signature.bind(*args, **kwargs), ""
+        given = dict(bound.arguments)
         try:
             self._refuse_state()
             for key, value in bound.arguments.items():
                 bound.arguments[key] = self._split(key, value)
+            self._refuse_unsplit(name, bound.arguments)
         except (UnsupportedError, ShapeError) as error:
             failure = f"refused: {error}"
-        tensors = {k: v for k, v in bound.arguments.items() if isinstance(v, Tensor)}
+        tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
         shapes = {k: f"{tuple(v.shape)} of {v.dtype}" for k, v in tensors.items()}
         label = f"a call of {type(self.model).__name__}.{name}"
         self.layout.bound.agree(label, failure or str(shapes), self.mesh_dims)
         if failure:
             raise UnsupportedError(failure.removeprefix("refused: "))
+        numbers = self._numbers(tensors)
         before = _generators()
         result = run(*bound.args, **bound.kwargs)
-        if before != _generators():
-            drawn = f"the state of random generators, from which {label} draws"
-            self.layout.bound.agree(drawn, before, self.mesh_dims)
-        return result if self.keeps_fields else _whole(result)
+        result = result if self.keeps_fields else _whole(result)
+        drawn = "" if before == _generators() else f"generators {before}"
+        what = f"weights, arguments or random generators of {label}"
+        self.layout.bound.agree(what, f"{numbers()} {drawn}", self.mesh_dims)
+        self.calls, self.training = self.calls + 1, self.model.training
+        return result
+
+    def _numbers(self, tensors: Mapping[str, Tensor]) -> Callable[[], str]:
+        """Sums of bits of arguments and, at times, of weights, as a text once they are there."""
+        named = {k: t for k, t in tensors.items() if t.grad_fn is None and _is_plain(t)}
+        if self.calls % EVERY == 0 or self.training != self.model.training:
+            state = (*self.model.named_parameters(), *self.model.named_buffers())
+            named |= {name: t for name, t in state if _is_plain(t)}
+        arrive = download([row for t in named.values() for row in sums_of_bits([t])])
+        return lambda: json.dumps(dict(zip(named, (row[0] for row in arrive()))))
+
+    def _refuse_unsplit(self, name: str, arguments: Mapping[str, Any]) -> None:
+        split = any(self.layout.size(axis) > 1 for axis in self.dims)
+        if split and not any(_has_field(value) for value in arguments.values()):
+            raise UnsupportedError(
+                f"{type(self.model).__name__}.{name} gets no tensor that is split, so that every"
+                f" rank would compute all of it: name those that are by inputs=, of"
+                f" {sorted(arguments)}, or say which dims they have by dims="
+            )
 
     def _split(self, name: str, value: Any) -> Any:
         if isinstance(value, list | tuple) and type(value) in (list, tuple):
@@ -177,13 +220,13 @@ class _Calls:
         if not isinstance(value, Tensor) or isinstance(value, Field):
             return value
         least = max((-d if d < 0 else d + 1) for d in self.dims.values()) if self.named else 4
-        chosen = value.is_floating_point() and value.dim() >= least
+        chosen = value.dim() >= least and (self.named or value.is_floating_point())
         if self.inputs is not None:
             chosen = name in self.inputs
         if not chosen:  # whole on every rank, each of which makes its part of the model's positions
             return invariant_to_replicate(value, self.mesh_dims, self.layout.bound)
         at = {a: d for a, d in self.dims.items() if self.named or -d <= value.dim() - 2}
-        return Field.distribute(value, self.layout, at)
+        return distributed(value, self.layout, at, self.report)
 
     def _refuse_state(self) -> None:
         refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
@@ -193,6 +236,20 @@ class _Calls:
                     f"{type(self.model).__name__} with {flag}: tiles and slices are cut along axes"
                     f" that the layout splits; vae.disable_{flag.removeprefix('use_')}()"
                 )
+
+
+def _is_plain(t: Tensor) -> bool:
+    """True of a tensor whose numbers are on this rank."""
+    plain = not isinstance(t, DTensor | Field) and t.layout == torch.strided
+    return plain and t.device.type != "meta" and t.numel() > 0
+
+
+def _has_field(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_has_field, value))
+    if isinstance(value, Mapping):
+        return any(map(_has_field, value.values()))
+    return isinstance(value, Field) and value._place.is_split
 
 
 def _generators() -> str:

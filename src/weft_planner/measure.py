@@ -466,7 +466,7 @@ def _block(layout: Layout, problem: Problem, scale: float) -> _Compute:
     return _Compute(
         lambda: kernel.forward(q, k, v, view),
         lambda: kernel.forward(q0, k0, v0, along),
-        lambda: kernel.backward(out, q, k, v, out, lse, delta, view),
+        lambda: kernel.backward((out, q, k, v, out, lse, delta), view),
         lambda: total.add(0, n, (out, lse)),
         out.numel() * (out.itemsize + 2 * plan.accum_dtype.itemsize),
         (b, h, n, m, d),

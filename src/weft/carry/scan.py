@@ -29,7 +29,7 @@ def scan(
     dim: int = 1,
     matrix: bool = False,
     length: int | None = None,
-    documents: Documents | None = None,
+    documents: Documents | Sequence[int] | None = None,
     name: str | None = None,
 ) -> Tensor:
     """The states of a gated linear recurrence over the whole axis, wherever its tokens are.
@@ -103,7 +103,7 @@ def halo(
     *,
     dim: int | Sequence[int] = 1,
     length: int | Sequence[int] | None = None,
-    documents: Documents | None = None,
+    documents: Documents | Sequence[int] | None = None,
     name: str | None = None,
     around: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
     border: str | Sequence[str | None] | None = "zeros",
@@ -274,7 +274,7 @@ def _halo_of_dtensor(
     axes: tuple[str, ...],
     per_axis: dict[str, list],
     around: Any,
-    documents: Documents | None,
+    documents: Documents | Sequence[int] | None,
     name: str | None,
 ) -> Tensor:
     if len(axes) != 1 or per_axis["stride"] != [1] or per_axis["border"] == [None]:
@@ -297,7 +297,7 @@ def _pieces(
     axis: str,
     dim: int,
     length: int | None,
-    documents: Documents | None,
+    documents: Documents | Sequence[int] | None,
     name: str | None,
 ) -> LocalPieces:
     if not isinstance(layout, Layout):
@@ -306,6 +306,8 @@ def _pieces(
             " weft.Layout.single()"
         )
     total = x.shape[dim] * layout.size(axis) if length is None else length
+    if documents is not None and not isinstance(documents, Documents):
+        documents = Documents(tuple(documents))
     return LocalPieces(layout, axis, total, documents, name)
 
 

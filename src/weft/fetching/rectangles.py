@@ -107,7 +107,7 @@ class RectangleAttention(torch.autograd.Function):
             at = ctx.scores.parts(r, dout, q, out, lse, delta, k, v)
             d, queries, o, logsum, rows, keys, values = at
             of_out = None if dlse is not None else o
-            found = kernel.backward(d, queries, keys, values, of_out, logsum, rows, view)
+            found = kernel.backward((d, queries, keys, values, of_out, logsum, rows), view)
             of_queries.add(*r.queries, found[:1])
             of_keys.add(*r.keys, found[1:3])
         return *of_queries.result(), *of_keys.result(), None

@@ -1,6 +1,7 @@
 """Fields: tensors with their global shape, split over axes, for unmodified models."""
 
-from . import rules as _rules  # noqa: F401 (what torch's functions do to fields)
-from .field import Field
+from . import run as _run  # noqa: F401 (what torch's functions do to fields)
+from .field import Field, distributed
+from .place import WholeReport
 
-__all__ = ["Field"]
+__all__ = ["Field", "WholeReport", "distributed"]

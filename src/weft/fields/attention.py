@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,146 +12,195 @@ from torch.nn import functional as F
 
 from ..attention import attention
 from ..bias_tiles import bias_tile
+from ..declare.strategy import Role
 from ..errors import DeclarationError, UnsupportedError
 from ..masks import Causal
-from ..plan.order import count, shard_spans
-from .dims import Chunks, Dim, Factor, dim_size, is_split_dim, whole
-from .exchange import rechunked
-from .field import Field
-from .region import FieldRegion
-from .registry import aligned_part, dims_of, local_of, refused, region_of, rule
+from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, split_dim, whole
+from .registry import NoRule, Part, Recipe, broadcast, refused, rule
 
 
 @rule(F.scaled_dot_product_attention)
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
+    query: Part,
+    key: Part,
+    value: Part,
+    attn_mask: Part | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Field:
-    region, q_dims, k_dims = region_of(query, key, value), dims_of(query), dims_of(key)
+) -> Recipe:
     if dropout_p:
-        raise refused("attention with dropout", query, "; set its probability to 0")
-    if is_split_dim(q_dims[-1]) or is_split_dim(k_dims[-1]) or is_split_dim(dims_of(value)[-1]):
-        raise refused("attention over split features", query)
-    batch = _batch(q_dims[:-2], k_dims[:-2])
-    if not is_split_dim(k_dims[-2]):
-        if is_causal and is_split_dim(q_dims[-2]):
-            raise refused("causal attention of split queries to whole keys", query)
-        goal = [*batch, q_dims[-2], k_dims[-2]]
-        mask = (
-            None if attn_mask is None else aligned_part(attn_mask, goal[-attn_mask.dim() :], region)
+        raise UnsupportedError(
+            f"{refused('attention with dropout', query)}: ranks would drop others; set its"
+            " probability to 0"
         )
-        q, k, v = (aligned_part(t, [*batch, *dims_of(t)[-2:]], region) for t in (query, key, value))
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale}
-        y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=enable_gqa, **options)
-        return Field(y, (*batch, q_dims[-2], whole(y.shape[-1])), region)
-    if not is_split_dim(q_dims[-2]):
+    if any(p.is_split(p.ndim - 1) or not p.shape[-1] for p in (query, key, value)):
+        raise refused("attention over split features", query)
+    if attn_mask is not None and is_causal:
+        raise RuntimeError("attention: give attn_mask or is_causal, not both")
+    n, m = query.ndim - 2, key.ndim - 2
+    if not key.is_split(m) and not value.is_split(m):
+        return _to_whole_keys(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if not query.is_split(n):
         raise refused("attention of whole queries to split keys", key)
-    return _over_split(query, key, value, attn_mask, is_causal, scale, region)
+    return _over_split(query, key, value, attn_mask, is_causal, scale)
+
+
+def _to_whole_keys(
+    query: Part,
+    key: Part,
+    value: Part,
+    attn_mask: Part | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Recipe:
+    """Attention to keys that every rank has: each computes its own queries."""
+    rows = query.dims[-2]
+    if is_causal and is_split_dim(rows):
+        raise refused("causal attention of split queries to whole keys", query)
+    if enable_gqa and any(p.ndim < 3 or p.is_split(p.ndim - 3) for p in (query, key, value)):
+        raise refused("attention over split heads of which several share keys", query)
+    parts = (query, key, value)
+    lead = broadcast([p.dims[:-2] for p in parts]) if not enable_gqa else list(query.dims[:-2])
+    out = [*lead, rows, value.dims[-1]]
+    goals: dict[int, Sequence[Dim]] = {}
+    for p in parts:
+        own = lead[len(lead) - (p.ndim - 2) :]
+        if enable_gqa:
+            own = [*own[:-1], p.dims[-3]]
+        goals[p.index] = [*own, *p.dims[-2:]]
+    if attn_mask is not None:
+        scores = [*lead, rows, key.dims[-2]]
+        goals[attn_mask.index] = scores[len(scores) - attn_mask.ndim :]
+    options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+
+    def run(t: list[Any]) -> Tensor:
+        mask = None if attn_mask is None else t[attn_mask.index]
+        q, k, v = (t[p.index] for p in parts)
+        if not q.numel():
+            return _nothing(q, k, v, mask, out, query)
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+
+    return Recipe(run, out, goals)
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, out: Sequence[Dim], x: Part) -> Tensor:
+    """No queries, on the graph of all inputs."""
+    zero = (q.sum() + k.sum() + v.sum()) * 0
+    return zero + q.new_zeros([x.region.local_size(dim) for dim in out])
 
 
 def _over_split(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
+    query: Part,
+    key: Part,
+    value: Part,
+    attn_mask: Part | None,
     is_causal: bool,
     scale: float | None,
-    region: FieldRegion,
-) -> Field:
+) -> Recipe:
     """Attention whose queries and keys are split, on the layout."""
-    sides = [dims_of(t)[-2] for t in (query, key)]
+    region, parts = query.region, (query, key, value)
+    m = key.ndim - 2
+    keys = key.dims[m] if key.is_split(m) else value.dims[m]  # the whole one of two is cut alike
+    sides = [query.dims[-2], keys, keys]
     axes = tuple(_name(f, i) for i, f in enumerate(sides[0]))
-    if axes != tuple(_name(f, i) for i, f in enumerate(sides[1])):
+    if any(axes != tuple(_name(f, i) for i, f in enumerate(side)) for side in sides[1:]):
         raise refused("attention of queries to keys that other axes split", query)
+    lengths = {a: (q.size, k.size) for a, q, k in zip(axes, *sides[:2])}
+    causal = any(a != b for a, b in lengths.values()) and is_causal
+    if causal and len(axes) > 1:
+        raise refused("causal attention over several axes to another number of keys", query)
+    _check_attended(query, axes, sides[0])
+    lead = broadcast([p.dims[:-2] for p in parts])
+    if {*split_axes(sides[0])} & {axis for q in lead for axis in split_axes(q)}:
+        raise refused("attention whose batch and tokens one axis splits", query)
+    tokens = [_of_layout(side, query) for side in sides]
+    goals: dict[int, Sequence[Dim]] = {}
+    for p, side in zip(parts, tokens):
+        heads = p.dims[:-2]
+        own = lead[len(lead) - len(heads) :]
+        fit = [o if dim_size(o) == dim_size(h) else h for o, h in zip(own, heads)]
+        goals[p.index] = [*fit, side, p.dims[-1]]
+    out = [*goals[query.index][:-1], value.dims[-1]]
+    if attn_mask is not None:
+        per_sample = attn_mask.ndim > 3 and math.prod(attn_mask.shape[:-3]) > 1
+        several = attn_mask.ndim > 2 and attn_mask.shape[-3] > 1
+        rules = region.layout.rules(axes)
+        moved = any(
+            rules[m].role is Role.BATCH for a in split_axes(sides[0]) for m, _ in region.mesh(a)
+        )
+        if (per_sample and moved) or (any(map(is_split_dim, lead)) and (per_sample or several)):
+            raise refused("attention with a mask per sample over split samples", attn_mask)
+        goals[attn_mask.index] = [whole(n) for n in attn_mask.shape]
+    mask = Causal(offset=0) if causal else Causal() if is_causal else None
+
+    def run(t: list[Any]) -> Tensor:
+        tensors = [t[p.index] for p in parts]
+        before = tensors[0].shape[:-2]
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
+        q, k, v = (_four_dims(x, batch) for x in tensors)
+        bias = None
+        if attn_mask is not None:
+            bias = _bias(t[attn_mask.index], q, query, axes, lengths, batch)
+        y = attention(q, k, v, region.layout, axes, mask, scale, lengths, bias=bias)
+        return y.reshape(*before, *y.shape[-2:])
+
+    return Recipe(run, out, goals)
+
+
+def _four_dims(x: Tensor, batch: Sequence[int]) -> Tensor:
+    """(b, h, n, d) of any number of dims before tokens and features."""
+    if x.dim() < 4:
+        x = x[None] if x.dim() == 3 else x[None, None]
+    return x.expand(*(batch or (1,)), *x.shape[-3:]).flatten(0, -4)
+
+
+def _check_attended(query: Part, axes: tuple[str, ...], side: Dim) -> None:
+    """Raise unless the layout says how these axes are attended."""
+    layout = query.region.layout
     try:
-        region.layout.rules(axes)
+        layout.rules(axes)
     except DeclarationError as error:
-        names = [f.chunks.axis for f in sides[0] if f.chunks is not None]
-        line = "; ".join(f"{a}: gather={region.layout.size(a)}" for a in names)
-        raise UnsupportedError(
+        names = split_axes(side)
+        line = "; ".join(f"{a}: gather={layout.size(a)}" for a in names)
+        raise NoRule(
             f"attention of a weft.Field over {'+'.join(names)}: {error}; declare how, as in"
             f" {line!r}, or '{'+'.join(names)}' under [attend]"
         ) from None
-    tensors, before = [], []
-    for t in (query, key, value):
-        part, dim = _in_chunks_of_layout(local_of(t), dims_of(t)[-2], region)
-        before.append(dim)
-        tensors.append(part.flatten(0, -4) if part.dim() > 3 else part[:, None])
-    lengths = {a: (q.size, k.size) for a, q, k in zip(axes, *sides)}
-    mask, bias = Causal() if is_causal else None, None
-    if attn_mask is not None:
-        bias = _bias(attn_mask, tensors[0], region, axes, lengths)
-    q, k, v = tensors
-    out = attention(q, k, v, region.layout, axes, mask, scale, lengths, bias=bias)
-    lead = local_of(query).shape[:-2]
-    out = out.reshape(*lead, *out.shape[-2:])
-    back, _ = _rechunked(out, before[0], [f.chunks for f in sides[0]], region)
-    return Field(back, (*dims_of(query)[:-1], whole(out.shape[-1])), region)
 
 
 def _name(factor: Factor, place: int) -> str:
     return factor.chunks.axis if factor.chunks is not None else f"whole_{place}"
 
 
-def _in_chunks_of_layout(x: Tensor, dim: Dim, region: FieldRegion) -> tuple[Tensor, Dim]:
-    """Tokens in dim -2 in the chunks that the layout makes of their axes."""
-    goals: list[Chunks | None] = []
-    for size, chunks in dim:
-        if chunks is None:
-            goals.append(None)
-            continue
-        starts = [0]
-        parts = tuple(n for _, n in region.mesh(chunks.axis))
-        for spans in shard_spans(size, parts):
-            starts.append(starts[-1] + count(spans))
-        goals.append(Chunks(chunks.axis, tuple(starts)))
-    return _rechunked(x, dim, goals, region)
-
-
-def _rechunked(
-    x: Tensor, dim: Dim, goals: Sequence[Chunks | None], region: FieldRegion
-) -> tuple[Tensor, Dim]:
-    at = x.dim() - 2
-    x = x.unflatten(at, [region.local_size((f,)) for f in dim])
-    for i, (factor, goal) in enumerate(zip(dim, goals)):
-        if factor.chunks is not None and goal is not None:
-            x, _ = rechunked(x, at + i, factor.chunks, goal.starts, region)
-    result = tuple(Factor(f.size, goal) for f, goal in zip(dim, goals))
-    return x.flatten(at, at + len(dim) - 1), result
+def _of_layout(side: Dim, x: Part) -> Dim:
+    """Tokens in the chunks that the layout makes of their axes."""
+    return tuple(
+        f if f.chunks is None else split_dim(x.region.chunks(f.chunks.axis, f.size))[0]
+        for f in side
+    )
 
 
 def _bias(
-    attn_mask: Tensor, query: Tensor, region: FieldRegion, axes: tuple[str, ...], lengths: dict
+    attn_mask: Tensor,
+    query: Tensor,
+    x: Part,
+    axes: tuple[str, ...],
+    lengths: dict[str, tuple[int, int]],
+    batch: Sequence[int],
 ) -> Tensor:
-    """The scores' bias that a mask of torch is, for this rank's tile."""
-    if isinstance(attn_mask, Field):
-        raise refused("attention with a mask that is a field", attn_mask)
+    """The scores' bias that a whole mask of torch is, for this rank's tile."""
     mask = attn_mask
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
-    n, m = (_product(pair[i] for pair in lengths.values()) for i in (0, 1))
+    n, m = (math.prod(pair[i] for pair in lengths.values()) for i in (0, 1))
+    if mask.dim() > 4:
+        mask = mask.expand(*batch, *mask.shape[-3:]).flatten(0, -4)
     mask = mask[(None,) * (4 - mask.dim())]
-    if mask.shape[0] > 1:
-        raise refused("attention with a mask per sample", attn_mask)
-    return bias_tile(mask.expand(-1, -1, n, m), region.layout, axes, lengths)
-
-
-def _product(numbers: Any) -> int:
-    total = 1
-    for n in numbers:
-        total *= n
-    return total
-
-
-def _batch(one: Sequence[Dim], two: Sequence[Dim]) -> list[Dim]:
-    result: list[Dim] = []
-    for a, b in zip(one, two):
-        large = [dim for dim in (a, b) if dim_size(dim) != 1] or [a]
-        result.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
-    return result
+    tiles = (
+        bias_tile(sample.expand(-1, -1, n, m), x.region.layout, axes, lengths)
+        for sample in mask.split(1)
+    )
+    return torch.cat(list(tiles))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,20 +12,20 @@ from torch import Tensor
 from .._uploads import uploaded
 from ..comm.once_differentiable import once
 from ..comm.origin import origin
-from ..plan.order import Span, Spans
+from ..plan.order import Span, Spans, each_position
 from ..relayout.take import TakePassing
 from ..relayout.windows import RangePlan, TakePass, Wanted, plan_ranges
 from ..runtime import handles
 from ..runtime.exchange import Exchange
-from .dims import Chunks, Dim, dim_size, is_split_dim, whole
-from .region import FieldRegion
+from .dims import Chunks, Dim, contiguous, dim_size, is_split_dim, text_of, whole
+from .place import FieldRegion
 
 
 def bring(
     x: Tensor, dim: int, plan: Wanted, region: FieldRegion, axis: str, label: str, fill: float = 0.0
 ) -> Tensor:
     """The positions that a plan gives this rank, along `dim`; those of nothing are `fill`."""
-    layout, chunk = region.layout, region.layout.chunk(axis)
+    layout, chunk = region.layout, region.chunk(axis)
     tail = (*x.shape[:dim], *x.shape[dim + 1 :])
     wanted_gradient = x.requires_grad and torch.is_grad_enabled()
     text = (
@@ -39,8 +38,9 @@ def bring(
         "a function of a weft.Field",
         layout.bound,
         moving,
-        f"{layout.digest} {plan} {text}",
-        f"of layout {layout.name!r} {text}",
+        f"{layout.digest} {plan} {text} {region.trail}",
+        f"of layout {layout.name!r} {text}, in {region.function or 'full_tensor'}, of values that"
+        f" calls {region.trail & 0xFFFFFF:06x} made",
         x.is_cuda,
         origin(),
     )
@@ -62,17 +62,15 @@ def take_positions(
     x: Tensor,
     dim: int,
     chunks: Chunks,
-    wanted: Sequence[Spans],
+    wanted: tuple[Spans, ...],
     region: FieldRegion,
     label: str,
     fill: float = 0.0,
 ) -> Tensor:
     """Any positions of an axis in `dim`, as every chunk wants them."""
-    starts = chunks.starts
-    held = tuple((Span(a, b - a),) if b > a else () for a, b in itertools.pairwise(starts))
-    if tuple(wanted) == held:
+    if wanted == chunks.spans:
         return x
-    plan = Wanted(region.mesh(chunks.axis), held, tuple(wanted))
+    plan = Wanted(region.mesh(chunks.axis), chunks.spans, wanted)
     return bring(x, dim, plan, region, chunks.axis, label, fill)
 
 
@@ -86,31 +84,32 @@ def around(
     border: str = "zeros",
     fill: float = 0.0,
 ) -> tuple[Tensor, int, int, Tensor]:
-    """Positions before and after this rank's part of a range, and that part."""
+    """Positions around this rank's part of a range of contiguous chunks, and that part."""
+    assert chunks.starts is not None
     plan: RangePlan = plan_ranges(region.mesh(chunks.axis), chunks.starts, ranges, border)
-    part = plan.parts[region.layout.chunk(chunks.axis)]
+    part = plan.parts[region.chunk(chunks.axis)]
     strips = bring(x, dim, plan.wanted, region, chunks.axis, label, fill)
     before, after = strips.split([part.before, part.after], dim)
     return before, part.low, part.high, after
 
 
-def rechunked(
-    x: Tensor, dim: int, chunks: Chunks, starts: Sequence[int], region: FieldRegion
-) -> tuple[Tensor, Chunks]:
-    """The same axis in other chunks."""
-    if tuple(starts) == chunks.starts:
-        return x, chunks
-    wanted = [(Span(a, b - a),) if b > a else () for a, b in itertools.pairwise(starts)]
-    return take_positions(x, dim, chunks, wanted, region, "rechunk"), Chunks(
-        chunks.axis, tuple(starts)
-    )
+def at_spans(x: Tensor, dim: int, spans: Spans) -> Tensor:
+    """The entries of a local tensor at some indices along a dim."""
+    if not spans:
+        return x.narrow(dim, 0, 0)
+    if len(spans) == 1 and spans[0].step > 0:
+        s = spans[0]
+        return x[(slice(None),) * dim + (slice(s.start, s.last + 1, s.step),)]
+    if len(spans) <= 4 and all(s.step > 0 for s in spans):
+        return torch.cat([at_spans(x, dim, (s,)) for s in spans], dim)
+    return x.index_select(dim, uploaded(tuple(each_position(spans)), x.device))
 
 
 def gathered_chunks(x: Tensor, axis: str, region: FieldRegion, label: str) -> Tensor:
     """The tensors of all chunks of an axis, stacked; backward their gradients add up."""
     n = region.layout.size(axis)
-    every = Chunks(axis, tuple(range(n + 1)))
-    return take_positions(x[None], 0, every, [(Span(0, n),)] * n, region, label)
+    every = contiguous(axis, tuple(range(n + 1)))
+    return take_positions(x[None], 0, every, ((Span(0, n),),) * n, region, label)
 
 
 def summed(x: Tensor, dims: Sequence[Dim], region: FieldRegion, label: str = "sum") -> Tensor:
@@ -122,26 +121,70 @@ def summed(x: Tensor, dims: Sequence[Dim], region: FieldRegion, label: str = "su
     return x
 
 
-def gathered_dim(
-    x: Tensor, d: int, dim: Dim, region: FieldRegion, label: str
-) -> tuple[Tensor, Dim]:
+def gathered_dim(x: Tensor, d: int, dim: Dim, region: FieldRegion, label: str) -> Tensor:
     """A dim whole on every rank."""
     x = x.unflatten(d, [region.local_size((f,)) for f in dim])
     for i, (size, chunks) in enumerate(dim):
         if chunks is not None:
             ranks = region.layout.size(chunks.axis)
-            x = take_positions(x, d + i, chunks, [(Span(0, size),)] * ranks, region, label)
-    return x.flatten(d, d + len(dim) - 1), whole(dim_size(dim))
+            x = take_positions(x, d + i, chunks, ((Span(0, size),),) * ranks, region, label)
+    return x.flatten(d, d + len(dim) - 1)
 
 
 def own_part(x: Tensor, d: int, dim: Dim, region: FieldRegion) -> Tensor:
     """This rank's part of a dim that is whole."""
-    x = x.unflatten(d, [f.size for f in dim])
+    if len(dim) > 1:
+        x = x.unflatten(d, [f.size for f in dim])
     for i, (_, chunks) in enumerate(dim):
         if chunks is not None:
-            low, high = region.own(chunks)
-            x = x.narrow(d + i, low, high - low)
-    return x.flatten(d, d + len(dim) - 1)
+            x = at_spans(x, d + i, region.own(chunks))
+    return x.flatten(d, d + len(dim) - 1) if len(dim) > 1 else x
+
+
+def broadcasts(dim: Dim, to: Dim) -> bool:
+    """True of a dim of one position beside one of more."""
+    return dim_size(dim) == 1 != dim_size(to) and not is_split_dim(dim)
+
+
+def placed_like(
+    t: Tensor, here: Sequence[Dim], goal: Sequence[Dim], region: FieldRegion, label: str = "align"
+) -> Tensor:
+    """The local part of a tensor of some dims, placed as others are: gathers come before cuts.
+
+    Dims of one size are as they are: they broadcast.
+    """
+    cuts: list[tuple[int, Dim]] = []
+    for d, (dim, to) in enumerate(zip(here, goal)):
+        if dim == to or not (is_split_dim(dim) or is_split_dim(to)) or broadcasts(dim, to):
+            continue
+        if dim_size(dim) != dim_size(to):
+            raise RuntimeError(
+                f"the size of {text_of(here)} must match that of {text_of(goal)} at dim {d}"
+            )
+        if not is_split_dim(dim):
+            cuts.append((d, to))
+        elif [_kind(f) for f in dim] == [_kind(f) for f in to]:
+            t = _rechunked(t, d, dim, to, region, label)
+        else:
+            t = gathered_dim(t, d, dim, region, label)
+            if is_split_dim(to):
+                cuts.append((d, to))
+    for d, to in cuts:
+        t = own_part(t, d, to, region)
+    return t
+
+
+def _rechunked(t: Tensor, d: int, dim: Dim, to: Dim, region: FieldRegion, label: str) -> Tensor:
+    if len(dim) > 1:
+        t = t.unflatten(d, [region.local_size((f,)) for f in dim])
+    for i, (before, after) in enumerate(zip(dim, to)):
+        if before.chunks is not None and after.chunks is not None:
+            t = take_positions(t, d + i, before.chunks, after.chunks.spans, region, label)
+    return t.flatten(d, d + len(dim) - 1) if len(dim) > 1 else t
+
+
+def _kind(factor: Any) -> tuple[int, str | None]:
+    return factor.size, None if factor.chunks is None else factor.chunks.axis
 
 
 def whole_tensor(local: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
@@ -153,11 +196,7 @@ class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
         ctx.dims, ctx.region = dims, region
-        y = x.view_as(x)
-        for d, dim in enumerate(dims):
-            if is_split_dim(dim):
-                y, _ = gathered_dim(y, d, dim, region, "gather")
-        return y
+        return placed_like(x.view_as(x), dims, [whole(dim_size(d)) for d in dims], region, "gather")
 
     @staticmethod
     @once("weft.Field.full_tensor")
@@ -189,26 +228,42 @@ class _Entered(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple:
         for d, dim in enumerate(ctx.dims):
             if is_split_dim(dim):
-                grad, _ = gathered_dim(grad, d, dim, ctx.region, "gather")
-        copies = ctx.region.copies(ctx.dims)
-        missing = [a for a in ctx.region.axes if a not in _split_axes(ctx.dims)]
-        for axis in missing if copies > 1 else ():
+                grad = gathered_dim(grad, d, dim, ctx.region, "gather")
+        for axis in ctx.region.missing(ctx.dims):
             grad = gathered_chunks(grad, axis, ctx.region, "sum").sum(0)
         return grad, None, None
 
 
-def _split_axes(dims: Sequence[Dim]) -> set[str]:
-    return {f.chunks.axis for dim in dims for f in dim if f.chunks is not None}
+def sharing_more(x: Tensor, axes: Sequence[str], region: FieldRegion) -> Tensor:
+    """The local tensor of a field that is to share more axes (I -> R): gradients are summed."""
+    return _Widened.apply(x, tuple(axes), region)
+
+
+class _Widened(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axes: tuple[str, ...], region: FieldRegion) -> Tensor:
+        ctx.axes, ctx.region = axes, region
+        return x.view_as(x)
+
+    @staticmethod
+    @once("a function of two weft.Fields")
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        for axis in ctx.axes:
+            grad = gathered_chunks(grad, axis, ctx.region, "sum").sum(0)
+        return grad, None, None
 
 
 __all__ = [
     "around",
+    "at_spans",
     "bring",
+    "broadcasts",
     "entered",
     "gathered_chunks",
     "gathered_dim",
     "own_part",
-    "rechunked",
+    "placed_like",
+    "sharing_more",
     "summed",
     "take_positions",
     "whole_tensor",

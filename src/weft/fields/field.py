@@ -13,20 +13,23 @@ tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, Self
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import OF_UNPACKED, wrapper
+from .._torch import OF_UNPACKED, as_torch_does, wrapper
+from .._uploads import uploaded
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..plan.lengths import check_axis_lengths
-from ..plan.order import count, shard_spans
-from .dims import Chunks, Dim, Factor, dim_size, fused_factors, split_dim, text_of, whole
-from .exchange import entered, rechunked, whole_tensor
-from .region import FieldRegion
+from ..plan.order import each_position
+from .dims import Dim, dim_size, split_dim, text_of, whole
+from .exchange import entered, placed_like, whole_tensor
+from .place import FieldPlace, FieldRegion, WholeReport, region_of
 
 
 class Field(Tensor):
@@ -41,10 +44,12 @@ class Field(Tensor):
     tensors, such as weights, are shares: `layout.sync_gradients` adds them up. A loss that is
     computed of fields to its end counts once.
 
+    Any order of the layout will do; functions that see neighbours make their axes contiguous. Where
+    torch returns a view and positions had to move, in-place functions of the result are refused.
+
     Args:
         local: this rank's part; `distribute` and `from_local` make a field of what users have.
-        dims: per dim its factors, some of which are split.
-        region: the ranks that share the field.
+        place: which part of the tensor each rank holds.
 
     >>> layout = weft.Layout.parse("height: gather=2; width: gather=2")
     >>> def blurred(layout):
@@ -55,25 +60,35 @@ class Field(Tensor):
     """
 
     _local: Tensor
-    _dims: tuple[Dim, ...]
-    _region: FieldRegion
+    _place: FieldPlace
     _is_unpacked: bool = False
+    #: of a copy where torch has a view: what it was copied of, and the version of that
+    _copied: Copied | None = None
+    #: a digest of the functions that made it, which ranks compare where they exchange
+    _trail: int = 0
     #: what functions of torch do to fields; `rules.py` sets it
     _rules: ClassVar[Callable[[Callable, tuple, dict], Any]]
 
     @staticmethod
-    def __new__(cls, local: Tensor, dims: Sequence[Sequence[Factor]], region: FieldRegion) -> Field:
+    def __new__(cls, local: Tensor, place: FieldPlace) -> Field:
         """The field of a rank's local tensor; for users, `from_local` checks what this takes."""
-        placed = tuple(fused_factors(dim) for dim in dims)
-        found, expected = tuple(local.shape), tuple(region.local_size(dim) for dim in placed)
-        if found != expected:
+        if local.shape != place.local_shape:
             raise ShapeError(
-                f"a rank's part of a field {text_of(placed)} has shape {expected}, found {found}"
+                f"a rank's part of a field {text_of(place.dims)} has shape"
+                f" {tuple(place.local_shape)}, found {tuple(local.shape)}"
             )
-        shape = [dim_size(dim) for dim in placed]
-        self: Field = wrapper(cls, shape, local, requires_grad=local.requires_grad)  # type: ignore[assignment]
-        self._local, self._dims, self._region = local, placed, region
+        made = wrapper(cls, place.shape, local, place.strides, local.requires_grad)
+        self: Field = made  # type: ignore[assignment]
+        self._local, self._place = local, place
         return self
+
+    @property
+    def _dims(self) -> tuple[Dim, ...]:
+        return self._place.dims
+
+    @property
+    def _region(self) -> FieldRegion:
+        return self._place.region
 
     # -- in and out ----------------------------------------------------------------------------
 
@@ -90,18 +105,14 @@ class Field(Tensor):
         Args:
             x: the whole tensor, the same on every rank.
             layout: a bound layout.
-            dims: axis -> dim of x, for axes in contiguous order.
+            dims: axis -> dim of x.
 
         Raises:
-            DeclarationError: a layout that is not bound, or an axis in another order.
+            DeclarationError: a layout that is not bound.
             ShapeError: an axis or a dim that there is not; a DTensor.
         """
         _check_plain("Field.distribute", x)
-        region, at = _region(layout, dims, x.dim())
-        placed: list[Dim] = [whole(n) for n in x.shape]
-        for axis in region.axes:
-            placed[at[axis]] = split_dim(_chunks(layout, axis, x.shape[at[axis]]))
-        return cls(entered(x, tuple(placed), region), placed, region)
+        return distributed(x, layout, dims)
 
     @classmethod
     def from_local(
@@ -112,11 +123,11 @@ class Field(Tensor):
         Args:
             local: this rank's chunk, as `layout.shard` makes it.
             layout: a bound layout.
-            dims: axis -> dim, for axes in contiguous order.
+            dims: axis -> dim.
             lengths: global length of every axis.
 
         Raises:
-            DeclarationError: a layout that is not bound, or an axis in another order.
+            DeclarationError: a layout that is not bound.
             ShapeError: a local tensor of another shape; a DTensor; lengths of other axes.
         """
         _check_plain("Field.from_local", local)
@@ -126,18 +137,19 @@ class Field(Tensor):
         for axis in region.axes:
             if axis not in lengths:
                 raise ShapeError(f"Field.from_local: lengths= has no axis {axis!r}")
-            placed[at[axis]] = split_dim(_chunks(layout, axis, lengths[axis]))
-        return cls(local, placed, region)
+            placed[at[axis]] = split_dim(region.chunks(axis, lengths[axis]))
+        return settled(local, placed, region)
 
     def to_local(self) -> Tensor:
         """This rank's part; each rank may compute a loss of its own part, whose sum is meant."""
-        return self._local
+        return self._checked()._local
 
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank (V -> I), for a loss that all ranks compute of it.
 
         As of `layout.gather`, each rank keeps its part of the gradient, and nothing is sent back.
         """
+        self._checked()._region.trail = self._trail
         return whole_tensor(self._local, self._dims, self._region)
 
     def rechunked(self) -> Field:
@@ -145,22 +157,55 @@ class Field(Tensor):
 
         Windows with a stride leave their outputs with the ranks that hold their middles.
         """
-        local, dims = self._local, list(self._dims)
-        for d, dim in enumerate(dims):
+        self._checked()._region.trail = self._trail
+        goal = list(self._dims)
+        for d, dim in enumerate(goal):
             chunks = dim[0].chunks
             if chunks is None:
                 continue
             if len(dim) > 1:
                 raise UnsupportedError(f"{self} has a dim of several axes, which no layout makes")
-            wanted = _chunks(self._region.layout, chunks.axis, chunks.length)
-            local, chunks = rechunked(local, d, chunks, wanted.starts, self._region)
-            dims[d] = split_dim(chunks)
-        return Field(local, dims, self._region)
+            goal[d] = split_dim(self._region.chunks(chunks.axis, chunks.length))
+        local = placed_like(self._local, self._dims, goal, self._region, "rechunk")
+        return Field(local, self._region.place(goal))
+
+    def _checked(self) -> Self:
+        """This field, if it may be handed out: autograd's graph is that of its local tensor."""
+        if as_torch_does(_GRAPH, self) is not None:
+            raise UnsupportedError(OF_FUNCTION.format("a way out of fields"))
+        if self._copied is not None:
+            self._copied.check()
+        return self
 
     @property
     def chunks(self) -> dict[str, tuple[int, ...]]:
-        """Axis -> the first position of every chunk, and the length, of axes that split a dim."""
-        return {f.chunks.axis: f.chunks.starts for dim in self._dims for f in dim if f.chunks}
+        """Axis -> the first position of every chunk, and the length, of axes that split a dim.
+
+        Raises `ShapeError` for chunks that are not contiguous, see `positions`.
+        """
+        found = {}
+        for chunks in (f.chunks for dim in self._dims for f in dim if f.chunks is not None):
+            if chunks.starts is None:
+                raise ShapeError(
+                    f"{self}: chunks of {chunks.axis!r} are not contiguous; field.positions"
+                    f"({chunks.axis!r}) has those of this rank"
+                )
+            found[chunks.axis] = chunks.starts
+        return found
+
+    def positions(self, axis: str) -> Tensor:
+        """The positions of this rank's part along an axis that splits a dim: (n,) int64.
+
+        Args:
+            axis: the layout's name of the axis.
+
+        Raises:
+            ShapeError: an axis that splits no dim of this field.
+        """
+        for chunks in (f.chunks for dim in self._dims for f in dim if f.chunks is not None):
+            if chunks.axis == axis:
+                return uploaded(tuple(each_position(self._region.own(chunks))), self._local.device)
+        raise ShapeError(f"{self}: no dim is split by axis {axis!r}")
 
     # -- torch ---------------------------------------------------------------------------------
 
@@ -177,8 +222,9 @@ class Field(Tensor):
         if func is OF_UNPACKED and isinstance(args[0], Field):
             # Autograd hands out a tensor that a hook kept, such as a checkpoint's within another.
             x = args[0]
-            unpacked = Field(x._local.detach(), x._dims, x._region)
+            unpacked = Field(x._local.detach(), x._place)
             unpacked._is_unpacked = True  # autograd may say that it requires a gradient
+            unpacked._trail = x._trail
             return unpacked
         raise UnsupportedError(
             f"{func} reads a weft.Field past torch's Python functions, where a field has no"
@@ -197,6 +243,36 @@ class Field(Tensor):
         raise UnsupportedError("a weft.Field is not saved: save field.full_tensor()")
 
 
+#: of the class, not of a tensor: a descriptor
+_GRAPH: Any = operator.attrgetter("grad_fn.__get__")(Tensor)
+OF_FUNCTION = (
+    "{} gets a weft.Field that a torch.autograd.Function returned, such as a checkpoint with"
+    " use_reentrant=True: gradients through it would be lost; pass use_reentrant=False, or give the"
+    " function local tensors"
+)
+
+
+class Copied:
+    """What a field was copied of, where torch has a view of it."""
+
+    def __init__(self, what: str, base: Tensor) -> None:
+        self.what, self.base, self.version = what, weakref.ref(base), _version(base)
+
+    def check(self) -> None:
+        """Raise if what it was copied of has been written since."""
+        base = self.base()
+        if base is not None and _version(base) != self.version:
+            raise UnsupportedError(
+                f"{self.what} of a weft.Field is a copy, as positions moved between ranks, and what"
+                " it was copied of has been written since: torch's would have changed with it; take"
+                " it again after the write"
+            )
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
 def _check_plain(subject: str, x: object) -> None:
     if not isinstance(x, Tensor) or isinstance(x, DTensor | Field):
         raise ShapeError(
@@ -205,10 +281,42 @@ def _check_plain(subject: str, x: object) -> None:
         )
 
 
+def distributed(
+    x: Tensor, layout: Layout, dims: Mapping[str, int], report: WholeReport | None = None
+) -> Field:
+    """The field of a whole tensor; of functions without a rule a report takes note, if given."""
+    region, at = _region(layout, dims, x.dim(), report, whole_on=layout.sharding)
+    placed: list[Dim] = [whole(n) for n in x.shape]
+    for axis in at.keys() & {*region.axes}:
+        if x.shape[at[axis]] != 1:
+            placed[at[axis]] = split_dim(region.chunks(axis, x.shape[at[axis]]))
+    return Field(entered(x, tuple(placed), region), region.place(placed, x.stride()))
+
+
+def settled(
+    local: Tensor, dims: Sequence[Dim], region: FieldRegion, strides: Sequence[int] | None = None
+) -> Field:
+    """The field of a local tensor; a dim of one position comes to every rank, as it broadcasts."""
+    goal = settled_dims(dims)
+    return Field(placed_like(local, dims, goal, region, "position"), region.place(goal, strides))
+
+
+def settled_dims(dims: Sequence[Dim]) -> list[Dim]:
+    """Dims, those of one position whole."""
+    return [whole(1) if dim_size(dim) == 1 else dim for dim in dims]
+
+
 def _region(
-    layout: Layout, dims: Mapping[str, int], ndim: int
+    layout: Layout,
+    dims: Mapping[str, int],
+    ndim: int,
+    report: WholeReport | None = None,
+    whole_on: Iterable[str] = (),
 ) -> tuple[FieldRegion, dict[str, int]]:
-    """The region of the axes that a layout splits, and the dims of all axes."""
+    """The region of the axes that a layout splits, and the dims of all axes.
+
+    Along `whole_on`, other axes but those of batches and heads, ranks have the same.
+    """
     if not isinstance(layout, Layout):
         raise DeclarationError(
             f"layout is a bound weft.Layout, found a {type(layout).__name__}; for one device pass"
@@ -216,27 +324,11 @@ def _region(
         )
     _ = layout.bound
     layout._check_axes(dims, ndim)
-    for axis in dims:
-        if layout.order.get(axis, "contiguous") != "contiguous" and layout.size(axis) > 1:
-            raise DeclarationError(
-                f"{layout.source}: axis {axis!r} of a field must be in contiguous order, as windows"
-                " see neighbours; drop its order"
-            )
     at = {axis: dim % ndim for axis, dim in dims.items()}
     if len({*at.values()}) < len(at):
         raise ShapeError(f"dims {dict(dims)}: two axes have one dim")
-    return FieldRegion(
-        layout, tuple(a for a in layout.sharding if a in dims and layout.size(a) > 1)
-    ), at
-
-
-def _chunks(layout: Layout, axis: str, length: int) -> Chunks:
-    """The chunks of an axis as the layout makes them."""
-    parts = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
-    starts = [0]
-    for spans in shard_spans(length, parts):
-        starts.append(starts[-1] + count(spans))
-    return Chunks(axis, tuple(starts))
+    others = (a for a in whole_on if a not in ("batch", "heads"))
+    return region_of(layout, (*dims, *others), report), at
 
 
 __all__ = ["Field"]

@@ -23,11 +23,11 @@ from ..comm.once_differentiable import once
 from ..errors import ShapeError
 from ..kernels import accumulate_dtype
 from ..runtime.autocast import autocast_is_on
-from .dims import Dim, Factor, dim_size, is_split_dim, whole
+from .dims import Dim, dim_size, whole
 from .exchange import gathered_chunks, summed
-from .field import Field
-from .region import FieldRegion
-from .registry import aligned_part, dims_of, local_of, refused, rule
+from .place import FieldRegion
+from .reduce import mixes_split
+from .registry import Part, Recipe, on_locals, refused, rule
 
 
 def merged_moments(
@@ -37,7 +37,7 @@ def merged_moments(
     t = t.to(accumulate_dtype(t.dtype))
     factors = [f for d in over for f in dims[d]]
     split = [f.chunks for f in factors if f.chunks is not None]
-    local_counts = [high - low for low, high in map(region.own, split)]
+    local_counts = [c.counts[region.chunk(c.axis)] for c in split]
     fixed = math.prod(f.size for f in factors if f.chunks is None)
     mean: Any = t.mean(over, keepdim=True) if t.numel() else t.sum(over, keepdim=True)
     m2: Any = (t - mean).square().sum(over, keepdim=True)
@@ -46,7 +46,7 @@ def merged_moments(
         every = gathered_chunks(torch.stack([mean, m2]), chunks.axis, region, "moments")
         done = math.prod(c.length for c in split[:i])
         each = fixed * done * math.prod(local_counts[i + 1 :])
-        counts = [each * (b - a) for a, b in zip(chunks.starts, chunks.starts[1:])]
+        counts = [each * n for n in chunks.counts]
         total = sum(counts)
         if total:
             parts = [(n, *every[c]) for c, n in enumerate(counts) if n]
@@ -104,16 +104,17 @@ def _scaled(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 
 
 def normalized(
-    x: Field,
+    t: Tensor,
+    dims: Sequence[Dim],
+    region: FieldRegion,
     over: tuple[int, ...],
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
     moments: tuple[Tensor, Tensor] | None = None,
     centred: bool = True,
-) -> Field:
-    """A field less its mean and over its deviation; weight and bias are local, and broadcast."""
-    t, dims, region = x._local, x._dims, x._region
+) -> Tensor:
+    """A local tensor less its mean and over its deviation; weight and bias broadcast."""
     with torch.no_grad():
         if centred:
             mean, variance = moments or merged_moments(t, over, dims, region)
@@ -122,18 +123,27 @@ def normalized(
             count = math.prod(dim_size(dims[d]) for d in over)
             variance = summed(squares, [dims[d] for d in over], region, "moments") / count
         rstd = (variance + eps).rsqrt()
-    y = _Normalize.apply(t, weight, bias, mean, rstd, over, dims, region)
-    return Field(y, dims, region)
+    return _Normalize.apply(t, weight, bias, mean, rstd, over, dims, region)
 
 
-def _wide(norm: Callable, x: Field, *rest: Tensor | None) -> tuple[Field, list[Tensor | None]]:
+def _wide(norm: Callable, *tensors: Tensor | None) -> list[Any]:
     """Tensors in the dtype that autocast has for a norm on their device."""
-    t = x._local
-    if not autocast_is_on(t.device.type):
-        return x, list(rest)
-    dtype = norm(t.new_zeros(1, 1, 2)).dtype
-    cast = [None if other is None else other.to(dtype) for other in rest]
-    return Field(t.to(dtype), x._dims, x._region), cast
+    first = tensors[0]
+    assert first is not None
+    if not autocast_is_on(first.device.type):
+        return list(tensors)
+    dtype = norm(first.new_zeros(1, 1, 2)).dtype
+    return [None if t is None else t.to(dtype) for t in tensors]
+
+
+def wholes(*parts: Part | None) -> dict[int, list[Dim]]:
+    """Goals of tensors that every rank needs whole, such as weights."""
+    return {p.index: [whole(n) for n in p.shape] for p in parts if p is not None}
+
+
+def _given(t: list[Any], *parts: Part | None) -> list[Any]:
+    """The local tensors of parts, None for none."""
+    return [None if p is None else t[p.index] for p in parts]
 
 
 def _per_channel(t: Tensor | None, shape: Sequence[int]) -> Tensor | None:
@@ -150,119 +160,145 @@ def _check_several(label: str, group: str, values: int) -> None:
 
 @rule(F.group_norm, torch.group_norm)
 def group_norm(
-    x: Field,
+    x: Part,
     num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Part | None = None,
+    bias: Part | None = None,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Field:
-    if is_split_dim(x._dims[1]):
+) -> Recipe:
+    if x.ndim < 2 or x.is_split(1):
         raise refused("group_norm over split channels", x)
-    if not any(map(is_split_dim, x._dims[2:])):
-        y = F.group_norm(x._local, num_groups, weight, bias, eps)
-        return Field(y, x._dims, x._region)
-    n = dim_size(x._dims[1]) // num_groups
-    values = n * math.prod(map(dim_size, (x._dims[0], *x._dims[2:])))
-    _check_several("group_norm", "group", values)
-    x, (weight, bias) = _wide(lambda t: F.group_norm(t, 1), x, weight, bias)
-    dims: list[Sequence[Factor]] = [x._dims[0], whole(num_groups), whole(n), *x._dims[2:]]
-    groups = Field(x._local.unflatten(1, (num_groups, n)), dims, x._region)
-    shape = (num_groups, n, *[1] * (x.dim() - 2))
-    weight, bias = (_per_channel(t, shape) for t in (weight, bias))
-    y = normalized(groups, tuple(range(2, groups.dim())), weight, bias, eps)
-    return Field(y._local.flatten(1, 2), x._dims, x._region)
+    if not mixes_split(x, range(2, x.ndim)):
+        args = (x, num_groups, weight, bias, eps)
+        return on_locals(F.group_norm, args, x.dims, wholes(weight, bias))
+    n = x.shape[1] // num_groups
+    _check_several("group_norm", "group", n * math.prod((x.shape[0], *x.shape[2:])))
+    dims: list[Dim] = [x.dims[0], whole(num_groups), whole(n), *x.dims[2:]]
+    shape = (num_groups, n, *[1] * (x.ndim - 2))
+
+    def run(t: list[Any]) -> Tensor:
+        y, w, b = _wide(lambda z: F.group_norm(z, 1), *_given(t, x, weight, bias))
+        groups = y.unflatten(1, (num_groups, n))
+        w, b = _per_channel(w, shape), _per_channel(b, shape)
+        over = tuple(range(2, groups.dim()))
+        return normalized(groups, dims, x.region, over, w, b, eps).flatten(1, 2)
+
+    return Recipe(run, x.dims, wholes(weight, bias))
 
 
 @rule(F.instance_norm, torch.instance_norm)
 def instance_norm(
-    x: Field,
-    running_mean: Tensor | None = None,
-    running_var: Tensor | None = None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    x: Part,
+    running_mean: Part | None = None,
+    running_var: Part | None = None,
+    weight: Part | None = None,
+    bias: Part | None = None,
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Field:
+) -> Recipe:
     if running_mean is not None:
         raise refused("instance_norm with running statistics", x)
+    if x.ndim < 3:
+        raise refused("instance_norm of no positions", x)
     if use_input_stats:
-        _check_several("instance_norm", "channel", math.prod(map(dim_size, x._dims[2:])))
-    return group_norm(x, dim_size(x._dims[1]), weight, bias, eps)
+        _check_several("instance_norm", "channel", math.prod(x.shape[2:]))
+    return group_norm(x, x.shape[1], weight, bias, eps)
 
 
 @rule(F.batch_norm, torch.batch_norm)
 def batch_norm(
-    x: Field,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    x: Part,
+    running_mean: Part | None,
+    running_var: Part | None,
+    weight: Part | None = None,
+    bias: Part | None = None,
     training: bool = False,
-    momentum: float = 0.1,
+    momentum: float | None = 0.1,
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
-) -> Field:
-    if is_split_dim(x._dims[1]):
+) -> Recipe:
+    if x.ndim < 2 or x.is_split(1):
         raise refused("batch_norm over split channels", x)
-    if not training or not any(map(is_split_dim, x._dims)):
-        stats = running_mean, running_var
-        y = F.batch_norm(x._local, *stats, weight, bias, training, momentum, eps)
-        return Field(y, x._dims, x._region)
-    over = (0, *range(2, x.dim()))
-    n = math.prod(dim_size(x._dims[d]) for d in over)
+    if any(p is not None and p.is_split(0) for p in (running_mean, running_var)):
+        raise refused("batch_norm with split running statistics", x)
+    if not training or not mixes_split(x, range(x.ndim)):
+        args = (x, running_mean, running_var, weight, bias, training, momentum, eps)
+        return on_locals(F.batch_norm, args, x.dims, wholes(weight, bias))
+    over = (0, *range(2, x.ndim))
+    n = math.prod(x.shape[d] for d in over)
     _check_several("batch_norm", "channel", n)
-    with torch.no_grad():
-        mean, variance = merged_moments(x._local, over, x._dims, x._region)
-        for running, found in ((running_mean, mean), (running_var, variance * (n / (n - 1)))):
-            if running is not None:
-                running.mul_(1 - momentum).add_(found.flatten().to(running.dtype), alpha=momentum)
-    shape = (1, -1, *[1] * (x.dim() - 2))
-    weight, bias = (_per_channel(t, shape) for t in (weight, bias))
-    return normalized(x, over, weight, bias, eps, (mean, variance))
+    shape = (1, -1, *[1] * (x.ndim - 2))
+
+    def run(t: list[Any]) -> Tensor:
+        y, w, b = _given(t, x, weight, bias)
+        with torch.no_grad():
+            mean, variance = merged_moments(y, over, x.dims, x.region)
+            found = mean, variance * (n / (n - 1))
+            for running, new in zip(_given(t, running_mean, running_var), found):
+                if running is not None:
+                    by = 0.0 if momentum is None else momentum
+                    running.mul_(1 - by).add_(new.flatten().to(running.dtype), alpha=by)
+        w, b = _per_channel(w, shape), _per_channel(b, shape)
+        return normalized(y, x.dims, x.region, over, w, b, eps, (mean, variance))
+
+    return Recipe(run, x.dims, wholes(weight, bias))
+
+
+def _over_last(x: Part, normalized_shape: Any) -> tuple[int, ...]:
+    n = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+    return tuple(range(x.ndim - n, x.ndim))
 
 
 @rule(F.layer_norm, torch.layer_norm)
 def layer_norm(
-    x: Field,
+    x: Part,
     normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
+    weight: Part | None = None,
+    bias: Part | None = None,
     eps: float = 1e-5,
     cudnn_enable: bool = True,
-) -> Field:
-    over = tuple(range(x.dim() - len(normalized_shape), x.dim()))
-    if not any(is_split_dim(x._dims[d]) for d in over):
-        y = F.layer_norm(local_of(x), x._local.shape[over[0] :], weight, bias, eps)
-        return Field(y, x._dims, x._region)
-    x, (weight, bias) = _wide(lambda t: F.layer_norm(t, (2,)), x, weight, bias)
-    weight, bias = (t if t is None else aligned_part(t, x._dims, x._region) for t in (weight, bias))
-    return normalized(x, over, weight, bias, eps)
+) -> Recipe:
+    over = _over_last(x, normalized_shape)
+    if not mixes_split(x, over):
+        args = (x, list(normalized_shape), weight, bias, eps)
+        return on_locals(F.layer_norm, args, x.dims, wholes(weight, bias))
+    goals = {p.index: [x.dims[d] for d in over] for p in (weight, bias) if p is not None}
+
+    def run(t: list[Any]) -> Tensor:
+        y, w, b = _wide(lambda z: F.layer_norm(z, (2,)), *_given(t, x, weight, bias))
+        return normalized(y, x.dims, x.region, over, w, b, eps)
+
+    return Recipe(run, x.dims, goals)
 
 
 @rule(F.rms_norm, torch.rms_norm)
 def rms_norm(
-    x: Field,
+    x: Part,
     normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
+    weight: Part | None = None,
     eps: float | None = None,
-) -> Field:
-    over = tuple(range(x.dim() - len(normalized_shape), x.dim()))
-    if not any(is_split_dim(x._dims[d]) for d in over):
-        y = F.rms_norm(x._local, x._local.shape[over[0] :], weight, eps)
-        return Field(y, x._dims, x._region)
-    x, (weight,) = _wide(lambda t: F.rms_norm(t, (2,)), x, weight)
-    part = None if weight is None else aligned_part(weight, x._dims, x._region)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
-    return normalized(x, over, part, None, eps, centred=False)
+) -> Recipe:
+    over = _over_last(x, normalized_shape)
+    if not mixes_split(x, over):
+        args = (x, list(normalized_shape), weight, eps)
+        return on_locals(F.rms_norm, args, x.dims, wholes(weight))
+    goals = {} if weight is None else {weight.index: [x.dims[d] for d in over]}
+    small = torch.finfo(x.dtype).eps if eps is None else eps
+
+    def run(t: list[Any]) -> Tensor:
+        y, w = _wide(lambda z: F.rms_norm(z, (2,)), *_given(t, x, weight))
+        return normalized(y, x.dims, x.region, over, w, None, small, centred=False)
+
+    return Recipe(run, x.dims, goals)
 
 
-@rule(F.normalize)
-def normalize(
-    x: Field, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: None = None
-) -> Field:
-    if is_split_dim(dims_of(x)[dim]):
-        raise refused("normalize along a split dim", x)
-    return Field(F.normalize(x._local, p, dim, eps), x._dims, x._region)
+@rule(F.local_response_norm)
+def local_response_norm(
+    x: Part, size: int, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
+) -> Recipe:
+    if x.ndim < 3 or x.is_split(1):
+        raise refused("local_response_norm over split channels", x)
+    return on_locals(F.local_response_norm, (x, size, alpha, beta, k), x.dims)

@@ -1,37 +1,32 @@
-"""Rules of reductions and of products over split axes."""
+"""Rules of reductions: over whole dims of every rank's part, over split ones merged over ranks."""
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from ..declare.strategy import Role
+from .._uploads import uploaded
+from ..comm.once_differentiable import once
 from ..kernels import accumulate_dtype
-from .dims import Dim, dim_size, is_split_dim, whole
-from .exchange import gathered_chunks, gathered_dim, summed
+from ..plan.order import each_position
+from .dims import Dim, is_split_dim, split_axes, whole
+from .exchange import gathered_chunks, summed
 from .field import Field
-from .registry import (
-    aligned_part,
-    both,
-    cast_for_autocast,
-    dims_of,
-    local_of,
-    pointwise,
-    refused,
-    region_of,
-    rule,
-)
+from .place import FieldRegion
+from .registry import Part, Recipe, both, composite, on_locals, pointwise, refused, rule
+from .views import at
 
 
-def over_dims(x: Field, dim: Any) -> tuple[int, ...]:
+def over_dims(x: Part, dim: Any) -> tuple[int, ...]:
     """Dims that a reduction runs over, all of them by default."""
     if dim is None or dim == () or dim == []:
-        return tuple(range(x.dim()))
-    return tuple(d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim))
+        return tuple(range(x.ndim))
+    return tuple(at(d, x.ndim) for d in ((dim,) if isinstance(dim, int) else dim) if x.ndim)
 
 
 def reduced_dims(dims: Sequence[Dim], over: Sequence[int], keepdim: bool) -> list[Dim]:
@@ -40,176 +35,431 @@ def reduced_dims(dims: Sequence[Dim], over: Sequence[int], keepdim: bool) -> lis
     return kept if keepdim else [dim for d, dim in enumerate(dims) if d not in over]
 
 
-def _squeezed(y: Tensor, over: Sequence[int], keepdim: bool) -> Tensor:
+def squeezed(y: Tensor, over: Sequence[int], keepdim: bool) -> Tensor:
+    """A result that kept its dims, without them."""
     return y if keepdim else y.reshape([n for d, n in enumerate(y.shape) if d not in over])
 
 
-def sum_over_dims(x: Field, over: tuple[int, ...], keepdim: bool, dtype: Any = None) -> Field:
-    """The sum over some dims, in the dtype in which partial sums are added."""
-    t = x._local if dtype is None else x._local.to(dtype)
-    crosses = any(is_split_dim(x._dims[d]) for d in over)
-    if crosses and t.is_floating_point():
-        y = t.sum(over, keepdim=True, dtype=accumulate_dtype(t.dtype))
-        y = summed(y, [x._dims[d] for d in over], x._region).to(t.dtype)
-    else:
-        y = t.sum(over, keepdim=True)
-        y = summed(y, [x._dims[d] for d in over], x._region)
-    return Field(_squeezed(y, over, keepdim), reduced_dims(x._dims, over, keepdim), x._region)
+def mixes_split(x: Part, over: Sequence[int]) -> bool:
+    """True if a dim that a function runs over is split."""
+    return any(x.is_split(d) for d in over)
 
 
-def mean_over(x: Field, over: tuple[int, ...], keepdim: bool, dtype: Any = None) -> Field:
-    """The mean over some dims."""
-    count = 1
-    for d in over:
-        count *= dim_size(x._dims[d])
-    y = sum_over_dims(x, over, keepdim, dtype)
-    return Field(y._local / count, y._dims, y._region)
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return accumulate_dtype(dtype) if dtype.is_floating_point else dtype
+
+
+def summed_over(
+    t: Tensor, over: Sequence[int], dims: Sequence[Dim], region: FieldRegion, label: str = "sum"
+) -> Tensor:
+    """The sum over some dims of all ranks, dims kept, in the dtype in which parts are added."""
+    y = t.sum(tuple(over), keepdim=True, dtype=_wide(t.dtype) if t.is_floating_point() else None)
+    return summed(y, [dims[d] for d in over], region, label)
 
 
 @rule(*both("sum"))
-def sum(x: Field, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Field:
-    return sum_over_dims(x, over_dims(x, dim), keepdim, dtype)
+def sum(
+    x: Part, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: Any = None
+) -> Recipe:
+    return _sum(x, over_dims(x, dim if axis is None else axis), keepdim, dtype, torch.sum)
+
+
+def _sum(x: Part, over: tuple[int, ...], keepdim: bool, dtype: Any, of: Any) -> Recipe:
+    def run(t: list[Any]) -> Tensor:
+        y = t[x.index]
+        y = y if dtype is None else y.to(dtype)
+        kind = y.dtype if y.is_floating_point() or y.is_complex() else torch.int64
+        return squeezed(summed_over(y, over, x.dims, x.region), over, keepdim).to(kind)
+
+    out = reduced_dims(x.dims, over, keepdim)
+    if not mixes_split(x, over):
+        options = {"dtype": dtype} if dtype is not None else {}
+        return on_locals(of, (x, over, keepdim) if over else (x,), out, None, options)
+    return Recipe(run, out)
+
+
+@composite(*both("nansum"))
+def nansum(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    x = x if dtype is None else x.to(dtype)
+    clean = torch.where(x.isnan(), 0, x) if x.is_floating_point() else x
+    return clean.sum(() if dim is None else dim, keepdim)
+
+
+@composite(*both("nanmean"))
+def nanmean(x: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Tensor:
+    over = () if dim is None else dim
+    x = x if dtype is None else x.to(dtype)
+    return x.nansum(over, keepdim) / (~x.isnan()).sum(over, keepdim)
+
+
+@composite(*both("count_nonzero"))
+def count_nonzero(x: Tensor, dim: Any = None) -> Tensor:
+    return (x != 0).sum(() if dim is None else dim)
 
 
 @rule(*both("mean"))
-def _mean(x: Field, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Field:
-    return mean_over(x, over_dims(x, dim), keepdim, dtype)
+def _mean(
+    x: Part, dim: Any = None, keepdim: bool = False, *, axis: Any = None, dtype: Any = None
+) -> Recipe:
+    return mean_over(x, over_dims(x, dim if axis is None else axis), keepdim, dtype)
 
 
-def _extreme(name: str) -> Callable:
-    def reduce(x: Field, dim: Any = None, keepdim: bool = False) -> Field:
-        over = over_dims(x, dim)
-        empty = any(x._local.shape[d] == 0 for d in over)
-        if empty:
-            edge = float("-inf") if name == "amax" else float("inf")
-            sizes = [1 if d in over else n for d, n in enumerate(x._local.shape)]
-            y = x._local.sum(over, keepdim=True) * 0 + x._local.new_full(sizes, edge)
-        else:
-            y = getattr(x._local, name)(over, keepdim=True)
-        for d in over:
-            for factor in x._dims[d]:
-                if factor.chunks is not None:
-                    y = getattr(gathered_chunks(y, factor.chunks.axis, x._region, name), name)(0)
-        return Field(_squeezed(y, over, keepdim), reduced_dims(x._dims, over, keepdim), x._region)
+def mean_over(x: Part, over: tuple[int, ...], keepdim: bool, dtype: Any = None) -> Recipe:
+    """The mean over some dims of all ranks."""
+    count = math.prod(x.shape[d] for d in over)
+    out = reduced_dims(x.dims, over, keepdim)
+    if not mixes_split(x, over):
+        options = {"dtype": dtype} if dtype is not None else {}
+        return on_locals(torch.mean, (x, over, keepdim) if over else (x,), out, None, options)
 
-    return reduce
+    def run(t: list[Any]) -> Tensor:
+        y = t[x.index]
+        y = y if dtype is None else y.to(dtype)
+        total = summed_over(y, over, x.dims, x.region)
+        return squeezed(total / count if count else total * float("nan"), over, keepdim).to(y.dtype)
+
+    return Recipe(run, out)
 
 
-def _best(name: str) -> Callable:
-    of_all = _extreme(f"a{name}")
+# -- extremes: gradients are shared evenly by all positions that have one ------------------------
 
-    def best(x: Field, dim: Any = None, keepdim: bool = False) -> Any:
+
+def _edge(dtype: torch.dtype, largest: bool) -> Any:
+    """What is below, or above, all numbers of a dtype."""
+    if dtype == torch.bool:
+        return not largest
+    if dtype.is_floating_point:
+        return float("-inf") if largest else float("inf")
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+
+
+class _Extreme(torch.autograd.Function):
+    """The largest or smallest value over some dims of all ranks, dims kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, t: Tensor, name: str, over: tuple, dims: tuple, region: Any, of_nan: bool
+    ) -> Tensor:
+        empty = any(t.shape[d] == 0 for d in over)
+        shape = [1 if d in over else n for d, n in enumerate(t.shape)]
+        edge = _edge(t.dtype, name == "amax")
+        y = t.new_full(shape, edge) if empty else getattr(t, name)(over, keepdim=True)
+        for axis in [a for d in over for a in split_axes(dims[d])]:
+            y = getattr(gathered_chunks(y, axis, region, name), name)(0)
+        ctx.save_for_backward(t, y)
+        ctx.over, ctx.dims, ctx.region = over, [dims[d] for d in over], region
+        ctx.of_nan = of_nan  # whether torch shares the gradient of a nan among all of them
+        return y
+
+    @staticmethod
+    @once("an extreme of a weft.Field", linear=False)
+    def backward(ctx: Any, saved: tuple[Tensor, ...], grad: Tensor) -> tuple:
+        t, y = saved
+        hits = (t == y) | (t.isnan() & y.isnan()) if ctx.of_nan else t == y
+        n = summed(hits.sum(ctx.over, keepdim=True), ctx.dims, ctx.region, "ties")
+        grad = summed(grad, ctx.dims, ctx.region, "dextreme")  # of a whole result ranks have shares
+        return hits * (grad / n), None, None, None, None, None
+
+
+def extreme(
+    x: Part, name: str, over: tuple[int, ...], keepdim: bool, of_nan: bool = False
+) -> Recipe:
+    """`amax` or `amin` over some dims."""
+    if x.ndim and any(x.shape[d] == 0 for d in over):
+        raise IndexError(f"{name}: a dim to reduce has no positions, in {tuple(x.shape)}")
+    out = reduced_dims(x.dims, over, keepdim)
+    if not mixes_split(x, over):
+        return on_locals(getattr(torch, name), (x, over, keepdim), out)
+
+    def run(t: list[Any]) -> Tensor:
+        y = _Extreme.apply(t[x.index], name, over, x.dims, x.region, of_nan)
+        return squeezed(y, over, keepdim)
+
+    return Recipe(run, out)
+
+
+def _extremes(name: str) -> None:
+    @rule(*both(f"a{name}"))
+    def of_all(x: Part, dim: Any = None, keepdim: bool = False, *, out: None = None) -> Recipe:
+        return extreme(x, f"a{name}", over_dims(x, dim), keepdim)
+
+    for func in both(name):
+        rule(func)(_best(name, func))
+
+
+def _best(name: str, func: Any) -> Callable:
+    def best(
+        x: Part, dim: Any = None, keepdim: bool = False, *, out: None = None, **named: Any
+    ) -> Recipe:
+        dim = named.get("other", dim)
         if dim is None:
-            return of_all(x)
-        if isinstance(dim, Tensor):
+            if not x.ndim or not mixes_split(x, over_dims(x, None)):
+                return on_locals(func, (x,), [])
+            return extreme(x, f"a{name}", over_dims(x, None), False, True)
+        if isinstance(dim, Part):
             return pointwise(getattr(torch, f"{name}imum"), (x, dim), {})
-        if is_split_dim(x._dims[dim]):
-            raise refused(f"{name} with indices along a split dim", x, f"; use a{name}")
-        result = getattr(x._local, name)(dim, keepdim)
-        dims = reduced_dims(x._dims, (dim % x.dim(),), keepdim)
-        return type(result)(Field(t, dims, x._region) for t in result)
+        d = at(dim, x.ndim)
+        dims = reduced_dims(x.dims, (d,) if x.ndim else (), keepdim)
+        if not x.ndim or not x.is_split(d):
+            return on_locals(func, (x, dim, keepdim), [dims, dims])
+        kind = getattr(torch.return_types, name)
+        values = _first_extreme(x, name, d, keepdim)
+
+        def run(t: list[Any]) -> Any:
+            y, places = values(t)
+            return kind((y, places))
+
+        return Recipe(run, [dims, dims])
 
     return best
 
 
 for _name in ("max", "min"):
-    rule(*both(f"a{_name}"))(_extreme(f"a{_name}"))
-    rule(*both(_name))(_best(_name))
+    _extremes(_name)
+
+
+def _first_extreme(x: Part, name: str, d: int, keepdim: bool) -> Callable:
+    """Values and positions of the first extreme along a split dim, whose value has the gradient."""
+    chunks = x.one_factor(f"arg{name}", d).chunks
+    assert chunks is not None
+    own, region, n, largest = x.region.own(chunks), x.region, chunks.length, name == "max"
+    shape = [-1 if k == d else 1 for k in range(x.ndim)]
+
+    def same(values: Tensor, best: Tensor) -> Tensor:
+        return (values == best) | (values.isnan() & best.isnan())
+
+    def run(t: list[Any]) -> tuple[Tensor, Tensor]:
+        y = t[x.index]
+        of = getattr(torch, f"a{name}")
+        positions = uploaded(tuple(each_position(own)), y.device).view(shape)
+        if y.shape[d]:
+            best = of(y.detach(), d, keepdim=True)
+            where = torch.where(same(y.detach(), best), positions, n).amin(d, keepdim=True)
+        else:
+            sizes = [1 if k == d else m for k, m in enumerate(y.shape)]
+            best = y.new_full(sizes, _edge(y.dtype, largest))
+            where = positions.new_full(sizes, n)
+        values = gathered_chunks(best, chunks.axis, region, name)
+        places = gathered_chunks(where, chunks.axis, region, name)
+        first = torch.where(same(values, of(values, 0, keepdim=True)), places, n).amin(0)
+        picked = torch.where(first == positions, y, torch.zeros_like(y))
+        value = summed(picked.sum(d, keepdim=True, dtype=y.dtype), [x.dims[d]], region, name)
+        return squeezed(value.to(y.dtype), (d,), keepdim), squeezed(first, (d,), keepdim)
+
+    return run
+
+
+def _positions(name: str) -> None:
+    for func in both(f"arg{name}"):
+        rule(func)(_position_rule(name, func))
+
+
+def _position_rule(name: str, func: Any) -> Callable:
+    def position(x: Part, dim: int | None = None, keepdim: bool = False) -> Recipe:
+        if x.dtype == torch.bool:
+            raise NotImplementedError(f"arg{name} is not implemented for 'Bool'")
+        if dim is None:
+            if mixes_split(x, range(x.ndim)):
+                raise refused(f"arg{name} over all dims", x, "; name a dim")
+            return on_locals(func, (x,), [])
+        d = at(dim, x.ndim)
+        dims = reduced_dims(x.dims, (d,) if x.ndim else (), keepdim)
+        if not x.ndim or not x.is_split(d):
+            return on_locals(func, (x, dim, keepdim), dims)
+        values = _first_extreme(x, name, d, keepdim)
+        return Recipe(
+            lambda t: values([v.detach() if isinstance(v, Tensor) else v for v in t])[1], dims
+        )
+
+    return position
+
+
+for _name in ("max", "min"):
+    _positions(_name)
+
+
+@composite(*both("aminmax"))
+def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> Any:
+    over = () if dim is None else dim
+    return torch.return_types.aminmax((x.amin(over, keepdim), x.amax(over, keepdim)))
+
+
+# -- truth ----------------------------------------------------------------------------------------
+
+
+def _truth(of: Any, x: Part, dim: Any, keepdim: bool) -> Recipe:
+    over = over_dims(x, dim)
+    out = reduced_dims(x.dims, over, keepdim)
+    if not mixes_split(x, over):
+        return on_locals(of, (x, over, keepdim) if over else (x,), out)
+    is_any = of is torch.any
+    kind = torch.uint8 if x.dtype == torch.uint8 else torch.bool
+
+    def run(t: list[Any]) -> Tensor:
+        hits = t[x.index].bool()
+        hits = (hits if is_any else ~hits).sum(over, keepdim=True)
+        found = summed(hits, [x.dims[d] for d in over], x.region, "truth") > 0
+        return squeezed(found if is_any else ~found, over, keepdim).to(kind)
+
+    return Recipe(run, out)
 
 
 @rule(*both("all"))
-def every(x: Field, dim: Any = None, keepdim: bool = False) -> Field:
-    return _truth(x, dim, keepdim, torch.all)
+def every(x: Part, dim: Any = None, keepdim: bool = False) -> Recipe:
+    return _truth(torch.all, x, dim, keepdim)
 
 
 @rule(*both("any"))
-def some(x: Field, dim: Any = None, keepdim: bool = False) -> Field:
-    return _truth(x, dim, keepdim, torch.any)
+def some(x: Part, dim: Any = None, keepdim: bool = False) -> Recipe:
+    return _truth(torch.any, x, dim, keepdim)
 
 
-def _truth(x: Field, dim: Any, keepdim: bool, of: Callable) -> Field:
+# -- moments and norms: over whole dims torch's own, over split ones by sums ----------------------
+
+
+def crosses_field(x: Any, dim: Any) -> bool:
+    """True if a dim that a function of a field runs over is split."""
+    dims = x._dims if isinstance(x, Field) else ()
+    everything = dim is None or dim == () or dim == []
+    over = range(len(dims)) if everything else (dim,) if isinstance(dim, int) else dim
+    return any(is_split_dim(dims[at(d, len(dims))]) for d in over if dims)
+
+
+def _moments(name: str, results: int) -> None:
+    for func in both(name):
+        rule(func)(_local_moments(func, results))
+        composite(func)(functools.partial(_split_moments, name))
+
+
+def _local_moments(func: Any, results: int) -> Callable:
+    def moments(x: Part, *args: Any, **kwargs: Any) -> Recipe:
+        dim, keepdim = _spread_arguments(*args, **kwargs)[:2]
+        out = reduced_dims(x.dims, over_dims(x, dim), keepdim)
+        return on_locals(func, (x, *args), out if results == 1 else [out] * results, None, kwargs)
+
+    return moments
+
+
+def _spread_arguments(
+    *args: Any,
+    dim: Any = None,
+    unbiased: Any = None,
+    keepdim: bool = False,
+    correction: Any = None,
+    out: None = None,
+) -> tuple[Any, bool, float]:
+    """dim, keepdim and correction, of (dim, unbiased, keepdim) or (unbiased)."""
+    if args and isinstance(args[0], bool):
+        unbiased, args = args[0], args[1:]
+    given = [*args, *[None] * (3 - len(args))]
+    dim = given[0] if given[0] is not None else dim
+    unbiased = given[1] if given[1] is not None else unbiased
+    keepdim = given[2] if given[2] is not None else keepdim
+    if correction is None:
+        correction = 1 if unbiased is None or unbiased else 0
+    return dim, keepdim, correction
+
+
+def _split_moments(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    dim, keepdim, correction = _spread_arguments(*args, **kwargs)
+    if not crosses_field(x, dim):
+        return NotImplemented
+    if not x.is_floating_point():
+        raise refused(f"{name} of numbers that are not real,", x)
+    over = tuple(range(x.dim())) if dim is None or dim in ((), []) else dim
+    n = math.prod(x.shape[d] for d in ((over,) if isinstance(over, int) else over))
+    if n <= correction:
+        raise refused(f"{name} of no more numbers than its correction", x)
+    mean = x.mean(over, keepdim=True)
+    y = (x - mean).square().sum(over, keepdim=keepdim) / (n - correction)
+    y = y.sqrt() if name.startswith("std") else y
+    if not name.endswith("_mean"):
+        return y
+    mean = mean if keepdim else mean.reshape(y.shape)
+    return y, mean
+
+
+for _name, _results in (("var", 1), ("std", 1), ("var_mean", 2), ("std_mean", 2)):
+    _moments(_name, _results)
+
+
+def _local_norm(func: Any, at_dim: int) -> Callable:
+    def norm(x: Part, *args: Any, **kwargs: Any) -> Recipe:
+        dim = kwargs.get("dim", args[at_dim] if len(args) > at_dim else None)
+        keepdim = kwargs.get("keepdim", args[at_dim + 1] if len(args) > at_dim + 1 else False)
+        out = reduced_dims(x.dims, over_dims(x, dim), keepdim)
+        return on_locals(func, (x, *args), out, None, kwargs)
+
+    return norm
+
+
+def _norms(at_dim: int, *functions: Any) -> None:
+    for func in functions:
+        rule(func)(_local_norm(func, at_dim))
+        composite(func)(_split_norm)
+
+
+def _split_norm(
+    x: Tensor,
+    p: Any = None,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    out: None = None,
+    dtype: Any = None,
+    **named: Any,
+) -> Any:
+    """The norm of positions over all ranks, (sum |x|^p)^(1/p)."""
+    p = named.get("ord", p)
+    of_matrix = isinstance(dim, list | tuple) and len(dim) == 2
+    if crosses_field(x, dim) and "ord" in named and p is not None and (of_matrix or dim is None):
+        raise refused("a norm of matrices, or of all dims by ord=,", x)
+    p = 2 if p is None or p == "fro" else p
+    if not crosses_field(x, dim):
+        return NotImplemented
+    if not isinstance(p, int | float) or not x.is_floating_point():
+        raise refused(f"a norm of order {p!r}", x)
+    over = () if dim is None else dim
+    x = (x if dtype is None else x.to(dtype)).abs()
+    if p in (float("inf"), float("-inf")):
+        return x.amax(over, keepdim) if p > 0 else x.amin(over, keepdim)
+    if p == 0:
+        return (x != 0).sum(over, keepdim).to(x.dtype)
+    if p == 1:
+        return x.sum(over, keepdim)
+    if p == 2:
+        return _Root.of(x.square().sum(over, keepdim))
+    if p < 1:
+        raise refused(f"a norm of order {p!r}", x)
+    return _Root.of(x.pow(p).sum(over, keepdim), 1.0 / p)
+
+
+class _Root:
+    """A root whose gradient is 0 where it is 0, as that of a norm."""
+
+    @staticmethod
+    def of(x: Tensor, power: float = 0.5) -> Tensor:
+        positive = x > 0
+        return torch.where(positive, torch.where(positive, x, 1).pow(power), x)
+
+
+_norms(1, *both("norm"), torch.linalg.norm)
+_norms(1, torch.linalg.vector_norm)
+
+
+@composite(*both("dist"))
+def dist(x: Tensor, other: Tensor, p: float = 2) -> Tensor:
+    return torch.linalg.vector_norm(x - other, p)
+
+
+@rule(*both("prod"))
+def prod(x: Part, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Recipe:
     over = over_dims(x, dim)
-    hits = x._local.bool() if of is torch.any else ~x._local.bool()
-    counted = sum_over_dims(Field(hits.long(), x._dims, x._region), over, keepdim)
-    truth = counted._local > 0
-    return Field(truth if of is torch.any else ~truth, counted._dims, x._region)
+    if mixes_split(x, over):
+        raise refused("a product over a split dim", x)
+    options = {"dtype": dtype} if dtype is not None else {}
+    args = (x,) if dim is None else (x, dim, keepdim)
+    return on_locals(torch.prod, args, reduced_dims(x.dims, over, keepdim), None, options)
 
 
-# -- products -------------------------------------------------------------------------------------
-
-
-@rule(F.linear)
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Field:
-    if not isinstance(x, Field) or isinstance(weight, Field) or is_split_dim(x._dims[-1]):
-        raise refused("a linear layer over a split axis", x)
-    y = F.linear(x._local, weight, bias)
-    return Field(y, (*x._dims[:-1], whole(y.shape[-1])), x._region)
-
-
-@rule(*both("matmul", "bmm", "__matmul__", "mm"))
-def matmul(a: Tensor, b: Tensor) -> Field:
-    region, rows, columns = region_of(a, b), dims_of(a), dims_of(b)
-    if len(rows) < 2 or len(columns) < 2:
-        raise refused("a product with a vector", a if isinstance(a, Field) else b)
-    if is_split_dim(rows[-2]) and isinstance(b, Field):  # attention that is written out
-        if is_split_dim(columns[-1]):
-            b = _keys(b, b.dim() - 1)
-        elif is_split_dim(columns[-2]) and not is_split_dim(rows[-1]):
-            b = _keys(b, b.dim() - 2)
-        columns = dims_of(b)
-    shares = is_split_dim(rows[-1]) or is_split_dim(columns[-2])
-    if (is_split_dim(rows[-2]) and is_split_dim(columns[-1])) or (
-        shares and (is_split_dim(rows[-2]) or is_split_dim(columns[-1]))
-    ):
-        raise refused(
-            "a product of all positions with all",
-            a if isinstance(a, Field) else b,
-            ": attention that is written out; take it from torch's scaled_dot_product_attention"
-            " (attn_implementation='sdpa')",
-        )
-    x, y = local_of(a), local_of(b)
-    batch = _batch(rows[:-2], columns[:-2])
-    if shares:  # sums over positions, as in linear attention
-        inner = rows[-1] if is_split_dim(rows[-1]) else columns[-2]
-        x = aligned_part(a, (*_tail(batch, rows[:-2]), rows[-2], inner), region)
-        y = aligned_part(b, (*_tail(batch, columns[:-2]), inner, columns[-1]), region)
-        x, y = cast_for_autocast(x, y)
-        wide = accumulate_dtype(x.dtype)
-        out = summed(torch.matmul(x.to(wide), y.to(wide)), [inner], region).to(x.dtype)
-    else:
-        x = aligned_part(a, (*_tail(batch, rows[:-2]), *rows[-2:]), region)
-        y = aligned_part(b, (*_tail(batch, columns[:-2]), *columns[-2:]), region)
-        out = torch.matmul(x, y)
-    return Field(out, (*batch, rows[-2], columns[-1]), region)
-
-
-def _keys(x: Field, d: int) -> Field:
-    """Keys or values on every rank, where the layout has attention gather them."""
-    axes = [f.chunks.axis for f in x._dims[d] if f.chunks is not None]
-    for axis in axes:
-        rules = x._region.layout.rules(axis) if axis in x._region.layout.attend else {}
-        roles = [rules[m].role for m in x._region.layout.shard_dims(axis) if m in rules]
-        if not roles or any(role is not Role.QUERY for role in roles):
-            raise refused(
-                f"a product of all positions with all along {axis}",
-                x,
-                ": attention that is written out needs keys that come to queries, such as"
-                f" '{axis}: gather={x._region.layout.size(axis)}'; or take it from torch's"
-                " scaled_dot_product_attention (attn_implementation='sdpa')",
-            )
-    t, dim = gathered_dim(x._local, d, x._dims[d], x._region, "keys")
-    return Field(t, [dim if i == d else old for i, old in enumerate(x._dims)], x._region)
-
-
-def _batch(one: Sequence[Dim], two: Sequence[Dim]) -> list[Dim]:
-    """The dims of a broadcast of two groups of dims."""
-    result: list[Dim] = []
-    for i in range(max(len(one), len(two)), 0, -1):
-        found = [dims[-i] for dims in (one, two) if len(dims) >= i]
-        large = [dim for dim in found if dim_size(dim) != 1] or found
-        result.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
-    return result
-
-
-def _tail(batch: Sequence[Dim], local: Sequence[Dim]) -> Sequence[Dim]:
-    return batch[len(batch) - len(local) :]
+__all__ = ["mean_over", "mixes_split", "over_dims", "reduced_dims", "squeezed", "summed_over"]

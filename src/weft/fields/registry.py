@@ -1,32 +1,65 @@
-"""Rules by the function of torch that they stand for, and what all of them need."""
+"""Rules by the function of torch that they stand for: declaration, recipe, run.
+
+    x.transpose(1, 2)     rule: `transpose(x: Part, 1, 2)`, on places alone
+                          recipe: what moves first, a function of local tensors, the result's place
+                          run: the recipe on the ranks' local tensors, as often as this call comes
+
+A recipe is planned once per region, function, places and options. First torch itself is asked what
+the whole tensors would give, on tensors without numbers: its errors, shapes, strides and which
+results are views are those of a field. A rule that reads numbers, such as an index, is no plan: it
+is `direct`, and runs on the fields.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._caching import cached
+from .._digest import number_of
+from .._torch import shares_storage
 from ..errors import UnsupportedError
 from ..runtime.autocast import autocast_is_on
-from .dims import Dim, Factor, dim_size, is_split_dim, text_of, whole
-from .exchange import own_part, rechunked
-from .field import Field
-from .region import FieldRegion
+from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whole
+from .exchange import broadcasts, placed_like, sharing_more
+from .field import Copied, Field, settled_dims
+from .place import FieldPlace, FieldRegion, region_of
 
+#: Numbers that a question about tensors of which some have none may be asked with.
+_FEW = 1 << 16
 RULES: dict[Any, Callable] = {}
+DIRECT: dict[Any, Callable] = {}
+#: Rules written in functions of torch, which run on fields.
+COMPOSITE: dict[Any, Callable] = {}
 
 
-def rule(*functions: Any) -> Callable[[Callable], Callable]:
-    """Registers a rule of functions of torch; it takes their arguments."""
-
+def _registering(table: dict[Any, Callable], functions: Sequence[Any]) -> Callable:
     def register(function: Callable) -> Callable:
         for key in functions:
-            RULES[key] = function
+            table[key] = function
         return function
 
     return register
+
+
+def rule(*functions: Any) -> Callable[[Callable], Callable]:
+    """Registers a rule of functions of torch; it takes their arguments, `Part`s for tensors."""
+    return _registering(RULES, functions)
+
+
+def direct(*functions: Any) -> Callable[[Callable], Callable]:
+    """Registers what runs in place of functions of torch; it takes their arguments, and fields."""
+    return _registering(DIRECT, functions)
+
+
+def composite(*functions: Any) -> Callable[[Callable], Callable]:
+    """Registers functions of torch that are written in others, which have rules."""
+    return _registering(COMPOSITE, functions)
 
 
 def attribute(name: str) -> Any:
@@ -36,76 +69,129 @@ def attribute(name: str) -> Any:
 
 def both(*names: str) -> list[Any]:
     """Functions of `torch` and methods of its tensors, by the names that they share."""
-    places = (torch, Tensor, torch.nn.functional)
+    places = torch, Tensor, torch.nn.functional, torch.special, torch.linalg
     found = (getattr(place, name, None) for name in names for place in places)
-    return [function for function in found if function is not None]
+    return [function for function in found if callable(function)]
 
 
-def local_of(x: Any) -> Any:
-    """The local tensor of a field; anything else as it is."""
-    return x._local if isinstance(x, Field) else x
+def function_name(func: Any) -> str:
+    """A function of torch by its name."""
+    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+    if name == "__get__":
+        name = f"the attribute {getattr(func.__self__, '__name__', '')}"
+    return f"torch's {name}"
 
 
-def dims_of(x: Tensor) -> tuple[Dim, ...]:
-    """The dims of a field; those of a plain tensor are whole."""
-    return x._dims if isinstance(x, Field) else tuple(whole(n) for n in x.shape)
+class NoRule(UnsupportedError):
+    """A function has no rule for what it is given: it is refused, or runs whole."""
 
 
-def region_of(*tensors: Any) -> FieldRegion:
-    """The region of the fields among some tensors."""
-    return next(t._region for t in tensors if isinstance(t, Field))
+class Part:
+    """A tensor as rules see it: its dims, and no numbers; those of a plain tensor are whole."""
 
+    __slots__ = ("dims", "dtype", "index", "is_field", "kind", "ndim", "region", "shape", "strides")
 
-def tuple_of(value: Any, n: int) -> tuple[int, ...]:
-    """A number per dim."""
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * n if len(values) == 1 else values
-
-
-def refused(label: str, x: Tensor, fix: str = "") -> UnsupportedError:
-    """The error of something that has no rule for a field of these dims."""
-    return UnsupportedError(f"{label} of a weft.Field {text_of(dims_of(x))} is not split{fix}")
-
-
-def one_factor(label: str, x: Field, d: int) -> Factor:
-    """The only factor of a split dim."""
-    if len(x._dims[d]) != 1:
-        raise refused(f"{label} along dim {d}, which views merged,", x)
-    return x._dims[d][0]
-
-
-def aligned_part(x: Tensor, like: Sequence[Dim], region: FieldRegion) -> Tensor:
-    """The local part of a tensor, placed as some dims are, for arithmetic with others."""
-    dims, t = list(dims_of(x)), local_of(x)
-    offset = len(like) - len(dims)
-    for d, dim in enumerate(dims):
-        goal = like[d + offset]
-        if dim == goal or (dim_size(dim) == 1 != dim_size(goal)):
-            continue
-        if not is_split_dim(dim) and not is_split_dim(goal):
-            continue
-        if dim_size(dim) != dim_size(goal):
-            raise RuntimeError(
-                f"the size of tensor {text_of(dims)} must match that of {text_of(like)} at dim {d}"
-            )
-        if not is_split_dim(dim):
-            t = own_part(t, d, goal, region)
-        elif [_kind(f) for f in dim] == [_kind(f) for f in goal]:
-            t = t.unflatten(d, [region.local_size((f,)) for f in dim])
-            for i, (here, there) in enumerate(zip(dim, goal)):
-                if here.chunks is not None and there.chunks is not None:
-                    t, _ = rechunked(t, d + i, here.chunks, there.chunks.starts, region)
-            t = t.flatten(d, d + len(dim) - 1)
+    def __init__(self, index: int, x: Tensor, region: FieldRegion) -> None:
+        self.index, self.region, self.is_field = index, region, isinstance(x, Field)
+        if isinstance(x, Field):
+            self.dims, self.shape, self.strides = x._place.dims, x._place.shape, x._place.strides
+            x = x._local
         else:
-            raise UnsupportedError(
-                f"arithmetic of weft.Fields {text_of(dims)} and {text_of(like)}: views have split"
-                " one dim in two ways"
-            )
-    return t
+            self.shape, self.dims = x.shape, tuple(whole(n) for n in x.shape)
+            self.strides = tuple(x.stride())
+        self.dtype, self.kind, self.ndim = x.dtype, x.device.type, x.dim()
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return self.ndim
+
+    def is_split(self, d: int) -> bool:
+        """True if a dim is split."""
+        return is_split_dim(self.dims[d])
+
+    def one_factor(self, label: str, d: int) -> Factor:
+        """The only factor of a split dim."""
+        if len(self.dims[d]) != 1:
+            raise refused(f"{label} along dim {d}, which views merged,", self)
+        return self.dims[d][0]
+
+    def whole_along(self, over: Sequence[int]) -> list[Dim]:
+        """The dims, some of them whole."""
+        return [whole(dim_size(q)) if d in over else q for d, q in enumerate(self.dims)]
 
 
-def _kind(factor: Factor) -> tuple[int, str | None]:
-    return factor.size, None if factor.chunks is None else factor.chunks.axis
+class Recipe(NamedTuple):
+    """What a call of a function does on each rank.
+
+    Attributes:
+        run: of the list of the call's local tensors, aligned; gives local tensors.
+        out: the dims of its result, or of every one; None where there is no place to know before.
+        goals: index of a tensor -> the dims that it is aligned to first.
+        copies: whether results are copies where torch has views, though no tensor is aligned.
+        writes: whether the first tensor is the result, written in place.
+    """
+
+    run: Callable[[list[Any]], Any]
+    out: Any
+    goals: Mapping[int, Sequence[Dim]] = MappingProxyType({})
+    copies: bool = False
+    writes: bool = False
+
+
+class Direct(NamedTuple):
+    """What a rule gives that has to read numbers: a function of the fields themselves."""
+
+    run: Callable
+
+
+def refused(label: str, x: Any, fix: str = "") -> NoRule:
+    """The error of something that has no rule for a field of these dims."""
+    dims = x.dims if isinstance(x, Part) else x._dims if isinstance(x, Field) else ()
+    return NoRule(f"{label} of a weft.Field {text_of(dims)} is not split{fix}")
+
+
+def parts_in(*values: Any) -> Iterator[Part]:
+    """The parts among arguments, in their order."""
+    for value in values:
+        if isinstance(value, Part):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from parts_in(*value)
+        elif isinstance(value, dict):
+            yield from parts_in(*value.values())
+
+
+def filled(value: Any, tensors: Sequence[Any]) -> Any:
+    """Arguments with tensors in place of their parts."""
+    if isinstance(value, Part):
+        return tensors[value.index]
+    if type(value) in (list, tuple):
+        return type(value)([filled(v, tensors) for v in value])
+    if isinstance(value, dict):
+        return {name: filled(v, tensors) for name, v in value.items()}
+    return value
+
+
+def on_locals(
+    func: Callable,
+    args: Sequence[Any],
+    out: Any,
+    goals: Mapping[int, Sequence[Dim]] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    *,
+    copies: bool = False,
+) -> Recipe:
+    """The recipe that calls a function on local tensors."""
+    options, flat = kwargs or {}, not any(isinstance(a, list | tuple | dict) for a in args)
+    if flat and not options and all(isinstance(a, Part) for a in args):
+        at = tuple(a.index for a in args)
+        if at == tuple(range(len(at))):
+            return Recipe(lambda t: func(*t), out, goals or {}, copies)
+
+    def run(t: list[Any]) -> Any:
+        return func(*filled(tuple(args), t), **filled(options, t))
+
+    return Recipe(run, out, goals or {}, copies)
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> list[Any]:
@@ -122,27 +208,332 @@ def cast_for_autocast(*tensors: Tensor | None) -> list[Any]:
     return [cast(t) for t in tensors]
 
 
-def pointwise(func: Callable, args: tuple, kwargs: dict) -> Any:
-    """A function that makes every position of the same positions of its arguments."""
-    tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-    region = next(t._region for t in tensors if isinstance(t, Field))
-    dims = broadcast([dims_of(t) for t in tensors])
-
-    def placed(t: Any) -> Any:
-        if isinstance(t, Tensor) and t.dim():
-            return aligned_part(t, dims[len(dims) - t.dim() :], region)
-        return local_of(t)
-
-    result = func(*map(placed, args), **{name: placed(t) for name, t in kwargs.items()})
-    return Field(result, dims, region) if isinstance(result, Tensor) else result
+def tuple_of(value: Any, n: int) -> tuple[int, ...]:
+    """A number per dim."""
+    values = (value,) if isinstance(value, int) else tuple(value)
+    return values * n if len(values) == 1 else values
 
 
-def broadcast(groups: list[tuple[Dim, ...]]) -> list[Dim]:
-    """The dims that several broadcast to."""
+# -- dims of several tensors ----------------------------------------------------------------------
+
+
+def broadcast(groups: Sequence[Sequence[Dim]]) -> list[Dim]:
+    """The dims that several broadcast to; an axis splits one of them, the first that has it."""
     n = max(map(len, groups))
     dims: list[Dim] = []
     for d in range(-n, 0):
         found = [group[d] for group in groups if len(group) >= -d]
         large = [dim for dim in found if dim_size(dim) != 1] or found
         dims.append(next((dim for dim in large if is_split_dim(dim)), large[0]))
-    return dims
+    return once_split(dims)
+
+
+def once_split(dims: Sequence[Dim]) -> list[Dim]:
+    """Dims of which an axis splits the first that has it; later ones are whole."""
+    taken: set[str] = set()
+    result = []
+    for dim in dims:
+        axes = split_axes(dim)
+        result.append(whole(dim_size(dim)) if taken & {*axes} else dim)
+        taken |= {*axes}
+    return result
+
+
+def tail_goals(parts: Sequence[Part], dims: Sequence[Dim]) -> dict[int, Sequence[Dim]]:
+    """Goals of tensors that broadcast to some dims."""
+    return {p.index: dims[len(dims) - p.ndim :] for p in parts if p.ndim}
+
+
+def pointwise(func: Callable, args: tuple, kwargs: dict) -> Recipe:
+    """A function that makes every position of the same positions of its arguments."""
+    parts = list(parts_in(args, kwargs))
+    dims = broadcast([p.dims for p in parts])
+    return on_locals(func, args, dims, tail_goals(parts, dims), kwargs)
+
+
+# -- planning -------------------------------------------------------------------------------------
+
+
+class WholeResult(NamedTuple):
+    """What torch says of a result of whole tensors: `base` is the tensor that it is a view of."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    base: int | None
+
+
+class _Whole(NamedTuple):
+    """The whole tensor that a part is of."""
+
+    at: int
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def ask_torch(func: Callable, args: tuple, kwargs: dict, parts: Sequence[Part]) -> Any:
+    """The results of a function of the whole tensors, without numbers; None if torch cannot tell.
+
+    Raises what torch raises of these arguments.
+    """
+    floats = {p.dtype for p in parts if p.dtype.is_floating_point}
+    given = _frozen(args, len(floats) > 1), _frozen(kwargs, len(floats) > 1), len(parts)
+    try:
+        hash(given)
+    except TypeError:
+        return _asked.__wrapped__(func, *given)
+    return _asked(func, *given)
+
+
+def _frozen(value: Any, mixed: bool) -> Any:
+    """Arguments as a value to look answers up by: 1, 1.0 and True are three.
+
+    Under autocast, which knows no tensors without numbers, `mixed` dtypes become its own.
+    """
+    if isinstance(value, Part):
+        dtype = value.dtype
+        if (
+            mixed
+            and dtype.is_floating_point
+            and dtype != torch.float64
+            and autocast_is_on(value.kind)
+        ):
+            dtype = torch.get_autocast_dtype(value.kind)
+        return _Whole(value.index, value.shape, value.strides, dtype)
+    if isinstance(value, list | tuple):
+        return (type(value), *(_frozen(v, mixed) for v in value))
+    if isinstance(value, dict):
+        return (dict, *((name, _frozen(v, mixed)) for name, v in value.items()))
+    if isinstance(value, slice):
+        return (slice, *(_frozen(v, mixed) for v in (value.start, value.stop, value.step)))
+    return (
+        (None, type(value), value, repr(value))
+        if isinstance(value, float)
+        else (None, type(value), value)
+    )
+
+
+def _thawed(value: Any, metas: Sequence[Tensor]) -> Any:
+    if isinstance(value, _Whole):
+        return metas[value.at]
+    kind, *rest = value
+    if kind is None:
+        return rest[1]
+    if kind is dict:
+        return {name: _thawed(v, metas) for name, v in rest}
+    if kind is slice:
+        return slice(*(_thawed(v, metas) for v in rest))
+    items = [_thawed(v, metas) for v in rest]
+    return items if kind is list else tuple(items)
+
+
+def _wholes(value: Any) -> Iterator[_Whole]:
+    if isinstance(value, _Whole):
+        yield value
+    elif isinstance(value, tuple):
+        for v in value:
+            yield from _wholes(v)
+
+
+def _tried(
+    func: Callable, args: Any, kwargs: Any, wholes: Sequence[_Whole], n: int, device: str
+) -> tuple[list[Any], Any]:
+    """Tensors of a device in place of parts, and what a function gives of them."""
+    metas: list[Any] = [None] * n
+    for w in wholes:
+        metas[w.at] = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device=device).zero_()
+    options = _thawed(kwargs, metas)
+    if options.get("device") is not None:
+        options["device"] = device
+    with torch.no_grad():
+        return metas, func(*_thawed(args, metas), **options)
+
+
+@cached(8192)
+def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
+    wholes = list(_wholes((args, kwargs)))
+    try:
+        metas, found = _tried(func, args, kwargs, wholes, n, "meta")
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        if "meta" in str(error).lower():
+            return None
+        if (
+            all(math.prod(w.shape) for w in wholes)
+            or sum(math.prod(w.shape) for w in wholes) > _FEW
+        ):
+            raise
+        # Of nothing shapes say more than kernels do: numbers decide, where there are few.
+        metas, found = _tried(func, args, kwargs, wholes, n, "cpu")
+
+    def result(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            base = next((i for i, m in enumerate(metas) if shares_storage(value, m)), None)
+            return WholeResult(tuple(value.shape), tuple(value.stride()), base)
+        if isinstance(value, list | tuple):
+            return [result(v) for v in value]
+        return None
+
+    return result(found)
+
+
+class KeptRecipe:
+    """A recipe with what is the same in all its calls: moves, places, views, and a digest."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        facts: Any,
+        parts: list[Part],
+        tensors: list[Any],
+        name: str,
+        text: str,
+    ) -> None:
+        self.region, self.recipe, self.name = parts[0].region, recipe, name
+        self.digest = number_of(text)
+        self.wider, self.moves = {}, []
+        for p, x in zip(parts, tensors):
+            missing = [a for a in self.region.axes if p.is_field and a not in x._region.axes]
+            if missing:
+                self.wider[p.index] = missing
+            goal = recipe.goals.get(p.index)
+            if goal is not None and moves(p.dims, goal):
+                self.moves.append((p.index, p.dims, tuple(goal)))
+        self.moved = {index for index, *_ in self.moves}
+        self.facts = facts if isinstance(facts, list) else [facts]
+        out = recipe.out
+        if _are_several(out):
+            if isinstance(facts, list) and len(facts) != len(out):
+                raise NoRule(f"{name}: its rule gives {len(out)} results, torch {len(facts)}")
+            self.facts = facts if isinstance(facts, list) else [None] * len(out)
+            self.places: list[Any] = [self._place(d, fact) for d, fact in zip(out, self.facts)]
+        else:
+            self.places = [None if out is None else self._place(out, self.facts[0])]
+        self.back: Any = None
+        if recipe.writes and out is not None and self.places[0][0].dims != parts[0].dims:
+            self.back = self.places[0][0].dims, parts[0].dims
+
+    def is_copy(self, base: int) -> bool:
+        """True if positions move where torch has a view of a tensor."""
+        return self.recipe.copies or base in self.moved
+
+    def _place(self, dims: Sequence[Dim], fact: WholeResult | None) -> tuple[FieldPlace, Any]:
+        """The place of a result, and its dims before those of one position come to every rank."""
+        goal = settled_dims(dims)
+        place = self.region.place(goal, None if fact is None else fact.strides)
+        if fact is not None and fact.shape != tuple(place.shape):
+            raise NoRule(f"{self.name}: its rule gives {tuple(place.shape)}, torch {fact.shape}")
+        return place, tuple(dims) if moves(dims, goal) else None
+
+    def __call__(self, tensors: list[Any]) -> Any:
+        locals_, trails = [], [self.digest]
+        for x in tensors:
+            if isinstance(x, Field):
+                locals_.append(x._local)
+                trails.append(x._trail)
+            else:
+                locals_.append(x)
+        trail, region = hash(tuple(trails)), self.region
+        region.trail, region.function = trail, self.name
+        for i, axes in self.wider.items():
+            locals_[i] = sharing_more(locals_[i], axes, region)
+        given = locals_
+        if self.moves:
+            given = list(locals_)
+            for i, here, goal in self.moves:
+                given[i] = placed_like(given[i], here, goal, region)
+        if self.recipe.writes and self.recipe.out is not None and given[0].requires_grad:
+            given = [given[0].clone(), *given[1:]]  # what it keeps for its backward pass
+        result = self.recipe.run(given)
+        if self.recipe.writes:
+            return self._written(result, tensors[0], trail)
+        if isinstance(result, Tensor):
+            return self._field(result, 0, locals_, tensors, trail)
+        if isinstance(result, list | tuple):
+            made = [self._field(t, i, locals_, tensors, trail) for i, t in enumerate(result)]
+            return type(result)(made)
+        return result
+
+    def _written(self, result: Any, x: Field, trail: int) -> Field:
+        """The first tensor, once the result is written into it."""
+        if self.recipe.out is not None:
+            place, settles = self.places[0]
+            if settles is not None:
+                result = placed_like(result, settles, place.dims, self.region, "position")
+            if self.back is not None:
+                here, there = self.back
+                result = placed_like(result, here, there, self.region)
+            x._local.copy_(result)
+        x._trail = trail
+        return x
+
+    def _field(self, t: Any, at: int, locals_: list, tensors: list, trail: int) -> Any:
+        if not isinstance(t, Tensor):
+            return t
+        if self.recipe.out is not None and at >= len(self.places):
+            raise NoRule(f"{self.name}: its rule has no place for result {at}")
+        placed = self.places[at] if at < len(self.places) else None
+        fact = self.facts[at] if at < len(self.facts) else None
+        if placed is None:
+            placed = self.region.place([whole(n) for n in t.shape]), None
+        place, settles = placed
+        if settles is not None:
+            t = placed_like(t, settles, place.dims, self.region, "position")
+        copied = None
+        if fact is not None:
+            base = fact.base
+            if base is None:
+                if t._base is not None or any(t is x for x in locals_):
+                    t = _apart(t, locals_)
+            elif settles is not None or self.is_copy(base) or not _is_view_of(t, locals_[base]):
+                copied = Copied(self.name, locals_[base])
+            elif t is locals_[base] and place is tensors[base]._place:
+                return tensors[base]
+            elif isinstance(tensors[base], Field):
+                copied = tensors[base]._copied
+        field = Field(t, place)
+        field._trail, field._copied = trail, copied
+        return field
+
+
+def _are_several(out: Any) -> bool:
+    """True of the dims of several results: dims are tuples of factors."""
+    first = next(iter(out), None) if out is not None else None
+    if first is None:
+        return False
+    inner = next(iter(first), None)
+    return not isinstance(inner, Factor)
+
+
+def _apart(t: Tensor, given: Sequence[Any]) -> Tensor:
+    """A tensor that shares no memory with any of those given."""
+    shared = any(isinstance(x, Tensor) and shares_storage(t, x) for x in given)
+    return t.clone() if shared else t
+
+
+def _is_view_of(t: Tensor, base: Any) -> bool:
+    if not isinstance(base, Tensor):
+        return False
+    under = t._base
+    return t is base or (under is not None and under is base) or shares_storage(t, base)
+
+
+def moves(here: Sequence[Dim], goal: Sequence[Dim]) -> bool:
+    """True if a tensor of some dims is to be placed otherwise."""
+    return any(
+        a != b and (is_split_dim(a) or is_split_dim(b)) and not broadcasts(a, b)
+        for a, b in zip(here, goal)
+    )
+
+
+def region_of_fields(name: str, fields: Sequence[Field]) -> FieldRegion:
+    """The region of all axes of some fields, which must be of one layout."""
+    first = fields[0]._region
+    for x in fields:
+        if x._region.layout is not first.layout:
+            raise UnsupportedError(
+                f"{name} gets weft.Fields of two layouts: distribute both on one"
+            )
+    if all(x._region is first for x in fields):
+        return first
+    report = next((x._region.whole for x in fields if x._region.whole is not None), None)
+    return region_of(first.layout, (a for x in fields for a in x._region.axes), report)

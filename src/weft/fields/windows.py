@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,13 +14,31 @@ from torch.nn import functional as F
 from .._caching import cached
 from .._uploads import uploaded
 from ..comm.once_differentiable import once
-from ..plan.order import Span, Spans
 from ..relayout.windows import Windows, bordered
-from .dims import Chunks, Dim, dim_size, is_split_dim, split_dim, whole
-from .exchange import around, take_positions
-from .field import Field
+from .dims import (
+    Chunks,
+    Dim,
+    alone,
+    contiguous,
+    dim_size,
+    is_split_dim,
+    joined_chunks,
+    split_dim,
+    whole,
+)
+from .exchange import around
 from .reduce import mean_over
-from .registry import cast_for_autocast, one_factor, refused, rule, tuple_of
+from .registry import (
+    Part,
+    Recipe,
+    cast_for_autocast,
+    composite,
+    on_locals,
+    parts_in,
+    refused,
+    rule,
+    tuple_of,
+)
 
 BORDERS = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"}
 BORDERS["circular"] = "circular"
@@ -50,11 +68,46 @@ def joined_box(x: Tensor, strips: Sequence[Strips]) -> Tensor:
     return x
 
 
+class SeenRange(NamedTuple):
+    """A split dim of which every rank sees a range around its part."""
+
+    dim: int
+    chunks: Chunks
+    ranges: tuple[tuple[int, int], ...]
+    label: str = "halo"
+    border: str = "zeros"
+    fill: float = 0.0
+
+
+def strips_of(t: Tensor, x: Part, reach: Sequence[SeenRange]) -> list[Strips]:
+    """The strips around this rank's part, dim by dim."""
+    strips: list[Strips] = []
+    for r in reach:
+        seen = around(t, r.dim, r.chunks, r.ranges, x.region, r.label, r.border, r.fill)
+        strips.append(Strips(r.dim, *seen))
+        t = joined_box(t, strips[-1:])
+    return strips
+
+
+def in_neighbours(x: Part, over: Iterable[int]) -> list[Dim]:
+    """Dims that windows run over in contiguous chunks: neighbours must be neighbours."""
+    dims = list(x.dims)
+    for d in over:
+        if not is_split_dim(dims[d]):
+            continue
+        chunks = x.one_factor("a window", d).chunks
+        assert chunks is not None
+        if chunks.starts is None:
+            edges = itertools.accumulate(chunks.counts, initial=0)
+            dims[d] = split_dim(contiguous(chunks.axis, tuple(edges)))
+    return dims
+
+
 def windowed(
-    x: Field, windows: dict[int, Windows], fill: float = 0.0
-) -> tuple[list[Strips], list[Dim]]:
-    """The strips of the split dims that windows run over, and the dims of the outputs."""
-    t, dims, strips = x._local, list(x._dims), []
+    x: Part, before: Sequence[Dim], windows: dict[int, Windows], fill: float = 0.0
+) -> tuple[list[SeenRange], list[Dim]]:
+    """What windows see of the split dims that they run over, and the dims of the outputs."""
+    dims, reach = list(before), []
     for d, window in windows.items():
         if window.outputs < 1:
             fix = (
@@ -62,18 +115,15 @@ def windowed(
                 " or take a smaller kernel or dilation"
             )
             raise refused(f"a window of {window.extent} along dim {d}", x, fix)
-        if not is_split_dim(dims[d]):
+        chunks = dims[d][0].chunks
+        if chunks is None:
             dims[d] = whole(window.outputs)
             continue
-        chunks = one_factor("a window", x, d).chunks
-        assert chunks is not None
+        assert chunks.starts is not None
         edges = window.edges(chunks.starts)
-        ranges = window.ranges(edges)
-        seen = around(t, d, chunks, ranges, x._region, "halo", window.border, fill)
-        strips.append(Strips(d, *seen))
-        t = joined_box(t, strips[-1:])
-        dims[d] = split_dim(Chunks(chunks.axis, edges))
-    return strips, dims
+        reach.append(SeenRange(d, chunks, window.ranges(edges), "halo", window.border, fill))
+        dims[d] = split_dim(contiguous(chunks.axis, edges))
+    return reach, dims
 
 
 # -- convolutions ---------------------------------------------------------------------------------
@@ -125,11 +175,11 @@ def _joined(x: Tensor, cuts: Sequence[tuple[int, int, int]], strips: Sequence[Te
 
 
 def _convolve(
-    x: Field, weight: Tensor, bias: Tensor | None, strips: Sequence[Strips], options: tuple
+    t: Tensor, weight: Tensor, bias: Tensor | None, strips: Sequence[Strips], options: tuple
 ) -> Tensor:
     """The convolution of this rank's box; of an empty one nothing, on the graph of its inputs."""
     t, weight, bias, *flat = cast_for_autocast(
-        x._local, weight, bias, *(s for strip in strips for s in (strip.before, strip.after))
+        t, weight, bias, *(s for strip in strips for s in (strip.before, strip.after))
     )
     cuts = tuple((s.dim, s.low, s.high) for s in strips)
     if not strips:
@@ -137,100 +187,153 @@ def _convolve(
     return _Convolution.apply(t, weight, bias, cuts, options, *flat)
 
 
+def _with_batch(convolution: Callable, nd: int) -> Callable:
+    """A convolution that takes a tensor without a batch, too, as torch's does."""
+
+    def run(given: Part, weight: Part, *args: Any, **kwargs: Any) -> Recipe:
+        if weight.is_field or any(p.is_field for p in parts_in(args, kwargs)):
+            raise refused("a convolution by weights that are a field", weight)
+        if not given.is_field or given.ndim not in (nd + 1, nd + 2):
+            raise refused("a convolution", given)
+        if given.ndim == nd + 2:
+            return convolution(given, weight, *args, **kwargs)
+        if given.shape[0] == 0:
+            raise refused("a convolution of no channels", given)
+        x = unbatched(given)
+        found = convolution(x, weight, *args, **kwargs)
+
+        def inner(t: list[Any]) -> Tensor:
+            t = [v[None] if i == given.index else v for i, v in enumerate(t)]
+            return found.run(t)[0]
+
+        goals = {i: g[1:] if i == given.index else g for i, g in found.goals.items()}
+        return found._replace(run=inner, out=found.out[1:], goals=goals)
+
+    return run
+
+
+def unbatched(x: Part) -> Part:
+    """A tensor with a batch of one."""
+    made = object.__new__(Part)
+    for name in Part.__slots__:
+        setattr(made, name, getattr(x, name))
+    made.dims, made.shape, made.ndim = (whole(1), *x.dims), torch.Size((1, *x.shape)), x.ndim + 1
+    return made
+
+
 def _convolution(nd: int) -> Callable:
     def convolution(
-        given: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
+        x: Part,
+        weight: Part,
+        bias: Part | None = None,
         stride: Any = 1,
         padding: Any = 0,
         dilation: Any = 1,
         groups: int = 1,
-    ) -> Field:
-        x = _checked(given, weight, nd)
+    ) -> Recipe:
+        if x.is_split(1):
+            raise refused("a convolution over split channels", x)
+        if weight.shape[0] % groups:  # torch looks at it where it computes
+            raise RuntimeError(f"{groups} groups do not divide {weight.shape[0]} output channels")
         stride, dilation = tuple_of(stride, nd), tuple_of(dilation, nd)
-        first, kernel = x.dim() - nd, weight.shape[2:]
+        kernel = weight.shape[2:]
         extents = [d * (k - 1) for d, k in zip(dilation, kernel)]
         if isinstance(padding, str):
             pads = [(e // 2, e - e // 2) if padding == "same" else (0, 0) for e in extents]
         else:
             pads = [(p, p) for p in tuple_of(padding, nd)]
-        windows, left = {}, []
+        goal = in_neighbours(x, range(2, nd + 2))
+        windows, left, before = {}, [], [0, 0] * nd
         for i, (a, b) in enumerate(pads):
-            d = first + i
-            is_whole = not is_split_dim(x._dims[d])
-            if is_whole and a != b:  # "same" with an even kernel
-                x, b = pad(x, [0, 0] * (nd - 1 - i) + [0, b - a]), a
-            length = dim_size(x._dims[d])
-            windows[d] = Windows.over(length, kernel[i], stride[i], (a, b), dilation[i])
+            is_whole = not is_split_dim(goal[2 + i])
+            windows[2 + i] = Windows.over(x.shape[2 + i], kernel[i], stride[i], (a, b), dilation[i])
             left.append(a if is_whole else 0)
-        strips, dims = windowed(x, windows)
-        dims[first - 1] = whole(weight.shape[0])
-        shape = [x._region.local_size(dim) for dim in dims]
-        if not math.prod(shape[first:]):
-            return Field(_none(x, [weight, bias], strips, shape), dims, x._region)
+            if is_whole:  # "same" with an even kernel
+                before[2 * (nd - 1 - i) + 1] = b - a
+        reach, dims = windowed(x, goal, windows)
+        dims[1] = whole(weight.shape[0])
+        shape = [x.region.local_size(dim) for dim in dims]
         options = (list(stride), left, list(dilation), False, [0] * nd, groups)
-        return Field(_convolve(x, weight, bias, strips, options), dims, x._region)
+
+        def run(t: list[Any]) -> Tensor:
+            y, w, c = t[x.index], t[weight.index], None if bias is None else t[bias.index]
+            y = F.pad(y, before) if any(before) else y
+            strips = strips_of(y, x, reach)
+            if not math.prod(shape[2:]):
+                return _none(y, [w, c], strips, shape)
+            return _convolve(y, w, c, strips, options)
+
+        return Recipe(run, dims, {x.index: goal})
 
     return convolution
 
 
 def _transposed(nd: int) -> Callable:
     def transposed(
-        given: Tensor,
-        weight: Tensor,
-        bias: Tensor | None = None,
+        x: Part,
+        weight: Part,
+        bias: Part | None = None,
         stride: Any = 1,
         padding: Any = 0,
         output_padding: Any = 0,
         groups: int = 1,
         dilation: Any = 1,
-    ) -> Field:
-        x = _checked(given, weight, nd)
-        region, dims, first = x._region, list(x._dims), x.dim() - nd
+    ) -> Recipe:
+        if x.is_split(1) or x.shape[1] != weight.shape[0]:
+            raise refused("a convolution over split channels, or other channels than weights", x)
+        goal = in_neighbours(x, range(2, nd + 2))
+        dims, region = list(goal), x.region
         stride, dilation = tuple_of(stride, nd), tuple_of(dilation, nd)
         pads, extra = list(tuple_of(padding, nd)), list(tuple_of(output_padding, nd))
-        t, strips, crops = x._local, [], []
+        reach, crops = [], []
         for i in range(nd):
-            d, extent = first + i, dilation[i] * (weight.shape[2 + i] - 1) + 1
+            d, extent = 2 + i, dilation[i] * (weight.shape[2 + i] - 1) + 1
             length = dim_size(dims[d])
             outputs = (length - 1) * stride[i] - 2 * pads[i] + extent + extra[i]
-            if not is_split_dim(dims[d]):
+            if outputs < 1:
+                raise refused(f"a transposed convolution of {outputs} outputs along dim {d}", x)
+            chunks = dims[d][0].chunks
+            if chunks is None:
                 dims[d] = whole(outputs)
                 continue
-            chunks = one_factor("a transposed convolution", x, d).chunks
-            assert chunks is not None
+            assert chunks.starts is not None
             edges = _spread(chunks.starts, stride[i], (extent - stride[i]) // 2 - pads[i], outputs)
             ranges = []
             for low, high in itertools.pairwise(edges):
                 a = max(-(-(low + pads[i] - extent + 1) // stride[i]), 0)
                 b = min((high - 1 + pads[i]) // stride[i] + 1, length)
                 ranges.append((a, max(a, b)) if high > low else (0, 0))
-            strips.append(Strips(d, *around(t, d, chunks, tuple(ranges), region, "halo")))
-            t = joined_box(t, strips[-1:])
-            local = region.layout.chunk(chunks.axis)
-            low, high = edges[local], edges[local + 1]
-            crops.append((d, low - ranges[local][0] * stride[i] + pads[i], high - low))
-            dims[d], pads[i], extra[i] = split_dim(Chunks(chunks.axis, edges)), 0, 0
-        dims[first - 1] = whole(weight.shape[1] * groups)
+            reach.append(SeenRange(d, chunks, tuple(ranges)))
+            here = region.chunk(chunks.axis)
+            low, high = edges[here], edges[here + 1]
+            crops.append((d, low - ranges[here][0] * stride[i] + pads[i], high - low))
+            dims[d], pads[i], extra[i] = split_dim(contiguous(chunks.axis, edges)), 0, 0
+        dims[1] = whole(weight.shape[1] * groups)
         shape = [region.local_size(dim) for dim in dims]
-        if not math.prod(shape[first:]) or not math.prod(t.shape[first:]):
-            y = _none(x, [weight, bias], strips, shape)
-            if bias is not None:
-                y = y + bias.view(-1, *[1] * nd)
-            return Field(y, dims, region)
         options = (list(stride), pads, list(dilation), True, extra, groups)
-        y = _convolve(x, weight, None, strips, options)
-        for d, at, n in crops:  # outputs that other ranks compute, and those that no input reaches
-            before, after = max(-at, 0), max(at + n - y.shape[d], 0)
-            if before or after:
-                y = F.pad(y, [0, 0] * (y.dim() - 1 - d) + [before, after])
-            y = y.narrow(d, at + before, n)
-        if bias is not None:
-            y = y + bias.to(y.dtype).view(-1, *[1] * nd)
-        return Field(y, dims, region)
+
+        def run(t: list[Any]) -> Tensor:
+            y, w, c = t[x.index], t[weight.index], None if bias is None else t[bias.index]
+            strips = strips_of(y, x, reach)
+            if not math.prod(shape[2:]) or not math.prod(joined_box(y, strips).shape[2:]):
+                made = _none(y, [w, c], strips, shape)
+            else:
+                made = _cropped(_convolve(y, w, None, strips, options), crops)
+            return made if c is None else made + c.to(made.dtype).view(-1, *[1] * nd)
+
+        return Recipe(run, dims, {x.index: goal})
 
     return transposed
+
+
+def _cropped(y: Tensor, crops: Sequence[tuple[int, int, int]]) -> Tensor:
+    """Outputs without those that other ranks compute, and with those that no input reaches."""
+    for d, at, n in crops:
+        before, after = max(-at, 0), max(at + n - y.shape[d], 0)
+        if before or after:
+            y = F.pad(y, [0, 0] * (y.dim() - 1 - d) + [before, after])
+        y = y.narrow(d, at + before, n)
+    return y
 
 
 def _spread(starts: Sequence[int], stride: int, shift: int, outputs: int) -> tuple[int, ...]:
@@ -239,22 +342,15 @@ def _spread(starts: Sequence[int], stride: int, shift: int, outputs: int) -> tup
     return (0, *inner, outputs)
 
 
-def _checked(x: Tensor, weight: Tensor, nd: int) -> Field:
-    if not isinstance(x, Field) or isinstance(weight, Field):
-        raise refused("a convolution by weights that are a field", weight)
-    if x.dim() != nd + 2 or is_split_dim(x._dims[1]):
-        raise refused("a convolution over split channels, or without a batch,", x)
-    return x
-
-
 def _none(
-    x: Field, weights: Sequence[Tensor | None], strips: Sequence[Strips], shape: Sequence[int]
+    t: Tensor, weights: Sequence[Tensor | None], strips: Sequence[Strips], shape: Sequence[int]
 ) -> Tensor:
     """No outputs, whose backward pass goes on to all inputs, as that of other ranks does."""
-    tensors = [x._local, *(s for strip in strips for s in (strip.before, strip.after))]
-    tensors += [w for w in weights if w is not None]
-    nothing = sum((t.sum() * 0 for t in tensors), x._local.new_zeros(()))
-    return nothing + x._local.new_zeros(shape)
+    given = [w for w in weights if w is not None]
+    tensors = [t, *(s for strip in strips for s in (strip.before, strip.after)), *given]
+    t, *tensors = cast_for_autocast(t, *tensors) if given else (t, *tensors)
+    nothing = sum((v.sum() * 0 for v in (t, *tensors)), t.new_zeros(()))
+    return nothing + t.new_zeros(shape)
 
 
 # -- pools ----------------------------------------------------------------------------------------
@@ -267,69 +363,87 @@ def _pool(nd: int, kind: str) -> Callable:
         names = ("ceil_mode", "count_include_pad", "divisor_override")
 
     def pool(
-        x: Field, kernel_size: Any, stride: Any = None, padding: Any = 0, *given: Any, **named: Any
-    ) -> Field:
+        x: Part, kernel_size: Any, stride: Any = None, padding: Any = 0, *given: Any, **named: Any
+    ) -> Recipe:
         options = {**dict(zip(names, given)), **named}
         if options.get("return_indices") or options.get("divisor_override"):
             raise refused(f"{kind}_pool with indices or a divisor", x)
         kernel, padding = tuple_of(kernel_size, nd), tuple_of(padding, nd)
         stride = kernel if stride is None or stride == [] else tuple_of(stride, nd)
         dilation, ceil = tuple_of(options.get("dilation", 1), nd), options.get("ceil_mode", False)
-        first, fill = x.dim() - nd, float("-inf") if kind == "max" else 0.0
+        first, fill = x.ndim - nd, float("-inf") if kind == "max" else 0.0
+        if not x.dtype.is_floating_point or not math.prod(x.shape):
+            raise refused(f"{kind}_pool of integers, or of nothing", x)
+        goal = in_neighbours(x, range(first, x.ndim))
         windows: dict[int, Windows] = {}
         pads: list[int] = []
         for i in range(nd):
-            d, length = first + i, dim_size(x._dims[first + i])
+            d, length = first + i, x.shape[first + i]
             both = (padding[i], padding[i])
             windows[d] = Windows.over(length, kernel[i], stride[i], both, dilation[i], ceil=ceil)
             _, last = windows[d].seen(0, windows[d].outputs)
-            pads[:0] = [0, 0] if is_split_dim(x._dims[d]) else [padding[i], max(last - length, 0)]
-        strips, dims = windowed(x, windows, fill)
-        shape = [x._region.local_size(dim) for dim in dims]
-        if not math.prod(shape[first:]):
-            return Field(_none(x, [], strips, shape), dims, x._region)
-        box = F.pad(joined_box(x._local, strips), pads, value=fill)
+            pads[:0] = [0, 0] if is_split_dim(goal[d]) else [padding[i], max(last - length, 0)]
+        reach, dims = windowed(x, goal, windows, fill)
+        shape = [x.region.local_size(dim) for dim in dims]
         given_dilation = {"dilation": dilation} if kind == "max" else {}
-        y = run(box, kernel, stride, 0, **given_dilation)
-        y = y[tuple(slice(n) for n in shape)]
+        counts = None
         if kind == "avg":
             include = options.get("count_include_pad", True)
-            share = math.prod(kernel) / _counts(x, windows, dims, kernel, padding, include)
-            y = y if (share == 1).all() else y * share.to(y.dtype)
-        return Field(y, dims, x._region)
+            counts = _counts(x, windows, dims, kernel, padding, include)
+
+        def pooled(t: list[Any]) -> Tensor:
+            y = t[x.index]
+            strips = strips_of(y, x, reach)
+            if not math.prod(shape):
+                return _none(y, [], strips, shape)
+            box = F.pad(joined_box(y, strips), pads, value=fill)
+            y = run(box, kernel, stride, 0, **given_dilation)
+            y = y[tuple(slice(n) for n in shape)]
+            if counts is None:
+                return y
+            of_dims = (uploaded(c, y.device).view(-1, *[1] * (y.dim() - 1 - d)) for d, c in counts)
+            total = math.prod(of_dims, start=torch.ones((), device=y.device, dtype=torch.float64))
+            share = math.prod(kernel) / total
+            return y if (share == 1).all() else y * share.to(y.dtype)
+
+        return Recipe(pooled, dims, {x.index: goal})
 
     return pool
 
 
 def _counts(
-    x: Field,
+    x: Part,
     windows: dict[int, Windows],
     dims: Sequence[Dim],
     kernel: Sequence[int],
     padding: Sequence[int],
     include: bool,
-) -> Tensor:
-    """Number of positions that the windows of this rank's outputs average."""
-    total = torch.ones((), device=x.device, dtype=torch.float64)
+) -> list[tuple[int, tuple[int, ...]]]:
+    """Numbers of positions that the windows of this rank's outputs average, per dim."""
+    result = []
     for (d, window), k, p in zip(windows.items(), kernel, padding):
-        length, chunks = dim_size(x._dims[d]), dims[d][0].chunks
-        low, high = x._region.own(chunks) if chunks else (0, window.outputs)
+        length, chunks = x.shape[d], dims[d][0].chunks
+        low, high = 0, window.outputs
+        if chunks is not None:
+            assert chunks.starts is not None
+            here = x.region.chunk(chunks.axis)
+            low, high = chunks.starts[here], chunks.starts[here + 1]
         last = length + p if include else length
         begins = [window.first + i * window.stride for i in range(low, high)]
-        counts = [min(a + k, last) - (a if include else max(a, 0)) for a in begins]
-        counted = uploaded(tuple(counts), x.device)
-        total = total * counted.view(-1, *[1] * (x.dim() - 1 - d))
-    return total
+        counts = (min(a + k, last) - (a if include else max(a, 0)) for a in begins)
+        result.append((d, tuple(counts)))
+    return result
 
 
-def _adaptive_average(nd: int) -> Callable:
-    def pool(x: Field, output_size: Any) -> Field:
-        sizes = tuple_of(1 if output_size is None else output_size, nd)
-        dims = range(x.dim() - nd, x.dim())
-        if any(n not in (1, dim_size(x._dims[d])) for n, d in zip(sizes, dims)):
+def _adaptive(nd: int) -> Callable:
+    def pool(x: Part, output_size: Any) -> Recipe:
+        several = output_size if isinstance(output_size, tuple | list) else (output_size,) * nd
+        dims = range(x.ndim - nd, x.ndim)
+        sizes = [x.shape[d] if n is None else n for n, d in zip(several, dims)]
+        if any(n not in (1, x.shape[d]) for n, d in zip(sizes, dims)):
             raise refused(f"adaptive_avg_pool{nd}d to {sizes}", x, "; only to 1, or to its size")
         over = tuple(d for n, d in zip(sizes, dims) if n == 1)
-        return mean_over(x, over, True)
+        return mean_over(x, over, True) if over else on_locals(torch.clone, (x,), x.dims)
 
     return pool
 
@@ -341,62 +455,80 @@ LINEAR = ("linear", "bilinear", "trilinear")
 
 @rule(F.interpolate)
 def interpolate(
-    x: Field,
+    x: Part,
     size: Any = None,
     scale_factor: Any = None,
     mode: str = "nearest",
     align_corners: bool | None = None,
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
-) -> Field:
+) -> Recipe:
     if antialias or mode not in ("nearest", "nearest-exact", *LINEAR):
         raise refused(f"interpolate with mode {mode!r}{' and antialias' * antialias}", x)
-    t, dims, nd = x._local, list(x._dims), x.dim() - 2
+    if not x.dtype.is_floating_point or not math.prod(x.shape):
+        raise refused("interpolate of nothing, or of numbers that are not real", x)
+    goal = in_neighbours(x, range(2, x.ndim))
+    dims, nd, steps = list(goal), x.ndim - 2, []
     for i in range(nd):
-        d, length = 2 + i, dim_size(dims[2 + i])
+        d, length = 2 + i, x.shape[2 + i]
         factor = scale_factor
         if isinstance(factor, tuple | list):
             factor = factor[i] if len(factor) > 1 else factor[0]
         n = math.floor(length * factor) if size is None else tuple_of(size, nd)[i]
         exact = factor is not None and not recompute_scale_factor
-        ratio = 1 / factor if exact else length / n
+        ratio = 1 / factor if exact and n != length else length / n
         first, second, share = _sources(
-            mode, length, n, ratio, align_corners, factor if exact else None
+            mode, nd, length, n, ratio, align_corners, factor if exact else None
         )
-        chunks = None
-        if is_split_dim(dims[d]):
-            chunks = one_factor("interpolate", x, d).chunks
+        chunks, reach = dims[d][0].chunks, None
+        low, high, base = 0, n, 0
         if chunks is None:
-            low, high, base = 0, n, 0
             dims[d] = whole(n)
         else:
+            assert chunks.starts is not None
             cuts = [sum(s < p for s in first) for p in chunks.starts[1:-1]]
             edges = (0, *cuts, n)
             ranges = tuple(
                 (first[a], second[b - 1] + 1) if b > a else (0, 0)
                 for a, b in itertools.pairwise(edges)
             )
-            seen = around(t, d, chunks, ranges, x._region, "halo")
-            t = joined_box(t, [Strips(d, *seen)])
-            local = x._region.layout.chunk(chunks.axis)
-            low, high, base = edges[local], edges[local + 1], ranges[local][0]
-            dims[d] = split_dim(Chunks(chunks.axis, edges))
-        places = uploaded(tuple(s - base for s in first[low:high]), t.device)
-        below = t.index_select(d, places)
-        if share is not None:
-            places = uploaded(tuple(s - base for s in second[low:high]), t.device)
-            w = uploaded(share[low:high], t.device, t.dtype)
-            w = w.view(-1, *[1] * (t.dim() - 1 - d))
-            below = below * (1 - w) + t.index_select(d, places) * w
-        t = below
-    return Field(t, dims, x._region)
+            reach = SeenRange(d, chunks, ranges)
+            here = x.region.chunk(chunks.axis)
+            low, high, base = edges[here], edges[here + 1], ranges[here][0]
+            dims[d] = split_dim(contiguous(chunks.axis, edges))
+        below = tuple(s - base for s in first[low:high])
+        above = None if share is None else tuple(s - base for s in second[low:high])
+        steps.append((d, reach, below, above, None if share is None else share[low:high]))
+
+    def run(t: list[Any]) -> Tensor:
+        y = t[x.index]
+        for d, reach, below, above, share in steps:
+            if reach is not None:
+                y = joined_box(y, strips_of(y, x, [reach]))
+            lower = y.index_select(d, uploaded(below, y.device))
+            if above is not None:
+                w = uploaded(share, y.device, y.dtype).view(-1, *[1] * (y.dim() - 1 - d))
+                upper = y.index_select(d, uploaded(above, y.device))
+                lower = lower * (1 - w) + upper * w
+            y = lower
+        return y
+
+    return Recipe(run, dims, {x.index: goal})
 
 
 @cached(256)
 def _sources(
-    mode: str, length: int, n: int, ratio: float, corners: bool | None, factor: float | None
+    mode: str,
+    nd: int,
+    length: int,
+    n: int,
+    ratio: float,
+    corners: bool | None,
+    factor: float | None,
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...] | None]:
     """The positions that n outputs are made of, and the share of the second."""
+    if n == length and mode == "nearest" and nd == 2:  # torch leaves such a dim as it is
+        return tuple(range(n)), tuple(range(n)), None
     if mode not in LINEAR:  # rounded as torch rounds it
         line = torch.arange(length, dtype=torch.float32).view(1, 1, -1)
         options = {"size": n} if factor is None else {"scale_factor": factor}
@@ -415,66 +547,92 @@ def _sources(
 
 
 @rule(F.pad)
-def pad(x: Field, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Field:
-    t, dims, fill = x._local, list(x._dims), value or 0.0
-    for i in range(len(pad) // 2):
-        d, (before, after) = x.dim() - 1 - i, pad[2 * i : 2 * i + 2]
-        if not before and not after:
-            continue
+def pad(x: Part, pad: Sequence[int], mode: str = "constant", value: float | None = None) -> Recipe:
+    fill, steps = value or 0.0, []
+    cuts = [i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1]]
+    moves = [x.ndim - 1 - i for i in cuts if mode != "constant" or min(pad[2 * i : 2 * i + 2]) < 0]
+    goal = in_neighbours(x, moves)
+    dims = list(goal)
+    for i in cuts:
+        d, (before, after) = x.ndim - 1 - i, pad[2 * i : 2 * i + 2]
         length = dim_size(dims[d])
         wider = length + before + after
+        if wider < 0:
+            raise RuntimeError(
+                f"pad {tuple(pad)}: dim {d} of {length} would have {wider} positions"
+            )
+        chunks = dims[d][0].chunks
         if not is_split_dim(dims[d]):
-            if mode == "constant":
-                t = F.pad(t, [0, 0] * i + [before, after], value=fill)
-            else:
-                spans = bordered(-before, length + after, length, BORDERS[mode])
-                places = [s.start + k * s.step for s in spans for k in range(s.count)]
-                t = t.index_select(d, uploaded(tuple(places), t.device))
+            steps.append(_whole_pad(d, i, before, after, length, mode, fill))
             dims[d] = whole(wider)
-            continue
-        chunks = one_factor("pad", x, d).chunks
-        assert chunks is not None
-        edges = (0, *(min(max(p + before, 0), wider) for p in chunks.starts[1:-1]), wider)
-        ranges = tuple((a - before, b - before) for a, b in itertools.pairwise(edges))
-        seen = around(t, d, chunks, ranges, x._region, "pad", BORDERS[mode], fill)
-        t = joined_box(t, [Strips(d, *seen)])
-        dims[d] = split_dim(Chunks(chunks.axis, edges))
-    return Field(t, dims, x._region)
+        elif mode == "constant" and before >= 0 and after >= 0:
+            made, dims[d] = _pad_of_ends(x, d, i, before, after, fill)
+            steps.append(made)
+        else:
+            assert chunks is not None
+            assert chunks.starts is not None
+            inner = (min(max(p + before, 0), wider) for p in chunks.starts[1:-1])
+            edges = (0, *inner, wider)
+            ranges = tuple((a - before, b - before) for a, b in itertools.pairwise(edges))
+            reach = SeenRange(d, chunks, ranges, "pad", BORDERS[mode], fill)
+            steps.append(_joined_reach(x, reach))
+            dims[d] = split_dim(contiguous(chunks.axis, edges))
+
+    def run(t: list[Any]) -> Tensor:
+        y = t[x.index]
+        for step in steps:
+            y = step(y)
+        return y
+
+    return Recipe(run, dims, {x.index: goal})
 
 
-@rule(torch.roll, Tensor.roll)
-def roll(x: Field, shifts: Any, dims: Any = None) -> Field:
-    if dims is None:
-        raise refused("roll without dims", x)
-    t = x._local
-    shifts, over = ((shifts,), (dims,)) if isinstance(shifts, int) else (shifts, dims)
-    for shift, d in zip(shifts, (over,) if isinstance(over, int) else over):
-        d %= t.dim()
-        if not is_split_dim(x._dims[d]):
-            t = t.roll(shift, d)
-            continue
-        chunks = one_factor("roll", x, d).chunks
-        assert chunks is not None
-        n = chunks.length
-        wanted = [_rolled(a, b, shift, n) for a, b in itertools.pairwise(chunks.starts)]
-        t = take_positions(t, d, chunks, wanted, x._region, "roll")
-    return Field(t, x._dims, x._region)
+@composite(F.pad)
+def _circular_pad(x: Any, pad: Sequence[int], mode: str = "constant", value: Any = None) -> Any:
+    """Of a circular pad with a negative end the cut comes first: what wraps is what is left."""
+    if mode != "circular" or min(pad, default=0) >= 0:
+        return NotImplemented
+    for i in range(len(pad) // 2):
+        d, (before, after) = x.dim() - 1 - i, (min(p, 0) for p in pad[2 * i : 2 * i + 2])
+        if before or after:
+            x = x.narrow(d, -before, x.shape[d] + before + after)
+    return F.pad(x, [max(p, 0) for p in pad], mode)
 
 
-def _rolled(low: int, high: int, shift: int, n: int) -> Spans:
-    """The positions that come to [low, high) of n when all are shifted."""
-    if high == low:
-        return ()
-    start = (low - shift) % n
-    first = min(high - low, n - start)
-    spans = Span(start, first), Span(0, high - low - first)
-    return tuple(s for s in spans if s.count)
+def _joined_reach(x: Part, reach: SeenRange) -> Callable[[Tensor], Tensor]:
+    return lambda y: joined_box(y, strips_of(y, x, [reach]))
+
+
+def _whole_pad(
+    d: int, i: int, before: int, after: int, length: int, mode: str, fill: float
+) -> Callable[[Tensor], Tensor]:
+    if mode == "constant":
+        return lambda y: F.pad(y, [0, 0] * i + [before, after], value=fill)
+    spans = bordered(-before, length + after, length, BORDERS[mode])
+    places = [s.start + k * s.step for s in spans for k in range(s.count)]
+    return lambda y: y.index_select(d, uploaded(tuple(places), y.device))
+
+
+def _pad_of_ends(
+    x: Part, d: int, i: int, before: int, after: int, fill: float
+) -> tuple[Callable[[Tensor], Tensor], Dim]:
+    """A constant before the first position and behind the last, on the ranks that hold these."""
+    chunks = x.one_factor("pad", d).chunks
+    assert chunks is not None
+    ranks, axis, here = len(chunks.spans), chunks.axis, x.region.chunk(chunks.axis)
+    held = [[p for s in spans for p in (s.start, s.last)] for spans in chunks.spans]
+    first = min(range(ranks), key=lambda c: min(held[c], default=chunks.length))
+    last = max(range(ranks), key=lambda c: max(held[c], default=-1))
+    front, back = alone(axis, ranks, first, before), alone(axis, ranks, last, after)
+    sizes = [front.counts[here], back.counts[here]]
+    dim = split_dim(joined_chunks((front, chunks, back)))
+    return lambda y: F.pad(y, [0, 0] * i + sizes, value=fill), dim
 
 
 for _nd in (1, 2, 3):
     _names = f"conv{_nd}d", f"conv_transpose{_nd}d"
     for _name, _make in zip(_names, (_convolution, _transposed)):
-        rule(getattr(torch, _name), getattr(F, _name))(_make(_nd))
+        rule(getattr(torch, _name), getattr(F, _name))(_with_batch(_make(_nd), _nd))
     rule(getattr(F, f"avg_pool{_nd}d"))(_pool(_nd, "avg"))
     rule(getattr(F, f"max_pool{_nd}d"), getattr(torch, f"max_pool{_nd}d"))(_pool(_nd, "max"))
-    rule(getattr(F, f"adaptive_avg_pool{_nd}d"))(_adaptive_average(_nd))
+    rule(getattr(F, f"adaptive_avg_pool{_nd}d"))(_adaptive(_nd))

@@ -105,6 +105,12 @@ class TileView:
     overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
 
 
+#: Of a backward pass: dout, q, k, v, and of whole rows output, logsumexp and delta.
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None]
+#: What it makes: dq, dk, dv, and the gradient of a bias.
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
+
+
 class Kernel(abc.ABC):
     """One kernel family. `refuses` is its capability table; `weft.kernels.support` prints it.
 
@@ -146,24 +152,14 @@ class Kernel(abc.ABC):
         """
 
     @abc.abstractmethod
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor | None,
-        view: TileView,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Partial dq, dk, dv of this rectangle, given whole-row `lse` and `delta`.
+    def backward(self, given: Given, view: TileView) -> Gradients:
+        """Partial dq, dk, dv of this rectangle, given (dout, q, k, v, out, lse, delta).
 
         With `view.bias_grad` also ds (b h n m), the gradient of the bias; else None.
 
-        `delta` may be None for a kernel that `takes_out` and is given the output.
-        `out` is the whole-row output where it is at hand; else a kernel that insists on it uses
-        `surrogate_out`.
+        `lse` and `delta` are of whole rows, and so is `out`, where it is at hand; else a kernel
+        that insists on it uses `surrogate_out`. `delta` may be None for a kernel that `takes_out`
+        and is given the output.
         """
 
     def differentiable(

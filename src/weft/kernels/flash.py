@@ -30,6 +30,8 @@ from .._caching import cached
 from .._uploads import upload
 from .base import (
     DELTA_DIMS,
+    Given,
+    Gradients,
     Kernel,
     Request,
     TileView,
@@ -98,23 +100,14 @@ class FlashKernel(Kernel):
         out, lse = self.run_forward(q, k, v, view)
         return out[..., :e], lse
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor | None,
-        view: TileView,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, given: Given, view: TileView) -> Gradients:
+        dout, q, k, v, out, lse, delta = given
         if is_empty_call(q, k, v):
             delta = torch.zeros_like(lse) if delta is None else delta
-            return _MATH.backward(dout, q, k, v, out, lse, delta, view)
+            return _MATH.backward((dout, q, k, v, out, lse, delta), view)
         if not view.scale > 0:
             sign, view = _above_zero(view)
-            dq, dk, dv, ds = self.backward(dout, q * sign, k, v, out, lse, delta, view)
+            dq, dk, dv, ds = self.backward((dout, q * sign, k, v, out, lse, delta), view)
             return dq * sign, dk, dv, ds
         d, e = q.shape[-1], v.shape[-1]
         dlse = None

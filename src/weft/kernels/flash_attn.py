@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .._caching import cached
 from ..errors import UnsupportedError
-from .base import Request, TileView
+from .base import Given, Gradients, Request, TileView
 from .cuda_flash import CudaFlash, half_on_cuda, plain_only
 from .cuda_flash import capability as _capability
 from .flash import FlashKernel, GivenRows, offsets, packed, packed_rows, unpacked, unpacked_rows
@@ -181,22 +181,13 @@ class FlashAttn(FlashKernel):
         """True if the generation in use has a varlen form on this device."""
         return self.missing() is None and load().varlen is not None
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor | None,
-        view: TileView,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, given: Given, view: TileView) -> Gradients:
+        _, q, _, v, *_ = given
         if torch.are_deterministic_algorithms_enabled():
             dim = self.dim(q.shape[-1], v.shape[-1] + self.delta_dims(view.lse_grad))
             if dim > load().deterministic:
-                return _DETERMINISTIC.backward(dout, q, k, v, out, lse, delta, view)
-        return super().backward(dout, q, k, v, out, lse, delta, view)
+                return _DETERMINISTIC.backward(given, view)
+        return super().backward(given, view)
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
         package, b = load(), len(q)

@@ -38,7 +38,7 @@ from torch.nn.attention.flex_attention import (
 
 from .._caching import cached
 from .._torch import compiles, flex_unfused, recording
-from .base import HALF, Kernel, MaskContext, Request, TileView, finite_lse
+from .base import HALF, Given, Gradients, Kernel, MaskContext, Request, TileView, finite_lse
 from .flex_mods import diagonal, mask_mod, score_mod
 from .math import Math, is_empty_call
 
@@ -78,19 +78,10 @@ class Flex(Kernel):
         with _lock, torch.no_grad():
             return _attend(q, k, v, view.bias, view)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor | None,
-        view: TileView,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, given: Given, view: TileView) -> Gradients:
+        dout, q, k, v, _, lse, delta = given
         if is_empty_call(q, k):
-            return _MATH.backward(dout, q, k, v, out, lse, delta, _unmasked(view))
+            return _MATH.backward(given, _unmasked(view))
         learned = view.bias if view.bias_grad else None
         inputs = [q, k, v] if learned is None else [q, k, v, learned]
         assert delta is not None  # the kernel takes no output

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .base import Kernel, Request, TileView, accumulate_dtype, finite_lse
+from .base import Given, Gradients, Kernel, Request, TileView, accumulate_dtype, finite_lse
 
 #: Score entries held at once.
 LIMIT = 1 << 24
@@ -34,17 +34,8 @@ class Math(Kernel):
             lses.append(lse)
         return torch.cat(outs, 2).to(q.dtype), torch.cat(lses, 2)
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor | None,
-        view: TileView,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, given: Given, view: TileView) -> Gradients:
+        dout, q, k, v, _, lse, delta = given
         assert delta is not None  # the kernel takes no output
         dtype = accumulate_dtype(q.dtype)
         heads, groups = q.shape[1], k.shape[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from .base import Kernel, Request, TileView, accumulate_dtype
+from .base import Given, Gradients, Kernel, Request, TileView, accumulate_dtype
 
 
 class Meta(Kernel):
@@ -24,17 +24,8 @@ class Meta(Kernel):
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         return out, q.new_empty(q.shape[:3], dtype=accumulate_dtype(q.dtype))
 
-    def backward(
-        self,
-        dout: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor | None,
-        lse: Tensor,
-        delta: Tensor | None,
-        view: TileView,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, given: Given, view: TileView) -> Gradients:
+        _, q, k, v, *_ = given
         ds = None
         if view.bias_grad:
             ds = q.new_empty((*q.shape[:3], k.shape[2]), dtype=accumulate_dtype(q.dtype))

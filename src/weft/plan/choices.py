@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..declare.mesh import index_at
-from ..declare.placements import HEAD, SEQ
-from ..errors import UnsupportedError
+from ..declare.placements import SEQ
 from .order import count
-from .program import MovingDim, MovingDims
-from .resharding import Resharding
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 #: Numbers travel in 32 bits: positions of up to 2^31 keys.
 NUMBER = torch.int32
@@ -20,14 +21,12 @@ NUMBER = torch.int32
 RowMove = tuple[tuple[str, ...], tuple[int, ...]]
 
 
-def row_moves(
-    way: Resharding, moving: Sequence[MovingDim], coords: Mapping[str, int]
-) -> tuple[RowMove, ...]:
-    """The gathers of the rank at `coords`, in order; none where all rows stay where they rest.
+def row_moves(plan: Plan) -> tuple[RowMove, ...]:
+    """The gathers that bring a plan's rank the rows of a choice, in order; none: they rest there.
 
-    `way` is that of the queries, which then travel along mesh dims `moving`. A gather of no mesh
-    dims stands for sorting rows in between.
+    Rows go the way of queries. A gather of no mesh dims stands for sorting rows in between.
     """
+    way, moving, coords = plan.resharding.query, plan.forward.dims.query, plan.coords
 
     def places(dims: tuple[str, ...]) -> Iterator[Mapping[str, int]]:
         for index in itertools.product(*(range(way.sizes[d]) for d in dims)):
@@ -80,19 +79,4 @@ def spreads_of(
         left = kept
 
 
-def check_travel(way: Resharding, forward: MovingDims, backward: MovingDims) -> None:
-    """Raise `UnsupportedError` where a choice cannot go where its queries go."""
-    for step in way.steps:
-        if (step.source, step.target) != (SEQ, HEAD):
-            raise UnsupportedError(
-                f"a choice of keys rests with its queries, whose split mesh dim {step.mesh_dim!r}"
-                " trades for one of the batch; use ring, tile or ulysses"
-            )
-    if forward.query != backward.query:
-        raise UnsupportedError(
-            "a choice of keys is that of the rows which a rank computes, and this layout computes"
-            " other rows in the backward pass; use a strategy with one role for both"
-        )
-
-
-__all__ = ["NUMBER", "RowMove", "check_travel", "gathers_of", "row_moves", "spreads_of"]
+__all__ = ["NUMBER", "RowMove", "gathers_of", "row_moves", "spreads_of"]

@@ -28,18 +28,17 @@ from ..declare.strategy import Role, Rule
 from ..errors import ShapeError, UnsupportedError
 from ..kernels import Kernel, Request, accumulate_dtype, choose_kernel, process_state
 from ..masks import Full, Mask, packs_documents
-from .choices import RowMove, check_travel, row_moves
 from .geometry import ChunkGeometry, Rows
 from .intervals import MAX_SPANS
 from .order import Spans, bounds, chunk_sizes, count, cut_spans, join, positions
 from .problem import LocalProblem, pass_costs
 from .program import CHUNKS, Block, MovingDim, MovingDims, Payload, Program, Transfer
 from .replay import Chunk, drops
-from .rest import head_shares, reshardings
+from .rest import check_travel, head_shares, reshardings
 from .scheduler.choose import choose_sub_chunks, schedule
-from .seen import SeenKeys
+from .seen import seen_keys
 from .shifts import Shifts
-from .sides import Side, Sides
+from .sides import TRAVELS, Side, Sides
 from .tiles import (
     MAX_PACKED_SPANS,
     ROW_BLOCK,
@@ -54,8 +53,6 @@ from .timing import Costs
 
 #: Sequences in a row that see otherwise than the one before; more are computed with a mask tensor.
 MOST_RUNS = 64
-#: The role of a mesh dim along which chunks of each side travel: ranks own the other side's.
-TRAVELS = Sides(Role.KEY, Role.QUERY)
 #: Parts of a tile that have fewer rows and columns than these on average are computed with a mask.
 WORTH_A_CALL = 64
 #: Score entries of a rank below which one gathered call beats a pipeline of small ones.
@@ -114,7 +111,7 @@ class Plan:
         )
         self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
         self.replicated = Sides(*map(self._replicated, Side))
-        self.seen = self._seen(layout)
+        self.seen = seen_keys(layout, problem, self.rules, self.resharding)
         if self.seen is not None:
             queries, keys = self.resharding
             self.resharding = Sides(queries, replace(keys, received=self.seen.spans))
@@ -175,11 +172,6 @@ class Plan:
         group = places(self.sizes, dims, self.coords)
         return [self.resharding[side].entry(coords).spans for coords in group]
 
-    @property
-    def row_moves(self) -> tuple[RowMove, ...]:
-        """The gathers that bring this rank the rows of a choice of keys."""
-        return row_moves(self.resharding.query, self.forward.dims.query, self.coords)
-
     def tile_shape(self) -> tuple[int, int]:
         """Rows and columns of scores that this rank computes in the forward pass."""
         return count(self.forward.tile_spans(Side.QUERY)), count(self.forward.tile_spans(Side.KEY))
@@ -204,34 +196,6 @@ class Plan:
             if rule.role is TRAVELS[side]
             and isinstance((rule.query, rule.key)[side].rest, Replicate)
         )
-
-    def _seen(self, layout: LayoutDeclaration) -> SeenKeys | None:
-        """Keys by halo: along mesh dims that ask for it, and where it moves less along others."""
-        dims = [d for d, rule in self.rules.items() if rule.key.seen and self.sizes[d] > 1]
-        asked = [d for d in dims if self.rules[d].transport == "halo"]
-        if not dims:
-            return None
-        if self.problem.bias_tensor and asked:
-            raise UnsupportedError(
-                f"{layout.source}: keys of mesh dim {asked[0]!r} come by halo, and that is not for"
-                " a bias tensor, which is the tile of scores of a rank's own chunks; use transport"
-                " 'auto' there, or the strategy 'ring'"
-            )
-        if (
-            not self.problem.bias_tensor
-            and dims != asked
-            and (every := self._seen_along(dims)).pays()
-        ):
-            return every
-        return self._seen_along(asked) if asked else None
-
-    def _seen_along(self, dims: Sequence[str]) -> SeenKeys:
-        travelling = tuple(
-            d
-            for d, rule in self.rules.items()
-            if d not in dims and rule.role in TRAVELS and self.sizes[d] > 1
-        )
-        return SeenKeys(tuple(dims), travelling, self.sizes, self.problem.mask, *self.resharding)
 
     # -- sequences whose masks differ ----------------------------------------------------------
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates
 from ..declare.traffic import Traffic
-from .choices import NUMBER, gathers_of
+from .choices import NUMBER, gathers_of, row_moves
 from .memory import payload_bytes, seen_bytes
 from .order import chunk_sizes, count
 from .plan import Pass, Plan
@@ -153,7 +153,7 @@ def _choice(moved: Traffic, plan: Plan) -> None:
     if kind is None:
         return
     row = plan.problem.batch * kind.rows * kind.count * NUMBER.itemsize
-    for dims, rows in plan.row_moves:
+    for dims, rows in row_moves(plan):
         for mesh_dim, sent, received, calls in gathers_of(plan.sizes, dims, plan.coords, rows):
             _add(moved, mesh_dim, "choice", sent * row, received * row, calls)
 

@@ -11,12 +11,13 @@ from torch.distributed.tensor import Shard
 from ..declare.layout import LayoutDeclaration
 from ..declare.layout_file import HEADS
 from ..declare.mesh import index_at, places, rank_at
-from ..declare.placements import SEQ, entry_placement
+from ..declare.placements import HEAD, SEQ, entry_placement
 from ..declare.strategy import Rule
-from ..errors import ShapeError
+from ..errors import ShapeError, UnsupportedError
 from .heads import HeadShares, head_dims, share_heads
 from .order import Span, Spans, product, shard_spans
 from .problem import LocalProblem
+from .program import MovingDims
 from .resharding import Resharding, State, reshard_step
 from .sides import Side, Sides
 
@@ -113,3 +114,18 @@ def reshardings(
         resharding(Side.QUERY, problem.heads, shares.queries),
         resharding(Side.KEY, len(shares.sent), shares.keys),
     )
+
+
+def check_travel(way: Resharding, forward: MovingDims, backward: MovingDims) -> None:
+    """Raise `UnsupportedError` where a choice cannot go where its queries go."""
+    for step in way.steps:
+        if (step.source, step.target) != (SEQ, HEAD):
+            raise UnsupportedError(
+                f"a choice of keys rests with its queries, whose split mesh dim {step.mesh_dim!r}"
+                " trades for one of the batch; use ring, tile or ulysses"
+            )
+    if forward.query != backward.query:
+        raise UnsupportedError(
+            "a choice of keys is that of the rows which a rank computes, and this layout computes"
+            " other rows in the backward pass; use a strategy with one role for both"
+        )

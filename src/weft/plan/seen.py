@@ -17,13 +17,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import index_at, places
+from ..declare.strategy import Rule
+from ..errors import UnsupportedError
 from ..masks import Intervals, Mask, merge_intervals
 from ..relayout.plan import Redistribution
 from ..relayout.windows import Wanted
 from .intervals import hull
 from .order import Span, Spans, ascending, count, join, positions
+from .problem import LocalProblem
 from .resharding import Resharding
+from .sides import TRAVELS, Sides
 
 Coords = Mapping[str, int]
 #: Of a chunk with more spans than these the mask is asked about all positions between its ends.
@@ -132,6 +137,33 @@ class SeenKeys:
                 most = max(most, came)
                 fewer = fewer or came < sum(count(held[owner]) for owner in parts)
         return fewer and most <= 2 * largest
+
+
+def seen_keys(
+    layout: LayoutDeclaration,
+    problem: LocalProblem,
+    rules: Mapping[str, Rule],
+    resharding: Sides[Resharding],
+) -> SeenKeys | None:
+    """Keys by halo: along mesh dims that ask for it, and where it moves less along others."""
+    sizes = dict(layout.mesh)
+    dims = [d for d, rule in rules.items() if rule.key.seen and sizes[d] > 1]
+    asked = [d for d in dims if rules[d].transport == "halo"]
+
+    def along(chosen: Sequence[str]) -> SeenKeys:
+        others = (d for d in rules if d not in chosen and sizes[d] > 1)
+        travelling = tuple(d for d in others if rules[d].role in TRAVELS)
+        return SeenKeys(tuple(chosen), travelling, sizes, problem.mask, *resharding)
+
+    if problem.bias_tensor and asked:
+        raise UnsupportedError(
+            f"{layout.source}: keys of mesh dim {asked[0]!r} come by halo, and that is not for a"
+            " bias tensor, which is the tile of scores of a rank's own chunks; use transport"
+            " 'auto' there, or the strategy 'ring'"
+        )
+    if not problem.bias_tensor and dims != asked and (every := along(dims)).pays():
+        return every
+    return along(asked) if asked else None
 
 
 def _few(spans: Spans) -> Spans:

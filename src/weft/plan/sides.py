@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from typing import Generic, NamedTuple, TypeVar
 
+from ..declare.strategy import Role
+
 T = TypeVar("T")
 
 
@@ -29,3 +31,7 @@ class Sides(NamedTuple, Generic[T]):
 
     query: T
     key: T
+
+
+#: The role of a mesh dim along which chunks of each side travel: ranks own the other side's.
+TRAVELS = Sides(Role.KEY, Role.QUERY)

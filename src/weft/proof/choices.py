@@ -16,6 +16,7 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 import numpy as np
 
 from ..declare.mesh import places
+from ..plan.choices import row_moves
 from ..plan.order import cut_spans
 from ..plan.plan import BlockPlan, Pass, Plan
 from ..plan.sides import Side
@@ -27,7 +28,7 @@ from .coverage import positions_of
 def moved_row_defects(plans: Sequence[Plan]) -> Iterator[str]:
     """Ranks to whose tiles other rows of numbers come than those of their queries."""
     for plan in plans:
-        moves = plan.row_moves
+        moves = row_moves(plan)
         result = _rows(plan, [dims for dims, _ in moves], plan.coords)
         for dims, rows in moves[-1:]:
             if dims and sum(rows) != len(result):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..comm.collectives import gather_slices
 from ..comm.transport import Messages
-from ..plan.choices import NUMBER
+from ..plan.choices import NUMBER, row_moves
 from ..plan.plan import Plan
 from .marks import mark_move
 from .resharding import sort_index
@@ -24,10 +24,11 @@ from .resharding import sort_index
 
 def to_tile(plan: Plan, transport: Messages, numbers: Tensor) -> Tensor | None:
     """The rows of this rank's tile, in its order; None where they are those that rest here."""
-    if not plan.row_moves:
+    moves = row_moves(plan)
+    if not moves:
         return None
     numbers = numbers.to(NUMBER)
-    for dims, rows in plan.row_moves:
+    for dims, rows in moves:
         if dims == ():  # between the two: rows in ascending order
             arrival = plan.arrival.query
             if arrival is not None:

@@ -85,7 +85,7 @@ def backward(
     if whole is not None and dlse is None and plan.kernel(whole.kind).takes_out:
         view = view_of(plan, whole)
         with mark(plan.backward, 0, "compute", _WHOLE):
-            dq, dk, dv, _ = plan.kernel(whole.kind).backward(dout, q, k, v, out, lse, None, view)
+            dq, dk, dv, _ = plan.kernel(whole.kind).backward((dout, q, k, v, out, lse, None), view)
     else:
         delta = None
         if dlse is not None or not plan.backward.takes_out(bias is not None):
@@ -319,7 +319,7 @@ class _Backward(TileRun):
             kernel = self._kernel(work.kind, **grads)
             view = self.views.of(block.plan, work.group, kernel, block.overlapped, **grads)
             assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
-            dq, dk, dv, ds = kernel.backward(dout, q, k, v, of_out, lse, delta, view)
+            dq, dk, dv, ds = kernel.backward((dout, q, k, v, of_out, lse, delta), view)
             if ds is not None:
                 self._add_bias_gradient(block.plan, work.group.calls[0], ds)
             self._add(Side.QUERY, (dq,), work.of_queries, samples)

@@ -24,7 +24,7 @@ from .._torch import dispatched, memory_of, profiling
 from ..comm.channel import refused_everywhere
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
-from ..plan.choices import NUMBER
+from ..plan.choices import NUMBER, row_moves
 from ..plan.plan import Plan
 from . import calls, checks, choices, executor, handles, resharding
 from .expand import Expander
@@ -329,7 +329,7 @@ def attend_eagerly(
 def _moved_shape(bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor, chosen: Tensor) -> Tensor:
     """The numbers of chosen keys of the rank's tile, by their shape."""
     plan = bound.shapes(q, k, v)
-    if not plan.row_moves:
+    if not row_moves(plan):
         return q.new_empty(0)
     b, r, _, count = chosen.shape
     return chosen.new_empty((b, r, plan.tile_shape()[0], count), dtype=NUMBER)

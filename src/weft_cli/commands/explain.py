@@ -28,10 +28,10 @@ from weft.layout import Layout
 from weft.plan.lists import IndexSizes, list_plan
 from weft.plan.memory import memory_bound
 from weft.plan.order import count
-from weft.plan.plan import TRAVELS, Plan
+from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
-from weft.plan.sides import Side
+from weft.plan.sides import TRAVELS, Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_models.declare.model_file import ModelSpec
 from weft_models.routing.attention import blocks_per_rank, check_routed

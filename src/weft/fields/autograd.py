@@ -1,0 +1,171 @@
+"""What a field says of itself without a rule: shape, graph, gradients, and numbers for Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch import as_torch_does
+from .field import Field
+from .registry import DIRECT, attribute, both, direct, refused
+
+_SHAPE_ATTRIBUTES = """
+    shape ndim dtype device layout is_cuda is_sparse is_mps is_quantized is_meta is_xpu is_nested
+    is_cpu is_mkldnn itemsize nbytes names is_leaf
+"""
+#: Answered by the shape that a field has.
+_OF_SHAPE = {
+    *both("numel", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg"),
+    *(Tensor.size, Tensor.dim, Tensor.__len__, Tensor.ndimension, Tensor.element_size),
+    *(Tensor.stride, Tensor.is_contiguous, Tensor.get_device, Tensor.nelement, torch.is_tensor),
+    *(Tensor.is_inference, torch.is_inference, Tensor.dim_order, Tensor.__hash__),
+    *map(attribute, _SHAPE_ATTRIBUTES.split()),
+}
+
+
+def _of_shape(func: Callable) -> Callable:
+    return lambda *args, **kwargs: as_torch_does(func, *args, **kwargs)
+
+
+def _of_local(func: Callable) -> Callable:
+    """Asked of the local tensor, whose graph is that of autograd."""
+    return lambda x, *args: func(x._local, *args)
+
+
+for _func in _OF_SHAPE:
+    DIRECT[_func] = _of_shape(_func)
+for _name in ("requires_grad", "grad_fn", "output_nr"):
+    DIRECT[attribute(_name)] = _of_local(attribute(_name))
+
+
+def _local_of(x: Any) -> Any:
+    return x._local if isinstance(x, Field) else x
+
+
+def _setter(name: str) -> Any:
+    return getattr(getattr(Tensor, name), "__set__", None)
+
+
+# -- numbers for Python: every rank reads the whole -----------------------------------------------
+
+for _read in (
+    *(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__),
+    *(Tensor.tolist, Tensor.__complex__, Tensor.numpy, Tensor.__array__, Tensor.is_nonzero),
+):
+    DIRECT[_read] = lambda x, *args, _of=_read, **kw: _of(x.full_tensor().detach(), *args, **kw)
+
+
+@direct(torch.equal, Tensor.equal)
+def equal(x: Tensor, other: Tensor) -> bool:
+    return x.shape == other.shape and bool((x == other).all())
+
+
+@direct(torch.allclose, Tensor.allclose)
+def allclose(x: Tensor, other: Tensor, *args: Any, **kwargs: Any) -> bool:
+    return bool(torch.isclose(x, other, *args, **kwargs).all())
+
+
+@direct(Tensor.__contains__)
+def contains(x: Tensor, element: Any) -> bool:
+    return bool((x == element).any())
+
+
+@direct(Tensor.__format__)
+def formatted(x: Field, spec: str) -> str:
+    return format(x.full_tensor().detach(), spec) if x.dim() == 0 else repr(x)
+
+
+@direct(Tensor._is_all_true)
+def is_all_true(x: Field) -> Any:
+    return torch.all(x)
+
+
+@direct(Tensor.__iter__)
+def iterated(x: Field) -> Any:
+    if x.dim() == 0:
+        raise TypeError("iteration over a 0-d tensor")
+    return iter(x.unbind(0))
+
+
+@direct(Tensor.__reversed__)
+def turned(x: Field) -> Any:
+    return x.flip(0) if x.dim() else x
+
+
+# -- gradients ------------------------------------------------------------------------------------
+
+
+@direct(Tensor.backward)
+def run_backward(x: Field, gradient: Tensor | None = None, *args: Any, **kwargs: Any) -> None:
+    """The backward pass of a loss that all ranks compute."""
+    gradient = gradient.full_tensor() if isinstance(gradient, Field) else gradient
+    x.full_tensor().backward(gradient, *args, **kwargs)
+
+
+@direct(torch.autograd.backward)
+def backward_of_all(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
+    several = (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    losses = [x.full_tensor() if isinstance(x, Field) else x for x in several]
+    torch.autograd.backward(losses, grad_tensors, *args, **kwargs)
+
+
+@direct(torch.autograd.grad)
+def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple:
+    """`torch.autograd.grad` of losses that all ranks compute; of fields it gives fields."""
+    groups = [(x,) if isinstance(x, Tensor) else tuple(x) for x in (outputs, inputs)]
+    losses = [x.full_tensor() if isinstance(x, Field) else x for x in groups[0]]
+    found = torch.autograd.grad(losses, [_local_of(x) for x in groups[1]], grad_outputs, **kwargs)
+    pairs = zip(found, groups[1])
+    return tuple(
+        Field(g, x._place) if g is not None and isinstance(x, Field) else g for g, x in pairs
+    )
+
+
+@direct(attribute("grad"))
+def gradient_of(x: Field) -> Field | None:
+    grad = x._local.grad
+    return None if grad is None else Field(grad, x._place)
+
+
+@direct(_setter("grad"))
+def set_gradient(x: Field, grad: Any) -> None:
+    if isinstance(grad, Field) and grad._place.dims != x._place.dims:
+        raise refused("a gradient that other ranks hold", grad)
+    x._local.grad = _local_of(grad)
+
+
+@direct(Tensor.requires_grad_)
+def require_gradient(x: Field, requires_grad: bool = True) -> Field:
+    x._local.requires_grad_(requires_grad)
+    set_requires = _setter("requires_grad")
+    as_torch_does(set_requires, x, requires_grad)  # as a torch.autograd.Function sees it
+    return x
+
+
+@direct(_setter("requires_grad"))
+def set_requires_grad(x: Field, requires_grad: bool) -> None:
+    require_gradient(x, requires_grad)
+
+
+@direct(attribute("_base"), Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+def refuse_hooks(x: Field, *_: Any) -> None:
+    raise refused(
+        "a hook on gradients, such as that of a unit of FSDP2 inside the model,",
+        x,
+        "; give weft.data_parallel(model, layout, 'ddp') the model, or sync_gradients",
+    )
+
+
+@direct(Tensor.retain_grad)
+def retain_gradient(x: Field) -> None:
+    x._local.retain_grad()
+
+
+@direct(attribute("data"))
+def data(x: Field) -> Field:
+    made = Field(x._local.data, x._place)
+    made._trail, made._copied = x._trail, x._copied
+    return made

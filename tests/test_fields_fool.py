@@ -1,0 +1,623 @@
+"""Modules that try to fool fields: exact beside one device, refused, or as torch raises."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from beside import different, grid, verdict
+from torch import Tensor
+
+import weft
+from weft import Layout, WeftError
+
+torch.manual_seed(0)
+X = torch.randn(2, 16, 16, dtype=torch.float64)
+IDS = torch.randint(0, 9, (2, 16))
+TABLE = 3 * torch.randn(9, 4, dtype=torch.float64)
+
+
+class Double(torch.autograd.Function):
+    """Mixes positions forward and backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.mean(1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return g * x.mean(1, keepdim=True) + (g * x).mean(1, keepdim=True)
+
+
+class Sized(torch.autograd.Function):
+    """Treats positions alike forward, and reads how many there are backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * g.shape[1]
+
+
+def written(write: Callable[[Tensor], object]) -> Callable:
+    """Gives a copy after a write into it."""
+
+    def after(x, *_):
+        y = x.clone()
+        write(y)
+        return y
+
+    return after
+
+
+def into_buffer(x, i, w):
+    buffer = torch.zeros(2, 16, 16, dtype=x.dtype)
+    torch.mul(x, 2, out=buffer)
+    return buffer + x
+
+
+def added_to_buffer(x, i, w):
+    buffer = torch.zeros(16, 16, dtype=x.dtype)
+    buffer += x[0]
+    return buffer + x
+
+
+def slice_of_buffer(x, i, w):
+    buffer = torch.zeros(2, 16, 16, dtype=x.dtype)
+    buffer[:, 2:5] = x[:, 2:5]
+    return buffer + x
+
+
+def set_data(x, i, w):
+    y = x * 1
+    y.data = x * 3
+    return y
+
+
+def rand_by_shape(x, i, w):
+    torch.manual_seed(5)
+    return x + torch.rand(x.shape, dtype=x.dtype)
+
+
+def positions(x):
+    return torch.arange(16, dtype=x.dtype)[:, None]
+
+
+#: Name -> a function of x (2, 16, 16) and ids (2, 16), whose dim 1 is split, and a plain table.
+MODULES: dict[str, Callable] = {
+    "outer product of one axis": lambda x, i, w: (
+        (x[:, :, None, :1] - x[:, None, :, :1]).square().sum((1, 2)) * x[:, :1, :1]
+    ),
+    "outer sum over one": lambda x, i, w: (x[:, :, None] * x[:, None, :]).sum(2),
+    "x * x.transpose": lambda x, i, w: x * x.transpose(1, 2),
+    "x + x.mT then softmax": lambda x, i, w: (x + x.mT).softmax(-1),
+    "cross entropy over split classes": lambda x, i, w: (
+        F.cross_entropy(x[:, :, 0], torch.tensor([3, 12])) * x
+    ),
+    "nll_loss": lambda x, i, w: F.nll_loss(x[:, :, 0].log_softmax(-1), torch.tensor([3, 12])) * x,
+    "kl_div batchmean": lambda x, i, w: (
+        F.kl_div(x.log_softmax(-1), x.softmax(-1) * 0.5, reduction="batchmean") * x
+    ),
+    "mse mean": lambda x, i, w: F.mse_loss(x, x * 2) * x,
+    "cosine similarity of tokens": lambda x, i, w: (
+        F.cosine_similarity(x, x * 2 + 1, dim=1)[:, None] * x
+    ),
+    "data-dependent if": lambda x, i, w: x * 2 if (x > 2.5).any() else x * 3,
+    "item": lambda x, i, w: x * int(x.abs().max().item() * 7),
+    "tolist": lambda x, i, w: x * sum(i[0].tolist()),
+    "numpy": lambda x, i, w: x * float(np.asarray(i).sum()),
+    ".numpy()": lambda x, i, w: x * float(i.numpy().sum()),
+    "iterate": lambda x, i, w: torch.stack([r * 2 for r in x]),
+    "rand_like": lambda x, i, w: x + torch.rand_like(x),
+    "bernoulli": lambda x, i, w: x * torch.bernoulli(x.sigmoid()),
+    "empty_like().normal_()": lambda x, i, w: x + torch.empty_like(x).normal_(),
+    "dropout": lambda x, i, w: F.dropout(x, 0.5, True),
+    "gumbel": lambda x, i, w: F.gumbel_softmax(x),
+    "multinomial": lambda x, i, w: torch.multinomial(x[:, 0].softmax(-1), 1) + x,
+    "rand(shape), one seed": rand_by_shape,
+    "out= a plain buffer": into_buffer,
+    "+= a plain buffer": added_to_buffer,
+    "write into a plain slice": slice_of_buffer,
+    ".data.add_": written(lambda y: y.data.add_(1)),
+    "x.data = y": set_data,
+    "resize_": written(lambda y: y.resize_(2, 8, 32)),
+    "embedding max_norm": lambda x, i, w: (
+        F.embedding(i, w.detach().clone(), max_norm=1.0).sum(-1, keepdim=True) * x
+    ),
+    "embedding scale_grad_by_freq": lambda x, i, w: F.embedding(i, w, scale_grad_by_freq=True),
+    "embedding padding_idx": lambda x, i, w: F.embedding(i, w, 3),
+    "custom function with mean": lambda x, i, w: Double.apply(x),
+    "custom function, then +": lambda x, i, w: Double.apply(x) + x,
+    "custom function, local": lambda x, i, w: Sized.apply(x) + x,
+    "data_ptr": lambda x, i, w: x * (x.data_ptr() != 0),
+    "storage": lambda x, i, w: x * x.untyped_storage().nbytes(),
+    "numel, shape": lambda x, i, w: x / x.numel() * x.shape[1] * len(x),
+    "compile": lambda x, i, w: torch.compile(
+        lambda a: (a * 2).sin().mean(1, keepdim=True) * a, backend="eager"
+    )(x),
+    "jit": lambda x, i, w: torch.jit.trace(
+        lambda a: a * a.shape[1], torch.ones(2, 16, 16, dtype=torch.float64)
+    )(x),
+    "vmap": lambda x, i, w: torch.vmap(lambda a: a * a.mean(0))(x),
+    "func.grad": lambda x, i, w: torch.func.grad(lambda a: (a * a.mean(1, keepdim=True)).sum())(x),
+    "index_add": lambda x, i, w: x.index_add(1, torch.arange(16), x),
+    "unfold": lambda x, i, w: x.unfold(1, 4, 4).sum(-1),
+    "as_strided": lambda x, i, w: x.as_strided((2, 8, 16), (256, 16, 1)),
+    "view dtype": lambda x, i, w: x.view(torch.int64).double(),
+    "searchsorted": lambda x, i, w: (
+        x + torch.searchsorted(torch.sort(x[0, :, 0])[0], torch.tensor(0.1, dtype=x.dtype))
+    ),
+    "median": lambda x, i, w: x - x.median(1, keepdim=True)[0],
+    "std": lambda x, i, w: x / x.std(1, keepdim=True),
+    "glu over tokens": lambda x, i, w: F.glu(x, 1),
+    "cumprod": lambda x, i, w: x.cumprod(1),
+    "logcumsumexp": lambda x, i, w: x.logcumsumexp(1),
+    "flip": lambda x, i, w: x.flip(1) + x,
+    "repeat_interleave": lambda x, i, w: x.repeat_interleave(2, 1),
+    "tril": lambda x, i, w: x.tril(),
+    "diagonal": lambda x, i, w: x.diagonal(dim1=1, dim2=2).sum(-1)[:, None, None] * x,
+    "nonzero": lambda x, i, w: x * (i > 3).nonzero().shape[0],
+    "bincount": lambda x, i, w: x * torch.bincount(i.flatten(), minlength=9)[0],
+    "one_hot": lambda x, i, w: F.one_hot(i).double().sum(-1, keepdim=True) * x,
+    "unique": lambda x, i, w: x * i.unique().numel(),
+    "max_pool1d over features": lambda x, i, w: F.max_pool1d(x, 2),
+    "avg_pool transposed": lambda x, i, w: F.avg_pool1d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2),
+    "prelu": lambda x, i, w: F.prelu(x, w.flatten()[:16]),
+    "group_norm, tokens as channels": lambda x, i, w: F.group_norm(x, 4),
+    "batch_norm, tokens as channels": lambda x, i, w: F.batch_norm(
+        x, torch.zeros(16).double(), torch.ones(16).double(), training=True
+    ),
+    "instance_norm": lambda x, i, w: F.instance_norm(x.transpose(1, 2)).transpose(1, 2),
+    "lerp by plain n": lambda x, i, w: torch.lerp(x, x * 2, positions(x)),
+    "where plain n": lambda x, i, w: torch.where(positions(x) > 7, x, 0.0),
+    "clamp by a tensor": lambda x, i, w: x.clamp(min=positions(x) - 8),
+    "baddbmm": lambda x, i, w: torch.baddbmm(
+        x, x.softmax(-1) * 0 + x, torch.eye(16, dtype=x.dtype).expand(2, -1, -1)
+    ),
+    "addmm": lambda x, i, w: torch.addmm(
+        torch.ones(16, dtype=x.dtype), x[0], torch.eye(16, dtype=x.dtype)
+    ),
+    "addmm, positions as columns": lambda x, i, w: torch.addmm(
+        positions(x)[:, 0], torch.eye(16, dtype=x.dtype), x[0]
+    ),
+    "addmm with a field bias": lambda x, i, w: torch.addmm(
+        x[1], x[0], torch.eye(16, dtype=x.dtype)
+    ),
+    "topk of features": lambda x, i, w: x.topk(3, -1)[0],
+    "topk of tokens": lambda x, i, w: x.topk(3, 1)[0],
+    "sort of features": lambda x, i, w: x.sort(-1)[0],
+    "max over features": lambda x, i, w: x.max(-1)[0],
+    "scatter_add": lambda x, i, w: torch.zeros_like(x).scatter_add(
+        2, i[:, :, None].expand(-1, -1, 16), x
+    ),
+    "scatter_add along tokens": lambda x, i, w: torch.zeros_like(x).scatter_add(
+        1, i[:, :, None].expand(-1, -1, 16), x
+    ),
+    "gather of features": lambda x, i, w: x.gather(2, i[:, :, None]),
+    "gather of tokens": lambda x, i, w: x.gather(1, i[:, :, None]),
+    "masked_scatter": lambda x, i, w: x.masked_scatter(
+        (i > 3)[:, :, None], torch.arange(512, dtype=x.dtype)
+    ),
+    "masked_select": lambda x, i, w: x.masked_select((i > 3)[:, :, None]).sum() * x,
+    "index_select": lambda x, i, w: x.index_select(1, torch.tensor([3, 9])),
+    "take_along_dim": lambda x, i, w: torch.take_along_dim(x, i[:, :, None], 1),
+    "matmul of two": lambda x, i, w: x @ x,
+    "x @ x.mT": lambda x, i, w: (x @ x.mT).softmax(-1) @ x,
+    "einsum": lambda x, i, w: torch.einsum("bnd,bmd->bnm", x, x),
+    "cdist": lambda x, i, w: torch.cdist(x, x),
+    "fft": lambda x, i, w: torch.fft.fft(x, dim=1).real,
+    "sums of parts": lambda x, i, w: torch.cat([p.sum(1, keepdim=True) for p in x.split(5, 1)], 1),
+    "set a position": written(lambda y: y.__setitem__((slice(None), 3), 0.0)),
+    "write into a slice": written(lambda y: y[:, 2:9].mul_(0)),
+    "write into features": written(lambda y: y[..., :3].mul_(0)),
+    "write into a transposed one": written(lambda y: y.transpose(1, 2)[:, :3].zero_()),
+    "write into a position": written(lambda y: y[:, 3].mul_(0)),
+    "write into a reshaped one": written(lambda y: y.view(2, 8, 2, 16).mul_(0)),
+    "write into a part of windows": written(lambda y: y.view(2, 2, 8, 16)[:, 0].mul_(0)),
+    "write into a flipped one": written(lambda y: y.flip(1).mul_(0)),
+}
+#: Their results are of chance: a field draws other numbers than one device.
+RANDOM = {"rand_like", "bernoulli", "empty_like().normal_()", "dropout", "gumbel", "multinomial"}
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=2", "tokens: ring=3", "tokens(zigzag): ring=2"])
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_do_not_fool_fields(name, line):
+    at = {"tokens": 1}
+    found = verdict(MODULES[name], (X, IDS, TABLE), {}, Layout.parse(line), [at, at, {}])
+    assert found.kind in ("exact", "both raise", "refused", *(["random"] * (name in RANDOM))), found
+
+
+IMAGE = torch.arange(2.0 * 3 * 7 * 5, dtype=torch.float64).view(2, 3, 7, 5) / 7 - 11
+ROWS = torch.arange(1.0, 7.0, dtype=torch.float64).view(1, 1, 6, 1)
+TIES = torch.tensor([5.0, 1, 0, 5, 5, 2], dtype=torch.float64).view(1, 1, 6, 1)
+
+
+def ones(*shape):
+    return torch.ones(shape, dtype=torch.float64)
+
+
+def each(write):
+    """Applies a write to every part."""
+
+    def all_of(parts):
+        for part in parts:
+            write(part)
+
+    return all_of
+
+
+#: Writes into a result, after which x is read: views share storage, copies do not.
+WRITES: dict[str, Callable[[Tensor], object]] = {
+    "x[:, :, 0]": lambda x: x[:, :, 0].zero_(),
+    "x[:, :, -1]": lambda x: x[:, :, -1].mul_(2),
+    "x[:, :, 1:2]": lambda x: x[:, :, 1:2].zero_(),
+    "x[:, :, 2:5]": lambda x: x[:, :, 2:5].zero_(),
+    "x[None]": lambda x: x[None].mul_(3),
+    "select": lambda x: x.select(2, 3).fill_(5),
+    "unbind": lambda x: each(lambda r: r.mul_(2))(x.unbind(2)),
+    "chunk": lambda x: each(lambda r: r.add_(1))(x.chunk(2, 2)),
+    "split": lambda x: each(lambda r: r.add_(1))(x.split(3, 2)),
+    "flatten": lambda x: x.flatten(2).zero_(),
+    "view that merges": lambda x: x.view(2, 3, 35).add_(1),
+    "view of others": lambda x: x.view(6, 7, 5).add_(1),
+    "view of windows": lambda x: x[:, :, :6].unflatten(2, (3, 2))[:, :, :, 0].zero_(),
+    "permute": lambda x: x.permute(0, 2, 3, 1).mul_(3),
+    "transpose": lambda x: x.transpose(2, 3).mul_(3),
+    "mT": lambda x: x.mT.mul_(3),
+    "unsqueeze": lambda x: x.unsqueeze(0).mul_(3),
+    "detach": lambda x: x.detach().mul_(3),
+    "data": lambda x: x.data.mul_(3),
+    "narrow": lambda x: x.narrow(2, 1, 3).neg_(),
+    "contiguous": lambda x: x.contiguous().zero_(),
+    "to": lambda x: x.to(torch.float64).zero_(),
+    "double": lambda x: x.double().zero_(),
+    "float": lambda x: x.float().zero_(),
+    "reshape": lambda x: x.reshape(2, 3, 7, 5).zero_(),
+    "pad by nothing": lambda x: F.pad(x, (0, 0, 0, 0)).zero_(),
+    "relu in place": lambda x: F.relu(x, inplace=True),
+    "silu in place": lambda x: F.silu(x, inplace=True),
+    "dropout in evaluation": lambda x: F.dropout(x, 0.5, False).zero_(),
+    "clone": lambda x: x.clone().zero_(),
+    "roll": lambda x: x.roll(0, 2).zero_(),
+    "x += x.mean()": lambda x: x.__iadd__(x.mean()),
+    "x *= plain": lambda x: x.__imul__(torch.arange(35.0).view(7, 5).double()),
+}
+
+
+@pytest.mark.parametrize("text", ["2x2", "3x1", "z2x1"])
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_into_results_are_those_of_one_device(name, text):
+    def run(x):
+        WRITES[name](x)
+        return x * 1
+
+    where = [{"height": 2, "width": 3}]
+    found = verdict(run, (IMAGE,), {}, grid(text), where, grads=False)
+    assert found.kind in ("exact", "both raise", "refused"), found
+
+
+def at(n: int, *dims: int) -> list[dict[str, int]]:
+    """The first n tensors split along two dims, height and width."""
+    return [dict(zip(("height", "width"), dims or (2, 3)))] * n + [{}] * 3
+
+
+def random(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+Q, K, V = random(3, 2, 4, 12, 8).unbind(0)
+SEEN = (random(2, 1, 12, 12, seed=1) > -0.5) | torch.eye(12).bool()
+GATE = random(3, 3, 6, 1)
+ALL_KEYS = [{"height": 2}] * 3
+BESIDE = {
+    "height beside width": [{"height": 2}, {"width": 3}],
+    "both beside height": [{"height": 2, "width": 3}, {"height": 2}],
+    "height beside both": [{"height": 2}, {"height": 2, "width": 3}],
+}
+
+#: Name -> (function, tensors, their splits): what torch gives, and where it raises.
+CALLS: dict[str, tuple] = {
+    "where of one argument": (lambda x: torch.where(x > 0), [IMAGE], at(1)),
+    "expand": (lambda x: x[None].expand(2, 2, 3, 7, 5), [IMAGE], at(1)),
+    "a column out of range": (lambda x: x[..., 7], [IMAGE], at(1)),
+    "a row out of range": (lambda x: x[:, :, 7], [IMAGE], at(1)),
+    "a negative row out of range": (lambda x: x[:, :, -8], [IMAGE], at(1)),
+    "select out of range": (lambda x: x.select(2, 9), [IMAGE], at(1)),
+    "narrow out of range": (lambda x: x.narrow(2, 4, 9), [IMAGE], at(1)),
+    "split too short": (lambda x: x.split([3, 3], 2), [IMAGE], at(1)),
+    "split too long": (lambda x: x.split([3, 5], 2), [IMAGE], at(1)),
+    "chunk into none": (lambda x: x.chunk(0, 2), [IMAGE], at(1)),
+    "negative step": (lambda x: x[:, :, ::-1], [IMAGE], at(1)),
+    "index by True": (lambda x: x[True], [IMAGE], at(1)),
+    "expand of another size": (lambda x: x.expand(2, 3, 14, 5), [IMAGE], at(1)),
+    "unflatten that does not fit": (lambda x: x.unflatten(2, (2, 4)), [IMAGE], at(1)),
+    "unflatten with 0": (lambda x: x[:, :, :0].unflatten(2, (0, 2)), [IMAGE], at(1)),
+    "two unknown sizes": (lambda x: x.view(2, 3, -1, -1), [IMAGE], at(1)),
+    "permute of three": (lambda x: x.permute(0, 1, 2), [IMAGE], at(1)),
+    "permute twice": (lambda x: x.permute(0, 1, 2, 2), [IMAGE], at(1)),
+    "transpose out of range": (lambda x: x.transpose(2, 4), [IMAGE], at(1)),
+    "mean out of range": (lambda x: x.mean(4), [IMAGE], at(1)),
+    "sum twice": (lambda x: x.sum((2, 2)), [IMAGE], at(1)),
+    "sum out of range": (lambda x: x.sum(-5), [IMAGE], at(1)),
+    "mean keeps dims": (lambda x: x.mean((2, 3), True), [IMAGE], at(1)),
+    "unsqueeze out of range": (lambda x: x.unsqueeze(9), [IMAGE], at(1)),
+    "flatten backwards": (lambda x: x.flatten(3, 1), [IMAGE], at(1)),
+    "mean of integers": (lambda x: x.long().mean(), [IMAGE], at(1)),
+    "sum in fp32": (lambda x: x.sum(dtype=torch.float32), [IMAGE.round()], at(1)),
+    "sum of integers": (lambda x: x.int().sum(2), [IMAGE], at(1)),
+    "sum of booleans": (lambda x: (x > 0).sum(2), [IMAGE], at(1)),
+    "extreme of nan": (
+        lambda x: x.masked_fill(x > 5, float("nan")).amax((2, 3)),
+        [IMAGE],
+        at(1),
+    ),
+    "max with indices": (lambda x: tuple(x.max(1)), [IMAGE], at(1)),
+    "any": (lambda x: (x > 5).any(), [IMAGE], at(1)),
+    "all of a dim": (lambda x: (x > -20).all(2), [IMAGE], at(1)),
+    "pool that pads too much": (lambda x: F.max_pool2d(x, 3, 1, 2), [IMAGE], at(1)),
+    "reflection too wide": (lambda x: F.pad(x, (0, 0, 7, 0), "reflect"), [IMAGE], at(1)),
+    "circle too wide": (lambda x: F.pad(x, (0, 0, 9, 0), "circular"), [IMAGE], at(1)),
+    "convolution of other channels": (
+        lambda x: F.conv2d(x, ones(4, 2, 3, 3)),
+        [IMAGE],
+        at(1),
+    ),
+    "convolution of other groups": (
+        lambda x: F.conv2d(x, ones(4, 1, 3, 3), groups=3),
+        [IMAGE],
+        at(1),
+    ),
+    "kernel longer than the rows": (lambda x: F.conv2d(x, ones(4, 3, 9, 3)), [IMAGE], at(1)),
+    "groups that do not divide": (lambda x: F.group_norm(x, 2), [IMAGE], at(1)),
+    "layer norm of another shape": (lambda x: F.layer_norm(x, (5, 7)), [IMAGE], at(1)),
+    "layer norm": (lambda x: F.layer_norm(x, (5,)), [IMAGE], at(1)),
+    "linear of other features": (lambda x: F.linear(x, ones(4, 6)), [IMAGE], at(1)),
+    "sum with another shape": (lambda x: x + ones(6, 5), [IMAGE], at(1)),
+    "interpolate to nothing": (lambda x: F.interpolate(x, size=(0, 3)), [IMAGE], at(1)),
+    "cumsum": (lambda x: x.cumsum(2), [IMAGE], at(1)),
+    "softmax": (lambda x: x.softmax(2), [IMAGE], at(1)),
+    "flip": (lambda x: x.flip(2), [IMAGE], at(1)),
+    "repeat": (lambda x: x.repeat(1, 1, 2, 1), [IMAGE], at(1)),
+    "repeat of fewer dims": (lambda x: x.repeat(2), [IMAGE], at(1)),
+    "tile": (lambda x: torch.tile(x, (2,)), [IMAGE], at(1)),
+    "strides": (lambda x: x.contiguous().stride(), [IMAGE], at(1)),
+    "is_contiguous": (lambda x: x.permute(0, 2, 3, 1).is_contiguous(), [IMAGE], at(1)),
+    "repeat_interleave": (lambda x: x.repeat_interleave(2, 2), [IMAGE], at(1)),
+    "iterate": (lambda x: list(x.permute(2, 0, 1, 3))[6], [IMAGE], at(1)),
+    "len": (lambda x: len(x.permute(2, 0, 1, 3)), [IMAGE], at(1)),
+    "float": (lambda x: float(x.sum()), [IMAGE], at(1)),
+    "format": (lambda x: f"{x.mean():.3f}", [IMAGE], at(1)),
+    "cat along rows": (lambda x: torch.cat([x, x], 2), [IMAGE], at(1)),
+    "to device and dtype": (lambda x: x.to("cpu", torch.float32), [IMAGE.round()], at(1)),
+    "to another field": (lambda x: x.to(x.float()), [IMAGE.round()], at(1)),
+    "stack": (lambda x: torch.stack([x, x], -1), [IMAGE], at(1)),
+    "zeros_like": (torch.zeros_like, [IMAGE], at(1)),
+    "new_zeros": (lambda x: x.new_zeros(x.shape) + x, [IMAGE], at(1)),
+    "pixel_shuffle without a batch": (
+        lambda x: F.pixel_shuffle(x.flatten(0, 1)[:4], 2),
+        [IMAGE],
+        at(1),
+    ),
+    "pixel_unshuffle that does not fit": (lambda x: F.pixel_unshuffle(x, 2), [IMAGE], at(1)),
+    "plain positions": (lambda x: x + torch.arange(x.shape[2]).view(-1, 1), [IMAGE], at(1)),
+    "one row, kept as a dim": (lambda x: x - x[:, :, :1], [ROWS], at(1)),
+    "ties of amax": (lambda x: x.amax((2, 3)), [TIES], at(1)),
+    "ties of amin": (lambda x: (-x).amin((2, 3)), [TIES], at(1)),
+    "ties of max": (lambda x: x.max(), [TIES], at(1)),
+    "gate of a convolution over all rows": (
+        lambda x, w: x * F.conv2d(x, w).sigmoid(),
+        [random(2, 3, 6, 5), GATE],
+        at(1),
+    ),
+    "the same, of a plain image": (
+        lambda y, x, w: y * F.conv2d(x, w).sigmoid(),
+        [random(2, 3, 6, 5), random(2, 3, 6, 5), GATE],
+        [{}, *at(1)],
+    ),
+    "expand of it": (
+        lambda x, w: F.conv2d(x, w).expand(2, 3, 6, 5),
+        [random(2, 3, 6, 5), GATE],
+        at(1),
+    ),
+    "squeeze of it": (
+        lambda x, w: F.conv2d(x, w).squeeze(2),
+        [random(2, 3, 6, 5), GATE],
+        at(1),
+    ),
+    "cat with an empty one": (
+        lambda a, b: torch.cat([a, b], 1),
+        [ones(0), random(5, 5)],
+        [{"height": 0}, {"height": 0, "width": 1}],
+    ),
+    "cat with a plain empty one": (
+        lambda a, b: torch.cat([a, b], 1),
+        [ones(0), random(5, 5)],
+        [{}, {"height": 0, "width": 1}],
+    ),
+    "cat of two empty ones": (lambda a: torch.cat([a, a]), [ones(0)], [{"height": 0}]),
+    "batch norm of one dim": (
+        lambda x: F.batch_norm(x, None, None, training=True),
+        [random(6)],
+        [{"height": 0}],
+    ),
+    "pool of few channels": (lambda x: F.max_pool2d(x, 2), [random(1, 2, 6, 6)], at(1, 1, 2)),
+    "attention, keys whole and values split": (
+        F.scaled_dot_product_attention,
+        [Q, K, V],
+        [{}, {}, {"height": 2}],
+    ),
+    "attention, keys whole, the others split": (
+        F.scaled_dot_product_attention,
+        [Q, K, V],
+        [{"height": 2}, {}, {"height": 2}],
+    ),
+    "attention with a mask per sample": (
+        F.scaled_dot_product_attention,
+        [Q, K, V, SEEN],
+        [*ALL_KEYS, {}],
+    ),
+    "attention with one mask": (
+        F.scaled_dot_product_attention,
+        [Q, K, V, SEEN[:1]],
+        [*ALL_KEYS, {}],
+    ),
+    "causal attention to fewer keys": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        [Q, K[:, :, :7], V[:, :, :7]],
+        ALL_KEYS,
+    ),
+}
+CALLS |= {
+    f"circular pads {pads}": (
+        lambda x, pads=pads: F.pad(x, pads, "circular"),
+        [torch.arange(8.0).double().view(1, 1, 2, 4)],
+        at(1),
+    )
+    for pads in (
+        [-1, 1, 0, 0],
+        [-1, 2, 0, 0],
+        [1, -1, 0, 0],
+        [-2, 1, 0, 0],
+        [0, 0, -1, 1],
+        [-1, -1, 0, 0],
+    )
+}
+CALLS |= {
+    f"interpolate by 1.2, {mode}": (
+        lambda x, mode=mode: F.interpolate(x, scale_factor=1.2, mode=mode),
+        [torch.arange(4.0).double().view(1, 1, 4, 1).expand(1, 1, 4, 2).contiguous()],
+        at(1),
+    )
+    for mode in ("nearest", "nearest-exact", "bilinear")
+}
+CALLS |= {
+    f"{name}, {place}": (fn, [random(1, 2, 6, 4), random(1, 2, 6, 4, seed=1)], where)
+    for place, where in BESIDE.items()
+    for name, fn in {
+        "x + y": lambda x, y: x + y,
+        "y + x": lambda x, y: y + x,
+        "cat([x, y])": lambda x, y: torch.cat([x, y], 1),
+        "cat([y, x])": lambda x, y: torch.cat([y, x], 1),
+        "mean of a sum": lambda x, y: (x + y).mean((2, 3)),
+        "norm of a product": lambda x, y: F.group_norm(x * y, 1),
+        "x + a row of y": lambda x, y: x + y[:, :, :1],
+        "sum of two means": lambda x, y: x.mean() + y.mean(),
+        "pool of a sum": lambda x, y: F.avg_pool2d(x + y, 3, 1, 1),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("text", ["2x2", "3x1", "z2x1"])
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_give_what_torch_gives_or_raise(name, text):
+    fn, tensors, where = CALLS[name]
+    found = verdict(fn, tuple(tensors), {}, grid(text), where[: len(tensors)])
+    assert found.kind in ("exact", "both raise", "refused", "no field"), found
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_autocast_has_one_dtype_where_a_rank_is_empty(ranks):
+    conv = torch.nn.Conv2d(4, 4, 3, padding=1)
+
+    def run(x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.conv2d(x, conv.weight, conv.bias, padding=1)
+
+    x = torch.randn(1, 4, 4, 6)
+    found = verdict(run, (x,), {}, grid(f"{ranks}x1"), at(1)[:1], tolerance=0.02)
+    assert found.kind == "exact", found
+
+
+MODEL = torch.nn.Sequential(
+    torch.nn.Conv2d(3, 8, 3, padding=1),
+    torch.nn.GroupNorm(4, 8),
+    torch.nn.SiLU(),
+    torch.nn.Conv2d(8, 3, 3, padding=1),
+).double()
+
+
+class Chosen(torch.nn.Module):
+    """Calls a function."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x):
+        return self.fn(x)
+
+
+#: What rank 1 has otherwise -> the change of a model on it, and of its image.
+DIFFERENT: dict[str, Callable] = {
+    "weight": lambda m, x: m[0].weight.data[0, 0, 0, 0].add_(1),
+    "image": lambda m, x: x.add_(0.5),
+    "eps": lambda m, x: setattr(m[1], "eps", 0.1),
+    "activation": lambda m, x: m.__setitem__(2, torch.nn.Identity()),
+    "pad value": lambda m, x: m.__setitem__(0, Chosen(lambda h: F.pad(h, (1, 1), value=1.0))),
+    "pool": lambda m, x: m.__setitem__(0, Chosen(lambda h: F.avg_pool2d(h, 3, 1, 1))),
+}
+OTHERWISE = {
+    "pad value": Chosen(lambda h: F.pad(h, (1, 1))),
+    "pool": Chosen(lambda h: F.max_pool2d(h, 3, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_ranks_that_differ_in_inference_are_refused(name):
+    def rank(layout):
+        model, x = copy.deepcopy(MODEL), random(1, 3, 22, 18).clone()
+        if name in OTHERWISE:
+            model = torch.nn.Sequential(OTHERWISE[name], torch.nn.Identity())
+        if layout.rank:
+            DIFFERENT[name](model, x)
+        with torch.no_grad():
+            return weft.parallelize(model, layout)(x)
+
+    with pytest.raises(WeftError):
+        weft.on_threads(Layout.parse("height: halo=2"), rank, timeout=20)
+
+
+def test_a_model_of_which_nothing_is_split_is_refused_or_exact():
+    """Ids alone are split where the call says so, or the gradients would count once per rank."""
+    table = torch.nn.Embedding(9, 4).double()
+    ids = torch.randint(0, 9, (2, 6))
+    table(ids).square().sum().backward()
+
+    def rank(layout):
+        model = copy.deepcopy(table)
+        model.weight.grad = None
+        weft.parallelize(model, layout, dims={"tokens": 1})(ids).square().sum().backward()
+        layout.sync_gradients(model)
+        return model.weight.grad
+
+    try:
+        found = weft.on_threads(Layout.parse("tokens: ring=2"), rank, timeout=20)
+    except WeftError:
+        return
+    assert not any(different(g, table.weight.grad, 1e-12) for g in found)
+
+
+@pytest.mark.parametrize("name", ["scan", "halo"])
+def test_documents_are_a_list_of_lengths_or_refused(name):
+    x = torch.randn(1, 8, 4)
+    calls = {
+        "scan": lambda layout: weft.scan(
+            torch.ones(1, 8, 4), torch.randn(1, 8, 4, 2), layout, "tokens", documents=[3, 5]
+        ),
+        "halo": lambda layout: weft.halo(
+            lambda run: run[:, 1:], x, 1, layout, "tokens", documents=[3, 5]
+        ),
+    }
+    try:
+        calls[name](Layout.single())
+    except WeftError as error:
+        assert "documents" in str(error)  # noqa: PT017
