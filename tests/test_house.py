@@ -283,7 +283,6 @@ OTHER_TESTS = [
     "composition",
     "inference",
     "input",
-    "meeting",
     "packed",
     "language_model",
     "not_finite",
