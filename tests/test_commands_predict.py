@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 import weft
 from weft.errors import WeftError
 from weft_cli.cli import app
+from weft_cli.commands import predict
 from weft_cli.commands.predict import _destination, scores_in_words
 from weft_models.models import compose
 from weft_models.models.pretrained import save_pretrained
@@ -83,6 +84,17 @@ def test_one_command_writes_a_probability_per_class(files, weights):
 
 
 @pytest.mark.sample
+def test_no_cell_that_is_written_begins_a_formula(tmp_path, monkeypatch):
+    table = pd.DataFrame({"=1+1": ["=cmd|' /C calc'!A0", "-1.5"], "p": [0.5, -0.5]})
+    monkeypatch.setattr(predict, "prediction_table", lambda *_: table)
+    predict._write(tmp_path / "out.csv", None, None, None, force=False)
+    assert (tmp_path / "out.csv").read_text().splitlines() == [
+        "'=1+1,p",
+        "'=cmd|' /C calc'!A0,0.5",
+        "-1.5,-0.5",
+    ]
+
+
 def test_ranks_are_started_for_layout_and_result_is_the_same(files, weights):
     files()
     words = ("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", weights)

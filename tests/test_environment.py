@@ -31,6 +31,13 @@ def test_counts_of_restarts_are_numbers(name):
         slurm_variables(SLURM | {"SLURM_JOB_ID": "x"})
 
 
+@pytest.mark.parametrize("name", ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_processes_of_mpirun_are_no_worlds_of_one(name):
+    assert already_launched({name: "1"}) is None
+    with pytest.raises(DeclarationError, match=f"mpirun started 4 processes .{name}."):
+        already_launched({name: "4"})
+
+
 @pytest.mark.parametrize("environ", [TORCHRUN | {"RANK": "4"}, SLURM | {"SLURM_PROCID": "9"}])
 def test_a_rank_beyond_its_world_is_refused(environ):
     with pytest.raises(DeclarationError, match=r"rank [49] in a world of 4 ranks"):

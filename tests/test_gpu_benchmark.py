@@ -44,7 +44,7 @@ def test_parts_are_run_or_say_why_not(tmp_path) -> None:
     assert "FAILED" not in text
     assert "| ring | 512 |" in text
     assert "| 2 | a vote while a message travels |" in text  # of the second start
-    assert "call the command again: exactness" in done.stdout
+    assert "call the command again: support, exactness" in done.stdout
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_a_part_that_fails_or_hangs_leaves_its_rows(
     assert "| a row |" in text
     assert verdict in text
     assert ("illegal access" in text) is (verdict == "FAILED")
-    assert report.missing() == ["next"]
+    assert report.missing() == ["next", "it"]
 
 
 def test_flex_is_last_and_stays_below_its_limit_of_kinds() -> None:
@@ -198,3 +198,37 @@ def test_what_the_allocator_saw_is_printed_beside_the_prediction(monkeypatch) ->
     layout = weft.Layout.parse("tokens: ring=8")
     seen = step.measured(where, model, layout, 64, "chunked", True)
     assert seen == [5 * mib, 8 * mib, 4 * mib]
+
+
+def test_parts_that_failed_come_again_after_those_that_did_not_begin(tmp_path) -> None:
+    report = Report(tmp_path / "gpu.md", "# Somewhere", ["a", "b", "c"])
+    for name, failed in (("a", True), ("b", False)):
+        report.begin(name, name)
+        report.end(name, "*1 s*", failed)
+    again = Report(tmp_path / "gpu.md", "# Somewhere", ["a", "b", "c"])
+    assert again.missing() == ["c", "a"]
+    assert again.failed() == ["a"]
+
+
+class _Nothing:
+    """A kernel of a device that computes nothing."""
+
+    name = "nothing"
+
+    def forward(self, q, k, v, view):
+        return torch.zeros_like(q), q.new_zeros(q.shape[:3])
+
+    def backward(self, rows, view):
+        _, q, k, v, *_ = rows
+        return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), None
+
+
+def test_a_device_that_computes_nothing_is_not_exact() -> None:
+    where, dtype = Where("cpu"), torch.float32
+    case = next(exactness.cases(where, "math"))
+    wrong = exactness._against_the_cpu(_Nothing(), case, 96, dtype, "cpu")
+    assert any("from the CPU's" in text for text in wrong)
+    math = exactness.named("math")
+    assert exactness._against_the_cpu(math, case, 96, dtype, "cpu") == []
+    planted = exactness.error_of(math, case, 96, dtype, "cpu", planted=True)
+    assert planted > exactness.LIMIT[dtype]

@@ -83,9 +83,9 @@ def test_gradients_are_summed_in_buckets_of_the_same_bytes(nbytes, monkeypatch):
         return grads, sum(n for (_, label), n in moved.sent.items() if label == "gradients")
 
     ranks = weft.on_threads(Layout.parse(RING), rank)
-    nbytes_sent = 4 * (9 + 3)  # of all numbers, and of which gradients a rank has
+    nbytes_sent = 4 * 9
     assert ranks == [([[3.0] * 3, [5.0] * 3, None], nbytes_sent)] * 2
-    buckets = {1: [3, 3, 6], 20: [3, 3, 6], 30: [6, 6], 1 << 27: [12]}
+    buckets = {1: [3, 3, 3], 20: [3, 3, 3], 30: [6, 3], 1 << 27: [9]}
     assert sizes == buckets[nbytes]
 
 

@@ -185,24 +185,29 @@ def test_torch_takes_its_arguments_in_the_order_weft_gives_them(op, names: str) 
     assert "scale" in [a.name for a in arguments if a.kwarg_only]
 
 
-@pytest.fixture
-def cudnn_stand_in(monkeypatch):
-    """cuDNN's ops computed by the formula, which remember the strides of what they are given."""
-    given = []
+@pytest.fixture(params=[4, 3], ids=["lse (b h n 1)", "lse (b h n)"])
+def cudnn_stand_in(monkeypatch, request):
+    """cuDNN's ops computed by the formula, which remember the strides of what they are given.
+
+    Releases of torch differ in the shape of the logsumexp that they give and take.
+    """
+    given, shaped = [], (lambda lse: lse.reshape(*lse.shape[:3], *[1] * (request.param - 3)))
+    monkeypatch.setattr(named("cudnn"), "lse_dims", 4)
 
     def forward(q, k, v, bias, with_lse, dropout, causal, *, scale):
         flash_packages.check_strides(q, k, v)
         out, lse = MATH.forward(q, k, v, TileView(scale, causal))
-        return torch.empty_like(q).copy_(out), lse.unsqueeze(-1)
+        return torch.empty_like(q).copy_(out), shaped(lse)
 
     def backward(dout, q, k, v, out, lse, *rest, scale):
         flash_packages.check_strides(dout, q, k, v, out)
         assert all(0 not in t.stride() for t in (q, k, v) if t.numel() > t.shape[-1])
         given.append((torch.empty_like(q).stride(), out.stride(), dout.stride()))
         delta = (dout * out).sum(-1)
-        assert lse.shape == (*q.shape[:3], 1)
+        assert lse.dim() == request.param
+        lse = lse.reshape(q.shape[:3])
         view = TileView(scale, rest[-1])
-        return MATH.backward((dout, q, k, v, None, lse[..., 0], delta), view)[:3]
+        return MATH.backward((dout, q, k, v, None, lse, delta), view)[:3]
 
     monkeypatch.setattr(cudnn, "cudnn_forward", forward)
     monkeypatch.setattr(cudnn, "cudnn_backward", backward)

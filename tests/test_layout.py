@@ -70,6 +70,8 @@ REFUSED = [
     ),
     (_ring(rates={"bandwith": 1e9}), "unknown key 'rates.bandwith'; did you mean 'bandwidth'"),
     (_ring(rates={"bandwidth": -1.0}), "rates.bandwidth = -1.0"),
+    (_ring(rates={"latency": 2147483648}), "rates.latency = 2147483648: "),
+    (_ring(share={"ring": [1e308, 1e308]}), "share.ring.0 = 1e+308: "),
     (_ring(rates={"latency": False}), "rates.latency = False: give a number"),
     (_ring(rates={"level": [{"name": "a", "rate": True}]}), "rates.level.0.rate = True: give a nu"),
     (_ring(rates={"level": [{"name": "a"}]}), "rates.level: level 'a' has no rate; give bytes per"),
@@ -89,6 +91,15 @@ def test_a_bad_layout_is_refused_by_file_and_reason(data, reason):
     with pytest.raises(DeclarationError, match=re.escape(reason)) as caught:
         Layout.from_dict(data, source="my/layout.toml")
     assert str(caught.value).startswith("my/layout.toml")
+
+
+def test_a_file_s_name_begins_no_line_of_an_error(tmp_path):
+    path = tmp_path / "a\nerror: forged.toml"
+    path.write_text("[mesh]\nring = 0\n")
+    with pytest.raises(DeclarationError) as error:
+        Layout.load(path)
+    assert "error: forged" not in str(error.value).splitlines()
+    assert r"a\nerror: forged.toml" in str(error.value)
 
 
 @pytest.mark.parametrize("name", catalog.names("layouts"))

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import datetime
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from ports import free_port
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import DeclarationError, Layout, ShapeError
 from weft._torch import fake_ranks
-from weft.comm import P2PBatch, Transport, control, run_threads
+from weft.comm import P2PBatch, Transport, control, meeting, run_threads
 from weft.comm.channel import Channel
 from weft.comm.processes import ProcessTransport
-from weft.launch import failures
+from weft.errors import RankError
+from weft.launch import failures, trace
 from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
 from weft.relayout.redistribute import _moving, placement
 
@@ -234,3 +241,48 @@ def test_pass_that_sends_nothing_is_agreed_on_when_it_ends():
     for text in run_threads({"ring": 2}, rank, timeout=20):
         assert "rank 0: its digest 0" in text
         assert "rank 1: its digest 1" in text
+
+
+@pytest.fixture
+def sibling(monkeypatch):
+    """A process of rank 1 of a launch whose rank 0 this process is."""
+    placed = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
+    for name, value in placed.items():
+        monkeypatch.setenv(name, value)
+    with subprocess.Popen(["sleep", "600"], env=os.environ | {"RANK": "1"}) as process:
+        yield process
+        process.kill()
+
+
+FATES = {signal.SIGKILL: "rank 1 ended before", signal.SIGSTOP: r"rank 1 is stopped \(SIGSTOP\)"}
+
+
+@pytest.mark.parametrize("fate", FATES)
+def test_a_rank_that_was_seen_and_does_not_go_on_is_named(sibling, fate, monkeypatch):
+    monkeypatch.setattr(trace, "FROZEN", -1.0)
+    siblings = meeting._Siblings(0, 2)
+    siblings.refuse_lost([1])
+    sibling.send_signal(fate)
+    if fate == signal.SIGKILL:
+        sibling.wait()
+    else:
+        os.waitid(os.P_PID, sibling.pid, os.WSTOPPED)
+    with pytest.raises(RankError, match=FATES[fate]):
+        siblings.refuse_lost([1])
+
+
+def test_a_rank_of_another_machine_that_does_not_come_is_named():
+    store = dist.HashStore()
+    store.set("weft/came/2", "")
+    with pytest.raises(RankError, match=r"ranks 1, 3 of 4 did not come within 0.2 s"):
+        meeting.await_ranks(store, 0, 4, datetime.timedelta(seconds=0.2))
+
+
+@pytest.mark.sample
+def test_a_rank_that_no_other_saw_is_named_where_a_launcher_starts_all():
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    code = "import weft; weft.Layout.parse('tokens: ring=2').build('cpu', timeout=100)"
+    given = {"env": environ, "timeout": 90, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **given, check=False)
+    assert "RankError: rank 1 ended before all ranks met" in done.stderr

@@ -4,11 +4,13 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from ports import free_port
 
 from weft.errors import DeclarationError, RankError
 from weft.launch import peers
@@ -144,6 +146,33 @@ def test_an_error_of_torch_names_the_rank_that_was_lost(trace, start, monkeypatc
     peers.add_lost(named)
     assert not getattr(named, "__notes__", [])
     peers._watch.close()
+
+
+#: Rank 1 raises an error of its own while rank 0 waits in torch.
+RAISES = """
+import torch.distributed as dist, weft
+layout = weft.Layout.parse("tokens: ring=2").build("cpu", timeout=60)
+if layout.rank == 1:
+    raise KeyError("a user's own")
+dist.barrier()
+"""
+
+
+def test_an_error_of_one_rank_is_named_where_others_wait_in_torch(tmp_path):
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    environ |= {"WORLD_SIZE": "2", "WEFT_BLACKBOX": str(tmp_path)}
+    first, second = (
+        subprocess.Popen(
+            [sys.executable, "-c", RAISES],
+            env=environ | {"RANK": rank, "LOCAL_RANK": rank},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in "01"
+    )
+    said = first.communicate(timeout=90)[1]
+    second.communicate(timeout=90)
+    assert 'weft: rank 1 failed first: KeyError: "a user\'s own"' in said
 
 
 def test_a_process_number_that_is_taken_again_is_gone(trace, start):

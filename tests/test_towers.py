@@ -149,6 +149,18 @@ def test_spread_calls_of_other_rows(case):
     check(built(family), call, line)
 
 
+def test_ranks_of_which_one_alone_spreads_its_images_are_refused():
+    model, call = built("gemma3"), example("gemma3")
+
+    def work(layout):
+        images = "spread" if layout.rank else "whole"
+        own = parallelize(copy.deepcopy(model), layout, verify=False, images=images)
+        with pytest.raises(weft.ShapeError, match="rank 1: features of images, of images='spread'"):
+            step(own, call)
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), work, timeout=20)
+
+
 @split
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_features_travel_at_most_their_mean_way(line):

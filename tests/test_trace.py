@@ -154,6 +154,12 @@ def test_steps_of_a_run_are_closed_to_other_users(shared):
         assert "PermissionError" in said or "no run on this machine" in said
 
 
+def test_others_see_a_part_of_a_run_s_name_alone(tmp_path):
+    """The name of its copies in a folder for all has the whole: nobody can take it before."""
+    assert Trace(0, 1, "0123456789abcdef", tmp_path).path.parent.name == "weft-steps-01234567"
+    assert trace._temporary("0123456789abcdef").name == "weft-blackbox-0123456789abcdef"
+
+
 def test_a_restarted_rank_takes_its_file_anew(tmp_path):
     before = Trace(0, 2, "a1", tmp_path)
     before.step("ring-2", "ring", "kv", 1, 0, ZERO, ZERO, 512)

@@ -2,19 +2,22 @@
 
     python -m benchmarks.gpu                      the parts that are missing, as far as 9 minutes go
     python -m benchmarks.gpu                      again: the next of them, until none is missing
+    python -m benchmarks.gpu --wheels FOLDER      where weft's requirements are not installed
     python -m benchmarks.gpu --only exactness     this part, also again; repeat for more
     python -m benchmarks.gpu --list
 
 Every part is a process with a limit of 150 s at most, so that one that fails, hangs or spoils the
 GPU's memory does not take the others with it. Every row is in results/gpu.md as soon as it is
-known: whatever ends the command, finished rows stay. Without a GPU the parts that a CPU can run are
-rehearsed at tiny sizes, and results/gpu-rehearsal.md says which were left out.
+known: whatever ends the command, finished rows stay. The last line names parts that failed or took
+too long; a later call repeats them, after those that no call began. Without a GPU the parts that a
+CPU can run are rehearsed at tiny sizes, and results/gpu-rehearsal.md says which were left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import platform
 import subprocess
 import sys
@@ -51,21 +54,22 @@ class Part:
 
 #: What the first call does comes first: the rest waits for the next.
 PARTS = {
-    "world": Part("A world of one: bind, vote, sum, end", "world", "run", 60),
+    "support": Part("Versions, and which kernel computes what", "support", "run", 60),
     "exactness": Part("Every kernel against fp64", "exactness", "run", 120),
-    "sync": Part("Does the CPU wait for the GPU", "host", "run_sync", 90),
-    "documents": Part("Packed documents, new lengths in every step", "documents", "run", 90),
     "merge": Part("The fused merge", "compiled", "run_merge", 60),
+    "sync": Part("Does the CPU wait for the GPU", "host", "run_sync", 90),
     "speed": Part("Speed against SDPA", "speed", "run", 150),
-    "exactness-flex": Part("FlexAttention against fp64", "exactness", "run_flex", 150),
-    "overlap": Part("A message during attention", "messages", "run_overlap", 60),
     "peak": Part("Memory of a ring of eight", "messages", "run_peak", 60),
     "step": Part("Memory of a training step, predicted and allocated", "step", "run", 150),
+    "tests": Part("Tests that need a GPU", "tests", "run", 150),
+    "world": Part("A world of one: bind, vote, sum, end", "world", "run", 60),
+    "overlap": Part("A message during attention", "messages", "run_overlap", 60),
+    "documents": Part("Packed documents, new lengths in every step", "documents", "run", 90),
     "steps": Part("The CPU's work per step", "host", "run_steps", 60),
-    "long": Part("A million tokens", "speed", "run_long", 120),
+    "exactness-flex": Part("FlexAttention against fp64", "exactness", "run_flex", 150),
     "flex": Part("FlexAttention of many kinds", "compiled", "run_flex", 150),
     "ranks": Part("Virtual ranks as a share of one call", "kernels", "run", 150),
-    "tests": Part("Tests that need a GPU", "tests", "run", 150),
+    "long": Part("A million tokens", "speed", "run_long", 120),
 }
 
 
@@ -75,6 +79,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", choices=PARTS, help="this part; repeatable")
     parser.add_argument("--list", action="store_true", help="the parts there are")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the report's folder")
+    parser.add_argument("--wheels", type=Path, help="wheels of what weft needs and is not here")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,15 +90,30 @@ def main() -> None:
     if options.part:
         run_here(PARTS[options.part], Where(device))
         return
+    if options.wheels:
+        install(options.wheels, options.results / "wheels")
     path = options.results / ("gpu.md" if device == "cuda" else "gpu-rehearsal.md")
     report, deadline = Report(path, heading(device), [*PARTS]), time.monotonic() + LIMIT
     for name in options.only or report.missing():
         if deadline - time.monotonic() < PARTS[name].seconds:
             break
         run_apart(name, PARTS[name], report)
-    left = report.missing()
+    left, failed = report.missing(), report.failed()
     more = f"; missing, call the command again: {', '.join(left)}" if left else ""
+    more += f"; FAILED: {', '.join(failed)}" if failed else ""
     print(f"\nwritten to {path}{more}")
+
+
+def install(wheels: Path, target: Path) -> None:
+    """Wheels of a folder, without a network, where the parts find them, and weft's source."""
+    found = sorted(map(str, wheels.glob("*.whl")))
+    if not found:
+        raise SystemExit(f"--wheels {wheels}: there is no *.whl")
+    if not target.exists():
+        command = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
+        subprocess.run([*command, "--target", str(target), *found], check=True)
+    here = [str(target.absolute()), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(path for path in here if path)
 
 
 def run_here(part: Part, where: Where) -> None:
@@ -141,7 +161,7 @@ def run_apart(name: str, part: Part, report: Report) -> None:
         verdict = f"Left out: {last}."
     elif code:
         verdict = f"**FAILED** after {taken:.0f} s:\n\n```\n{tail}\n```"
-    report.end(name, verdict)
+    report.end(name, verdict, failed=late.is_set() or code not in (0, _LEFT_OUT))
     print(f"\n{verdict}", flush=True)
 
 

@@ -1,4 +1,8 @@
-"""Every kernel that runs here against fp64: one rectangle, alone and as a part of a larger one."""
+"""Every kernel that runs here against fp64: one rectangle, alone and as a part of a larger one.
+
+The fp64 of most cases is this device's, for speed; of the first case of a kernel and dtype it is
+the CPU's, and a planted error must be found: a device that computes nothing agrees with itself.
+"""
 
 from __future__ import annotations
 
@@ -74,6 +78,8 @@ def _checked(where: Where, wanted, notes: list[str]) -> Iterator[tuple]:
                 refused = str(error).split(": ", 1)[1]
                 continue
             try:
+                if not count:
+                    notes += _against_the_cpu(kernel, case, n, dtype, where.device)
                 found = error_of(kernel, case, n, dtype, where.device)
             except Exception as error:  # goes on: one kernel's failure is a result
                 found = float("inf")
@@ -86,6 +92,20 @@ def _checked(where: Where, wanted, notes: list[str]) -> Iterator[tuple]:
             yield kernel.name, str(dtype)[6:], count, worst, LIMIT[dtype], taken
         else:
             notes.append(f"- `{kernel.name}` did not run in {str(dtype)[6:]}: {refused}")
+
+
+def _against_the_cpu(
+    kernel: Kernel, case: Case, n: int, dtype: torch.dtype, device: str
+) -> list[str]:
+    """What is wrong with a case whose reference is the CPU's, and with a planted error."""
+    found, planted = (error_of(kernel, case, n, dtype, device, "cpu", p) for p in (False, True))
+    wrong = []
+    if not found <= LIMIT[dtype]:
+        by = f"{found:.3g} units from the CPU's"
+        wrong.append(f"- **WRONG** {kernel.name}, {dtype}, {case}: {by}")
+    if planted <= LIMIT[dtype]:
+        wrong.append(f"- **WRONG** {kernel.name}, {dtype}: a planted error was not found")
+    return wrong
 
 
 def cases(where: Where, kernel: str) -> Iterator[Case]:
@@ -104,29 +124,48 @@ def cases(where: Where, kernel: str) -> Iterator[Case]:
             yield Case((64, 64), HEADS[1], causal, lies, how)
 
 
-def error_of(kernel: Kernel, case: Case, n: int, dtype: torch.dtype, device: str) -> float:
-    """The largest error of output, logsumexp and gradients, each relative to its largest entry."""
-    make = torch.Generator(device).manual_seed(0)
+def error_of(
+    kernel: Kernel,
+    case: Case,
+    n: int,
+    dtype: torch.dtype,
+    device: str,
+    reference: str = "",
+    planted: bool = False,
+) -> float:
+    """The largest error of output, logsumexp and gradients, each relative to its largest entry.
+
+    Numbers are drawn, and computed in fp64, on device `reference`, default where the kernel runs.
+    With `planted` one entry of each result is off by twice the limit.
+    """
+    at = reference or device
+    make = torch.Generator(at).manual_seed(0)
     (h, g), (d, e) = case.heads, case.dims
     shapes = ((2, h, n, d), (2, g, n, d), (2, g, n, e), (2, h, n, e))
-    drawn = [torch.randn(s, generator=make, device=device).to(dtype) for s in shapes]
-    q, k, v, dout = map(LAID[case.laid], drawn)
+    drawn = [torch.randn(s, generator=make, device=at).to(dtype) for s in shapes]
+    q, k, v, dout = (LAID[case.laid](t.to(device)) for t in drawn)
     plain, math = TileView(d**-0.5, case.causal), named("math")
     view = TileView(d**-0.5, case.causal, lse_grad=case.how == "lse")
-    wide = [t.double() for t in (q, k, v)]
+    *wide, wide_dout = (t.double() for t in drawn)
     out, lse = math.forward(*wide, plain)
     pairs = list(zip(kernel.forward(q, k, v, plain), (out, lse)))
     whole = lse
     if case.how == "part":  # other keys of the same rows, somewhere else
-        whole = torch.logaddexp(lse, torch.randn(lse.shape, generator=make, device=device) + 4)
-    delta = (dout.double() * out).sum(-1)
+        whole = torch.logaddexp(lse, torch.randn(lse.shape, generator=make, device=at) + 4)
+    delta = (wide_dout * out).sum(-1)
     if case.how == "lse":
-        delta = delta - torch.randn(lse.shape, generator=make, device=device)
-    wanted = math.backward((dout.double(), *wide, None, whole, delta), plain)[:3]
+        delta = delta - torch.randn(lse.shape, generator=make, device=at)
+    wanted = math.backward((wide_dout, *wide, None, whole, delta), plain)[:3]
     accum = torch.float64 if dtype == torch.float64 else torch.float32
-    given = out.to(dtype) if case.how == "alone" else None
-    grads = kernel.backward((dout, q, k, v, given, whole.to(accum), delta.to(accum)), view)[:3]
+    given = out.to(device, dtype) if case.how == "alone" else None
+    of_rows = (whole.to(device, accum), delta.to(device, accum))
+    grads = kernel.backward((dout, q, k, v, given, *of_rows), view)[:3]
     pairs += list(zip(grads, wanted))
     unit = torch.finfo(dtype).eps
-    gaps = [(f.double() - w).abs().max() / w.abs().max().clamp_min(1.0) for f, w in pairs]
+    gaps = []
+    for found, right in pairs:
+        found, scale = found.to(at).double(), right.abs().max().clamp_min(1.0)
+        if planted:
+            found.view(-1)[-1] += 2 * LIMIT[dtype] * unit * scale
+        gaps.append((found - right).abs().max() / scale)
     return (torch.stack(gaps).max() / unit).nan_to_num(float("inf")).item()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import weft
 from weft.comm import P2PBatch, Transport
+from weft.comm.nccl import unheld
 from weft.errors import UnsupportedError
 from weft.kernels import Request, TileView, choose_kernel, flash_signatures
 
@@ -36,9 +37,11 @@ def alone_with_nccl(high_priority: bool = False) -> Iterator[None]:
 
 
 def to_itself(sends: list[torch.Tensor], receives: list[torch.Tensor]) -> list[dist.Work]:
-    """Buffers from this rank to this rank."""
-    ops = [dist.P2POp(dist.irecv, buffer, 0) for buffer in receives]
-    return dist.batch_isend_irecv(ops + [dist.P2POp(dist.isend, buffer, 0) for buffer in sends])
+    """Buffers from this rank to this rank, as a layout hands them to NCCL."""
+    both = (dist.irecv, receives), (dist.isend, sends)
+    return dist.batch_isend_irecv(
+        [dist.P2POp(call, unheld(buffer), 0) for call, buffers in both for buffer in buffers]
+    )
 
 
 # -- overlap --------------------------------------------------------------------------------------
@@ -122,14 +125,23 @@ def paired(
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """(source, target) of every message; what lacks its other end gets one that nobody looks at.
 
-    A rank of a causal ring sends more, or less, than it receives.
+    A rank of a causal ring sends more, or less, than it receives. What stands in is kept: no rank
+    of a real ring makes it.
     """
     pairs, waiting = [], list(receives)
     for source in sends:
         wanted = (source.shape, source.dtype)
         found = next((i for i, t in enumerate(waiting) if (t.shape, t.dtype) == wanted), None)
-        pairs.append((source, torch.empty_like(source) if found is None else waiting.pop(found)))
-    return pairs + [(torch.zeros_like(target), target) for target in waiting]
+        pairs.append((source, _other_end(source, 0) if found is None else waiting.pop(found)))
+    return pairs + [(_other_end(target, 1), target) for target in waiting]
+
+
+def _other_end(t: torch.Tensor, side: int) -> torch.Tensor:
+    key = t.shape, t.dtype, t.device, side
+    return _other_ends.setdefault(key, torch.zeros_like(t))
+
+
+_other_ends: dict[tuple, torch.Tensor] = {}
 
 
 class ToItself(Transport):
@@ -153,43 +165,49 @@ class ToItself(Transport):
     def _all_gather_text(self, text, mesh_dims):
         return dict.fromkeys(self.ranks_along(mesh_dims), text)
 
-    def _vote(self, mesh_dims, digest, names) -> Callable[[], bool]:
+    def _vote(self, mesh_dims, digest, name) -> Callable[[], bool]:
         return lambda: True
 
 
 def run_peak(where: Where) -> Iterator[str]:
-    """Peak memory of a forward and backward pass against that of one call on the same chunk."""
-    tokens = 64 if where.rehearsal else 16384
-    header = ["", "tokens in all", "peak MiB", "in chunks of keys and values", "held, of its bound"]
+    """Allocated and reserved memory of a step of eight layers: one call on a chunk, and a ring."""
+    tokens, layers = (64, 1) if where.rehearsal else (16384, 8)
+    header = ["", "tokens in all", "allocated MiB", "reserved MiB", "reserved of allocated"]
+    header.append("held, of its bound")
     with contextlib.nullcontext() if where.rehearsal else alone_with_nccl():
-        yield from rows(header, _peaks(where, tokens))
-    yield f"\n{RANKS} ranks, {tokens} tokens each, 8 heads of dim 128."
+        yield from rows(header, _peaks(where, tokens, layers))
+    yield f"\n{RANKS} ranks, {tokens} tokens each, {layers} layers, 32 heads of dim 128, 8 of keys."
 
 
-def _peaks(where: Where, tokens: int) -> Iterator[tuple]:
-    layout = weft.Layout.parse(f"tokens: ring={RANKS}")
+def _peaks(where: Where, tokens: int, layers: int) -> Iterator[tuple]:
+    layout = weft.Layout.parse(f"tokens(zigzag): ring={RANKS}")
     ring = layout.on(ToItself(layout.mesh, 0))
-    shape = (1, 8, tokens, 128)
     for name, on, length in (
         ("one call", weft.Layout.single(), tokens),
         ("ring", ring, RANKS * tokens),
     ):
         leaves = [
-            torch.randn(shape, device=where.device, dtype=where.dtype, requires_grad=True)
-            for _ in range(3)
+            torch.randn(
+                1, heads, tokens, 128, device=where.device, dtype=where.dtype, requires_grad=True
+            )
+            for heads in (32, 8, 8)
         ]
-        chunk = 2 * leaves[0].nbytes
         for _ in range(2):  # the second time nothing is planned or compiled
             if where.device == "cuda":
                 torch.cuda.synchronize()
+                torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()
-                before = torch.cuda.memory_allocated()
             with weft.traffic(on) as moved:
-                weft.attention(*leaves, on, "tokens", length=length).sum().backward()
+                outs = [
+                    weft.attention(*leaves, on, "tokens", weft.Causal(), length=length)
+                    for _ in range(layers)
+                ]
+                while outs:
+                    outs.pop().sum().backward()
         held = moved.peak_bytes / moved.peak_bound if moved.peak_bound else "-"
         if where.device == "cuda":
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before
-            yield name, length, peak / 2**20, peak / chunk, held
+            peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+            yield name, length, peak / 2**20, reserved / 2**20, reserved / peak, held
         else:
-            yield name, length, "-", "-", held
+            yield name, length, "-", "-", "-", held

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 _PART = re.compile(r"^<!-- part: (\S+) (\S+) -->$", re.MULTILINE)
-DONE, BEGUN = "done", "begun"
+DONE, BEGUN, FAILED = "done", "begun", "failed"
 
 
 class Report:
@@ -34,8 +34,16 @@ class Report:
                 self.sections[mark[1]] = mark[2], text[mark.end() : end].strip()
 
     def missing(self) -> list[str]:
-        """Parts that no call has finished, in order."""
-        return [name for name in self.order if self.sections.get(name, ("", ""))[0] != DONE]
+        """Parts that no call has finished, in order; then those that failed, or took too long."""
+        open_ = [name for name in self.order if self._state(name) not in (DONE, FAILED)]
+        return [*open_, *self.failed()]
+
+    def failed(self) -> list[str]:
+        """Parts that failed, or took too long, in order."""
+        return [name for name in self.order if self._state(name) == FAILED]
+
+    def _state(self, name: str) -> str:
+        return self.sections.get(name, ("", ""))[0]
 
     def begin(self, name: str, title: str) -> None:
         """A part begins: what an earlier call found goes."""
@@ -48,9 +56,9 @@ class Report:
         self.sections[name] = state, f"{text}\n{line}"
         self._write()
 
-    def end(self, name: str, line: str) -> None:
+    def end(self, name: str, line: str, failed: bool = False) -> None:
         """A part has ended, well or not; the line says how."""
-        self.sections[name] = DONE, f"{self.sections[name][1]}\n\n{line}"
+        self.sections[name] = FAILED if failed else DONE, f"{self.sections[name][1]}\n\n{line}"
         self._write()
 
     def _write(self) -> None:

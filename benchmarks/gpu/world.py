@@ -49,7 +49,7 @@ def _life(where: Where) -> Iterator[tuple]:
     yield "attention, again", attend
 
     def vote() -> None:
-        agreed = on.bound._vote(("ring",), 12345, (0, 0))
+        agreed = on.bound._vote(("ring",), 12345, 0)
         assert agreed()
 
     yield "a vote", vote

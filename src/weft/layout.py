@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._compile import Traceable
-from ._torch import averaged_over, is_fake, outside_graphs
+from ._torch import averaged_over, in_local_tensor_mode, is_fake, outside_graphs
 from .comm import Alone, ProcessTransport, Transport, collectives
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
@@ -27,10 +27,13 @@ from .declare.orders import TokenOrder
 from .errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, slip_of
 from .gradients import sync as gradients
 from .launch.environment import wait_limit
-from .masks import Causal, Documents
+from .masks import Causal, Documents, Mask, check_mask
+from .masks.given import mask_of
+from .masks.slices import sliced
 from .packing.assignment import Assignment
 from .packing.balance import SLACK, assign_together
-from .packing.groups import packing_groups
+from .packing.blocks import balanced_runs
+from .packing.groups import balance_shares, packing_groups
 from .plan import order as sequence
 from .relayout.redistribute import redistribute
 
@@ -288,6 +291,43 @@ class Layout(LayoutDeclaration, Traceable):
         together = groups if any(len(group) > 1 for group in groups) else None
         return Assignment(counts, fragments, limit, together, by_keys)
 
+    def balance(self, axis: str, mask: Mask, length: int) -> TokenOrder:
+        """An order of an axis's tokens in which every rank computes as much of any mask.
+
+        Blocks of tokens go to ranks so that the visible scores are equal, in both passes, along
+        every mesh dim: of a ring by queries, of pass-Q by keys, of a tile by both. Among blocks
+        that leave it so, those that see each other stay together. Of one causal sequence that is
+        zigzag; for packed documents, which can stay whole, `pack` does the same. Pure data,
+        computed identically on every rank without a message; a mask is asked about every pair.
+
+        Args:
+            axis: the axis.
+            mask: any, also a boolean tensor or a BlockMask; of a mask that differs by sequence or
+                by head the mean.
+            length: tokens of the axis.
+
+        Returns:
+            The order, for `reorder`.
+
+        Raises:
+            ShapeError: the mask does not fit the length.
+            DeclarationError: an axis that the layout does not split, a mesh size of -1, unequal
+                shares, or keys that are split beside whole queries.
+
+        >>> layout = Layout.parse("tokens: ring=2")
+        >>> layout.balance("tokens", Causal(), 8).chunks
+        (((0, 2), (6, 2)), ((2, 4),))
+        """
+        self.refuse_shares("balancing")
+        if -1 in self.mesh.values():
+            raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
+        mask = mask_of(mask)
+        check_mask(mask)
+        mask.check(length, length, 1)
+        sizes = sequence.shard_sizes(length, self._parts(axis, keys=False))
+        shares = balance_shares(self, axis)
+        return TokenOrder(balanced_runs(sliced(mask, length, length), sizes, shares))
+
     def reorder(self, axis: str, order: TokenOrder) -> Layout:
         """This layout with the tokens of an axis in an order that is data; bound as this one is.
 
@@ -390,6 +430,7 @@ class Layout(LayoutDeclaration, Traceable):
         Raises:
             DeclarationError: a mesh dim is missing or has another size.
             ShapeError: on every rank of the slice, if their layouts differ.
+            UnsupportedError: within torch's `LocalTensorMode`.
         """
         if not self.mesh:
             return self
@@ -397,6 +438,12 @@ class Layout(LayoutDeclaration, Traceable):
             raise DeclarationError(
                 f"{self.source}: bind takes a DeviceMesh, found a {type(device_mesh).__name__}; "
                 "DeviceMesh.from_group makes one of a process group"
+            )
+        if in_local_tensor_mode():
+            raise UnsupportedError(
+                f"{self.source}: within LocalTensorMode one process stands for all ranks, whose"
+                " tensors weft cannot tell apart; weft.on_threads(layout, function) runs ranks as"
+                " threads"
             )
         names = [dict(rename or {}).get(d, d) for d in self.mesh]
         self._check_rename(device_mesh, rename or {}, names)

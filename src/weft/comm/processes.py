@@ -20,6 +20,7 @@ from .._torch import is_fake
 from .._version import __version__
 from ..errors import RankError, ShapeError, UnsupportedError, WeftError
 from ..launch import failures, peers, trace
+from . import nccl
 from .control import ControlGroup, control_group
 from .transport import P2PBatch, Shuffle, Transport
 from .world import node
@@ -113,7 +114,7 @@ class ProcessTransport(Transport):
         first step of a ring would have all: each rank exchanges one with every other here.
         """
         for mesh_dim, group in self._groups.items():
-            number = torch.zeros(1, device=device)
+            number = torch.zeros(1, device=group.bound_device_id or device)
             dist.all_reduce(number, group=group)
             here, size = self.coords[mesh_dim], self.sizes[mesh_dim]
             if 1 < size <= _MOST_CONNECTED:
@@ -174,17 +175,17 @@ class ProcessTransport(Transport):
         tag: int,
         works: list[dist.Work],
     ) -> None:
-        """Post messages: on NCCL as one launch, else one by one, past torch's own Python."""
+        """Post messages: on NCCL in as few launches as it takes, else past torch's own Python."""
         group = self._groups[p2p.mesh_dim]
         if self._on_gpu and not self.fake:  # a fake group has no backend for "meta" to ask for
-            both = (dist.irecv, receives), (dist.isend, sends)
-            works += dist.batch_isend_irecv(
-                [
-                    dist.P2POp(call, buffer, self.world_ranks[peer], group, tag)
-                    for call, messages in both
-                    for peer, buffer in messages
-                ]
-            )
+            members, here = self.ranks_along((p2p.mesh_dim,)), self.coords[p2p.mesh_dim]
+            for launch in nccl.in_batches(members, here, receives, sends):
+                works += dist.batch_isend_irecv(
+                    [
+                        dist.P2POp(call, nccl.unheld(buffer), self.world_ranks[peer], group, tag)
+                        for call, peer, buffer in launch
+                    ]
+                )
             return
         for post, messages in ((group.recv, receives), (group.send, sends)):
             for peer, buffer in messages:
@@ -255,7 +256,7 @@ class ProcessTransport(Transport):
         return 0 if self.fake else next(self._control(mesh_dims).passes)
 
     def keep(self, mesh_dims: tuple[str, ...], posted: Sequence[Callable[[], None]]) -> None:
-        if not (self.fake or self._on_gpu):  # NCCL holds what it moves
+        if not self.fake:
             self._control(mesh_dims).left.append(tuple(posted))
 
     def note_call(

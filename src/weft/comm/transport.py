@@ -220,10 +220,21 @@ class Transport(abc.ABC):
 
         It costs a vote where it does not.
         """
+        texts = self.compare(label, detail, mesh_dims)()
+        if len(texts) > 1:
+            raise self.disagreement(label, texts)
+
+    def compare(
+        self, label: str, text: str, mesh_dims: Sequence[str] | None = None
+    ) -> Callable[[], dict[int, str]]:
+        """Begin a vote on a text; the function gives those of all ranks, if not all are the same.
+
+        If they are, it gives this rank's. It raises as `share` does.
+        """
         dims = self.moving(mesh_dims)
         self.check_deferred()
-        if not self.vote(dims, number_of(f"{label}{TEXT}{detail}"))():
-            raise self.disagreement(label, self._of_same_call(label, detail, dims))
+        same = self.vote(dims, number_of(f"{label}{TEXT}{text}"))
+        return lambda: {self.rank: text} if same() else self._of_same_call(label, text, dims)
 
     def share(
         self, label: str, text: str, mesh_dims: Sequence[str] | None = None

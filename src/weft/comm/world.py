@@ -21,6 +21,7 @@ from ..errors import DeclarationError, RankError, ShapeError
 from ..launch import failures
 from ..launch.environment import STORE, already_launched, number, tell_torch
 from .control import control_group
+from .meeting import await_ranks, store_of_environment
 from .start import name_of_start
 from .transport import TEXT, disagreement
 
@@ -58,10 +59,11 @@ def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
         if file := os.environ.get(STORE):
             shared = dist.FileStore(file, size)
             shared.set_timeout(timeout)
+            await_ranks(shared, rank, size, timeout)
             return shared, rank, size
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return _store_of_start(rank, size, timeout), rank, size
-        store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+        store = store_of_environment(rank, size, timeout)
     except RankError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -72,6 +74,7 @@ def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
             " all ranks together, with the address of rank 0's machine and a free port"
         ) from error
     store.set_timeout(timeout)
+    await_ranks(store, rank, size, timeout)
     return dist.PrefixStore("default_pg", store), rank, size
 
 

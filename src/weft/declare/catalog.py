@@ -58,10 +58,17 @@ def read_declaration(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any
         )
     data = parse(path)
     if not data:
-        raise DeclarationError(f"{path} is empty; the files in {folder(kind)} show what it needs")
+        raise DeclarationError(
+            f"{_named(path)} is empty; the files in {folder(kind)} show what it needs"
+        )
     if kind == "layouts" and is_path:
         _place_strategies(data, path.absolute().parent)
-    return data, f"{kind}/{path.name}" if not is_path else str(path)
+    return data, f"{kind}/{path.name}" if not is_path else _named(path)
+
+
+def _named(path: Path) -> str:
+    """A path in an error, on one line: a name may have several, which would look like errors."""
+    return "\\n".join(str(path).splitlines())
 
 
 def _is_path(text: str) -> bool:
@@ -111,8 +118,8 @@ def parse(path: Path) -> dict[str, Any]:
     except ValueError as error:  # not TOML, or a number of thousands of digits
         why = _one_line(error)
     except OSError as error:
-        raise DeclarationError(f"{path}: cannot be read: {error.strerror}") from None
-    raise DeclarationError(f"{path}: not valid TOML: {why}") from None
+        raise DeclarationError(f"{_named(path)}: cannot be read: {error.strerror}") from None
+    raise DeclarationError(f"{_named(path)}: not valid TOML: {why}") from None
 
 
 def _is_deep(data: dict[str, Any]) -> bool:

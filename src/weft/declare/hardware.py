@@ -41,7 +41,7 @@ from pydantic import (
 from ..errors import DeclarationError
 from . import catalog
 from .explain import explain_validation
-from .numbers import AboveZero, Whole, ZeroOrMore
+from .numbers import AboveZero, Seconds, Whole, ZeroOrMore
 
 #: More than nothing, at most all.
 Share = Annotated[AboveZero, Field(le=1.0)]
@@ -173,7 +173,7 @@ class Level(BaseModel):
     card_ranks: Annotated[Whole, Field(ge=1)] = 1
     through: bool = False
     uplink: ZeroOrMore = 0.0
-    latency: ZeroOrMore = 0.0
+    latency: Seconds = 0.0
     half: ZeroOrMore = 0.0
     busy: Annotated[ZeroOrMore, Field(le=1.0)] = 0.0
 

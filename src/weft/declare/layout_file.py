@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 from ..errors import DeclarationError, did_you_mean
 from .choice_rule import ChoiceRule
 from .hardware import Levels
-from .numbers import AboveZero, Whole, ZeroOrMore
+from .numbers import AboveZero, Seconds, Share, Whole
 from .state_rule import StateRule
 from .strategy import Rule, Strategy
 
@@ -53,10 +53,10 @@ class MeasuredRates(BaseModel):
     model_config = ConfigDict(defer_build=True, extra="forbid", frozen=True)
     flops: AboveZero | None = None
     bandwidth: AboveZero | None = None
-    latency: ZeroOrMore | None = None
+    latency: Seconds | None = None
     speeds: tuple[AboveZero, ...] | None = None
     memory_rate: AboveZero | None = None
-    launch: ZeroOrMore | None = None
+    launch: Seconds | None = None
     level: Levels | None = None
 
     @model_validator(mode="after")
@@ -96,7 +96,7 @@ class LayoutFile(BaseModel):
     shard: dict[str, tuple[str, ...]] = {}
     replicate: tuple[str, ...] = ()
     order: dict[str, str] = {}
-    share: dict[str, tuple[AboveZero, ...]] = {}
+    share: dict[str, tuple[Share, ...]] = {}
     attend: dict[str, tuple[Entry, ...]] = {}
     carry: dict[str, tuple[Entry, ...]] = {}
     choose: dict[str, tuple[Entry, ...]] = {}

@@ -40,3 +40,7 @@ Positive = Annotated[Whole, Field(ge=1, le=1 << 40)]
 Width = Annotated[Whole, Field(ge=1, le=1 << 24)]
 AboveZero = Annotated[Real, Field(gt=0)]
 ZeroOrMore = Annotated[Real, Field(ge=0)]
+#: times of one message or launch: nobody's takes an hour, and plans count steps of all of them
+Seconds = Annotated[Real, Field(ge=0, le=3600)]
+#: parts of a whole, whose sums and quotients are numbers
+Share = Annotated[Real, Field(ge=1e-9, le=1e9)]

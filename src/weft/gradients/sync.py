@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import active_ddp, is_fsdp, version
-from .._uploads import uploaded
+from .._uploads import download
 from ..comm import Transport
 from ..comm.consistency import (
     compare_names,
@@ -26,8 +27,8 @@ from ..errors import ShapeError, UnsupportedError
 #: On a gradient: the writes to its parameter when it was summed.
 #: On a module: its weights were compared.
 _SUMMED, _COMPARED = "weft_summed_at", "weft_weights_compared"
-#: On a module: the latest sum of its gradients was not finite.
-_OVERFLOWED = "weft_gradients_overflowed"
+#: The total of a module's latest gradients, once the device has it.
+_totals: WeakKeyDictionary[nn.Module, Callable[[], list[list]]] = WeakKeyDictionary()
 
 #: On a module that DDP wraps.
 BY_DDP = "weft_by_ddp"
@@ -146,18 +147,19 @@ def sync(
         if not getattr(module, _COMPARED, False):
             compare_weights(everything, same_dims, transport)
             setattr(module, _COMPARED, True)
-        elif getattr(module, _OVERFLOWED, False):
+        elif _overflowed(module, dims, transport):
             _compare_after_overflow(everything, same_dims, transport)
-    some, finite = False, True
-    for dtype in sorted({p.dtype for p in parameters.values()}, key=str):
-        of_dtype = [p for p in parameters.values() if p.dtype == dtype]
-        has_gradient = _sum(of_dtype, dims, transport)
-        some, finite = some or has_gradient[0], finite and has_gradient[1]
-    if not transport.fake:
-        some, finite = _anywhere(some, finite, dims, transport)
-        setattr(module, _OVERFLOWED, not finite)
-        if not some:
-            _refuse_none(len(parameters))
+    here = "".join("01"[p.grad is not None] for p in parameters.values())
+    compared = transport.compare("sync_gradients", here)
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters.values()]
+    _sum_all(module, [local_tensor(g) for g in grads], dims, transport)
+    texts = compared()
+    if not (transport.fake or any("1" in text for text in texts.values())):
+        _refuse_none(len(parameters))
+    along = [texts[rank] for rank in transport.ranks_along(dims) if rank in texts]
+    for p, grad, anywhere in zip(parameters.values(), grads, zip(*along)):
+        if "1" in anywhere:
+            p.grad = grad
     if averaged:
         ranks = math.prod(transport.sizes[d] for d in dims)
         for p in parameters.values():
@@ -168,28 +170,16 @@ def sync(
             setattr(p.grad, _SUMMED, version(local_tensor(p)))
 
 
-def _sum(
-    parameters: list[nn.Parameter], dims: Sequence[str], transport: Transport
-) -> tuple[bool, bool]:
-    """Sum gradients in buckets; whether a rank has any, and whether all sums are finite.
-
-    With the last one goes which gradients a rank has.
-    """
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    local = [local_tensor(g) for g in grads]
-    has_gradient = [float(p.grad is not None) for p in parameters]
-    flags = uploaded(tuple(map(int, has_gradient)), local[0].device).to(local[0].dtype)
-    *rest, last = _buckets(local)
-    totals = [_sum_bucket(bucket, dims, transport) for bucket in rest]
-    totals.append(_sum_bucket([*last, flags], dims, transport))
-    if transport.fake:
-        *anywhere, total = *has_gradient, 0.0
-    else:  # all that the CPU waits for, at once
-        *anywhere, total = torch.cat([flags.float(), torch.stack(totals).sum()[None]]).tolist()
-    for p, grad, present in zip(parameters, grads, anywhere):
-        if present:
-            p.grad = grad
-    return any(anywhere), math.isfinite(total)
+def _sum_all(
+    module: nn.Module, grads: Sequence[Tensor], dims: Sequence[str], transport: Transport
+) -> None:
+    """Sum gradients in buckets of one dtype; notes whether all are finite, for the next call."""
+    totals = []
+    for dtype in sorted({g.dtype for g in grads}, key=str):
+        for bucket in _buckets([g for g in grads if g.dtype == dtype]):
+            totals.append(_sum_bucket(bucket, dims, transport).double())
+    if not transport.fake:
+        _totals[module] = download([torch.stack(totals).sum()])
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -217,16 +207,14 @@ def _sum_bucket(bucket: Sequence[Tensor], dims: Sequence[str], transport: Transp
     return flat.sum(dtype=torch.float32)
 
 
-def _anywhere(
-    some: bool, finite: bool, dims: Sequence[str], transport: Transport
-) -> tuple[bool, bool]:
-    """Values that are the same along `dims`, of all ranks of the mesh."""
+def _overflowed(module: nn.Module, dims: Sequence[str], transport: Transport) -> bool:
+    """True if the latest sums were not finite, on any rank of the mesh."""
+    if module not in _totals:  # a copy of a module
+        return False
+    ((total,),) = _totals[module]()
     rest = [d for d in transport.moving() if d not in dims]
-    if not rest:
-        return some, finite
-    texts = transport.share("sync_gradients", f"{int(some)} {int(finite)}", rest).values()
-    words = [text.split() for text in texts]
-    return any(a == "1" for a, _ in words), all(b == "1" for _, b in words)
+    finite = transport.share("sync_gradients", str(math.isfinite(total)), rest)
+    return "False" in finite.values()
 
 
 def _refuse_none(count: int) -> None:

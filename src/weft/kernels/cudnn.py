@@ -19,7 +19,7 @@ CAPABILITIES = (9, 10)
 
 
 class CuDNN(FlashKernel):
-    """aten's `_scaled_dot_product_cudnn_attention`: tensors (b h n d), lse (b h n 1).
+    """aten's `_scaled_dot_product_cudnn_attention`: tensors (b h n d), lse (b h n 1) or (b h n).
 
     Not deterministic, without calls of one key, and wrong for calls of one query with grouped
     heads (pytorch#193893 in its output, flashinfer#5245 in its logsumexp): then torch's own flash
@@ -33,6 +33,8 @@ class CuDNN(FlashKernel):
     broadcasts = False
     widest = 128
     _instead = CudaFlash()
+    #: dims of the logsumexp that this release of torch returns, and takes back
+    lse_dims = 4
 
     def refuses(self, request: Request) -> str | None:
         return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
@@ -44,6 +46,7 @@ class CuDNN(FlashKernel):
         if _one_row(q, k):
             return self._instead.run_forward(q, k, v, view)
         out, lse = cudnn_forward(q, k, v, None, True, 0.0, view.causal, scale=view.scale)[:2]
+        self.lse_dims = lse.dim()
         return out, lse.reshape(q.shape[:3])
 
     def run_backward(
@@ -61,7 +64,7 @@ class CuDNN(FlashKernel):
             k,
             v,
             out,
-            lse.contiguous().unsqueeze(-1),
+            lse.contiguous().reshape(*lse.shape, *[1] * (self.lse_dims - 3)),
             unused,
             unused,
             None,

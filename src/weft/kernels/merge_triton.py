@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .by_rows import launch
+from .by_rows import kernel, launch, row_start, three
 
 
 def merge_into(local: Tensor, local_lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
@@ -35,48 +35,46 @@ def merge_several(out: Tensor, lse: Tensor, parts: Sequence[tuple[Tensor, Tensor
 
     All tensors may be strided, and of any dtype; the first part may be what is written.
     """
-    three = (*parts, parts[-1], parts[-1])[:3]
-    tensors = [out, lse, *(t for part in three for t in part)]
-    launch(_merge, tensors, out, COUNT=len(parts))
+    outs, lses = zip(*parts)
+    tensors = [t for part in zip(three(outs, out), three(lses, lse)) for t in part]
+    launch(_merge, [out, lse, *tensors], out, count=len(parts))
 
 
 # fmt: off
-@triton.jit
+@kernel
 def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
     out, lse, first, first_lse, second, second_lse, third, third_lse,
     out_b, out_h, out_n, out_e, lse_b, lse_h, lse_n,
     first_b, first_h, first_n, first_e, first_lse_b, first_lse_h, first_lse_n,
     second_b, second_h, second_n, second_e, second_lse_b, second_lse_h, second_lse_n,
     third_b, third_h, third_n, third_e, third_lse_b, third_lse_h, third_lse_n,
-    heads, rows, dim, blocks,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
+    heads, rows, dim, blocks, count,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
 ):
 # fmt: on
-    """One program merges ROWS rows of one head; row r of head (b, h) is at b*_b + h*_h + r*_n."""
+    """One program merges ROWS rows of one head, of `count` parts: others are not loaded."""
     index = tl.program_id(0)
     b, h = (index // blocks // heads).to(tl.int64), (index // blocks % heads).to(tl.int64)
     n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, WIDTH)[None, :]
     row = n < rows
-    inside = row[:, None] & (e < dim)
-    first += b * first_b + h * first_h + n[:, None] * first_n + e * first_e
-    first_lse += b * first_lse_b + h * first_lse_h + n * first_lse_n
-    second += b * second_b + h * second_h + n[:, None] * second_n + e * second_e
-    second_lse += b * second_lse_b + h * second_lse_h + n * second_lse_n
+    inside = row[:, None] & (e < dim * UNIT)
+    first += row_start(b, h, n[:, None], first_b, first_h, first_n) * UNIT + e * first_e
+    first_lse += row_start(b, h, n, first_lse_b, first_lse_h, first_lse_n)
     total = tl.load(first, mask=inside, other=0.0).to(tl.float32)
     total_lse = tl.load(first_lse, mask=row, other=float("-inf")).to(tl.float32)
-    if COUNT > 1:
-        part = tl.load(second, mask=inside, other=0.0).to(tl.float32)
-        part_lse = tl.load(second_lse, mask=row, other=float("-inf")).to(tl.float32)
-        total, total_lse = _together(total, total_lse, part, part_lse)
-    if COUNT > 2:
-        third += b * third_b + h * third_h + n[:, None] * third_n + e * third_e
-        third_lse += b * third_lse_b + h * third_lse_h + n * third_lse_n
-        part = tl.load(third, mask=inside, other=0.0).to(tl.float32)
-        part_lse = tl.load(third_lse, mask=row, other=float("-inf")).to(tl.float32)
-        total, total_lse = _together(total, total_lse, part, part_lse)
-    out += b * out_b + h * out_h + n[:, None] * out_n + e * out_e
-    lse += b * lse_b + h * lse_h + n * lse_n
+    second += row_start(b, h, n[:, None], second_b, second_h, second_n) * UNIT + e * second_e
+    second_lse += row_start(b, h, n, second_lse_b, second_lse_h, second_lse_n)
+    part = tl.load(second, mask=inside & (count > 1), other=0.0).to(tl.float32)
+    part_lse = tl.load(second_lse, mask=row & (count > 1), other=float("-inf")).to(tl.float32)
+    total, total_lse = _together(total, total_lse, part, part_lse)
+    third += row_start(b, h, n[:, None], third_b, third_h, third_n) * UNIT + e * third_e
+    third_lse += row_start(b, h, n, third_lse_b, third_lse_h, third_lse_n)
+    part = tl.load(third, mask=inside & (count > 2), other=0.0).to(tl.float32)
+    part_lse = tl.load(third_lse, mask=row & (count > 2), other=float("-inf")).to(tl.float32)
+    total, total_lse = _together(total, total_lse, part, part_lse)
+    out += row_start(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
+    lse += row_start(b, h, n, lse_b, lse_h, lse_n)
     tl.store(out, total.to(out.dtype.element_ty), mask=inside)
     tl.store(lse, total_lse.to(lse.dtype.element_ty), mask=row)
 

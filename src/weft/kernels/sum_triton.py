@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .by_rows import launch
+from .by_rows import kernel, launch, row_start, three
 
 
 def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
@@ -23,7 +22,7 @@ def sum_several(total: Tensor, parts: Sequence[Tensor]) -> None:
 
     All tensors may be strided, and of any dtype; the first part may be what is written.
     """
-    launch(_sum, [total, *(*parts, parts[-1], parts[-1])[:3]], total, COUNT=len(parts))
+    launch(_sum, [total, *three(parts, total)], total, count=len(parts))
 
 
 def fused_row_sums(dout: Tensor, out: Tensor, delta: Tensor) -> None:
@@ -32,40 +31,38 @@ def fused_row_sums(dout: Tensor, out: Tensor, delta: Tensor) -> None:
 
 
 # fmt: off
-@triton.jit
+@kernel
 def _sum(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
     total, first, second, third,
     total_b, total_h, total_n, total_d, first_b, first_h, first_n, first_d,
     second_b, second_h, second_n, second_d, third_b, third_h, third_n, third_d,
-    heads, rows, dim, blocks,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, COUNT: tl.constexpr,
+    heads, rows, dim, blocks, count,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
 ):
 # fmt: on
-    """One program adds ROWS rows of one head; row r of head (b, h) is at b*_b + h*_h + r*_n."""
+    """One program adds ROWS rows of one head, of `count` parts: others are not loaded."""
     index = tl.program_id(0)
     b, h = (index // blocks // heads).to(tl.int64), (index // blocks % heads).to(tl.int64)
     n = ((index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     d = tl.arange(0, WIDTH)[None, :]
-    inside = (n < rows) & (d < dim)
-    first += b * first_b + h * first_h + n * first_n + d * first_d
-    second += b * second_b + h * second_h + n * second_n + d * second_d
+    inside = (n < rows) & (d < dim * UNIT)
+    first += row_start(b, h, n, first_b, first_h, first_n) * UNIT + d * first_d
+    second += row_start(b, h, n, second_b, second_h, second_n) * UNIT + d * second_d
+    third += row_start(b, h, n, third_b, third_h, third_n) * UNIT + d * third_d
     found = tl.load(first, mask=inside, other=0.0).to(tl.float32)
-    if COUNT > 1:
-        found += tl.load(second, mask=inside, other=0.0).to(tl.float32)
-    if COUNT > 2:
-        third += b * third_b + h * third_h + n * third_n + d * third_d
-        found += tl.load(third, mask=inside, other=0.0).to(tl.float32)
-    total += b * total_b + h * total_h + n * total_n + d * total_d
+    found += tl.load(second, mask=inside & (count > 1), other=0.0).to(tl.float32)
+    found += tl.load(third, mask=inside & (count > 2), other=0.0).to(tl.float32)
+    total += row_start(b, h, n, total_b, total_h, total_n) * UNIT + d * total_d
     tl.store(total, found.to(total.dtype.element_ty), mask=inside)
 
 
 # fmt: off
-@triton.jit
+@kernel
 def _row_sums(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
     dout, out, delta,
     dout_b, dout_h, dout_n, dout_e, out_b, out_h, out_n, out_e, delta_b, delta_h, delta_n,
     heads, rows, dim, blocks,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr,
 ):
 # fmt: on
     """One program adds up the products of ROWS rows of one head."""
@@ -73,10 +70,10 @@ def _row_sums(  # type: ignore[no-untyped-def]  # Triton reads annotations as it
     b, h = (index // blocks // heads).to(tl.int64), (index // blocks % heads).to(tl.int64)
     n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, WIDTH)[None, :]
-    inside = (n < rows)[:, None] & (e < dim)
-    dout += b * dout_b + h * dout_h + n[:, None] * dout_n + e * dout_e
-    out += b * out_b + h * out_h + n[:, None] * out_n + e * out_e
+    inside = (n < rows)[:, None] & (e < dim * UNIT)
+    dout += row_start(b, h, n[:, None], dout_b, dout_h, dout_n) * UNIT + e * dout_e
+    out += row_start(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
     upper = tl.load(dout, mask=inside, other=0.0).to(tl.float32)
     lower = tl.load(out, mask=inside, other=0.0).to(tl.float32)
-    delta += b * delta_b + h * delta_h + n * delta_n
+    delta += row_start(b, h, n, delta_b, delta_h, delta_n)
     tl.store(delta, tl.sum(upper * lower, 1), mask=n < rows)

@@ -10,11 +10,10 @@ Importing this module takes Triton, which torch's CUDA builds bring and its CPU 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from .by_rows import launch
+from .by_rows import kernel, launch, row_start
 
 #: Elements that one program computes.
 TILE = 2048
@@ -33,12 +32,12 @@ def fused_surrogate_out(dout: Tensor, delta: Tensor, carriers: int) -> Tensor:
 
 
 # fmt: off
-@triton.jit
+@kernel
 def _surrogate(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
     dout, delta, out,
     dout_b, dout_h, dout_n, dout_e, delta_b, delta_h, delta_n, out_b, out_h, out_n, out_e,
     heads, rows, dim, blocks,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, CARRIERS: tl.constexpr,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, CARRIERS: tl.constexpr,
 ):
 # fmt: on
     """One program computes ROWS rows of one head; row r of head (b, h) is at b*_b + h*_h + r*_n."""
@@ -47,16 +46,16 @@ def _surrogate(  # type: ignore[no-untyped-def]  # Triton reads annotations as i
     n = (index % blocks).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     e = tl.arange(0, WIDTH)[None, :]
     row = n < rows
-    inside = row[:, None] & (e < dim)
-    dout += b * dout_b + h * dout_h + n[:, None] * dout_n + e * dout_e
-    delta += b * delta_b + h * delta_h + n * delta_n
-    out += b * out_b + h * out_h + n[:, None] * out_n + e * out_e
+    inside = row[:, None] & (e < dim * UNIT)
+    dout += row_start(b, h, n[:, None], dout_b, dout_h, dout_n) * UNIT + e * dout_e
+    delta += row_start(b, h, n, delta_b, delta_h, delta_n)
+    out += row_start(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
     given = tl.load(dout, mask=inside, other=0.0).to(tl.float32)
     missing = tl.load(delta, mask=row, other=0.0)
 
     sizes = tl.abs(given)
     sizes = tl.where(sizes == sizes, sizes, float("inf"))  # NaN is the largest
-    sizes = tl.where(e < dim, sizes, -2.0)
+    sizes = tl.where(e < dim * UNIT, sizes, -2.0)
     most = tl.max(sizes, 1)
     # The power of two that is most or just below: its exponent's bits, of 2^24 times a subnormal.
     small = most < 1.1754943508222875e-38

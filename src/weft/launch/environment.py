@@ -88,6 +88,13 @@ def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
     if "SLURM_PROCID" in env and tasks > 1:
         place = number(env, "SLURM_PROCID", 0), tasks, number(env, "SLURM_LOCALID", 0)
         return _placed(*place, launcher="slurm")
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if "SLURM_PROCID" not in env and number(env, name, 1) > 1:
+            raise DeclarationError(
+                f"mpirun started {env[name]} processes ({name}), and each would be a world of its"
+                " own: start them with torchrun or srun, or set RANK, WORLD_SIZE, LOCAL_RANK,"
+                " MASTER_ADDR and MASTER_PORT in each"
+            )
     return None
 
 

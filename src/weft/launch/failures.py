@@ -85,11 +85,15 @@ def lost(ranks_lost: Callable[[], list[int]], why: str) -> list[int]:
 
     A process that is killed closes its connections before it is gone: then it has a second.
     """
-    broken = re.search("clos|reset|refused|broken", why, re.IGNORECASE)
-    end = time.monotonic() + (NOTICE if broken else 0.0)
+    end = time.monotonic() + (NOTICE if is_broken(why) else 0.0)
     while not (ranks := ranks_lost()) and time.monotonic() < end:
         time.sleep(0.05)
     return ranks
+
+
+def is_broken(why: str) -> bool:
+    """True if a wait ended because of `why` as the process at the other end closed it."""
+    return re.search("clos|reset|refused|broken", why, re.IGNORECASE) is not None
 
 
 def who(ranks: Sequence[int]) -> str:

@@ -161,8 +161,9 @@ def _start(fn: Callable[..., Any], args: tuple, ranks: int, name: str, attempt: 
                 for rank in range(ranks):
                     receiver, sender = spawn.Pipe(duplex=False)
                     placed = environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                    process = spawn.Process(target=_rank, args=(sender, placed, fn, args))
-                    process.start()
+                    process = spawn.Process(target=_rank, args=(sender, fn, args))
+                    with _environment(placed):  # from the start: others find a process by it
+                        process.start()
                     sender.close()
                     started.append((process, receiver))
             return _result(started)
@@ -268,16 +269,27 @@ def _without_sigint() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _rank(pipe: Connection, environ: dict[str, str], fn: Callable[..., Any], args: tuple) -> None:
+@contextlib.contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Within, processes start with these variables."""
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _rank(pipe: Connection, fn: Callable[..., Any], args: tuple) -> None:
     """One started rank: calls `fn`, and tells the launcher how it ended."""
     threading.Thread(target=_end_with_launcher, daemon=True).start()
     gc.freeze()  # else Python looks through all modules for garbage when the rank ends: a second
-    os.environ.update(environ)
     peers.silence()
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     try:
         result = fn(*args)
-        ending = Ending(result if environ["RANK"] == "0" else None)
+        ending = Ending(result if os.environ["RANK"] == "0" else None)
     except Exception as error:
         is_weft, is_of_others = isinstance(error, WeftError), isinstance(error, RankError)
         is_of_others |= bool(peers.add_lost(error)) and not is_weft

@@ -157,6 +157,8 @@ def _explain_errors() -> None:
     def hook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         with contextlib.suppress(Exception):
             add_lost(error)
+            if _watch is not None:  # now: whoever waits for this rank reads it
+                _watch.trace.failed(f"{kind.__name__}: {error}")
         before(kind, error, traceback)
 
     sys.excepthook = hook
@@ -179,12 +181,18 @@ def _end() -> None:
 
 
 def add_lost(error: BaseException) -> list[int]:
-    """Add a note about lost ranks of this machine to an error that does not name them."""
+    """Add a note about ranks that were lost, or failed first, to an error that does not name them.
+
+    Of another machine those are known whose trace is in a folder that both share.
+    """
     if _watch is None:
         return []
     trace = _watch.trace
-    lost = failures.lost(trace.lost, str(error))
-    if lost and not isinstance(error, WeftError):
+    lost, named = failures.lost(trace.lost, str(error)), ""
+    if lost:
         named = trace.in_words(lost)
+    elif failures.is_broken(str(error)) and (first := trace.failed_first()):
+        lost, named = [first[0]], f"rank {first[0]} failed first: {first[1]}"
+    if named and not isinstance(error, WeftError):
         error.add_note(f"weft: {named}, from which this error may follow; {trace.hint}")
     return lost

@@ -65,6 +65,7 @@ _RANGES = 12  # named of a step's ranks
 _NAMES = WIDTH - 256  # bytes for a step's names; the others are numbers
 _KEPT = 600.0  # seconds for which the files of a run remain after its processes are gone
 _FOREIGN = 86_400.0  # the same of files that name no process, such as another version's
+_RECENT = 60.0  # seconds for which a failure may be the cause of others
 _TURN = 1.0  # seconds to wait for other ranks' copies
 _ENTRIES, _RUNS = 65_536, 1_024  # that are looked at: names in a folder, and folders of runs
 _MOST_RANKS = 1 << 17
@@ -191,6 +192,17 @@ class Trace:
     def has_failed(self, rank: int) -> bool:
         """True if a rank of this machine has recorded a failure by itself."""
         return any("by" not in failure for failure in _failures(self._path_of(rank)))
+
+    def failed_first(self) -> tuple[int, str] | None:
+        """The other rank of this run that failed first within `_RECENT` seconds, and its error."""
+        found: list[tuple[float, int, str]] = []
+        for path in itertools.islice(trace_folder(self.run).glob("weft-rank-*.jsonl"), _ENTRIES):
+            with contextlib.suppress(*_UNREADABLE), open_to_read(path) as file:
+                _, head, failure = (json.loads(file.readline(WIDTH)) for _ in range(3))
+                if head["run"] == self.run and head["rank"] != self.rank and "by" not in failure:
+                    found.append((failure["at"], head["rank"], failure["error"]))
+        found = [each for each in found if each[0] > time.time() - _RECENT]
+        return min(found)[1:] if found else None
 
     def frozen(self) -> dict[int, int]:
         """Ranks of this machine that a signal has stopped, with their processes."""
@@ -476,6 +488,13 @@ def state_of(pid: int) -> str:
     """The state of a process of this machine: "runs", "stopped" or "gone"."""
     letter = _status(pid)[0]
     return {"T": "stopped", "t": "stopped", "Z": "gone", "X": "gone"}.get(letter, "runs")
+
+
+def age_of(pid: int) -> float:
+    """Seconds since a process of this machine started; 0 where nobody tells."""
+    started = _status(pid)[1]
+    ticks = os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / ticks if started else 0.0
 
 
 def _state(head: dict[str, Any]) -> str:

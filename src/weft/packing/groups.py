@@ -11,6 +11,7 @@ from ..declare.mesh import coordinates
 from ..declare.placements import SEQ
 from ..declare.strategy import Role, Rule
 from ..errors import DeclarationError
+from .blocks import Shares, shares_of
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -36,19 +37,11 @@ def packing_groups(layout: LayoutDeclaration, axis: str) -> tuple[Groups, bool]:
     if len(met) > 1:
         raise DeclarationError(
             f"pack: {layout.source} shares the scores of axis {axis!r} by queries and by keys"
-            f" (mesh dims {', '.join(apart)}), and an order that balances one unbalances the other;"
-            f" its order 'striped' balances both: {axis}(striped) on one line, or"
-            f' [order] {axis} = "striped" in a file'
+            f" (mesh dims {', '.join(apart)}), and whole documents that balance one unbalance the"
+            f" other; layout.balance({axis!r}, mask, length) cuts them and balances both; so does"
+            f" the order 'striped': {axis}(striped) on one line"
         )
-    alone = [
-        d for d, rule in rules.items() if d in layout.replicate and rule.key.rest == Shard(SEQ)
-    ]
-    if any(layout.mesh[d] > 1 for d in alone):
-        raise DeclarationError(
-            f"pack: {layout.source} splits the keys of axis {axis!r} over mesh dims"
-            f" {', '.join(alone)} where queries are whole, in equal parts of the axis; pack for a"
-            " layout that splits its queries"
-        )
+    _refuse_keys_alone(layout, axis, rules)
     if len(apart) == len(roles):
         return tuple((chunk,) for chunk in range(layout.size(axis))), met == {Role.KEY}
     groups: dict[tuple[int, ...], list[tuple[tuple[int, ...], int]]] = {}
@@ -58,6 +51,34 @@ def packing_groups(layout: LayoutDeclaration, axis: str) -> tuple[Groups, bool]:
         groups.setdefault(tuple(at[d] for d in apart), []).append((joined, chunk))
     members = tuple(tuple(chunk for _, chunk in sorted(group)) for group in groups.values())
     return members, met == {Role.KEY}
+
+
+def balance_shares(layout: LayoutDeclaration, axis: str) -> tuple[Shares, ...]:
+    """The queries and the keys that meet on ranks in each pass; where calls choose, either way.
+
+    Raises `DeclarationError` where keys are split that rest beside whole queries.
+    """
+    rules = _rules(layout, axis)
+    _refuse_keys_alone(layout, axis, rules)
+    sizes = {d: layout.mesh[d] for d in layout.shard_dims(axis)}
+    passes = [
+        {d: getattr(rules[d], way) or either if d in rules else Role.QUERY for d in sizes}
+        for way in ("forward_role", "backward_role")
+        for either in (Role.QUERY, Role.KEY)
+    ]
+    return shares_of(sizes, passes)
+
+
+def _refuse_keys_alone(layout: LayoutDeclaration, axis: str, rules: Mapping[str, Rule]) -> None:
+    alone = [
+        d for d, rule in rules.items() if d in layout.replicate and rule.key.rest == Shard(SEQ)
+    ]
+    if any(layout.mesh[d] > 1 for d in alone):
+        raise DeclarationError(
+            f"pack: {layout.source} splits the keys of axis {axis!r} over mesh dims"
+            f" {', '.join(alone)} where queries are whole, in equal parts of the axis; pack for a"
+            " layout that splits its queries"
+        )
 
 
 def _rules(layout: LayoutDeclaration, axis: str) -> Mapping[str, Rule]:

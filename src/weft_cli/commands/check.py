@@ -39,6 +39,8 @@ from .options import console
 
 #: Every rank computes the dense reference: limits of ranks, and of its bytes.
 MOST_RANKS, MOST_BYTES = 256, 8 << 30
+#: Ranks whose plans are proven.
+MOST_PROVEN = 1 << 16
 
 
 def check(
@@ -154,6 +156,11 @@ def check(
     )
     cases = [_along(sizes, one, length, options.known_axes(chosen)) for one in axes]
     if symbolic:
+        if ranks > MOST_PROVEN:
+            raise UnsupportedError(
+                f"{chosen.source}: {ranks:,} ranks are more than the {MOST_PROVEN:,} whose plans"
+                " are proven; give a smaller mesh of the same kind"
+            )
         _prove(chosen.resolve(ranks), cases, choose)
         return
     cases = [_choosing(chosen, case, choose) for case in cases]

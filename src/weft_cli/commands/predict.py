@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
@@ -267,7 +268,8 @@ def _probability(label: str) -> str:
 def _write(
     out: Path, tables: Pair, classes: np.ndarray, probabilities: np.ndarray, force: bool
 ) -> None:
-    table = prediction_table(tables, classes, probabilities)
+    table = prediction_table(tables, classes, probabilities).map(inert)
+    table.columns = [inert(name) for name in table.columns]
     if out == STDOUT:
         table.to_csv(sys.stdout, index=False)
         return
@@ -275,6 +277,20 @@ def _write(
     with writing(out, new=not force) as partial:
         inside = {"archive_name": out.stem} if out.suffix in (".zip", ".tar") else {}
         table.to_csv(partial, index=False, compression={"method": "infer", **inside})
+
+
+def inert(cell: Any) -> Any:
+    """A cell of a CSV that no spreadsheet takes for a formula: a quote before what begins as one.
+
+    >>> inert("=cmd|' /C calc'!A0"), inert("-1.5"), inert("plain")
+    ("'=cmd|' /C calc'!A0", '-1.5', 'plain')
+    """
+    if not isinstance(cell, str) or cell[:1] not in {*"=+-@\t\r"}:
+        return cell
+    with contextlib.suppress(ValueError):
+        float(cell)
+        return cell
+    return f"'{cell}"
 
 
 def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.ndarray) -> str:

@@ -18,6 +18,7 @@ from transformers import EncoderDecoderCache
 
 from weft._digest import number_of
 from weft._torch import outside_graphs
+from weft._uploads import upload
 from weft.carry.pieces import LocalPieces
 from weft.comm.channel import Channel
 from weft.errors import ShapeError, UnsupportedError, WeftError
@@ -769,7 +770,7 @@ class Calls:
         last = past + length - 1
         if batch.documents is not None:
             Documents(batch.documents).check(length, length, 1)
-            positions = _within_documents(batch.documents).to(device)[positions]
+            positions = upload(_within_documents(batch.documents), device)[positions]
             last = max(batch.documents) - 1
         position_ids = kwargs.get("position_ids")
         if position_ids is None and self.may_skip_padding:

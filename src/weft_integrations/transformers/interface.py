@@ -6,13 +6,14 @@ layout, to every layer as its `attention_mask`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from weft.attention import attention
@@ -79,6 +80,17 @@ def make_mask(
         return call.sharded(mask, past, looks_for_documents(mask_function))
     except UnsupportedError as error:  # models make masks that none of their layers uses
         return replace(call.sharded(Full()), refusal=str(error))
+
+
+_find_packed = masking_utils.find_packed_sequence_indices
+
+
+@functools.wraps(_find_packed)
+def _find_packed_unless_known(position_ids: Tensor) -> Tensor | None:
+    """None where tokens are split: `make_mask` has the documents, and to look waits for the GPU."""
+    call = None if torch.compiler.is_compiling() else running()
+    known = call is not None and not (call.whole or call.held)
+    return None if known else _find_packed(position_ids)
 
 
 #: Arguments of attention functions that do not change the result.
@@ -267,3 +279,4 @@ def loss_function(
 
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, make_mask)
+masking_utils.find_packed_sequence_indices = _find_packed_unless_known

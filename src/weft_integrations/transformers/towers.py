@@ -153,6 +153,10 @@ def _features(
     """The output of `stock`, whose features are those of this rank's tokens, and zeros else."""
     layout, axis = call.layout, call.axis
     units = _Units.of(arguments, by_frames)
+    content = f"{units.count} of {units.patches} patches"
+    layout.bound.agree(
+        f"features of {label}s, of images='spread',", content, layout.shard_dims(axis)
+    )
     places = _placeholders(call, owner, label)  # once: ids may be read from a GPU
     goals = _owners(call, places)
     guessed = _tokens_of(units, places)
