@@ -4,7 +4,7 @@
     python -m benchmarks.fields_families llama bert # some, printed
 
 Every family is built with random weights and a tiny configuration, as in `benchmarks.families`, and
-`weft.parallelize(model, layout, dims={"tokens": 1})` runs it as it is on two ranks, in zigzag order:
+`weft.parallelize(model, layout, dims={"tokens": 1})` runs it as it is, in zigzag order:
 logits, loss and all gradients beside one device, in fp64 where its kernels have it.
 """
 
