@@ -49,7 +49,6 @@ NAMES = dict.fromkeys(
         "repvgg_a0",
         "repghostnet_050",
         "selecsls42",
-        "shufflenet_v2_x0_5",
         "tinynet_e",
         "vgg11_bn",
         "vovnet39a",

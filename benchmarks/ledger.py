@@ -281,7 +281,7 @@ def summary(groups: list[Group]) -> list[dict]:
     found = []
     for group in groups:
         errors = group.of("predict")
-        if group.hardware and errors:
+        if group.hardware and errors and not group.signs:  # of ratios no time is known
             numbers = statistics.mean(map(abs, errors)), max(map(abs, errors))
             mean, worst = (round(number, 4) for number in numbers)
             found.append(

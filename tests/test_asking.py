@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -119,3 +121,38 @@ def test_tensors_that_are_no_mask_are_refused_in_a_line(mask, message):
 
 def test_a_mask_mod_takes_a_function():
     assert "boolean tensor" in raises(weft.ShapeError, functools.partial(MaskMod, torch.ones(3)))
+
+
+def test_a_grid_of_other_sizes_is_refused():
+    layout, x = Layout.single(), torch.randn(1, 1, 99, 4)
+    length = {"rows": 11, "columns": 9}
+    for mask in (weft.Near((9, 11), 3), weft.Near((9, 11), 3) & weft.Full()):
+        said = raises(
+            weft.ShapeError,
+            lambda mask=mask: attention(x, x, x, layout, ("rows", "columns"), mask, length=length),
+        )
+        assert "grid of (9, 11)" in said
+        assert "(11, 9)" in said
+    attention(x, x, x, layout, ("rows", "columns"), weft.Near((11, 9), 3), length=length)
+
+
+_LOCAL = """
+import torch.distributed as dist, weft
+from torch.distributed._local_tensor import LocalTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+dist.init_process_group("fake", rank=0, world_size=4)
+mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ring",))
+try:
+    with LocalTensorMode(4):
+        weft.Layout.parse("tokens: ring=4").bind(mesh)
+except weft.UnsupportedError as error:
+    print(error)
+"""
+
+
+def test_a_process_that_stands_for_all_ranks_is_refused():
+    """In a process of its own, as torch's fake groups are of a whole process."""
+    ran = subprocess.run(
+        [sys.executable, "-c", _LOCAL], capture_output=True, text=True, timeout=120
+    )
+    assert "weft.on_threads" in ran.stdout, ran.stderr

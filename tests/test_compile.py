@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -168,8 +169,12 @@ def test_a_module_compiles_whole_on_one_device(module, inputs):
 def test_a_module_that_breaks_a_graph_says_why(make, shape):
     """With `fullgraph=True`; without it the module computes what it does uncompiled."""
 
+    x, lock = torch.randn(shape), threading.Lock()
+
     def work(layout: Layout) -> None:
-        module, x = make(layout), torch.randn(shape)
+        with lock:  # ranks have the same weights
+            torch.manual_seed(0)
+            module = make(layout)
         with pytest.raises(torch._dynamo.exc.Unsupported, match=r"ranks compare .* without fullgr"):
             torch.compile(module, fullgraph=True, backend="aot_eager")(x)
         torch.testing.assert_close(torch.compile(module, backend="aot_eager")(x), module(x))

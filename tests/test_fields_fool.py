@@ -410,6 +410,7 @@ CALLS: dict[str, tuple] = {
     "pixel_unshuffle that does not fit": (lambda x: F.pixel_unshuffle(x, 2), [IMAGE], at(1)),
     "plain positions": (lambda x: x + torch.arange(x.shape[2]).view(-1, 1), [IMAGE], at(1)),
     "one row, kept as a dim": (lambda x: x - x[:, :, :1], [ROWS], at(1)),
+    "largest of negatives": (lambda x: x.amax(2), [random(1, 2, 2, 3) - 9], at(1)),
     "ties of amax": (lambda x: x.amax((2, 3)), [TIES], at(1)),
     "ties of amin": (lambda x: (-x).amin((2, 3)), [TIES], at(1)),
     "ties of max": (lambda x: x.max(), [TIES], at(1)),
@@ -586,7 +587,7 @@ def test_ranks_that_differ_in_inference_are_refused(name):
         weft.on_threads(Layout.parse("height: halo=2"), rank, timeout=20)
 
 
-def test_a_model_of_which_nothing_is_split_is_refused_or_exact():
+def test_a_model_of_ids_alone_is_refused_or_exact():
     """Ids alone are split where the call says so, or the gradients would count once per rank."""
     table = torch.nn.Embedding(9, 4).double()
     ids = torch.randint(0, 9, (2, 6))

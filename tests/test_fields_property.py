@@ -215,7 +215,8 @@ class Program:
                 whole_loss=self.whole_loss,
             )
         rounds = tolerance > 1e-9 or len(self.names) > 1
-        if found.kind == "WRONG" and ": error " in found.note and rounds and not self.again:
+        numbers = ": error " in found.note or found.note.endswith("differ")
+        if found.kind == "WRONG" and numbers and rounds and not self.again:
             return self._without_rounding().verdict()
         return found
 

@@ -141,6 +141,7 @@ def test_pairs_predicted_as_equal_are_not_in_order():
     [
         ("b200-8", 8, "simumax"),
         ("b200-8", 128, "nemo b200"),
+        ("h100-8", 8, "magi causal"),  # from inside a node to several
         ("h800-8", 8, "ring-flash-attention h800"),
         ("h800-8", 64, None),  # measured inside one node only
         ("ethernet-laptops", 8, None),

@@ -37,6 +37,12 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
+def in_local_tensor_mode() -> bool:
+    """True within torch's `LocalTensorMode`, whose module is not imported to ask."""
+    local = sys.modules.get("torch.distributed._local_tensor")
+    return local is not None and local.local_tensor_mode() is not None
+
+
 def is_block_mask(value: object) -> bool:
     """True for a block mask of FlexAttention, whose module is not imported to ask."""
     flex = sys.modules.get("torch.nn.attention.flex_attention")

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._compile import Traceable
-from ._torch import averaged_over, is_fake, outside_graphs
+from ._torch import averaged_over, in_local_tensor_mode, is_fake, outside_graphs
 from .comm import Alone, ProcessTransport, Transport, collectives
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
@@ -430,6 +430,7 @@ class Layout(LayoutDeclaration, Traceable):
         Raises:
             DeclarationError: a mesh dim is missing or has another size.
             ShapeError: on every rank of the slice, if their layouts differ.
+            UnsupportedError: within torch's `LocalTensorMode`.
         """
         if not self.mesh:
             return self
@@ -437,6 +438,12 @@ class Layout(LayoutDeclaration, Traceable):
             raise DeclarationError(
                 f"{self.source}: bind takes a DeviceMesh, found a {type(device_mesh).__name__}; "
                 "DeviceMesh.from_group makes one of a process group"
+            )
+        if in_local_tensor_mode():
+            raise UnsupportedError(
+                f"{self.source}: within LocalTensorMode one process stands for all ranks, whose"
+                " tensors weft cannot tell apart; weft.on_threads(layout, function) runs ranks as"
+                " threads"
             )
         names = [dict(rename or {}).get(d, d) for d in self.mesh]
         self._check_rename(device_mesh, rename or {}, names)

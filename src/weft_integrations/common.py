@@ -16,6 +16,7 @@ from weft.comm.once_differentiable import once
 from weft.declare.layout_file import HEADS
 from weft.declare.mesh import index_at
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.fields import WholeReport
 from weft.layout import Layout
 from weft.plan.order import Spans, count, positions, shard_spans
 
@@ -38,9 +39,11 @@ class Parallelized:
 
     Attributes:
         steps: that undo them, the last one first.
+        ran_whole: of a model on fields, the functions that ran whole for want of a rule.
     """
 
     steps: list[Callable[[], object]] = field(default_factory=list)
+    ran_whole: WholeReport | None = None
 
     def put_on(self, model: nn.Module) -> None:
         """Have a model know that it is parallelized.

@@ -27,6 +27,7 @@ from weft.comm.collectives import invariant_to_replicate
 from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.fields import Field, WholeReport, distributed
+from weft.fields.islands import on_positions
 from weft.layout import Layout
 
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
@@ -119,8 +120,28 @@ def parallelize_fields(
     for name in METHODS:
         if callable(getattr(model, name, None)):
             state.wrap(name, placed_model)
+    for module in model.modules():
+        if is_experts(module):
+            _install_island(module, placed_model)
+    placed_model.ran_whole = state.report
     placed_model.put_on(model)
     return model
+
+
+def is_experts(module: nn.Module) -> bool:
+    """True of routed experts of transformers, which take tokens and the experts of each."""
+    return hasattr(module, "_is_expert_parallel") and "forward" not in vars(module)
+
+
+def _install_island(module: nn.Module, placed: Parallelized) -> None:
+    """Have a module that treats positions one by one run on local tensors."""
+    run, name = module.forward, f"{type(module).__name__}.forward"
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return on_positions(name, run, args, kwargs)
+
+    module.__dict__["forward"] = forward
+    placed.steps.append(lambda: vars(module).pop("forward", None))
 
 
 class _Calls:

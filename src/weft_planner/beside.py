@@ -39,8 +39,10 @@ class Around:
     def nbytes(self, tile: Pass, block: Block, merges: bool) -> float:
         """Bytes that move for a block, whose results are added to others or are all there are."""
         result = tile.block(block)
-        queries = _numbers(tile, Side.QUERY, count(result.q_spans)) * len(result.groups)
-        keys = _numbers(tile, Side.KEY, count(result.kv_spans)) * len(result.groups)
+        queries = _numbers(tile, Side.QUERY, count(result.q_spans)) * _share(
+            tile, block, Side.QUERY
+        )
+        keys = _numbers(tile, Side.KEY, count(result.kv_spans)) * _share(tile, block, Side.KEY)
         found = self.query * queries + self.key * keys
         return found + merges * (self.merge * queries + self.merge_key * keys)
 

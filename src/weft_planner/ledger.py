@@ -55,8 +55,9 @@ class Checked:
 def nearest(hardware: str, ranks: int, label: str = "call") -> Checked | None:
     """The set of measured rows nearest to a case, or None where nothing like it was measured.
 
-    A set is near where its hardware file is the same and its ranks reach as far: rows inside one
-    node say nothing about several. Of those the one with most nearly as many devices is taken.
+    A set is near where its hardware file is the same and its ranks reach as far, as rows inside one
+    node say nothing about several, or are from fewer to more. Of those the one with most nearly as
+    many devices is taken, and of equals that with most rows.
 
     Args:
         hardware: the name of a shipped hardware file; of any other there is no set.
@@ -71,7 +72,12 @@ def nearest(hardware: str, ranks: int, label: str = "call") -> Checked | None:
         return None
     machine = Hardware.load(hardware)
     level = machine.between(0, ranks - 1)
-    near = [each for each in near if machine.between(0, each.devices[1] - 1) == level]
+
+    def reaches(each: Checked) -> bool:
+        low, high = each.devices
+        return low <= ranks <= high or machine.between(0, high - 1) == level
+
+    near = list(filter(reaches, near))
     return min(near, key=lambda each: _distance(each, ranks), default=None)
 
 

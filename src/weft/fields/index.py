@@ -42,8 +42,8 @@ def getitem(x: Part, index: Any) -> Recipe | Direct:
     return Direct(by_index)
 
 
-class _Looked:
-    """What looking positions up takes: the region of all fields, their local tensors, a trail."""
+class FieldsAtHand:
+    """Fields of one call: the region of all, their local tensors, and a trail of the call."""
 
     def __init__(self, name: str, *tensors: Any) -> None:
         fields = [t for t in tensors if isinstance(t, Field)]
@@ -135,7 +135,7 @@ def by_index(x: Tensor, index: Any) -> Any:
     places = [k for k, i in enumerate(entries) if isinstance(i, Tensor | int)]
     y = x[tuple(slice(None) if k in places else i for k, i in enumerate(entries))]
     given = [torch.as_tensor(entries[k], device=x.device) for k in places]
-    look = _Looked("indexing", y, *given)
+    look = FieldsAtHand("indexing", y, *given)
     goal = broadcast([dims_of(i) for i in given])
     dims, t = list(dims_of(y)), look.local(y)
     axes = {axis for dim in goal for axis in split_axes(dim)}
@@ -180,7 +180,7 @@ def _asked(t: Tensor, d: int, dim: Dim, i: Tensor, region: FieldRegion) -> tuple
 def _at_mask(x: Tensor, mask: Tensor) -> Field:
     """Entries where a mask holds: each stays on its rank, and the new dim is split as they are."""
     _check_mask(x, mask, 0)
-    look, k = _Looked("indexing with a mask", x, mask), mask.dim()
+    look, k = FieldsAtHand("indexing with a mask", x, mask), mask.dim()
     lead = broadcast([dims_of(x)[:k], dims_of(mask)])
     rest = once_split([*lead, *dims_of(x)[k:]])
     lead, rest = rest[:k], rest[k:]
@@ -258,11 +258,13 @@ def setitem(x: Tensor, index: Any, value: Any) -> None:
             )
         else:
             where.append(positions[0] if positions else slice(0, 0))
-    look = _Looked("writing", x, value)
+    look = FieldsAtHand("writing", x, value)
     _into(look, x, tuple(where), dims, value, nothing)
 
 
-def _into(look: _Looked, x: Field, where: Any, dims: list[Dim], value: Any, nothing: bool) -> None:
+def _into(
+    look: FieldsAtHand, x: Field, where: Any, dims: list[Dim], value: Any, nothing: bool
+) -> None:
     if isinstance(value, Tensor) and value.dim():
         extra = value.dim() - len(dims)
         if extra > 0:
@@ -285,7 +287,7 @@ def _write_at_mask(x: Field, mask: Tensor, value: Any) -> None:
     if isinstance(value, Tensor) and value.numel() != 1:
         raise refused("writing several values at a mask", x)
     _check_mask(x, mask, 0)
-    look = _Looked("writing at a mask", x, mask, value)
+    look = FieldsAtHand("writing at a mask", x, mask, value)
     m = look.placed(mask, x._dims[: mask.dim()])
     x._local[m] = look.local(value) if isinstance(value, Tensor) else value
     x._trail = hash((x._trail, look.trail))
@@ -298,7 +300,7 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
         source = _gathered(source)
     if mask.dtype != torch.bool:
         raise RuntimeError("masked_scatter: the mask must be of booleans")
-    look = _Looked("masked_scatter", x, mask)
+    look = FieldsAtHand("masked_scatter", x, mask)
     goal = broadcast([dims_of(x), dims_of(mask)])
     whole_goal = [whole(dim_size(q)) for q in goal]
     shape = [dim_size(q) for q in goal]

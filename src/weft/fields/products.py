@@ -186,9 +186,10 @@ def einsum(equation: str, *operands: Any) -> Recipe:
 def _added(name: str, product: Callable[[Tensor, Tensor], Tensor]) -> None:
     @composite(*both(name))
     def added(
-        x: Tensor, one: Tensor, two: Tensor, *, beta: float = 1, alpha: float = 1, out: None = None
+        input: Tensor, *pair: Tensor, beta: float = 1, alpha: float = 1, **named: Any
     ) -> Tensor:
-        y = product(one, two)
+        x, given = input, [*pair, *named.values()]
+        y = product(given[0], given[1])
         y = y if alpha == 1 else alpha * y
         if not beta:
             return y + torch.zeros_like(x).expand_as(y) if y.shape != x.shape else y

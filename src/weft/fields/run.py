@@ -69,11 +69,10 @@ def run_function(func: Callable, args: tuple, kwargs: dict) -> Any:
         raise UnsupportedError(
             f"{function_name(func)} with out= and a weft.Field: assign its result instead"
         )
-    if func in DIRECT:
-        return DIRECT[func](*args, **kwargs)
-    if func in COMPOSITE:
+    other = DIRECT.get(func) or COMPOSITE.get(func)
+    if other is not None:
         try:
-            result = COMPOSITE[func](*args, **kwargs)
+            result = other(*args, **kwargs)
             if result is not NotImplemented:
                 return result
         except NoRule as error:
@@ -297,8 +296,7 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
     short = name.split(".")[-1]
     if any(word in short for word in _RANDOM):
         raise UnsupportedError(f"{name} draws random numbers, and ranks would draw others")
-    if short.endswith("_") or short.startswith("__set"):
-        raise UnsupportedError(f"{name} of a weft.Field {_described(parts)} writes without a rule")
+    writes = short == "__setitem__" or (short.endswith("_") and not short.endswith("__"))
     report, numbers = parts[0].region.whole, sum(math.prod(p.shape) for p in parts if p.is_field)
     assert report is not None
     if numbers > MOST_WHOLE:
@@ -313,9 +311,19 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
                 " numbers; fallback='refuse' refuses it",
                 stacklevel=2,
             )
-        return inner.run(t)
+        if not writes:
+            return inner.run(t)
+        t = [t[0].clone(), *t[1:]]
+        inner.run(t)
+        return t[0]
 
-    return Recipe(run, None, goals)
+    if not writes:
+        return Recipe(run, None, goals)
+    if not parts[0].is_field or args[0] is not parts[0]:
+        raise UnsupportedError(
+            f"{name} writes a weft.Field into a plain tensor, which every rank has whole"
+        )
+    return Recipe(run, goals[0], goals, writes=True)
 
 
 Field._rules = run_function

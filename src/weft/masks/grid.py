@@ -104,6 +104,17 @@ class _Grid(Mask):
             )
 
 
+def check_grids(mask: Mask, sizes: tuple[int, ...]) -> None:
+    """Raise `ShapeError` unless the grids of a mask are those of jointly attended axes."""
+    for part in (value for value in vars(mask).values() if isinstance(value, Mask)):
+        check_grids(part, sizes)
+    if isinstance(mask, _Grid) and len(mask.lengths) == len(sizes) > 1 and mask.lengths != sizes:
+        raise ShapeError(
+            f"{describe(mask)} is of a grid of {mask.lengths}, and the axes that are attended have"
+            f" {sizes}, the first one outermost"
+        )
+
+
 @cached(1 << 14)
 def _intervals(mask: _Grid, low: int, high: int, keys: bool) -> Intervals:
     """The positions that a range of them sees, or that see one of it, as exact intervals."""

@@ -22,6 +22,7 @@ from ..comm.origin import origin
 from ..declare.layout_file import HEADS
 from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
+from ..masks.grid import check_grids
 from ..masks.slices import Slices, knows_nothing, varies
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
@@ -380,6 +381,7 @@ class BoundCall:
 
     def _check_content(self, plan: Plan, batch: int) -> None:
         self.call.mask.check(plan.problem.n, plan.problem.m, batch)
+        check_grids(self.call.mask, tuple(n for n, _ in plan.problem.lengths))
 
 
 def gradients_wanted(*tensors: Tensor | None) -> str:

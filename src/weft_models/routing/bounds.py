@@ -7,6 +7,7 @@ and take blocks that are here already where they may; the most where they all ta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from weft.declare.routing import Routing
@@ -14,6 +15,7 @@ from weft.declare.strategy import Role
 from weft.fetching.bounds import ByteBounds, dense, fetch_bounds
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
+from weft.plan.choices import gathers_of, spreads_of
 from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
@@ -56,18 +58,17 @@ def _others(
     p = plan.problem
     number = accumulate_dtype(p.dtype).itemsize
     entry = plan.compute.key
-    per_block = routing.summary_dim
-    held = blocks
     ways = p.kv_heads if routing.per_head else 1
-    for mesh_dim in reversed(dims):
-        rest = (plan.sizes[mesh_dim] - 1) * held * number * entry.batch
-        summaries = rest * entry.heads * per_block
-        for backward in (False, True):
-            label = "dsummaries" if backward else "summaries"
+    rows = [blocks] * math.prod(plan.sizes[d] for d in dims)
+    for backward, traded in ((False, gathers_of), (True, spreads_of)):
+        label = "dsummaries" if backward else "summaries"
+        for mesh_dim, _, came, _ in traded(plan.sizes, dims, plan.coords, rows):
+            rest = came * number * entry.batch
+            summaries = rest * entry.heads * routing.summary_dim
             yield ByteBounds(backward, mesh_dim, label, summaries, summaries)
-        routed = rest * ways * total
-        yield ByteBounds(False, mesh_dim, "routes", routed, routed)
-        held *= plan.sizes[mesh_dim]
+            if not backward:
+                routed = rest * ways * total
+                yield ByteBounds(False, mesh_dim, "routes", routed, routed)
     forecast = forecast_of(plan)
     for backward, found in ((False, forecast.forward), (True, forecast.backward)):
         received = found.before.received + found.after.received

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.comm import P2PBatch, Transport
+from weft.comm import Transport
+from weft.comm.collectives import gather_slices, spread_flat
 from weft.comm.once_differentiable import once
 from weft.fetching.fetch import Partition
 
@@ -22,35 +23,21 @@ class GatherBlocks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, partition: Partition, transport: Transport, label: str) -> Any:
-        ctx.partition, ctx.transport, ctx.label = partition, transport, label
-        for mesh_dim in reversed(partition.dims):
-            local = x.contiguous().view(-1)
-            peers = _peers(transport, mesh_dim)
-            parts = {p: torch.empty_like(local) for p in peers}
-            parts[transport.coords[mesh_dim]] = local
-            p2p = P2PBatch(
-                mesh_dim, label, [(p, local) for p in peers], [(p, parts[p]) for p in peers]
-            )
-            transport.start(p2p)()
-            x = torch.cat([parts[p].view(x.shape) for p in range(len(parts))], -2)
-        return x.clone() if not partition.dims else x
+        ctx.dims, ctx.transport, ctx.label = partition.dims, transport, label
+        ctx.ranks = math.prod(transport.sizes[d] for d in partition.dims)
+        rows = [x.shape[-2]] * ctx.ranks
+        return gather_slices(x, -2, rows, partition.dims, transport, label).contiguous()
 
     @staticmethod
     @once("weft.routing.RoutedAttention")
     def backward(ctx: Any, grad: Tensor) -> Any:
-        transport = ctx.transport
-        for mesh_dim in ctx.partition.dims:
-            parts = [t.contiguous() for t in grad.chunk(transport.sizes[mesh_dim], -2)]
-            mine, peers = parts[transport.coords[mesh_dim]], _peers(transport, mesh_dim)
-            got = {p: torch.empty_like(mine).view(-1) for p in peers}
-            sends = [(p, parts[p].view(-1)) for p in peers]
-            transport.start(P2PBatch(mesh_dim, f"d{ctx.label}", sends, list(got.items())))()
-            grad = functools.reduce(torch.add, (got[p].view(mine.shape) for p in peers), mine)
-        return grad, None, None, None
-
-
-def _peers(transport: Transport, mesh_dim: str) -> list[int]:
-    return [p for p in range(transport.sizes[mesh_dim]) if p != transport.coords[mesh_dim]]
+        blocks = grad.shape[-2] // ctx.ranks
+        parts = [part.reshape(-1) for part in grad.split(blocks, -2)]
+        label = f"d{ctx.label}"
+        own = spread_flat(
+            parts, ctx.dims, ctx.transport, label, lambda parts: sum(parts[1:], parts[0])
+        )
+        return own.view(*grad.shape[:-2], blocks, grad.shape[-1]), None, None, None
 
 
 __all__ = ["GatherBlocks"]

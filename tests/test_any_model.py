@@ -1,0 +1,181 @@
+"""Models that nobody prepared, on tensors that know that they are split: one device's numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import weft
+from weft import Field, Layout, UnsupportedError
+
+LAYOUTS = (
+    "tokens(zigzag): ring=2",
+    "tokens(zigzag): tile=2x2",
+    "tokens(striped): ring=2 x ulysses=2",
+    "tokens: ulysses=4",
+    "tokens(zigzag): gather=3",
+)
+
+
+class Block(nn.Module):
+    def __init__(self, d: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.before, self.behind = nn.LayerNorm(d), nn.LayerNorm(d)
+        self.qkv, self.out = nn.Linear(d, 3 * d), nn.Linear(d, d)
+        self.mlp = nn.Sequential(nn.Linear(d, 2 * d), nn.GELU(), nn.Linear(2 * d, d))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        b, n, d = x.shape
+        q, k, v = self.qkv(self.before(x)).view(b, n, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+
+        def turned(t: Tensor) -> Tensor:
+            one, two = t.chunk(2, -1)
+            return t * cos + torch.cat([-two, one], -1) * sin
+
+        y = F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, n, d))
+        return x + self.mlp(self.behind(x))
+
+
+class Decoder(nn.Module):
+    """A decoder of torch's own functions: rotary positions, shifted labels, a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)
+        self.blocks = nn.ModuleList(Block(32, 4) for _ in range(2))
+
+    def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        x = self.embed(ids)
+        angles = torch.arange(ids.shape[1], dtype=x.dtype)[:, None] / 10 ** torch.arange(4)
+        angles = torch.cat([angles, angles], -1)
+        for block in self.blocks:
+            x = block(x, angles.cos(), angles.sin())
+        logits = self.head(x)
+        if labels is None:
+            return logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def errors(model: nn.Module, line: str, run) -> tuple[float, float]:
+    """The largest errors of results and of gradients of weights, on the last rank."""
+    alone = copy.deepcopy(model)
+    wanted = run(alone)
+    wanted[0].backward()
+    wanted = [t.detach() for t in wanted]
+
+    def rank(layout: Layout) -> tuple[float, float]:
+        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
+        found = run(split)
+        assert not split._weft.ran_whole.calls
+        found[0].backward()
+        layout.sync_gradients(split)
+        pairs = zip(split.parameters(), alone.parameters())
+        grads = [(p.grad - q.grad).abs().max() for p, q in pairs if q.grad is not None]
+        results = [(a.detach() - b).abs().max() for a, b in zip(found, wanted)]
+        return float(max(results)), float(max(grads))
+
+    return weft.on_threads(Layout.parse(line), rank)[-1]
+
+
+@pytest.mark.parametrize("line", LAYOUTS)
+def test_a_decoder_of_torch_alone_equals_one_device(line):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (2, 29))
+    found = errors(Decoder().double(), line, lambda m: (m(ids, ids), m(ids)))
+    assert max(found) < 1e-12, found
+
+
+def _transformers(name: str) -> nn.Module:
+    import transformers as t
+
+    sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "use_cache": False}
+    sizes |= {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    models = {
+        "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes)),
+        "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**sizes, sliding_window=5)),
+        "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=8)),
+        "bert": lambda: t.BertForMaskedLM(t.BertConfig(**sizes)),
+    }
+    return models[name]().double().eval()
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("line", LAYOUTS[:2])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "bert"])
+def test_a_model_of_transformers_equals_one_device(name, line):
+    """Its loss is computed in fp32, as on one device."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, 50, (2, 29))
+
+    def run(model: nn.Module) -> tuple[Tensor, Tensor]:
+        out = model(input_ids=ids, labels=ids)
+        return out.loss, out.logits
+
+    result, gradients = errors(_transformers(name), line, run)
+    assert result < 1e-6
+    assert gradients < 1e-12
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.rfft(x, dim=1).abs()
+
+
+def test_a_function_without_a_rule_runs_whole_and_is_named():
+    x = torch.randn(2, 9, 4, dtype=torch.float64)
+
+    def rank(layout: Layout) -> tuple[Tensor, Tensor, dict[str, int], str]:
+        model = weft.parallelize(Spectrum(), layout, dims={"tokens": 1})
+        whole = x.clone().requires_grad_()
+        y = model(whole)
+        y.square().sum().backward()
+        refusing = weft.parallelize(Spectrum(), layout, dims={"tokens": 1}, fallback="refuse")
+        with pytest.raises(UnsupportedError, match="rfft has no rule") as refusal:
+            refusing(x)
+        return y.detach(), whole.grad, model._weft.ran_whole.calls, str(refusal.value)
+
+    right = x.clone().requires_grad_()
+    wanted = Spectrum()(right)
+    wanted.square().sum().backward()
+    with pytest.warns(UserWarning, match="runs whole on every rank"):
+        ranks = weft.on_threads(Layout.parse("tokens(zigzag): ring=3"), rank)
+    for y, grad, calls, _ in ranks:
+        torch.testing.assert_close(y, wanted.detach())
+        torch.testing.assert_close(grad, right.grad)
+        assert list(calls.values()) == [1]
+
+
+def test_random_functions_are_refused_where_others_run_whole():
+    class Noisy(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.randn_like(x)
+
+    def rank(layout: Layout) -> bool:
+        model = weft.parallelize(Noisy(), layout, dims={"tokens": 1})
+        with pytest.raises(UnsupportedError, match="draws random numbers"):
+            model(torch.ones(2, 9, 4))
+        return True
+
+    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), rank))
+
+
+def test_slices_joins_rolls_and_flips_move_nothing():
+    x = torch.randn(2, 13, 3, dtype=torch.float64)
+
+    def rank(layout: Layout) -> int:
+        field = Field.distribute(x, layout, {"tokens": 1})
+        with weft.traffic(layout) as moved:
+            y = torch.cat([field[:, 3:].flip(1), F.pad(field[:, ::2], (0, 0, 2, 1))], 1).roll(4, 1)
+        assert not moved.received
+        right = torch.cat([x[:, 3:].flip(1), F.pad(x[:, ::2], (0, 0, 2, 1))], 1).roll(4, 1)
+        torch.testing.assert_close(y.full_tensor(), right)
+        return len(y.positions("tokens"))
+
+    found = weft.on_threads(Layout.parse("tokens(zigzag): ring=3"), rank)
+    assert sum(found) == 10 + 7 + 3
