@@ -58,6 +58,8 @@ def _processes() -> dict[int, list[int]]:
     """Processes of this user's that were started with this one's store in their environment."""
     wanted = {f"{name}={os.environ[name]}" for name in _COMMON if name in os.environ}
     found: dict[int, list[int]] = {}
+    if len(wanted) < 2:  # which any launch may have
+        return found
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError, ValueError):
             entries = {*path.read_bytes().decode(errors="replace").split("\0")}
