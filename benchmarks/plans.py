@@ -144,41 +144,30 @@ def planned(model: HFModel) -> Counted:
     return Counted(model.numbers, step.flops[0] // (2 * TOKENS), served.cache + served.states)
 
 
-def seconds_of_plan(model: HFModel) -> float:
-    """Of the processor, for a plan of 131,072 tokens on 64 devices."""
-    start = time.process_time()
-    Groups(model, CACHED, Hardware.load("h100-8"), 64).rows()
-    return time.process_time() - start
-
-
 def rows() -> Iterator[str]:
     """The table."""
     head = "weights, B", "by hand", "products of a token, G", "by hand", "cache, GB", "by hand", "s"
     yield f"| model | {' | '.join(head)} |"
     yield "|---|" + "---:|" * 7
     for name, by_hand in BY_HAND.items():
-        model, hand = model_of(name), by_hand()
-        found = planned(model)
-        pairs = zip((1e9, 1e9, 1e9), *(vars(each).values() for each in (found, hand)))
-        cells = [f"{value / unit:,.3f}" for unit, *both in pairs for value in both]
-        yield f"| {name} | {' | '.join(cells)} | {seconds_of_plan(model):.0f} |"
+        model, start = model_of(name), time.process_time()
+        Groups(model, CACHED, Hardware.load("h100-8"), 64).rows()
+        seconds = time.process_time() - start
+        pairs = zip(*(vars(each).values() for each in (planned(model), by_hand())))
+        cells = [f"{value / 1e9:,.3f}" for both in pairs for value in both]
+        yield f"| {name} | {' | '.join(cells)} | {seconds:.0f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help=f"write it into {PAGE}")
-    args = parser.parse_args()
+    write = parser.parse_args().write
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    table = []
-    for line in rows():
-        print(line, flush=True)
-        table.append(line)
-    if args.write:
-        found = re.sub(
-            r"\| model \| weights.*?(?=\n\n)", "\n".join(table), PAGE.read_text(), flags=re.S
-        )
-        PAGE.write_text(found)
+    table = [print(line, flush=True) or line for line in rows()]
+    if write:
+        old = re.compile(r"\| model \| weights.*?(?=\n\n)", re.S)
+        PAGE.write_text(old.sub("\n".join(table), PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ class Meta(Kernel):
 
     name = "meta"
     about = "device meta only: the shapes of anything, no numbers"
+    positional = True  # so that no mask of a tile is made
 
     def refuses(self, request: Request) -> str | None:
         if request.device != "meta":

@@ -71,7 +71,7 @@ def plan_config(path: str, asked: Asked) -> None:
         )
         rows = search.rows(tell)
         advice = _advice(rows[0], search, asked) if rows and search.fits(rows[0]) else []
-    about = "~ " if _rough(model) else ""
+    about = "~ " if model.routed or model.recurrent else ""
     out.print(
         f"[bold]{escape(model.class_name)}[/], {model.numbers:.3g} weights, {model.layers} layers:"
         f" {escape(verified)}\none row of {asked.tokens:,} tokens per group and step; AdamW, FSDP2,"
@@ -102,7 +102,8 @@ def serve_config(path: str, asked: Asked) -> None:
     model = HFModel.load(path)
     machine = Hardware.load(asked.hardware)
     out = console()
-    found = [serving(model, asked.tokens, n) for n in _powers(asked.devices)]
+    sizes = (n for n in range(1, asked.devices + 1) if asked.devices % n == 0)
+    found = [serving(model, asked.tokens, n) for n in sizes]
     out.print(
         f"[bold]{escape(model.class_name)}[/], {model.numbers:.3g} weights in bf16 on every rank; "
         f"a cache of {asked.tokens:,} tokens, split over the ranks of a group\n",
@@ -110,8 +111,7 @@ def serve_config(path: str, asked: Asked) -> None:
     )
     limit = asked.memory or machine.device.memory
     out.print(_served(found, limit))
-    room = next((each for each in found if limit and each.nbytes + OTHER <= limit), None)
-    if room is None:
+    if not (room := next((r for r in found if limit and r.nbytes + OTHER <= limit), None)):
         out.print("nothing fits: more devices, or fewer tokens", highlight=False)
         return
     line = f"tokens: ring={room.ranks}"
@@ -126,10 +126,6 @@ def serve_config(path: str, asked: Asked) -> None:
         ]
     for text in texts:
         out.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _powers(devices: int) -> list[int]:
-    return [n for n in range(1, devices + 1) if devices % n == 0]
 
 
 def _served(found: Sequence[Served], limit: float | None) -> Table:
@@ -163,11 +159,6 @@ def _verified(model: HFModel) -> str:
         return f"no small copy could be made ({type(error).__name__}), so nothing was verified"
     verify.verify(small, Layout.parse("tokens: ring=2"))
     return f"exact on ranks (a copy of {len(model.units(small))} layers was verified)"
-
-
-def _rough(model: HFModel) -> bool:
-    """True if counts are approximate: experts by their mean, recurrences."""
-    return model.routed or model.recurrent
 
 
 def _table(rows: Sequence[Row], search: Groups, about: str) -> Table:
@@ -279,9 +270,9 @@ def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
         out.print(note, markup=False, highlight=False, soft_wrap=True)
     out.print()
     for label, what in (("step", "times of steps"), ("memory", "memory")):
-        checked = nearest(asked.hardware, asked.devices, label)
         line = f"{what}: checked against nothing measured on {asked.hardware}"
-        out.print(str(checked or line), markup=False, highlight=False)
+        found = nearest(asked.hardware, asked.devices, label) or line
+        out.print(str(found), markup=False, highlight=False)
 
 
 def _write_page(rows: Sequence[Row], search: Groups, asked: Asked) -> None:
