@@ -135,7 +135,7 @@ CALLS = {
         {"softcap": torch.ones((), requires_grad=True)},
         "softcap .* no gradient",
     ),
-    "mask tensor": (Q, {"mask": torch.ones(13, 13)}, "found a Tensor"),
+    "mask tensor": (Q, {"mask": torch.ones(13, 13)}, "found a torch.float32 tensor"),
     **{
         f"length {length!r}": (Q, {"length": length}, "length")
         for length in ("13", 13.0, 13.5, float("nan"), True, -1, (1, 2, 3), {"rows": 13})

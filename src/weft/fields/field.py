@@ -27,7 +27,7 @@ from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..plan.lengths import check_axis_lengths
 from ..plan.order import each_position
-from .dims import Dim, dim_size, split_dim, text_of, whole
+from .dims import Dim, dim_size, is_split_dim, split_dim, text_of, whole
 from .exchange import entered, placed_like, whole_tensor
 from .place import FieldPlace, FieldRegion, WholeReport, region_of
 
@@ -152,10 +152,13 @@ class Field(Tensor):
         self._checked()._region.trail = self._trail
         return whole_tensor(self._local, self._dims, self._region)
 
-    def rechunked(self) -> Field:
+    def rechunked(self, dims: Mapping[str, int] | None = None) -> Field:
         """The same field in the chunks that its layout makes of every axis, as `layout.shard` does.
 
         Windows with a stride leave their outputs with the ranks that hold their middles.
+
+        Args:
+            dims: axis -> dim, for axes of one position, which all ranks hold; one of them keeps it.
         """
         self._checked()._region.trail = self._trail
         goal = list(self._dims)
@@ -166,6 +169,9 @@ class Field(Tensor):
             if len(dim) > 1:
                 raise UnsupportedError(f"{self} has a dim of several axes, which no layout makes")
             goal[d] = split_dim(self._region.chunks(chunks.axis, chunks.length))
+        for axis, d in (dims or {}).items():
+            if axis in self._region.axes and not is_split_dim(goal[d]):
+                goal[d] = split_dim(self._region.chunks(axis, dim_size(goal[d])))
         local = placed_like(self._local, self._dims, goal, self._region, "rechunk")
         return Field(local, self._region.place(goal))
 

@@ -150,8 +150,10 @@ def _per_channel(t: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     return None if t is None else t.view(shape)
 
 
-def _check_several(label: str, group: str, values: int) -> None:
+def _check_several(x: Part, label: str, group: str, values: int) -> None:
     """Raise where a variance would be of one value: torch does, and every rank knows the number."""
+    if not values:
+        raise refused(f"{label} of nothing", x)
     if values < 2:
         raise ShapeError(
             f"{label}: {values} value per {group} over all ranks, and a variance needs more than 1"
@@ -173,7 +175,7 @@ def group_norm(
         args = (x, num_groups, weight, bias, eps)
         return on_locals(F.group_norm, args, x.dims, wholes(weight, bias))
     n = x.shape[1] // num_groups
-    _check_several("group_norm", "group", n * math.prod((x.shape[0], *x.shape[2:])))
+    _check_several(x, "group_norm", "group", n * math.prod((x.shape[0], *x.shape[2:])))
     dims: list[Dim] = [x.dims[0], whole(num_groups), whole(n), *x.dims[2:]]
     shape = (num_groups, n, *[1] * (x.ndim - 2))
 
@@ -204,7 +206,7 @@ def instance_norm(
     if x.ndim < 3:
         raise refused("instance_norm of no positions", x)
     if use_input_stats:
-        _check_several("instance_norm", "channel", math.prod(x.shape[2:]))
+        _check_several(x, "instance_norm", "channel", math.prod(x.shape[2:]))
     return group_norm(x, x.shape[1], weight, bias, eps)
 
 
@@ -229,7 +231,7 @@ def batch_norm(
         return on_locals(F.batch_norm, args, x.dims, wholes(weight, bias))
     over = (0, *range(2, x.ndim))
     n = math.prod(x.shape[d] for d in over)
-    _check_several("batch_norm", "channel", n)
+    _check_several(x, "batch_norm", "channel", n)
     shape = (1, -1, *[1] * (x.ndim - 2))
 
     def run(t: list[Any]) -> Tensor:

@@ -75,7 +75,7 @@ for _name, _position, _default, _results, _drops in (
 
 def _softmax(name: str) -> None:
     def over(x: Tensor, dim: Any = None, *args: Any, dtype: Any = None, **named: Any) -> Any:
-        if not isinstance(dim, int) or not crosses_field(x, dim):
+        if not isinstance(dim, int) or not crosses_field(x, dim) or not x.numel():
             return NotImplemented
         dtype = next((a for a in args if isinstance(a, torch.dtype)), dtype)
         x = x if dtype is None else x.to(dtype)
@@ -94,7 +94,7 @@ for _name in ("softmax", "log_softmax", "softmin"):
 
 @composite(*both("logsumexp"))
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False, *, out: None = None) -> Any:
-    if not crosses_field(x, dim):
+    if not crosses_field(x, dim) or not x.numel():
         return NotImplemented
     top = x.detach().amax(dim, keepdim=True)
     top = torch.where(top.isinf(), 0, top)

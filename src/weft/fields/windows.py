@@ -476,6 +476,8 @@ def interpolate(
             factor = factor[i] if len(factor) > 1 else factor[0]
         n = math.floor(length * factor) if size is None else tuple_of(size, nd)[i]
         exact = factor is not None and not recompute_scale_factor
+        if nd == 3 and mode == "nearest" and n == length and exact and factor != 1:
+            raise refused("interpolate by a factor that leaves a size, backward otherwise,", x)
         ratio = 1 / factor if exact and n != length else length / n
         first, second, share = _sources(
             mode, nd, length, n, ratio, align_corners, factor if exact else None

@@ -158,7 +158,7 @@ class OverAxes(nn.Module):
             y = Field.from_local(y, self.layout, dims, {name: whole[name] for name in dims})
         y = self._run(y, whole, **options)
         if isinstance(y, Field):
-            y = y.rechunked().to_local()
+            y = y.rechunked(dims).to_local()
         y = y.reshape(*kept, *y.shape[1:])
         return y.permute([order.index(i) for i in range(len(order))])
 
