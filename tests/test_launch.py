@@ -152,6 +152,31 @@ def test_what_is_refused_is_not_tried_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tried-0"]
 
 
+#: A launcher that starts one process and ends without a word to it.
+ENDS = """
+import multiprocessing, os, threading, time
+from weft.launch import launcher
+
+def work():
+    threading.Thread(target=launcher._end_with_launcher, daemon=True).start()
+    time.sleep(120)
+
+if __name__ == "__main__":
+    rank = multiprocessing.get_context("spawn").Process(target=work)
+    rank.start()
+    print(rank.pid, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_rank_ends_with_its_launcher(tmp_path):
+    (tmp_path / "ends.py").write_text(ENDS)
+    # Its output ends when the last process that writes to it has ended.
+    command = [sys.executable, tmp_path / "ends.py"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=90, check=True)
+    assert said.stdout.strip().isdigit()
+
+
 FOLLOWS, ERROR = ("gloo", True), ("ValueError", False)
 
 #: What ranks say as they end, in order, silently where None: rank, message and whether it follows.
