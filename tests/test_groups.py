@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from weft_planner.choices import OPTIMIZERS, OTHER
 hf = pytest.importorskip("transformers")
 
 from weft_cli.cli import app  # noqa: E402
+from weft_cli.commands import plan_config  # noqa: E402
 from weft_planner.groups import Groups  # noqa: E402
 from weft_planner.hf_config import HFModel  # noqa: E402
 from weft_planner.hf_step import count_model  # noqa: E402
@@ -136,6 +139,14 @@ def test_models_with_windows_are_offered_keys_by_halo():
 # -- the command ----------------------------------------------------------------------------------
 
 
+def asked(**more) -> plan_config.Asked:
+    given = {
+        "tokens": 16384, "hardware": "h100-8", "devices": 4, "losses": (), "optimizers": (),
+        "recompute": (), "only": (), "memory": None, "top": 5, "write": None, "html": None,
+    }  # fmt: skip
+    return plan_config.Asked(**given | more)
+
+
 def said(*words: str, code: int = 0) -> str:
     result = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "220", "NO_COLOR": "1"})
     assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
@@ -160,8 +171,42 @@ def test_command_says_what_fits_and_what_to_type(config, tmp_path):
     assert "exact on ranks (a copy of 2 layers was verified)" in told
     assert "torchrun --nproc-per-node 2 train.py" in told
     assert "longest row that fits so:" in told
-    assert "SFTConfig(gradient_checkpointing=True" in told
+    assert "SFTConfig(max_length=16384, per_device_train_batch_size=1, gradient_check" in told
     assert Layout.load(path).world_size in (1, 2)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("recompute", ["none", "offload"])
+def test_printed_arguments_are_those_of_trl(shards, recompute, tmp_path):
+    """Also a hybrid: sharded over a node of two, replicated twice."""
+    trl, accelerate = pytest.importorskip("trl"), pytest.importorskip("accelerate")
+    row = replace(
+        search(recompute=["layers"], losses=["chunked"], devices=2).rows()[0],
+        shards=shards,
+        recompute=recompute,
+    )
+    text = ", ".join(plan_config._arguments(row, asked(devices=4)))
+    given = eval(f"dict({text})", {"ParallelismConfig": accelerate.ParallelismConfig})
+    read = trl.SFTConfig(str(tmp_path), **given | {"bf16": False, "use_cpu": True})
+    assert read.gradient_checkpointing is (recompute == "offload")
+    assert bool(read.fsdp) is (shards > 1)
+    sizes = read.parallelism_config
+    assert (sizes and (sizes.dp_replicate_size, sizes.dp_shard_size)) == {2: (2, 2)}.get(shards)
+
+
+def test_printed_commands_run(config):
+    """As they stand: the layout proven, the small copy verified on it."""
+    found = search(
+        recompute=["layers"], losses=["chunked"], layouts=[Layout.parse("tokens: ring=2")]
+    )
+    found.model.name = config
+    found.rows()
+    lines = plan_config._advice(found.tried[0], found, asked(devices=4))
+    commands = [line.split("weft ", 1)[1] for line in lines if re.search("^(check:)? +weft ", line)]
+    assert [words.split()[0] for words in commands] == ["check", "verify"]
+    for words in commands:
+        result = CliRunner().invoke(app, shlex.split(words))
+        assert result.exit_code == 0, f"{words}: {result.output}"
 
 
 def test_machine_of_unknown_memory_has_no_longest_row(config, tmp_path):

@@ -212,6 +212,15 @@ def test_a_loop_around_accelerates_fsdp2(request, ranks):
     assert many[3] == pytest.approx(one[3], abs=1e-6)
 
 
+def test_a_loop_around_accelerates_hybrid_fsdp2(four):
+    """What `weft plan` says to type: sharded over a node, replicated over nodes."""
+    hybrid = (("dp_replicate_size", 2), ("dp_shard_size", 2))
+    one, many = four.run(cases.compare_loops, FOUR, 1, True, hybrid)[0]
+    assert many[0] == pytest.approx(one[0], rel=1e-6)
+    assert many[1] == pytest.approx(one[1], rel=1e-6)
+    assert many[3] == pytest.approx(one[3], abs=1e-6)
+
+
 def test_accelerate_counts_and_schedules_by_groups(four):
     one, many = four.run(cases.compare_loops, RING, 2)[0]
     assert sorted(many[2]) == sorted(one[2])  # each of 16 rows once

@@ -460,8 +460,8 @@ def six_steps(rank, line, folder, resume):
 # Loops around accelerate and Lightning Fabric
 
 
-def accelerate_loop(line, per_rank, fsdp2=False):
-    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+def accelerate_loop(line, per_rank, fsdp2=False, hybrid=()):
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
     from accelerate.utils import DistributedType
     from torch.utils.data import DataLoader
 
@@ -475,6 +475,10 @@ def accelerate_loop(line, per_rank, fsdp2=False):
             auto_wrap_policy="transformer_based_wrap",
             cpu_ram_efficient_loading=False,
         )
+    if hybrid:
+        sizes = ParallelismConfig(**dict(hybrid))
+        accelerator.state.parallelism_config = sizes
+        accelerator.state.device_mesh = sizes.get_device_mesh("cpu")
     if line is not None:
         layout = trainers.layout(line, "cpu", timeout=30)
         parallelize(model, layout)
@@ -499,15 +503,17 @@ def accelerate_loop(line, per_rank, fsdp2=False):
         seen += accelerator.gather_for_metrics(batch["input_ids"][:, 0]).tolist()
     if fsdp2:
         assert type(model).__name__.startswith("FSDP")
+        meshes = {p.device_mesh.shape for p in model.parameters()}
+        assert not hybrid or meshes == {tuple(size for _, size in hybrid)}
         weights = [x for p in model.parameters() for x in p.full_tensor().flatten().tolist()]
     else:
         weights = numbers(accelerator.unwrap_model(model))
     return losses, norms, seen, weights, schedule.get_last_lr()[0]
 
 
-def compare_loops(rank, line, groups, fsdp2=False):
+def compare_loops(rank, line, groups, fsdp2=False, hybrid=()):
     one = alone(rank, accelerate_loop, None, 4)
-    many = together(rank, accelerate_loop, line, 4 // groups, fsdp2)
+    many = together(rank, accelerate_loop, line, 4 // groups, fsdp2, hybrid)
     return None if one is None else (one, many)
 
 

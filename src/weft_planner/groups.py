@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from weft.declare.hardware import Hardware
 from weft.errors import DeclarationError, UnsupportedError, WeftError, shown
 from weft.layout import Layout
+from weft.masks import FULL, Causal
 from weft.plan.problem import Problem
 
 from .candidates import ORDERS, Candidate, Refused, level_sizes
@@ -32,8 +33,6 @@ from .search import SAME, Choice, Search
 _GATHERED, _REDUCED = 2 + 2, 4
 #: Work of the search for each group's layout, and rows of the answer that try full logits.
 _WORK, _TRIED = 1.2e4, 2
-#: Tokens of the short row whose attention calls are counted.
-_PROBED = 2048
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ class Groups:
             calls[str(plan.problem.mask)] = Problem(**sizes)
         if not calls:
             raise UnsupportedError(f"{self.model.name}: no layer attends, so no layout is needed")
-        full = [key for key, p in calls.items() if getattr(p.mask, "window", None) is None]
+        full = [key for key, p in calls.items() if p.mask in (FULL, Causal())]
         wide = full[0] if full else max(calls)
         return {wide: calls[wide], **{key: p for key, p in calls.items() if key != wide}}
 
@@ -147,8 +146,8 @@ class Groups:
         if recompute in self._runs:
             return self._runs[recompute]
         probe = Layout.parse("tokens: ring=2")
-        few = min(max(2, self.tokens), _PROBED)  # a call is one at any length
-        counted = count_whole(self.model, probe, few, recompute=recompute, loss="full")
+        length = max(2, self.tokens)  # chunks of a mask are as many as the row has
+        counted = count_whole(self.model, probe, length, recompute=recompute, loss="full")
         calls: Counter[tuple[str, bool]] = Counter()
         for (plan, backward), times in counted.plans.items():
             calls[str(plan.problem.mask), backward] += times

@@ -101,9 +101,9 @@ class HFModel:
         rest = [n for n in self.given.sub_configs if getattr(self.given, n) is not self.config]
         if self.given is not self.config and rest:
             found.append(f"planned without {', '.join(rest)}: the language model alone")
-        named = getattr(self.given, "architectures", None) or [self.class_name]
+        named = str(getattr(self.given, "architectures", None) or self.class_name)
         if self.class_name not in named:
-            found.append(f"planned as {self.class_name}; the file names {', '.join(named)}")
+            found.append(f"planned as {self.class_name}; the file names {shown(named)}")
         return found
 
     @cached_property
@@ -133,7 +133,7 @@ class HFModel:
         for name, value in self.config.to_dict().items():
             if isinstance(value, list) and len(value) == len(layers):
                 for facts, each in zip(layers, value):
-                    facts["config", name] = str(each)
+                    facts["config", name] = each if isinstance(each, int) else str(each)
         values: dict[Hashable, dict[int, Any]] = defaultdict(dict)
         for number, facts in enumerate(layers):
             for key, value in facts.items():

@@ -50,7 +50,6 @@ def serving(model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.
         model: of transformers.
         tokens: of one row.
         ranks: of the group.
-        dtype: of weights and of what is cached.
 
     Raises:
         UnsupportedError: a model whose cache has no parts on ranks.
@@ -66,7 +65,7 @@ def serving(model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.
     what = f"{model.name}: {model.class_name} that generates, on tensors without numbers"
     with of_transformers(what), fake_ranks(0, ranks), on_meta(), torch.no_grad():
         layout = Layout.parse(f"tokens: ring={ranks}").build("cpu")
-        built = model.build(dtype).eval()
+        built = model.build(torch.bfloat16).eval()
         parallelize(built, layout, verify=False)
         cache = ShardedCache(built)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
@@ -75,7 +74,7 @@ def serving(model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.
         carried = [getattr(layer, "state_nbytes", 0) for layer in cache.layers]
         with traffic(layout) as received:
             built(input_ids=ids[:, :1], cache=cache)
-    weights = model.numbers * dtype.itemsize
+    weights = model.numbers * torch.bfloat16.itemsize
     decoded = sum(received.received.values())
     return Served(ranks, weights, held - sum(carried), sum(carried), decoded)
 

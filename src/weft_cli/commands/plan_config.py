@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import shlex
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,6 @@ from ..inspect import tables
 from . import options
 from .options import console
 from .plan_model import write_layout
-
-#: Where a trainer offloads what recomputation keeps; of transformers 5.24.
-_OFFLOAD = ', with gradient_checkpointing_kwargs={"offload": True}'
 
 
 @dataclass(frozen=True)
@@ -207,34 +205,49 @@ def _advice(row: Row, search: Groups, asked: Asked) -> list[str]:
     node = search.hardware.level[0].ranks
     node = asked.devices if node < 1 else min(node, asked.devices)
     if row.layout.world_size == 1:
-        layout = "no layout: every GPU has rows of its own"
+        layout = "no layout: every GPU has rows of its own; trainers.of is not needed"
     else:
         layout = f'layout = trainers.layout("{row.layout.name}"); trainers.of(SFTTrainer, layout)'
-    recompute = str(row.recompute != "none")
     lines = [
         f"best: {parts}{fsdp}; by weft's clock, on {asked.hardware}",
         _longest(row, search, asked),
         f"type:    {_started(asked.devices, node)} train.py",
         f"         {layout}",
-        f"         SFTConfig(gradient_checkpointing={recompute}, per_device_train_batch_size=1)"
-        + ("" if row.recompute != "offload" else _OFFLOAD),
-        f"         FSDP2 {_sharded(row, asked.devices)}, {row.optimizer.removeprefix('adamw-')}"
-        " weights and AdamW states",
+        f"         SFTConfig({', '.join(_arguments(row, asked))})",
     ]
     if row.loss == "chunked":
         lines.append(
             "         loss: TRL's has chunks of its own; in a loop of yours"
             " weft.losses.cross_entropy(hidden, head.weight, labels, layout)"
         )
-    file = asked.write or "plan.toml"
     if row.layout.world_size > 1:
+        file, folder = (
+            shlex.quote(str(s)) for s in (asked.write or row.layout.name, search.model.name)
+        )
         lines += [
             f"check:   weft check {file} --symbolic --mask causal",
-            f"         weft verify {search.model.class_name} {search.model.name} {file} --small",
+            f"         weft verify {search.model.class_name} {folder} {file} --small",
             f"measure: {_started(row.layout.world_size, node)} -m weft rates {file} --write"
             " measured.toml",
         ]
     return lines
+
+
+def _arguments(row: Row, asked: Asked) -> Iterator[str]:
+    """Arguments of TRL's configuration that train as a row says."""
+    yield f"max_length={asked.tokens}"
+    yield "per_device_train_batch_size=1"
+    yield f"gradient_checkpointing={row.recompute != 'none'}"
+    if row.recompute == "offload":  # of transformers 5.24
+        yield 'gradient_checkpointing_kwargs={"offload": True}'
+    yield "bf16=True"
+    if row.shards > 1:
+        yield "fsdp=True"
+    if 1 < row.shards < asked.devices:
+        sizes = f"dp_replicate_size={asked.devices // row.shards}, dp_shard_size={row.shards}"
+        yield f"parallelism_config=ParallelismConfig({sizes})"
+    dtype = {"adamw-fp32": "float32", "adamw-bf16": "bfloat16"}[row.optimizer]
+    yield f'model_init_kwargs={{"dtype": "{dtype}"}}'
 
 
 def _started(ranks: int, node: int) -> str:
@@ -251,14 +264,6 @@ def _longest(row: Row, search: Groups, asked: Asked) -> str:
     return f"longest row that fits so: {tokens:,} tokens"
 
 
-def _sharded(row: Row, devices: int) -> str:
-    if row.shards == devices:
-        return f"over all {devices} ranks (fully_shard on one mesh)"
-    if row.shards == 1:
-        return "without sharding (DDP)"
-    return f"hybrid: sharded over {row.shards} ranks, replicated {devices // row.shards} times"
-
-
 def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
     out = console()
     notes = [*model.notes, *(f"not tried: {why}" for why in search.refused)]
@@ -272,11 +277,11 @@ def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
         notes.append("offloading is taken to be hidden; nothing prices the host's memory or links")
     for note in notes:
         out.print(note, markup=False, highlight=False, soft_wrap=True)
-    checked = [nearest(asked.hardware, asked.devices, label) for label in ("step", "memory")]
-    lines = [str(each) for each in checked if each is not None]
     out.print()
-    for line in lines or ["not checked against anything measured"]:
-        out.print(line, highlight=False)
+    for label, what in (("step", "times of steps"), ("memory", "memory")):
+        checked = nearest(asked.hardware, asked.devices, label)
+        line = f"{what}: checked against nothing measured on {asked.hardware}"
+        out.print(str(checked or line), markup=False, highlight=False)
 
 
 def _write_page(rows: Sequence[Row], search: Groups, asked: Asked) -> None:
