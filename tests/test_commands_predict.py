@@ -83,7 +83,6 @@ def test_one_command_writes_a_probability_per_class(files, weights):
     assert piped.stdout == Path("test-predicted.csv").read_text()
 
 
-@pytest.mark.sample
 def test_no_cell_that_is_written_begins_a_formula(tmp_path, monkeypatch):
     table = pd.DataFrame({"=1+1": ["=cmd|' /C calc'!A0", "-1.5"], "p": [0.5, -0.5]})
     monkeypatch.setattr(predict, "prediction_table", lambda *_: table)
@@ -95,6 +94,7 @@ def test_no_cell_that_is_written_begins_a_formula(tmp_path, monkeypatch):
     ]
 
 
+@pytest.mark.sample
 def test_ranks_are_started_for_layout_and_result_is_the_same(files, weights):
     files()
     words = ("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", weights)

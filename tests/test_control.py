@@ -262,6 +262,7 @@ def _kinds(folder: str, layout: weft.Layout) -> dict[str, Callable[[], object]]:
         "clip": lambda: weft.clip_grad_norm_(linear, 1.0, layout),
         "checkpoint": lambda: weft.checkpoint.Checkpoints(folder, layout).save(1, linear),
         "layout": lambda: weft.Layout.parse("tokens: ring=4").build("cpu"),
+        "texts": lambda: layout.bound.share("rates", "1.0"),
         "agreement": lambda: layout.bound.agree("a table", "its rows"),
     }
 
@@ -276,7 +277,7 @@ def _differ(rank: int, folder: str, pairs: Sequence[tuple[str, str]]) -> list[st
             said.append("no error")
         except weft.WeftError as error:
             said.append(f"{type(error).__name__}: {error}")
-        layout.bound.agree("the end of a pair", "")
+        kinds["attention"]()  # all ranks have counted as many passes
     return said
 
 

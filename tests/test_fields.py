@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import pickle
 import random
 from collections.abc import Callable
 
@@ -498,6 +499,14 @@ def test_what_is_not_split_is_refused_by_name(what):
         with pytest.raises(UnsupportedError, match=message):
             run(x)
         return True
+
+    assert all(weft.on_threads(Layout.load("field-2x2"), rank))
+
+
+def test_a_layout_that_fields_used_is_pickled_as_a_declaration():
+    def rank(layout):
+        Field.distribute(torch.ones(1, 1, 5, 6), layout, {"height": 2}).add(1)
+        return pickle.loads(pickle.dumps(layout)) == layout.unbound
 
     assert all(weft.on_threads(Layout.load("field-2x2"), rank))
 

@@ -346,9 +346,9 @@ BUDGET = {
     "src/weft_models": 6_850,
     "src/weft_integrations": 8_600,
     "src/weft_planner": 3_450,
-    "src/weft_cli": 4_150,
-    "tests": 44_600,
-    "benchmarks": 9_700,
+    "src/weft_cli": 4_160,
+    "tests": 44_850,
+    "benchmarks": 9_850,
 }
 
 

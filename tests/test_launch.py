@@ -15,6 +15,7 @@ import pytest
 import torch.distributed as dist
 from ports import free_job, free_port
 
+from weft._torch import default_store
 from weft.comm.processes import ProcessTransport
 from weft.comm.transport import Transport
 from weft.comm.world import init_process_group
@@ -152,6 +153,31 @@ def test_what_is_refused_is_not_tried_again(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tried-0"]
 
 
+#: A launcher that starts one process and ends without a word to it.
+ENDS = """
+import multiprocessing, os, threading, time
+from weft.launch import launcher
+
+def work():
+    threading.Thread(target=launcher._end_with_launcher, daemon=True).start()
+    time.sleep(120)
+
+if __name__ == "__main__":
+    rank = multiprocessing.get_context("spawn").Process(target=work)
+    rank.start()
+    print(rank.pid, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_rank_ends_with_its_launcher(tmp_path):
+    (tmp_path / "ends.py").write_text(ENDS)
+    # Its output ends when the last process that writes to it has ended.
+    command = [sys.executable, tmp_path / "ends.py"]
+    said = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=90, check=True)
+    assert said.stdout.strip().isdigit()
+
+
 FOLLOWS, ERROR = ("gloo", True), ("ValueError", False)
 
 #: What ranks say as they end, in order, silently where None: rank, message and whether it follows.
@@ -187,19 +213,22 @@ def test_the_ending_that_others_follow_from_is_named(case, monkeypatch):
 
 
 def _shown(folder: str) -> None:
-    """Rank 0 writes in which files ranks meet, and who may read them."""
+    """A rank writes in what kind of store it meets others, and who may come to its folder."""
     init_process_group("cpu", datetime.timedelta(seconds=60))
     dist.barrier()
     file = Path(os.environ[place.STORE])
-    Path(folder, os.environ["RANK"]).write_text(f"{file.parent.stat().st_mode & 0o777:o}")
+    store = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    found = f"{type(store).__name__} {file.parent.stat().st_mode & 0o777:o}"
+    Path(folder, os.environ["RANK"]).write_text(found)
 
 
 @pytest.mark.sample
-def test_ranks_meet_where_no_other_user_comes(tmp_path, monkeypatch):
+def test_ranks_meet_where_no_other_user_comes(tmp_path):
     """A store on a port is open to every user, and torch's rendezvous unpickles what it reads."""
-    monkeypatch.setattr(dist, "TCPStore", None)
     launch.run(_shown, str(tmp_path), ranks=2)
-    assert [(tmp_path / rank).read_text() for rank in "01"] == ["700", "700"]
+    assert [(tmp_path / rank).read_text() for rank in "01"] == ["FileStore 700"] * 2
 
 
 def _of_step(rank: int, job: int, tasks: int = 2) -> dict[str, str]:

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
 
 #: Attributes that do not outlive the process, as they belong to its process groups.
-_OF_THIS_PROCESS = ("unbound", "calls", "by_heads", "_name")
+_OF_THIS_PROCESS = ("unbound", "calls", "by_heads", "_name", "_regions")
 #: Questions of the engine: `dir(layout)` leaves them out, as users do not need them.
 _OF_THE_ENGINE = {
     "batch_dims",

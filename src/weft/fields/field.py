@@ -253,8 +253,9 @@ class Field(Tensor):
 _GRAPH: Any = operator.attrgetter("grad_fn.__get__")(Tensor)
 OF_FUNCTION = (
     "{} gets a weft.Field that a torch.autograd.Function returned, such as a checkpoint with"
-    " use_reentrant=True: gradients through it would be lost; pass use_reentrant=False, or give the"
-    " function local tensors"
+    " use_reentrant=True, or a unit of FSDP2 inside the model: gradients through it would be lost;"
+    " pass use_reentrant=False, give the function local tensors, or"
+    " weft.data_parallel(model, layout, 'ddp') the model"
 )
 
 

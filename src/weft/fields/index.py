@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._digest import number_of
 from ..errors import UnsupportedError
 from ..plan.order import Span, Spans, join
 from .dims import Chunks, Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
@@ -50,7 +51,7 @@ class FieldsAtHand:
         self.region: FieldRegion = region_of_fields(name, fields)
         for x in fields:
             x._checked()
-        self.trail = hash((len(name), *(x._trail for x in fields)))
+        self.trail = hash((number_of(name), *(x._trail for x in fields)))
         self.region.trail = self.trail
 
     def local(self, x: Tensor) -> Tensor:

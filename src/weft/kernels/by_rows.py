@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl  # noqa: F401 (its interpreter looks for it beside functions)
 from torch import Tensor
 
 #: Arguments of every kernel that vary with lengths, as strides do, or from call to call.

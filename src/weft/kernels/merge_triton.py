@@ -65,13 +65,15 @@ def _merge(  # type: ignore[no-untyped-def]  # Triton reads annotations as its o
     total_lse = tl.load(first_lse, mask=row, other=float("-inf")).to(tl.float32)
     second += row_start(b, h, n[:, None], second_b, second_h, second_n) * UNIT + e * second_e
     second_lse += row_start(b, h, n, second_lse_b, second_lse_h, second_lse_n)
-    part = tl.load(second, mask=inside & (count > 1), other=0.0).to(tl.float32)
-    part_lse = tl.load(second_lse, mask=row & (count > 1), other=float("-inf")).to(tl.float32)
+    has_second = n < rows * (count > 1)
+    part = tl.load(second, mask=inside & has_second[:, None], other=0.0).to(tl.float32)
+    part_lse = tl.load(second_lse, mask=has_second, other=float("-inf")).to(tl.float32)
     total, total_lse = _together(total, total_lse, part, part_lse)
     third += row_start(b, h, n[:, None], third_b, third_h, third_n) * UNIT + e * third_e
     third_lse += row_start(b, h, n, third_lse_b, third_lse_h, third_lse_n)
-    part = tl.load(third, mask=inside & (count > 2), other=0.0).to(tl.float32)
-    part_lse = tl.load(third_lse, mask=row & (count > 2), other=float("-inf")).to(tl.float32)
+    has_third = n < rows * (count > 2)
+    part = tl.load(third, mask=inside & has_third[:, None], other=0.0).to(tl.float32)
+    part_lse = tl.load(third_lse, mask=has_third, other=float("-inf")).to(tl.float32)
     total, total_lse = _together(total, total_lse, part, part_lse)
     out += row_start(b, h, n[:, None], out_b, out_h, out_n) * UNIT + e * out_e
     lse += row_start(b, h, n, lse_b, lse_h, lse_n)

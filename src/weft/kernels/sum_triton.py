@@ -50,8 +50,10 @@ def _sum(  # type: ignore[no-untyped-def]  # Triton reads annotations as its own
     second += row_start(b, h, n, second_b, second_h, second_n) * UNIT + d * second_d
     third += row_start(b, h, n, third_b, third_h, third_n) * UNIT + d * third_d
     found = tl.load(first, mask=inside, other=0.0).to(tl.float32)
-    found += tl.load(second, mask=inside & (count > 1), other=0.0).to(tl.float32)
-    found += tl.load(third, mask=inside & (count > 2), other=0.0).to(tl.float32)
+    has_second = n < rows * (count > 1)
+    found += tl.load(second, mask=inside & has_second, other=0.0).to(tl.float32)
+    has_third = n < rows * (count > 2)
+    found += tl.load(third, mask=inside & has_third, other=0.0).to(tl.float32)
     total += row_start(b, h, n, total_b, total_h, total_n) * UNIT + d * total_d
     tl.store(total, found.to(total.dtype.element_ty), mask=inside)
 
