@@ -208,10 +208,10 @@ class _Calls:
         if failure:
             raise UnsupportedError(failure.removeprefix("refused: "))
         numbers = self._numbers(tensors)
-        before = _generators()
+        before = generators()
         result = run(*bound.args, **bound.kwargs)
         result = result if self.keeps_fields else _whole(result)
-        drawn = "" if before == _generators() else f"generators {before}"
+        drawn = "" if before == generators() else f"generators {before}"
         what = f"weights, arguments or random generators of {label}"
         self.layout.bound.agree(what, f"{numbers()} {drawn}", self.mesh_dims)
         self.calls, self.training = self.calls + 1, self.model.training
@@ -273,7 +273,7 @@ def _has_field(value: Any) -> bool:
     return isinstance(value, Field) and value._place.is_split
 
 
-def _generators() -> str:
+def generators() -> str:
     """The state of torch's generators on this rank, as a short text."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -303,4 +303,4 @@ def _whole(result: Any) -> Any:
     return result
 
 
-__all__ = ["parallelize_fields"]
+__all__ = ["generators", "parallelize_fields"]

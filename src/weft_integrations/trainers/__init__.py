@@ -2,7 +2,7 @@
 
 transformers' `Trainer`, TRL's trainers, accelerate and Lightning Fabric average gradients over all
 ranks and give every rank other rows. A model that takes full rows on every rank of a context
-group, `parallelize(model, layout, rows="whole")`, has gradients whose mean over ranks is the true
+group, `parallelize(model, layout)`, has gradients whose mean over ranks is the true
 one. The loader must then give the ranks of a group the same rows:
 
     layout = trainers.layout("tokens: ring=2")                      # the other ranks are replicas

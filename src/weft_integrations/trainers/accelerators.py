@@ -53,12 +53,12 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
         ShapeError: on every rank, if settings of accelerators differ.
         UnsupportedError: DeepSpeed, Megatron, context or sequence parallelism of accelerate's own,
             a compiled model, `dispatch_batches=True`. On `prepare`: a model to train that is not
-            parallelized with `rows="whole"`, and AdaLoRA.
+            parallelized, and AdaLoRA.
 
     Example::
 
         layout = trainers.layout("tokens: ring=2")
-        parallelize(model, layout, rows="whole")
+        parallelize(model, layout)
         accelerator = trainers.attach(Accelerator(), layout)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
@@ -204,12 +204,11 @@ def check_model(model: nn.Module, layout: Layout) -> None:
     from ..transformers.refused import adalora
 
     adalora(model)
-    kinds = [vars(part)["_weft"].rows for part in model.modules() if "_weft" in part.__dict__]
-    if kinds != ["whole"]:
-        rows = "not parallelized" if not kinds else f"parallelized with rows={kinds}"
+    placed = [part for part in model.modules() if hasattr(part.__dict__.get("_weft"), "axis")]
+    if len(placed) != 1:
         raise DeclarationError(
-            f"{type(model).__name__} is to be trained on context groups of {layout.source}, and is "
-            f'{rows}: call parallelize(model, layout, rows="whole") first'
+            f"{type(model).__name__} is to be trained on context groups of {layout.source}, and is"
+            " not parallelized: call parallelize(model, layout) first"
         )
 
 

@@ -31,7 +31,7 @@ TRIED = (
 T = TypeVar("T", bound="type[Trainer]")
 
 
-def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
+def of(cls: T, layout: Layout, axis: str = "tokens") -> T:
     """A subclass, of the same name, that trains a model whose sequences are split over ranks.
 
     Use it in the place of the class. Loss, metrics, clipping, accumulation, logging and saving are
@@ -43,14 +43,13 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
             subclass of them.
         layout: bound, of the context group alone, as `trainers.layout` makes it.
         axis: the layout's name for the tokens.
-        verify: compare the model with itself before it is parallelized; see `parallelize`.
 
     Raises:
         UnsupportedError: another of TRL's trainers. When a trainer is made, before its
             first step, on every rank: settings that would train another model (see the guide).
         ShapeError: on every rank, on `train()`: arguments or numbers of rows that differ.
         DeclarationError: the group's ranks are not consecutive; a model that is parallelized on
-            another layout or takes chunks.
+            another layout.
 
     Example::
 
@@ -84,7 +83,7 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
                 use_gather_object=self.args.eval_use_gather_object,
             )
             if self.model is not None:
-                _shard(self.model, layout, axis, verify)
+                _shard(self.model, layout, axis)
             prepare = self.accelerator.prepare_model
 
             def prepare_model(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -100,7 +99,7 @@ def of(cls: T, layout: Layout, axis: str = "tokens", verify: bool = True) -> T:
             return super().train(*args, **kwargs)
 
         def call_model_init(self, trial: Any = None) -> nn.Module:
-            return _shard(super().call_model_init(trial), layout, axis, verify)
+            return _shard(super().call_model_init(trial), layout, axis)
 
         def get_tp_size(self) -> int:
             """Ranks that hold the same rows: by it the Trainer divides counts over ranks."""
@@ -127,7 +126,7 @@ def _arguments(trainer: Foreign) -> dict[str, str]:
     return {name: repr(value) for name, value in values.items()}
 
 
-def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Module:
+def _shard(model: nn.Module, layout: Layout, axis: str) -> nn.Module:
     """Parallelize a model that is not parallelized yet; returns it."""
     from ..transformers.model import parallelize_transformers
 
@@ -135,7 +134,7 @@ def _shard(model: nn.Module, layout: Layout, axis: str, verify: bool) -> nn.Modu
     if _is_sharded(model):
         check_model(model, layout)
         return model
-    return parallelize_transformers(model, layout, axis, verify=verify, rows="whole")
+    return parallelize_transformers(model, layout, axis)
 
 
 def _is_sharded(model: nn.Module) -> bool:
@@ -143,7 +142,7 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _shard_reference(model: Foreign, policy: Foreign, layout: Layout, axis: str) -> None:
-    """Parallelize a reference model, of the policy's class, which was verified.
+    """Parallelize a reference model, of the policy's class.
 
     TRL makes it with the attention that the policy has by then, which is weft's.
     """
@@ -152,7 +151,7 @@ def _shard_reference(model: Foreign, policy: Foreign, layout: Layout, axis: str)
     before = next(p._weft.implementation for p in policy.modules() if "_weft" in p.__dict__)
     if model.config._attn_implementation == policy.config._attn_implementation:
         model.set_attn_implementation(before)
-    _shard(model, layout, axis, verify=False)
+    _shard(model, layout, axis)
 
 
 __all__ = ["of"]

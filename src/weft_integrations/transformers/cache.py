@@ -66,7 +66,7 @@ class ShardedCache(DynamicCache):
     position p with rank (p // block) % P. So a rank holds 1/P of them and a block at most.
 
     Args:
-        model: that `parallelize` returned, with full rows.
+        model: that `parallelize` returned,.
         block: consecutive decoded tokens that one rank holds.
         offloading: keep layers on the CPU until they are needed.
 
@@ -76,14 +76,14 @@ class ShardedCache(DynamicCache):
     Raises:
         UnsupportedError: a layer whose cache has no parts: recurrent states, indexed or compressed
             attention.
-        DeclarationError: a model that is not parallelized with full rows.
+        DeclarationError: a model that is not parallelized.
 
     >>> import weft
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=8,
     ...     num_hidden_layers=1, num_attention_heads=2)
     >>> model = LlamaForCausalLM(config).eval()
-    >>> model = weft.parallelize(model, weft.Layout.single(), verify=False)
+    >>> model = weft.parallelize(model, weft.Layout.single())
     >>> cache = ShardedCache(model)
     >>> model.generate(torch.tensor([[3, 1, 4]]), cache=cache, max_new_tokens=4).shape
     torch.Size([1, 7])
@@ -99,16 +99,15 @@ class ShardedCache(DynamicCache):
     def __init__(self, model: Foreign, block: int = BLOCK, offloading: bool = False) -> None:
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         installed = model.__dict__.get("_weft")
-        if installed is None or installed.rows != "whole":
+        if not hasattr(installed, "axis"):
             raise DeclarationError(
-                f"a ShardedCache is of a model that weft.parallelize(model, layout) put on ranks "
-                f"with rows='whole'; this {type(model).__name__} is "
-                + ("not parallelized" if installed is None else "parallelized with rows='local'")
+                f"a ShardedCache is of a transformers model that weft.parallelize(model, layout)"
+                f" put on ranks; this {type(model).__name__} is not parallelized"
             )
         if not isinstance(block, numbers.Integral) or block < 1:
             raise DeclarationError(f"block={block!r}: a whole number of tokens, one at least")
         installed.layout.refuse_shares("a sharded cache")
-        if installed.calls.stacks is not None:
+        if installed.calls.stacks:
             raise UnsupportedError(
                 f"{type(model).__name__} has an encoder and a decoder, whose caches have no parts"
                 " on ranks: model.generate without cache= runs whole on every rank"

@@ -28,6 +28,7 @@ from weft.comm.channel import Channel
 from weft.declare.mesh import coordinates, index_at
 from weft.decode.owners import Held
 from weft.errors import DeclarationError
+from weft.fields import own_chunk
 from weft.layout import Layout
 
 from ..common import chunks
@@ -56,12 +57,17 @@ class Step:
 
 @dataclass(eq=False)
 class Shards:
-    """The layout that the layers of a cache share, and the forward pass that they are in."""
+    """The layout that the layers of a cache share, and the forward pass that they are in.
+
+    Attributes:
+        columns: of a convolution before the row at hand.
+    """
 
     layout: Layout
     axis: str
     block: int
     step: Step | None = None
+    columns: Tensor | None = None
 
     @property
     def part(self) -> int:
@@ -101,6 +107,10 @@ class Shards:
         last = t.new_zeros(shape)
         last.index_copy_(dim, places[local], t.detach().index_select(dim, local))
         return self.sum(last, label)
+
+    def own(self, t: Tensor, dim: int) -> Tensor:
+        """This rank's chunk of a field, along a dim; another tensor as it is."""
+        return own_chunk(t, self.axis, dim)
 
     def sum(self, t: Tensor, label: str) -> Tensor:
         """A tensor that is zero on all ranks but one, or in all numbers but a rank's own."""
@@ -184,6 +194,7 @@ class ShardedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Keep this rank's part of new keys and values; returns the new ones, marked."""
         step = self.shards.running()
+        key_states, value_states = (self.shards.own(t, 2) for t in (key_states, value_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if step.length is not None:
@@ -337,6 +348,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
     ) -> tuple[Tensor, Tensor]:
         """As transformers' own; of a chunk of the tokens, all ranks' last are brought here."""
         step = self.shards.running()
+        key_states, value_states = (self.shards.own(t, 2) for t in (key_states, value_states))
         if step.length is None:
             return Kept.on(self, *super().update(key_states, value_states, *args, **kwargs))
         if not self.is_initialized:
@@ -382,19 +394,20 @@ class StateLayer(LinearAttentionLayer):
     ) -> Tensor:
         """Keep the last columns of a row; returns those to convolve, (b, c, t).
 
-        Of a split row these are a rank's own tokens, behind what was cached before the row.
+        Of a split row these are its tokens; what was cached before it is kept for `convolution`.
         """
         length = self.shards.running().length
         if length is None:
             return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
         taps = kwargs["conv_kernel_size"]  # transformers calls with it wherever prompts are split
         count = length if self.record_past else min(length, taps)
-        last, result = self.shards.last(conv_states, -1, count, length, "halo"), conv_states
-        before = self.conv_states[state_idx]
-        if before is not None and self.has_previous_state[state_idx]:
-            result = torch.cat([before, conv_states], -1)
+        local = self.shards.own(conv_states, conv_states.dim() - 1)
+        last, before = self.shards.last(local, -1, count, length, "halo"), None
+        if self.has_previous_state[state_idx]:
+            before = self.conv_states[state_idx]
+        self.shards.columns = before
         super().update_conv_state(last, state_idx, *args, **kwargs)
-        return result
+        return conv_states
 
     def update_recurrent_state(
         self, recurrent_states: Tensor, state_idx: int = 0, *args: Any, **kwargs: Any

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from weft.choice import ChosenKeys
 from weft.errors import UnsupportedError
+from weft.fields import Field, of_chunk, on_chunks
 from weft.masks import Full
 
 from .. import Foreign
@@ -102,8 +103,17 @@ def _seen(where: Sharded, queries: Tensor, keys: int, batch: int) -> Tensor:
     return seen.expand(len(samples), len(queries), keys)
 
 
+def choose_tokens(self: Foreign, *args: Any, **kwargs: Any) -> Tensor:
+    """`forward` of DeepSeek's indexers: positions of the best tokens (b, n, K)."""
+    return on_chunks(functools.partial(_choose_tokens, self), _axis(self), args, kwargs)
+
+
+def _axis(module: Foreign) -> str:
+    return now(type(module).__name__).axis
+
+
 @torch.no_grad()
-def choose_tokens(
+def _choose_tokens(
     self: Foreign,
     hidden_states: Tensor,
     q_resid: Tensor,
@@ -113,7 +123,6 @@ def choose_tokens(
     cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
-    """`forward` of DeepSeek's indexers: positions of the best tokens (b, n, K)."""
     stock, call = functools.partial(type(self).forward, self), now(type(self).__name__)
     if call.whole or not isinstance(attention_mask, Sharded):
         given = hidden_states, q_resid, position_embeddings, attention_mask, position_ids
@@ -130,15 +139,23 @@ def choose_tokens(
     return torch.cat(chosen, 1)
 
 
+def choose_blocks(self: Foreign, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`MiniMaxM3VLIndexer.forward`: numbers of the best blocks (b, h, n, K), -1 for none."""
+    run, axis = functools.partial(_choose_blocks, self), _axis(self)
+    chosen = on_chunks(run, axis, (hidden_states, *args), kwargs, results=0)
+    if isinstance(hidden_states, Field):
+        return of_chunk(chosen, hidden_states, axis, 2, hidden_states.shape[1])
+    return chosen
+
+
 @torch.no_grad()
-def choose_blocks(
+def _choose_blocks(
     self: Foreign,
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     cache: Any,
     position_ids: Tensor,
 ) -> Tensor:
-    """`MiniMaxM3VLIndexer.forward`: numbers of the best blocks (b, h, n, K), -1 for none."""
     stock, call = functools.partial(type(self).forward, self), now(type(self).__name__)
     if call.whole:
         return stock(hidden_states, position_embeddings, cache, position_ids)
@@ -156,19 +173,23 @@ def _cut(position_embeddings: tuple[Tensor, Tensor], part: slice) -> tuple[Tenso
     return cos, sin
 
 
-def weigh(
+def weigh(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+    """`DogeAttention.prepare_dynamic_mask`: weights (b, g, m) of keys, and the largest by query."""
+    return on_chunks(functools.partial(_weigh, self), _axis(self), args, kwargs, results=0)
+
+
+def _weigh(
     self: Foreign,
     hidden_states: Tensor,
     dt_states: Tensor,
     keep_window_size: int = 2048,
     attention_mask: Any = None,
 ) -> Any:
-    """`DogeAttention.prepare_dynamic_mask`: weights (b, g, m) of keys, and the largest by query."""
     call = now("DogeAttention")
     if call.whole or not isinstance(attention_mask, Sharded | None):
         stock = type(self).prepare_dynamic_mask
         return stock(self, hidden_states, dt_states, keep_window_size, attention_mask)
-    where = call.sharded(Full()) if attention_mask is None else attention_mask
+    where = call.sharded(Full(), (call.length,) * 2) if attention_mask is None else attention_mask
     if call.length <= keep_window_size:
         return Weighed(where, dt_states, None)
     with torch.no_grad():

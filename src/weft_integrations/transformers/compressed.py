@@ -26,6 +26,7 @@ from weft.attention import attention
 from weft.carry.pieces import LocalPieces, Piece
 from weft.choice import ChosenKeys
 from weft.decode.attend import merged_parts
+from weft.fields import on_chunks
 from weft.layout import Layout
 
 from .. import Foreign
@@ -141,7 +142,16 @@ class OfRanks:
         return torch.div(last, self.ratio, rounding_mode="floor")
 
 
-def compress(
+def compress(self: Foreign, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+    """`forward` of DeepSeek V4's compressors: all entries (b, 1, T, d), and what queries see.
+
+    The second is kept for attention, which gets no tensor as a mask: `ModelCall.entries`.
+    """
+    run = functools.partial(_compress, self)
+    return on_chunks(run, now(type(self).__name__).axis, args, kwargs, results=0)
+
+
+def _compress(
     self: Foreign,
     hidden_states: Tensor,
     q_residual: Tensor,
@@ -149,10 +159,6 @@ def compress(
     cache: Any,
     layer_idx: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """`forward` of DeepSeek V4's compressors: all entries (b, 1, T, d), and what queries see.
-
-    The second is kept for attention, which gets no tensor as a mask: `ModelCall.entries`.
-    """
     stock: Callable = functools.partial(type(self).forward, self)
     call = now(type(self).__name__)
     if call.whole:
@@ -185,8 +191,10 @@ def compress(
             bias = run(rows)[1]
             if bias is not None:
                 seen.append(_numbers(bias, count, len(queries)))
-    call.entries = ChosenKeys(torch.cat(seen, 2), check=False) if seen else None
-    return entries.unsqueeze(1), None
+    entries = entries.unsqueeze(1)
+    if seen:
+        call.entries = entries, ChosenKeys(torch.cat(seen, 2), check=False)
+    return entries, None
 
 
 def _numbers(bias: Tensor, count: int, rows: int) -> Tensor:
@@ -197,17 +205,17 @@ def _numbers(bias: Tensor, count: int, rows: int) -> Tensor:
 
 def attend_with_entries(
     query: Tensor,
-    keys: Tensor,
-    place: tuple[Layout, str, Any, float | None, int | None],
+    near_keys: Tensor,
+    entries: Tensor,
+    place: tuple[Layout, str, Any, float | None, tuple[int, int]],
     softcap: float | None,
     seen: ChosenKeys,
 ) -> tuple[Tensor, Tensor]:
     """Output and logsumexp over this rank's queries' own window, and over the entries behind it.
 
-    `keys` (b, 1, n + T, d) are this rank's and the entries of all ranks; values are the same.
+    Values are the keys; `entries` (b, 1, T, d) are those of all ranks.
     """
     n, (_, axis, _, scale, _) = query.shape[2], place
-    near_keys, entries = keys.tensor_split([n], 2)
     near = attention(query, near_keys, near_keys, *place, return_lse=True, softcap=softcap)
     length = n, entries.shape[2]
     whole_place = Layout.single(), axis, None, scale, length

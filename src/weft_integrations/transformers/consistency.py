@@ -225,19 +225,6 @@ def _mode(model: nn.Module) -> str:
     )
 
 
-def of_local_rows(model: nn.Module, weights_of: AllWeights) -> Compared:
-    """The state of a call with rows of a rank: at times all weights."""
-    every = weights_of.due(model)
-    begun = download(every)
-
-    def arrive() -> GroupState:
-        marks = [f"{number_of(str(row)) & 0xFFFFFFFF:08x}" for row in begun()]
-        return GroupState(f"all weights [{' '.join(marks)}]" if marks else "")
-
-    described = "all weights" if every else ""
-    return Compared(described, _mode(model), runs_ahead(every), arrive)
-
-
 def runs_ahead(tensors: Sequence[Tensor]) -> bool:
     """True if the CPU runs ahead of a device that makes some of these tensors."""
     return any(t.is_cuda for t in tensors)

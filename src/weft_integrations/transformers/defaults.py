@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from weft.errors import UnsupportedError
 
 from .. import Foreign
-from .whole import base, text_decoder
+from .parts import base, text_decoder
 
 #: Names of the argument, and of the output, that is a cache: transformers 5.24 renamed the first to
 #: the second.

@@ -122,15 +122,6 @@ def _agree(model: Foreign, result: Any, name: str) -> None:
         model._weft.calls.agree(f"what {name} made ({SAME_TOKENS})", text)
 
 
-def no_local_rows(self: Foreign, *args: Any, **kwargs: Any) -> NoReturn:
-    """`generate` of a model with rows='local', which reads a rank's share of the tokens alone."""
-    raise UnsupportedError(
-        f"{type(self).__name__}.generate: with rows='local' a model keeps no cache of keys; "
-        "parallelize with rows='whole', or generate with the model on one device, "
-        "weft.restore(model)"
-    )
-
-
 def no_batching(self: Foreign, *args: Any, **kwargs: Any) -> NoReturn:
     """Continuous batching, whose engine keeps keys in pages of its own."""
     raise UnsupportedError(
@@ -144,8 +135,5 @@ _BATCHING = dict.fromkeys(
     ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"),
     no_batching,
 )
-#: What a model's methods are replaced by, by its kind of rows.
-REPLACED: Mapping[str, Mapping[str, Callable]] = {
-    "whole": {"generate": generate, **_BATCHING},
-    "local": {"generate": no_local_rows, **_BATCHING},
-}
+#: What a model's methods are replaced by.
+REPLACED: Mapping[str, Callable] = {"generate": generate, **_BATCHING}

@@ -20,28 +20,21 @@ from transformers import PreTrainedModel
 
 from weft.carry.fragments import fragments
 from weft.errors import DeclarationError, UnsupportedError
+from weft.fields import WholeReport
+from weft.fields.islands import on_positions
 from weft.gradients.sync import AVERAGED
 from weft.layout import Layout
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from . import (
-    calls,
-    chosen_keys,
-    generation,
-    interface,
-    latents,
-    refused,
-    seam,
-    stacks,
-    towers,
-    whole,
-)
+from ..fields import is_experts
+from . import calls, chosen_keys, generation, interface, latents, parts, refused, towers
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, WITHOUT_STATE, of_device
 from .recurrent_modules import MODULES
-from .replicated import Own, configurations, own_attention, with_nested, without
+from .replicated import Own, configurations, own_attention, with_nested
+from .running import running
 
 
 @dataclass(kw_only=True)
@@ -56,7 +49,6 @@ class _Installed(Parallelized):
         replaced: names of attributes that weft set on the model.
         before: their earlier values, where the model had any.
         own: its configurations, and their attention before.
-        rows: "whole" or "local".
         recurrent: modules whose convolution or recurrence goes over ranks.
         of_rows: modules that count tokens or images, or choose keys, of full rows.
         expanding: modules whose latents may travel.
@@ -70,7 +62,6 @@ class _Installed(Parallelized):
     replaced: list[str] = field(default_factory=list)
     before: dict[str, Any] = field(default_factory=dict)
     own: list[Own] = field(default_factory=list)
-    rows: str = "local"
     recurrent: list[nn.Module] = field(default_factory=list)
     of_rows: list[nn.Module] = field(default_factory=list)
     expanding: list[nn.Module] = field(default_factory=list)
@@ -84,12 +75,8 @@ class _Installed(Parallelized):
     @contextlib.contextmanager
     def own_model(self, model: Foreign) -> Iterator[None]:
         """Let a model be as it was before, for a call that is not split."""
-        with own_attention(model, self.own), self.own_loss(model):
+        with own_attention(model, self.own):
             yield
-
-    def own_loss(self, model: Foreign) -> contextlib.AbstractContextManager[None]:
-        """Let a model have the loss that it had before."""
-        return without(model, "_loss_function", self.before)
 
     def undo(self, model: Foreign) -> None:
         """Remove hooks, modules' functions and attributes of weft from a model."""
@@ -114,18 +101,16 @@ def install(
     axis: str,
     embeddings: nn.Module | None = None,
     name: str = interface.NAME,
-    rows: str = "local",
     travel: latents.Latents = "auto",
     images: str = "whole",
+    report: WholeReport | None = None,
 ) -> nn.Module:
-    """Give a model weft's attention (registered under a name), mask, loss and hooks."""
+    """Give a model weft's attention (registered under a name), mask and hooks."""
     embeddings = embeddings or find_embeddings(model)
     installed = _Installed(
-        implementation=model.config._attn_implementation,
-        layout=layout,
-        axis=axis,
-        rows=rows,
+        implementation=model.config._attn_implementation, layout=layout, axis=axis
     )
+    installed.ran_whole = report
     try:
         _put_in(model, installed, embeddings, name, travel, images)
     except BaseException:  # the model stays as it was
@@ -145,18 +130,14 @@ def _put_in(
     travel: latents.Latents,
     images: str,
 ) -> None:
-    layout, axis, rows = installed.layout, installed.axis, installed.rows
-    both = stacks.stacks_of(model)
-    decoder = whole.text_decoder(model) if both is None else both.decoder
+    layout, axis = installed.layout, installed.axis
+    decoder = parts.text_decoder(model)
     spread = towers.methods(model, decoder) if images == "spread" else []
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
     for module in model.modules():
-        if values := whole.counting_rows(module):
-            put(module, rebound(type(module).forward, values))
-            installed.of_rows.append(module)
-        if stacks.biases_distances(module):
-            put(module, stacks.bias_of_tile, "compute_bias")
+        if parts.biases_distances(module):
+            put(module, parts.bias_of_tile, "compute_bias")
             installed.of_rows.append(module)
     installed.of_rows += _choose_over_ranks(model, layout)
     if travel != "keys":
@@ -164,21 +145,30 @@ def _put_in(
         for module in installed.expanding:
             latents.hand_on(module, layout, axis, travel)
     model.set_attn_implementation(name)
-    if decoder is not None and both is None:
+    if decoder is not None:
         _keep_towers(decoder, installed)
     for module, function, method in spread if layout.size(axis) > 1 else ():
         put(module, function, method)
         installed.of_rows.append(module)
     if model.config._attn_implementation != name:
         raise _outside(model)
+    for module in filter(is_experts, model.modules()):
+        put(module, _by_positions)
+        installed.of_rows.append(module)
     installed.put_on(model)
-    _hook(model, layout, axis, embeddings, installed, decoder, both)
-    if not whole.pools(model):  # whose loss is made of whole logits
-        _replace(model, "_loss_function", interface.loss_function, installed)
-    setattr(model, AVERAGED, rows == "whole")
+    _hook(model, layout, axis, embeddings, installed, decoder)
+    setattr(model, AVERAGED, True)
     if hasattr(model, "generate"):
-        for attribute, function in generation.REPLACED[rows].items():
+        for attribute, function in generation.REPLACED.items():
             _replace(model, attribute, types.MethodType(function, model), installed)
+
+
+def _by_positions(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of experts, which treat tokens one by one, on this rank's."""
+    stock, call = functools.partial(type(self).forward, self), running()
+    if call is None or call.whole:
+        return stock(*args, **kwargs)
+    return on_positions(f"{type(self).__name__}.forward", stock, args, kwargs)
 
 
 def _keep_towers(decoder: nn.Module, installed: _Installed) -> None:
@@ -203,6 +193,18 @@ def check_layout(layout: Layout, axis: str) -> None:
         )
 
 
+def check_context_group(layout: Layout, axis: str) -> None:
+    """Raise unless a layout is that of one context group, over which gradients can be averaged."""
+    rest = [d for d in layout.data_dims if d not in layout.shard_dims(axis)]
+    if rest:
+        raise DeclarationError(
+            f"{layout.source}: a transformers model takes the layout of a context group, whose"
+            f" ranks hold the same rows, and mesh dims {rest} split something else than {axis!r};"
+            " bind a layout of the tokens alone to a slice of the mesh (layout.bind(mesh['cp']))"
+            " and leave data parallelism to DDP or FSDP"
+        )
+
+
 def without_adapters(model: Foreign) -> nn.Module:
     """The transformers model within a model of PEFT, whose adapters are modules of it."""
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -216,20 +218,6 @@ def check_kind(model: Foreign) -> None:
     if not hasattr(model, "set_attn_implementation"):
         raise UnsupportedError(f"{name} is not a transformers model")
     check_not_placed(model)
-    parts = {path.rpartition(".")[2] for path, _ in model.named_modules()}
-    both = stacks.stacks_of(model)
-    pair = getattr(model.config, "is_encoder_decoder", False) and {"encoder", "decoder"} <= parts
-    if pair and (both is None or whole.pools(model)):
-        raise UnsupportedError(
-            f"{name} has an encoder and a decoder, and weft splits those of which the decoder takes"
-            " encoder_hidden_states and gives tokens; parallelize an encoder or a decoder alone"
-        )
-    sound = getattr(model, "main_input_name", "") in ("input_values", "input_features")
-    if sound and both is None and whole.text_decoder(model) is None:
-        raise UnsupportedError(
-            f"{name} computes audio tokens with convolutions across token boundaries, which need "
-            "neighbouring ranks' inputs; parallelize a model of text or images"
-        )
     if not model._can_set_attn_implementation():
         raise _outside(model)
     refused.chosen_keys(model)
@@ -246,7 +234,7 @@ def find_embeddings(model: Foreign) -> nn.Module | None:
     """The module that makes tokens of images, where the model has no text."""
     if getattr(model, "main_input_name", "") != "pixel_values":
         return None
-    if whole.text_decoder(model) is not None or stacks.stacks_of(model) is not None:
+    if parts.text_decoder(model) is not None or getattr(model.config, "is_encoder_decoder", False):
         return None  # its tokens are those of a text decoder, and its tower stays whole
     candidates = [m for path, m in model.named_modules() if path.rpartition(".")[2] == "embeddings"]
     if len(candidates) != 1:
@@ -266,62 +254,24 @@ def _hook(
     embeddings: nn.Module | None,
     installed: _Installed,
     decoder: nn.Module | None,
-    both: stacks.Stacks | None,
 ) -> None:
     hooks = installed.hooks
-
-    def before(module: Foreign, hook: Callable) -> None:
-        hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
-
-    def after(module: Foreign, hook: Callable, **options: bool) -> None:
-        hooks.append(module.register_forward_hook(hook, with_kwargs=True, **options))
-
-    full, inside = installed.rows == "whole", embeddings is not None
     replaced = installed.recurrent, installed.of_rows
-    entered = calls.Calls(model, layout, axis, inside, full, *replaced, decoder, both)
+    report, inside = installed.ran_whole, embeddings is not None
+    entered = calls.Calls(model, layout, axis, report, inside, *replaced, decoder)
     installed.calls = entered
-    before(model, entered.enter)
-    parts = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
-    if decoder is not None and both is None:  # towers are never split
-        parts = [m for m in parts if m in {*decoder.modules()} or decoder in {*m.modules()}]
-    for part in parts:
-        before(part, entered.enter_part)
+    hooks.append(model.register_forward_pre_hook(entered.enter, with_kwargs=True))
+    within = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
+    if decoder is not None:  # towers are never split
+        within = [m for m in within if m in {*decoder.modules()} or decoder in {*m.modules()}]
+    for part in within:
+        hooks.append(part.register_forward_pre_hook(entered.enter_part, with_kwargs=True))
     if embeddings is not None:
-        after(embeddings, whole.split_made)
-    if both is not None:
-        before(both.encoder, entered.enter_encoder)
+        hooks.append(embeddings.register_forward_hook(entered.split_made, with_kwargs=True))
     if decoder is not None:
-        before(decoder, entered.enter_decoder)
-        for module in seam.crossing(decoder):
-            before(module, seam.mark_crossing(both is not None))
-            after(module, seam.unmark_crossing, always_call=True)
-    below = whole.base(model)
-    for module in {below: None, model: None}:
-        after(module, functools.partial(whole.bring_first_state, entered))
-    after(below, whole.gather_base(layout, axis, entered.pooled))
-    if entered.pooled or entered.balances:
-        before(below, whole.give_local)
-    if entered.balances:
-        after(below, whole.balance_next)
-    # What is in front of a decoder stays whole.
-    split = [model if decoder is None else decoder] if both is None else both.split
-    for path, module in (named for part in split for named in part.named_modules()):
-        if whole.takes_first_token(path):
-            before(module, whole.bring_first_token(layout, axis))
-        if whole.scales_by_masked(module):
-            before(module, whole.embed_all)
-            after(module, whole.split_embedded)
-        elif whole.counts_positions(module):
-            before(module, whole.count_positions)
-        if whole.takes_positions(module):
-            before(module, whole.give_positions)
-        if whole.follows_length(module):
-            before(module, whole.show_last_position)
-            after(module, whole.hide_last_position)
-    for pooler in (pooler for part in split for pooler in whole.poolers(part)):
-        before(pooler, whole.gather_hidden(layout, axis))
-    for module in (*parts, model):
-        after(module, calls.leave, always_call=True)
+        hooks.append(decoder.register_forward_pre_hook(entered.enter_decoder, with_kwargs=True))
+    for module in (*within, model):
+        hooks.append(module.register_forward_hook(entered.leave, with_kwargs=True, always_call=True))
 
 
 def _rebind(model: Foreign, layout: Layout, axis: str) -> list[nn.Module]:

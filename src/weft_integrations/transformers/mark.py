@@ -110,24 +110,26 @@ class OfCache(Mark):
 class Sharded(Mark):
     """The `attention_mask` of layers: the mask, and the layout of its tokens.
 
-    `length` is given where chunks are uneven, and as a text: torch.compile makes a number that
-    changes symbolic, but a graph belongs to one uneven length (and to all even ones).
+    Attributes:
+        layout: a bound layout.
+        axis: its name for the tokens.
+        mask: at positions of all tokens.
+        lengths: of queries and keys.
+        cached: keys and values go into a cache.
+        past: the mask of keys that were in the cache before.
+        refusal: why this mask cannot be honoured: raised by the first layer to use it.
     """
 
     layout: Layout
     axis: str
     mask: Mask
-    length: str | None
-    cached: bool = False  # keys and values go into a cache
-    past: OfCache | None = None  # of keys that were in the cache before
-    refusal: str = ""  # why this mask cannot be honoured: raised by the first layer to use it
+    lengths: tuple[int, int]
+    cached: bool = False
+    past: OfCache | None = None
+    refusal: str = ""
 
     def __getitem__(self, index: object) -> Sharded:
         """The same for the mask of one head, as all heads have: an indexer asks for it."""
         if index not in ((slice(None), 0), (slice(None), 0, slice(None), slice(None))):
             touched("__getitem__", self.subject)
         return self
-
-    def row(self, local: int) -> int:
-        """Tokens of a full row, of which this rank has `local`."""
-        return local * self.layout.size(self.axis) if self.length is None else int(self.length)

@@ -186,23 +186,6 @@ def is_known(fn: Callable) -> bool:
     return plain and all(is_known(piece) for piece in pieces if piece is not None)
 
 
-def looks_for_documents(fn: Callable) -> bool:
-    """True if transformers looks for packed documents in position ids as it makes a mask.
-
-    It does for causal masks, and for no bidirectional one.
-
-    >>> looks_for_documents(hf.sliding_window_causal_mask_function(4))
-    True
-    >>> looks_for_documents(hf.bidirectional_mask_function)
-    False
-    """
-    if fn is hf.causal_mask_function:
-        return True
-    _, values = _origin(fn)
-    pieces = [*values.get("mask_functions", ()), values.get("mask_function")]
-    return any(looks_for_documents(piece) for piece in pieces if piece is not None)
-
-
 def behind(mask: Mask, past: int) -> Mask:
     """The mask of tokens behind others, among themselves; refuses one of positions from the start.
 

@@ -1,36 +1,29 @@
 """Hugging Face transformers on a layout by `weft.parallelize`; the model is unmodified.
 
-transformers lets anyone register an attention function and the function that makes its masks;
-`interface` has weft's, and `hooks` installs them. Computations over all tokens are in `whole`.
-Arguments that weft cannot honour are refused by name, on every rank, and `verification` compares
-the model on ranks with the model on one device.
-
-Activations are (batch, tokens, embed), and every rank holds its own tokens. `rows` cuts full rows
-on the way in and makes full rows on the way out. A `Batch` holds the facts that a shard lacks: the
-global length, packed documents, padding.
+Rows become fields (`weft.Field`): tensors with their global shape, of which every rank holds its
+tokens, and for whose functions weft has rules. transformers lets anyone register an attention
+function and the function that makes its masks; `interface` has weft's, and `hooks` installs them.
+What carries a state along tokens, chooses keys or expands latents takes this rank's chunk and says
+what travels. Nothing is verified by running, because nothing is assumed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
-from weft.errors import DeclarationError, UnsupportedError
+from weft.errors import DeclarationError
+from weft.fields import WholeReport
 from weft.layout import Layout
 
 from . import refused
-from .hooks import check_kind, check_layout, install, without_adapters
+from .hooks import check_context_group, check_kind, check_layout, install, without_adapters
 from .latents import Latents
 from .replicated import unshare_configurations
-from .rows import check_context_group
-from .stacks import stacks_of
-from .verification import verify as verification
 
 __all__ = ["parallelize_transformers"]
 
-Rows = Literal["whole", "local"]
 Images = Literal["whole", "spread"]
 
 
@@ -39,34 +32,36 @@ def parallelize_transformers(
     layout: Layout,
     axis: str = "tokens",
     embeddings: nn.Module | None = None,
-    verify: bool | Mapping[str, Any] = True,
-    rows: Rows = "whole",
     images: Images = "whole",
     latents: Latents = "auto",
+    fallback: Literal["whole", "refuse"] = "whole",
 ) -> nn.Module:
     """Make a transformers model run sequence-parallel on a layout; returns the model.
 
-    The model is checked first: on a short random input it runs whole and on virtual ranks, and a
-    difference beyond rounding is refused. Behaviour that needs more tokens or other values is not
-    seen (see `verify`).
-
-    **Full rows** (`rows="whole"`). Every rank of the context group, the ranks that split the
-    tokens, passes the same rows whole, as to a model on one device, and gets full rows back:
+    Every rank of the context group, the ranks that split the tokens, passes the same rows whole,
+    as to a model on one device:
 
         out = model(input_ids=ids, labels=labels)     (b, n), the same on every rank of the group
-        out.loss, out.logits                          of the full rows, the same on every rank
+        out.loss                                      of the full rows, the same on every rank
+        out.logits                                    `weft.Field`: the full rows' shape, a rank's
+                                                      tokens; `out.logits.full_tensor()` is whole
         loss.backward()                               gradients to be *averaged* over ranks
 
-    A rank computes its n/P tokens. Losses may be made of the outputs as on one device; every rank
-    makes the same. Backward multiplies by P, so that the average over ranks is the gradient of one
-    device, and ranks of a context group are data-parallel ranks that hold the same rows: torch's
-    `DistributedDataParallel` and `fully_shard` over all ranks, accelerate and clipping after
-    backward are right as they are, and so are `weft.data_parallel(model, layout)` and
-    `layout.sync_gradients(model)`. Documents (`cu_seq_lens_q`, or position ids that start anew),
-    padding on either side, `shift_labels` and `num_items_in_batch` mean the same as in
-    transformers. Ranks compare digests of the rows, of a few weights and of the gradients that
-    enter the outputs: other rows, weights that nobody averages and losses that differ are an error
-    on every rank, in that call or backward pass.
+    A rank computes its n/P tokens. Losses of yours may be made of outputs as on one device: what
+    has parts is a field, on which functions of torch give what they give on whole tensors; the
+    rest is a plain tensor. Every rank makes the same loss. Backward multiplies by P, so that the
+    average over ranks is the gradient of one device, and ranks of a context group are
+    data-parallel ranks that hold the same rows: torch's `DistributedDataParallel` and
+    `fully_shard` over all ranks, accelerate and clipping after backward are right as they are,
+    and so are `weft.data_parallel(model, layout)` and `layout.sync_gradients(model)`.
+    Documents (`cu_seq_lens_q`, or position ids that start anew), padding on either side,
+    `shift_labels` and `num_items_in_batch` mean the same as in transformers. Ranks compare digests
+    of the rows, of weights and of functions where they exchange: other rows, weights that nobody
+    averages and other code are an error on every rank.
+
+    A function of torch without a rule for what is split runs whole on every rank, exactly, and is
+    named in a warning, once; `model._weft.ran_whole` counts them. Random numbers in training are
+    those of one device: give all ranks of a context group one seed.
 
     `model.generate` is transformers' own, with a `ShardedCache` of which every rank holds a part:
     prompts are split over ranks, and then every rank computes every new token, attends to its own
@@ -78,58 +73,21 @@ def parallelize_transformers(
     `output_attentions`, with fewer tokens than ranks, and of a part by itself
     (`get_image_features`).
 
-    Of an encoder with a decoder both are split, by rows of their own; an encoder of sound stays
-    whole. Their caches have no parts, so `generate` of these runs replicated.
+    Of an encoder with a decoder both are split; an encoder of sound stays whole. Their caches have
+    no parts, so `generate` of these runs replicated. In a call with images, video or sound, what
+    stands in front of the text decoder sees full rows on every rank.
 
-    In a call with images, video or sound, what stands in front of the text decoder sees full rows
-    on every rank, and the decoder's rows are split. An argument of the decoder whose shape does not
-    say of which tokens it is is refused by name.
-
-    A training call draws one number from torch's generator and seeds each rank's chunk by it, so
-    that chunks drop and add noise otherwise, while generators of the group stay the same.
-
-    **Local rows** (`rows="local"`), for a loop of yours whose loader reads a rank's share only:
-    `model(**shard_batch(batch, layout))` gives this rank's shard of the outputs, and the loss over
-    all ranks' tokens, whose gradients are *summed* over ranks in one of three ways:
-
-        layout.sync_gradients(model)                  after backward
-        weft.data_parallel(model, layout, "fsdp")       during backward: weights are sharded too
-        weft.data_parallel(model, layout, "ddp")        during backward
-
-    DDP and FSDP as torch makes them average instead, so calls with gradients are refused there.
-
-    The loss is made over all ranks where the model's own is the cross-entropy of the next token, of
-    masked tokens or of tokens' classes, and its routers' loss is added. Another loss of tokens is
-    refused for local rows, and a call with it runs replicated for whole ones; a loss that a model
-    adds by itself is refused. Where no token of any rank has a label the loss is NaN, as the
-    model's is.
-
-    Dropout within attention is refused, and so are whole layers or paths that are dropped at random
-    (`layerdrop`, `drop_path_rate`), which every rank would draw otherwise. With local rows, dropout
-    elsewhere draws from the rank's own generator: once the weights are made, give every rank that
-    holds other tokens another seed, `torch.manual_seed(seed + layout.rank)`.
-
-    Pooled outputs (`pooler_output`, the logits of a sequence or image classification head) and
-    router logits come whole to every rank with either kind of rows.
-
-    Compile the layers, `layer.compile(fullgraph=True)`, without `fullgraph` where a layer carries a
-    state, which is no part of a graph. Compiled as a whole, the model is in several graphs: its
-    hooks, which ask the other ranks, are no part of any.
-    A graph belongs to one mask: packed documents of other lengths, and chunks of another uneven
-    length, are compiled anew.
+    Compile the layers, without `fullgraph`: graphs break where ranks exchange.
 
     Args:
         model: a transformers model that takes its attention from the attention interface, or a
             model of PEFT around one. Wrap it by DDP or FSDP afterwards.
-        layout: a built layout that splits no heads. With whole rows it is the layout of a context
-            group alone: bind it to a slice of the mesh, and leave data parallelism to DDP or FSDP.
+        layout: a built layout of a context group alone: it splits the tokens, and nothing else.
+            Bind it to a slice of the mesh, and leave data parallelism to DDP or FSDP.
         axis: the layout's name for the tokens.
         embeddings: for models that make their tokens from something else (a ViT): the submodule
             whose output (batch, tokens, embed) is whole on every rank and is to be split. Found by
             itself where the model has one submodule named `embeddings`.
-        verify: check the model now; or a call of your own to check it by, whole, as a processor
-            makes it of images and text. Without it a model may compute something else on ranks.
-        rows: "whole" or "local".
         images: "whole": every rank runs towers on all images. "spread": each on some of them, in
             training and evaluation, balanced by patches squared; features go to the ranks of their
             tokens, and the outputs named image_... and video_... are not there. For families whose
@@ -138,21 +96,18 @@ def parallelize_transformers(
             travel instead of expanded keys if they are fewer bytes and the call takes at most 5 %
             longer by the plan, which counts that every rank expands what arrives; "latents",
             always; or "keys", never.
+        fallback: "refuse" refuses functions without a rule, by name, on every rank.
 
     Raises:
-        UnsupportedError: a model outside of transformers' attention interface, or one that is
-            another model on ranks; AdaLoRA. In calls: dropout in attention or of layers, a loss
-            that the model adds by itself, biases, another attention implementation set since,
-            a transform of `torch.func`, gradients through a `ShardedCache`; in `generate` static,
-            quantised and paged caches, and layers whose cache has no parts; with full rows a batch
-            of `shard_batch`, with local ones an encoder with a decoder, a call without it, caches,
-            attention weights, cross-attention, losses that weft does not make, masks given as
-            tensors, `logits_to_keep`, torch's own DDP or FSDP2.
+        UnsupportedError: a model outside of transformers' attention interface; AdaLoRA. In calls:
+            dropout in attention, another attention implementation set since, a transform of
+            `torch.func`, gradients through a `ShardedCache`; in `generate` static, quantised and
+            paged caches, and layers whose cache has no parts.
         DeclarationError: a model that is parallelized already, or whose weights are not there; a
-            layout without the axis, that splits heads, or whose keys are split otherwise than its
-            queries; full rows on a layout that splits something else than the tokens.
-        ShapeError: on every rank, in a call with full rows or its backward pass: rows, weights or
-            the gradients that entered the outputs differ within the context group.
+            layout without the axis, that splits heads or something else than the tokens, or whose
+            keys are split otherwise than its queries.
+        ShapeError: on every rank, in a call or its backward pass: rows, weights or the gradients
+            that entered the outputs differ within the context group.
 
     Example::
 
@@ -179,23 +134,16 @@ def parallelize_transformers(
     inner = without_adapters(model)
     check_kind(inner)
     check_layout(layout, axis)
+    check_context_group(layout, axis)
     refused.lists_of_keys(inner, layout, axis)
-    if rows not in ("whole", "local"):
-        raise DeclarationError(f"rows={rows!r}: known are 'whole' and 'local'")
-    if images not in ("whole", "spread") or (images == "spread" and rows != "whole"):
-        raise DeclarationError(f"images={images!r}: known are 'whole', and 'spread' of full rows")
-    if latents not in ("auto", "latents", "keys"):
-        raise DeclarationError(f"latents={latents!r}: known are 'auto', 'latents' and 'keys'")
-    if rows == "whole":
-        check_context_group(layout, axis)
-    elif stacks_of(inner) is not None:
-        raise UnsupportedError(
-            f"{type(inner).__name__} has an encoder and a decoder, each with rows of its own, and"
-            " rows='local' is of one; parallelize with rows='whole', and pass full rows"
-        )
-    if verify:
-        batch = verify if isinstance(verify, Mapping) else None
-        verification.verify(inner, layout, axis, embeddings, batch, latents, images)
+    for option, value, known in (
+        ("images", images, ("whole", "spread")),
+        ("latents", latents, ("auto", "latents", "keys")),
+        ("fallback", fallback, ("whole", "refuse")),
+    ):
+        if value not in known:
+            raise DeclarationError(f"{option}={value!r}: known are {', '.join(map(repr, known))}")
     unshare_configurations(model)
-    install(inner, layout, axis, embeddings, rows=rows, travel=latents, images=images)
+    report = WholeReport() if fallback == "whole" else None
+    install(inner, layout, axis, embeddings, travel=latents, images=images, report=report)
     return model

@@ -35,9 +35,9 @@ from torch.nn import functional as F
 from weft.carry.by_heads import traded
 from weft.carry.pieces import Apply, LocalPieces
 from weft.errors import UnsupportedError
+from weft.fields import on_chunks
 from weft.layout import Layout
 
-from .batches import unpadded
 from .running import now, running
 from .shapes import by_shapes
 
@@ -47,7 +47,26 @@ _STATES = 1 << 22
 
 def recurrence(label: str) -> LocalPieces | None:
     """The recurrence of the call that this thread is in; None if it is not split."""
-    return now(label).state
+    call = now(label)
+    return None if call.whole else call.state
+
+
+def of_chunks(make: Callable[[Callable], Callable], results: int = 1) -> Callable:
+    """The same stand-in of a function, which takes fields and gives some."""
+
+    def on_fields(stock: Callable) -> Callable:
+        run = make(stock)
+
+        @functools.wraps(run)
+        def over(*args: Any, **kwargs: Any) -> Any:
+            call = running()
+            if call is None or call.whole:
+                return run(*args, **kwargs)
+            return on_chunks(run, call.axis, args, kwargs, results)
+
+        return over
+
+    return on_fields
 
 
 def of_device(stock: Callable) -> Callable:
@@ -140,12 +159,10 @@ def convolution(stock: Callable) -> Callable:
         if state is None:
             return stock(hidden_states, weight, bias, activation=activation, **kwargs)
         kwargs = _without(kwargs, "seq_idx", "initial_states", "return_final_states")
-        columns, tokens = weight.shape[-1] - 1, sum(piece.count for piece in state.pieces)
-        # A cache puts the columns before the row in front, on every rank.
-        cached, new = hidden_states.tensor_split([hidden_states.shape[-1] - tokens], -1)
-        left, result = state.left(new, columns, -1), []
-        for piece, halo, (x,) in zip(state.pieces, left, state.split(-1, new)):
-            if piece.begins and cached.shape[-1]:
+        columns = weight.shape[-1] - 1
+        cached, left, result = _cached_columns(), state.left(hidden_states, columns, -1), []
+        for piece, halo, (x,) in zip(state.pieces, left, state.split(-1, hidden_states)):
+            if piece.begins and cached is not None:
                 halo = cached[..., cached.shape[-1] - columns :]
             wide = torch.cat([halo, x], -1)
             y = stock(wide, weight, bias, activation=activation, **kwargs)
@@ -153,6 +170,15 @@ def convolution(stock: Callable) -> Callable:
         return state.join(-1, result, left)
 
     return run
+
+
+def _cached_columns() -> Tensor | None:
+    """The columns that a cache keeps before the row, on every rank."""
+    call = running()
+    if call is None or call.cache is None:
+        return None
+    cached, call.cache.shards.columns = call.cache.shards.columns, None
+    return cached
 
 
 def delta_rule(stock: Callable) -> Callable:
@@ -355,22 +381,6 @@ def _read_mamba1(A: Tensor, step: Tensor, C: Tensor, state: Tensor) -> Tensor:
     return torch.cat(result, -1)
 
 
-def padding(stock: Callable) -> Callable:
-    """`apply_mask_to_padding_states`: this rank's part of the mask, which weft took away."""
-
-    def run(hidden_states: Any, attention_mask: Any) -> Any:
-        call = running()
-        if call is None or call.whole:
-            return stock(hidden_states, attention_mask)
-        seen = unpadded(call.batch.mask, call.length)
-        if seen is None:
-            return hidden_states
-        seen = call.layout.shard(seen.to(hidden_states.device), {"batch": 0, call.axis: 1})
-        return stock(hidden_states, seen)
-
-    return run
-
-
 def fused(stock: Callable) -> Callable:
     """Convolution and scan in one kernel: None has the layer call them one after the other."""
 
@@ -388,13 +398,12 @@ def one_token(stock: Callable) -> Callable:
 
 #: What stands for each function of a recurrent layer's module.
 FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
-    "causal_conv1d_fn": convolution,
-    "torch_chunk_gated_delta_rule": delta_rule,
-    "chunk_gated_delta_rule": delta_rule,
-    "chunk_kimi_delta_attention": delta_rule,
-    "mamba2_chunk_scan": mamba2,
-    "mamba_selective_scan": mamba1,
-    "apply_mask_to_padding_states": padding,
+    "causal_conv1d_fn": of_chunks(convolution),
+    "torch_chunk_gated_delta_rule": of_chunks(delta_rule),
+    "chunk_gated_delta_rule": of_chunks(delta_rule),
+    "chunk_kimi_delta_attention": of_chunks(delta_rule),
+    "mamba2_chunk_scan": of_chunks(mamba2),
+    "mamba_selective_scan": of_chunks(mamba1),
     "mamba2_split_conv1d_scan_combined": fused,
     "mamba_inner_fn": fused,
     "torch_recurrent_gated_delta_rule": one_token,
@@ -435,8 +444,8 @@ __all__ = [
     "delta_rule",
     "mamba1",
     "mamba2",
+    "of_chunks",
     "of_device",
     "over_heads",
-    "padding",
     "recurrence",
 ]

@@ -16,9 +16,11 @@ from torch.nn import functional as F
 
 from weft.carry.pieces import LocalPieces
 from weft.errors import UnsupportedError
+from weft.fields import on_chunks
 
 from .. import Foreign
-from .recurrences import completed, over_heads, padding, recurrence
+from .recurrences import completed, over_heads, recurrence
+from .running import now, running
 
 
 def lightning(
@@ -29,7 +31,7 @@ def lightning(
     if state is None:
         return type(self).forward(self, hidden_states, *args, **kwargs)
     b, t, _ = hidden_states.shape
-    qkv = _MASKED(self.act_fn(self.qkv_proj(hidden_states)), None)
+    qkv = _without_padding(self.act_fn(self.qkv_proj(hidden_states)))
     qkv = qkv.reshape(b, t, self.num_attention_heads, 3 * self.head_dim)
     inputs = qkv.split(self.head_dim, -1)
     # (heads, ...), the last of them stored as (1, heads, block, block)
@@ -84,7 +86,13 @@ def _blocks(
     return torch.cat(result, 2).transpose(1, 2), state
 
 
-_MASKED = padding(lambda x, seen: x if seen is None else (x * seen[:, :, None]).to(x.dtype))
+def _without_padding(x: Tensor) -> Tensor:
+    """This rank's tokens (b, t, d), zero where they are padding."""
+    call = running()
+    if call is None or call.facts.padding is None:
+        return x
+    seen = call.layout.shard(call.facts.padding.to(x.device), {call.axis: 1})
+    return (x * seen[:, :, None]).to(x.dtype)
 
 
 def lru(
@@ -121,7 +129,7 @@ def _lru(state: LocalPieces, x: Tensor, gate: Tensor, reset: Tensor, *, stock: C
 
 
 def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:
-    """A causal `nn.Conv1d` over a rank's tokens, padded by k-1 on both sides as its caller cuts."""
+    """A causal `nn.Conv1d` over a rank's tokens, whose caller cuts what is behind the last one."""
     state = recurrence("the convolution of RecurrentGemma")
     if state is None:
         return type(self).forward(self, x)
@@ -130,7 +138,7 @@ def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:
     for halo, (part,) in zip(left, state.split(-1, x)):
         wide = torch.cat([halo, part], -1)
         result.append(F.conv1d(wide, self.weight, self.bias, groups=self.groups))
-    return F.pad(state.join(-1, result, left), (0, columns))
+    return state.join(-1, result, left)
 
 
 def convolved_heads(
@@ -148,7 +156,7 @@ def convolved_heads(
             "cu_seq_lens_q: convolutions of ZayaCCAProjection see earlier documents on one device;"
             " give each document a row"
         )
-    hidden_states, columns = _MASKED(hidden_states, None), self.conv_kernel_size
+    hidden_states, columns = _without_padding(hidden_states), self.conv_kernel_size
     left, parts = state.left(hidden_states, columns, 1), []
     for piece, halo, (x,) in zip(state.pieces, left, state.split(1, hidden_states)):
         before = min(columns, piece.start)  # of a row's first tokens it pads what it convolves
@@ -157,15 +165,26 @@ def convolved_heads(
     return tuple(state.join(1, each, left) for each in zip(*parts))
 
 
+def _of_chunks(method: Callable, results: int = 1) -> Callable:
+    """The same method, which takes fields and gives some."""
+
+    @functools.wraps(method)
+    def over(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(method, self)
+        return on_chunks(run, now(type(self).__name__).axis, args, kwargs, results)
+
+    return over
+
+
 #: Class of a module -> the path of a module in it ("" is itself), the method that is replaced, and
 #: by what.
 MODULES: dict[str, tuple[tuple[str, str, Callable], ...]] = {
-    "MiniMaxLightningAttention": (("", "forward", lightning),),
+    "MiniMaxLightningAttention": (("", "forward", _of_chunks(lightning)),),
     "RecurrentGemmaRecurrentBlock": (
-        ("conv_1d", "forward", convolved),
-        ("rg_lru", "_rnn_scan", lru),
+        ("conv_1d", "forward", _of_chunks(convolved)),
+        ("rg_lru", "_rnn_scan", _of_chunks(lru)),
     ),
-    "ZayaCCAProjection": (("", "forward", convolved_heads),),
+    "ZayaCCAProjection": (("", "forward", _of_chunks(convolved_heads, 3)),),
 }
 #: Classes that, split, give a cache no last states.
 GIVE_NO_STATES = frozenset({"ZayaCCAProjection"})

@@ -15,12 +15,11 @@ from weft._torch import in_transform, traced
 from weft.comm.once_differentiable import transformed
 from weft.errors import UnsupportedError
 from weft.layout import Layout
-from weft.masks import And, KeyPadding, Mask
 
 from .. import Foreign
-from .batches import OTHER_INPUTS, Batch, KeySpans, unpadded
 from .chosen_keys import chooses_over_ranks, in_places
 from .defaults import CACHES, asked, differentiated
+from .facts import OTHER_INPUTS, Facts
 from .rebinding import is_ours
 
 
@@ -138,12 +137,12 @@ def caches_of_choices(choosers: Sequence[Foreign]) -> None:
         )
 
 
-def padding_of_choices(choosers: Sequence[Foreign], batch: Batch, length: int) -> None:
+def padding_of_choices(choosers: Sequence[Foreign], facts: Facts) -> None:
     """Raise for rows whose first token is not in the first place, where blocks count places."""
     for module in filter(in_places, choosers):
-        seen = unpadded(batch.mask, length)
-        if batch.documents is not None or (seen is not None and not seen[:, 0].all()):
-            kind = "padded on the left" if batch.documents is None else "packed"
+        left = facts.padding is not None and not facts.padding[:, 0].all()
+        if facts.documents is not None or left:
+            kind = "padded on the left" if left else "packed"
             raise UnsupportedError(
                 f"{type(module).__name__}: rows are {kind}, and blocks of keys are counted from the"
                 " first place of a row, so that on one device queries see other blocks than their"
@@ -151,32 +150,14 @@ def padding_of_choices(choosers: Sequence[Foreign], batch: Batch, length: int) -
             )
 
 
-def arguments(kwargs: dict, model: Foreign, axis: str, splits_inside: bool) -> None:
-    """Raise for arguments that cannot be split over ranks, by name."""
+def arguments(kwargs: dict, model: Foreign) -> None:
+    """Raise for arguments of a call that cannot be split over ranks, by name."""
     if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES):
         raise UnsupportedError(
             "use_cache and past_key_values: only a ShardedCache has parts on ranks, which "
-            "model.generate makes, with rows='whole'"
+            "model.generate makes"
         )
-    for name in ("encoder_hidden_states", "cross_attention_states"):
-        if kwargs.get(name) is not None:
-            raise UnsupportedError(
-                f"{name}: attention to another sequence is not sharded, and would get this one's "
-                "padding; leave it out, or call the model on one device"
-            )
     attentions(kwargs, model)
-    keep = kwargs.get("logits_to_keep")
-    if isinstance(keep, Tensor) or keep:
-        raise UnsupportedError(
-            "logits_to_keep: every rank would keep some of its own chunk; leave it out, and "
-            f"take layout.gather(logits, {{{axis!r}: 1}}) where whole logits are needed"
-        )
-    images = foreign(kwargs)
-    if images and not splits_inside:
-        raise UnsupportedError(
-            f"{images[0]}: weft splits tokens of text, and cannot tell which rank an image or "
-            "sound belongs to; pass inputs_embeds that contain them, or full rows with rows='whole'"
-        )
 
 
 def foreign(kwargs: Mapping) -> list[str]:
@@ -202,64 +183,8 @@ def _is_empty(value: object) -> bool:
     return isinstance(value, Mapping) and not value
 
 
-def local_blocks(kwargs: dict, names: Sequence[str]) -> None:
-    """Raise for token types of blocks, of which a rank that has local rows sees a part."""
-    for name in names:
-        if kwargs.get(name) is not None and kwargs[name].any():
-            raise UnsupportedError(
-                f"{name}: tokens of an image see each other, and with rows='local' a rank knows"
-                " its own tokens' types only; parallelize with rows='whole' and pass full rows"
-            )
-
-
-def padded(kwargs: dict) -> None:
-    """Raise for padding given as a tensor of this rank's tokens, unless it has none."""
-    padding = kwargs.get("attention_mask")
-    if padding is None:
-        return
-    if not isinstance(padding, Tensor) or padding.dim() != 2 or not padding.bool().all():
-        raise UnsupportedError(
-            "attention_mask: a tensor does not say which global positions it is about; pass "
-            "padding as weft=Batch(mask=KeyPadding(lengths)), which shard_batch makes of it"
-        )
-    kwargs["attention_mask"] = None
-
-
-def pooled_labels(kwargs: dict, layout: Layout, name: str) -> None:
-    """Raise for labels that a head of whole sequences cannot have."""
-    if kwargs.get("shift_labels") is not None:
-        raise UnsupportedError(
-            f"labels (batch, tokens): {name} has one answer for a whole sequence; give "
-            "shard_batch labels (batch,), or floating-point ones (batch, num_labels)"
-        )
-    if kwargs.get("labels") is not None and layout.size("batch") > 1:
-        raise UnsupportedError(
-            "labels: the model's loss would be the mean over this rank's sequences; call it "
-            "without labels, and take layout.mean of the losses' sum and count"
-        )
-
-
-def documents(lengths: tuple[int, ...] | None, scaling: nn.Module | None) -> None:
-    """Raise for packed documents that an embedding would scale by all masked tokens of a row."""
-    if scaling is not None and lengths is not None and len(lengths) > 1:
-        raise UnsupportedError(
-            f"documents: {type(scaling).__name__} has token_dropout, which scales a row by how "
-            "many of its tokens are masked, and not each document by its own; give every document "
-            "a row, or set token_dropout=False in the configuration before the model is made"
-        )
-
-
 #: Methods that mask sound at random, by numpy's generator, of which every rank has its own.
 _MASKS_SOUND = ("_mask_input_features", "_mask_hidden_states")
-
-
-def layer_droppers(model: Foreign) -> list[nn.Module]:
-    """The modules that drop whole layers at random in training, if they are told to."""
-    return [
-        module
-        for module in model.modules()
-        if "layerdrop" in vars(module) or "DropPath" in type(module).__name__
-    ]
 
 
 def sound_maskers(model: Foreign) -> list[nn.Module]:
@@ -280,69 +205,19 @@ def masked_sound(modules: Sequence[nn.Module], layout: Layout, axis: str) -> Non
             )
 
 
-def layer_drop(modules: Sequence[nn.Module], layout: Layout, axis: str) -> None:
-    """Raise where ranks that share a sequence would each drop other layers of it."""
-    if layout.size(axis) == 1:
-        return
-    for module in modules:
-        key = "layerdrop" if "layerdrop" in vars(module) else "drop_prob"
-        p = getattr(module, key, None) or 0.0
-        if module.training and p > 0.0:
-            raise UnsupportedError(
-                f"{type(module).__name__}: {key}={p} in training: every rank would drop other "
-                f"layers of the same sequence; set {key}=0 on these modules, or in the "
-                "configuration before the model is made"
-            )
-
-
-def left_padding(mask: Mask | None, length: int) -> None:
-    """Raise for rows padded on the left, where nothing says which positions they have."""
-    seen = unpadded(mask, length)
-    if seen is not None and not seen[:, 0].all():
-        raise UnsupportedError(
-            "attention_mask: rows are padded on the left, and whether this model counts positions "
-            "from its first token or its first that is not padding is not known: give shard_batch "
-            "position_ids, such as attention_mask.cumsum(-1).sub(1).clamp(min=0)"
-        )
-
-
-def left_padding_in_states(mask: Mask | None, length: int, name: str) -> None:
-    """Raise where padding, which sees no token, would enter states by way of eager attention.
-
-    Of a model, by its name, whose recurrent layers do not leave padding out.
-    """
-    seen = unpadded(mask, length)
-    if seen is not None and not seen[:, 0].all():
-        raise UnsupportedError(
-            f"attention_mask: rows are padded on the left, and the recurrent layers of {name} take"
-            " in padding, of which attn_implementation='eager' makes the mean of all tokens and"
-            " weft 0, as 'sdpa' does; pad on the right, or load the model with"
-            " attn_implementation='sdpa'"
-        )
-
-
-#: How a loss reads padding: by labels of its own places, or of next tokens behind it.
-LABELS = (
-    "labels at padding count",
-    "the first token after padding on the left has a label, which padding predicts",
-)
-
-
-def padding_that_is_read(read: str, biased: bool, decoder: bool) -> NoReturn:
+def padding_that_is_read(read: str, biased: bool) -> NoReturn:
     """Raise where padding that sees no token is read, and is not 0 on one device.
 
-    `read` says by what, `biased` that a bias is added to the masks of any implementation, and
-    `decoder` that it is of a decoder behind an encoder.
+    `read` says by what, and `biased` that a bias is added to the masks of any implementation.
     """
-    mask = "decoder_attention_mask" if decoder else "attention_mask"
     eager, sdpa = "attn_implementation='eager'", "attn_implementation='sdpa'"
     means = "attention with a bias of distances" if biased else eager
     zero = "" if biased else ", as 'sdpa' does"
     instead = "" if biased else f", or load the model with {sdpa}"
     unread = "set its labels to -100, ask for no states, pad on the right"
     raise UnsupportedError(
-        f"{mask}: {read}: some padding sees no token, for which {means} takes the mean of all"
-        f" tokens and weft 0{zero}; {unread}{instead}"
+        f"attention_mask: {read}: some padding sees no token, for which {means} takes the mean of"
+        f" all tokens and weft 0{zero}; {unread}{instead}"
     )
 
 
@@ -357,13 +232,3 @@ def replaced_layers(modules: Sequence[nn.Module]) -> None:
             )
 
 
-def mask_of_recurrent(mask: Mask | None, name: str) -> None:
-    """Raise for a mask that a recurrent layer cannot heed: it leaves out padding, and no more."""
-    if isinstance(mask, And):
-        mask_of_recurrent(mask.left, name)
-        mask_of_recurrent(mask.right, name)
-    elif mask is not None and not isinstance(mask, KeyPadding | KeySpans):
-        raise UnsupportedError(
-            f"mask={mask!r}: the recurrent layers of {name} leave padding out and start documents"
-            " anew, and heed no other mask; take Batch(documents=..., mask=KeyPadding(...))"
-        )

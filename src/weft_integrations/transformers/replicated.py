@@ -95,19 +95,6 @@ def recomputed_within(
 
 
 @contextlib.contextmanager
-def without(model: nn.Module, name: str, before: dict[str, Any]) -> Iterator[None]:
-    """Put an attribute of a model back to its value before weft."""
-    replacement = model.__dict__.pop(name, None)
-    if name in before:
-        setattr(model, name, before[name])
-    try:
-        yield
-    finally:
-        if replacement is not None:
-            setattr(model, name, replacement)
-
-
-@contextlib.contextmanager
 def _implementations(local: Sequence[Own]) -> Iterator[None]:
     before = [(config, config._attn_implementation) for config, _ in local]
     for config, implementation in local:

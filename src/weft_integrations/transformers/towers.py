@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,6 @@ from weft.layout import Layout
 
 from .. import Foreign
 from ..common import chunk_places
-from .noise import own_random_numbers
 from .running import ModelCall, running
 
 #: Families whose towers see one image at a time, and one video, or one frame of it.
@@ -67,7 +66,7 @@ def _spreading(stock: Callable, label: str, by_frames: bool) -> Callable:
     @functools.wraps(stock)  # `generate` reads the signature: which arguments it is to encode
     def features(self: Foreign, *args: Any, **kwargs: Any) -> Any:
         call = running()
-        if call is None or call.seam != "ahead" or call.spreading:
+        if call is None or not call.ahead or call.spreading:
             return stock(self, *args, **kwargs)
         signature = inspect.signature(stock)
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
@@ -76,13 +75,24 @@ def _spreading(stock: Callable, label: str, by_frames: bool) -> Callable:
         arguments |= arguments.pop(extra, {})
         call.spreading = True
         try:
-            apart = own_random_numbers(self, call.layout, call.axis)
-            with apart if self.training else contextlib.nullcontext():
+            with _own_random_numbers(call.layout.chunk(call.axis), self.training):
                 return _features(call, self, stock, arguments, label, by_frames)
         finally:
             call.spreading, call.spread = False, True
 
     return features
+
+
+@contextlib.contextmanager
+def _own_random_numbers(chunk: int, training: bool) -> Iterator[None]:
+    """Draw numbers of a rank's own, and leave generators as on the other ranks."""
+    if not training:
+        yield
+        return
+    seed = int(torch.randint(1 << 62, ())) + chunk
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        yield
 
 
 @dataclass(frozen=True)

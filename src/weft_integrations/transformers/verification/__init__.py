@@ -1,1 +1,0 @@
-"""Compares a parallelized transformers model with itself on one device, before it is used."""
