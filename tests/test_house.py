@@ -347,8 +347,8 @@ BUDGET = {
     "src/weft_integrations": 8_600,
     "src/weft_planner": 3_450,
     "src/weft_cli": 4_160,
-    "tests": 44_850,
-    "benchmarks": 9_850,
+    "tests": 45_000,
+    "benchmarks": 9_900,
 }
 
 
