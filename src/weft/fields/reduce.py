@@ -314,6 +314,19 @@ def some(x: Part, dim: Any = None, keepdim: bool = False) -> Recipe:
     return _truth(torch.any, x, dim, keepdim)
 
 
+@rule(*both("histc"))
+def histc(x: Part, bins: int = 100, min: float = 0, max: float = 0) -> Recipe:
+    over = range(x.ndim)
+    if min == max and mixes_split(x, over):
+        raise refused("a histogram from the least number to the largest", x, "; give min and max")
+
+    def run(t: list[Any]) -> Tensor:
+        counts = torch.histc(t[x.index], bins, min, max)
+        return summed(counts, x.dims, x.region, "histogram")
+
+    return Recipe(run, [whole(bins)])
+
+
 # -- moments and norms: over whole dims torch's own, over split ones by sums ----------------------
 
 
