@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, masking_uti
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from weft.attention import attention
+from weft.bias_tiles import bias_tile
 from weft.choice import ChosenKeys
 from weft.decode.attend import merged_parts
 from weft.errors import DeclarationError, UnsupportedError
@@ -198,6 +199,9 @@ def attend(
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     elif where.past is None:
         named: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "choice": choice}
+        if position_bias is not None and position_bias.shape[-2] == query.shape[2] != q.shape[2]:
+            # Of other states' keys: zeros, where a module has no table of distances.
+            position_bias = bias_tile(position_bias, where.layout, where.axis, where.lengths)
         named["bias"] = position_bias
         out = attention(q, k, v, *place, expand=expand, **named)
     else:
