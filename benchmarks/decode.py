@@ -83,7 +83,7 @@ def reader(length: int) -> None:
     options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
     if "RANK" in os.environ:
         layout = weft.Layout.parse("tokens: tile=2x2").build("cpu")
-        weft.parallelize(model, layout, verify=False)
+        weft.parallelize(model, layout)
     began = time.perf_counter()
     made = model.generate(ids, eos_token_id=None, **options)
     seconds = time.perf_counter() - began
@@ -104,7 +104,7 @@ def worker(length: int, own: bool) -> None:
         torch.set_num_threads(2 if own else 1)
         ranks = weft.Layout.parse("tokens: ring=2")
         layout = weft.Layout.single() if own else ranks.build("cpu")
-        cache = ShardedCache(weft.parallelize(model, layout, verify=False))
+        cache = ShardedCache(weft.parallelize(model, layout))
         fill(cache, length, layout.rank, layout.world_size)
     else:
         torch.set_num_threads(2)

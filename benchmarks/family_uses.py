@@ -93,7 +93,7 @@ def _tried(model: nn.Module, use: Callable[[nn.Module, Tensor], list[Tensor]]) -
         return "none"
 
     def work(layout: Layout) -> list[Tensor]:
-        return use(weft.parallelize(copy.deepcopy(model), layout, verify=False), ids)
+        return use(weft.parallelize(copy.deepcopy(model), layout), ids)
 
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")

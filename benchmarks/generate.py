@@ -89,7 +89,7 @@ def judge(family: str, count: int) -> dict:
     row: dict = {"different tokens": len(set(want.tolist())), "by": _BY}
 
     def rank(layout: weft.Layout) -> torch.Tensor:
-        return generate(weft.parallelize(copy.deepcopy(model), layout, verify=False))
+        return generate(weft.parallelize(copy.deepcopy(model), layout))
 
     for line in LAYOUTS:
         try:

@@ -103,7 +103,7 @@ def on_rank(rank: int, line: str, tokens: int, port: int, pipe: Connection) -> N
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", **where}
     layout = weft.Layout.parse(line).build("cpu", timeout=120)
-    model = weft.parallelize(build(), layout, rows="local", verify=False)
+    model = weft.parallelize(build(), layout, rows="local")
     ids = text(tokens)
     batch = shard_batch({"input_ids": ids, "labels": ids}, layout)
     while pipe.recv() != "end":
@@ -156,7 +156,7 @@ def state_bytes(line: str, lengths: tuple[int, ...]) -> list[str]:
     formula = HEADS * KEY * (KEY + VALUE) * 4
 
     def rank(layout, tokens: int) -> dict[str, int]:
-        mine = weft.parallelize(copy.deepcopy(model), layout, rows="local", verify=False)
+        mine = weft.parallelize(copy.deepcopy(model), layout, rows="local")
         with torch.no_grad():
             mine(**shard_batch({"input_ids": text(tokens)}, layout))
         return {label: count for (_, label), count in layout.bound.sent.items()}
@@ -181,7 +181,7 @@ def peak(rank: int, ranks: int, tokens: int, port: int, pipe: Connection) -> Non
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), **where}
     layout = weft.Layout.parse(f"tokens: ring={ranks}").build("cpu", timeout=120)
-    model = weft.parallelize(build(), layout, rows="local", verify=False)
+    model = weft.parallelize(build(), layout, rows="local")
     ids = text(tokens)
     batch = shard_batch({"input_ids": ids, "labels": ids}, layout)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -85,7 +85,7 @@ def largest_gap(model, line: str | Layout, batch: dict, mode: str = "eval") -> f
     logits, loss, gradients = results(copy.deepcopy(model), batch, mode)
 
     def rank(layout: Layout) -> tuple:
-        split = weft.parallelize(copy.deepcopy(model), layout, verify=False)
+        split = weft.parallelize(copy.deepcopy(model), layout)
         return results(split, batch, mode)
 
     layout = Layout.parse(line) if isinstance(line, str) else line
@@ -199,7 +199,7 @@ def on_ranks(family: str, act, line: str = "tokens: ring=2", **options) -> list:
     model = built(family)
 
     def rank(layout: Layout):
-        split = weft.parallelize(copy.deepcopy(model), layout, verify=False, **options)
+        split = weft.parallelize(copy.deepcopy(model), layout, **options)
         return act(split, layout)
 
     return weft.on_threads(Layout.parse(line), rank, timeout=20)

@@ -103,7 +103,7 @@ def on_ranks(layout, model, work):
     """`work(parallelized copy)` on every rank."""
 
     def rank(bound):
-        return work(parallelize(copy.deepcopy(model), bound, verify=False))
+        return work(parallelize(copy.deepcopy(model), bound))
 
     return weft.on_threads(layout, rank)
 
@@ -659,7 +659,7 @@ def test_refuses_a_cache_of_another_model_or_dtype():
     def call(mine):
         layout = mine._weft.layout
         for made_by in (other, build("llama").float()):
-            stranger = parallelize(copy.deepcopy(made_by), layout, verify=False)
+            stranger = parallelize(copy.deepcopy(made_by), layout)
             with pytest.raises(DeclarationError, match="for another model than this Llama"):
                 mine.generate(ids, past_key_values=ShardedCache(stranger), **OPTIONS)
         return True
@@ -744,7 +744,7 @@ def _ranks(timeout=60.0):
     """The model on the pool's four processes, and the same on one device."""
     model = build("llama")
     layout = Layout.parse("tokens(zigzag): ring=4").build("cpu", timeout)
-    return parallelize(copy.deepcopy(model), layout, verify=False), model
+    return parallelize(copy.deepcopy(model), layout), model
 
 
 def _sampled(rank, options):

@@ -74,7 +74,7 @@ def compared(family: str, line: str, travel: str, change=lambda model: model) ->
     loss, logits, grads = trained(copy.deepcopy(model), tokens())
 
     def rank(layout):
-        own = weft.parallelize(copy.deepcopy(model), layout, verify=False, latents=travel)
+        own = weft.parallelize(copy.deepcopy(model), layout, latents=travel)
         with weft.traffic() as moved:
             found = trained(own, tokens())
         return found, moved.by_tensor()
@@ -155,7 +155,7 @@ def test_checkpointed_layers_expand_again():
 
     def run(layout, checkpointed):
         model = copy.deepcopy(stock)
-        weft.parallelize(model, layout, verify=False, latents="latents")
+        weft.parallelize(model, layout, latents="latents")
         if checkpointed:
             model.gradient_checkpointing_enable()
         model(input_ids=ids, labels=ids).loss.backward()
@@ -179,7 +179,7 @@ def _wrapped(rank, way):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
     layout = Layout.parse("tokens(zigzag): ring=2").bind(mesh, timeout=60)
     stock, ids = made("deepseek_v3"), tokens()
-    own = weft.parallelize(copy.deepcopy(stock), layout, verify=False, latents="latents")
+    own = weft.parallelize(copy.deepcopy(stock), layout, latents="latents")
     if way == "ddp":
         options = {"find_unused_parameters": True, "gradient_as_bucket_view": True}
         around = nn.parallel.DistributedDataParallel(own, **options)
@@ -226,7 +226,7 @@ def test_compiled_attention_is_one_graph_and_sends_keys():
         return graph.forward
 
     def rank(layout, travel):
-        model = weft.parallelize(copy.deepcopy(stock), layout, verify=False, latents=travel)
+        model = weft.parallelize(copy.deepcopy(stock), layout, latents=travel)
         for layer in model.model.layers:
             layer.self_attn.compile(fullgraph=True, backend=backend)
         with weft.traffic() as moved:
@@ -251,7 +251,7 @@ def test_generation_caches_latents_as_before():
     wanted = copy.deepcopy(model).generate(ids, **options)
 
     def rank(layout):
-        own = weft.parallelize(copy.deepcopy(model), layout, verify=False, latents="latents")
+        own = weft.parallelize(copy.deepcopy(model), layout, latents="latents")
         return own.generate(ids, **options)
 
     for found in weft.on_threads(Layout.parse("tokens: ring=2"), rank, timeout=60):
@@ -274,7 +274,7 @@ def test_restored_models_expand_by_themselves():
     model = made("deepseek_v3")
 
     def rank(layout):
-        own = weft.parallelize(copy.deepcopy(model), layout, verify=False)
+        own = weft.parallelize(copy.deepcopy(model), layout)
         assert not latents.modules(own)  # handed on
         return weft.restore(own)
 

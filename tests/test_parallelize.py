@@ -91,7 +91,7 @@ def parallelized(kind: str) -> nn.Module:
     """A model of a kind on one device, with all hooks and functions of weft's."""
     layout = Layout.single()
     if kind == "transformers":
-        return weft.parallelize(gpt2(), layout, verify=False)
+        return weft.parallelize(gpt2(), layout)
     if kind == "fields":
         model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.GroupNorm(2, 4))
         return weft.parallelize(model, layout, dims={"height": -2})
@@ -215,12 +215,12 @@ def test_transformers_model_known_in_adapters_and_by_its_own_class():
     def work(bound: Layout) -> None:
         config = peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True)
         adapted = peft.get_peft_model(gpt2(), config)
-        assert weft.parallelize(adapted, bound, verify=False) is adapted
+        assert weft.parallelize(adapted, bound) is adapted
         assert weft.restore(adapted) is adapted
-        mine = weft.parallelize(Mine(gpt2().config).eval(), bound, "tokens", verify=False)
+        mine = weft.parallelize(Mine(gpt2().config).eval(), bound, "tokens")
         assert "_weft" in vars(mine)
         with pytest.raises(DeclarationError, match=r"no axis 'rows'"):
-            weft.parallelize(gpt2(), bound, "rows", verify=False)
+            weft.parallelize(gpt2(), bound, "rows")
         with pytest.raises(TypeError, match="text"):
             weft.parallelize(gpt2(), bound, text="whole")
 

@@ -131,7 +131,7 @@ def test_cache_of_a_plan_is_what_a_rank_holds(kind, ranks):
     ids = torch.randint(3, 90, (1, PROMPT))
 
     def held(layout: Layout) -> int:
-        model = weft.parallelize(copy.deepcopy(built), layout, verify=False)
+        model = weft.parallelize(copy.deepcopy(built), layout)
         cache = ShardedCache(model)
         with torch.no_grad():
             model(input_ids=ids, cache=cache)

@@ -78,7 +78,7 @@ def test_convolved_heads_refuse_documents_that_one_device_mixes():
     model, tokens = build("zaya").eval(), ids()[:1]
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         with pytest.raises(UnsupportedError, match="see earlier documents on one device"):
             own(input_ids=tokens, cu_seq_lens_q=torch.tensor([0, 20, 43]), use_cache=False)
         return True
@@ -127,7 +127,7 @@ def test_states_go_on_where_position_ids_start_anew(family):
         want = model(**packed).logits
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         bounds = torch.tensor([0, 20, 20, 43, 43])  # with ends that are repeated
         with torch.no_grad():
             made = own(**packed).logits, own(**packed, cu_seq_lens_q=bounds).logits
@@ -336,7 +336,7 @@ def test_chains_at_kernel_chunks_have_one_device_s_bits():
 def test_function_that_takes_no_state_is_refused_in_a_chain(family):
     def rank(transport):
         with pytest.raises(UnsupportedError, match=r"mamba_selective_scan of .* takes no state"):
-            parallelize(build(family), chained(3).on(transport), verify=False)
+            parallelize(build(family), chained(3).on(transport))
 
     run_threads(chained(3).mesh, rank)
 
@@ -390,7 +390,7 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank():
 
     def rank(transport):
         bound = layout.on(transport)
-        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        mine = parallelize(copy.deepcopy(model), bound, rows="local")
         with pytest.raises(ShapeError, match="4 heads do not divide over 3 ranks"):
             mine(**shard_batch({"input_ids": ids()}, bound))
 
@@ -403,7 +403,7 @@ def test_striped_order_is_refused_by_heads_too():
 
     def rank(transport):
         with pytest.raises(UnsupportedError, match=r"convolutions of .* see neighbouring tokens"):
-            parallelize(build("lfm2"), layout.on(transport), verify=False)
+            parallelize(build("lfm2"), layout.on(transport))
 
     run_threads(layout.mesh, rank)
 
@@ -420,7 +420,7 @@ def test_whole_rows_and_calls_that_are_not_split():
 
     def rank(transport):
         bound = layout.on(transport)
-        mine = parallelize(copy.deepcopy(model), bound, verify=False)
+        mine = parallelize(copy.deepcopy(model), bound)
         out = mine(input_ids=tokens, labels=tokens)
         out.loss.backward()
         bound.sync_gradients(mine)
@@ -450,12 +450,12 @@ def _mixer(model):
 def test_restore_leaves_nothing_behind():
     model = build("qwen3_5")
     before = [set(vars(m)) for m in model.modules()]
-    restore(parallelize(model, Layout.single(), verify=False))
+    restore(parallelize(model, Layout.single()))
     assert [set(vars(m)) for m in model.modules()] == before
 
 
 def test_a_copy_of_the_model_calls_itself():
-    model = parallelize(build("qwen3_5"), Layout.single(), verify=False)
+    model = parallelize(build("qwen3_5"), Layout.single())
     twin = copy.deepcopy(model)
     assert _mixer(twin).forward.__self__ is _mixer(twin)
     with torch.no_grad():
@@ -474,12 +474,12 @@ def test_a_layer_that_a_kernel_replaced_is_refused():
     model = build("qwen3_5")
     _mixer(model).forward = _fused
     with pytest.raises(UnsupportedError, match=r"replaced by _fused.*use_kernels=False"):
-        parallelize(model, Layout.single(), verify=False)
+        parallelize(model, Layout.single())
     assert not hasattr(model, "_weft")
 
 
 def test_a_layer_that_a_kernel_replaced_since_is_refused():
-    model = parallelize(build("qwen3_5"), Layout.single(), verify=False, rows="local")
+    model = parallelize(build("qwen3_5"), Layout.single(), rows="local")
     _mixer(model).forward = _fused
     batch = shard_batch({"input_ids": ids()}, Layout.single())
     with pytest.raises(UnsupportedError, match="was replaced since the model was parallelized"):
@@ -500,14 +500,14 @@ def test_kernel_that_runs_on_no_cpu_is_not_called_there(monkeypatch):
     with pytest.raises(RuntimeError, match="0 active drivers"):
         model(input_ids=ids())
     verify(model, Layout.parse("tokens: ring=3"))
-    mine = parallelize(model, Layout.single(), verify=False).eval()
+    mine = parallelize(model, Layout.single()).eval()
     assert mine.generate(ids(1, 8), max_new_tokens=3).shape == (1, 11)
 
 
 def _compiled(rank: int, rows: str) -> float:
     """The largest difference that it makes to a gradient to compile layers, or the model."""
     layout = Layout.parse("tokens: ring=2").build("cpu", timeout=60)
-    model = parallelize(build("qwen3_5", torch.float32), layout, verify=False, rows=rows)
+    model = parallelize(build("qwen3_5", torch.float32), layout, rows=rows)
     batch, found = {"input_ids": ids(), "labels": ids()}, []
     if rows == "local":
         batch = shard_batch(batch, layout)
@@ -547,7 +547,7 @@ def test_hooks_of_accelerate_stay(first):
     model, want = build("qwen3_5"), one_device(build("qwen3_5"), ids(), (20, 23))
     if first == "hooks":
         hook(model)
-    mine = parallelize(model, Layout.single(), verify=False, rows="local")
+    mine = parallelize(model, Layout.single(), rows="local")
     if first == "weft":
         hook(mine)
     batch = shard_batch({"input_ids": ids()}, Layout.single(), documents=(20, 23))
@@ -660,13 +660,13 @@ def test_striped_order_is_refused():
 
     def rank(transport):
         with pytest.raises(UnsupportedError, match="striped order has a fragment for every token"):
-            parallelize(build("lfm2"), layout.on(transport), verify=False)
+            parallelize(build("lfm2"), layout.on(transport))
 
     run_threads(layout.mesh, rank)
 
 
 def test_a_recurrent_layer_by_itself_is_refused():
-    model = parallelize(build("qwen3_5"), Layout.single(), verify=False)
+    model = parallelize(build("qwen3_5"), Layout.single())
     with pytest.raises(DeclarationError, match="gradient_checkpointing_enable"):
         _mixer(model)(torch.zeros(1, 4, 32, dtype=torch.float64))
 
@@ -674,7 +674,7 @@ def test_a_recurrent_layer_by_itself_is_refused():
 def test_a_mask_that_a_state_cannot_heed_is_refused():
     from weft import Window
 
-    model = parallelize(build("qwen3_5"), Layout.single(), verify=False, rows="local")
+    model = parallelize(build("qwen3_5"), Layout.single(), rows="local")
     with pytest.raises(UnsupportedError, match="heed no other mask"):
         model(input_ids=ids(), weft=Batch(mask=Window(3, 3)))
 
@@ -683,7 +683,7 @@ def test_padding_that_enters_a_state_by_eager_attention_is_refused():
     config = build("recurrent_gemma").config
     config._attn_implementation = "eager"
     model = parallelize(
-        hf.RecurrentGemmaForCausalLM(config), Layout.single(), verify=False, rows="local"
+        hf.RecurrentGemmaForCausalLM(config), Layout.single(), rows="local"
     )
     seen = torch.arange(43) >= torch.tensor([[0], [9]])
     batch = {"input_ids": ids(), "attention_mask": seen.long()}
@@ -713,7 +713,7 @@ def test_fewer_tokens_than_ranks_are_refused_on_every_rank():
 
     def rank(transport):
         bound = layout.on(transport)
-        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        mine = parallelize(copy.deepcopy(model), bound, rows="local")
         with pytest.raises(ShapeError, match="1 tokens leave a rank without any"):
             mine(**shard_batch({"input_ids": ids(1, 1)}, bound))
 

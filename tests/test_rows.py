@@ -129,11 +129,11 @@ def gap(got, want):
     return max((got[n] - want[n]).abs().max() / largest for n in want).item()
 
 
-def on_ranks(model, line, step, rows="whole"):
+def on_ranks(model, line, step):
     """What `step(model)` returns on every rank, and the average of gradients over ranks."""
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False, rows=rows)
+        own = parallelize(copy.deepcopy(model), layout, rows=rows)
         return step(own), gradients(own)
 
     results, grads = zip(*weft.on_threads(Layout.parse(line), work))
@@ -198,7 +198,7 @@ def test_layers_of_a_model_choose_halo_or_ring(name):
     want, expected = one_device(model, own_loss)
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="whole")
+        own = parallelize(copy.deepcopy(model), layout)
         with weft.traffic(layout) as moved:
             watch = layout.bound.watches.begin()
             loss = own_loss(own)
@@ -226,7 +226,7 @@ def test_a_model_of_mixed_layers_generates_on_seen_keys(name):
     wanted = model.generate(IDS[:1, :21], **options)
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         with torch.no_grad():
             return own.generate(IDS[:1, :21], **options)
 
@@ -346,7 +346,7 @@ def test_position_ids_that_start_anew_are_documents_only_without_cache(name):
     assert (want[0] - want[2]).abs().max() > 0.01
     ranks = weft.on_threads(
         Layout.parse("tokens(zigzag): ring=2"),
-        lambda layout: step(parallelize(copy.deepcopy(model).eval(), layout, verify=False)),
+        lambda layout: step(parallelize(copy.deepcopy(model).eval(), layout)),
     )
     for got in ranks:
         for g, w in zip(got, want, strict=True):
@@ -376,7 +376,7 @@ def test_position_ids_are_no_documents_where_masks_are_given_none(name):
     want = step(model)
     ranks = weft.on_threads(
         Layout.parse("tokens(zigzag): ring=2"),
-        lambda la: step(parallelize(copy.deepcopy(model), la, verify=False)),
+        lambda la: step(parallelize(copy.deepcopy(model), la)),
     )
     assert max((got - want).abs().max() for got in ranks) < 8 * FP32 * want.abs().max()
 
@@ -423,7 +423,7 @@ def test_position_ids_of_encoders_are_positions_and_no_documents(name):
     want = step(model)
     ranks = weft.on_threads(
         Layout.parse("tokens(zigzag): ring=2"),
-        lambda layout: step(parallelize(copy.deepcopy(model), layout, verify=False)),
+        lambda layout: step(parallelize(copy.deepcopy(model), layout)),
     )
     for got in ranks:
         for batch, g, w in zip(batches, got, want, strict=True):
@@ -561,7 +561,7 @@ def test_gradients_of_images_are_full_on_every_rank(rows):
     want = step(copy.deepcopy(model))
     for got in weft.on_threads(
         Layout.parse("tokens: ring=2"),
-        lambda la: step(parallelize(copy.deepcopy(model), la, verify=False, rows=rows)),
+        lambda la: step(parallelize(copy.deepcopy(model), la, rows=rows)),
     ):
         assert (got - want).abs().max() < FP32 * want.abs().max()
 
@@ -625,7 +625,7 @@ def test_uses_of_logits_are_those_of_one_device(loss, gathers):
     want, expected = one_device(model, step)
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         logits = own(input_ids=IDS).logits
         with weft.traffic(layout) as moved:
             made = loss(logits)
@@ -748,7 +748,7 @@ def test_changes_of_logits_in_place_are_those_of_one_device():
             return change(model(input_ids=IDS).logits).item()
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         return [(*step(own, c), evaluated(own, c)) for c in CHANGES.values()]
 
     want = [(*step(model, c), evaluated(model, c)) for c in CHANGES.values()]
@@ -776,7 +776,7 @@ def test_logits_that_given_gradient_after_they_were_read_have_it():
     want = step(copy.deepcopy(model))
     ranks = weft.on_threads(
         Layout.parse("tokens: ring=2"),
-        lambda la: step(parallelize(build("gpt2"), la, verify=False)),
+        lambda la: step(parallelize(build("gpt2"), la)),
     )
     assert max((got - want).abs().max() for got in ranks) < FP64
 
@@ -803,7 +803,7 @@ def test_logits_that_nobody_looks_at_are_never_gathered():
     """A step with labels moves no logits, whoever copies them on the way."""
 
     def work(layout):
-        own = parallelize(build("gpt2"), layout, verify=False)
+        own = parallelize(build("gpt2"), layout)
         with weft.traffic(layout) as moved:
             out = own(input_ids=IDS, labels=LABELS)
             lazy = out.logits.detach().clone().float()
@@ -824,7 +824,7 @@ def test_lazy_logits_are_tensors_to_everybody():
     want = model(input_ids=IDS).logits.detach()
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         with torch.inference_mode():
             assert torch.equal(own(input_ids=IDS).logits.argmax(-1), want.argmax(-1))
         logits = own(input_ids=IDS).logits
@@ -851,7 +851,7 @@ def test_gathering_large_rows_is_a_warning(monkeypatch):
     monkeypatch.setattr(transformers_lazy, "_LARGE", 1 << 10)
 
     def work(layout):
-        out = parallelize(build("gpt2"), layout, verify=False)(input_ids=IDS, labels=LABELS)
+        out = parallelize(build("gpt2"), layout)(input_ids=IDS, labels=LABELS)
         return out.logits.sum().item()
 
     with pytest.warns(UserWarning, match=r"full rows \(2, 47, 97\) are gathered"):
@@ -885,7 +885,7 @@ def test_loops_of_hand_have_the_cache_of_the_configuration(name, line):
     model = build(name)
     tokens, last, length = decoded(copy.deepcopy(model))
     ranks = weft.on_threads(
-        Layout.parse(line), lambda la: decoded(parallelize(copy.deepcopy(model), la, verify=False))
+        Layout.parse(line), lambda la: decoded(parallelize(copy.deepcopy(model), la))
     )
     for got in ranks:
         assert (got[0], got[2]) == (tokens, length)
@@ -897,7 +897,7 @@ def test_cache_that_is_not_there_raises_where_it_is_used():
     """With gradients a call keeps no cache: its place in the outputs is as on one device."""
 
     def work(layout, use):
-        own = parallelize(build("llama"), layout, verify=False)
+        own = parallelize(build("llama"), layout)
         out = own(input_ids=IDS, output_hidden_states=True)
         assert list(out) == ["logits", "cache", "hidden_states"]
         names = own(input_ids=IDS, output_hidden_states=True, return_dict=False)
@@ -1029,7 +1029,7 @@ def test_labels_that_padding_predicts_are_one_device_s():
 
     def local(layout):
         batch = {"input_ids": IDS, "labels": labels, "attention_mask": LEFT.long()}
-        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="local")
+        own = parallelize(copy.deepcopy(model), layout, rows="local")
         own(**shard_batch(batch, layout))
 
     fails_on_every_rank(local, ShapeError, "the first token after padding on the left")
@@ -1123,7 +1123,7 @@ def test_generation_is_that_of_one_device():
     want = model.generate(IDS[:, :9], **options)
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         before = own(input_ids=IDS).logits.sum().item()
         made = own.generate(IDS[:, :9], **options)
         assert own(input_ids=IDS).logits.sum().item() == before  # split again
@@ -1152,7 +1152,7 @@ def trained(
     steps=2,
     items=lambda rank: 31,
 ):
-    own = parallelize(build("llama"), layout, verify=False)
+    own = parallelize(build("llama"), layout)
     optimizer = torch.optim.SGD(own.parameters(), 0.1)
     for _ in range(steps):
         ids = rows(layout.rank)
@@ -1194,7 +1194,7 @@ def test_embeddings_that_differ_are_an_error_and_rounding_is_none():
     embeddings = torch.randn(ROWS, LENGTH, 32, generator=torch.Generator().manual_seed(1)).double()
 
     def work(layout, noise):
-        own = parallelize(build("llama"), layout, verify=False)
+        own = parallelize(build("llama"), layout)
         return own(inputs_embeds=embeddings * (1 + noise * layout.rank)).logits.shape
 
     shapes = weft.on_threads(Layout.parse("tokens: ring=2"), work, 1e-14)
@@ -1205,7 +1205,7 @@ def test_embeddings_that_differ_are_an_error_and_rounding_is_none():
 
 def test_one_rank_that_caches_is_an_error_on_every_rank():
     def work(layout):
-        own = parallelize(build("llama").eval(), layout, verify=False)
+        own = parallelize(build("llama").eval(), layout)
         own(input_ids=IDS, use_cache=layout.rank == 1)
 
     fails_on_every_rank(work, ShapeError, "(?s)split.*use_cache")
@@ -1216,7 +1216,7 @@ def test_one_rank_that_caches_is_an_error_on_every_rank():
 
 def test_refuses_batches_that_were_cut_already():
     def work(layout):
-        own = parallelize(build("llama"), layout, verify=False)
+        own = parallelize(build("llama"), layout)
         own(**shard_batch({"input_ids": IDS}, layout))
 
     fails_on_every_rank(work, UnsupportedError, "shard_batch has cut these")
@@ -1224,7 +1224,7 @@ def test_refuses_batches_that_were_cut_already():
 
 def test_refuses_whole_rows_where_rows_are_local():
     def work(layout):
-        own = parallelize(build("llama"), layout, verify=False, rows="local")
+        own = parallelize(build("llama"), layout, rows="local")
         assert own(**shard_batch({"input_ids": IDS}, layout)).logits.shape[1] in (23, 24)
         with pytest.raises(UnsupportedError, match=r"outside of the forward pass"):
             own.model(input_ids=IDS)
@@ -1238,7 +1238,7 @@ def test_refuses_other_rows_and_layouts_beyond_a_context_group():
         parallelize(build("llama"), Layout.single(), rows="Whole")
 
     def work(layout):
-        parallelize(build("llama"), layout, verify=False)
+        parallelize(build("llama"), layout)
 
     message = r"mesh dims \['dp'\] split something else than 'tokens'"
     fails_on_every_rank(work, DeclarationError, message, "batch: dp=2; tokens: ring=2")
@@ -1246,7 +1246,7 @@ def test_refuses_other_rows_and_layouts_beyond_a_context_group():
 
 def test_refuses_transforms_of_functions():
     def work(layout):
-        own = parallelize(build("llama"), layout, verify=False)
+        own = parallelize(build("llama"), layout)
 
         def loss(weights):
             return torch.func.functional_call(own, weights, kwargs={"input_ids": IDS}).logits.sum()
@@ -1259,7 +1259,7 @@ def test_refuses_transforms_of_functions():
 def test_refuses_models_of_both_kinds_in_one():
     def work(layout):
         kinds = (
-            parallelize(build("llama"), layout, verify=False, rows=r) for r in ("whole", "local")
+            parallelize(build("llama"), layout, rows=r) for r in ("whole", "local")
         )
         layout.sync_gradients(torch.nn.ModuleList(kinds))
 
@@ -1273,7 +1273,7 @@ def test_copies_are_models_of_their_own():
     want = one_device(model, own_loss)
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         copied = copy.deepcopy(own)
         copied.model(input_ids=IDS)
         restore(copied)
@@ -1290,7 +1290,7 @@ def test_restore_gives_the_model_back():
     want = one_device(model, own_loss)
 
     def work(layout):
-        own = restore(parallelize(copy.deepcopy(model), layout, verify=False))
+        own = restore(parallelize(copy.deepcopy(model), layout))
         got = own_loss(own)
         return got, gradients(own)
 
@@ -1330,7 +1330,7 @@ def test_weights_with_other_names_since_generate_as_on_one_device(change):
     want = change(copy.deepcopy(model)).generate(IDS[:, :9], **options)
 
     def work(layout):
-        own = change(parallelize(copy.deepcopy(model), layout, verify=False))
+        own = change(parallelize(copy.deepcopy(model), layout))
         return torch.equal(own.generate(IDS[:, :9], **options), want)
 
     assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
@@ -1348,7 +1348,7 @@ def test_a_configuration_that_models_share_is_left_alone():
         first, own = kind(shared).double(), kind(shared).double()
         for model in (first, own):
             model.load_state_dict(before.state_dict())
-        parallelize(own, layout, verify=False)
+        parallelize(own, layout)
         second = kind(shared).double()
         second.load_state_dict(before.state_dict())
         assert shared._attn_implementation == config._attn_implementation
@@ -1388,7 +1388,7 @@ def test_cross_entropies_that_models_make_themselves_are_of_all_ranks(kind, conf
     assert gap(grads, expected) < FP64
 
     def local(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="local")
+        own = parallelize(copy.deepcopy(model), layout, rows="local")
         loss = own(**shard_batch({"input_ids": IDS, "labels": LABELS}, layout)).loss
         own(**shard_batch({"input_ids": IDS[1:], "labels": LABELS[1:]}, layout)).loss.backward()
         loss.backward()
@@ -1401,7 +1401,7 @@ def test_cross_entropies_that_models_make_themselves_are_of_all_ranks(kind, conf
 
 
 def test_refuses_models_that_are_exported_or_traced():
-    own = parallelize(build("llama").eval(), Layout.single(), verify=False)
+    own = parallelize(build("llama").eval(), Layout.single())
     ids = {"input_ids": IDS, "use_cache": False}
     with pytest.raises(UnsupportedError, match=r"exported or traced.*weft\.restore"):
         torch.export.export(own, (), ids, strict=False)
@@ -1450,9 +1450,9 @@ def test_adapters_train_as_on_one_device(kind, options, first):
     def work(layout):
         own = copy.deepcopy(model)
         if first == "weft first":
-            own = adapted(parallelize(own, layout, verify=False), kind, **options)
+            own = adapted(parallelize(own, layout), kind, **options)
         else:
-            own = parallelize(adapted(own, kind, **options), layout, verify=False)
+            own = parallelize(adapted(own, kind, **options), layout)
         assert type(own).__name__ == "PeftModelForCausalLM"
         return own_loss(own), gradients(own)
 
@@ -1467,10 +1467,10 @@ def test_adapters_train_as_on_one_device(kind, options, first):
 @with_peft
 def test_refuses_adalora_by_name():
     def first(layout):
-        parallelize(adapted(build("llama"), "AdaLoraConfig", total_step=9), layout, verify=False)
+        parallelize(adapted(build("llama"), "AdaLoraConfig", total_step=9), layout)
 
     def after(layout):
-        own = parallelize(build("llama"), layout, verify=False)
+        own = parallelize(build("llama"), layout)
         own_loss(adapted(own, "AdaLoraConfig", total_step=9))
 
     for work in (first, after):
@@ -1485,7 +1485,7 @@ def test_adapters_that_are_gone_since_leave_a_model_that_generates(end):
     want = alone.generate(IDS[:, :9], **options)
 
     def work(layout):
-        own = parallelize(adapted(copy.deepcopy(model), "LoraConfig", r=4), layout, verify=False)
+        own = parallelize(adapted(copy.deepcopy(model), "LoraConfig", r=4), layout)
         assert own.config is own.get_base_model().config
         return torch.equal(getattr(own, end)().generate(IDS[:, :9], **options), want)
 
@@ -1581,7 +1581,7 @@ def test_neftune_adds_the_noise_of_whole_rows():
     from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 
     def work(layout):
-        own = parallelize(build("llama").train(), layout, verify=False)
+        own = parallelize(build("llama").train(), layout)
         handle = activate_neftune(own, 5.0)
         table, seen = own.get_input_embeddings(), []
         table.register_forward_hook(
@@ -1649,7 +1649,7 @@ def _trains(rank, way):
     """The largest difference of a weight from one process after a few clipped steps."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
     layout = Layout.parse("tokens: ring=2").bind(mesh["ring"], timeout=60)
-    own = wrapped(way, parallelize(build("gpt2"), layout, verify=False))
+    own = wrapped(way, parallelize(build("gpt2"), layout))
     model, norms = reference_training()
     optimizer = torch.optim.SGD(own.parameters(), RATE)
     for step in range(STEPS):
@@ -1678,7 +1678,7 @@ def test_torchs_averages_train_as_one_process(pool, way):
 
 def _trains_by_weft(rank, way):
     layout = Layout.parse("tokens: tile=2x2").build("cpu", timeout=60)
-    own = parallelize(build("gpt2"), layout, verify=False)
+    own = parallelize(build("gpt2"), layout)
     around = own if way == "sync" else weft.data_parallel(own, layout, way)
     model = build("gpt2")
     optimizers = [torch.optim.SGD(m.parameters(), RATE) for m in (around, model)]
@@ -1711,14 +1711,14 @@ def _refusals(rank):
     ddp = torch.nn.parallel.DistributedDataParallel
     for rows in ("whole", "local"):
         inner = weft.data_parallel(
-            parallelize(build("gpt2"), layout, verify=False, rows=rows), layout, "ddp"
+            parallelize(build("gpt2"), layout, rows=rows), layout, "ddp"
         )
         with pytest.raises(UnsupportedError, match="reduced twice"):
             ddp(inner, gradient_as_bucket_view=True)(input_ids=IDS)
-    local = ddp(parallelize(build("gpt2"), layout, verify=False, rows="local"))
+    local = ddp(parallelize(build("gpt2"), layout, rows="local"))
     with pytest.raises(UnsupportedError, match="average gradients over ranks"):
         local(**shard_batch({"input_ids": IDS}, layout))
-    sharded = parallelize(build("gpt2"), layout, verify=False, rows="local")
+    sharded = parallelize(build("gpt2"), layout, rows="local")
     fully_shard(sharded, mesh=init_flat())
     with pytest.raises(UnsupportedError, match="average gradients over ranks"):
         sharded(**shard_batch({"input_ids": IDS}, layout))
@@ -1731,7 +1731,7 @@ def test_refuses_two_wrappers_and_averages_of_what_to_be_summed(pool):
 def _gathers(rank):
     """Logits through torch's own collectives, as metrics of trainers send them."""
     layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
-    logits = parallelize(build("gpt2"), layout, verify=False)(input_ids=IDS).logits
+    logits = parallelize(build("gpt2"), layout)(input_ids=IDS).logits
     every = torch.empty(4 * ROWS, *logits.shape[1:], dtype=logits.dtype)
     torch.distributed.all_gather_into_tensor(every, logits.detach())
     listed = [torch.empty_like(every[:ROWS]) for _ in range(4)]
@@ -1756,7 +1756,7 @@ def _draws(rank, recompute):
         block.attn.attn_dropout.p = 0.0
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    own, masks = parallelize(model, layout, verify=False), []
+    own, masks = parallelize(model, layout), []
     own.transformer.drop.register_forward_hook(lambda m, args, out: masks.append(out == 0))
     torch.manual_seed(5)
     for _ in range(2):
@@ -1817,7 +1817,7 @@ def test_one_changed_weight_is_an_error_on_every_rank(rows_are, mode):
     """It is none of the first numbers of the three weights that every call compares."""
 
     def work(layout):
-        model = parallelize(build("llama"), layout, verify=False, rows=rows_are)
+        model = parallelize(build("llama"), layout, rows=rows_are)
         batch = {"input_ids": IDS[:, :8]}
         batch = batch if rows_are == "whole" else shard_batch(batch, layout)
         with torch.no_grad():

@@ -78,7 +78,7 @@ def on_ranks(model, line, run):
     """The results of ranks, each with bytes received in attention."""
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         result = run(own)
         received = layout.bound.received.items()
         return result, sum(size for (_, label), size in received if label in ATTENTION)
@@ -243,7 +243,7 @@ def test_verify_sees_positions_of_the_chunk(monkeypatch):
 
 def refused(model, line, match, call, **options):
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False, **options)
+        own = parallelize(copy.deepcopy(model), layout, **options)
         with pytest.raises(UnsupportedError, match=match):
             own(**cloned(call))
         return True
@@ -267,7 +267,7 @@ def test_images_in_another_order_on_a_rank_are_an_error():
     model, call = built("gemma3"), example("gemma3")
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         pixels = call["pixel_values"]
         other = pixels.flip(0) if layout.rank == 1 else pixels
         with pytest.raises(ShapeError, match="pixel_values differs between"):
@@ -296,7 +296,7 @@ def _trains(rank, family, way, images):
     layout = Layout.parse(LAYOUTS[0]).bind(mesh, timeout=60)
     call = families.one_image(example(family))
     reference = step(built(family), call)
-    own = parallelize(built(family), layout, verify=False, images=images)
+    own = parallelize(built(family), layout, images=images)
     if way == "ddp":
         around = torch.nn.parallel.DistributedDataParallel(own)
     else:
@@ -342,7 +342,7 @@ def _generates(rank, family):
     layout = Layout.parse(LAYOUTS[0]).bind(mesh, timeout=60)
     return [
         generated(model, family).tolist()
-        for model in (built(family), parallelize(built(family), layout, verify=False))
+        for model in (built(family), parallelize(built(family), layout))
     ]
 
 
@@ -402,7 +402,7 @@ def _drops(rank, on_layout):
     if on_layout:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ring",))
         layout = Layout.parse(LAYOUTS[0]).bind(mesh, timeout=60)
-        model = parallelize(model, layout, verify=False)
+        model = parallelize(model, layout)
     torch.manual_seed(7)
     out = model(**example("llava", labels=False))
     features = [t.tolist() for t in out.image_hidden_states]
@@ -501,7 +501,7 @@ def test_families_that_generate_whole(family):
     want = generated(copy.deepcopy(model), family)
 
     def work(layout):
-        return generated(parallelize(copy.deepcopy(model), layout, verify=False), family)
+        return generated(parallelize(copy.deepcopy(model), layout), family)
 
     with pytest.warns(UserWarning, match="every rank computes all"):
         ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)

@@ -158,7 +158,7 @@ def test_a_cache_that_is_not_made_raises_in_use():
     ids = {"input_ids": call["input_ids"], "decoder_input_ids": call["labels"].clamp(min=3)}
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         with torch.no_grad():
             out = own(**ids)
         with pytest.raises(UnsupportedError, match="keeps keys of other states"):
@@ -184,7 +184,7 @@ def test_generate_is_one_devices_computed_whole(family):
     want = generated(copy.deepcopy(model))
 
     def work(layout):
-        return generated(parallelize(copy.deepcopy(model), layout, verify=False))
+        return generated(parallelize(copy.deepcopy(model), layout))
 
     with pytest.warns(UserWarning, match="every rank computes all"):
         ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)
@@ -213,7 +213,7 @@ def test_calls_without_parts_run_on_every_rank(case):
     want = logits(copy.deepcopy(model))
 
     def work(layout):
-        return logits(parallelize(copy.deepcopy(model), layout, verify=False))
+        return logits(parallelize(copy.deepcopy(model), layout))
 
     with pytest.warns(UserWarning, match=match):
         ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)
@@ -264,7 +264,7 @@ def test_padding_that_is_read_is_one_devices(family, implementation, reads):
     want = run(copy.deepcopy(model))
 
     def work(layout):
-        return run(parallelize(copy.deepcopy(model), layout, verify=False))
+        return run(parallelize(copy.deepcopy(model), layout))
 
     with pytest.warns(UserWarning, match="every rank computes all.*decoder_attention_mask"):
         ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)
@@ -300,11 +300,11 @@ def test_labels_of_padding_are_split_where_it_is_zero(line):
 def test_refuses_models_and_uses_by_name():
     def work(layout):
         with pytest.raises(UnsupportedError, match=r"rows of its own.*rows='whole'"):
-            parallelize(built("t5"), layout, verify=False, rows="local")
+            parallelize(built("t5"), layout, rows="local")
         pooled = model_of("BartForSequenceClassification", FAMILIES["bart"])
         with pytest.raises(UnsupportedError, match="has an encoder and a decoder"):
-            parallelize(pooled, layout, verify=False)
-        own = parallelize(built("t5"), layout, verify=False)
+            parallelize(pooled, layout)
+        own = parallelize(built("t5"), layout)
         with pytest.raises(UnsupportedError, match="an encoder and a decoder"):
             ShardedCache(own)
         call = example("t5")
@@ -327,7 +327,7 @@ def test_refuses_dropout_in_attention_by_its_option(family):
     model = built(family, **{option: 0.1}).train()
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False)
+        own = parallelize(copy.deepcopy(model), layout)
         with pytest.raises(UnsupportedError, match=f"dropout=0.1 in attention; set {option}=0"):
             own(**example(family))
         return True
@@ -345,7 +345,7 @@ def test_a_bias_is_made_of_a_tiles_scores_alone(line):
     full = attention.compute_bias(17, 17).detach()
 
     def work(layout):
-        own, shapes = parallelize(copy.deepcopy(model), layout, verify=False), []
+        own, shapes = parallelize(copy.deepcopy(model), layout), []
         decoder = stacks_of(own).decoder.block[0].layer[0].SelfAttention
         decoder.register_forward_hook(lambda module, args, out: shapes.append(out[1].detach()))
         own(**example("t5"))
@@ -385,7 +385,7 @@ def test_encoders_alone_take_local_rows():
         want = copy.deepcopy(model)(**call).last_hidden_state
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False, rows="local")
+        own = parallelize(copy.deepcopy(model), layout, rows="local")
         with InFP64(), torch.no_grad():
             local = own(**shard_batch(call, layout)).last_hidden_state
         return layout.gather(local, {"tokens": 1})
@@ -452,7 +452,7 @@ def _layout():
 def _trains(rank, family):
     """Errors of loss, logits and gradients that torch averages."""
     reference = step(built(family), example(family))
-    own = parallelize(built(family), _layout(), verify=False)
+    own = parallelize(built(family), _layout())
     loss, logits, grads = step(torch.nn.parallel.DistributedDataParallel(own), example(family))
     return gaps(
         [(loss, logits, {n.removeprefix("module."): g for n, g in grads.items()})], reference
@@ -478,7 +478,7 @@ def _drops(rank):
         part.dropout.register_forward_hook(
             lambda module, args, out: kept.append((out == 0).tolist())
         )
-    own = parallelize(model, _layout(), verify=False)
+    own = parallelize(model, _layout())
     torch.manual_seed(7)
     own(**example("t5", 16, 16))  # as many on every rank
     return kept, torch.rand(()).item()

@@ -40,7 +40,7 @@ def on_ranks(model, line, run):
     """The results of ranks, and bytes of features that all of them received, there and back."""
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False, images="spread")
+        own = parallelize(copy.deepcopy(model), layout, images="spread")
         result = run(own)
         received = layout.bound.received.items()
         return result, [
@@ -115,7 +115,7 @@ def test_refusal_leaves_a_model_as_it_was():
     with pytest.raises(UnsupportedError, match="was replaced"):
         weft.on_threads(
             Layout.parse(LAYOUTS[0]),
-            lambda layout: parallelize(model, layout, verify=False, images="spread"),
+            lambda layout: parallelize(model, layout, images="spread"),
         )
     del owner.get_image_features
     assert model.config._attn_implementation == before
@@ -125,7 +125,7 @@ def test_refusal_leaves_a_model_as_it_was():
 def test_images_are_spread_over_one_rank_where_nothing_is_split():
     model, call = built("llava"), example("llava")
     reference = step(copy.deepcopy(model), call)
-    mine = parallelize(model, Layout.parse("tokens: local"), verify=False, images="spread")
+    mine = parallelize(model, Layout.parse("tokens: local"), images="spread")
     loss, *_ = gaps([step(mine, call)], reference)
     assert loss < FP64
 
@@ -154,7 +154,7 @@ def test_ranks_of_which_one_alone_spreads_its_images_are_refused():
 
     def work(layout):
         images = "spread" if layout.rank else "whole"
-        own = parallelize(copy.deepcopy(model), layout, verify=False, images=images)
+        own = parallelize(copy.deepcopy(model), layout, images=images)
         with pytest.raises(weft.ShapeError, match="rank 1: features of images, of images='spread'"):
             step(own, call)
 
@@ -211,7 +211,7 @@ def test_operations_of_a_rank_are_a_share_of_one_devices(family):
     def most(images):
         def work(layout):
             return flops(
-                parallelize(copy.deepcopy(model), layout, verify=False, images=images), call
+                parallelize(copy.deepcopy(model), layout, images=images), call
             )
 
         return max(weft.on_threads(Layout.parse(LAYOUTS[1]), work)) / want
@@ -244,20 +244,20 @@ def test_verify_compares_a_call_that_is_spread():
 @pytest.mark.parametrize("family", APART)
 def test_towers_of_other_families_are_not_spread(family):
     with pytest.raises(UnsupportedError, match="images='spread': the tower of"):
-        parallelize(built(family), Layout.single(), verify=False, images="spread")
+        parallelize(built(family), Layout.single(), images="spread")
 
 
 def test_refuses_to_spread_local_rows_and_other_words():
     for options in ({"images": "spread", "rows": "local"}, {"images": "some"}):
         with pytest.raises(DeclarationError, match="images="):
-            parallelize(built("llava"), Layout.single(), verify=False, **options)
+            parallelize(built("llava"), Layout.single(), **options)
 
 
 def refused(family, line, error, match, change):
     model, call = built(family), example(family)
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, verify=False, images="spread")
+        own = parallelize(copy.deepcopy(model), layout, images="spread")
         with pytest.raises(error, match=match):
             own(**change(cloned(call), layout))
         return True
@@ -288,7 +288,7 @@ def test_refuses_calls_that_are_not_spread_on_every_rank():
 
 def test_restored_models_compute_all_images_again():
     def work(layout):
-        model = parallelize(built("qwen3_vl"), layout, verify=False, images="spread")
+        model = parallelize(built("qwen3_vl"), layout, images="spread")
         given = "get_image_features" in vars(model.model)
         return given, "get_image_features" in vars(weft.restore(model).model)
 

@@ -116,7 +116,7 @@ def eager(model, ids, documents=None, **kwargs):
     return logits.detach(), loss.detach(), gradients(model)
 
 
-def on_layout(model, layout, ids, documents=None, verify=False):
+def on_layout(model, layout, ids, documents=None):
     """The same of one rank: logits gathered, the loss, and the parameters' whole gradients."""
     model = parallelize(copy.deepcopy(model), layout, verify=verify, rows="local")
     out = model(**shard_batch({"input_ids": ids, "labels": ids}, layout, documents=documents))
@@ -188,7 +188,7 @@ def test_compiled_layers_are_one_graph_for_all_steps(length):
 
     def steps(transport):
         bound = layout.on(transport)
-        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        mine = parallelize(copy.deepcopy(model), bound, rows="local")
         for layer in mine.model.layers:
             layer.compile(fullgraph=True, backend=backend)
         for _ in range(3):
@@ -251,7 +251,7 @@ def test_bert_encoder_is_eager_on_one_process(line, padded):
 
     def work(transport):
         bound = layout.on(transport)
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         out = sharded(**shard_batch(batch, bound)).logits
         loss = token_loss(out, bound.shard(labels, {"batch": 0, "tokens": 1}), bound)
         loss.backward()
@@ -294,7 +294,7 @@ def test_vit_encoder_splits_its_own_tokens(line):
     def work(transport):
         bound = layout.on(transport)
         sharded = copy.deepcopy(model)
-        parallelize(sharded, bound, embeddings=sharded.embeddings, verify=False, rows="local")
+        parallelize(sharded, bound, embeddings=sharded.embeddings, rows="local")
         out = sharded(pixel_values=pixels).last_hidden_state
         out.backward(bound.shard(grad_output, {"tokens": 1}))
         bound.sync_gradients(sharded)
@@ -318,7 +318,7 @@ def _process_case(rank, line):
     layout = layout.build("cpu", timeout=30)
     model, tolerance = build("llama")
     assert_same(
-        on_layout(model, layout, draw_ids(2, 24), verify=True),
+        on_layout(model, layout, draw_ids(2, 24)),
         eager(model, draw_ids(2, 24)),
         tolerance,
     )
@@ -333,7 +333,7 @@ def test_llama_on_real_processes(pool, line):
 
 def _averaged_case(rank):
     layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
-    model, ids = parallelize(build("llama")[0], layout, verify=False, rows="local"), draw_ids(2, 24)
+    model, ids = parallelize(build("llama")[0], layout, rows="local"), draw_ids(2, 24)
     batch = shard_batch({"input_ids": ids, "labels": ids}, layout)
     wrapped = torch.nn.parallel.DistributedDataParallel(model)
     with pytest.raises(UnsupportedError, match=r"average gradients over ranks \[0, 1, 2, 3\]"):
@@ -452,7 +452,7 @@ def test_refuses_another_attention_after_parallelize(change):
     model, _ = build("llama")
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         batch = shard_batch({"input_ids": IDS}, bound)
         sharded(**batch, logits_to_keep=0)
         change(sharded)
@@ -495,7 +495,7 @@ def test_refuses_a_loss_that_the_model_makes_of_its_shard(loss):
     torch.manual_seed(0)
     rows = "local" if loss == "layout.mean" else "whole"
     model = LikelihoodForMaskedLM(hf.BertConfig(**SMALL)).eval()
-    model = parallelize(model, Layout.single(), rows=rows, verify=False)
+    model = parallelize(model, Layout.single(), rows=rows)
     with pytest.raises(UnsupportedError, match=f"computed a loss.*{loss}"):
         model(input_ids=IDS, labels=IDS, **{"weft": Batch()} if rows == "local" else {})
     if rows == "local":
@@ -509,7 +509,7 @@ def test_a_refusal_on_one_rank_reaches_every_rank():
 
     def work(transport):
         bound = layout.on(transport)
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         extra = {"position_ids": IDS[:1, :4] * 0} if bound.rank == 1 else {}
         with pytest.raises(ShapeError, match="global positions"):
             sharded(input_ids=bound.shard(IDS, {"tokens": 1}), weft=Batch(), **extra)
@@ -522,7 +522,7 @@ def test_refuses_labels_on_one_rank():
     model, _ = build("llama")
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         labels = {"labels": IDS} if bound.rank == 1 else {}
         with pytest.raises(ShapeError, match=r"(?s)rank 0:.*labels False.*rank 1:.*labels True"):
             sharded(**shard_batch({"input_ids": IDS} | labels, bound))
@@ -637,7 +637,7 @@ def test_refuses_rows_padded_on_left_where_table_may_skip_padding():
     want = copy.deepcopy(model)(**batch).logits[seen]
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         with pytest.raises(UnsupportedError, match="padded on the left"):
             sharded(**shard_batch(batch, bound))
         counted = {"position_ids": seen.cumsum(-1).sub(1).clamp(min=0)}
@@ -653,7 +653,7 @@ def test_refuses_positions_that_a_model_would_not_heed():
         vocab_size=97, d_model=32, decoder_layers=1, decoder_attention_heads=4, decoder_ffn_dim=48
     )
     model = parallelize(
-        hf.BartForCausalLM(config).eval(), Layout.single(), verify=False, rows="local"
+        hf.BartForCausalLM(config).eval(), Layout.single(), rows="local"
     )
     batch = shard_batch(
         {"input_ids": IDS, "position_ids": torch.arange(1, 9)[None]}, Layout.single()
@@ -663,7 +663,7 @@ def test_refuses_positions_that_a_model_would_not_heed():
 
 
 def test_refuses_images_beside_sharded_text():
-    model = parallelize(build("llama")[0], Layout.single(), verify=False, rows="local")
+    model = parallelize(build("llama")[0], Layout.single(), rows="local")
     with pytest.raises(UnsupportedError, match="pixel_values"):
         model(input_ids=IDS, pixel_values=torch.zeros(1, 3, 4, 4), weft=Batch())
 
@@ -697,7 +697,7 @@ def test_rows_padded_on_the_left_are_those_of_one_process(name, line, positions)
     loss.backward()
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         out = sharded(**shard_batch(batch | {"labels": labels}, bound))
         out.loss.backward()
         bound.sync_gradients(sharded)
@@ -719,7 +719,7 @@ def test_roberta_counts_positions_over_all_ranks():
     want = copy.deepcopy(model)(**batch).logits
 
     def work(bound):
-        out = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")(
+        out = parallelize(copy.deepcopy(model), bound, rows="local")(
             **shard_batch(batch, bound)
         )
         return bound.gather(out.logits.detach(), {"batch": 0, "tokens": 1})
@@ -738,7 +738,7 @@ def test_positions_that_are_counted_start_anew_in_every_document(line):
     want = torch.cat([model(input_ids=part).logits for part in ids.split((7, 17), 1)], 1)
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         out = sharded(**shard_batch({"input_ids": ids}, bound, documents=(7, 17)))
         return bound.gather(out.logits.detach(), {"tokens": 1})
 
@@ -766,7 +766,7 @@ def test_embeddings_are_scaled_by_the_masked_tokens_of_all_ranks(positions, line
     want.square().sum().backward()
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         logits = sharded(**shard_batch(batch, bound)).logits
         mine = bound.shard(seen, {"batch": 0, "tokens": 1})
         logits[mine].square().sum().backward()
@@ -788,7 +788,7 @@ def test_refuses_attention_to_another_sequence():
     model = hf.BertLMHeadModel(config).eval()
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         other = {"encoder_hidden_states": torch.zeros(2, 4, 32)}
         with pytest.raises(UnsupportedError, match="encoder_hidden_states: attention to another"):
             sharded(**shard_batch({"input_ids": IDS}, bound), **other)
@@ -832,7 +832,7 @@ def test_the_routers_loss_is_that_of_all_tokens(kind, config, line, padded):
     assert not padded or abs(want.aux_loss - unpadded) > 1e-3
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         out = sharded(**shard_batch(whole, bound), output_router_logits=True)
         out.loss.backward()
         bound.sync_gradients(sharded)
@@ -866,7 +866,7 @@ def test_routers_of_model_without_head_are_those_of_all_tokens(line):
     want, want_logits = step(reference, input_ids=ids)
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         loss, logits = step(sharded, **shard_batch({"input_ids": ids}, bound))
         bound.sync_gradients(sharded)
         return loss, logits, gradients(sharded)
@@ -894,7 +894,7 @@ def test_a_mean_over_tokens_leaves_padding_out(kind, line):
     assert off(reference(**batch | {"attention_mask": None}).logits, want) > 0.01
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         logits = sharded(**shard_batch(batch, bound)).logits
         logits.square().sum().backward()
         bound.sync_gradients(sharded)
@@ -918,7 +918,7 @@ def test_a_classifier_of_sequences_trains_as_on_one_process(named):
     want.loss.backward()
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         out = sharded(**shard_batch(batch, bound), return_dict=named)
         loss, logits = (out.loss, out.logits) if named else out
         loss.backward()
@@ -936,7 +936,7 @@ def test_refuses_fewer_tokens_than_ranks_on_every_rank():
     model, _ = build("llama")
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         with pytest.raises(ShapeError, match="3 tokens leave a rank without any"):
             sharded(**shard_batch({"input_ids": draw_ids(2, 3)}, bound))
         return True

@@ -52,7 +52,7 @@ def on_both(step: Callable, rows: str = "whole") -> list:
     """What `step(model, rank)` returns on both ranks, or the error that it raises."""
 
     def work(layout: Layout) -> object:
-        model = parallelize(copy.deepcopy(MODEL), layout, verify=False, rows=rows)
+        model = parallelize(copy.deepcopy(MODEL), layout, rows=rows)
         try:
             return step(model, layout.rank)
         except WeftError as error:

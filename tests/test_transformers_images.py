@@ -112,9 +112,9 @@ def step(model, **batch):
     return out.loss.item(), whole.detach(), grads
 
 
-def on_ranks(model, line, run, rows="whole"):
+def on_ranks(model, line, run):
     def work(layout):
-        return run(parallelize(copy.deepcopy(model), layout, verify=False, rows=rows))
+        return run(parallelize(copy.deepcopy(model), layout, rows=rows))
 
     return weft.on_threads(Layout.parse(line), work)
 

@@ -84,7 +84,7 @@ def test_a_trunk_s_hidden_states_make_the_loss_in_chunks(documents):
 
     def work(bound):
         mine = copy.deepcopy(model)
-        parallelize(mine.model, bound, verify=False, rows="local")
+        parallelize(mine.model, bound, rows="local")
         own = shard_batch(batch, bound, documents=documents)
         labels = own.pop("shift_labels")
         del own["labels"]
@@ -95,7 +95,7 @@ def test_a_trunk_s_hidden_states_make_the_loss_in_chunks(documents):
         return loss.detach(), torch.cat([p.grad.flatten() for p in mine.parameters()])
 
     def by_the_model(bound):
-        whole = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        whole = parallelize(copy.deepcopy(model), bound, rows="local")
         out = whole(**shard_batch(batch, bound, documents=documents))
         out.loss.backward()
         bound.sync_gradients(whole)
@@ -144,7 +144,7 @@ def in_a_tuple(out):
 @pytest.mark.parametrize("graph", [True, False], ids=["in training", "without a graph"])
 @pytest.mark.parametrize("change", [sum_of, in_place, without_its_name, of_a_constant, in_a_tuple])
 def test_refuses_what_a_model_adds_of_its_own_tokens(change, graph):
-    model = parallelize(build(adds(change)), Layout.single(), verify=False, rows="local")
+    model = parallelize(build(adds(change)), Layout.single(), rows="local")
     batch = shard_batch({"input_ids": IDS, "labels": IDS}, Layout.single())
     with (
         torch.set_grad_enabled(graph),
@@ -169,7 +169,7 @@ def test_only_the_routers_loss_is_added_to(change):
     config = hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
     config.output_router_logits = True
     torch.manual_seed(0)
-    model = parallelize(Added(config).eval(), Layout.single(), verify=False, rows="local")
+    model = parallelize(Added(config).eval(), Layout.single(), rows="local")
     batch = shard_batch({"input_ids": IDS, "labels": IDS}, Layout.single())
     if change is twice:
         assert {type(t) for t in (model(**batch).loss, model(**batch).aux_loss)} == {torch.Tensor}
@@ -189,7 +189,7 @@ def test_refuses_a_loss_function_that_was_set():
 
 def test_every_token_has_a_label():
     model = parallelize(
-        build(hf.LlamaForTokenClassification), Layout.single(), verify=False, rows="local"
+        build(hf.LlamaForTokenClassification), Layout.single(), rows="local"
     )
     batch = shard_batch({"input_ids": IDS, "labels": torch.tensor([1, 0])}, Layout.single())
     with pytest.raises(ShapeError, match=r"labels \(2,\) for logits"):
@@ -213,7 +213,7 @@ def test_labels_of_whole_sequences_are_whole(labels, classes):
     want = copy.deepcopy(model)(**batch).loss.detach()
 
     def work(bound):
-        sharded = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        sharded = parallelize(copy.deepcopy(model), bound, rows="local")
         with pytest.raises(UnsupportedError, match="one answer for a whole sequence"):
             sharded(**shard_batch({"input_ids": IDS, "labels": IDS}, bound))
         return sharded(**shard_batch(batch, bound)).loss.detach()
@@ -230,7 +230,7 @@ def test_a_copy_is_restored_alone():
     want = step(copy.deepcopy(model), batch)
 
     def work(bound):
-        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        mine = parallelize(copy.deepcopy(model), bound, rows="local")
         average = copy.deepcopy(mine)
         restored = restore(copy.deepcopy(average))
         got = [step(restored, batch), step(mine, batch, bound), step(average, batch, bound)]
@@ -238,10 +238,10 @@ def test_a_copy_is_restored_alone():
             mine.generate(IDS)
         got += [step(restore(mine), batch), step(average, batch, bound)]
         got += [step(restore(average), batch)]
-        again = parallelize(restored, bound, verify=False, rows="local")
+        again = parallelize(restored, bound, rows="local")
         return [
             *got,
-            step(parallelize(mine, bound, verify=False, rows="local"), batch, bound),
+            step(parallelize(mine, bound, rows="local"), batch, bound),
         ], again
 
     for got, _ in weft.on_threads(RING, work):
@@ -250,7 +250,7 @@ def test_a_copy_is_restored_alone():
 
 
 def test_refuses_to_be_pickled():
-    model = parallelize(build(hf.LlamaForCausalLM), Layout.single(), verify=False, rows="local")
+    model = parallelize(build(hf.LlamaForCausalLM), Layout.single(), rows="local")
     with pytest.raises(DeclarationError, match=r"save model\.state_dict\(\)"):
         pickle.dumps(model)
     assert pickle.loads(pickle.dumps(restore(model))).config.vocab_size == 97
@@ -266,7 +266,7 @@ def test_refuses_to_drop_layers_in_training():
     model = build(hf.OPTForCausalLM, config)
 
     def work(bound):
-        mine = parallelize(copy.deepcopy(model), bound, verify=False, rows="local")
+        mine = parallelize(copy.deepcopy(model), bound, rows="local")
         batch = shard_batch({"input_ids": IDS, "labels": IDS}, bound)
         mine(**batch)
         with pytest.raises(UnsupportedError, match=r"OPTDecoder: layerdrop=0\.5 in training"):

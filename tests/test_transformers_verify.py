@@ -711,7 +711,7 @@ def test_chosen_keys_are_refused_by_name(family, message):
     with pytest.raises(UnsupportedError, match=message):
         verify(model, RING)
     with pytest.raises(UnsupportedError, match=message):
-        weft.on_threads(RING, lambda layout: parallelize(model, layout, verify=False))
+        weft.on_threads(RING, lambda layout: parallelize(model, layout))
 
 
 class WithoutEager(LlamaAttention):

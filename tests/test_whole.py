@@ -60,7 +60,7 @@ def check(model, run, line, bound):
     want, grads = step(copy.deepcopy(model))
 
     def work(layout):
-        return step(parallelize(copy.deepcopy(model), layout, verify=False))
+        return step(parallelize(copy.deepcopy(model), layout))
 
     ranks = weft.on_threads(Layout.parse(line), work)
     for outputs, _ in ranks:
@@ -136,6 +136,6 @@ def test_additive_masks_of_models_leave_nothing_out(line):
 def test_places_are_counted_as_before_after_restore():
     config = hf.Llama4TextConfig(**SMALL, vocab_size=97, num_local_experts=2)
     model = built(lambda: hf.Llama4ForCausalLM(config))
-    own = parallelize(model, Layout.single(), verify=False)
+    own = parallelize(model, Layout.single())
     assert any("forward" in m.__dict__ for m in own.modules())
     assert not any("forward" in m.__dict__ for m in weft.restore(own).modules())

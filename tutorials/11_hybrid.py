@@ -80,7 +80,7 @@ STEPS = 30
 
 
 def train(layout):
-    model = parallelize(copy.deepcopy(fresh), layout, rows="local", verify=False)
+    model = parallelize(copy.deepcopy(fresh), layout, rows="local")
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     losses = []
     for step in range(STEPS):
@@ -129,7 +129,7 @@ assert one[-1] < 0.7 * one[0]
 
 # %%
 def bytes_sent(layout, length):
-    model = parallelize(copy.deepcopy(fresh), layout, rows="local", verify=False)
+    model = parallelize(copy.deepcopy(fresh), layout, rows="local")
     ids = text(0, length)
     with torch.no_grad():
         model(**shard_batch({"input_ids": ids}, layout))

@@ -64,7 +64,7 @@ def parallelize(
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2)).eval()
-    >>> restore(parallelize(model, Layout.single(), verify=False)) is model
+    >>> restore(parallelize(model, Layout.single())) is model
     True
     """
     if axis in ("fsdp", "ddp") or {"way", "blocks"} & options.keys():

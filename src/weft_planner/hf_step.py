@@ -91,7 +91,7 @@ def forward_loss(
 def place(model: Foreign, layout: Layout, loss: str, recompute: bool) -> Foreign:
     """Put a model on a layout as its loss needs it, with or without recomputation of layers."""
     inner = model if loss == "full" else _body(model)
-    parallelize(inner, layout, rows="local", verify=False)
+    parallelize(inner, layout, rows="local")
     if recompute:
         enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.24
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})

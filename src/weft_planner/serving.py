@@ -66,7 +66,7 @@ def serving(model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.
     with of_transformers(what), fake_ranks(0, ranks), on_meta(), torch.no_grad():
         layout = Layout.parse(f"tokens: ring={ranks}").build("cpu")
         built = model.build(torch.bfloat16).eval()
-        parallelize(built, layout, verify=False)
+        parallelize(built, layout)
         cache = ShardedCache(built)
         ids = torch.zeros(1, tokens, dtype=torch.long, device="meta")
         built(input_ids=ids, cache=cache)
