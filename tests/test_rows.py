@@ -31,10 +31,8 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 
 from weft import parallelize, restore
-from weft_integrations.transformers import consistency, shard_batch
-from weft_integrations.transformers import lazy as transformers_lazy
-from weft_integrations.transformers import rows as transformers_rows
-from weft_integrations.transformers.batches import sees_none
+from weft_integrations.transformers import consistency
+from weft_integrations.transformers.facts import sees_none
 from weft_integrations.transformers.model import parallelize_transformers
 
 hf.logging.set_verbosity_error()
@@ -113,6 +111,10 @@ IDS = draw_ids()
 LABELS = IDS.where(torch.arange(LENGTH) < torch.tensor([[LENGTH], [9]]), -100)
 
 
+def plain(t):
+    return t.full_tensor() if isinstance(t, weft.Field) else t
+
+
 def gradients(model):
     named = model.named_parameters()
     return {n: p.grad for n, p in named if p.requires_grad and p.grad is not None}
@@ -133,7 +135,7 @@ def on_ranks(model, line, step):
     """What `step(model)` returns on every rank, and the average of gradients over ranks."""
 
     def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, rows=rows)
+        own = parallelize(copy.deepcopy(model), layout)
         return step(own), gradients(own)
 
     results, grads = zip(*weft.on_threads(Layout.parse(line), work))
@@ -234,15 +236,6 @@ def test_a_model_of_mixed_layers_generates_on_seen_keys(name):
         assert torch.equal(found, wanted)
 
 
-def test_without_the_factor_gradients_are_too_small(monkeypatch):
-    """The control: what the other tests compare is what the factor makes."""
-    model = build("gpt2")
-    _, expected = one_device(model, loss_of_logits)
-    monkeypatch.setattr(transformers_rows, "factor", lambda layout, axis: 1.0)
-    _, grads = on_ranks(model, "tokens: ring=2", loss_of_logits)
-    assert 0.3 < gap(grads, expected) < 0.6
-
-
 # -- what rows may hold ---------------------------------------------------------------------------
 
 DOCUMENTS = (7, 1, 12, 27)
@@ -333,14 +326,14 @@ def test_position_ids_that_start_anew_are_documents_only_without_cache(name):
 
     def step(model):
         with torch.no_grad():
-            made = [model(**batch).logits.detach() + 0]
+            made = [plain(model(**batch).logits).detach()]
         for options in ({}, {"use_cache": False}):
-            made.append(model(**batch, **options).logits.detach() + 0)
+            made.append(plain(model(**batch, **options).logits).detach())
         model.config.use_cache = False
-        made.append(model(**batch).logits.detach() + 0)
+        made.append(plain(model(**batch).logits).detach())
         model.gradient_checkpointing_enable({"use_reentrant": False})
         model.config.use_cache = True
-        return [*made, model.train()(**batch).logits.detach() + 0]
+        return [*made, plain(model.train()(**batch).logits).detach()]
 
     want = step(copy.deepcopy(model).eval())
     assert (want[0] - want[2]).abs().max() > 0.01
@@ -371,7 +364,7 @@ def test_position_ids_are_no_documents_where_masks_are_given_none(name):
 
     def step(model):
         with torch.no_grad():
-            return model(**packed).logits + 0
+            return plain(model(**packed).logits)
 
     want = step(model)
     ranks = weft.on_threads(
@@ -541,8 +534,7 @@ def test_gradients_of_full_inputs_are_full_on_every_rank(line):
 
 
 @split
-@pytest.mark.parametrize("rows", ["whole", "local"])
-def test_gradients_of_images_are_full_on_every_rank(rows):
+def test_gradients_of_images_are_full_on_every_rank():
     config = hf.ViTConfig(**BERT | {"image_size": 32, "patch_size": 8})
     torch.manual_seed(0)
     model = hf.ViTModel(config, add_pooling_layer=False).double().eval()
@@ -551,17 +543,12 @@ def test_gradients_of_images_are_full_on_every_rank(rows):
     def step(model):
         x = pixels.clone().requires_grad_()
         states = model(pixel_values=x).last_hidden_state
-        if rows == "local" and hasattr(model, "_weft"):
-            states = weft_states(model, states)
         return torch.autograd.grad(states.sin().sum(), x)[0]
-
-    def weft_states(model, states):
-        return model._weft.layout.gather(states, {"tokens": 1})
 
     want = step(copy.deepcopy(model))
     for got in weft.on_threads(
         Layout.parse("tokens: ring=2"),
-        lambda la: step(parallelize(copy.deepcopy(model), la, rows=rows)),
+        lambda la: step(parallelize(copy.deepcopy(model), la)),
     ):
         assert (got - want).abs().max() < FP32 * want.abs().max()
 
@@ -681,11 +668,6 @@ def contiguous_slice(x):
     return smoothed(x) + y.sin().mean()
 
 
-def read_by_numpy(x):
-    x.detach().numpy()[..., 3] = 0.5
-    return smoothed(x)
-
-
 def change_of_detached(x):
     x.detach().mul_(0.5)
     return smoothed(x)
@@ -726,7 +708,6 @@ CHANGES = {
     "views and copies made before": siblings_of_a_slice,
     "casts that do nothing": same_dtype,
     "a contiguous copy of a slice": contiguous_slice,
-    "numpy": read_by_numpy,
     "rows": change_of_rows,
     "two views": two_views_in_turn,
 }
@@ -771,7 +752,7 @@ def test_logits_that_given_gradient_after_they_were_read_have_it():
         logits[..., 0] = 0.5  # gathered, and changed
         logits.requires_grad_()
         smoothed(logits).backward()
-        return logits.grad.detach() + 0
+        return plain(logits.grad).detach()
 
     want = step(copy.deepcopy(model))
     ranks = weft.on_threads(
@@ -847,17 +828,6 @@ def test_lazy_logits_are_tensors_to_everybody():
     assert weft.on_threads(Layout.parse("tokens: ring=2"), work) == [[7.0]] * 2
 
 
-def test_gathering_large_rows_is_a_warning(monkeypatch):
-    monkeypatch.setattr(transformers_lazy, "_LARGE", 1 << 10)
-
-    def work(layout):
-        out = parallelize(build("gpt2"), layout)(input_ids=IDS, labels=LABELS)
-        return out.logits.sum().item()
-
-    with pytest.warns(UserWarning, match=r"full rows \(2, 47, 97\) are gathered"):
-        weft.on_threads(Layout.parse("tokens: ring=2"), work)
-
-
 # -- what the configuration asks for --------------------------------------------------------------
 
 
@@ -873,7 +843,7 @@ def decoded(model):
         first = model(input_ids=IDS[:, :13]).cache
         second = model(input_ids=IDS[:, 13:], cache=first)
         tokens += model.generate(IDS[:, :9], max_new_tokens=3, do_sample=False).tolist()
-        return tokens, second.logits[:, -1] + 0, second.cache.get_seq_length()
+        return tokens, plain(second.logits[:, -1]), second.cache.get_seq_length()
 
 
 @pytest.mark.few(3)
@@ -901,7 +871,7 @@ def test_cache_that_is_not_there_raises_where_it_is_used():
         out = own(input_ids=IDS, output_hidden_states=True)
         assert list(out) == ["logits", "cache", "hidden_states"]
         names = own(input_ids=IDS, output_hidden_states=True, return_dict=False)
-        assert [type(v).__name__ for v in names] == ["LazyRows", "Absent", "tuple"]
+        assert [type(v).__name__ for v in names] == ["Field", "Absent", "tuple"]
         assert out.cache
         assert not hasattr(out.cache, "dtype")
         assert own(input_ids=IDS, use_cache=False).cache is None
@@ -1027,12 +997,6 @@ def test_labels_that_padding_predicts_are_one_device_s():
     assert got == (want,) * 2
     assert gap(grads, expected) < FP32
 
-    def local(layout):
-        batch = {"input_ids": IDS, "labels": labels, "attention_mask": LEFT.long()}
-        own = parallelize(copy.deepcopy(model), layout, rows="local")
-        own(**shard_batch(batch, layout))
-
-    fails_on_every_rank(local, ShapeError, "the first token after padding on the left")
     # No label of theirs counts: such a call is split.
     step = functools.partial(left_padded, labels=labels.where(LEFT.roll(1, 1), -100))
     want, expected = one_device(model, step)
@@ -1108,7 +1072,7 @@ def test_states_of_padding_that_are_asked_for_are_one_devices(window):
         with torch.no_grad():
             out = model(input_ids=IDS, attention_mask=seen, output_hidden_states=True)
         states = out.hidden_states[-1]
-        return states.whole() if hasattr(states, "whole") else states
+        return plain(states)
 
     want = step(copy.deepcopy(model))
     with pytest.warns(UserWarning, match="output_hidden_states asks for its states"):
@@ -1214,29 +1178,7 @@ def test_one_rank_that_caches_is_an_error_on_every_rank():
 # -- refused --------------------------------------------------------------------------------------
 
 
-def test_refuses_batches_that_were_cut_already():
-    def work(layout):
-        own = parallelize(build("llama"), layout)
-        own(**shard_batch({"input_ids": IDS}, layout))
-
-    fails_on_every_rank(work, UnsupportedError, "shard_batch has cut these")
-
-
-def test_refuses_whole_rows_where_rows_are_local():
-    def work(layout):
-        own = parallelize(build("llama"), layout, rows="local")
-        assert own(**shard_batch({"input_ids": IDS}, layout)).logits.shape[1] in (23, 24)
-        with pytest.raises(UnsupportedError, match=r"outside of the forward pass"):
-            own.model(input_ids=IDS)
-        own(input_ids=IDS)
-
-    fails_on_every_rank(work, UnsupportedError, "rows='local', where a call carries")
-
-
-def test_refuses_other_rows_and_layouts_beyond_a_context_group():
-    with pytest.raises(DeclarationError, match="known are 'whole' and 'local'"):
-        parallelize(build("llama"), Layout.single(), rows="Whole")
-
+def test_refuses_layouts_beyond_a_context_group():
     def work(layout):
         parallelize(build("llama"), layout)
 
@@ -1254,16 +1196,6 @@ def test_refuses_transforms_of_functions():
         torch.func.grad(loss)(dict(own.named_parameters()))
 
     fails_on_every_rank(work, UnsupportedError, "within a transform of torch.func")
-
-
-def test_refuses_models_of_both_kinds_in_one():
-    def work(layout):
-        kinds = (
-            parallelize(build("llama"), layout, rows=r) for r in ("whole", "local")
-        )
-        layout.sync_gradients(torch.nn.ModuleList(kinds))
-
-    fails_on_every_rank(work, UnsupportedError, "with the same rows")
 
 
 @pytest.mark.filterwarnings("ignore:.*every rank computes all")
@@ -1355,7 +1287,7 @@ def test_a_configuration_that_models_share_is_left_alone():
         assert own.config is own.model.config is own.model.layers[0].self_attn.config
         own.config.use_cache = False
         assert shared.use_cache
-        return [(m(input_ids=IDS).logits.detach() + 0) for m in (own, first, second, restore(own))]
+        return [plain(m(input_ids=IDS).logits).detach() for m in (own, first, second, restore(own))]
 
     for every in weft.on_threads(Layout.parse("tokens: ring=2"), work):
         assert all((got - want).abs().max() < FP32 for got in every)
@@ -1386,18 +1318,6 @@ def test_cross_entropies_that_models_make_themselves_are_of_all_ranks(kind, conf
     got, grads = on_ranks(model, "tokens: tile=2x2", step)
     assert max(abs(loss - want) for loss in got) < FP64
     assert gap(grads, expected) < FP64
-
-    def local(layout):
-        own = parallelize(copy.deepcopy(model), layout, rows="local")
-        loss = own(**shard_batch({"input_ids": IDS, "labels": LABELS}, layout)).loss
-        own(**shard_batch({"input_ids": IDS[1:], "labels": LABELS[1:]}, layout)).loss.backward()
-        loss.backward()
-        layout.sync_gradients(own)
-        return loss.item(), gradients(own)
-
-    for loss, grads in weft.on_threads(Layout.parse("tokens: ring=2"), local):
-        assert abs(loss - want) < FP64
-        assert gap(grads, expected) < FP64
 
 
 def test_refuses_models_that_are_exported_or_traced():
@@ -1706,22 +1626,12 @@ def test_wefts_own_wrappers_average_whole_rows(pool, way):
 
 
 def _refusals(rank):
-    """Both wrappers around one model, and torch's around local rows with a loss of the caller's."""
+    """Both wrappers around one model."""
     layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
     ddp = torch.nn.parallel.DistributedDataParallel
-    for rows in ("whole", "local"):
-        inner = weft.data_parallel(
-            parallelize(build("gpt2"), layout, rows=rows), layout, "ddp"
-        )
-        with pytest.raises(UnsupportedError, match="reduced twice"):
-            ddp(inner, gradient_as_bucket_view=True)(input_ids=IDS)
-    local = ddp(parallelize(build("gpt2"), layout, rows="local"))
-    with pytest.raises(UnsupportedError, match="average gradients over ranks"):
-        local(**shard_batch({"input_ids": IDS}, layout))
-    sharded = parallelize(build("gpt2"), layout, rows="local")
-    fully_shard(sharded, mesh=init_flat())
-    with pytest.raises(UnsupportedError, match="average gradients over ranks"):
-        sharded(**shard_batch({"input_ids": IDS}, layout))
+    inner = weft.data_parallel(parallelize(build("gpt2"), layout), layout, "ddp")
+    with pytest.raises(UnsupportedError, match="reduced twice"):
+        ddp(inner, gradient_as_bucket_view=True)(input_ids=IDS)
 
 
 def test_refuses_two_wrappers_and_averages_of_what_to_be_summed(pool):
@@ -1809,17 +1719,13 @@ def test_the_recipe_of_the_docstring_trains_as_one_process(pool):
 # -- one changed number ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("rows_are", "mode"),
-    [("whole", "first call"), ("whole", "eval"), ("whole", "64 calls"), ("local", "eval")],
-)
-def test_one_changed_weight_is_an_error_on_every_rank(rows_are, mode):
+@pytest.mark.parametrize("mode", ["first call", "eval", "64 calls"])
+def test_one_changed_weight_is_an_error_on_every_rank(mode):
     """It is none of the first numbers of the three weights that every call compares."""
 
     def work(layout):
-        model = parallelize(build("llama"), layout, rows=rows_are)
+        model = parallelize(build("llama"), layout)
         batch = {"input_ids": IDS[:, :8]}
-        batch = batch if rows_are == "whole" else shard_batch(batch, layout)
         with torch.no_grad():
             if mode != "first call":
                 model(**batch)
