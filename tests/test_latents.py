@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
+from weft_integrations.transformers.verification.copies import InFP64
 
 import weft
 from benchmarks import families
@@ -25,7 +26,6 @@ from weft import Layout
 from weft.errors import DeclarationError, UnsupportedError
 from weft_integrations.transformers import latents, verify
 from weft_integrations.transformers.mark import Mark
-from weft_integrations.transformers.verification.copies import InFP64
 
 #: Families with the attention of DeepSeek V3, besides those that are always tried.
 OTHERS = ["glm4_moe_lite", "youtu", "minicpm3", "longcat_flash", "axk1"]

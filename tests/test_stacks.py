@@ -23,10 +23,10 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 from test_seam import FP32, FP64, LAYOUTS, InFP64, cloned, gaps, on_ranks, split, step, whole
+from weft_integrations.transformers.stacks import stacks_of
 
 from benchmarks.encoder_families import FAMILIES, OPTIONS, built, example, ids, model_of
 from weft_integrations.transformers import ShardedCache, parallelize, shard_batch, verify
-from weft_integrations.transformers.stacks import stacks_of
 
 hf.logging.set_verbosity_error()
 

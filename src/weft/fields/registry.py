@@ -536,4 +536,5 @@ def region_of_fields(name: str, fields: Sequence[Field]) -> FieldRegion:
     if all(x._region is first for x in fields):
         return first
     report = next((x._region.whole for x in fields if x._region.whole is not None), None)
-    return region_of(first.layout, (a for x in fields for a in x._region.axes), report)
+    axes = (a for x in fields for a in x._region.axes)
+    return region_of(first.layout, axes, report, any(x._region.averaged for x in fields))
