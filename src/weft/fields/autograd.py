@@ -164,6 +164,14 @@ def refuse_hooks(x: Field, *_: Any) -> None:
     )
 
 
+@direct(_setter("data"))
+def set_data(x: Tensor, value: Tensor) -> None:
+    alike = isinstance(x, Field) and isinstance(value, Field) and x._place.dims == value._place.dims
+    if not alike:
+        raise refused("data of another place", x)
+    _local_of(x).data = _local_of(value)
+
+
 @direct(Tensor.retain_grad)
 def retain_gradient(x: Field) -> None:
     x._local.retain_grad()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
@@ -34,6 +35,8 @@ class FieldRegion:
         self.recipes: dict[Any, Any] = {}
         #: a digest of how the values at hand were made, which ranks compare where they exchange
         self.trail = 0
+        #: is told of plain tensors that fields meet
+        self.watch: Callable[[Tensor], None] | None = None
         #: the function that exchanges, for people
         self.function = ""
 

@@ -432,6 +432,8 @@ class KeptRecipe:
                 trails.append(x._trail)
             else:
                 locals_.append(x)
+                if self.region.watch is not None:
+                    self.region.watch(x)
         trail, region = hash(tuple(trails)), self.region
         region.trail, region.function = trail, self.name
         for i, axes in self.wider.items():

@@ -551,9 +551,19 @@ class Calls:
             return value
         if type(value) in (tuple, list):
             return type(value)(map(self.handed_out, value))
-        if not isinstance(value, Field) or value._place.is_split:
+        if not isinstance(value, Field):
+            return value
+        if value._place.is_split:
+            value._region.watch = self._met
+            if value.requires_grad and value._local.grad_fn is not None:
+                value._local.register_hook(self.entered.begin)
             return value
         return consistency.recorded(value.full_tensor(), self.entered)
+
+    def _met(self, t: Tensor) -> None:
+        """Compare a tensor that a loss makes fields meet; within a call these are weights."""
+        if running() is None and not isinstance(t, nn.Parameter):
+            self.entered.meet(t)
 
 
 def _without_cache(kwargs: dict) -> dict:
