@@ -325,6 +325,7 @@ def _region(
     ndim: int,
     report: WholeReport | None = None,
     whole_on: Iterable[str] = (),
+    averaged: bool = False,
 ) -> tuple[FieldRegion, dict[str, int]]:
     """The region of the axes that a layout splits, and the dims of all axes.
 
@@ -341,7 +342,7 @@ def _region(
     if len({*at.values()}) < len(at):
         raise ShapeError(f"dims {dict(dims)}: two axes have one dim")
     others = (a for a in whole_on if a not in ("batch", "heads"))
-    return region_of(layout, (*dims, *others), report), at
+    return region_of(layout, (*dims, *others), report, averaged), at
 
 
 __all__ = ["Field"]

@@ -315,7 +315,9 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
         inner.run(t)
         return t[0]
 
-    of_field = writes and parts[0].is_field and args[0] is parts[0]
+    if writes and (not args or args[0] is not parts[0]):
+        raise UnsupportedError(f"{name} writes weft.Fields among other tensors: write each alone")
+    of_field = writes and parts[0].is_field
     return Recipe(run, goals[0] if of_field else None, goals, writes=of_field)
 
 
