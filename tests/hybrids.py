@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 from torch.nn import functional as F
+from weft_integrations.transformers.verification.copies import InFP64
 
 from benchmarks import families
 from weft import parallelize
@@ -20,7 +21,6 @@ from weft.comm import run_threads
 from weft.layout import Layout
 from weft.losses import shift_labels
 from weft_integrations.transformers import shard_batch
-from weft_integrations.transformers.verification.copies import InFP64
 
 VOCABULARY = families.TINY["vocab_size"]
 

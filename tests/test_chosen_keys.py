@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from weft_integrations.transformers.verification import verify as verification
+from weft_integrations.transformers.verification.copies import InFP64
 
 import weft
 from benchmarks import chosen as chosen_bytes
@@ -29,8 +31,6 @@ from weft.plan.program import Payload
 from weft.runtime import executor
 from weft_integrations import common
 from weft_integrations.transformers import chosen_keys, compressed, interface, running, verify
-from weft_integrations.transformers.verification import verify as verification
-from weft_integrations.transformers.verification.copies import InFP64
 
 #: Families whose tiny models take less than a second.
 FAMILIES = (

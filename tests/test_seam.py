@@ -12,6 +12,7 @@ import itertools
 
 import pytest
 import torch
+from fp64 import InFP64, whole
 from pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,12 +27,12 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers as hf
+from weft_integrations.transformers.whole import text_decoder
 
 from benchmarks import image_families as families
 from benchmarks.image_families import FAMILIES, MARKS, built, example
-from weft_integrations.transformers import Batch, parallelize, verify
-from weft_integrations.transformers.verification import copies
-from weft_integrations.transformers.whole import text_decoder
+from weft_integrations.transformers import parallelize
+from weft_integrations.transformers.parts import text_decoder
 
 hf.logging.set_verbosity_error()
 
@@ -45,20 +46,8 @@ ATTENTION = ("kv", "q", "qkv", "out")
 split = pytest.mark.filterwarnings("error:.*every rank computes all")
 
 
-class InFP64(copies.InFP64):
-    """Casts of whole numbers too, of which rotary angles and masks are made."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        func = torch.Tensor.double if func is torch.Tensor.float else func
-        return super().__torch_function__(func, types, args, kwargs)
-
-
 def cloned(call):
     return {n: v.clone() if isinstance(v, torch.Tensor) else v for n, v in call.items()}
-
-
-def whole(t):
-    return t.whole() if hasattr(t, "whole") else t  # gathered while all ranks run
 
 
 def step(model, call, mode=InFP64):
@@ -210,37 +199,6 @@ def test_prompts_with_images_are_split_by_generate(family, line):
     assert all(torch.equal(seen, want) for seen in ranks)
 
 
-def test_verify_compares_a_call_of_the_users():
-    model, call = built("qwen3_vl").float(), example("qwen3_vl")
-    call["pixel_values"] = call["pixel_values"].float()
-    result = verify(model, Layout.parse(LAYOUTS[0]), batch=call)
-    assert 0 < result.outputs < 1e-5
-    assert 0 < result.gradients < 1e-4
-    layout = Layout.single()
-    assert parallelize(model, layout, verify=call) is model
-
-
-def test_verify_refuses_a_call_that_is_not_split():
-    model = built("qwen3_vl").float()
-    call = example("qwen3_vl") | {"output_attentions": True}
-    with pytest.raises(UnsupportedError, match="does not split this call: output_attentions"):
-        verify(model, Layout.parse(LAYOUTS[0]), batch=call)
-
-
-def test_verify_sees_positions_of_the_chunk(monkeypatch):
-    from weft_integrations.transformers import calls
-
-    def local(call, decoder, arguments):
-        cut = stock(call, decoder, arguments)
-        tokens = cut["inputs_embeds"].shape[1]
-        return cut | {"position_ids": torch.arange(tokens).expand(1, tokens)}
-
-    stock = calls.cut_arguments
-    monkeypatch.setattr(calls, "cut_arguments", local)
-    with pytest.raises(UnsupportedError, match="is not the model"):
-        verify(built("llava").float(), Layout.parse(LAYOUTS[0]), batch=example("llava"))
-
-
 def refused(model, line, match, call, **options):
     def work(layout):
         own = parallelize(copy.deepcopy(model), layout, **options)
@@ -253,8 +211,6 @@ def refused(model, line, match, call, **options):
 
 def test_refuses_calls_with_images_by_name():
     model, call = built("qwen3_vl"), example("qwen3_vl")
-    batch = {"weft": Batch(length=call["input_ids"].shape[1])}
-    refused(model, LAYOUTS[0], "pixel_values.*rows='whole'", call | batch, rows="local")
     ends = torch.tensor([0, 15, call["input_ids"].shape[1]])
     refused(model, LAYOUTS[0], "cu_seq_lens_q with pixel_values", call | {"cu_seq_lens_q": ends})
     tensor = {"time_of_day": torch.ones(3, 7)}

@@ -11,22 +11,22 @@ import importlib.util
 
 import pytest
 import torch
+from fp64 import InFP64, whole
 from pool import Pool
 from torch.distributed.device_mesh import init_device_mesh
 
 import weft
-from weft.errors import DeclarationError, UnsupportedError
+from weft.errors import UnsupportedError
 from weft.layout import Layout
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers as hf
-from test_seam import FP32, FP64, LAYOUTS, InFP64, cloned, gaps, on_ranks, split, step, whole
+from test_seam import FP32, FP64, LAYOUTS, cloned, gaps, on_ranks, split, step
 
 from benchmarks.encoder_families import FAMILIES, OPTIONS, built, example, ids, model_of
-from weft_integrations.transformers import ShardedCache, parallelize, shard_batch, verify
-from weft_integrations.transformers.stacks import stacks_of
+from weft_integrations.transformers import ShardedCache, parallelize
 
 hf.logging.set_verbosity_error()
 
@@ -299,8 +299,6 @@ def test_labels_of_padding_are_split_where_it_is_zero(line):
 
 def test_refuses_models_and_uses_by_name():
     def work(layout):
-        with pytest.raises(UnsupportedError, match=r"rows of its own.*rows='whole'"):
-            parallelize(built("t5"), layout, rows="local")
         pooled = model_of("BartForSequenceClassification", FAMILIES["bart"])
         with pytest.raises(UnsupportedError, match="has an encoder and a decoder"):
             parallelize(pooled, layout)
@@ -341,12 +339,12 @@ def test_refuses_dropout_in_attention_by_its_option(family):
 @pytest.mark.parametrize("line", LAYOUTS)
 def test_a_bias_is_made_of_a_tiles_scores_alone(line):
     model = built("t5")
-    attention = stacks_of(model).decoder.block[0].layer[0].SelfAttention
+    attention = model.decoder.block[0].layer[0].SelfAttention
     full = attention.compute_bias(17, 17).detach()
 
     def work(layout):
         own, shapes = parallelize(copy.deepcopy(model), layout), []
-        decoder = stacks_of(own).decoder.block[0].layer[0].SelfAttention
+        decoder = own.decoder.block[0].layer[0].SelfAttention
         decoder.register_forward_hook(lambda module, args, out: shapes.append(out[1].detach()))
         own(**example("t5"))
         return torch.equal(shapes[0], weft.bias_tile(full, layout, "tokens")), shapes[0].numel()
@@ -378,44 +376,6 @@ def test_encoders_alone_are_split(name, line):
     check(model, call, line, run)
 
 
-def test_encoders_alone_take_local_rows():
-    model = model_of("T5EncoderModel", OPTIONS["t5"])
-    call = {"input_ids": example("t5")["input_ids"]}
-    with InFP64(), torch.no_grad():
-        want = copy.deepcopy(model)(**call).last_hidden_state
-
-    def work(layout):
-        own = parallelize(copy.deepcopy(model), layout, rows="local")
-        with InFP64(), torch.no_grad():
-            local = own(**shard_batch(call, layout)).last_hidden_state
-        return layout.gather(local, {"tokens": 1})
-
-    for seen in weft.on_threads(Layout.parse(LAYOUTS[0]), work):
-        assert (seen - want).abs().max() < FP64 * want.abs().max()
-
-
-# -- the verifier ---------------------------------------------------------------------------------
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("family", ["t5", "bart", "whisper"])
-def test_verify_compares_rows_of_two_lengths(family):
-    result = verify(built(family).float(), Layout.parse(LAYOUTS[0]))
-    assert 0 < result.outputs < 1e-5
-    assert 0 < result.gradients < 2e-4
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("family", ["t5", "whisper"])
-def test_verify_compares_a_call_of_the_users(family):
-    layout = Layout.parse(LAYOUTS[0])
-    result = verify(built(family).float(), layout, batch=example(family))
-    assert 0 < result.outputs < 1e-5
-    assert 0 < result.gradients < 2e-4
-    with pytest.raises(UnsupportedError, match="a call with labels"):
-        verify(built(family).float(), layout, batch={"input_ids": ids(torch.Generator(), 9)})
-
-
 def test_sound_that_training_masks_at_random_is_refused():
     model = built("whisper")
     wanted = model.eval()(**example("whisper")).loss.item()
@@ -428,11 +388,6 @@ def test_sound_that_training_masks_at_random_is_refused():
         assert mine.eval()(**example("whisper")).loss.item() == pytest.approx(wanted, rel=1e-11)
 
     weft.on_threads(Layout.parse("tokens: ring=2"), work)
-
-
-def test_verify_refuses_a_layout_that_splits_rows_too():
-    with pytest.raises(DeclarationError, match="context group"):
-        verify(built("t5").float(), Layout.parse("batch: dp=2; tokens: ring=2"))
 
 
 # -- what others do around a model -----------------------------------------------------------------
@@ -474,7 +429,7 @@ def _drops(rank):
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.5
-    for part in (stacks_of(model).encoder, stacks_of(model).decoder):
+    for part in (model.encoder, model.decoder):
         part.dropout.register_forward_hook(
             lambda module, args, out: kept.append((out == 0).tolist())
         )

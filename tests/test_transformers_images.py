@@ -5,9 +5,10 @@ import importlib.util
 
 import pytest
 import torch
+from fp64 import whole
 
 import weft
-from weft.errors import ShapeError, WeftError
+from weft.errors import ShapeError
 from weft.layout import Layout
 from weft.masks import Causal, is_empty
 
@@ -16,7 +17,7 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft_integrations.transformers import consistency, parallelize, shard_batch
+from weft_integrations.transformers import consistency, parallelize
 from weft_integrations.transformers.hooks import find_embeddings
 from weft_integrations.transformers.masks import Blocks
 
@@ -108,13 +109,12 @@ def step(model, **batch):
     out = model(**{k: v.clone() for k, v in batch.items()})
     out.loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    whole = getattr(out.logits, "whole", lambda: out.logits)()  # gathered while all ranks run
-    return out.loss.item(), whole.detach(), grads
+    return out.loss.item(), whole(out.logits).detach(), grads
 
 
 def on_ranks(model, line, run):
     def work(layout):
-        return run(parallelize(copy.deepcopy(model), layout, rows=rows))
+        return run(parallelize(copy.deepcopy(model), layout))
 
     return weft.on_threads(Layout.parse(line), work)
 
@@ -169,20 +169,6 @@ def test_blocks_of_padded_rows():
     labels = ids.where(padding == 1, -100)
     batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": padding, "labels": labels}
     check_step(build(gemma3), LAYOUTS[0], batch)
-
-
-def test_blocks_in_local_rows_are_refused_on_every_rank():
-    ids = draw_ids()
-    types = torch.zeros_like(ids)
-    types[:, 2:5] = 1  # on the first rank alone
-
-    def run(model):
-        layout = model._weft.layout
-        with pytest.raises(WeftError, match="token_type_ids: tokens of an image"):
-            model(**shard_batch({"input_ids": ids, "token_type_ids": types}, layout))
-        return True
-
-    assert all(on_ranks(build(gemma3), "tokens: ring=2", run, rows="local"))
 
 
 def test_blocks_answer_as_their_ids_do():

@@ -20,6 +20,8 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from weft_integrations.transformers.verification import verify as verification
+from weft_integrations.transformers.verification.inputs import trials
 
 from benchmarks import families
 from weft import parallelize, restore
@@ -27,8 +29,6 @@ from weft_cli.commands import verify as verify_command
 from weft_integrations.transformers import interface, refused, shard_batch, verify, whole
 from weft_integrations.transformers.mark import Mark, Sharded
 from weft_integrations.transformers.running import running
-from weft_integrations.transformers.verification import verify as verification
-from weft_integrations.transformers.verification.inputs import trials
 
 hf.logging.set_verbosity_error()
 

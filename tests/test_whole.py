@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+from fp64 import whole
 
 import weft
 from weft.layout import Layout
@@ -54,8 +55,8 @@ def check(model, run, line, bound):
         weights = torch.Generator().manual_seed(2)
         drawn = [torch.randn(t.shape, generator=weights, dtype=t.dtype) for t in outputs]
         sum((t * w).sum() for t, w in zip(outputs, drawn)).backward()
-        whole = [t.whole() if hasattr(t, "whole") else t for t in outputs]
-        return [t.detach() for t in whole], {n: p.grad for n, p in model.named_parameters()}
+        gradients = {n: p.grad for n, p in model.named_parameters()}
+        return [whole(t).detach() for t in outputs], gradients
 
     want, grads = step(copy.deepcopy(model))
 

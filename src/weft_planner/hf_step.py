@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from weft_integrations.transformers.batches import Batch
 
 from weft._torch import fake_ranks
 from weft.layout import Layout
@@ -20,7 +21,6 @@ from weft.losses import cross_entropy
 from weft.plan.plan import Plan
 from weft_integrations import Foreign
 from weft_integrations.parallelize import parallelize
-from weft_integrations.transformers.batches import Batch
 
 from .config_file import of_transformers
 from .hf_config import HFModel, on_meta

@@ -120,14 +120,19 @@ def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
     found = torch.autograd.grad(losses, [_local_of(x) for x in groups[1]], grad_outputs, **kwargs)
     pairs = zip(found, groups[1])
     return tuple(
-        Field(g, x._place) if g is not None and isinstance(x, Field) else g for g, x in pairs
+        _gradient(g, x) if g is not None and isinstance(x, Field) else g for g, x in pairs
     )
 
 
 @direct(attribute("grad"))
 def gradient_of(x: Field) -> Field | None:
     grad = x._local.grad
-    return None if grad is None else Field(grad, x._place)
+    return None if grad is None else _gradient(grad, x)
+
+
+def _gradient(grad: Tensor, x: Field) -> Field:
+    """The gradient of a field, of its local tensor's."""
+    return Field(grad if x._region.times == 1 else grad / x._region.times, x._place)
 
 
 @direct(_setter("grad"))
@@ -157,6 +162,14 @@ def refuse_hooks(x: Field, *_: Any) -> None:
         " not know,",
         x,
     )
+
+
+@direct(_setter("data"))
+def set_data(x: Tensor, value: Tensor) -> None:
+    alike = isinstance(x, Field) and isinstance(value, Field) and x._place.dims == value._place.dims
+    if not alike:
+        raise refused("data of another place", x)
+    _local_of(x).data = _local_of(value)
 
 
 @direct(Tensor.retain_grad)

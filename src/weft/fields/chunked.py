@@ -15,10 +15,17 @@ from .place import WholeReport
 
 
 def cut(
-    x: Tensor, layout: Layout, dims: Mapping[str, int], report: WholeReport | None = None
+    x: Tensor,
+    layout: Layout,
+    dims: Mapping[str, int],
+    report: WholeReport | None = None,
+    averaged: bool = False,
 ) -> Field:
-    """The field of a tensor that every rank made whole; its gradients are shares of one."""
-    region, at = _region(layout, dims, x.dim(), report, whole_on=layout.sharding)
+    """The field of a tensor that every rank made whole; its gradients are shares of one.
+
+    With `averaged`, gradients of plain tensors are shares of as many as there are ranks.
+    """
+    region, at = _region(layout, dims, x.dim(), report, layout.sharding, averaged)
     placed: list[Dim] = [whole(n) for n in x.shape]
     y = x
     for axis in at.keys() & {*region.axes}:

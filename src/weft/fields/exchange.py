@@ -205,7 +205,8 @@ class _Full(torch.autograd.Function):
             if is_split_dim(dim):
                 grad = own_part(grad, d, dim, ctx.region)
         copies = ctx.region.copies(ctx.dims)  # each of which has the same gradient
-        return (grad / copies if copies > 1 else grad.contiguous()), None, None
+        times = ctx.region.times / copies
+        return (grad * times if times != 1 else grad.contiguous()), None, None
 
 
 def entered(x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from .._torch import OF_UNPACKED, as_torch_does, wrapper
 from .._uploads import uploaded
+from ..comm.collectives import scale_backward
 from ..errors import DeclarationError, ShapeError, UnsupportedError
 from ..layout import Layout
 from ..plan.lengths import check_axis_lengths
@@ -142,7 +143,8 @@ class Field(Tensor):
 
     def to_local(self) -> Tensor:
         """This rank's part; each rank may compute a loss of its own part, whose sum is meant."""
-        return self._checked()._local
+        local = self._checked()._local
+        return scale_backward(local, float(times)) if (times := self._region.times) != 1 else local
 
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank (V -> I), for a loss that all ranks compute of it.
@@ -325,6 +327,7 @@ def _region(
     ndim: int,
     report: WholeReport | None = None,
     whole_on: Iterable[str] = (),
+    averaged: bool = False,
 ) -> tuple[FieldRegion, dict[str, int]]:
     """The region of the axes that a layout splits, and the dims of all axes.
 
@@ -341,7 +344,7 @@ def _region(
     if len({*at.values()}) < len(at):
         raise ShapeError(f"dims {dict(dims)}: two axes have one dim")
     others = (a for a in whole_on if a not in ("batch", "heads"))
-    return region_of(layout, (*dims, *others), report), at
+    return region_of(layout, (*dims, *others), report, averaged), at
 
 
 __all__ = ["Field"]

@@ -8,13 +8,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dims import whole
+from ..comm.collectives import scale_backward
+from ..errors import UnsupportedError
+from ..layout import Layout
+from ..losses import cross_entropy as cross_entropy_in_chunks
+from .chunked import cut, own_chunk
+from .dims import split_axes, whole
+from .field import Field
 from .reduce import crosses_field
 from .registry import (
     Part,
     Recipe,
     broadcast,
     composite,
+    direct,
     function_name,
     on_locals,
     refused,
@@ -151,6 +158,24 @@ def _of_split_classes(x: Tensor, target: Tensor, d: int, ignore_index: int) -> T
     classes = torch.arange(n, device=x.device).view(shape)
     picked = torch.where(classes == target.unsqueeze(d), x, 0.0).sum(d)
     return x.logsumexp(d) - picked
+
+
+@direct(cross_entropy_in_chunks)
+def loss_in_chunks(
+    hidden: Tensor, head_weight: Tensor, labels: Tensor, layout: Layout, **named: Any
+) -> Tensor:
+    """weft's own loss, of this rank's hidden states and labels; gradients as of the region."""
+    if not isinstance(hidden, Field) or hidden._region.layout is not layout:
+        raise UnsupportedError("cross_entropy: hidden states of another layout than the loss's")
+    dim = hidden.dim() - 2
+    (axis, *others) = split_axes(hidden._dims[dim]) or ("",)
+    if others or not axis:
+        raise refused("cross_entropy of hidden states whose tokens are not split", hidden)
+    if not isinstance(labels, Field):
+        labels = cut(labels, layout, {axis: dim})
+    x, y = own_chunk(hidden, axis, dim), own_chunk(labels, axis, dim)
+    made = cross_entropy_in_chunks(x, head_weight, y, layout, **named)
+    return scale_backward(made, float(hidden._region.times))
 
 
 @composite(F.nll_loss)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..errors import ShapeError, UnsupportedError
 from ..layout import Layout
@@ -21,14 +22,21 @@ class FieldRegion:
     """The ranks along the mesh dims that split some axes of a layout, which share fields.
 
     Along mesh dims of no axis of a region a field is as a plain tensor is: every rank has its own.
+    Gradients of plain tensors are summed over its ranks; where they are `averaged` instead, a loss
+    begins with as many.
     """
 
-    def __init__(self, layout: Layout, axes: tuple[str, ...], whole: WholeReport | None) -> None:
-        self.layout, self.axes, self.whole = layout, axes, whole
+    def __init__(
+        self, layout: Layout, axes: tuple[str, ...], whole: WholeReport | None, averaged: bool
+    ) -> None:
+        self.layout, self.axes, self.whole, self.averaged = layout, axes, whole, averaged
+        self.times = math.prod(map(layout.size, axes)) if averaged else 1
         self.places: dict[Any, FieldPlace] = {}
         self.recipes: dict[Any, Any] = {}
         #: a digest of how the values at hand were made, which ranks compare where they exchange
         self.trail = 0
+        #: is told of plain tensors that fields meet
+        self.watch: Callable[[Tensor], None] | None = None
         #: the function that exchanges, for people
         self.function = ""
 
@@ -132,11 +140,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides[: len(shape)]))
 
 
-def region_of(layout: Layout, axes: Iterable[str], whole: WholeReport | None = None) -> FieldRegion:
+def region_of(
+    layout: Layout, axes: Iterable[str], whole: WholeReport | None = None, averaged: bool = False
+) -> FieldRegion:
     """The region of some axes of a bound layout, the same object for the same axes."""
     kept: dict[Any, FieldRegion] = vars(layout).setdefault("_regions", {})
     wanted = {*axes}
-    key = tuple(a for a in layout.sharding if a in wanted and layout.size(a) > 1), whole
+    key = tuple(a for a in layout.sharding if a in wanted and layout.size(a) > 1), whole, averaged
     if key not in kept:
         kept[key] = FieldRegion(layout, *key)
     return kept[key]

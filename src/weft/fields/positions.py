@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import UnsupportedError
 from .dims import Dim, dim_size, is_split_dim, whole
+from .exchange import own_part
 from .field import Field
 from .registry import Part, Recipe, both, direct, on_locals, pointwise, refused, rule
 
@@ -188,19 +188,26 @@ def _embedding(
     )
 
 
-def _dropout(name: str) -> None:
+def _dropout(name: str, refuses: bool) -> None:
+    func = getattr(F, name, None) or getattr(torch, name)
+
     @rule(*both(name))
     def dropped(x: Part, p: float = 0.5, training: bool = True, inplace: bool = False) -> Recipe:
-        train = training if name != "native_dropout" else bool(training)
-        if train and p > 0:
-            raise UnsupportedError(
-                f"{refused(f'{name} while training', x)}: ranks would drop other positions than"
-                " one device does; set its probability to 0, or call model.eval()"
-            )
-        return Recipe(lambda t: t[x.index].view_as(t[x.index]), x.dims)
+        if not training or p == 0:
+            return Recipe(lambda t: t[x.index].view_as(t[x.index]), x.dims)
+        if refuses:
+            raise refused(f"{name} while training", x)
+
+        def run(t: list[Any]) -> Tensor:
+            noise = func(t[x.index].new_ones(x.shape), p, True)  # that of one device, of one seed
+            for d, dim in enumerate(x.dims):
+                noise = own_part(noise, d, dim, x.region) if is_split_dim(dim) else noise
+            return t[x.index] * noise
+
+        return Recipe(run, x.dims, writes=inplace)
 
 
 for _name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
-    _dropout(_name)
+    _dropout(_name, False)
 for _name in ("alpha_dropout", "feature_alpha_dropout", "feature_dropout"):
-    _dropout(_name)
+    _dropout(_name, True)

@@ -432,6 +432,8 @@ class KeptRecipe:
                 trails.append(x._trail)
             else:
                 locals_.append(x)
+                if self.region.watch is not None:
+                    self.region.watch(x)
         trail, region = hash(tuple(trails)), self.region
         region.trail, region.function = trail, self.name
         for i, axes in self.wider.items():
@@ -536,4 +538,5 @@ def region_of_fields(name: str, fields: Sequence[Field]) -> FieldRegion:
     if all(x._region is first for x in fields):
         return first
     report = next((x._region.whole for x in fields if x._region.whole is not None), None)
-    return region_of(first.layout, (a for x in fields for a in x._region.axes), report)
+    axes = (a for x in fields for a in x._region.axes)
+    return region_of(first.layout, axes, report, any(x._region.averaged for x in fields))

@@ -22,7 +22,7 @@ def let_fields_through(unit: Any) -> None:
 def _on_local_tensors(hook: Callable, comes_before: bool) -> Callable:
     def run(module: Any, args: Any, last: Any) -> Any:
         fields, spec = pytree.tree_flatten((args, last) if comes_before else last)
-        given = [x.to_local() if isinstance(x, Field) else x for x in fields]
+        given = [x._checked()._local if isinstance(x, Field) else x for x in fields]
         local = pytree.tree_unflatten(given, spec)
         result = hook(module, *local) if comes_before else hook(module, args, local)
         found, spec = pytree.tree_flatten(result)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from .._uploads import uploaded
 from ..comm import collectives
@@ -58,7 +59,8 @@ def cross_entropy(
                           over `vocab_dims`, and not to be summed there again
 
     Args:
-        hidden: of this rank's tokens, (..., E).
+        hidden: of this rank's tokens, (..., E); or a `weft.Field`, such as the hidden states of a
+            parallelized model, and then whole labels.
         head_weight: (V, E), the same on all ranks; or this rank's rows of it; or a DTensor that
             is cut on dim 0 over mesh dims of the layout, which are then `vocab_dims`.
         labels: of the same tokens, (...,), whole numbers below V or `ignore_index`. Next tokens'
@@ -88,6 +90,13 @@ def cross_entropy(
     >>> cross_entropy(hidden, weight, torch.tensor([[1, 2, -100]]), Layout.single())  # log 5
     tensor(1.6094)
     """
+    if has_torch_function_unary(hidden):  # a weft.Field: its rule comes here again
+        named = {"chunk": chunk, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        named |= {"z_loss": z_loss, "softcap": softcap, "num_items": num_items}
+        given = hidden, head_weight, labels, layout
+        return handle_torch_function(
+            cross_entropy, (hidden,), *given, vocab_dims=vocab_dims, **named
+        )
     items = None if num_items is None else float(num_items)
     options = Options(chunk, ignore_index, softcap, label_smoothing, z_loss, items)
     tensors = hidden, head_weight, labels

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from weft._digest import number_of
-from weft._torch import outside_graphs
+from weft._torch import is_fsdp, outside_graphs
 from weft.carry.pieces import LocalPieces
 from weft.comm.channel import Channel
 from weft.comm.collectives import invariant_to_replicate, scale_backward
 from weft.errors import UnsupportedError, WeftError
 from weft.fields import Field, WholeReport, cut
+from weft.fields.units import let_fields_through
 from weft.layout import Layout
 from weft.losses.labels import IGNORED, shift_labels
 from weft.masks import Documents
@@ -47,6 +48,7 @@ from .defaults import (
     put_features,
 )
 from .facts import OTHER_INPUTS, VARLEN, Facts, sees_none, tokens_of
+from .fused_head import fused_head_by_rows
 from .mark import Mark
 from .parts import biases_distances, encodes, rotates, window_of
 from .rebinding import calls as calls_of
@@ -137,6 +139,7 @@ class Calls:
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
+        kwargs = {n: v.full_tensor() if isinstance(v, Field) else v for n, v in kwargs.items()}
         refused.exported(type(module).__name__, kwargs)
         call: ModelCall | WeftError
         compared = consistency.Compared()
@@ -213,7 +216,7 @@ class Calls:
                 "tokens, embed), so its tokens cannot be split"
             )
         call.length, call.ahead = output.shape[1], False
-        return cut(output, self.layout, {self.axis: 1}, self.report)
+        return cut(output, self.layout, {self.axis: 1}, self.report, True)
 
     def refuse(self, error: WeftError) -> None:
         """Tell the other ranks, which may be about to make a call, of a refusal on this one."""
@@ -230,6 +233,8 @@ class Calls:
             self._warn(call.unsplit)
         elif not call.held:
             scope.enter_context(self._same_numbers())
+            for unit in filter(is_fsdp, model.modules()):
+                let_fields_through(unit)
             # There may have been other calls of the model by then.
             scope.enter_context(recomputed_within(model, lambda: during(call)))
         call.model = called
@@ -343,7 +348,7 @@ class Calls:
             if cache is not None:
                 call.cache = cache
                 local |= {cache_name(module): cache, "use_cache": True}
-            call.absent = absent
+            call.absent, call.looks = absent, not keeps
             return call, local
         except UnsupportedError as error:
             return ModelCall(self.layout, self.axis, replicated=str(error)), kwargs
@@ -416,6 +421,8 @@ class Calls:
         as_tuple = not (getattr(self.model.config, "return_dict", True) if named is None else named)
         if as_tuple:  # until the end: weft reads outputs by name
             kwargs["return_dict"] = True
+        if kwargs.get("fused_lm_head"):
+            fused_head_by_rows()
         if "use_cache" in self.names or ("use_cache" in self.names_below and self.open):
             kwargs["use_cache"] = False
         call = ModelCall(self.layout, self.axis, report=self.report, as_tuple=as_tuple)
@@ -461,10 +468,10 @@ class Calls:
             return value
         if name == "position_ids":
             dim = value.dim() - 1
-            return cut(value, self.layout, {self.axis: dim}, self.report)
+            return cut(value, self.layout, {self.axis: dim}, self.report, True)
         of_tokens = value.shape[1] == call.length or (self.stacks and not name.startswith("enc"))
         of_tokens &= value.shape[1] > 1
-        return cut(value, self.layout, {self.axis: 1}, self.report) if of_tokens else value
+        return cut(value, self.layout, {self.axis: 1}, self.report, True) if of_tokens else value
 
     def _check_padding(self, kwargs: dict, facts: Facts, module: Foreign) -> None:
         """Refuse a call that reads padding which sees no token, where weft gives other numbers."""
@@ -537,29 +544,26 @@ class Calls:
         return output.to_tuple() if call.as_tuple else output
 
     def handed_out(self, value: Any) -> Any:
-        """An output, or those in it: gradients that enter are multiplied by the number of ranks.
-
-        Their average over ranks is then the gradient of one device. Fields without parts are plain
-        tensors, the same on every rank.
-        """
+        """An output, or those in it: fields without parts are plain tensors, on every rank."""
         if isinstance(value, MutableMapping):
             for name in list(value):
                 value[name] = self.handed_out(value[name])
             return value
         if type(value) in (tuple, list):
             return type(value)(map(self.handed_out, value))
-        if not isinstance(value, Tensor):
-            return value
-        ranks = float(self.layout.size(self.axis))
         if not isinstance(value, Field):
             return value
-        if not value._place.is_split:
-            return consistency.recorded(value.full_tensor(), self.entered, ranks)
-        if not value.requires_grad:
+        if value._place.is_split:
+            value._region.watch = self._met
+            if value.requires_grad and value._local.grad_fn is not None:
+                value._local.register_hook(self.entered.begin)
             return value
-        made = Field(scale_backward(value._local, ranks), value._place)
-        made._trail = value._trail
-        return made
+        return consistency.recorded(value.full_tensor(), self.entered)
+
+    def _met(self, t: Tensor) -> None:
+        """Compare a tensor that a loss makes fields meet; within a call these are weights."""
+        if running() is None and not isinstance(t, nn.Parameter):
+            self.entered.meet(t)
 
 
 def _without_cache(kwargs: dict) -> dict:

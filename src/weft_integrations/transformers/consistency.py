@@ -91,22 +91,35 @@ class Entered:
 
     compare: Callable[[Callable[[], GroupState]], None]
     begun: dict[int, list[Callable[[], list[float]]]] = field(default_factory=dict)
+    met: list[Callable[[], list[float]]] = field(default_factory=list)
 
-    def record(self, grad: Tensor) -> None:
-        """Take an entering gradient into the comparison of this backward pass."""
+    def begun_now(self) -> list[Callable[[], list[float]]]:
+        """What ranks compare at the end of this backward pass."""
         number = backward_pass()
         if number not in self.begun:
             self.begun[number] = []
             at_end_of_backward(lambda: self.compare(self.take(number)))
             while len(self.begun) > _PASSES:
                 self.begun.pop(next(iter(self.begun)))
-        numbers, finish = _sketch(grad.reshape(-1)[:_LOOKED_AT])
-        begun = download([numbers])
-        self.begun[number].append(lambda: finish(*begun()))
+        return self.begun[number]
+
+    def begin(self, grad: Tensor) -> None:
+        """Have ranks compare at the end of this backward pass: a hook of a field's gradient."""
+        self.begun_now()
+
+    def record(self, grad: Tensor) -> None:
+        """Take an entering gradient into the comparison of this backward pass."""
+        self.begun_now().append(_arriving(grad))
+
+    def meet(self, t: Tensor) -> None:
+        """Take a plain tensor that outputs met into the comparison of the next backward pass."""
+        if t.numel() and not t.is_complex():
+            self.met.append(_arriving(t if t.is_floating_point() else t.double()))
 
     def take(self, number: int) -> Callable[[], GroupState]:
         """The state to compare of a backward pass, once it has arrived."""
-        begun = self.begun.pop(number, [])
+        begun = [*self.begun.pop(number, []), *self.met]
+        self.met.clear()
 
         def arrive() -> GroupState:
             probes = [probe_of() for probe_of in begun]
@@ -116,22 +129,29 @@ class Entered:
         return arrive
 
 
+def _arriving(t: Tensor) -> Callable[[], list[float]]:
+    """The probe of a tensor, once it is here."""
+    numbers, finish = _sketch(t.detach().reshape(-1)[:_LOOKED_AT])
+    begun = download([numbers])
+    return lambda: finish(*begun())
+
+
 class _Recorded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, entered: Entered, factor: float) -> Tensor:
-        ctx.factor, ctx.entered = factor, entered
+    def forward(ctx: Any, x: Tensor, entered: Entered) -> Tensor:
+        ctx.entered = entered
         return x.detach()  # no view, which autograd lets nobody scale in place, as trainers do
 
     @staticmethod
-    @once("an output of a model with rows='whole'")
+    @once("an output of a parallelized model")
     def backward(ctx: Any, grad: Tensor) -> Any:
         ctx.entered.record(grad)
-        return grad * ctx.factor, None, None
+        return grad, None
 
 
-def recorded(x: Tensor, entered: Entered, factor: float = 1.0) -> Tensor:
-    """Identity forward; backward records the gradient, and multiplies it by a factor."""
-    return _Recorded.apply(x, entered, factor) if x.requires_grad else x
+def recorded(x: Tensor, entered: Entered) -> Tensor:
+    """Identity forward; backward records the gradient."""
+    return _Recorded.apply(x, entered) if x.requires_grad else x
 
 
 #: Calls from one comparison of all weights to the next.

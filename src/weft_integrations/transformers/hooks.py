@@ -271,7 +271,8 @@ def _hook(
     if decoder is not None:
         hooks.append(decoder.register_forward_pre_hook(entered.enter_decoder, with_kwargs=True))
     for module in (*within, model):
-        hooks.append(module.register_forward_hook(entered.leave, with_kwargs=True, always_call=True))
+        options = {"with_kwargs": True, "always_call": True}
+        hooks.append(module.register_forward_hook(entered.leave, **options))
 
 
 def _rebind(model: Foreign, layout: Layout, axis: str) -> list[nn.Module]:

@@ -73,7 +73,7 @@ def make_mask(
     try:
         extra = None if attention_mask is None or call.past else call.padding_of(attention_mask)
         looks, call.looked = call.looked, False
-        if call.facts.by_positions and looks and call.facts.documents is None:
+        if looks and call.facts.documents is None:
             raise UnsupportedError("position_ids: rows have documents of different lengths")
         packed = call.facts.documents is not None
         mask = behind(translate(mask_function, kv_length, packed), call.past)
@@ -95,7 +95,7 @@ def _find_packed_unless_known(position_ids: Tensor) -> Tensor | None:
     call = running()
     if call is None or call.replicated or call.held:
         return _find_packed(position_ids)
-    call.looked = call.facts.by_positions
+    call.looked = call.looks and call.facts.by_positions
     differ = call.looked and call.facts.documents is None
     return _find_packed(position_ids) if differ else None
 
@@ -230,7 +230,7 @@ def _is_whole(key: Any, axis: str) -> bool:
 def _field(x: Any, call: ModelCall) -> Any:
     """Keys of other states that every rank has, as a field."""
     plain = isinstance(x, Tensor) and not isinstance(x, Field)
-    return cut(x, call.layout, {call.axis: 2}, call.report) if plain else x
+    return cut(x, call.layout, {call.axis: 2}, call.report, True) if plain else x
 
 
 def _has_known_bias(module: Foreign) -> bool:

@@ -54,6 +54,7 @@ class ModelCall:
     ids: Tensor | None = None  # of full rows, ahead of the decoder
     spreading: bool = False  # a tower computes this rank's images now
     spread: bool = False  # features are those of this rank's tokens
+    looks: bool = False  # transformers does for documents in position ids: no cache is asked for
     looked: bool = False  # for documents in position ids, for the mask that is made next
     made_mask: Mark | None = None  # that the model made ahead of its decoder
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
