@@ -280,7 +280,11 @@ def _random(model: Foreign, length: int) -> list[dict[str, Any]]:
     elif "pixel_values" in names:
         vision = getattr(model.config, "vision_config", model.config)
         size = getattr(vision, "image_size", 224)
-        shape = 1, getattr(vision, "num_channels", 3), *(size if type(size) in (list, tuple) else (size, size))
+        shape = (
+            1,
+            getattr(vision, "num_channels", 3),
+            *(size if type(size) in (list, tuple) else (size, size)),
+        )
         call = {"pixel_values": torch.randn(shape, generator=generator).double().to(device)}
     else:
         raise UnsupportedError(f"{type(model).__name__} takes no input_ids: give a call, batch=")
