@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from weft_integrations.transformers.batches import Batch
 
 from weft._torch import fake_ranks
 from weft.layout import Layout
@@ -68,22 +67,20 @@ class ModelCount:
 
 
 def forward_loss(
-    model: Foreign, layout: Layout, ids: Tensor, length: int, loss: str, chunk: int = CHUNK
+    model: Foreign, layout: Layout, ids: Tensor, loss: str, chunk: int = CHUNK
 ) -> Tensor:
-    """Loss of this rank's rows: full logits by the model itself, or weft's chunked loss.
+    """Loss of whole rows: full logits by the model itself, or weft's chunked loss.
 
     Args:
-        model: a causal language model, parallelized with `rows="local"`; of a chunked loss its
-            base model.
+        model: a causal language model, parallelized; of a chunked loss its base model.
         layout: that it is on.
-        ids: this rank's tokens (b, t), labels as well.
-        length: of the whole row.
+        ids: whole rows (b, n), labels as well.
         loss: "chunked" or "full".
         chunk: tokens whose logits exist at once.
     """
     if loss == "full":
-        return model(input_ids=ids, weft=Batch(length=length), shift_labels=ids).loss
-    states = _body(model)(input_ids=ids, weft=Batch(length=length)).last_hidden_state
+        return model(input_ids=ids, shift_labels=ids).loss
+    states = _body(model)(input_ids=ids).last_hidden_state
     head = model.get_output_embeddings().weight
     return cross_entropy(states, head, ids, layout, chunk=chunk)
 
@@ -91,7 +88,7 @@ def forward_loss(
 def place(model: Foreign, layout: Layout, loss: str, recompute: bool) -> Foreign:
     """Put a model on a layout as its loss needs it, with or without recomputation of layers."""
     inner = model if loss == "full" else _body(model)
-    parallelize(inner, layout, rows="local")
+    parallelize(inner, layout)
     if recompute:
         enable = getattr(model, "activation_checkpointing_enable", None)  # transformers 5.24
         (enable or model.gradient_checkpointing_enable)({"use_reentrant": False})
@@ -152,12 +149,11 @@ def count_model(
         numbers = sum(p.numel() for p in built.parameters())
         if free_gradients:
             _free_gradients(built, units)
-        local = bound.local_length("tokens", length)
-        ids = torch.zeros(batch, local, dtype=torch.long, device="meta")
+        ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
         watch = bound.bound.watches.begin()
         with Live([*built.parameters(), *built.buffers()]) as live:
             live.phase = "forward"
-            out = forward_loss(built, bound, ids, length, loss)
+            out = forward_loss(built, bound, ids, loss)
             kept, flops, moved = live.now, live.flops, live.moved
             live.phase = "backward"
             out.backward()

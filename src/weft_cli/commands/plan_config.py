@@ -150,14 +150,14 @@ def _gb(nbytes: float) -> str:
 
 def _verified(model: HFModel) -> str:
     """Outcome of comparing a small copy on ranks with one device, in a few words."""
-    from weft_integrations.transformers.verification import verify
+    from weft_integrations.transformers import verify
 
     torch.manual_seed(0)
     try:
         small = model.build_small()
     except Exception as error:  # a copy of these sizes may be no model
         return f"no small copy could be made ({type(error).__name__}), so nothing was verified"
-    verify.verify(small, Layout.parse("tokens: ring=2"))
+    verify(small, Layout.parse("tokens: ring=2"))
     return f"exact on ranks (a copy of {len(model.units(small))} layers was verified)"
 
 

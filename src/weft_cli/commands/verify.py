@@ -54,12 +54,12 @@ def verify(
 ) -> None:
     """Compare a transformers model on a layout with itself on one device.
 
-    Builds the model of a configuration with random weights, and runs it whole
-    and on virtual ranks, threads of this process (at most two along every mesh
-    dim). Outputs, loss and gradients must agree; where they do not, the first
-    module that differs is named, with its kind.
+    Builds the model of a configuration with random weights, and runs it in
+    fp64, whole and on virtual ranks, threads of this process (at most two
+    along every mesh dim). Outputs, loss and every gradient must agree; where
+    they do not, the first module or weight that differs is named.
 
-    Exit code 1 if the model is refused.
+    Exit code 1 if they do not, or the model is refused.
 
     Examples:
 

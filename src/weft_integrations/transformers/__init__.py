@@ -2,5 +2,6 @@
 
 from ..parallelize import parallelize, restore
 from .cache import ShardedCache
+from .exactness import Verified, verify
 
-__all__ = ["ShardedCache", "parallelize", "restore"]
+__all__ = ["ShardedCache", "Verified", "parallelize", "restore", "verify"]
