@@ -93,6 +93,19 @@ def test_documents_that_see_each_other_stay_together():
     assert sliced(mask, N, N).counts().sum() == 4 * 250**2
 
 
+@pytest.mark.parametrize("line", LINES[:3])
+def test_documents_are_balanced_as_they_are_packed(line):
+    layout, lengths = Layout.parse(line), (100, 30, 300, 70, 500)
+    packed = layout.pack(lengths)
+    balanced = layout.balance("tokens", packed.mask, N)
+    for ours, theirs in zip(balanced.chunks, packed.order.chunks, strict=True):
+        held = [
+            sorted(i for start, n in runs for i in range(start, start + n))
+            for runs in (ours, theirs)
+        ]
+        assert held[0] == held[1]
+
+
 def test_keys_that_are_split_beside_whole_queries_are_refused():
     with pytest.raises(DeclarationError, match="splits the keys"):
         Layout.load("kv-parallel-4").balance("tokens", Causal(), 64)
