@@ -360,6 +360,18 @@ CALLS: dict[str, tuple] = {
         [IMAGE],
         at(1),
     ),
+    "norm of matrices": (lambda x: torch.linalg.norm(x[0, 0], 1), [IMAGE], at(1)),
+    "norm with a nan": (
+        lambda x: torch.linalg.vector_norm(x.masked_fill(x > 5, float("nan")), 2.0, (2, 3)),
+        [IMAGE],
+        at(1),
+    ),
+    "prelu of weights by ranks": (
+        lambda x: F.prelu(x.permute(0, 3, 1, 2).contiguous(), x[0, 0, 0]),
+        [IMAGE],
+        at(1),
+    ),
+    "negative dilation": (lambda x: F.conv2d(x, ones(4, 3, 1, 1), dilation=-1), [IMAGE], at(1)),
     "max with indices": (lambda x: tuple(x.max(1)), [IMAGE], at(1)),
     "any": (lambda x: (x > 5).any(), [IMAGE], at(1)),
     "all of a dim": (lambda x: (x > -20).all(2), [IMAGE], at(1)),
