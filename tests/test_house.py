@@ -346,7 +346,7 @@ BUDGET = {
     "src/weft_models": 6_850,
     "src/weft_integrations": 8_600,
     "src/weft_planner": 3_450,
-    "src/weft_cli": 4_160,
+    "src/weft_cli": 3_880,
     "tests": 44_850,
     "benchmarks": 9_850,
 }

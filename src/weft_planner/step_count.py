@@ -125,7 +125,7 @@ def count_steps(
         if fetches(each, tuple(axis.split("+"))):
             raise UnsupportedError(
                 f"{each.source}: of axis {axis!r} only those keys travel that a router or the model"
-                " chooses, R(top_k); `weft explain LAYOUT` bounds their bytes"
+                " chooses, R(top_k); `weft explain call LAYOUT` bounds their bytes"
             )
     if ranks is None:
         ranks = some_ranks(layout.world_size)
