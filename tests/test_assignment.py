@@ -217,18 +217,12 @@ def test_more_slack_cuts_fewer_documents():
 
 
 @pytest.mark.parametrize(
-    "line",
-    [
-        "tokens: tile=2x2",
-        "tokens: pass_q=2 x ring=2",
-        "tokens: burst=4",
-        "tokens: adaptive=4 x ulysses=2",
-    ],
+    "line", ["tile=2x2", "pass_q=2 x ring=2", "burst=4", "adaptive=4 x ulysses=2"]
 )
 def test_work_of_queries_and_keys_is_balanced(line):
     lengths = in_equal_chunks([n // 8 for n in skewed("lognormal", 60)], 64)
-    packed = Layout.parse(line).pack(lengths)
-    passes = len(balance_shares(Layout.parse(line), "tokens"))
+    layout = Layout.parse(f"tokens: {line}")
+    packed, passes = layout.pack(lengths), len(balance_shares(layout, "tokens"))
     assert sum(packed.work) == passes * sum(n * (n + 1) // 2 for n in lengths)
     assert max(packed.work) <= 1.05 * sum(packed.work) / len(packed.work)
 

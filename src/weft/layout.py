@@ -33,7 +33,7 @@ from .masks.slices import sliced
 from .packing.assignment import Assignment, fragments_of, slices_of_documents
 from .packing.balance import SLACK, balanced_runs
 from .packing.blocks import work_of
-from .packing.groups import balance_shares
+from .packing.groups import Shares, balance_shares
 from .plan import order as sequence
 from .relayout.redistribute import redistribute
 
@@ -271,21 +271,17 @@ class Layout(LayoutDeclaration, Traceable):
             )
         if not isinstance(lengths, Documents):
             lengths = Documents(lengths)  # type: ignore[arg-type]
-        documents = lengths
-        if documents.per_sample:
+        if lengths.per_sample:
             raise ShapeError(
                 "pack: these documents differ by row, and an axis has one order for all rows; pack "
                 "the documents of a batch into one row"
             )
-        self.refuse_shares("packing")
-        if -1 in self.mesh.values():
-            raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
-        counts: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
+        counts: tuple[int, ...] = lengths.lengths  # type: ignore[assignment]
         if not slack >= 0:
             raise ShapeError(f"pack: slack is a share of the mean work, 0 or more, found {slack!r}")
         limit = Causal(window).window
-        sizes = sequence.shard_sizes(sum(counts), self._parts(axis, keys=False))
-        mask, shares = slices_of_documents(counts, limit), balance_shares(self, axis)
+        sizes, shares = self._sizes_and_shares("packing", axis, sum(counts))
+        mask = slices_of_documents(counts, limit)
         runs = balanced_runs(mask, sizes, shares, slack)
         work = tuple(work_of(mask, runs, shares))
         return Assignment(counts, fragments_of(runs, counts), limit, work)
@@ -317,15 +313,21 @@ class Layout(LayoutDeclaration, Traceable):
         >>> layout.balance("tokens", Causal(), 8).chunks
         (((2, 4),), ((0, 2), (6, 2)))
         """
-        self.refuse_shares("balancing")
-        if -1 in self.mesh.values():
-            raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
+        sizes, shares = self._sizes_and_shares("balancing", axis, length)
         mask = mask_of(mask)
         check_mask(mask)
         mask.check(length, length, 1)
-        sizes = sequence.shard_sizes(length, self._parts(axis, keys=False))
-        shares = balance_shares(self, axis)
         return TokenOrder(balanced_runs(sliced(mask, length, length), sizes, shares))
+
+    def _sizes_and_shares(
+        self, what: str, axis: str, length: int
+    ) -> tuple[tuple[int, ...], tuple[Shares, ...]]:
+        """The sizes of an axis's chunks, and who computes with whom."""
+        self.refuse_shares(what)
+        if -1 in self.mesh.values():
+            raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
+        sizes = sequence.shard_sizes(length, self._parts(axis, keys=False))
+        return sizes, balance_shares(self, axis)
 
     def reorder(self, axis: str, order: TokenOrder) -> Layout:
         """This layout with the tokens of an axis in an order that is data; bound as this one is.
