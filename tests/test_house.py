@@ -309,7 +309,6 @@ OTHER_TESTS = [
     "gpu_benchmark",
     "elastic",
     "kills",
-    "volume",
     "docs",
     "docstrings",
     "house",
