@@ -37,10 +37,7 @@ GROUPS = {
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """The function behind a command, whose module is imported when it runs.
-
-    Raises `ModuleNotFoundError` if a package is missing that the command needs.
-    """
+    """The function behind a command, whose module is imported when it runs."""
     group, _, own = name.rpartition(" ")
     module = "listing" if own == "list" else group if group == "bench" else name.replace(" ", "_")
     found = import_module(f".commands.{module}", __package__)

@@ -50,12 +50,6 @@ def balanced_runs(
 ) -> Runs:
     """Runs (start, tokens) of each chunk, of given sizes, so that every rank computes as much.
 
-    Args:
-        mask: of all queries and keys.
-        sizes: tokens of each chunk.
-        shares: who computes with whom, in each pass.
-        slack: share of the mean by which a rank's work may exceed it.
-
     >>> from weft.masks import Causal
     >>> from weft.masks.slices import sliced
     >>> ring = Shares((0, 1), (0, 0))

@@ -24,8 +24,6 @@ class Shares(NamedTuple):
 def balance_shares(layout: LayoutDeclaration, axis: str) -> tuple[Shares, ...]:
     """The queries and the keys that meet on ranks in each pass; where calls choose, either way.
 
-    Raises `DeclarationError` where keys are split that rest beside whole queries.
-
     >>> balance_shares(LayoutDeclaration.parse("tokens: tile=2x2"), "tokens")
     (Shares(queries=(0, 0, 1, 1), keys=(0, 1, 0, 1)),)
     """

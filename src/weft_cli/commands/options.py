@@ -332,10 +332,7 @@ def problem_of(
 
 
 def expanded_of(latents: str, heads: int, head_dim: int, value_dim: int) -> Expanded:
-    """The expansion that `--latents` describes: of latents, and of a key part that heads share.
-
-    Raises `ShapeError` for anything but two numbers, of which the second is below the head dim.
-    """
+    """The expansion that `--latents` describes: of latents, and of a key part that heads share."""
     parts = latents.split("+")
     try:
         c, r = map(int, parts)

@@ -143,8 +143,7 @@ def states(layout: Layout, axis: str, problem: LocalProblem, taps: int = 4) -> T
     """Bytes that a recurrent layer along the axis would receive, where it can run on the layout.
 
     It is a gated delta rule of the call's heads (Gated DeltaNet, KDA), whose states are fp32, after
-    a convolution of `taps` over its queries, keys and values. Raises `UnsupportedError` for striped
-    tokens, of which a rank has too many runs.
+    a convolution of `taps` over its queries, keys and values.
     """
     by_heads_dims = layout.carries_by_heads(axis)
     other = by_heads(layout, axis) if by_heads_dims else layout
