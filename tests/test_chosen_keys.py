@@ -364,7 +364,7 @@ def index_of_deepseek(call, heads: int = 64) -> int:
     with torch.device("meta"):
         indexer = chosen_bytes.v32.DeepseekV32Indexer(config, 0).bfloat16()
     hidden, residual = empty(1, MANY, config.hidden_size), empty(1, MANY, config.q_lora_rank)
-    inputs = hidden, residual, (empty(1, MANY, 64),) * 2, call.sharded(weft.Causal())
+    inputs = hidden, residual, (empty(1, MANY, 64),) * 2, call.sharded(weft.Causal(), (KEYS, KEYS))
     with Largest() as largest:
         chosen_keys.choose_tokens(indexer, *inputs)
     return largest.nbytes
@@ -459,7 +459,7 @@ def index_few_heads() -> None:
             chosen_keys.OtherRanks(call).update_indexer(hidden[..., :16], 0)
             return
         with running.during(call):
-            inputs = hidden, hidden, (angles, angles), call.sharded(weft.Causal())
+            inputs = hidden, hidden, (angles, angles), call.sharded(weft.Causal(), (KEYS, KEYS))
             assert chosen_keys.choose_tokens(indexer, *inputs).shape == (1, MANY, 512)
 
     weft.on_threads(Layout.parse("tokens(zigzag): ring=16"), rank, timeout=200)
