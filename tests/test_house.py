@@ -277,6 +277,10 @@ def test_a_public_name_is_defined_once():
 #: Files of tests that have more than one module in view, and so are named after none.
 OTHER_TESTS = [
     "any_model",
+    "rows",
+    "seam",
+    "stacks",
+    "whole",
     "budgets",
     "calls_of_users",
     "idea",

@@ -24,7 +24,7 @@ VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq
 
 
 @dataclass(frozen=True)
-class Facts:
+class RowFacts:
     """What masks need of a call's rows.
 
     Attributes:
@@ -43,7 +43,7 @@ class Facts:
     padding: Tensor | None = None
 
     @classmethod
-    def of(cls, kwargs: Mapping[str, Any]) -> Facts:
+    def of(cls, kwargs: Mapping[str, Any]) -> RowFacts:
         """The facts of whole rows.
 
         Documents are those of `cu_seq_lens_q`, or of position ids that start anew.
