@@ -205,7 +205,7 @@ def masked_sound(modules: Sequence[nn.Module], layout: Layout, axis: str) -> Non
             )
 
 
-def padding_that_is_read(read: str, biased: bool) -> NoReturn:
+def padding_that_is_read(name: str, read: str, biased: bool) -> NoReturn:
     """Raise where padding that sees no token is read, and is not 0 on one device.
 
     `read` says by what, and `biased` that a bias is added to the masks of any implementation.
@@ -216,7 +216,7 @@ def padding_that_is_read(read: str, biased: bool) -> NoReturn:
     instead = "" if biased else f", or load the model with {sdpa}"
     unread = "set its labels to -100, ask for no states, pad on the right"
     raise UnsupportedError(
-        f"attention_mask: {read}: some padding sees no token, for which {means} takes the mean of"
+        f"{name}: {read}: some padding sees no token, for which {means} takes the mean of"
         f" all tokens and weft 0{zero}; {unread}{instead}"
     )
 
