@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._caching import cached
 from .._digest import number_of
@@ -340,12 +341,13 @@ def _tried(
 ) -> tuple[list[Any], Any]:
     """Tensors of a device in place of parts, and what a function gives of them."""
     metas: list[Any] = [None] * n
-    for w in wholes:
-        metas[w.at] = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device=device).zero_()
-    options = _thawed(kwargs, metas)
-    if options.get("device") is not None:
-        options["device"] = device
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():  # which would count this, too
+        for w in wholes:
+            empty = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device=device)
+            metas[w.at] = empty.zero_()
+        options = _thawed(kwargs, metas)
+        if options.get("device") is not None:
+            options["device"] = device
         return metas, func(*_thawed(args, metas), **options)
 
 
