@@ -142,8 +142,8 @@ def _run(setting: Setting) -> None:
 
 
 def _step(model: torch.nn.Module, layout: Layout, tokens: int, loss: str) -> None:
-    ids = torch.zeros(1, layout.local_length("tokens", tokens), dtype=torch.long)
-    forward_loss(model, layout, ids, tokens, loss).backward()
+    ids = torch.zeros(1, tokens, dtype=torch.long)
+    forward_loss(model, layout, ids, loss).backward()
 
 
 def _status(key: str) -> int:

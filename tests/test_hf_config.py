@@ -13,7 +13,7 @@ from weft import DeclarationError, Layout, UnsupportedError
 
 hf = pytest.importorskip("transformers")
 
-from weft_integrations.transformers.verification import verify  # noqa: E402
+from weft_integrations.transformers import verify  # noqa: E402
 
 from weft_planner.hf_config import HFModel  # noqa: E402
 
@@ -137,14 +137,14 @@ def test_small_copy_has_the_heads_of_the_model_and_verifies(kind):
     assert len(set(small.kinds)) == len(set(model.kinds))
     built = model.build_small()
     assert sum(p.numel() for p in built.parameters()) < 20_000_000
-    assert verify.verify(built, Layout.parse("tokens: ring=2")).outputs < 1e-4
+    assert verify(built, Layout.parse("tokens: ring=2")).outputs < 1e-4
 
 
 @pytest.mark.slow
 def test_small_copy_of_a_model_that_ranks_change_is_refused():
     built = HFModel(hf.AutoConfig.for_model("inkling_text")).build_small()
     with pytest.raises(UnsupportedError, match="position_bias"):
-        verify.verify(built, Layout.parse("tokens: ring=2"))
+        verify(built, Layout.parse("tokens: ring=2"))
 
 
 def test_small_copy_has_factors_of_rope_of_its_own_size():

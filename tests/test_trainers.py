@@ -159,7 +159,7 @@ def test_completions_and_rewards_are_those_of_a_groups_first_rank(four):
     (kept, weights, split), *others = four.run(cases.by_rank, RING)
     assert others[0] == (kept, weights, split)  # what rank 1 generates and judges counts nowhere
     assert others[1][0] != kept
-    assert split == ["whole"]  # the reference model
+    assert split == 1  # the reference model
 
 
 def test_workers_of_a_group_draw_the_same(four):
@@ -389,7 +389,6 @@ def refused_on_ranks(rank):
 
     calls = {
         "not parallelized": lambda: accelerated(llama()),
-        "rows=['local']": lambda: accelerated(parallelize(llama(), layout, rows="local")),
         "use_cpu=True": one_process,
         "attach before": late,
         "consecutive": lambda: trainers.of(hf.Trainer, weft.Layout.parse(RING).bind(mesh["ring"])),

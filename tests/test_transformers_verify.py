@@ -206,16 +206,6 @@ def test_the_mark_in_place_of_mask_says_who_touched_it():
     model(input_ids=ids)
 
 
-def test_window_of_nothing_is_refused_where_a_layer_uses_it():
-    config = hf.Qwen2Config(
-        **GROUPED, use_sliding_window=True, sliding_window=4, max_window_layers=0
-    )
-    config.sliding_window = 0
-    model = parallelize(build(lambda: hf.Qwen2ForCausalLM(config)), Layout.single())
-    with pytest.raises(UnsupportedError, match="sliding_window=0"):
-        model(input_ids=torch.arange(8)[None])
-
-
 # -- the command ----------------------------------------------------------------------------------
 
 

@@ -96,11 +96,11 @@ def measured(
 
     on = layout.on(ToItself(layout.mesh, 0))
     built = place(model.build(where.dtype, where.device), on, loss, recompute)
-    ids = torch.zeros(1, tokens, dtype=torch.long, device=where.device)
+    ids = torch.zeros(1, layout.world_size * tokens, dtype=torch.long, device=where.device)
 
     def step() -> None:
         built.zero_grad(set_to_none=True)
-        forward_loss(built, on, ids, layout.world_size * tokens, loss).backward()
+        forward_loss(built, on, ids, loss).backward()
 
     if where.rehearsal:
         with Live([*built.parameters(), *built.buffers()]) as live:

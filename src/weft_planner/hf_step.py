@@ -71,7 +71,7 @@ def forward_loss(
 ) -> Tensor:
     """Loss of whole rows: full logits by the model itself, or weft's chunked loss."""
     if loss == "full":
-        return model(input_ids=ids, shift_labels=ids).loss
+        return model(input_ids=ids, labels=ids).loss
     states = _body(model)(input_ids=ids).last_hidden_state
     head = model.get_output_embeddings().weight
     return cross_entropy(states, head, ids, layout, chunk=chunk)

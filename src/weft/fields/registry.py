@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .._caching import cached
 from .._digest import number_of
@@ -26,7 +27,8 @@ from .._torch import shares_storage
 from ..errors import UnsupportedError
 from ..runtime.autocast import autocast_is_on
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whole
-from .exchange import broadcasts, placed_like, sharing_more
+from .draws import generator_state
+from .exchange import broadcasts, of_shares, placed_like, sharing_more
 from .field import Copied, Field, settled_dims
 from .place import FieldPlace, FieldRegion, region_of
 
@@ -129,6 +131,7 @@ class Recipe(NamedTuple):
         goals: index of a tensor -> the dims that it is aligned to first.
         copies: whether results are copies where torch has views, though no tensor is aligned.
         writes: whether the first tensor is the result, written in place.
+        draws: the generator that it draws random numbers of, None for torch's own; else False.
     """
 
     run: Callable[[list[Any]], Any]
@@ -136,6 +139,7 @@ class Recipe(NamedTuple):
     goals: Mapping[int, Sequence[Dim]] = MappingProxyType({})
     copies: bool = False
     writes: bool = False
+    draws: Any = False
 
 
 class Direct(NamedTuple):
@@ -340,12 +344,13 @@ def _tried(
 ) -> tuple[list[Any], Any]:
     """Tensors of a device in place of parts, and what a function gives of them."""
     metas: list[Any] = [None] * n
-    for w in wholes:
-        metas[w.at] = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device=device).zero_()
-    options = _thawed(kwargs, metas)
-    if options.get("device") is not None:
-        options["device"] = device
-    with torch.no_grad():
+    with torch.no_grad(), _disable_current_modes():  # which would count this, too
+        for w in wholes:
+            empty = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device=device)
+            metas[w.at] = empty.zero_()
+        options = _thawed(kwargs, metas)
+        if options.get("device") is not None:
+            options["device"] = device
         return metas, func(*_thawed(args, metas), **options)
 
 
@@ -431,9 +436,13 @@ class KeptRecipe:
                 locals_.append(x._local)
                 trails.append(x._trail)
             else:
-                locals_.append(x)
+                locals_.append(of_shares(x, self.region) if x.grad_fn is not None else x)
                 if self.region.watch is not None:
                     self.region.watch(x)
+        if self.recipe.draws is not False:
+            alone = self.recipe.out is None or not self.places[0][0].is_split
+            draws = self.recipe.draws, alone
+            trails.append(generator_state(self.name, self.region, locals_[0], *draws))
         trail, region = hash(tuple(trails)), self.region
         region.trail, region.function = trail, self.name
         for i, axes in self.wider.items():

@@ -7,12 +7,14 @@ so are the arguments by which accelerate is told how many groups there are.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
 from weft.errors import DeclarationError
+from weft.fields import Field
 from weft.layout import Layout
 
 from . import refused
@@ -74,6 +76,8 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
     # None would have a stream read by rank 0.
     accelerator.dataloader_config.dispatch_batches = False
     accelerator.prepare_data_loader = functools.partial(_load, accelerator, group)
+    for name in ("gather", "pad_across_processes", "reduce"):
+        setattr(accelerator, name, functools.partial(_of_whole, getattr(accelerator, name)))
     accelerator.gather_for_metrics = functools.partial(_gather_for_metrics, accelerator, group)
     accelerator.prepare_scheduler = functools.partial(
         _schedule, accelerator, group, accelerator.prepare_scheduler
@@ -125,6 +129,14 @@ def _seed_workers(data_loader: DataLoader, process: int, group: ContextGroup) ->
     if isinstance(start, functools.partial) and start.keywords.get("rank") == process:
         keywords = start.keywords | {"rank": group.index}
         data_loader.worker_init_fn = functools.partial(start.func, *start.args, **keywords)
+
+
+def _of_whole(run: Callable, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    """A function of accelerate, which sends memory of tensors, on fields made whole."""
+    from accelerate.utils import recursively_apply
+
+    whole = recursively_apply(lambda t: t.full_tensor() if isinstance(t, Field) else t, tensor)
+    return run(whole, *args, **kwargs)
 
 
 def _gather_for_metrics(

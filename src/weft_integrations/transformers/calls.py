@@ -47,7 +47,7 @@ from .defaults import (
     put_cache,
     put_features,
 )
-from .facts import OTHER_INPUTS, VARLEN, Facts, sees_none, tokens_of
+from .facts import OTHER_INPUTS, VARLEN, RowFacts, sees_none, tokens_of
 from .fused_head import fused_head_by_rows
 from .mark import Mark
 from .parts import base, biases_distances, encodes, rotates, window_of
@@ -434,7 +434,7 @@ class Calls:
         if self.splits_inside:
             call.ahead = True
             return call, kwargs
-        call.facts = facts = Facts.of(kwargs)
+        call.facts = facts = RowFacts.of(kwargs)
         call.length, call.ids = facts.length, kwargs.get("input_ids")
         if min(tokens_per_chunk(self.layout, self.axis, call.length)) == 0:
             raise UnsupportedError(

@@ -109,11 +109,12 @@ class Entered:
 
     def record(self, grad: Tensor) -> None:
         """Take an entering gradient into the comparison of this backward pass."""
-        self.begun_now().append(_arriving(grad))
+        if not grad.is_meta:
+            self.begun_now().append(_arriving(grad))
 
     def meet(self, t: Tensor) -> None:
         """Take a plain tensor that outputs met into the comparison of the next backward pass."""
-        if t.numel() and not t.is_complex():
+        if t.numel() and not (t.is_complex() or t.is_meta):
             self.met.append(_arriving(t if t.is_floating_point() else t.double()))
 
     def take(self, number: int) -> Callable[[], GroupState]:

@@ -25,7 +25,7 @@ _OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
 
 @dataclass(frozen=True)
-class Facts:
+class RowFacts:
     """What masks need of a call's rows.
 
     Attributes:
@@ -44,7 +44,7 @@ class Facts:
     padding: Tensor | None = None
 
     @classmethod
-    def of(cls, kwargs: Mapping[str, Any]) -> Facts:
+    def of(cls, kwargs: Mapping[str, Any]) -> RowFacts:
         """The facts of whole rows.
 
         Documents are those of `cu_seq_lens_q`, or of position ids that start anew.

@@ -19,7 +19,7 @@ from weft.layout import Layout
 from .. import Foreign
 from .chosen_keys import chooses_over_ranks, in_places
 from .defaults import CACHES, asked, differentiated
-from .facts import OTHER_INPUTS, Facts
+from .facts import OTHER_INPUTS, RowFacts
 from .rebinding import is_ours
 
 
@@ -137,7 +137,7 @@ def caches_of_choices(choosers: Sequence[Foreign]) -> None:
         )
 
 
-def padding_of_choices(choosers: Sequence[Foreign], facts: Facts) -> None:
+def padding_of_choices(choosers: Sequence[Foreign], facts: RowFacts) -> None:
     """Raise for rows whose first token is not in the first place, where blocks count places."""
     for module in filter(in_places, choosers):
         left = facts.padding is not None and not facts.padding[:, 0].all()
