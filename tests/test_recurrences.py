@@ -634,7 +634,9 @@ def test_a_recurrent_layer_by_itself_is_refused():
 def test_padding_that_enters_a_state_by_eager_attention_is_not_split():
     model, tokens = build("recurrent_gemma"), ids()
     model.set_attn_implementation("eager")
-    batch = {"attention_mask": (torch.arange(43) >= torch.tensor([[0], [9]])).long()}
+    seen = torch.arange(43) >= torch.tensor([[0], [9]])
+    labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
+    batch = {"attention_mask": seen.long(), "labels": labels}
     with pytest.warns(UserWarning, match="its recurrent layers take it in"):
         found = on_layout(model, "tokens: ring=2", tokens, **batch)
     assert (found.logits - one_device(model, tokens, **batch).logits).abs().max() < EXACT
