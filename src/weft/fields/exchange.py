@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch import function_of_node
 from .._uploads import uploaded
-from ..comm.collectives import Sum, invariant_to_replicate
+from ..comm.collectives import Sum, invariant_to_replicate, scale_backward
 from ..comm.once_differentiable import once
 from ..comm.origin import origin
 from ..plan.order import Span, Spans, each_position
