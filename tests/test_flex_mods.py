@@ -17,7 +17,7 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
-from weft_integrations.transformers.batches import KeySpans
+from weft_integrations.transformers.facts import KeySpans
 
 import weft
 from weft.bias import alibi
