@@ -7,20 +7,21 @@ nothing: decays are drawn slow (`slow`), and models are compared in fp64 all thr
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import dataclass
 
 import torch
 import transformers as hf
+from fp64 import InFP64, whole
 from torch import Tensor
 from torch.nn import functional as F
-from weft_integrations.transformers.verification.copies import InFP64
 
 from benchmarks import families
 from weft import parallelize
 from weft.comm import run_threads
 from weft.layout import Layout
 from weft.losses import shift_labels
-from weft_integrations.transformers import shard_batch
+from weft.losses.labels import IGNORED
 
 VOCABULARY = families.TINY["vocab_size"]
 
@@ -60,6 +61,21 @@ def build(family: str, dtype: torch.dtype = torch.float64, **options) -> torch.n
 def ids(batch: int = 2, length: int = 43) -> Tensor:
     """Token ids, among them every id that could stand for padding."""
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def packed(tokens: Tensor, documents: tuple[int, ...]) -> dict[str, Tensor]:
+    """A call of one row of documents, whose first tokens are no labels."""
+    ends = torch.tensor([0, *itertools.accumulate(documents)])
+    labels = tokens.clone()
+    labels[:, ends[:-1]] = IGNORED
+    positions = torch.cat([torch.arange(n) for n in documents])[None]
+    return {
+        "input_ids": tokens,
+        "labels": labels,
+        "position_ids": positions,
+        "cu_seq_lens_q": ends,
+        "use_cache": False,
+    }
 
 
 @dataclass(frozen=True)
@@ -118,19 +134,21 @@ def on_layout(
     if isinstance(line, str):
         layout = Layout.parse(line) if ":" in line else Layout.load(line)
     dtype = next(model.parameters()).dtype
-    whole = {"input_ids": tokens, "labels": tokens} | batch
+    call = (
+        {"input_ids": tokens, "labels": tokens} if documents is None else packed(tokens, documents)
+    )
 
     def rank(transport):
         with InFP64() if dtype is torch.float64 else torch.enable_grad():
             bound = layout.on(transport)
-            mine = parallelize(copy.deepcopy(model), bound, rows="local")
+            mine = parallelize(copy.deepcopy(model), bound)
             if step is None:
-                out = mine(**shard_batch(whole, bound, documents=documents))
+                out = mine(**call | batch)
                 out.loss.backward()
             else:
-                out = step(mine, bound)
+                out = step(mine)
             bound.sync_gradients(mine)
-            logits = bound.gather(out.logits.detach(), {"batch": 0, "tokens": 1})
+            logits = whole(out.logits).detach()
         return Answer(logits, out.loss.detach(), _gradients(mine))
 
     return run_threads(layout.mesh, rank, timeout=60)[-1]

@@ -310,7 +310,7 @@ def llama_on_gpu(order: list[str]) -> Iterator[tuple]:
     """
     import transformers as hf
 
-    from weft_integrations.transformers import losses, refused
+    from weft_integrations.transformers import refused
 
     layout = weft.Layout.parse("tokens(zigzag): ring=4")
     transport = OneOf(layout.mesh, 1)
@@ -330,8 +330,6 @@ def llama_on_gpu(order: list[str]) -> Iterator[tuple]:
     with (
         mock.patch.object(_uploads, "_landing", landing),
         mock.patch.object(refused, "exported"),  # fake tensors are what a trace has
-        mock.patch.object(torch.Tensor, "as_subclass", lambda t, _: t),  # fake ones have none,
-        mock.patch.object(losses, "check_loss"),  # so that no loss is marked as of all ranks
         fake_gpu() as crossings,
         torch.no_grad(),
     ):

@@ -277,6 +277,10 @@ def test_a_public_name_is_defined_once():
 #: Files of tests that have more than one module in view, and so are named after none.
 OTHER_TESTS = [
     "any_model",
+    "rows",
+    "seam",
+    "stacks",
+    "whole",
     "budgets",
     "calls_of_users",
     "idea",
@@ -309,7 +313,6 @@ OTHER_TESTS = [
     "gpu_benchmark",
     "elastic",
     "kills",
-    "volume",
     "docs",
     "docstrings",
     "house",
@@ -342,13 +345,13 @@ def test_few_cases_have_every_value_of_their_parameters():
 #: Code lines, docstrings and comments apart. These numbers only fall: who takes lines away, lowers
 #: them; who needs more, finds what can go.
 BUDGET = {
-    "src/weft": 30_000,
+    "src/weft": 29_830,
     "src/weft_models": 6_850,
     "src/weft_integrations": 8_600,
     "src/weft_planner": 3_450,
-    "src/weft_cli": 4_160,
-    "tests": 45_000,
-    "benchmarks": 9_900,
+    "src/weft_cli": 3_880,
+    "tests": 44_850,
+    "benchmarks": 9_470,
 }
 
 

@@ -19,7 +19,8 @@ if importlib.util.find_spec("transformers") is None:
     )
 
 import transformers as hf
-from hybrids import build, ids, on_layout, one_device
+from fp64 import whole
+from hybrids import build, ids, on_layout, one_device, packed
 from pool import Pool
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
@@ -28,7 +29,7 @@ from weft import on_threads, parallelize, restore
 from weft.carry import ops as state_ops
 from weft.carry.fragments import Fragments
 from weft.carry.pieces import LocalPieces
-from weft_integrations.transformers import Batch, recurrences, running, shard_batch, verify
+from weft_integrations.transformers import recurrences, running
 
 hf.logging.set_verbosity_error()
 
@@ -43,7 +44,7 @@ FAMILIES = (
 KINDS = ("qwen3_5", "kimi_linear", "bamba", "jamba", "lfm2", "minimax", "recurrent_gemma")
 LAYOUTS = (
     *("tokens(zigzag): ring=2", "tokens: tile=2x2", "tokens: ulysses=2", "head-x-ring"),
-    *("hierarchical-2x2", "batch: dp=2; tokens(zigzag): ring=2"),
+    "hierarchical-2x2",
 )
 
 
@@ -131,11 +132,9 @@ def test_states_go_on_where_position_ids_start_anew(family):
         bounds = torch.tensor([0, 20, 20, 43, 43])  # with ends that are repeated
         with torch.no_grad():
             made = own(**packed).logits, own(**packed, cu_seq_lens_q=bounds).logits
-        return [t + 0 for t in made]
+        return [whole(t) for t in made]
 
-    with pytest.warns(UserWarning, match="states of recurrent layers go on"):
-        ranks = on_threads(Layout.parse("tokens(zigzag): ring=2"), work)
-    for got, apart in ranks:
+    for got, apart in on_threads(Layout.parse("tokens(zigzag): ring=2"), work):
         same, other = ((t - want).abs() / want.abs().max() for t in (got, apart))
         assert same.max() < 2e-6  # stock functions compute in fp32
         assert other[:, :20].max() < 2e-6
@@ -150,15 +149,15 @@ def test_documents_start_anew(family):
     Of one token, and of fewer than a convolution reaches back to; cut by ranks, and by none.
     """
     model, documents = build(family), (1, 2, 17, 3, 20)
-    found = on_layout(model, "tokens: ring=3", ids(), documents)
-    off, which = found.off(one_device(model, ids(), documents))
+    found = on_layout(model, "tokens: ring=3", ids(1), documents)
+    off, which = found.off(one_device(model, ids(1), documents))
     assert off < EXACT, which
 
 
 def test_documents_on_one_rank_start_anew():
     model, documents = build("qwen3_5"), (1, 2, 17, 3, 20)
-    found = on_layout(model, "tokens: ring=1", ids(), documents)
-    assert found.off(one_device(model, ids(), documents))[0] < EXACT
+    found = on_layout(model, "tokens: ring=1", ids(1), documents)
+    assert found.off(one_device(model, ids(1), documents))[0] < EXACT
 
 
 @pytest.mark.parametrize("length", [3, 5])
@@ -168,8 +167,7 @@ def test_fragments_shorter_than_a_convolution_reaches_back(length):
     assert found.off(one_device(model, ids(1, length)))[0] < EXACT
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_recomputed_layers_belong_to_their_own_call(reentrant):
+def test_recomputed_layers_belong_to_their_own_call():
     """Two calls before one backward pass, of other lengths, other documents and other padding."""
     model = build("bamba", torch.float32)
     first, second = ids(1, 20), ids(2, 43)
@@ -177,16 +175,10 @@ def test_recomputed_layers_belong_to_their_own_call(reentrant):
     seen[1, 30:] = 0
     labels = second.masked_fill(seen == 0, -100)
 
-    def step(mine, bound):
-        again = {"use_reentrant": reentrant}
-        mine.gradient_checkpointing_enable(gradient_checkpointing_kwargs=again)
-        if reentrant:
-            mine.enable_input_require_grads()
-        packed = {"input_ids": first, "labels": first}
-        one = mine(**shard_batch(packed, bound, documents=(7, 13)))
-        two = mine(
-            **shard_batch({"input_ids": second, "labels": labels, "attention_mask": seen}, bound)
-        )
+    def step(mine):
+        mine.gradient_checkpointing_enable({"use_reentrant": False})
+        one = mine(**packed(first, (7, 13)))
+        two = mine(input_ids=second, labels=labels, attention_mask=seen)
         (one.loss + two.loss).backward()
         return two
 
@@ -217,7 +209,7 @@ def test_half_precision_is_rounded_once():
 
     def rank(transport):
         bound = layout.on(transport)
-        call = running.ModelCall(bound, "tokens", Batch(), length)
+        call = running.ModelCall(bound, "tokens", length=length)
         call.state = LocalPieces(bound, "tokens", length)
         run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
         local = [bound.shard(t, {"tokens": 1}) for t in (q, k, v, g, beta)]
@@ -249,9 +241,9 @@ def test_autocast_errs_as_one_device_does(family):
     """What a trainer's `bf16=True` does: weights in fp32, products and some states in bf16."""
     exact, model = one_device(build(family), ids()), build(family, torch.float32)
 
-    def step(mine, bound):
+    def step(mine):
         with torch.autocast("cpu", torch.bfloat16):
-            out = mine(**shard_batch({"input_ids": ids(), "labels": ids()}, bound))
+            out = mine(input_ids=ids(), labels=ids())
         out.loss.backward()
         return out
 
@@ -290,8 +282,9 @@ def test_states_are_handed_on_where_the_layout_says_so(family, order, documents,
     """Documents begin inside ranks' tokens, and go on to the next rank."""
     _no_maps(monkeypatch)
     model, layout = build(family), chained(3, order)
-    found = on_layout(model, layout, ids(), documents)
-    off, which = found.off(one_device(model, ids(), documents))
+    tokens = ids(1 if documents else 2)
+    found = on_layout(model, layout, tokens, documents)
+    off, which = found.off(one_device(model, tokens, documents))
     assert off < EXACT, which
 
 
@@ -318,7 +311,7 @@ def test_chains_at_kernel_chunks_have_one_device_s_bits():
     wanted = [whole, *torch.autograd.grad(torch.cat(outs, 1), inputs, above)]
 
     def rank(layout):
-        call = running.ModelCall(layout, "tokens", Batch(), length)
+        call = running.ModelCall(layout, "tokens", length=length)
         call.state = LocalPieces(layout, "tokens", length)
         run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
         local = [layout.shard(t.detach(), {"tokens": 1}).requires_grad_() for t in inputs]
@@ -361,14 +354,14 @@ def by_heads(line: str, carry: tuple[str, ...]) -> Layout:
         ("qwen3_5", "tokens: ulysses=4", ("ulysses",), None),
         ("bamba", "tokens(zigzag): ring=2 x ulysses=2", ("state", "ulysses"), (1, 2, 17, 3, 20)),
         ("qwen3_5", "tokens: ulysses=2 x ring=2", ("ulysses", "state"), (1, 2, 17, 3, 20)),
-        ("jamba", "batch: dp=2; tokens(zigzag): ring=2", ("ulysses",), None),
     ],
 )
 def test_tokens_are_traded_for_heads_where_the_layout_says_so(family, line, carry, documents):
     """The loss, logits and the gradient of every parameter, of scans over more of the axis."""
     model, layout = build(family), by_heads(line, carry)
-    found = on_layout(model, layout, ids(), documents)
-    off, which = found.off(one_device(model, ids(), documents))
+    tokens = ids(1 if documents else 2)
+    found = on_layout(model, layout, tokens, documents)
+    off, which = found.off(one_device(model, tokens, documents))
     assert off < EXACT, which
 
 
@@ -380,8 +373,8 @@ def test_tokens_are_traded_for_heads_within_a_chain(family, monkeypatch):
         build(family),
         by_heads("tokens: ring=2 x ulysses=2", ("state_chain", "ulysses")),
     )
-    found = on_layout(model, layout, ids(), (1, 2, 17, 3, 20))
-    assert found.off(one_device(model, ids(), (1, 2, 17, 3, 20)))[0] < EXACT
+    found = on_layout(model, layout, ids(1), (1, 2, 17, 3, 20))
+    assert found.off(one_device(model, ids(1), (1, 2, 17, 3, 20)))[0] < EXACT
 
 
 def test_heads_that_do_not_divide_are_refused_on_every_rank():
@@ -389,10 +382,9 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank():
     model = build("qwen3_5")
 
     def rank(transport):
-        bound = layout.on(transport)
-        mine = parallelize(copy.deepcopy(model), bound, rows="local")
+        mine = parallelize(copy.deepcopy(model), layout.on(transport))
         with pytest.raises(ShapeError, match="4 heads do not divide over 3 ranks"):
-            mine(**shard_batch({"input_ids": ids()}, bound))
+            mine(input_ids=ids(), labels=ids())
 
     run_threads(layout.mesh, rank, timeout=60)
 
@@ -479,16 +471,16 @@ def test_a_layer_that_a_kernel_replaced_is_refused():
 
 
 def test_a_layer_that_a_kernel_replaced_since_is_refused():
-    model = parallelize(build("qwen3_5"), Layout.single(), rows="local")
+    model = parallelize(build("qwen3_5"), Layout.single())
     _mixer(model).forward = _fused
-    batch = shard_batch({"input_ids": ids()}, Layout.single())
     with pytest.raises(UnsupportedError, match="was replaced since the model was parallelized"):
-        model(**batch)
+        model(input_ids=ids())
 
 
 def test_kernel_that_runs_on_no_cpu_is_not_called_there(monkeypatch):
     """transformers calls fla's wherever fla is installed, also where Triton has no device."""
     names = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+    want = one_device(build("qwen3_5", torch.float32), ids())
     for own in [getattr(modeling_qwen3_5, name) for name in names]:
 
         @functools.wraps(own)
@@ -499,21 +491,19 @@ def test_kernel_that_runs_on_no_cpu_is_not_called_there(monkeypatch):
     model = build("qwen3_5", torch.float32)
     with pytest.raises(RuntimeError, match="0 active drivers"):
         model(input_ids=ids())
-    verify(model, Layout.parse("tokens: ring=3"))
+    assert on_layout(model, "tokens: ring=3", ids()).off(want)[0] < 1e-2
     mine = parallelize(model, Layout.single()).eval()
     assert mine.generate(ids(1, 8), max_new_tokens=3).shape == (1, 11)
 
 
-def _compiled(rank: int, rows: str) -> float:
+def _compiled(rank: int, layers: bool) -> float:
     """The largest difference that it makes to a gradient to compile layers, or the model."""
     layout = Layout.parse("tokens: ring=2").build("cpu", timeout=60)
-    model = parallelize(build("qwen3_5", torch.float32), layout, rows=rows)
+    model = parallelize(build("qwen3_5", torch.float32), layout)
     batch, found = {"input_ids": ids(), "labels": ids()}, []
-    if rows == "local":
-        batch = shard_batch(batch, layout)
     for compiles in (False, True):
         # Two layers of the same code, and one that attends.
-        for part in (model.model.layers[1:] if rows == "local" else [model]) if compiles else ():
+        for part in (model.model.layers[1:] if layers else [model]) if compiles else ():
             part.compile(backend="aot_eager")
         model.zero_grad()
         model(**batch).loss.backward()
@@ -525,8 +515,8 @@ def _compiled(rank: int, rows: str) -> float:
 @pytest.mark.slow
 def test_layers_and_models_that_are_compiled_are_the_same():
     with Pool(2, gloo_timeout=240.0) as pair:
-        for rows in ("local", "whole"):
-            assert max(pair.run(_compiled, rows, timeout=280.0)) < 1e-5, rows
+        for layers in (True, False):
+            assert max(pair.run(_compiled, layers, timeout=280.0)) < 1e-5, layers
 
 
 @pytest.mark.parametrize("first", ["hooks", "weft"])
@@ -544,14 +534,13 @@ def test_hooks_of_accelerate_stay(first):
         hooks.add_hook_to_module(_mixer(model), Counts())
         hooks.add_hook_to_module(_mixer(model).conv1d, Counts())
 
-    model, want = build("qwen3_5"), one_device(build("qwen3_5"), ids(), (20, 23))
+    model, want = build("qwen3_5"), one_device(build("qwen3_5"), ids(1), (20, 23))
     if first == "hooks":
         hook(model)
-    mine = parallelize(model, Layout.single(), rows="local")
+    mine = parallelize(model, Layout.single())
     if first == "weft":
         hook(mine)
-    batch = shard_batch({"input_ids": ids()}, Layout.single(), documents=(20, 23))
-    off = (mine(**batch).logits - want.logits).norm() / want.logits.norm()
+    off = (mine(**packed(ids(1), (20, 23))).logits - want.logits).norm() / want.logits.norm()
     assert off < 1e-5
     assert entered == ["Qwen3_5GatedDeltaNet", "Conv1d"]
     restore(mine)
@@ -612,44 +601,15 @@ WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
 @pytest.mark.parametrize(
     ("family", "wrong"), [*(("qwen3_5", wrong) for wrong in WRONG), ("bamba", _forgets)]
 )
-def test_what_wrong_is_seen_by_verify_and_by_these_tests(family, wrong, monkeypatch):
-    """verify has a model of random weights, whose states die within a few tokens but in copies."""
+def test_what_would_be_wrong_is_seen(family, wrong, monkeypatch):
     tokens = ids()
     seen = torch.arange(43) >= torch.tensor([[0], [9]])
     labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
     batch = {"attention_mask": seen.long(), "labels": labels}
-    model, fast = build(family), build(family, torch.float32)
-    for module in fast.modules():
-        if hasattr(module, "A_log"):
-            module.A_log.data.fill_(3.0)
+    model = build(family)
     want = one_device(model, tokens, **batch)
     wrong(monkeypatch)
     assert on_layout(model, "tokens: ring=4", tokens, **batch).off(want, seen)[0] > 1e4 * EXACT
-    with pytest.raises(UnsupportedError, match="is not the model"):
-        verify(fast, Layout.parse("tokens: ring=8"))
-
-
-def test_verify_finds_nothing_where_nothing_is_wrong():
-    found = verify(build("bamba", torch.float32), Layout.parse("tokens: ring=8"))
-    assert "5 of them padding on the left" in str(found)
-
-
-def test_tokens_sorted_by_expert_are_no_difference():
-    config = hf.JambaConfig(
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attn_layer_period=1,
-        attn_layer_offset=0,
-        expert_layer_period=1,
-        expert_layer_offset=0,
-        num_experts=4,
-        num_experts_per_tok=1,
-    )
-    verify(hf.JambaForCausalLM(config), Layout.parse("tokens: ring=2"))
 
 
 # -- refused --------------------------------------------------------------------------------------
@@ -671,35 +631,24 @@ def test_a_recurrent_layer_by_itself_is_refused():
         _mixer(model)(torch.zeros(1, 4, 32, dtype=torch.float64))
 
 
-def test_a_mask_that_a_state_cannot_heed_is_refused():
-    from weft import Window
-
-    model = parallelize(build("qwen3_5"), Layout.single(), rows="local")
-    with pytest.raises(UnsupportedError, match="heed no other mask"):
-        model(input_ids=ids(), weft=Batch(mask=Window(3, 3)))
-
-
 def test_padding_that_enters_a_state_by_eager_attention_is_refused():
     config = build("recurrent_gemma").config
     config._attn_implementation = "eager"
-    model = parallelize(
-        hf.RecurrentGemmaForCausalLM(config), Layout.single(), rows="local"
-    )
+    model = parallelize(hf.RecurrentGemmaForCausalLM(config), Layout.single())
     seen = torch.arange(43) >= torch.tensor([[0], [9]])
-    batch = {"input_ids": ids(), "attention_mask": seen.long()}
     with pytest.raises(UnsupportedError, match=r"recurrent layers of .* take in padding"):
-        model(**shard_batch(batch, Layout.single()))
+        model(input_ids=ids(), attention_mask=seen.long())
 
 
 def test_ranks_may_choose_other_sizes_of_a_kernels_chunks():
     """A map is that of its tokens, however a kernel groups them."""
     model, tokens = build("bamba"), ids()
 
-    def step(mine, bound):
+    def step(mine):
         for layer in mine.model.layers:
             if hasattr(layer, "mamba"):
-                layer.mamba.chunk_size = 4 + bound.rank
-        out = mine(**shard_batch({"input_ids": tokens, "labels": tokens}, bound))
+                layer.mamba.chunk_size = 4 + mine._weft.layout.rank
+        out = mine(input_ids=tokens, labels=tokens)
         out.loss.backward()
         return out
 
@@ -707,14 +656,3 @@ def test_ranks_may_choose_other_sizes_of_a_kernels_chunks():
     assert found.off(one_device(model, tokens))[0] < EXACT
 
 
-def test_fewer_tokens_than_ranks_are_refused_on_every_rank():
-    layout = Layout.parse("tokens: ring=3")
-    model = build("mamba")
-
-    def rank(transport):
-        bound = layout.on(transport)
-        mine = parallelize(copy.deepcopy(model), bound, rows="local")
-        with pytest.raises(ShapeError, match="1 tokens leave a rank without any"):
-            mine(**shard_batch({"input_ids": ids(1, 1)}, bound))
-
-    run_threads(layout.mesh, rank, timeout=60)

@@ -1640,7 +1640,7 @@ def test_collectives_of_torch_send_whole_logits(pool):
 
 
 def _draws(rank, recompute):
-    """The largest difference of gradients from one process with the same seed, which drops alike."""
+    """The largest difference of gradients from one process with the same seed."""
     layout = Layout.parse("tokens(zigzag): ring=4").build("cpu", timeout=60)
     model = build("gpt2").train()
     for module in model.modules():

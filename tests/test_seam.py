@@ -27,7 +27,6 @@ if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers as hf
-from weft_integrations.transformers.whole import text_decoder
 
 from benchmarks import image_families as families
 from benchmarks.image_families import FAMILIES, MARKS, built, example

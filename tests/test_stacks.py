@@ -191,33 +191,22 @@ def test_generate_is_one_devices_computed_whole(family):
     assert all(torch.equal(seen, want) for seen in ranks)
 
 
-WHOLE = {
-    "no ids of a decoder": ("decoder_input_ids: there are none", {}),
-    "states that are given": ("encoder_outputs: states", {"labels": True, "states": True}),
-}
-
-
-@pytest.mark.parametrize("case", WHOLE)
-def test_calls_without_parts_run_on_every_rank(case):
-    match, given = WHOLE[case]
+@split
+@pytest.mark.parametrize("given", ["nothing of a decoder", "states of the encoder"])
+def test_calls_without_ids_of_a_decoder_or_of_an_encoder(given):
     model, call = built("bart"), example("bart")
-    if not given:
+    if given == "nothing of a decoder":
         del call["labels"]
-    if "states" in given:
+    else:
         call["encoder_outputs"] = (torch.randn(2, 29, 32, dtype=torch.float64),)
 
     def logits(model):
         with InFP64(), torch.no_grad():
-            return model(**cloned(call)).logits
+            return whole(model(**cloned(call)).logits)
 
     want = logits(copy.deepcopy(model))
-
-    def work(layout):
-        return logits(parallelize(copy.deepcopy(model), layout))
-
-    with pytest.warns(UserWarning, match=match):
-        ranks = weft.on_threads(Layout.parse(LAYOUTS[0]), work)
-    assert all((seen - want).abs().max() < FP64 * want.abs().max() for seen in ranks)
+    for seen in on_ranks(model, LAYOUTS[0], logits):
+        assert (seen - want).abs().max() < FP64 * want.abs().max()
 
 
 def left_padded(family, labels):

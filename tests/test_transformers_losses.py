@@ -155,8 +155,8 @@ def test_what_a_model_adds_of_its_tokens_is_that_of_one_device(change):
 def test_routers_losses_are_added():
     config = hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=4)
     config.output_router_logits = True
-    config.experts_implementation = "eager"
     model = build(adds(of_a_constant, hf.MixtralForCausalLM), config)
+    model.set_experts_implementation("eager")  # which knows fp64
     seen = torch.ones_like(IDS)
     seen[1, 9:] = 0
     for padding in ({}, {"attention_mask": seen}):

@@ -133,10 +133,3 @@ def test_additive_masks_of_models_leave_nothing_out(line):
 
     check(built(lambda: hf.LayoutLMForMaskedLM(config)), run, line, FP64)
 
-
-def test_places_are_counted_as_before_after_restore():
-    config = hf.Llama4TextConfig(**SMALL, vocab_size=97, num_local_experts=2)
-    model = built(lambda: hf.Llama4ForCausalLM(config))
-    own = parallelize(model, Layout.single())
-    assert any("forward" in m.__dict__ for m in own.modules())
-    assert not any("forward" in m.__dict__ for m in weft.restore(own).modules())

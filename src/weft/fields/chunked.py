@@ -85,7 +85,8 @@ def on_chunks(
             return own_chunk(x, axis, d)
         return _whole(x)
 
-    result = run(*map(local, args), **{k: local(v) for k, v in kwargs.items()})
+    given = [local(x) for x in args]  # before those by name
+    result = run(*given, **{k: local(v) for k, v in kwargs.items()})
     if not found:
         return result
     like, dim = found[0]

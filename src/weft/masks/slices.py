@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .._caching import cached
-from .base import FAR, NOTHING, Interval, Intervals, Mask
+from .base import FAR, NOTHING, Interval, Intervals, Mask, common
 
 #: Rows and columns of a block, in which noise is kept.
 BLOCK = 128
@@ -129,16 +129,20 @@ class Slices(Mask):
 
     def counts(self, of_keys: bool = False) -> np.ndarray:
         """Numbers of keys that queries see, or of queries that see keys; the mean of sequences."""
-        length = self.m if of_keys else self.n
-        total = np.zeros(length, np.int64)
+        kept: dict[bool, np.ndarray] = self.__dict__.setdefault("_counts", {})
+        if of_keys in kept:
+            return kept[of_keys]
+        total = kept[of_keys] = np.zeros(self.m if of_keys else self.n, np.int64)
         for table, _ in self._parts:
             for q0, q1, k0, k1, low, high, _ in table.tolist():
                 if of_keys:
                     q0, q1, k0, k1, low, high = k0, k1, q0, q1, -high, -low
                 rows = np.arange(q0, q1 + 1)
                 seen = np.minimum(k1, rows + high) - np.maximum(k0, rows + low) + 1
-                total[q0 : q1 + 1] += np.maximum(seen, 0)
-        return total // len(self._parts)
+                total[q0 : q1 + 1] += np.maximum(seen, 0, out=seen)
+        if len(self._parts) > 1:
+            total //= len(self._parts)
+        return total
 
 
 @cached(1 << 14)
@@ -349,12 +353,21 @@ _ANSWERS = ("keys", "queries", "key_intervals", "query_intervals", "is_full", "d
 
 
 def sliced(mask: Mask, n: int, m: int, batch: int = 1, heads: int = 1) -> Slices:
-    """The slices of a mask of which every pair is asked, on this rank alone.
+    """The slices of a mask, asked on this rank alone: each row where it answers, else every pair.
 
     >>> from weft.masks import Documents
     >>> [row[:4] for row in sliced(Documents((3, 2)), 5, 5).slices]
     [(0, 2, 0, 2), (3, 4, 3, 4)]
     """
+    if not (mask.per_sample or knows_nothing(mask)):
+        runs = [
+            (q, low, high, 1)
+            for q in range(n)
+            for low, high in common(mask.key_intervals((q, q)), ((0, m - 1),))
+        ]
+        if all(mask.is_full((q, q), (low, high)) for q, low, high, _ in runs):
+            table = np.array(runs, np.int64).reshape(-1, 4)
+            return Slices(n, m, (_compressed(table).tobytes(),))
     whole = question(mask, n, m, batch, heads, torch.device("cpu"))
     return whole.slices([whole.share(0, 1, torch.device("cpu"))])
 

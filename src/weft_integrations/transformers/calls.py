@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -47,10 +47,10 @@ from .defaults import (
     put_cache,
     put_features,
 )
-from .facts import OTHER_INPUTS, VARLEN, Facts, sees_none, tokens_of
+from .facts import OTHER_INPUTS, VARLEN, RowFacts, sees_none, tokens_of
 from .fused_head import fused_head_by_rows
 from .mark import Mark
-from .parts import biases_distances, encodes, rotates, window_of
+from .parts import base, biases_distances, encodes, rotates, window_of
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
 from .recurrent_modules import GIVE_NO_STATES
@@ -112,11 +112,12 @@ class Calls:
         self.stacks = bool(getattr(model.config, "is_encoder_decoder", False))
         self.implementation = model.config._attn_implementation
         self.configured = refused.configured(model, self.implementation)
-        parameters = inspect.signature(model.forward).parameters
+        parameters = takes(model)
         self.names = tuple(parameters)
         self.open = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        below = () if decoder is None else inspect.signature(decoder.forward).parameters
-        self.names_below = tuple(below)
+        self.names_below = () if decoder is None else tuple(takes(decoder))
+        parts = (model, decoder or base(model)) if self.open else (model,)
+        self.takes_use_cache = any("use_cache" in takes(part) for part in parts)
         self.rotates = not self.stacks and rotates(model if decoder is None else decoder)
         self.encoder = encodes(model)
         self.sound_maskers = refused.sound_maskers(model)
@@ -127,6 +128,10 @@ class Calls:
         self.biases = any(map(biases_distances, model.modules()))
         eager = "eager" in own_implementations(model, model._weft.own)
         self.fills_padding = eager or self.biases
+        skips = {"apply_mask_to_padding_states": None}
+        self.states_of_padding = bool(self.recurrent) and not any(
+            calls_of(module, skips) for module in self.recurrent
+        )
         self.causal, self.window = self.stacks or not self.encoder, window_of(model)
         self.entered = consistency.Entered(self._compare_gradients)
         self.all_weights = consistency.AllWeights()
@@ -423,20 +428,20 @@ class Calls:
             kwargs["return_dict"] = True
         if kwargs.get("fused_lm_head"):
             fused_head_by_rows()
-        if "use_cache" in self.names or ("use_cache" in self.names_below and self.open):
+        if self.takes_use_cache:
             kwargs["use_cache"] = False
         call = ModelCall(self.layout, self.axis, report=self.report, as_tuple=as_tuple)
         if self.splits_inside:
             call.ahead = True
             return call, kwargs
-        call.facts = facts = Facts.of(kwargs)
+        call.facts = facts = RowFacts.of(kwargs)
         call.length, call.ids = facts.length, kwargs.get("input_ids")
         if min(tokens_per_chunk(self.layout, self.axis, call.length)) == 0:
             raise UnsupportedError(
                 f"few tokens: {call.length} leave a rank of mesh {dict(self.layout.mesh)} without"
                 " any"
             )
-        self._check_padding(kwargs, facts, module)
+        self._check_padding(kwargs, module)
         refused.padding_of_choices(self.choosers, facts)
         if self.recurrent:
             apart = facts.documents is not None and not facts.by_positions
@@ -473,25 +478,29 @@ class Calls:
         of_tokens &= value.shape[1] > 1
         return cut(value, self.layout, {self.axis: 1}, self.report, True) if of_tokens else value
 
-    def _check_padding(self, kwargs: dict, facts: Facts, module: Foreign) -> None:
+    def _check_padding(self, kwargs: dict, module: Foreign) -> None:
         """Refuse a call that reads padding which sees no token, where weft gives other numbers."""
-        if not self.fills_padding or facts.padding is None:
+        name = "decoder_attention_mask" if self.stacks else "attention_mask"
+        mask = kwargs.get(name)
+        if not self.fills_padding or mask is None or mask.dim() != 2:
             return
-        blind = sees_none(facts.padding, self.causal, self.window)
+        blind = sees_none(mask.bool().cpu(), self.causal, self.window)
         if not blind.any():
             return
         states = asked(module, kwargs, "output_hidden_states")
         read = "output_hidden_states asks for its states" if states else ""
+        read = "its recurrent layers take it in" if self.states_of_padding else read
         labels, shifted = kwargs.get("labels"), kwargs.get("shift_labels")
         if labels is None and shifted is None and not self.generating:
             read = read or "the call has no labels, so that its logits are read"
-        for given in (labels, None if labels is None else shift_labels(labels), shifted):
+        of_next = None if labels is None or self.stacks else shift_labels(labels)
+        for given in (labels, of_next, shifted):
             if given is None or given.shape != blind.shape:
                 continue
             if (blind.to(given.device) & (given != IGNORED)).any():
                 read = "labels at padding, or of the first token behind it, count"
         if read:
-            refused.padding_that_is_read(read, self.biases)
+            refused.padding_that_is_read(name, read, self.biases)
 
     def _gives_states(self, cache: ShardedCache, past: int) -> bool:
         """True if recurrent layers, split over ranks, hand a cache the states of full rows."""
@@ -564,6 +573,11 @@ class Calls:
         """Compare a tensor that a loss makes fields meet; within a call these are weights."""
         if running() is None and not isinstance(t, nn.Parameter):
             self.entered.meet(t)
+
+
+def takes(module: Foreign) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a module's forward."""
+    return inspect.signature(module.forward).parameters
 
 
 def _without_cache(kwargs: dict) -> dict:

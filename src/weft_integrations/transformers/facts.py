@@ -21,10 +21,11 @@ OTHER_INPUTS = (
 )
 #: Arguments of varlen kernels, which documents stand for.
 VARLEN = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+_OF_DECODER = ("decoder_input_ids", "decoder_inputs_embeds", "labels")
 
 
 @dataclass(frozen=True)
-class Facts:
+class RowFacts:
     """What masks need of a call's rows.
 
     Attributes:
@@ -43,12 +44,14 @@ class Facts:
     padding: Tensor | None = None
 
     @classmethod
-    def of(cls, kwargs: Mapping[str, Any]) -> Facts:
+    def of(cls, kwargs: Mapping[str, Any]) -> RowFacts:
         """The facts of whole rows.
 
         Documents are those of `cu_seq_lens_q`, or of position ids that start anew.
         """
         ids = tokens_of(kwargs)
+        if ids is None:  # of a decoder, behind an encoder of sound
+            ids = next((kwargs[n] for n in _OF_DECODER if kwargs.get(n) is not None), None)
         if ids is None:
             raise ShapeError("the model needs input_ids or inputs_embeds")
         rows, length = ids.shape[:2]

@@ -199,7 +199,7 @@ def attend(
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     elif where.past is None:
         named: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "choice": choice}
-        if position_bias is not None and position_bias.shape[-2] == query.shape[2] != q.shape[2]:
+        if position_bias is not None and position_bias.shape[1:3] == query.shape[1:3]:
             # Of other states' keys: zeros, where a module has no table of distances.
             position_bias = bias_tile(position_bias, where.layout, where.axis, where.lengths)
         named["bias"] = position_bias

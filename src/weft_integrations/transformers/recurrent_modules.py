@@ -95,6 +95,11 @@ def _without_padding(x: Tensor) -> Tensor:
     return (x * seen[:, :, None]).to(x.dtype)
 
 
+def gated(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+    """`RecurrentGemmaRglru.forward`: its gates have an autograd function of their own."""
+    return type(self).forward(self, *args, **kwargs)
+
+
 def lru(
     self: Foreign, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
@@ -182,7 +187,8 @@ MODULES: dict[str, tuple[tuple[str, str, Callable], ...]] = {
     "MiniMaxLightningAttention": (("", "forward", _of_chunks(lightning)),),
     "RecurrentGemmaRecurrentBlock": (
         ("conv_1d", "forward", _of_chunks(convolved)),
-        ("rg_lru", "_rnn_scan", _of_chunks(lru)),
+        ("rg_lru", "forward", _of_chunks(gated)),
+        ("rg_lru", "_rnn_scan", lru),
     ),
     "ZayaCCAProjection": (("", "forward", _of_chunks(convolved_heads, 3)),),
 }

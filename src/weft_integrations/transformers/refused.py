@@ -19,7 +19,7 @@ from weft.layout import Layout
 from .. import Foreign
 from .chosen_keys import chooses_over_ranks, in_places
 from .defaults import CACHES, asked, differentiated
-from .facts import OTHER_INPUTS, Facts
+from .facts import OTHER_INPUTS, RowFacts
 from .rebinding import is_ours
 
 
@@ -137,7 +137,7 @@ def caches_of_choices(choosers: Sequence[Foreign]) -> None:
         )
 
 
-def padding_of_choices(choosers: Sequence[Foreign], facts: Facts) -> None:
+def padding_of_choices(choosers: Sequence[Foreign], facts: RowFacts) -> None:
     """Raise for rows whose first token is not in the first place, where blocks count places."""
     for module in filter(in_places, choosers):
         left = facts.padding is not None and not facts.padding[:, 0].all()
@@ -205,7 +205,7 @@ def masked_sound(modules: Sequence[nn.Module], layout: Layout, axis: str) -> Non
             )
 
 
-def padding_that_is_read(read: str, biased: bool) -> NoReturn:
+def padding_that_is_read(name: str, read: str, biased: bool) -> NoReturn:
     """Raise where padding that sees no token is read, and is not 0 on one device.
 
     `read` says by what, and `biased` that a bias is added to the masks of any implementation.
@@ -216,7 +216,7 @@ def padding_that_is_read(read: str, biased: bool) -> NoReturn:
     instead = "" if biased else f", or load the model with {sdpa}"
     unread = "set its labels to -100, ask for no states, pad on the right"
     raise UnsupportedError(
-        f"attention_mask: {read}: some padding sees no token, for which {means} takes the mean of"
+        f"{name}: {read}: some padding sees no token, for which {means} takes the mean of"
         f" all tokens and weft 0{zero}; {unread}{instead}"
     )
 

@@ -22,7 +22,7 @@ from weft.masks import Documents, Mask
 from weft.torch_interop.equal_masks import kept
 
 from .cache import ShardedCache
-from .facts import Facts, padding_mask
+from .facts import RowFacts, padding_mask
 from .mark import Mark, OfCache, Sharded
 
 #: Scores (rows, heads, keys) of an indexer that exist at once.
@@ -35,7 +35,7 @@ class ModelCall:
 
     layout: Layout
     axis: str
-    facts: Facts = field(default_factory=Facts)
+    facts: RowFacts = field(default_factory=RowFacts)
     length: int = 0  # of a row; 0 until a submodule has made its tokens
     report: WholeReport | None = None  # what runs whole for want of a rule
     model: nn.Module | None = None
