@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from weft_integrations.transformers.verification import verify as verification
-from weft_integrations.transformers.verification.copies import InFP64
+from fp64 import InFP64
 
 import weft
 from benchmarks import chosen as chosen_bytes
