@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from covering import pairs
+from fp64 import InFP64
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from weft_integrations.transformers.verification import verify as verification
-from fp64 import InFP64
 
 import weft
 from benchmarks import chosen as chosen_bytes

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .dims import Dim, dim_size, is_split_dim, whole
-from .exchange import own_part
+from .exchange import placed_like
 from .field import Field
 from .registry import Part, Recipe, both, direct, on_locals, pointwise, refused, rule
 
@@ -188,26 +188,29 @@ def _embedding(
     )
 
 
-def _dropout(name: str, refuses: bool) -> None:
-    func = getattr(F, name, None) or getattr(torch, name)
+def _dropout(func: Any) -> None:
+    """Dropout of a mask that every rank draws whole, as one device does, and cuts."""
 
-    @rule(*both(name))
+    @rule(func)
     def dropped(x: Part, p: float = 0.5, training: bool = True, inplace: bool = False) -> Recipe:
-        if not training or p == 0:
+        if not training or not p or not x.shape.numel():
             return Recipe(lambda t: t[x.index].view_as(t[x.index]), x.dims)
-        if refuses:
-            raise refused(f"{name} while training", x)
 
         def run(t: list[Any]) -> Tensor:
-            noise = func(t[x.index].new_ones(x.shape), p, True)  # that of one device, of one seed
-            for d, dim in enumerate(x.dims):
-                noise = own_part(noise, d, dim, x.region) if is_split_dim(dim) else noise
-            return t[x.index] * noise
+            local = t[x.index]
+            like = torch.empty_strided(x.shape, x.strides, dtype=local.dtype, device="meta")
+            mask = func(torch.empty_like(like, device=local.device).fill_(1), p, True)
+            return local * placed_like(mask, [whole(n) for n in x.shape], x.dims, x.region)
 
-        return Recipe(run, x.dims, writes=inplace)
+        return Recipe(run, x.dims, writes=inplace, draws=None)
 
 
-for _name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
-    _dropout(_name, False)
-for _name in ("alpha_dropout", "feature_alpha_dropout", "feature_dropout"):
-    _dropout(_name, True)
+for _func in both("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"):
+    _dropout(_func)
+
+
+@rule(*both("alpha_dropout", "feature_alpha_dropout"))
+def alpha_dropout(x: Part, p: float = 0.5, training: bool = False, inplace: bool = False) -> Recipe:
+    if training and p:
+        raise refused("alpha_dropout while training", x)
+    return Recipe(lambda t: t[x.index].view_as(t[x.index]), x.dims)

@@ -48,6 +48,11 @@ from .registry import (
 )
 
 _PLAIN = (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+#: Parts of names of functions that draw random numbers.
+_RANDOM = (
+    *("rand", "dropout", "bernoulli", "normal_", "multinomial", "uniform", "exponential_"),
+    *("geometric_", "cauchy_", "log_normal", "poisson", "rrelu", "gumbel", "random_"),
+)
 #: Functions in place of single positions that have no other form.
 _WRITES_ALONE = ("zero_", "fill_", "copy_")
 _TO_OTHER_SHAPES = (
@@ -287,6 +292,7 @@ def _in_place(
 def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Part]) -> Recipe:
     """A function without a rule on whole tensors, on every rank: gradients are shares of it."""
     short = name.split(".")[-1]
+    draws = any(word in short for word in _RANDOM) and kwargs.get("generator")
     writes = short == "__setitem__" or (short.endswith("_") and not short.endswith("__"))
     report, numbers = parts[0].region.whole, sum(math.prod(p.shape) for p in parts if p.is_field)
     assert report is not None
@@ -311,7 +317,7 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
     if writes and (not args or args[0] is not parts[0]):
         raise UnsupportedError(f"{name} writes weft.Fields among other tensors: write each alone")
     of_field = writes and parts[0].is_field
-    return Recipe(run, goals[0] if of_field else None, goals, writes=of_field)
+    return Recipe(run, goals[0] if of_field else None, goals, writes=of_field, draws=draws)
 
 
 Field._rules = run_function
