@@ -14,7 +14,6 @@ from weft import DeclarationError, Layout, UnsupportedError
 hf = pytest.importorskip("transformers")
 
 from weft_integrations.transformers import verify  # noqa: E402
-
 from weft_planner.hf_config import HFModel  # noqa: E402
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 50}

@@ -359,7 +359,6 @@ def refused_on_ranks(rank):
     from torch.distributed.device_mesh import init_device_mesh
     from trl import GRPOConfig, GRPOTrainer
 
-    from weft import parallelize
 
     layout = trainers.layout(RING, "cpu", timeout=30)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "dp"))
