@@ -247,8 +247,8 @@ def trade_rows(
 ) -> Tensor:
     """Rows (k, ...), ordered by their destination along a mesh dim, as they come from every rank.
 
-        before  rank 0: a0 a1        rank 1: b0 b1      `sends` and `receives` count the rows
-        after   rank 0: a0 b0        rank 1: a1 b1      adjoint: the same with both exchanged
+    before  rank 0: a0 a1        rank 1: b0 b1      `sends` and `receives` count the rows
+    after   rank 0: a0 b0        rank 1: a1 b1      adjoint: the same with both exchanged
     """
     width = math.prod(x.shape[1:])
     out, back = ([n * width for n in rows] for rows in (sends, receives))

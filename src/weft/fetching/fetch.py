@@ -30,7 +30,7 @@ from .._uploads import upload
 from ..comm.collectives import trade_rows
 from ..comm.once_differentiable import once
 from ..comm.transport import Messages
-from ..declare.traffic import Traffic
+from ..declare.traffic import Traffic, add_messages, add_rows
 from ..kernels import accumulate_dtype
 from ..plan.choices import gathers_of
 from ..plan.order import count
@@ -198,16 +198,12 @@ class FetchPass:
         if self.bits and not backward:
             coords = dict(zip(partition.dims, partition.coords))
             rows = [self.bits] * len(partition.counts)
-            for mesh_dim, sent, received, calls in gathers_of(sizes, partition.dims, coords, rows):
-                moved.sent[mesh_dim, "wanted"] += sent
-                moved.received[mesh_dim, "wanted"] += received
-                moved.calls[mesh_dim, "wanted"] += calls
+            add_rows(moved, "wanted", gathers_of(sizes, partition.dims, coords, rows), 1)
         label = "dkv" if backward else "kv"
         for step in self.route.steps:
             out, into = (sum(side) * self.row for side in (step.sends, step.receives))
-            moved.sent[step.mesh_dim, label] += into if backward else out
-            moved.received[step.mesh_dim, label] += out if backward else into
-            moved.calls[step.mesh_dim, label] += len(step.sends) - 1
+            both = (into, out) if backward else (out, into)
+            add_messages(moved, step.mesh_dim, label, *both, len(step.sends) - 1)
         return moved
 
 
