@@ -950,8 +950,7 @@ class Layout(LayoutDeclaration, Traceable):
 def check_same_data_ranks(module: torch.nn.Module, layout: Layout) -> None:
     """Refuse gradients that would be summed over other ranks than a module's data is split over.
 
-    The module and its children are searched for a `layout`. Raises `DeclarationError` where one
-    splits data over other ranks than this layout, over whose data ranks gradients are summed.
+    The module and its children are searched for a `layout`.
     """
     other = getattr(module, "layout", None)
     if not isinstance(other, Layout) or not other.is_bound:
@@ -969,7 +968,7 @@ def check_not_averaged(model: torch.nn.Module, layout: Layout) -> None:
     """Refuse torch's own DDP or FSDP2 over ranks whose gradients are to be summed.
 
     For models whose loss is already a mean over all ranks: a mean of gradients would be P times too
-    small. Raises `UnsupportedError` in the model's forward pass.
+    small.
     """
     if layout.mesh and not gradients.is_summed_by_ddp(model):
         both = {*averaged_over(model)} & {*layout._data_ranks()}

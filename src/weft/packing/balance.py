@@ -42,12 +42,6 @@ def assign(
 ) -> tuple[tuple[Fragment, ...], ...]:
     """Fragments of documents for chunks of given sizes, with as equal work as can be.
 
-    Args:
-        lengths: of the documents, 1 or more each.
-        sizes: tokens of each chunk, which add up to the documents'.
-        window: keys that a query sees at most.
-        slack: share of the mean by which a chunk's work may exceed it.
-
     >>> assign([8], [4, 4])[0]
     (Fragment(document=0, start=2, stop=6),)
     """
@@ -77,16 +71,6 @@ def assign_together(
 
     The work of groups is balanced, and each group's fragments are cut into its chunks as they
     follow each other: within a group nothing depends on who holds which.
-
-    Args:
-        lengths: of the documents.
-        sizes: tokens of each chunk.
-        groups: the chunks of each group, in the order in which their tokens meet.
-        window: keys that a query sees at most.
-        by_keys: whether a rank computes its own keys with all queries. A key at p tokens from its
-            document's end is seen by as many queries as a query at p sees keys: documents are
-            assigned in reverse.
-        slack: as for `assign`.
 
     >>> assign_together([6, 2], [2, 2, 2, 2], [(0, 1), (2, 3)])[:2]
     ((Fragment(document=0, start=0, stop=2),), (Fragment(document=0, start=2, stop=4),))

@@ -23,9 +23,6 @@ def packing_groups(layout: LayoutDeclaration, axis: str) -> tuple[Groups, bool]:
     key its own keys with all queries. Along the others (Ulysses, axial) every rank computes with
     the tokens of all: these are one group, its chunks in the order in which all-to-alls join them.
 
-    Raises `DeclarationError` where work depends on queries and keys at once, or on queries in one
-    pass and on keys in the other: then chunks with equal work for both need not exist.
-
     >>> packing_groups(LayoutDeclaration.parse("tokens: ring=2 x ulysses=2"), "tokens")
     (((0, 1), (2, 3)), False)
     """
@@ -54,10 +51,7 @@ def packing_groups(layout: LayoutDeclaration, axis: str) -> tuple[Groups, bool]:
 
 
 def balance_shares(layout: LayoutDeclaration, axis: str) -> tuple[Shares, ...]:
-    """The queries and the keys that meet on ranks in each pass; where calls choose, either way.
-
-    Raises `DeclarationError` where keys are split that rest beside whole queries.
-    """
+    """The queries and the keys that meet on ranks in each pass; where calls choose, either way."""
     rules = _rules(layout, axis)
     _refuse_keys_alone(layout, axis, rules)
     sizes = {d: layout.mesh[d] for d in layout.shard_dims(axis)}

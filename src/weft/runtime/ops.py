@@ -360,7 +360,7 @@ def attend_alone(
 ) -> tuple[Tensor, Tensor] | None:
     """Output and logsumexp of a call that is one kernel call, which torch differentiates itself.
 
-    None for any other call. Raises as `BoundCall.begin` does.
+    None for any other call.
     """
     if bound.mesh_dims or not bound.plain or dispatched(q, k, v):
         return None
