@@ -158,20 +158,15 @@ def test_a_rank_may_have_impossible_words_only():
 @pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
 def test_gradients_cross_the_outer_link_combined(ranks):
     """Backward a rank sends its chunk's rows over the outer mesh dim once to each rank there."""
-    outer, inner = ranks
-    hidden = _draw(1, 2 * outer * inner, E, seed=0)
+    (outer, inner), label = ranks, ("row", "loss")
 
     def sent(layout: Layout) -> int:
-        h = layout.shard(hidden, TOKENS).requires_grad_()
-        own = _words(layout, WEIGHT, ("row", "col"))
-        labels = torch.zeros(h.shape[:2], dtype=torch.long)
-        loss = cross_entropy(h, own, labels, layout, vocab_dims=("row", "col"), chunk=16)
-        before = layout.bound.sent["row", "loss"]
-        loss.backward()
-        return layout.bound.sent["row", "loss"] - before
+        dims, hidden = tuple(layout.mesh), _draw(1, 2, E, seed=0).requires_grad_()
+        own, labels = _words(layout, WEIGHT, dims), torch.zeros(1, 2).long()
+        loss = cross_entropy(hidden, own, labels, layout, vocab_dims=dims, chunk=16)
+        return -layout.bound.sent[label] + (loss.backward() or layout.bound.sent[label])
 
-    come = inner * 2 * (E + 4)  # rows of hidden states, and gradients of four numbers
-    wanted = (outer - 1) * (come + 2 * E) * hidden.itemsize
+    wanted = (outer - 1) * 8 * (inner * 2 * (E + 4) + 2 * E)  # hidden, four numbers, gradients
     assert weft.on_threads(Layout.parse(f"tokens: tile={outer}x{inner}"), sent) == [wanted] * 8
 
 
