@@ -301,7 +301,6 @@ OTHER_TESTS = [
     "two_nodes",
     "private",
     "mutants",
-    "papers",
     "seeded",
     "accuracy",
     "clusters",
