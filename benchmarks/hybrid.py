@@ -97,15 +97,14 @@ def part(title: str, lines: list[str], write: bool) -> None:
 def on_rank(rank: int, line: str, tokens: int, port: int, pipe: Connection) -> None:
     """One of two ranks: a step per message."""
     import weft
-    from weft_integrations.transformers import shard_batch
 
     torch.set_num_threads(1)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", **where}
     layout = weft.Layout.parse(line).build("cpu", timeout=120)
-    model = weft.parallelize(build(), layout, rows="local")
+    model = weft.parallelize(build(), layout)
     ids = text(tokens)
-    batch = shard_batch({"input_ids": ids, "labels": ids}, layout)
+    batch = {"input_ids": ids, "labels": ids}
     while pipe.recv() != "end":
         pipe.send(step(model, batch, lambda: layout.sync_gradients(model)))
 
@@ -148,7 +147,6 @@ def measure(line: str, tokens: int, repeats: int) -> str:
 def state_bytes(line: str, lengths: tuple[int, ...]) -> list[str]:
     """Rows of the bytes that rank 0 sends per recurrent layer and sequence."""
     import weft
-    from weft_integrations.transformers import shard_batch
 
     layout = weft.Layout.parse(line)
     model = build().model
@@ -156,9 +154,9 @@ def state_bytes(line: str, lengths: tuple[int, ...]) -> list[str]:
     formula = HEADS * KEY * (KEY + VALUE) * 4
 
     def rank(layout, tokens: int) -> dict[str, int]:
-        mine = weft.parallelize(copy.deepcopy(model), layout, rows="local")
+        mine = weft.parallelize(copy.deepcopy(model), layout)
         with torch.no_grad():
-            mine(**shard_batch({"input_ids": text(tokens)}, layout))
+            mine(input_ids=text(tokens), use_cache=False)
         return {label: count for (_, label), count in layout.bound.sent.items()}
 
     rows = []
@@ -175,15 +173,14 @@ def peak(rank: int, ranks: int, tokens: int, port: int, pipe: Connection) -> Non
     import resource
 
     import weft
-    from weft_integrations.transformers import shard_batch
 
     torch.set_num_threads(1)
     where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), **where}
     layout = weft.Layout.parse(f"tokens: ring={ranks}").build("cpu", timeout=120)
-    model = weft.parallelize(build(), layout, rows="local")
+    model = weft.parallelize(build(), layout)
     ids = text(tokens)
-    batch = shard_batch({"input_ids": ids, "labels": ids}, layout)
+    batch = {"input_ids": ids, "labels": ids}
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     step(model, batch, lambda: layout.sync_gradients(model))
     pipe.send((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)

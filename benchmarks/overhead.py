@@ -66,7 +66,6 @@ def llama(tokens: int, layout=None) -> Step:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import weft
-    from weft_integrations.transformers import shard_batch
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -76,8 +75,7 @@ def llama(tokens: int, layout=None) -> Step:
     ids = torch.randint(VOCABULARY, (1, tokens))
     model, batch = LlamaForCausalLM(config).train(), {"input_ids": ids, "labels": ids}
     if layout is not None:
-        batch = shard_batch(batch, layout)
-        model = weft.parallelize(model, layout, rows="local")
+        model = weft.parallelize(model, layout)
 
     def step() -> Callable[[], list[Tensor]]:
         model.zero_grad()

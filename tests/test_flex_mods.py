@@ -17,7 +17,6 @@ import torch
 import torch.nn.attention.flex_attention as torch_flex
 from torch._inductor import config
 from torch._inductor.graph import GraphLowering
-from weft_integrations.transformers.batches import KeySpans
 
 import weft
 from weft.bias import alibi
@@ -29,6 +28,7 @@ from weft.masks.part import OfPart, Renumbered
 from weft.nn.sequences import FunctionOfPart
 from weft_integrations.diffusers.attention import _Keys
 from weft_integrations.tabular.tabpfn_rows import QueriesFrom
+from weft_integrations.transformers.facts import KeySpans
 from weft_integrations.transformers.masks import Blocks
 
 SRC = Path(weft.__file__).parent.parent

@@ -22,7 +22,6 @@ from transformers.utils import logging
 
 import weft
 from weft import parallelize
-from weft_integrations.transformers import shard_batch
 
 torch.set_num_threads(1)
 logging.set_verbosity_error()
@@ -80,12 +79,12 @@ STEPS = 30
 
 
 def train(layout):
-    model = parallelize(copy.deepcopy(fresh), layout, rows="local")
+    model = parallelize(copy.deepcopy(fresh), layout)
     optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
     losses = []
     for step in range(STEPS):
         ids = text(step)
-        loss = model(**shard_batch({"input_ids": ids, "labels": ids}, layout)).loss
+        loss = model(input_ids=ids, labels=ids).loss
         optimizer.zero_grad()
         loss.backward()
         layout.sync_gradients(model)
@@ -129,10 +128,10 @@ assert one[-1] < 0.7 * one[0]
 
 # %%
 def bytes_sent(layout, length):
-    model = parallelize(copy.deepcopy(fresh), layout, rows="local")
+    model = parallelize(copy.deepcopy(fresh), layout)
     ids = text(0, length)
     with torch.no_grad():
-        model(**shard_batch({"input_ids": ids}, layout))
+        model(input_ids=ids, use_cache=False)
     sent = {"state": 0, "halo": 0, "attention": 0}
     for (_, label), count in layout.bound.sent.items():
         sent[label if label in sent else "attention"] += count

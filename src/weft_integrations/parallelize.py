@@ -36,7 +36,7 @@ def parallelize(
 
     | model | axis | options | gradients after `backward` |
     | --- | --- | --- | --- |
-    | transformers, PEFT | "tokens" | `rows`, `verify`, `embeddings` | averaged, or summed |
+    | transformers, PEFT | "tokens" | `embeddings`, `images`, `latents` | averaged |
     | diffusers | "tokens" | `text`, `tokenwise` | `layout.sync_gradients(model)` |
     | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
     | VAEs, UNets, Swin, ... | of the layout | `dims`, `output` | `layout.sync_gradients(model)` |

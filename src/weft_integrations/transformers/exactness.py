@@ -117,8 +117,7 @@ class _Comparison:
         self.length = 13 * layout.size(axis) * (2 if layout.order.get(axis) == "zigzag" else 1)
         self.model = copy.deepcopy(model).double().eval()
         for config in configurations(self.model):
-            if "_experts_implementation" in vars(config):  # grouped products know no fp64
-                config._experts_implementation = "eager"
+            config._experts_implementation = "eager"  # grouped products know no fp64
         for owner in (*configurations(self.model), *self.model.modules()):
             for option in _WINDOWS:
                 if isinstance(n := owner.__dict__.get(option), int) and n > self.length // 3:
