@@ -107,7 +107,7 @@ def index_keys(line: str, tokens: int) -> Bytes:
         indexer = _module(v32.DeepseekV32Indexer, V32, 0)
         hidden, residual = _states(call, V32.hidden_size), _states(call, V32.q_lora_rank)
         rotary = (_states(call, V32.qk_rope_head_dim),) * 2
-        inputs = indexer, hidden, residual, rotary, call.sharded(weft.Causal())
+        inputs = indexer, hidden, residual, rotary, call.sharded(weft.Causal(), (tokens, tokens))
         found = _received(call, lambda: chosen_keys.choose_tokens(*inputs))
         others = tokens - hidden.shape[1]
     _same(line, found, {"index": others * V32.index_head_dim * DTYPE.itemsize})

@@ -305,7 +305,6 @@ OTHER_TESTS = [
     "two_nodes",
     "private",
     "mutants",
-    "papers",
     "seeded",
     "accuracy",
     "clusters",
@@ -345,13 +344,13 @@ def test_few_cases_have_every_value_of_their_parameters():
 #: Code lines, docstrings and comments apart. These numbers only fall: who takes lines away, lowers
 #: them; who needs more, finds what can go.
 BUDGET = {
-    "src/weft": 29_950,
-    "src/weft_models": 6_850,
-    "src/weft_integrations": 8_600,
-    "src/weft_planner": 3_450,
-    "src/weft_cli": 3_880,
-    "tests": 44_850,
-    "benchmarks": 9_470,
+    "src/weft": 29_820,
+    "src/weft_models": 6_830,
+    "src/weft_integrations": 8_580,
+    "src/weft_planner": 3_390,
+    "src/weft_cli": 3_820,
+    "tests": 44_640,
+    "benchmarks": 9_190,
 }
 
 

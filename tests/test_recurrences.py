@@ -654,5 +654,3 @@ def test_ranks_may_choose_other_sizes_of_a_kernels_chunks():
 
     found = on_layout(model, "tokens: ring=3", tokens, step=step)
     assert found.off(one_device(model, tokens))[0] < EXACT
-
-

@@ -210,9 +210,7 @@ def test_operations_of_a_rank_are_a_share_of_one_devices(family):
 
     def most(images):
         def work(layout):
-            return flops(
-                parallelize(copy.deepcopy(model), layout, images=images), call
-            )
+            return flops(parallelize(copy.deepcopy(model), layout, images=images), call)
 
         return max(weft.on_threads(Layout.parse(LAYOUTS[1]), work)) / want
 
@@ -241,10 +239,9 @@ def test_towers_of_other_families_are_not_spread(family):
         parallelize(built(family), Layout.single(), images="spread")
 
 
-def test_refuses_to_spread_local_rows_and_other_words():
-    for options in ({"images": "spread", "rows": "local"}, {"images": "some"}):
-        with pytest.raises(DeclarationError, match="images="):
-            parallelize(built("llava"), Layout.single(), **options)
+def test_refuses_other_words():
+    with pytest.raises(DeclarationError, match="images="):
+        parallelize(built("llava"), Layout.single(), images="some")
 
 
 def refused(family, line, error, match, change):

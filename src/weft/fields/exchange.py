@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._torch import function_of_node
 from .._uploads import uploaded
-from ..comm.collectives import Sum, invariant_to_replicate
+from ..comm.collectives import Sum, invariant_to_replicate, scale_backward
 from ..comm.once_differentiable import once
 from ..comm.origin import origin
 from ..plan.order import Span, Spans, each_position
@@ -216,18 +216,24 @@ def of_shares(x: Tensor, region: FieldRegion) -> Tensor:
 
     loss = (x * x.full_tensor().mean()).sum()     each rank has a share of the mean's gradient
     """
+    if not is_made_whole(x):
+        return x
+    dims = tuple(d for axis in region.axes for d in region.layout.shard_dims(axis))
+    share = scale_backward(x, 1 / region.times) if region.averaged else x
+    return invariant_to_replicate(share, dims, region.layout.bound)
+
+
+def is_made_whole(x: Tensor) -> bool:
+    """True of a plain tensor made of `full_tensor`, whose gradient is whole on every rank."""
     nodes, seen = [x.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or function_of_node(node) is Sum:
-            continue
-        seen.add(node)
         if function_of_node(node) is _Full:
-            dims = tuple(d for axis in region.axes for d in region.layout.shard_dims(axis))
-            share = scale_backward(x, 1 / region.times) if region.averaged else x
-            return invariant_to_replicate(share, dims, region.layout.bound)
-        nodes += [inner for inner, _ in node.next_functions]
-    return x
+            return True
+        if node is not None and node not in seen and function_of_node(node) is not Sum:
+            seen.add(node)
+            nodes += [inner for inner, _ in node.next_functions]
+    return False
 
 
 def entered(x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
@@ -283,6 +289,7 @@ __all__ = [
     "entered",
     "gathered_chunks",
     "gathered_dim",
+    "is_made_whole",
     "of_shares",
     "own_part",
     "placed_like",
