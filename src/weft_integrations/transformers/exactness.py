@@ -86,8 +86,8 @@ def verify(
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_embd=8, n_layer=1, n_head=2))
-    >>> verify(model, Layout.load("ring-2")).gradients < 1e-12
-    True
+    >>> verify(model, Layout.load("ring-2")).ran_whole
+    ()
     """
     check_kind(model)
     check_layout(layout, axis)
