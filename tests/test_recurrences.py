@@ -631,13 +631,15 @@ def test_a_recurrent_layer_by_itself_is_refused():
         _mixer(model)(torch.zeros(1, 4, 32, dtype=torch.float64))
 
 
-def test_padding_that_enters_a_state_by_eager_attention_is_refused():
-    config = build("recurrent_gemma").config
-    config._attn_implementation = "eager"
-    model = parallelize(hf.RecurrentGemmaForCausalLM(config), Layout.single())
+def test_padding_that_enters_a_state_by_eager_attention_is_not_split():
+    model, tokens = build("recurrent_gemma"), ids()
+    model.set_attn_implementation("eager")
     seen = torch.arange(43) >= torch.tensor([[0], [9]])
-    with pytest.raises(UnsupportedError, match=r"recurrent layers of .* take in padding"):
-        model(input_ids=ids(), attention_mask=seen.long())
+    labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
+    batch = {"attention_mask": seen.long(), "labels": labels}
+    with pytest.warns(UserWarning, match="its recurrent layers take it in"):
+        found = on_layout(model, "tokens: ring=2", tokens, **batch)
+    assert (found.logits - one_device(model, tokens, **batch).logits).abs().max() < EXACT
 
 
 def test_ranks_may_choose_other_sizes_of_a_kernels_chunks():
