@@ -345,8 +345,8 @@ BUDGET = {
     "src/weft_integrations": 8_600,
     "src/weft_planner": 3_390,
     "src/weft_cli": 3_840,
-    "tests": 44_640,
-    "benchmarks": 9_190,
+    "tests": 44_690,
+    "benchmarks": 9_310,
 }
 
 
