@@ -301,7 +301,6 @@ OTHER_TESTS = [
     "two_nodes",
     "private",
     "mutants",
-    "papers",
     "seeded",
     "accuracy",
     "clusters",
@@ -341,13 +340,13 @@ def test_few_cases_have_every_value_of_their_parameters():
 #: Code lines, docstrings and comments apart. These numbers only fall: who takes lines away, lowers
 #: them; who needs more, finds what can go.
 BUDGET = {
-    "src/weft": 29_890,
-    "src/weft_models": 6_850,
+    "src/weft": 29_880,
+    "src/weft_models": 6_830,
     "src/weft_integrations": 8_600,
-    "src/weft_planner": 3_450,
-    "src/weft_cli": 3_880,
-    "tests": 44_890,
-    "benchmarks": 9_470,
+    "src/weft_planner": 3_390,
+    "src/weft_cli": 3_840,
+    "tests": 44_720,
+    "benchmarks": 9_190,
 }
 
 
