@@ -344,13 +344,8 @@ BUDGET = {
     "src/weft_models": 6_830,
     "src/weft_integrations": 8_580,
     "src/weft_planner": 3_390,
-<<<<<<< HEAD
     "src/weft_cli": 3_830,
-    "tests": 44_650,
-=======
-    "src/weft_cli": 3_820,
     "tests": 44_720,
->>>>>>> main
     "benchmarks": 9_190,
 }
 
