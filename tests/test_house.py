@@ -348,9 +348,15 @@ BUDGET = {
     "src/weft_models": 6_830,
     "src/weft_integrations": 8_590,
     "src/weft_planner": 3_390,
+<<<<<<< HEAD
     "src/weft_cli": 3_840,
     "tests": 44_790,
     "benchmarks": 9_310,
+=======
+    "src/weft_cli": 3_830,
+    "tests": 44_720,
+    "benchmarks": 9_190,
+>>>>>>> main
 }
 
 
