@@ -40,7 +40,6 @@ OPTIONAL = {
     "weft_integrations.transformers": "transformers",
     "weft_integrations.transformers.calls": "transformers",
     "weft_integrations.transformers.hooks": "transformers",
-    "weft_integrations.transformers.verification.inputs": "transformers",
     "weft_integrations.transformers.losses": "transformers",
     "weft_integrations.transformers.masks": "transformers",
     **{
@@ -51,7 +50,7 @@ OPTIONAL = {
         f"weft_integrations.transformers.{name}": "transformers"
         for name in ("cache", "cache_files", "cache_layers", "decoding", "generation")
     },
-    "weft_integrations.transformers.verification.verify": "transformers",
+    "weft_integrations.transformers.exactness": "transformers",
     "weft_integrations.transformers.whole": "transformers",
     "weft_integrations.trainers.accelerators": "accelerate",
     "weft_integrations.trainers.subclass": "transformers",

@@ -918,7 +918,7 @@ class Layout(LayoutDeclaration, Traceable):
         Call it on every rank once per optimizer step, after the last backward pass. A gradient
         that only some ranks have counts as zero on the others; one that no rank has stays `None`.
         A sparse one (`Embedding(sparse=True)`) becomes dense: a sum has rows of all ranks.
-        Of a transformers model with full rows (`rows="whole"`) the sum is divided by the ranks.
+        Of a transformers model on a layout the sum is divided by the ranks.
 
         Where a mesh dim splits keys and has queries whole (`keys_only_dims`, as `kv_parallel`
         does), all ranks along it compute the same loss. What made queries, or comes after

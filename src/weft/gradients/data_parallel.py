@@ -40,7 +40,7 @@ def data_parallel(
         data_parallel(model, layout, "ddp")      DistributedDataParallel: during backward
         data_parallel(model, layout, "fsdp")     fully_shard: weights, gradients, states are sharded
 
-    A transformers model with full rows (`rows="whole"`) is **averaged** by each of them. Its
+    A transformers model on a layout is **averaged** by each of them. Its
     layout is that of one context group; with data parallelism around it take torch's own DDP or
     `fully_shard` over all ranks instead.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,7 +92,8 @@ def cross_entropy(
     tensor(1.6094)
     """
     if has_torch_function_unary(hidden):  # a weft.Field: its rule comes here again
-        named = {"chunk": chunk, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        named: dict[str, Any] = {"chunk": chunk, "ignore_index": ignore_index}
+        named |= {"label_smoothing": label_smoothing}
         named |= {"z_loss": z_loss, "softcap": softcap, "num_items": num_items}
         given = hidden, head_weight, labels, layout
         return handle_torch_function(

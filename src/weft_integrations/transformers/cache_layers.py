@@ -403,8 +403,9 @@ class StateLayer(LinearAttentionLayer):
         count = length if self.record_past else min(length, taps)
         local = self.shards.own(conv_states, conv_states.dim() - 1)
         last, before = self.shards.last(local, -1, count, length, "halo"), None
-        if self.has_previous_state[state_idx]:
-            before = self.conv_states[state_idx].clone()  # which is written in place
+        before = self.conv_states[state_idx]
+        if before is not None:
+            before = before.clone()  # which is written in place
         self.shards.columns = before
         super().update_conv_state(last, state_idx, *args, **kwargs)
         return conv_states
