@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fp64 import whole
 
 import weft
 from weft.checkpoint.folder import CheckpointError
@@ -253,8 +254,8 @@ def test_prompts_of_hybrids_split_and_every_rank_gets_last_states(family, line, 
 
     for got in on_ranks(layout, model, work):
         assert len(got) == len(want) > 0
-        for mine, whole in zip(got, want):
-            torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-11)
+        for mine, expected in zip(got, want):
+            torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-11)
     options = OPTIONS | {"max_new_tokens": 30}
     assert_same(model, layout, ids, attention_mask=mask, **options)
 
@@ -357,7 +358,7 @@ MORE = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(2))
 
 def read(model, ids, cache):
     with torch.no_grad():
-        return model(input_ids=ids, past_key_values=cache).logits
+        return whole(model(input_ids=ids, past_key_values=cache).logits)
 
 
 def test_position_ids_with_gaps_no_documents_where_keys_are_cached():
@@ -371,7 +372,7 @@ def test_position_ids_with_gaps_no_documents_where_keys_are_cached():
             new = ids[:, start : start + count]
             with torch.no_grad():
                 out = mine(input_ids=new, position_ids=at, past_key_values=cache)
-            logits.append(out.logits * 1.0)
+            logits.append(whole(out.logits))
             start += count
         return torch.cat(logits, 1)
 
