@@ -345,7 +345,7 @@ BUDGET = {
     "src/weft_integrations": 8_590,
     "src/weft_planner": 3_390,
     "src/weft_cli": 3_840,
-    "tests": 44_790,
+    "tests": 44_850,
     "benchmarks": 9_310,
 }
 
