@@ -344,7 +344,8 @@ BUDGET = {
     "src/weft_planner": 3_390,
     "src/weft_proof": 1_130,
     "src/weft_cli": 3_950,
-    "tests": 44_640,
+    "tests": 44_720,
+>>>>>>> main
     "benchmarks": 9_190,
 }
 
