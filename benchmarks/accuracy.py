@@ -60,7 +60,6 @@ from sklearn.preprocessing import OneHotEncoder, OrdinalEncoder, StandardScaler
 from threadpoolctl import threadpool_limits
 
 from benchmarks import accuracy_report, real_tables
-from benchmarks.accuracy_plot import plot
 from benchmarks.common import RESULTS
 from benchmarks.real_tables import RealTable
 from weft_models.tables.scores import auc
@@ -315,7 +314,6 @@ def main() -> None:
     if args.write:
         protocol = __doc__.split("\n", 2)[2].strip("\n")
         (RESULTS / "accuracy.md").write_text(accuracy_report.page(results, protocol))
-        plot(results, RESULTS / "accuracy.png")
     shown = {**results, "tables": {name: results["tables"][name] for name in tables}}
     for reported_only, title in accuracy_report.SPLITS.items():
         part = accuracy_report.split(shown, reported_only)

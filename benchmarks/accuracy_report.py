@@ -181,7 +181,6 @@ def page(results: dict, protocol: str) -> str:
     versions = ", ".join(f"{name} {value}" for name, value in results["environment"].items())
     parts = [
         "# Accuracy on real tables",
-        "![AUC and ranks](accuracy.png)",
         "A summary is over the tables that every side has been measured on. Means and ranks "
         "have 95 % bootstrap intervals over tables, in brackets. *Best on*: tables on which no "
         f"side's AUC is more than {TIE} higher. *CPU seconds*: fit and prediction of a fold, "

@@ -80,11 +80,11 @@ LINES = (
 COMMANDS = (
     ["list"],
     ["list", "layouts"],
-    ["explain", "tile-2x2", "--length", "64", "--mask", "causal"],
-    ["explain", "tokens(zigzag): ring=4", "--length", "64", "--heads", "4", "--kv-heads", "2"],
-    ["explain", "pair-2x2", "--axis", "rows", "--length", "16", "--dtype", "float32"],
+    ["explain", "call", "tile-2x2", "--length", "64", "--mask", "causal"],
+    ["explain", "call", "tokens(zigzag): ring=4", "--length", "64", "--heads", "4"],
+    ["explain", "call", "pair-2x2", "--axis", "rows", "--length", "16", "--dtype", "float32"],
     ["check", "ring-2", "--threads", "--length", "13", "--batch", "1", "--heads", "2"],
-    ["check", "tile-2x2", "--threads", "--length", "9", "--mask", "window:3", "--no-backward"],
+    ["check", "tile-2x2", "--threads", "--length", "9", "--mask", "window:3"],
     ["check", "tokens: ulysses=2", "--threads", "--length", "8", "--heads", "4", "--seed", "1"],
 )
 #: These would start processes or train: only what must be refused before that.
@@ -124,7 +124,6 @@ OPTIONS = {
     "--timeline": ("x.png", "x.gif", "/nowhere/x.png", ""),
     "--trace": ("", ".", "x.json", "/", "/nowhere/x.json", "a" * 300),
     "--score-matrix": ("x.svg", "", ".png", "a" * 300 + ".png"),
-    "--no-backward": (),
     "--symbolic": (),
     "--help": (),
     "--nonsense": (),

@@ -1,10 +1,10 @@
-"""What `weft plan` counts of published models, beside counts by hand: a table of docs/planning.md.
+"""What `weft plan config` counts of published models, beside by hand: a table of docs/planning.md.
 
     python -m benchmarks.plans             # prints it
     python -m benchmarks.plans --write     # and writes it into the page
 
 Weights, products of a token in the forward pass without attention, and bytes of a cache of 131,072
-tokens in bf16 on one rank; then the processor's seconds of a whole `weft plan` for 64 devices.
+tokens in bf16 on one rank; then the processor's seconds of `weft plan config` for 64 devices.
 Shapes are those of `benchmarks/configs/shapes.json`. Needs nothing but these files.
 """
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 import torch
@@ -16,8 +14,7 @@ from weft.comm import coordinates, index_at
 from weft.declare.hardware import Hardware
 from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError, ShapeError
-from weft.packing.assignment import scores_of
-from weft.packing.balance import assign
+from weft.packing.groups import balance_shares
 from weft.plan.order import chunk_sizes
 from weft_planner.packing import choose_slack
 
@@ -41,8 +38,14 @@ def in_equal_chunks(lengths: list[int], ranks: int) -> list[int]:
     return [*lengths[:-1], lengths[-1] + -sum(lengths) % ranks]
 
 
+def assign(lengths: list[int], ranks: int, window: int | None = None):
+    """The fragments on a ring."""
+    return Layout.parse(f"tokens: ring={ranks}").pack(lengths, window=window).fragments
+
+
 def work_of(chunk, window=None) -> int:
-    return sum(scores_of(f.stop, window) - scores_of(f.start, window) for f in chunk)
+    seen = [np.arange(f.start + 1, f.stop + 1) for f in chunk]
+    return int(np.minimum(np.concatenate([[0], *seen]), window or 1 << 60).sum())
 
 
 # -- the assignment ------------------------------------------------------------------------------
@@ -53,10 +56,10 @@ def work_of(chunk, window=None) -> int:
 @pytest.mark.parametrize("name", ["lognormal", "pareto", "books"])
 def test_work_and_tokens_are_balanced(name, ranks, window):
     lengths = skewed(name)
-    sizes = chunk_sizes(sum(lengths), ranks)
-    chunks = assign(lengths, sizes, window)
+    chunks = assign(lengths, ranks, window)
     work = [work_of(chunk, window) for chunk in chunks]
     assert max(work) <= 1.05 * sum(work) / ranks
+    sizes = chunk_sizes(sum(lengths), ranks)
     assert [sum(f.stop - f.start for f in chunk) for chunk in chunks] == sizes
 
 
@@ -85,8 +88,7 @@ def test_every_token_is_on_one_rank(seed):
     draw = np.random.default_rng(seed)
     lengths = draw.integers(1, draw.integers(2, 300), draw.integers(1, 40)).tolist()
     ranks, window = int(draw.integers(1, 30)), (None, 5)[seed % 2]
-    sizes = chunk_sizes(sum(lengths), ranks)
-    chunks = assign(lengths, sizes, window)
+    chunks = assign(lengths, ranks, window)
     held = sorted(
         (f.document, position)
         for chunk in chunks
@@ -94,19 +96,20 @@ def test_every_token_is_on_one_rank(seed):
         for position in range(f.start, f.stop)
     )
     assert held == [(i, position) for i, n in enumerate(lengths) for position in range(n)]
+    sizes = chunk_sizes(sum(lengths), ranks)
     assert [sum(f.stop - f.start for f in chunk) for chunk in chunks] == sizes
 
 
 def test_documents_that_fit_stay_whole():
     """But for one a rank at most, where its tokens end."""
     lengths = skewed("lognormal")
-    chunks = assign(lengths, chunk_sizes(sum(lengths), 8))
+    chunks = assign(lengths, 8)
     assert sum(map(len, chunks)) <= len(lengths) + 8
 
 
 def test_one_document_is_cut_as_by_zigzag():
-    chunks = assign([64], [16] * 4)
-    assert sorted(work_of(chunk) for chunk in chunks)[-1] <= 1.05 * scores_of(64, None) / 4
+    chunks = assign([64], 4)
+    assert sorted(work_of(chunk) for chunk in chunks)[-1] <= 1.05 * 64 * 65 / 2 / 4
     assert max(map(len, chunks)) == 2
 
 
@@ -131,8 +134,8 @@ def computed(layout: Layout, lengths: list[int], window: int | None = None, rank
     """Of some ranks: their scores in both passes by the plans, and by the assignment."""
     assignment = layout.pack(lengths, window=window)
     on = layout.reorder("tokens", assignment.order)
-    groups = assignment.groups or [(i,) for i in range(layout.size("tokens"))]
-    group_of = {chunk: group for group, chunks in enumerate(groups) for chunk in chunks}
+    (shares,) = balance_shares(layout, "tokens")
+    group_of = [max(numbers) for numbers in zip(*shares, strict=True)]
     heads, batch = 8, layout.size("batch")
     for rank in range(layout.world_size) if ranks is None else ranks:
         plan = on.plan(
@@ -145,7 +148,7 @@ def computed(layout: Layout, lengths: list[int], window: int | None = None, rank
         )
         chunk = index_at(layout.mesh, layout.shard_dims("tokens"), coordinates(layout.mesh, rank))
         group = group_of[chunk]
-        share = heads // layout.size("heads") // len(groups[group])
+        share = heads // layout.size("heads") // group_of.count(group)
         yield *plan.scores, share * assignment.work[group], group
 
 
@@ -214,17 +217,14 @@ def test_more_slack_cuts_fewer_documents():
 
 
 @pytest.mark.parametrize(
-    ("line", "dims"),
-    [
-        ("tokens: tile=2x2", "row, col"),
-        ("tokens: pass_q=2 x ring=2", "pass_q, ring"),
-        ("tokens: burst=4", "burst"),
-        ("tokens: adaptive=4 x ulysses=2", "adaptive"),
-    ],
+    "line", ["tile=2x2", "pass_q=2 x ring=2", "burst=4", "adaptive=4 x ulysses=2"]
 )
-def test_work_of_queries_and_keys_is_refused(line, dims):
-    with pytest.raises(DeclarationError, match=rf"mesh dims {dims}\)(.|\n)*tokens\(striped\)"):
-        Layout.parse(line).pack([8, 8])
+def test_work_of_queries_and_keys_is_balanced(line):
+    lengths = in_equal_chunks([n // 8 for n in skewed("lognormal", 60)], 64)
+    layout = Layout.parse(f"tokens: {line}")
+    packed, passes = layout.pack(lengths), len(balance_shares(layout, "tokens"))
+    assert sum(packed.work) == passes * sum(n * (n + 1) // 2 for n in lengths)
+    assert max(packed.work) <= 1.05 * sum(packed.work) / len(packed.work)
 
 
 def test_keys_split_where_queries_are_whole_are_refused():
@@ -258,10 +258,9 @@ MASKS = {
 
 
 def packed(line: str) -> Layout:
-    """A layout in the order that it packs; where it packs none, in that of as many ranks."""
+    """A layout in the order that it packs."""
     layout = Layout.parse(line)
-    packs = line if not re.search("tile|burst", line) else f"tokens: ring={layout.size('tokens')}"
-    return layout.reorder("tokens", Layout.parse(packs).pack(LENGTHS).order)
+    return layout.reorder("tokens", layout.pack(LENGTHS).order)
 
 
 #: The pairs that are tried: every layout and every mask at least once.

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from pool import Pool
-from test_cli import run
+from world import cli
 
 import weft
 from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, rank_ranges
@@ -93,12 +93,12 @@ def test_an_unwritable_folder_hides_nothing(tmp_path, monkeypatch):
 
 def test_newest_run_of_machine_is_read_while_it_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr("weft_cli.inspect.blackbox.root", lambda: tmp_path)
-    assert "no run on this machine" in run("blackbox", code=1)
+    assert "no run on this machine" in cli("blackbox", code=1)
     for number, name in enumerate(("older", "newer")):
         trace = Trace(0, 1, name, tmp_path)
         trace.step("ring-2", "ring", "kv", 1, 0, ZERO, ZERO, 512)
         os.utime(trace.path.parent, (number, number))
-    text = run("blackbox", "--rank", "0")
+    text = cli("blackbox", "--rank", "0")
     assert "run newer, 1 rank, as of" in text
     assert "rank 0 waits for nobody: the last it did was kv along 'ring'" in text
 
@@ -240,15 +240,15 @@ def written(path: Path, number: int = 0, lines: str = "", **more) -> None:
 def test_files_of_another_run_and_missing_ranks(tmp_path):
     written(tmp_path, 0, written=20.0)
     written(tmp_path, 1, run="b2")
-    assert "no file of ranks 1-2" in run("blackbox", str(tmp_path))
-    assert "has ranks 0" in run("blackbox", str(tmp_path), "--rank", "1", code=1)
+    assert "no file of ranks 1-2" in cli("blackbox", str(tmp_path))
+    assert "has ranks 0" in cli("blackbox", str(tmp_path), "--rank", "1", code=1)
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", '{"rank": "a"}', "[" * 5000])
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path, content):
     (tmp_path / "weft-rank-0.jsonl").write_text(content)
-    assert "weft-rank-0.jsonl: no trace" in run("blackbox", str(tmp_path), code=1)
-    assert "no file weft-rank-N.jsonl" in run("blackbox", str(tmp_path / "none"), code=1)
+    assert "weft-rank-0.jsonl: no trace" in cli("blackbox", str(tmp_path), code=1)
+    assert "no file weft-rank-N.jsonl" in cli("blackbox", str(tmp_path / "none"), code=1)
 
 
 def forged(**more) -> str:
@@ -277,7 +277,7 @@ def test_forged_lines_cost_little_and_reach_no_terminal(name, tmp_path):
     written(tmp_path, 0, FORGED[name], ranks=131072)
     written(tmp_path, 1, FORGED[name], run="a1", process="\x1b[2J")
     begin = time.process_time()
-    text = run("blackbox", str(tmp_path), "--rank", "0")
+    text = cli("blackbox", str(tmp_path), "--rank", "0")
     assert time.process_time() - begin < 5
     assert not [c for c in text if c in "\x1b\x9b\x07\r\u202e"]
 
@@ -285,7 +285,7 @@ def test_forged_lines_cost_little_and_reach_no_terminal(name, tmp_path):
 @pytest.mark.parametrize("wrong", [{"ranks": 10**9}, {"rank": -1}, {"pid": 10**30}, {"run": 5}])
 def test_a_forged_head_is_refused(wrong, tmp_path):
     written(tmp_path, 0, **wrong)
-    assert "weft-rank-0.jsonl: no trace" in run("blackbox", str(tmp_path), code=1)
+    assert "weft-rank-0.jsonl: no trace" in cli("blackbox", str(tmp_path), code=1)
 
 
 # -- on processes ---------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from weft import Causal, Documents, MaskMod
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.masks import prefix_lm
-from weft.masks.slices import sliced
 
 N = 1000
 NOISE = torch.rand(20, 20, generator=torch.Generator().manual_seed(0)) < 0.3
@@ -85,12 +84,14 @@ def test_attention_in_a_balanced_order_is_exact(line, mask):
         torch.testing.assert_close(out, whole, rtol=1e-10, atol=1e-12)
 
 
-def test_documents_that_see_each_other_stay_together():
-    layout, mask = Layout.parse("tokens: ring=4"), Documents((250,) * 4)
-    order = layout.balance("tokens", mask, N)
-    found = layout.reorder("tokens", order).plan("tokens", length=N, heads=1, mask=mask)
-    assert found.traffic.forward.bytes == 0
-    assert sliced(mask, N, N).counts().sum() == 4 * 250**2
+@pytest.mark.parametrize("line", LINES[:3])
+def test_documents_are_balanced_as_they_are_packed(line):
+    layout = Layout.parse(line)
+    packed = layout.pack((100, 30, 300, 70, 500))
+    balanced = layout.balance("tokens", packed.mask, N)
+    for chunks in zip(balanced.chunks, packed.order.chunks, strict=True):
+        ours, theirs = ({i for s, n in runs for i in range(s, s + n)} for runs in chunks)
+        assert ours == theirs
 
 
 def test_keys_that_are_split_beside_whole_queries_are_refused():

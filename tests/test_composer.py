@@ -15,7 +15,7 @@ from weft.nn import MultiAxisAttention
 from weft.nn.named import build_mask
 from weft.nn.parameters import local
 from weft_models.declare.model_blocks import AttendBlock
-from weft_models.models import ModelSpec, compose
+from weft_models.models import ModelSpec, check_fit, compose
 
 AXES = ("batch", "time", "lat", "lon", "embed")
 SIZES = {"batch": 2, "time": 5, "lat": 3, "lon": 4}
@@ -300,6 +300,22 @@ def test_blocks_lie_as_other_layouts_say_on_real_ranks_too(name, pool):
         return dict(moved.received)
 
     assert pool.run(_mixed_on_processes, name) == on_threads(layout, rank)
+
+
+@pytest.mark.parametrize(
+    ("model", "line", "words"),
+    [
+        ("weather", "station: ring=2", "splits axis 'station', which only a context has"),
+        ("causal_lm", "rows: ring=2", "shards axis 'rows'"),
+        ("causal_lm", "heads: tp=3; tokens: ring=2", "heads"),
+    ],
+)
+def test_what_compose_refuses_does_not_fit(model, line, words):
+    spec, layout = ModelSpec.load(model), Layout.parse(line)
+    with pytest.raises(DeclarationError, match=words):
+        check_fit(spec, layout)
+    with pytest.raises(DeclarationError, match=words):
+        weft.on_threads(layout, lambda bound: weft.compose(spec, bound, device="meta"))
 
 
 def test_layouts_of_kinds_that_are_not_there_are_refused():

@@ -20,7 +20,7 @@ def test_run_goes_on_after_an_agent_is_killed(back, monkeypatch, tmp_path):
     steps = elastic.MORE_STEPS if back else elastic.STEPS
     alone = elastic.Run(str(tmp_path), {}, steps, ranks=1)
     alone.alone()
-    assert elastic.drawn_once(alone.notes(), steps)
+    assert elastic.drawn_once(elastic.notes(alone.folder), steps)
     row, ok = elastic.kill_one(0, elastic.weights(tmp_path, steps), back)
     assert ok, row
 

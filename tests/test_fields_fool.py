@@ -13,7 +13,7 @@ from beside import different, grid, verdict
 from torch import Tensor
 
 import weft
-from weft import Layout, WeftError
+from weft import Field, Layout, WeftError
 
 torch.manual_seed(0)
 X = torch.randn(2, 16, 16, dtype=torch.float64)
@@ -360,6 +360,31 @@ CALLS: dict[str, tuple] = {
         [IMAGE],
         at(1),
     ),
+    "a list of negative indices": (lambda x: x[:, :, [-1, 2, -3]], [IMAGE], at(1)),
+    "a square by its transpose": (
+        lambda x: x[..., :5, :] * x[..., :5, :].transpose(2, 3),
+        [IMAGE],
+        at(1),
+    ),
+    "two fractions": (lambda x: x * 1.25 - x * 1.75, [IMAGE], at(1)),
+    "a mean, then of integers": (lambda x: x.mean(2) + x.long().mean(2), [IMAGE], at(1)),
+    "a loss of split targets": (
+        lambda x: F.cross_entropy(x, (x[:, 0] > -8).long() * 102 - 100, ignore_index=-100),
+        [IMAGE],
+        at(1),
+    ),
+    "norm of matrices": (lambda x: torch.linalg.norm(x[0, 0], 1), [IMAGE], at(1)),
+    "norm with a nan": (
+        lambda x: torch.linalg.vector_norm(x.masked_fill(x > 5, float("nan")), 2.0, (2, 3)),
+        [IMAGE],
+        at(1),
+    ),
+    "prelu of weights by ranks": (
+        lambda x: F.prelu(x.permute(0, 3, 1, 2).contiguous(), x[0, 0, 0]),
+        [IMAGE],
+        at(1),
+    ),
+    "negative dilation": (lambda x: F.conv2d(x, ones(4, 3, 1, 1), dilation=-1), [IMAGE], at(1)),
     "max with indices": (lambda x: tuple(x.max(1)), [IMAGE], at(1)),
     "any": (lambda x: (x > 5).any(), [IMAGE], at(1)),
     "all of a dim": (lambda x: (x > -20).all(2), [IMAGE], at(1)),
@@ -622,3 +647,13 @@ def test_documents_are_a_list_of_lengths_or_refused(name):
         calls[name](Layout.single())
     except WeftError as error:
         assert "documents" in str(error)  # noqa: PT017
+
+
+def test_a_square_by_its_transpose_is_split_once():
+    x = torch.arange(36.0).view(6, 6)
+
+    def rank(layout):
+        field = Field.distribute(x, layout, {"height": 0})
+        return (field * field.transpose(0, 1)).full_tensor()
+
+    assert torch.equal(weft.on_threads(Layout.parse("height: gather=2"), rank)[1], x * x.T)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from world import cli
 
 import weft
 from weft import Layout
@@ -17,7 +17,6 @@ from weft_planner.choices import OPTIMIZERS, OTHER
 
 hf = pytest.importorskip("transformers")
 
-from weft_cli.cli import app  # noqa: E402
 from weft_cli.commands import plan_config  # noqa: E402
 from weft_planner.groups import Groups  # noqa: E402
 from weft_planner.hf_config import HFModel  # noqa: E402
@@ -141,16 +140,9 @@ def test_models_with_windows_are_offered_keys_by_halo():
 
 def asked(**more) -> plan_config.Asked:
     given = {
-        "tokens": 16384, "hardware": "h100-8", "devices": 4, "losses": (), "optimizers": (),
-        "recompute": (), "only": (), "memory": None, "top": 5, "write": None, "html": None,
+        "tokens": 16384, "hardware": "h100-8", "devices": 4, "memory": None, "write": None
     }  # fmt: skip
     return plan_config.Asked(**given | more)
-
-
-def said(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["plan", *words], env={"COLUMNS": "220", "NO_COLOR": "1"})
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return re.sub(r"\s+", " ", result.output)
 
 
 @pytest.fixture(scope="module")
@@ -161,11 +153,10 @@ def config(tmp_path_factory) -> str:
 
 
 @pytest.mark.sample
-@pytest.mark.sample
 def test_command_says_what_fits_and_what_to_type(config, tmp_path):
     path = tmp_path / "plan.toml"
-    told = said(
-        config, "--tokens", "16384", "--devices", "2", "--hardware", "h100-8",
+    told = cli(
+        "plan", "config", config, "--tokens", "16384", "--devices", "2", "--hardware", "h100-8",
         "--recompute", "layers", "--only", "ring", "--write", str(path),
     )  # fmt: skip
     assert "exact on ranks (a copy of 2 layers was verified)" in told
@@ -205,8 +196,7 @@ def test_printed_commands_run(config):
     commands = [line.split("weft ", 1)[1] for line in lines if re.search("^(check:)? +weft ", line)]
     assert [words.split()[0] for words in commands] == ["check", "verify"]
     for words in commands:
-        result = CliRunner().invoke(app, shlex.split(words))
-        assert result.exit_code == 0, f"{words}: {result.output}"
+        cli(*shlex.split(words))
 
 
 def test_machine_of_unknown_memory_has_no_longest_row(config, tmp_path):
@@ -217,7 +207,7 @@ def test_machine_of_unknown_memory_has_no_longest_row(config, tmp_path):
         "[[level]]\nname = 'links'\nranks = -1\nrate = 1e8\nlatency = 1e-5\n"
     )
     words = ["--tokens", "512", "--devices", "2", "--hardware", str(machine), "--only", "ring"]
-    told = said(config, *words, "--recompute", "layers", "--loss", "chunked")
+    told = cli("plan", "config", config, *words, "--recompute", "layers", "--loss", "chunked")
     assert "what fits is not known" in told
     assert "pass --memory" in told
     assert "inf" not in told
@@ -225,7 +215,18 @@ def test_machine_of_unknown_memory_has_no_longest_row(config, tmp_path):
 
 
 def test_command_serves(config):
-    told = said(config, "--tokens", "16384", "--devices", "4", "--hardware", "h100-8", "--serve")
+    told = cli(
+        "plan",
+        "config",
+        config,
+        "--tokens",
+        "16384",
+        "--devices",
+        "4",
+        "--hardware",
+        "h100-8",
+        "--serve",
+    )
     assert "fits on one rank, without a layout" in told
     assert re.search(r" 4 0\.0 GB .*yes 12\.4 KiB", told)  # 4 layers x 3 x 8 x (64 x 2 + 4) bytes
 
@@ -233,7 +234,6 @@ def test_command_serves(config):
 @pytest.mark.parametrize(
     ("words", "refused"),
     [
-        (["--heads", "3"], "--heads: a transformers model has its own"),
         (["--loss", "chunky"], "--loss 'chunky'; did you mean 'chunked'?"),
         (["--tokens", "1"], "--tokens '1': a row to train on has 2 tokens or more"),
         (["--only", "tp"], "--only 'tp': a transformers model is bound to ring"),
@@ -242,12 +242,9 @@ def test_command_serves(config):
 def test_command_refuses_what_a_config_does_not_take(config, words, refused):
     given = {"--tokens": "4096"} | dict(zip(words[::2], words[1::2]))
     flat = [word for pair in given.items() for word in pair]
-    assert refused in said(config, *flat, "--devices", "2", "--hardware", "h100-8", code=1)
-
-
-def test_options_of_a_config_are_refused_for_a_call():
-    told = said("--tokens", "64", "--devices", "2", "--hardware", "h100-8", "--serve", code=1)
-    assert "--serve: it is for a transformers model" in told
+    assert refused in cli(
+        "plan", "config", config, *flat, "--devices", "2", "--hardware", "h100-8", code=1
+    )
 
 
 def test_counting_leaves_no_process_group_and_no_dispatch_mode():

@@ -6,12 +6,11 @@ import re
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from world import cli
 
 import weft
 from weft import Layout, UnsupportedError
 from weft.declare.hardware import Hardware
-from weft_cli.cli import app
 from weft_models.declare.model_file import ModelSpec
 from weft_planner.model_search import ModelSearch
 
@@ -104,23 +103,17 @@ def test_an_axis_of_several_kinds_is_refused():
         ModelSearch(spec, 1, {"rows": 8, "columns": 8}, LAPTOPS, 4)
 
 
-def run(*words: str) -> str:
-    result = CliRunner().invoke(app, words, env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exit_code == 0, f"{result.output}\n{result.exception!r}"
-    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
-
-
 @pytest.mark.slow
 def test_the_command_plans_table_model_and_writes_layout_that_runs(tmp_path, apart):
     path = str(tmp_path / "plan.toml")
     said = apart(
-        run, "plan", "tabular", "--length", "rows=300,features=5", "--devices", "4",
+        cli, "plan", "model", "tabular", "--length", "rows=300,features=5", "--devices", "4",
         "--hardware", "ethernet-laptops", "--batch", "1", "--write", path,
     )  # fmt: skip
     assert "layouts were counted" in said
     assert "features are fewer than" not in said
     assert Layout.load(path).world_size == 4
-    assert "proven" in run("check", path, "--symbolic", "--length", "rows=40,features=9")
+    assert "proven" in cli("check", path, "--symbolic", "--length", "rows=40,features=9")
 
 
 def test_command_writes_file_per_layout_where_blocks_have_their_own(tmp_path, apart):
@@ -130,7 +123,7 @@ def test_command_writes_file_per_layout_where_blocks_have_their_own(tmp_path, ap
         'block = [{ attend = "rows" }, { attend = "columns" }]\n'
     )
     said = apart(
-        run, "plan", str(model), "--length", "rows=96,columns=96", "--devices", "4",
+        cli, "plan", "model", str(model), "--length", "rows=96,columns=96", "--devices", "4",
         "--dtype", "float32",
         "--hardware", "ethernet-laptops", "--batch", "1", "--write", str(tmp_path / "plan.toml"),
     )  # fmt: skip

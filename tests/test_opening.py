@@ -138,7 +138,7 @@ def test_written_declarations_replace_nothing(kind, command, tmp_path):
     if kind == "link":
         kept.write_text("precious")
     words = {
-        "plan": ["plan", "--devices", "2", "--hardware", "h100-8", "--tokens", "64"],
+        "plan": ["plan", "call", "--devices", "2", "--hardware", "h100-8", "--tokens", "64"],
         "rates": ["rates", "ring-2"],
     }[command]
     outcome, text = run_command([*words, "--write", str(path)])
@@ -280,7 +280,7 @@ def test_a_pipe_that_is_named_is_not_waited_for(kind, tmp_path):
     path = tmp_path / "pipe.toml"
     os.mkfifo(path)
     words = {
-        "declaration": ["explain", str(path)],
+        "declaration": ["explain", "call", str(path)],
         "run file": ["train", "--config", str(path)],
         "configuration": ["verify", "LlamaForCausalLM", str(path), "ring-2"],
     }[kind]

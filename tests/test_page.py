@@ -8,12 +8,11 @@ import subprocess
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from world import cli
 
 from weft import Causal, DeclarationError, Full, Layout
 from weft.declare.hardware import Hardware
 from weft.plan.problem import Problem
-from weft_cli.cli import app
 from weft_cli.inspect.page import layout_data, write_page
 from weft_planner.flow import replayed
 
@@ -98,24 +97,19 @@ def test_page_needs_layouts_and_its_ending(tmp_path):
         write_page([], call(), H100, "", tmp_path / "page.html")
 
 
-def run(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, words, env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return result.output
-
-
 def test_explain_writes_a_page_of_several_layouts(tmp_path):
     path = str(tmp_path / "page.html")
     sizes = ("--length", "512", "--mask", "causal", "--html", path)
-    said = run("explain", *LINES[:2], *sizes, "--hardware", "h100-8")
+    said = cli("explain", "call", *LINES[:2], *sizes, "--hardware", "h100-8")
     assert f"page: {path}" in said.replace("\n", "")
-    assert "name it by --hardware" in run("explain", LINES[0], *sizes, code=1)
+    assert "name it by --hardware" in cli("explain", "call", LINES[0], *sizes, code=1)
 
 
 def test_plan_writes_a_page_of_its_best_layouts(tmp_path):
     path = tmp_path / "page.html"
-    run(
-        "plan", "--tokens", "1024", "--devices", "2", "--only", "ring", "--hardware", "h100-8",
+    cli(
+        "plan", "call", "--tokens", "1024", "--devices", "2", "--only", "ring",
+        "--hardware", "h100-8",
         "--html", str(path),
     )  # fmt: skip
     assert "tokens: ring=2" in path.read_text()

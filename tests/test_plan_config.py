@@ -192,7 +192,8 @@ def test_changed_configuration_is_planned_or_refused_in_one_line(seed, tmp_path)
     words = (
         "--tokens 64 --devices 2 --hardware h100-8 --only ring --recompute layers --loss chunked"
     )
-    done = CliRunner().invoke(app, ["plan", str(file), *words.split()], env={"COLUMNS": "999"})
+    typed = ["plan", "config", str(file), *words.split()]
+    done = CliRunner().invoke(app, typed, env={"COLUMNS": "999"})
     assert done.exit_code in (0, 1)
     if done.exit_code:
         assert isinstance(done.exception, SystemExit | WeftError)

@@ -31,7 +31,7 @@ from weft.plan.problem import Problem
 from weft.proof.symbolic import prove
 from weft.runtime import tile_run
 from weft.testing.check import Comparison
-from weft_cli.commands.check import comparisons_table
+from weft_cli.inspect.tables import comparisons_table
 
 MASKS = {
     "full": weft.Full(),

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from test_cli import run
 from test_plan_predict import DENSE, MASKS, problem
+from world import cli
 
 import weft
 from weft import Layout
@@ -78,11 +78,10 @@ def test_heads_make_no_difference_where_they_are_shared_equally():
 
 
 def test_explain_says_whose_plans_it_read():
-    assert "read off the plan of rank 0: all 4 ranks are equivalent" in run("explain", "ring-4")
-    causal = ("--mask", "causal", "--length", "256")
-    assert "read off the plans of all 4 ranks" in run("explain", "ring-4", *causal)
-    shown = run("explain", "tokens: ring=72", *causal)
-    assert "of 72 ranks, spread over the mesh (0, " in shown
-    assert "read off the plans of all 72 ranks" in run(
-        "explain", "tokens: ring=72", *causal, "--every-rank"
+    assert "read off the plan of rank 0: all 4 ranks are equivalent" in cli(
+        "explain", "call", "ring-4"
     )
+    causal = ("--mask", "causal", "--length", "256")
+    assert "read off the plans of all 4 ranks" in cli("explain", "call", "ring-4", *causal)
+    shown = cli("explain", "call", "tokens: ring=72", *causal)
+    assert "of 72 ranks, spread over the mesh (0, " in shown

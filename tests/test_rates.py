@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import tomllib
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from world import cli
 
 from weft import Layout
 from weft.comm import P2PBatch, Transport, run_threads
@@ -24,21 +23,12 @@ from weft.kernels.cpu_flash import CpuFlash
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.timing import duration
-from weft_cli.cli import app
 from weft_planner import measure
 from weft_planner.measure import Link, Measured, MeasuredBlock, Sample, Together
 
-RUNNER = CliRunner()
 CALL = Problem(("tokens",), ((256, 256),), 1, 2, 2, 16, 16, torch.float32, "cpu")
 CALL_OF_4 = Problem(("tokens",), ((256, 256),), 1, 8, 8, 16, 16, torch.float32, "cpu")
 ROW_COL = Layout.load("tile-2x2")
-
-
-def run(*words: str, code: int = 0) -> str:
-    """What a command prints, both streams, without colours or line breaks."""
-    result = RUNNER.invoke(app, words, env={"COLUMNS": "160", "NO_COLOR": "1"})
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
 
 
 class Clock(threading.local):
@@ -411,14 +401,14 @@ def test_ranks_take_turns_where_they_are_more_than_cores(clock, monkeypatch):
 
 
 def test_rates_teaches_by_example():
-    shown = run("rates", "--help")
+    shown = cli("rates", "--help")
     assert "weft rates tile-2x2" in shown.split("Examples:")[1]
     assert "for a hardware file, and for [rates] of a layout" in shown
 
 
 def test_one_rank_has_flops_only(tmp_path):
     path = tmp_path / "mine.toml"
-    shown = run("rates", "tokens: local", "--length", "256", "--write", str(path))
+    shown = cli("rates", "tokens: local", "--length", "256", "--write", str(path))
     assert "[rates] flops = " in shown
     assert "bandwidth" not in shown
     assert Hardware.load(path).device.rate(256**2) > 0
@@ -448,7 +438,7 @@ def test_what_cannot_be_measured_or_written_refused_before_rank_starts(
 
     monkeypatch.setattr("weft.launch.launcher.run", never)
     (tmp_path / "old.toml").write_text("kept")
-    assert text in run("rates", *(word.format(tmp_path) for word in words), code=1)
+    assert text in cli("rates", *(word.format(tmp_path) for word in words), code=1)
     assert (tmp_path / "old.toml").read_text() == "kept"
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 import weft
 from weft.declare.hardware import Hardware
-from weft_cli.cli import app, parser_of
+from weft_cli.cli import GROUPS, app, parser_of
 from weft_cli.commands import options
 from weft_models.declare.run_file import RunSpec, changed
 from weft_models.models import ModelSpec
@@ -157,7 +157,7 @@ def test_console_lines_run(words: list[str], folder):
         assert options.layout_named(run.layout).mesh
         return
     if words[0] == "bench":  # starts four ranks: `test_bench` starts two; here that sizes fit
-        assert {options.layout_named(name).world_size for name in words[2:]} == {4}
+        assert {options.layout_named(name).world_size for name in words[2:5]} == {4}
         return
     if words[0] == "blackbox":  # reads what a failed run left: here only that it says so
         result = CliRunner().invoke(app, words)
@@ -303,6 +303,7 @@ def test_commands_of_planning_take_what_they_are_given():
     lines = [shlex.split(line, comments=True) for line in text.splitlines()]
     words = [line[line.index("weft") + 1 :] for line in lines if "weft" in line]
     assert {name for name, *_ in words} == {"plan", "explain", "check", "verify", "rates", "bench"}
-    for name, *arguments in words:
+    for first, *rest in words:
+        name, arguments = (f"{first} {rest[0]}", rest[1:]) if first in GROUPS else (first, rest)
         with parser_of(name).make_context(name, arguments) as context:
             assert context.params

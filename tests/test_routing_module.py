@@ -10,7 +10,6 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from benchmarks import routing
 from weft.comm import run_threads
 from weft.declare.routing import Routing
 from weft.errors import DeclarationError, UnsupportedError
@@ -207,28 +206,6 @@ def test_what_routing_does_is_measured_and_drawn():
         assert found["bytes saved"] in (pytest.approx(5 / 6), 1.0)
         assert set(pictures) == {"routing/weights 0", "routing/scores 0"}
         assert all(len(figure.axes) == 2 for figure in pictures.values())
-
-
-def test_every_question_answered_by_fact_in_its_source_chunk_alone():
-    """Of the tutorial's task, on which the benchmark measures routing."""
-    tokens, answers, sources = routing.task()[1](3, 5, 16)
-    chunk, asked = tokens.shape[1] // 8, answers >= 0
-    keys, values = tokens.unbind(-1)
-    assert torch.equal(asked, (keys >= 0) & (values < 0))
-    assert asked.sum() == len(tokens) * 4 * 3
-    for b, n in asked.nonzero().tolist():
-        stated = (keys[b] == keys[b, n]) & (values[b] >= 0)
-        (place,) = stated.nonzero().flatten().tolist()
-        assert values[b, place] == answers[b, n]
-        assert place // chunk == sources[b, n // chunk] != n // chunk
-    asks = asked.view(len(tokens), 8, chunk).any(-1)
-    assert torch.equal(sources >= 0, asks)
-
-
-def test_the_benchmark_trains_the_model_of_the_tutorial():
-    outcome = routing.run("", ROUTED, steps=2)
-    assert 0 <= outcome.accuracy <= 1
-    assert set(outcome.bytes) == {*routing.TENSORS}
 
 
 def test_penalties_of_routes_per_head_are_equal_on_split_heads():

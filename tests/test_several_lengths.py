@@ -5,13 +5,12 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from typer.testing import CliRunner
+from world import cli
 
 from weft import Causal
 from weft.declare.hardware import Hardware
 from weft.errors import ShapeError
 from weft.plan.problem import Problem
-from weft_cli.cli import app
 from weft_planner.search import Search
 from weft_planner.several_lengths import layouts_for_lengths
 
@@ -55,17 +54,11 @@ def test_weights_that_do_not_fit_are_refused():
 
 
 def test_plan_names_the_layouts_of_several_lengths():
-    words = ["plan", "--devices", "4", "--hardware", "ethernet-laptops", "--tokens"]
-
-    def run(*more: str) -> tuple[int, str]:
-        done = CliRunner().invoke(app, [*words, *more], env={"COLUMNS": "200"})
-        return done.exit_code, " ".join(done.output.split())
-
-    code, shown = run("256:3,4096")
-    assert code == 0, shown
+    words = ["plan", "call", "--devices", "4", "--hardware", "ethernet-laptops", "--tokens"]
+    shown = cli(*words, "256:3,4096")
     assert "The one layout 'tokens: " in shown
     assert "256 3 tokens: " in shown
     for wrong in ("256:x,4096", "256,256", "256:-1,4096"):
-        code, shown = run(wrong)
-        assert (code, "give lengths, each once, with a weight above 0" in shown) == (1, True), shown
-    assert "it is for one length" in run("256,4096", "--write", "plan.toml")[1]
+        assert "give lengths, each once, with a weight above 0" in cli(*words, wrong, code=1)
+    refused = cli(*words, "256,4096", "--png", "plan.png", code=1)
+    assert "--write, --png and --html are for one length" in refused

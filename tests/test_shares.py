@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from exact import Case, assert_exact, tokens
-from typer.testing import CliRunner
+from world import cli
 
 import weft
 from weft import Causal, Layout
@@ -17,7 +17,6 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.plan.order import chunk_sizes, shard_sizes
 from weft.plan.problem import Problem
 from weft.proof.symbolic import prove
-from weft_cli.cli import app
 from weft_models.models import ModelSpec
 from weft_models.train import fit
 from weft_planner.flow import replayed
@@ -179,10 +178,7 @@ def test_explain_shows_the_seconds_of_each_rank(tmp_path):
     layout = shared("tokens: ring=2", ring=(1, 3))
     path = tmp_path / "layout.toml"
     path.write_text(layout.to_toml() + "\n[rates]\nspeeds = [1, 3]\n")
-    shown = CliRunner().invoke(
-        app, ["explain", str(path), "--length", "4096"], env={"COLUMNS": "200"}
-    )
-    said = " ".join(shown.output.split())
+    said = cli("explain", "call", str(path), "--length", "4096")
     assert "compute alone, rank by rank: " in said, said
     assert "equal shares end first" in said or "shares that end first, [share] ring = [" in said
 

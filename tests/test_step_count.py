@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
-from typer.testing import CliRunner
+from world import cli
 
 import weft
 from weft import DeclarationError, Layout, UnsupportedError
 from weft.declare.hardware import Hardware
 from weft.inspect.traffic import traffic
-from weft_cli.cli import app
 from weft_cli.commands.side_by_side import _counted
 from weft_models.declare.model_file import ModelSpec
 from weft_planner import step_count
@@ -217,16 +214,11 @@ def test_heads_in_a_node_are_quicker_than_heads_between_nodes(apart):
 # -- the command ----------------------------------------------------------------------------------
 
 
-def explain(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["explain", *words], env={"COLUMNS": "200", "NO_COLOR": "1"})
-    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
-    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", result.output))
-
-
 @pytest.mark.slow
 def test_layouts_of_a_model_are_one_table(apart):
     said = apart(
-        explain, "causal_lm", "head-x-ring", "tp-x-ring", "heads: tp=4; tokens: ring=2",
+        cli, "explain", "model", "causal_lm", "head-x-ring", "tp-x-ring",
+        "heads: tp=4; tokens: ring=2",
         "--length", "tokens=256", "--hardware", "h100-8",
     )  # fmt: skip
     assert "sums" in said
@@ -235,7 +227,7 @@ def test_layouts_of_a_model_are_one_table(apart):
 
 
 def test_one_layout_of_a_model_shows_every_message(apart):
-    said = apart(explain, "weather", "weather-dp-x-ring", "--gradients", "fsdp")
+    said = apart(cli, "explain", "model", "weather", "weather-dp-x-ring", "--gradients", "fsdp")
     assert "weights (fsdp)" in said
     assert "keys and values" in said
     assert "activations" in said
@@ -248,18 +240,9 @@ def test_inside_node_is_checked_before_there_are_nodes(tmp_path, apart):
         '[shard]\ntokens = ["heads", "ring"]\n[attend]\n'
         'tokens = [{strategy="ulysses", on="heads"}, {strategy="ring", on="ring"}]\n'
     )
-    explain(str(path), "--ranks-per-node", "8")
-    assert "inside_node lists mesh dim 'heads'" in explain(
-        str(path), "--ranks-per-node", "4", code=1
-    )
-    said = apart(explain, "causal_lm", "ring-2", str(path), "--ranks-per-node", "4")
+    said = apart(cli, "explain", "model", "causal_lm", "ring-2", str(path), "--ranks-per-node", "4")
     assert "refused" in said
     assert "inside_node lists mesh dim 'heads'" in said
-
-
-def test_words_that_name_no_model_are_refused():
-    assert "is no model" in explain("ring-2", "ring-4", code=1)
-    assert "which layouts" in explain("causal_lm", code=1)
 
 
 def test_peak_is_counted_as_of_other_models():

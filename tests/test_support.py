@@ -329,9 +329,7 @@ def test_the_page_has_the_matrix_of_today() -> None:
 
 
 def test_list_support_prints_the_matrix() -> None:
-    from typer.testing import CliRunner
+    from world import typed
 
-    from weft_cli.cli import app
-
-    shown = CliRunner().invoke(app, ["list", "--support"]).output
+    shown = typed("list", "--support").output
     assert shown == f"{support.markdown()}\n{support.here()}"

@@ -4,7 +4,7 @@ import io
 
 import pytest
 from rich.table import Table
-from test_cli import run
+from world import cli
 
 import weft
 from weft._terminal import Terminal
@@ -32,7 +32,7 @@ def test_plain_text_of_any_language_stays():
     assert printable(text) == text
 
 
-@pytest.mark.parametrize("command", ["explain", "check"])
+@pytest.mark.parametrize("command", ["explain call", "check"])
 def test_a_layout_file_s_texts_reach_no_terminal(command, tmp_path):
     escapes = "\\u001b[2J\\u009b2J\\u0007\\u202e"
     path = tmp_path / "hostile.toml"
@@ -40,10 +40,10 @@ def test_a_layout_file_s_texts_reach_no_terminal(command, tmp_path):
         f'about = "{escapes}"\n[mesh]\nring = 2\n[shard]\ntokens = ["ring"]\n'
         '[attend]\ntokens = [{ strategy = "ring", on = "ring" }]\n'
     )
-    options = ["--length", "8"] if command == "explain" else ["--threads", "--length", "8"]
-    assert _is_safe(run(command, str(path), *options))
+    options = ["--length", "8"] if command != "check" else ["--threads", "--length", "8"]
+    assert _is_safe(cli(*command.split(), str(path), *options))
     path.write_text(f'"{escapes}" = "{escapes}"')
-    assert _is_safe(run(command, str(path), code=1))
+    assert _is_safe(cli(*command.split(), str(path), code=1))
     with pytest.raises(weft.DeclarationError) as refused:
         weft.Layout.load(path)
     assert _is_safe(str(refused.value))

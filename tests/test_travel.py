@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from world import cli
 
 from weft import Causal, Layout
 from weft.plan.call import Expanded
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.travel import choose_travel, of_keys
-from weft_cli.cli import app
 
 #: DeepSeek V3's: 128 heads of 128 + 64 and 128, made of 512 + 64.
 SIZES = Expanded(128, 192, 128, (512, 64), 2 * 512 * 128 * 256)
@@ -81,20 +80,14 @@ def test_of_keys_is_the_call_after_the_expansion():
     assert forecast_of(plan).forward.traffic.bytes == 2048 * 40960 * 2
 
 
-def shown(*words: str) -> str:
-    result = CliRunner().invoke(app, ["explain", *words])
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
-
-
 def test_explain_says_what_travels_and_why():
     sizes = ["--heads", "128", "--head-dim", "192", "--value-dim", "128", "--latents", "512+64"]
-    text = shown("ring-4", *sizes, "--device", "cuda", "--length", "4096")
+    text = cli("explain", "call", "ring-4", *sizes, "--hardware", "h100-8", "--length", "4096")
     assert "latents travel" in text
     assert "128 key/value heads made of latents on arrival" in text
     assert "3.4 MiB" in text  # of 3,072 tokens, forward
-    text = shown("ring-4", *sizes, "--device", "cpu", "--length", "4096")
+    text = cli("explain", "call", "ring-4", *sizes, "--length", "4096")
     assert "keys travel" in text
     assert "240.0 MiB" in text
-    result = CliRunner().invoke(app, ["explain", "ring-4", *sizes[:-1], "512"])
-    assert "two numbers per token" in str(result.output) + str(result.exception)
+    wrong = cli("explain", "call", "ring-4", *sizes[:-1], "512", code=1)
+    assert "two numbers per token" in wrong

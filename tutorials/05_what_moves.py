@@ -172,7 +172,7 @@ for line in ("tokens(zigzag): ring=4", "tokens(striped): tile=2x2"):
 #
 # A run can be recorded just as well: `with weft.inspect.recording.record() as run:` around any
 # code, then `run.draw("run.png")`. And on the command line, all of this is
-# `weft explain tile-2x2`.
+# `weft explain call tile-2x2`.
 #
 # ## To remember
 #

@@ -43,8 +43,8 @@ print(f"of {laptops.considered} candidates, {len(laptops.choices)} on the clock"
 
 # %% [markdown]
 # `gap` says how much faster a layout that was not put on the clock may be, at most: a promise
-# about the clock's own model, not about your machine. `weft plan` on the command line prints the
-# same, and says why the best one is, what would change it, and what was refused.
+# about the clock's own model, not about your machine. `weft plan call` prints the same,
+# and says why the best one is, what would change it, and what was refused.
 
 # %%
 assert laptops.gap <= 0.01 or len(laptops.choices) >= 10
@@ -112,8 +112,8 @@ print(command("check", str(plan), "--symbolic", "--mask", "causal", "--length", 
 
 # %%
 print(
-    command("bench", "1x8/2x1024x64", str(plan), "tokens: ulysses=4", "--mask", "causal",
-            "--rounds", "3", "--device", "cpu")
+    command("bench", "call", str(plan), "tokens: ulysses=4", "--mask", "causal", "--length", "1024",
+            "--heads", "8", "--kv-heads", "2", "--rounds", "3", "--device", "cpu")
 )  # fmt: skip
 
 # %% [markdown]
@@ -139,18 +139,19 @@ for rank, moved in enumerate(weft.on_threads(layout, count)):
 # ## A full model
 #
 # A model does more than attend: projections that are split over ranks sum their outputs,
-# activations are resharded between blocks, gradients are summed. `weft explain MODEL LAYOUT...`
+# activations are resharded between blocks, gradients are summed. `weft explain model`
 # runs the model's own code on tensors without numbers and counts. Tensor parallelism is free in
 # attention, and not in the model:
 
 # %%
 layouts = ["heads: tp=2; tokens: ring=2", "tokens: ulysses=2 x ring=2", "tokens(zigzag): ring=4"]
 report = command(
-    "explain", "causal_lm", *layouts, "--length", "tokens=1024", "--hardware", "ethernet-laptops"
+    "explain", "model", "causal_lm", *layouts, "--length", "tokens=1024",
+    "--hardware", "ethernet-laptops",
 )
 assert "sums" in report
 print(report)
 
 # %% [markdown]
-# `weft plan MODEL` searches all axes of a model at once, prices resharding between blocks, and
+# `weft plan model` searches all axes of a model at once, prices resharding between blocks, and
 # keeps to the memory of the devices: weights, gradients, optimizer, activations.

@@ -192,7 +192,7 @@ assert alone[-1] < alone[0] / 2
 print("losses of one device, and of each of four ranks:", [round(x, 4) for x in alone])
 
 # %% [markdown]
-# `weft explain weather_windows weather-halo-2x2` counts what its blocks send, and
+# `weft explain model weather_windows weather-halo-2x2` counts what its blocks send, and
 # `weft check weather-halo-2x2 --mask boxes:3:6:1:3:0:1 --length lat=13,lon=18` runs the attention
 # of a shifted block beside softmax.
 #

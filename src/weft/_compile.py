@@ -59,10 +59,7 @@ def flattened(value: Any) -> tuple:
 
 
 def restored(flat: tuple) -> Any:
-    """The object that was `flattened`, or one with the same fields.
-
-    Raises `ShapeError` where an object that was made in the graph is not made again by its fields.
-    """
+    """The object that was `flattened`, or one with the same fields."""
     result, *entries = flat
     if isinstance(result, str):
         return _named[result]

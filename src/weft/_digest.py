@@ -52,9 +52,6 @@ def number_of(text: str) -> int:
 def describe_value(value: Any) -> str:
     """A text that is equal in every process where the value is equal.
 
-    Raises `UnsupportedError` where it refers to something other than plain data, tensors,
-    functions, and objects of the user's classes of these.
-
     >>> describe_value(np.int64(3)) == describe_value(3)
     True
     >>> def below(n):

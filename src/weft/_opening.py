@@ -71,8 +71,7 @@ def replacing(
     """A path to write to, of a file that is called `path` when the block ends, and not before.
 
     The old file, if any, stays until then, and for good if the block raises. `new` refuses one that
-    is there; `synced` waits until the disk has the new one. Raises `OSError`, before the block, for
-    a `path` that is a link, a folder, a pipe or a device.
+    is there; `synced` waits until the disk has the new one.
     """
     path = Path(path)
     _check_replaceable(path, new)

@@ -23,8 +23,6 @@ Function = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def value_of(label: str, fn: Callable[..., Any], device: torch.device | str) -> Any:
     """A function's value at one position, without dims.
 
-    Raises `ShapeError` where it raises, or gives more than one value; weft's errors as they are.
-
     >>> value_of("the mask", lambda b, h, q, k: q >= k, "cpu")
     tensor(True)
     """

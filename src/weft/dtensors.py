@@ -106,8 +106,7 @@ def on_local_tensors(
     """A function of the local tensors of DTensors that are split along an axis, as a DTensor.
 
     `fn` takes the local tensors by name, and `length`; its result is split like the last of them.
-    `dim` is that of the axis in all tensors. `length` must be None: DTensors carry it. Raises
-    `ShapeError` unless they are placed as the layout says.
+    `dim` is that of the axis in all tensors. `length` must be None: DTensors carry it.
     """
     if length is not None:
         raise ShapeError("length is for local tensors; DTensors carry their global shape")

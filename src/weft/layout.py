@@ -30,10 +30,10 @@ from .launch.environment import wait_limit
 from .masks import Causal, Documents, Mask, check_mask
 from .masks.given import mask_of
 from .masks.slices import sliced
-from .packing.assignment import Assignment
-from .packing.balance import SLACK, assign_together
-from .packing.blocks import balanced_runs
-from .packing.groups import balance_shares, packing_groups
+from .packing.assignment import Assignment, fragments_of, slices_of_documents
+from .packing.balance import SLACK, balanced_runs
+from .packing.blocks import work_of
+from .packing.groups import Shares, balance_shares
 from .plan import order as sequence
 from .relayout.redistribute import redistribute
 
@@ -259,8 +259,7 @@ class Layout(LayoutDeclaration, Traceable):
             ShapeError: no lengths, one below 1, or rows that are packed differently: an order is
                 that of an axis, so pack documents of a batch into one row; or a negative slack.
             DeclarationError: an axis that the layout neither splits nor attends, though it attends
-                others; a mesh size of -1; a layout whose ranks compute tiles of some queries by
-                some keys, or other tiles in the backward pass: use the order `striped` there.
+                others; a mesh size of -1; keys that are split beside whole queries.
 
         >>> layout = Layout.parse("tokens: ring=2")
         >>> packed = layout.pack([3, 1, 8])
@@ -274,33 +273,29 @@ class Layout(LayoutDeclaration, Traceable):
             )
         if not isinstance(lengths, Documents):
             lengths = Documents(lengths)  # type: ignore[arg-type]
-        documents = lengths
-        if documents.per_sample:
+        if lengths.per_sample:
             raise ShapeError(
                 "pack: these documents differ by row, and an axis has one order for all rows; pack "
                 "the documents of a batch into one row"
             )
-        self.refuse_shares("packing")
-        if -1 in self.mesh.values():
-            raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
-        counts: tuple[int, ...] = documents.lengths  # type: ignore[assignment]
+        counts: tuple[int, ...] = lengths.lengths  # type: ignore[assignment]
         if not slack >= 0:
             raise ShapeError(f"pack: slack is a share of the mean work, 0 or more, found {slack!r}")
         limit = Causal(window).window
-        sizes = sequence.shard_sizes(sum(counts), self._parts(axis, keys=False))
-        groups, by_keys = packing_groups(self, axis)
-        fragments = assign_together(counts, sizes, groups, limit, by_keys, slack)
-        together = groups if any(len(group) > 1 for group in groups) else None
-        return Assignment(counts, fragments, limit, together, by_keys)
+        sizes, shares = self._sizes_and_shares("packing", axis, sum(counts))
+        mask = slices_of_documents(counts, limit)
+        runs = balanced_runs(mask, sizes, shares, slack)
+        work = tuple(work_of(mask, runs, shares))
+        return Assignment(counts, fragments_of(runs, counts), limit, work)
 
     def balance(self, axis: str, mask: Mask, length: int) -> TokenOrder:
         """An order of an axis's tokens in which every rank computes as much of any mask.
 
-        Blocks of tokens go to ranks so that the visible scores are equal, in both passes, along
-        every mesh dim: of a ring by queries, of pass-Q by keys, of a tile by both. Among blocks
-        that leave it so, those that see each other stay together. Of one causal sequence that is
-        zigzag; for packed documents, which can stay whole, `pack` does the same. Pure data,
-        computed identically on every rank without a message; a mask is asked about every pair.
+        Tokens go to ranks so that the visible scores are equal, in both passes, along every mesh
+        dim: of a ring by queries, of pass-Q by keys, of a tile by both. What sees nothing outside
+        itself stays whole where that leaves it so. Of one causal sequence that is zigzag, of
+        documents `pack`. Pure data, computed identically on every rank without a message; a mask
+        is asked about every pair.
 
         Args:
             axis: the axis.
@@ -318,17 +313,23 @@ class Layout(LayoutDeclaration, Traceable):
 
         >>> layout = Layout.parse("tokens: ring=2")
         >>> layout.balance("tokens", Causal(), 8).chunks
-        (((0, 2), (6, 2)), ((2, 4),))
+        (((2, 4),), ((0, 2), (6, 2)))
         """
-        self.refuse_shares("balancing")
-        if -1 in self.mesh.values():
-            raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
+        sizes, shares = self._sizes_and_shares("balancing", axis, length)
         mask = mask_of(mask)
         check_mask(mask)
         mask.check(length, length, 1)
-        sizes = sequence.shard_sizes(length, self._parts(axis, keys=False))
-        shares = balance_shares(self, axis)
         return TokenOrder(balanced_runs(sliced(mask, length, length), sizes, shares))
+
+    def _sizes_and_shares(
+        self, what: str, axis: str, length: int
+    ) -> tuple[tuple[int, ...], tuple[Shares, ...]]:
+        """The sizes of an axis's chunks, and who computes with whom."""
+        self.refuse_shares(what)
+        if -1 in self.mesh.values():
+            raise DeclarationError(f"{self.source}: build or resolve a mesh size of -1 first")
+        sizes = sequence.shard_sizes(length, self._parts(axis, keys=False))
+        return sizes, balance_shares(self, axis)
 
     def reorder(self, axis: str, order: TokenOrder) -> Layout:
         """This layout with the tokens of an axis in an order that is data; bound as this one is.
@@ -954,8 +955,7 @@ class Layout(LayoutDeclaration, Traceable):
 def check_same_data_ranks(module: torch.nn.Module, layout: Layout) -> None:
     """Refuse gradients that would be summed over other ranks than a module's data is split over.
 
-    The module and its children are searched for a `layout`. Raises `DeclarationError` where one
-    splits data over other ranks than this layout, over whose data ranks gradients are summed.
+    The module and its children are searched for a `layout`.
     """
     other = getattr(module, "layout", None)
     if not isinstance(other, Layout) or not other.is_bound:
@@ -973,7 +973,7 @@ def check_not_averaged(model: torch.nn.Module, layout: Layout) -> None:
     """Refuse torch's own DDP or FSDP2 over ranks whose gradients are to be summed.
 
     For models whose loss is already a mean over all ranks: a mean of gradients would be P times too
-    small. Raises `UnsupportedError` in the model's forward pass.
+    small.
     """
     if layout.mesh and not gradients.is_summed_by_ddp(model):
         both = {*averaged_over(model)} & {*layout._data_ranks()}

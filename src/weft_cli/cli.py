@@ -1,88 +1,60 @@
-"""The command line: `weft list`, `explain`, `check`, `bench`, `train`, `predict`, and others."""
+"""The command line: its commands by name, imported when they run, and its errors."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
-
-class Command(NamedTuple):
-    """A command as `weft --help` lists it; its module is imported when it runs."""
-
-    module: str
-    help: str
-    function: str = ""
-
-    def load(self, name: str) -> Callable[..., Any]:
-        """The function behind a command.
-
-        Raises `ModuleNotFoundError` if a package is missing that the command needs.
-        """
-        module = import_module(f".commands.{self.module}", __package__)
-        return getattr(module, self.function or name)
-
-
-#: In the order of `weft --help`; each text is the first sentence of the function's docstring.
+#: In the order of `weft --help`, each with the first sentence of its docstring. Of two words the
+#: first names a group.
 COMMANDS = {
-    "list": Command(
-        "listing",
-        "Show the strategies, layouts, models, masks and hardware that ship.",
-        "list_",
-    ),
-    "explain": Command(
-        "explain",
-        "Show the rules, traffic, memory and work of a layout. Starts nothing.",
-    ),
-    "plan": Command(
-        "plan",
-        "Find the layout for the machine that you have, or may get. Starts nothing.",
-    ),
-    "check": Command(
-        "check",
-        "Run a layout, and compare it with softmax attention on one device.",
-    ),
-    "rates": Command(
-        "rates",
-        "Measure this machine or cluster: for a hardware file, and for \\[rates] of a layout.",
-    ),
-    "bench": Command(
-        "bench",
-        "Time layouts side by side: which is the fastest here?",
-    ),
-    "train": Command(
-        "train",
-        "Train a model on a layout.",
-    ),
-    "predict": Command(
-        "predict",
-        "Predict the classes of rows from rows whose class is known.",
-    ),
-    "verify": Command(
-        "verify",
-        "Compare a transformers model on a layout with itself on one device.",
-    ),
-    "diff": Command(
-        "diff",
-        "Name the first tensor that two layouts compute otherwise.",
-    ),
-    "blackbox": Command(
-        "blackbox",
-        "Say which rank waits for whom, and where ranks diverged.",
-    ),
+    "list": "Show the strategies, layouts, models, masks and hardware that ship.",
+    "explain call": "Show the rules, traffic, memory and work of an attention call.",
+    "explain model": "Show what a training step moves and holds, layouts side by side.",
+    "plan call": "Find the layout of an attention call on a machine.",
+    "plan model": "Find the layout of a model file's training step on a machine.",
+    "plan config": "Find how to train, or serve, a transformers model on a machine.",
+    "check": "Run a layout, and compare it with softmax attention on one device.",
+    "rates": "Measure this machine or cluster: for a hardware file, and for \\[rates] of a layout.",
+    "bench call": "Time an attention call on layouts side by side: which is the fastest here?",
+    "bench model": "Time a model file's step on layouts side by side: which is the fastest here?",
+    "train": "Train a model on a layout.",
+    "predict": "Predict the classes of rows from rows whose class is known.",
+    "verify": "Compare a transformers model on a layout with itself on one device.",
+    "diff": "Name the first tensor that two layouts compute otherwise.",
+    "blackbox": "Say which rank waits for whom, and where ranks diverged.",
 }
+GROUPS = {
+    "explain": "Show what a layout moves, holds and computes. Starts nothing.",
+    "plan": "Find the layout for the machine that you have, or may get. Starts nothing.",
+    "bench": "Time layouts side by side: which is the fastest here?",
+}
+
+
+def function_of(name: str) -> Callable[..., Any]:
+    """The function behind a command, whose module is imported when it runs."""
+    group, _, own = name.rpartition(" ")
+    module = "listing" if own == "list" else group if group == "bench" else name.replace(" ", "_")
+    found = import_module(f".commands.{module}", __package__)
+    return getattr(found, "list_" if own == "list" else own)
 
 
 class _Group(TyperGroup):
     """Imports a command when it runs; shows an error of weft as one message, exit code 1."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        order = [word for name in COMMANDS for word in name.split()]
+        return sorted(super().list_commands(ctx), key=order.index)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if args and args[0] in COMMANDS:
-            self.commands[args[0]] = parser_of(args[0])
+        name = f"{self.name} {args[0]}" if self.name in GROUPS else args[0]
+        if name in COMMANDS:
+            self.commands[args[0]] = parser_of(name)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -103,7 +75,7 @@ def parser_of(name: str) -> Any:
     ['model', 'config']
     """
     single = typer.Typer(**_OPTIONS)
-    single.command(name)(_loaded(name))
+    single.command(name.split()[-1])(_loaded(name))
     return typer.main.get_command(single)
 
 
@@ -114,7 +86,7 @@ def _loaded(name: str) -> Callable[..., Any]:
     # again at the end, takes as long as the imports.
     gc.disable()
     try:
-        return COMMANDS[name].load(name)
+        return function_of(name)
     except ModuleNotFoundError as error:
         typer.echo(lacks(name, error), err=True)
         raise typer.Exit(1) from None
@@ -174,12 +146,19 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Attention over several axes on an N-D device mesh: every mesh dim plays one role, "
     "declared in a file; the communication follows.\n\n"
-    "Start with `weft list layouts`, then `weft explain tile-2x2`, then `weft check tile-2x2`; "
+    "Start with `weft list layouts`, `weft explain call tile-2x2`, and `weft check tile-2x2`; "
     "nothing of it needs a GPU. Every command has examples in its --help.",
     **_OPTIONS,
 )
-for _name, _command in COMMANDS.items():
-    app.command(_name, help=_command.help)(lambda: None)
+_groups = {"": app}
+for _name, _help in COMMANDS.items():
+    _group, _, _own = _name.rpartition(" ")
+    if _group not in _groups:
+        _groups[_group] = typer.Typer(
+            cls=_Group, no_args_is_help=True, help=GROUPS[_group], **_OPTIONS
+        )
+        app.add_typer(_groups[_group], name=_group)
+    _groups[_group].command(_own, help=_help)(lambda: None)
 
 
 def _version(show: bool) -> None:

@@ -65,11 +65,7 @@ def exchanged(tile: Pass, before: bool, nbytes: float) -> float:
 
 
 def bytes_beside(tile: Pass, fused: bool) -> float:
-    """Bytes that weft moves in a pass of a rank, but those of all-to-alls.
-
-    Args:
-        fused: whether a kernel makes one of several partial results, as on a GPU.
-    """
+    """Bytes that weft moves in a pass of a rank, but those of all-to-alls."""
     sides = (Side.QUERY, Side.KEY) if tile.backward else (Side.QUERY,)
     moved = sum(_results(tile, side, fused) for side in sides)
     return moved + (_packed(tile) + _joined(tile) if fused else 0.0)

@@ -81,11 +81,6 @@ class Candidate:
     ) -> Layout:
         """Its declaration.
 
-        Args:
-            axis: what the attended axis is called.
-            rates: what its programs are chosen by; see `rates_of`.
-            about: for readers.
-
         >>> dims = (Dim("query", "ring", 1, 4), Dim("head", "ulysses", 0, 8))
         >>> Candidate(dims).layout().name
         'tokens: ring=4 x ulysses=8'
@@ -128,9 +123,6 @@ class Candidate:
 def level_sizes(hardware: Hardware, devices: int) -> tuple[int, ...]:
     """Number of groups of the level below that each level joins, innermost first.
 
-    Raises:
-        DeclarationError: devices that do not fill a level's groups, or are more than there are.
-
     >>> level_sizes(Hardware.load("h100-8"), 64)
     (8, 8)
     """
@@ -168,11 +160,7 @@ def factorisations(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def check_only(only: Iterable[str]) -> frozenset[str]:
-    """Strategies to which a search is restricted.
-
-    Raises:
-        DeclarationError: none of `NAMES`.
-    """
+    """Strategies to which a search is restricted."""
     wanted = frozenset(only)
     for name in wanted:
         if name not in NAMES:
@@ -197,11 +185,6 @@ def candidates(
     orders: Collection[str] = ORDERS,
 ) -> Iterator[Candidate]:
     """Every candidate for a call that heads, sequences and lengths allow.
-
-    Args:
-        only: of `NAMES`; nothing else is used. Default: all of them.
-        refused: is told why others were left out.
-        orders: of tokens, of which the best ones are used.
 
     >>> import torch
     >>> p = Problem.of("tokens", 64, heads=4, head_dim=8, dtype=torch.bfloat16)

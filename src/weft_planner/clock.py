@@ -116,11 +116,8 @@ class Clock:
 class Network:
     """Ranks on hardware: capacities, and which of them a message or a block uses.
 
-    Args:
-        hardware: where the ranks are.
-        ranks: how many are replayed; rank i of the call is rank i of the hardware. Of a call with
-            more, the others are periodic images of these: what a rank sends out of the group, its
-            image beyond the border sends into it.
+    Ranks beyond those that are replayed are their periodic images: what a rank sends out of the
+    group, its image beyond the border sends into it.
     """
 
     def __init__(self, hardware: Hardware, ranks: int) -> None:
@@ -146,13 +143,7 @@ class Network:
         self.clock.add(seconds, [("rank", rank), *shared], done)
 
     def post(self, source: int, target: int, kind: tuple, nbytes: int, done: Done) -> None:
-        """One of two ranks is ready for a message; when both are, it moves after those before it.
-
-        Args:
-            kind: what it is, the same on both ranks; of those with the same first item one waits
-                for another. Peers that are images of each other need first items of their own.
-            nbytes: of the message, or 0 from a rank that leaves it to the other to know.
-        """
+        """One of two ranks is ready for a message; once both are, it moves after earlier ones."""
         level = self.hardware.between(source, target)
         source, target = source % self.ranks, target % self.ranks
         key = (source, target, level, kind)

@@ -25,10 +25,6 @@ def read_config(path: str | Path) -> PretrainedConfig:
 
     What names code (`auto_map`, implementations of attention and of experts) is left out: weft has
     its own, and transformers' classes stand for the copies that come with checkpoints.
-
-    Raises:
-        DeclarationError: no such file, too large a one, or one that is no configuration.
-        UnsupportedError: of a type that transformers does not know, or that it refuses.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

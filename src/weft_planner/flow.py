@@ -63,9 +63,6 @@ class RankScript(Player):
     """One rank on its way through both passes.
 
     On a GPU the host runs ahead: its steps cost time only where the GPU is done with those before.
-
-    Args:
-        around: by pass, what another program than weft does around its kernel calls.
     """
 
     def __init__(
@@ -221,12 +218,6 @@ def time_call(
 ) -> Timing:
     """Replay the programs of the ranks of a call on some hardware.
 
-    Args:
-        plans: of every rank, in rank order; or, where all ranks compute alike, of the ranks of
-            `image_group`: the others are taken for their images.
-        hardware: rank i of the call is its rank i, innermost level first.
-        network, script: others, which record what happens.
-
     >>> from weft import Layout
     >>> from weft.plan.predict import plans_for
     >>> from weft.plan.problem import AnyProblem, Problem
@@ -301,8 +292,7 @@ def replayed(
     """Put a call, over all ranks, on the clock.
 
     Of more than `most` ranks one node is replayed, where all ranks compute the same: with a full
-    mask, or a causal one in an order of tokens that balances work. Raises `UnsupportedError` for
-    more than `MOST_REPLAYED` ranks that do not compute the same.
+    mask, or a causal one in an order of tokens that balances work.
     """
     ranks = layout.world_size
     group = ranks if ranks <= most else one_node(layout, problem, hardware)

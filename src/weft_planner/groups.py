@@ -84,18 +84,7 @@ class Row:
 
 @dataclass(eq=False)
 class Groups:
-    """A search over groups, for one model, number of tokens and machine.
-
-    Args:
-        model: of transformers.
-        tokens: of a row, which a group has one of.
-        hardware: the machine.
-        devices: how many.
-        losses, optimizers, recompute: to choose from.
-        only: strategies to keep to, default all that a model can be bound to.
-        memory: bytes of a device, default the hardware's.
-        layouts: given ones, in place of a search for each group's.
-    """
+    """A search over groups, for one model, number of tokens and machine."""
 
     model: HFModel
     tokens: int
@@ -170,9 +159,6 @@ class Groups:
 
         bf16 states are tried where nothing fits with fp32 ones, since they change the training;
         full logits where chunked ones fit, for the fastest rows.
-
-        Args:
-            tell: called with what is counted now.
         """
         found: list[Row] = []
         for optimizer in self.optimizers:
@@ -279,14 +265,7 @@ class Groups:
         return rows
 
     def count(self, layout: Layout, loss: str, recompute: bool, tokens: int = 0) -> ModelCount:
-        """The step of a rank, counted once for equal arguments.
-
-        Args:
-            layout: of a group.
-            loss: chunked or full.
-            recompute: whether layers are recomputed.
-            tokens: of a row, default the search's.
-        """
+        """The step of a rank, counted once for equal arguments."""
         key = layout, loss, recompute, tokens or self.tokens
         if key not in self._counts:
             options = {"loss": loss, "recompute": recompute}
@@ -358,9 +337,6 @@ class Groups:
         None where nobody knows the memory of a device.
 
         Activations are linear in tokens, so a second count at half the length tells the slope.
-
-        Args:
-            row: of the answer.
         """
         if math.isinf(self.limit):
             return None

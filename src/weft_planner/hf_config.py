@@ -43,10 +43,6 @@ _PLAIN = (bool, int, str, type(None), tuple)
 class HFModel:
     """A causal language model of transformers, by its configuration alone.
 
-    Args:
-        config: of transformers.
-        name: for messages, such as its path.
-
     >>> from transformers import LlamaConfig
     >>> model = HFModel(LlamaConfig(num_hidden_layers=3, vocab_size=64, hidden_size=64))
     >>> model.layers, model.numbers
@@ -58,13 +54,7 @@ class HFModel:
 
     @classmethod
     def load(cls, path: str | Path) -> HFModel:
-        """A model by the folder of a checkpoint, or its config.json.
-
-        Raises:
-            DeclarationError: no such file, or one that is no configuration of a model.
-            UnsupportedError: a model of an unknown type, that is no causal language model, or
-                that transformers cannot make of this file.
-        """
+        """A model by the folder of a checkpoint, or its config.json."""
         config = read_config(path)
         with of_transformers(f"{path}: not a configuration of {config.model_type}"):
             model = cls(config, str(path))

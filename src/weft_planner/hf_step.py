@@ -70,17 +70,7 @@ class ModelCount:
 def forward_loss(
     model: Foreign, layout: Layout, ids: Tensor, length: int, loss: str, chunk: int = CHUNK
 ) -> Tensor:
-    """Loss of this rank's rows: full logits by the model itself, or weft's chunked loss.
-
-    Args:
-        model: a causal language model, parallelized with `rows="local"`; of a chunked loss its
-            base model.
-        layout: that it is on.
-        ids: this rank's tokens (b, t), labels as well.
-        length: of the whole row.
-        loss: "chunked" or "full".
-        chunk: tokens whose logits exist at once.
-    """
+    """Loss of this rank's rows: full logits by the model itself, or weft's chunked loss."""
     if loss == "full":
         return model(input_ids=ids, weft=Batch(length=length), shift_labels=ids).loss
     states = _body(model)(input_ids=ids, weft=Batch(length=length)).last_hidden_state
@@ -120,18 +110,6 @@ def count_model(
     layers: int = 0,
 ) -> ModelCount:
     """A step on one rank of a layout, layer by layer.
-
-    Args:
-        model: of transformers.
-        layout: not built.
-        length: tokens of a row over all ranks of the layout.
-        loss: "chunked" or "full".
-        recompute: whether layers are recomputed in the backward pass.
-        batch: rows of the rank.
-        dtype: of weights and activations.
-        free_gradients: whether a layer's gradients leave when all are there, as FSDP2 shards them.
-        rank: which.
-        layers: the first ones alone, default all.
 
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=2, vocab_size=64, hidden_size=64)
@@ -177,12 +155,7 @@ def count_model(
 
 
 def count_whole(model: HFModel, layout: Layout, length: int, **options: object) -> ModelCount:
-    """The same of a model of many layers, by two short ones where its last layers repeat.
-
-    Args:
-        model, layout, length: as for `count_model`.
-        **options: of `count_model`.
-    """
+    """The same of a model of many layers, by two short ones where its last layers repeat."""
     if model.repeats is None:
         return count_model(model, layout, length, **options)  # type: ignore[arg-type]
     few, period = model.repeats

@@ -59,11 +59,6 @@ def nearest(hardware: str, ranks: int, label: str = "call") -> Checked | None:
     node say nothing about several, or are from fewer to more. Of those the one with most nearly as
     many devices is taken, and of equals that with most rows.
 
-    Args:
-        hardware: the name of a shipped hardware file; of any other there is no set.
-        ranks: how many are planned for.
-        label: that is planned, an attention "call" or the "step" of a transformers model.
-
     >>> print(nearest("b200-8", 8).name, nearest("ethernet-laptops", 8))
     simumax None
     """

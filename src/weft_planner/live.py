@@ -38,9 +38,6 @@ class Live(TorchDispatchMode):
         flops: of matrix products, 2 a multiply-add.
         moved: bytes that other functions read and write.
 
-    Args:
-        ignored: tensors that were there before, such as weights: views of them are no memory.
-
     >>> with Live() as live:
     ...     x = torch.ones(256, 256, device="meta")
     ...     y = x @ x

@@ -62,13 +62,7 @@ class LowerBound:
 
 
 class Bounds:
-    """Lower bounds of candidates for one call on some hardware.
-
-    Args:
-        problem: the call, over all ranks.
-        hardware: where.
-        devices: how many ranks.
-    """
+    """Lower bounds of candidates for one call on some hardware."""
 
     def __init__(self, problem: Problem, hardware: Hardware, devices: int) -> None:
         self.problem, self.hardware, self.devices = problem, hardware, devices
@@ -281,13 +275,6 @@ def link_seconds(
 
     A rank's card carries what the ranks that share it send; an uplink what a whole group of the
     level below sends. All links work side by side, so the largest is a lower bound of the time.
-
-    Args:
-        nbytes: that one rank sends, by the number of the level.
-        ranks: how many there are in all.
-
-    Returns:
-        Seconds by level and kind of link, "card" or "uplink".
 
     >>> two = Hardware.from_dict({"device": {"flops": 1e12}, "level": [
     ...     {"name": "node", "ranks": 4, "rate": 8e9},

@@ -245,17 +245,6 @@ def measure(
 ) -> Measured:
     """Measure on a bound layout; every rank calls this and gets the same.
 
-    Args:
-        problem: batch and heads of all ranks together; its kernel is timed on one block, of all,
-            a half and a quarter of its rows and columns, on tensors of its device, as
-            messages are.
-        cores: `count` and `ranks` of a machine, where more ranks than cores are on one.
-        by_rank: whether the speed of every rank is kept, for shares of ranks that are not alike.
-
-    Raises:
-        ShapeError: a block is empty.
-        WeftError: a link could not be measured.
-
     >>> call = Problem.of("tokens", 64, heads=2, head_dim=8)
     >>> measure(Layout.single(), call).block.shape
     (1, 2, 64, 64, 8)
@@ -617,12 +606,7 @@ def _together(transport: Transport, links: Sequence[Link], device: str) -> Toget
 def _shift(
     transport: Transport, nbytes: Mapping[str, int], device: str, run: int = 1
 ) -> Callable[[], None]:
-    """Every rank sends to the next along mesh dims and receives from the one before, all at once.
-
-    Args:
-        nbytes: mesh dim -> size of its message.
-        run: how often, one after another.
-    """
+    """Every rank sends to the next along mesh dims and receives from the one before, at once."""
     batches = []
     for mesh_dim, size in nbytes.items():
         here, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]

@@ -24,10 +24,6 @@ _VIEWS = {"_unsafe_view"}
 def on_shapes(func: Any, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """`func(*args, **kwargs)`; of meta tensors, by memory where it was called so before.
 
-    Args:
-        func: an overload, as a dispatch mode is given it.
-        args, kwargs: its arguments.
-
     >>> x = torch.ones(2, 3, device="meta")
     >>> on_shapes(torch.ops.aten.exp.default, (x.T,), {}).stride()
     (1, 3)

@@ -110,7 +110,7 @@ class ModelSearch:
             raise UnsupportedError(
                 f"model {self.spec.name!r} attends {', '.join(map('+'.join, self.kinds))}: an axis"
                 " in several of them is not planned for; write its layouts, and compare them with"
-                " weft explain MODEL LAYOUT..."
+                " weft explain model"
             )
         self._bounds = {
             a: Bounds(self._problem(b), self.hardware, self.devices) for a, b in self.kinds.items()

@@ -52,17 +52,6 @@ def choose_slack(
     More slack cuts fewer documents, so that fewer keys travel, and lets others wait for the group
     with the most work. Takes seconds: choose once for batches that are alike.
 
-    Args:
-        layout: as for `layout.pack`; unbound.
-        lengths: of the documents.
-        hardware: whose rank i is rank i of the layout.
-        heads: query heads.
-        kv_heads: key/value heads, default as many.
-        head_dim: of queries, keys and values.
-        dtype: of tensors.
-        axis: of the documents' tokens.
-        window: as for `layout.pack`.
-
     >>> machine = Hardware.load("ethernet-laptops")
     >>> choice = choose_slack(Layout.parse("tokens: ring=2"), [700, 200, 100], machine, heads=8)
     >>> choice.seconds[choice.slack] == min(choice.seconds.values())

@@ -56,10 +56,6 @@ class Played:
 def play(plans: Sequence[Plan], hardware: Hardware) -> Played:
     """Replay a call, with everything that happens.
 
-    Args:
-        plans: as for `time_call`.
-        hardware: where.
-
     >>> from weft import Layout
     >>> from weft.plan.predict import plans_for
     >>> from weft.plan.problem import Problem

@@ -102,14 +102,7 @@ def simplest(choices: Choices) -> str | None:
 
 
 def changes(search: Search, choices: Choices, tries: int) -> Iterator[str]:
-    """Changes that would give another choice: slower links, more heads, longer sequences.
-
-    Args:
-        search: that made the choices.
-        choices: its result.
-        tries: how many layouts are put on the clock for each change: the fastest of the choices,
-            and those that look fastest after the change.
-    """
+    """Changes that would give another choice: slower links, more heads, longer sequences."""
     hardware, problem = search.hardware, search.problem
     cases: list[tuple[str, Hardware, Problem]] = [
         (f"Were {level.name!r} half as quick", slower(hardware, i, 2.0), problem)

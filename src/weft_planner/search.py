@@ -160,21 +160,7 @@ class Search:
         work: float = WORK,
         tell: Callable[[int], None] = lambda replays: None,
     ) -> Choices:
-        """Replay candidates until no other can be faster by more than a gap.
-
-        Raises `UnsupportedError` where no candidate fits, and `DeclarationError` where the call
-        would take longer than anybody waits.
-
-        Args:
-            least: replays at least.
-            gap: relative, by which a candidate off the clock may be faster; 0 for the very best.
-                It ends the search and chooses nothing: choices as fast as the best within 1 %, or
-                within a lesser gap, are ordered by how busy they keep their links, as the one with
-                the least traffic depends least on the clock being right.
-            work: of replays at most (see `Bounds.work`); then a larger gap is left. One candidate
-                is replayed in any case.
-            tell: called with how many were replayed.
-        """
+        """Replay candidates until no other can be faster by more than a gap."""
         bounds = {c: self._least(c) for c in self.every}
         _refuse_endless(min(bounds.values(), default=0.0))
         for c in self._order():
@@ -389,14 +375,7 @@ FAMILIES = {
 
 
 def scaling(search: Search) -> dict[str, list[tuple[int, float]]]:
-    """Seconds of the best layout of every strategy, by devices: powers of two up to a search's.
-
-    Args:
-        search: for the most devices.
-
-    Returns:
-        (devices, seconds) by strategy, where it fits.
-    """
+    """Seconds of the best layout of every strategy, by devices: powers of two up to a search's."""
     counts = [2**i for i in range(1, search.devices.bit_length()) if 2**i < search.devices]
     curves: dict[str, list[tuple[int, float]]] = {}
     for name, only in FAMILIES.items():

@@ -46,14 +46,6 @@ class Served:
 def serving(model: HFModel, tokens: int, ranks: int, dtype: torch.dtype = torch.bfloat16) -> Served:
     """The first rank of a group, which has the most, behind a prompt of a number of tokens.
 
-    Args:
-        model: of transformers.
-        tokens: of one row.
-        ranks: of the group.
-
-    Raises:
-        UnsupportedError: a model whose cache has no parts on ranks.
-
     >>> from transformers import LlamaConfig
     >>> config = LlamaConfig(num_hidden_layers=4, hidden_size=512, num_attention_heads=8)
     >>> served = serving(HFModel(config), 4096, 2)

@@ -44,15 +44,6 @@ def layouts_for_lengths(
 ) -> LayoutsOfLengths:
     """The layouts that are fastest for calls of several lengths together.
 
-    Args:
-        searches: one per length, of the same devices.
-        weights: how often there is a call of each length; default equally often.
-        tell: called with the number of the length that is searched.
-
-    Raises:
-        ShapeError: not one weight, above 0, for each length.
-        UnsupportedError: no layout fits all lengths.
-
     >>> from weft.declare.hardware import Hardware
     >>> from weft.plan.problem import Problem
     >>> machine = Hardware.load("ethernet-laptops")

@@ -43,15 +43,6 @@ def choose_shares(
 ) -> SharesChoice:
     """The shares, and of some orders of tokens the one, with which a call ends first.
 
-    Args:
-        layout: unbound; its own shares are replaced.
-        problem: the call, over all ranks.
-        hardware: with the speeds of the ranks (`device.speeds`), in mesh order.
-        orders: of the tokens, such as ("contiguous", "zigzag"); default the layout's.
-
-    Raises:
-        DeclarationError: hardware whose ranks are alike, or a layout that splits no tokens.
-
     >>> level = {"name": "network", "rate": 1e11}
     >>> machine = {"device": {"flops": 1e10, "speeds": [1.0, 0.5]}, "level": [level]}
     >>> choice = choose_shares(Layout.parse("tokens: ring=2"), Problem.of("tokens", 512, heads=8),

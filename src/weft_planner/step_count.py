@@ -100,19 +100,6 @@ def count_steps(
 ) -> list[StepCount]:
     """A step of a model on some ranks of a layout, none of which is there.
 
-    Args:
-        layout: of all blocks, not built.
-        spec: the model.
-        batch: examples of all ranks together.
-        lengths: global, of every axis; see `weft_planner.work.lengths_of_model`.
-        dtype: of parameters and computation.
-        gradients: what sums them: "sync", "ddp" or "fsdp".
-        ranks: which; default all of a few, or some of more, spread over the mesh.
-        layouts: other layouts of kinds of blocks, not built, as `weft.compose` takes them.
-
-    Raises:
-        UnsupportedError: a router decides what travels.
-
     >>> spec = ModelSpec.load("causal_lm")
     >>> layout = Layout.parse("heads: tp=2; tokens: ulysses=2")
     >>> count, *_ = count_steps(layout, spec, 2, {"tokens": 64}, ranks=[0])
@@ -125,7 +112,7 @@ def count_steps(
         if fetches(each, tuple(axis.split("+"))):
             raise UnsupportedError(
                 f"{each.source}: of axis {axis!r} only those keys travel that a router or the model"
-                " chooses, R(top_k); `weft explain LAYOUT` bounds their bytes"
+                " chooses, R(top_k); `weft explain call LAYOUT` bounds their bytes"
             )
     if ranks is None:
         ranks = some_ranks(layout.world_size)

@@ -42,11 +42,6 @@ class StepTime:
 def step_time(count: StepCount, layouts: Sequence[Layout], hardware: Hardware) -> StepTime:
     """Seconds of a step whose rank i runs on rank i of some hardware.
 
-    Args:
-        count: the step.
-        layouts: that the model runs on, the first of all blocks that have none of their own.
-        hardware: where.
-
     >>> from weft_models.declare.model_file import ModelSpec
     >>> from weft_planner.step_count import count_steps
     >>> layout = Layout.parse("tokens: ring=2")

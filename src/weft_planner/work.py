@@ -196,8 +196,7 @@ def _sequences(spec: ModelSpec, block: AttendBlock, sizes: Mapping[str, int]) ->
 def lengths_of_model(spec: ModelSpec, given: Mapping[str, int]) -> dict[str, int]:
     """The length of every axis of a model but batch and embedding, and of its contexts.
 
-    From `given`, the user's; else the largest that the file trains with, or 16. Raises
-    `DeclarationError` for a length of an axis that the model lacks.
+    From `given`, the user's; else the largest that the file trains with, or 16.
 
     >>> lengths_of_model(ModelSpec.load("weather"), {"lat": 8})
     {'time': 16, 'lat': 8, 'lon': 16, 'station': 16}

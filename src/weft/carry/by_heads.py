@@ -38,8 +38,6 @@ def traded(
     multiples of each other; heads that are too few for the ranks go to several. `per_head` are
     (heads, ...), such as parameters; one of a single head serves all. `run` gets them as its layout
     has them, and gives (batch, tokens, heads, ...), which is returned as `layout` has it.
-
-    Raises `ShapeError` on every rank if heads do not divide over the ranks.
     """
     dims = layout.carries_by_heads(axis)
     ranks = math.prod([layout.mesh[d] for d in dims])

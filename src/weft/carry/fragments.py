@@ -245,19 +245,7 @@ class StateExchange(StatesPass):
 def fragments(
     layout: LayoutDeclaration, axis: str, length: int, documents: Documents | None = None
 ) -> Fragments:
-    """The fragments of an axis on a layout.
-
-    Args:
-        layout: as declared, or bound.
-        axis: that the recurrence runs along.
-        length: of the axis, over all ranks.
-        documents: packed one after another along it, the same in every row of the batch.
-
-    Raises:
-        DeclarationError: an axis that is almost called like one that is split.
-        ShapeError: documents that differ by row, or do not add up to the length.
-        UnsupportedError: an order with a fragment for almost every token.
-    """
+    """The fragments of an axis on a layout."""
     if axis not in layout.sharding and (meant := slip_of(axis, layout.sharding)):
         raise DeclarationError(
             f"{layout.source}: axis {axis!r} is not split, but {meant!r} is; name axes as the"
@@ -300,15 +288,6 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
     tensors there, and the same with both layouts swapped takes the output back. A rank's heads
     are some of those that it has already, so of weights it takes a part: `.shard(weight, {"heads":
     0})`, where every rank has them whole. Tokens that are whole afterwards are in contiguous order.
-
-    Args:
-        layout: as declared, or bound: the result is bound as this one is.
-        axis: the axis that the recurrence runs along.
-        mesh_dims: that split heads instead of tokens; default those that `[carry]` gives to
-            Ulysses, or `[attend]` where `[carry]` does not name the axis.
-
-    Raises:
-        DeclarationError: a mesh dim that does not split the axis.
 
     >>> other = by_heads(weft.Layout.parse("tokens: ulysses=2 x ring=2"), "tokens")
     >>> other.shard_dims("tokens"), other.shard_dims("heads")

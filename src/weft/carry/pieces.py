@@ -446,9 +446,6 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
     (start, count, begins, ends) of its pieces, its number of maps; of all, their order, and which
     reset the state; (maps before, piece) of its pieces, and those that continue a document;
     whether anything crosses ranks.
-
-    Raises:
-        WeftError: on every rank that takes part.
     """
     bound, packed = restored(layout), restored(documents)
     with refused_everywhere(

@@ -34,11 +34,6 @@ _COLUMNS = (3, 9)
 def prove_states(layout: Layout, axis: str, length: int) -> list[Claim]:
     """Claims about recurrences and short convolutions along an axis; none where it is not split.
 
-    Args:
-        layout: need not be bound.
-        axis: the axis.
-        length: of it, over all ranks.
-
     >>> all(claim.ok for claim in prove_states(Layout.parse("tokens: tile=2x2"), "tokens", 37))
     True
     """
@@ -83,12 +78,7 @@ def _prove_trade(layout: Layout, other: Layout, axis: str, length: int) -> Claim
 def move_defects(
     before: Placed, after: Placed, lengths: tuple[int, ...], moves: Sequence[Redistribution]
 ) -> Iterator[str]:
-    """Defects of the messages that take a tensor from one placement to another.
-
-    Args:
-        before, after: on one mesh.
-        moves: of every rank.
-    """
+    """Defects of the messages that take a tensor from one placement to another."""
     sizes = dict(before.mesh)
 
     def positions(placed: Placed, rank: int) -> list[list[int]]:

@@ -23,7 +23,7 @@ def write_blocks(
 ) -> Path:
     """Write every rank's blocks of tensors, and values, to a folder that holds no cache yet.
 
-    All ranks call this. Raises `CheckpointError` on every rank if one of them cannot write.
+    All ranks call this.
     """
 
     def prepare() -> str:

@@ -252,10 +252,7 @@ class Checkpoints:
 
 
 def complete_steps(folder: Path) -> list[int]:
-    """The numbers of the `step-N` folders that have an index, ascending by number.
-
-    Raises `CheckpointError` if the folder cannot be read; none at all is an empty folder.
-    """
+    """The numbers of the `step-N` folders that have an index, ascending by number."""
     with failing(folder, "read"):
         if not folder.exists():
             return []
@@ -295,11 +292,7 @@ def missing(folder: Path) -> str:
 
 
 def _lock(folder: Path) -> BinaryIO:
-    """Takes a run's folder: until the file is closed, or its process ends, no other run gets it.
-
-    Raises `CheckpointError` where another one has it, also after `LIMIT` seconds: a killed run's
-    processes may take a moment to end.
-    """
+    """Takes a run's folder: until the file is closed, or its process ends, no other run gets it."""
     with failing(folder, "written"):
         folder.mkdir(parents=True, exist_ok=True)
     with failing(folder / LOCK, "written"):
@@ -349,10 +342,7 @@ def _world(layout: Layout) -> list[int]:
 
 
 def _prepared(path: Path, world: Sequence[int]) -> str:
-    """Makes a checkpoint's folder; returns the token that tells this writing of it from others.
-
-    Raises `CheckpointError` where a checkpoint is there that none of these ranks wrote.
-    """
+    """Makes a checkpoint's folder; returns the token that tells this writing of it from others."""
     try:
         wrote = read_index(path).values.get("world")
     except CheckpointError:  # none, or a damaged one: nothing is lost

@@ -36,10 +36,6 @@ def agree_on_file(layout: Layout, path: Path, name: str = "") -> None:
 
     Of ranks that see one file the first reads it, and nobody where all do. `name` stands for the
     path in messages.
-
-    Raises:
-        DifferentFilesError: ranks have other contents there.
-        CheckpointError: a rank cannot read it.
     """
     identities = everywhere(layout, lambda: _identity(path))
     _, leader, count = _sharing(identities, layout.rank)
@@ -59,10 +55,6 @@ def agreed_index(
 
     Ranks that see one folder share its files. `check` refuses an index before anything is read;
     without `links` the folder is none.
-
-    Raises:
-        DifferentFilesError: on every rank: ranks see folders of other contents.
-        CheckpointError: on every rank: a rank cannot read it, or it is damaged.
     """
     found: list[Index] = []
 

@@ -51,8 +51,6 @@ class Shard:
 def shard_of(tensor: Tensor, layout: Layout, split_heads: bool = False) -> Shard:
     """This rank's part of a DTensor, of heads split along dim 0, or of a replicated tensor.
 
-    Raises `ShapeError` for a DTensor that is a partial sum.
-
     >>> shard_of(torch.zeros(2, 3), Layout.single()).start
     (0, 0)
     """
@@ -117,10 +115,7 @@ def parameter_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def gathered(shard: Shard, layout: Layout) -> Tensor:
-    """The full tensor on the CPU; all ranks call this. Nothing moves where it is replicated.
-
-    Raises `ShapeError` where the parts are on ranks that the layout does not have.
-    """
+    """The full tensor on the CPU; all ranks call this. Nothing moves where it is replicated."""
     if shard.replicated:
         return shard.local.detach().cpu().contiguous().clone()
     if not layout.mesh:

@@ -33,7 +33,6 @@ def encode(value: Any, where: str, tensors: bool = True) -> Any:
 
     Numbers, strings, None, bytes, lists, tuples, mappings, `Counter`s, NumPy's numbers and tensors
     may nest. Mappings come back as dicts, tensors on the CPU, a `BytesIO` at its beginning.
-    Raises `CheckpointError` for anything else, by its place in `where`.
 
     >>> encode({"milestones": {3: 1}, "betas": (0.9, 0.99)}, "notes")
     {'milestones': {'<dict>': [[3, 1]]}, 'betas': {'<tuple>': [0.9, 0.99]}}

@@ -81,11 +81,7 @@ class Channel:
             )
 
     def check(self) -> None:
-        """Wait until all ranks agree on the pass.
-
-        Raises `ShapeError` on every rank if they differ or one of them refused, and
-        `UnsupportedError` if one of them has no kernel.
-        """
+        """Wait until all ranks agree on the pass."""
         answer, self._answer = self._answer, None
         if answer is None:
             return
@@ -113,10 +109,7 @@ class Channel:
         return answer is None or answer()
 
     def exchange(self, numbers: Sequence[Number]) -> dict[int, list[Number]]:
-        """Numbers of every rank that takes part, this one's among them.
-
-        Raises as `check` does, where ranks' calls differ or one of them refused.
-        """
+        """Numbers of every rank that takes part, this one's among them."""
         local = json.dumps([self.digest, self.origin, *numbers])
         text = f"{after(self.detail(), self.origin)}{NUMBERS}{local}"
         texts = self.transport.all_gather_text(text, self.mesh_dims)

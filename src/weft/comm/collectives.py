@@ -139,8 +139,6 @@ def varying_to_invariant(
         backward  both:   [d0 | d1]   ->    rank 0: d0, rank 1: d1
 
     The gradient is the same on all ranks: each keeps its own part of it, and nothing is sent.
-
-    Raises `ShapeError` on every rank where shapes, dtypes, `dim` or the calls differ.
     """
     return _Gather.apply(x, dim, mesh_dim, transport, name)
 

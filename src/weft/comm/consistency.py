@@ -30,7 +30,6 @@ def compare_names(parameters: Mapping[str, Tensor], transport: Transport) -> Non
     """Check that all ranks have the same parameters: order, dtype, frozen state, device meta.
 
     It costs a vote of 8 bytes where all have the same. Shapes may differ: heads may be split.
-    Raises `ShapeError` on every rank, with the first parameter that differs.
     """
     dims = transport.moving()
     if not dims:
@@ -110,8 +109,7 @@ def compare_weights(
 
     Plain weights of a module whose other weights are DTensors with split heads must be the same
     along the mesh dims that split heads, too. A module may split plain weights itself, so that is a
-    warning only. Raises `ShapeError` on every rank where shapes or weights along `same_dims`
-    differ.
+    warning only.
     """
     _compare_shapes(parameters, same_dims, transport)
     names = _differing(parameters, same_dims, transport)

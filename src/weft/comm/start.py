@@ -24,11 +24,7 @@ _LOOK_AGAIN = datetime.timedelta(seconds=1)
 
 
 def name_of_start(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> str:
-    """The name of this start of `size` ranks, which no earlier start had; all of them call it.
-
-    Raises `RankError` after `timeout`: on rank 0 with the ranks that did not join, and on a rank
-    that rank 0 did not list.
-    """
+    """The name of this start of `size` ranks, which no earlier start had; all of them call it."""
     until = time.monotonic() + timeout.total_seconds()
     token = secrets.token_hex(8)
     if rank == 0:

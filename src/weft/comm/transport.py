@@ -241,10 +241,7 @@ class Transport(abc.ABC):
     def share(
         self, label: str, text: str, mesh_dims: Sequence[str] | None = None
     ) -> dict[int, str]:
-        """The texts of every rank along mesh dims (default all), by rank in order, in one call.
-
-        Raises `ShapeError` on every rank where some are in another call than `label`.
-        """
+        """The texts of every rank along mesh dims (default all), by rank in order, in one call."""
         dims = self.moving(mesh_dims)
         self.check_deferred()
         answer = self.vote(dims, number_of(label))  # the first message of every agreement

@@ -106,8 +106,7 @@ def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None
 def gpu_of(environ: Mapping[str, str], count: int) -> int:
     """The index, among the `count` visible GPUs, of the one that is this process's.
 
-    Launchers either show every process all GPUs of its node, or each its own one only. Raises
-    `DeclarationError` if there are fewer than processes, which were not shown one each.
+    Launchers either show every process all GPUs of its node, or each its own one only.
 
     >>> own = {"LOCAL_RANK": "3", "CUDA_VISIBLE_DEVICES": "3"}
     >>> gpu_of({"LOCAL_RANK": "3"}, 8), gpu_of(own, 1)
@@ -218,10 +217,7 @@ _met = itertools.count()
 
 
 def compare_over_world(label: str, detail: str, timeout: datetime.timedelta) -> None:
-    """Raise `ShapeError` on every rank of the world unless `detail` is the same on all of them.
-
-    Raises `RankError` where not all of them come.
-    """
+    """Raise `ShapeError` on every rank of the world unless `detail` is the same on all of them."""
     texts = gather_over_world(label, detail, timeout)
     if len(set(texts.values())) > 1:
         raise ShapeError(disagreement(label, texts))

@@ -41,7 +41,6 @@ def read_declaration(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any
 
     A word without a slash or suffix is a shipped name; anything else is a path. Paths of strategies
     in a layout file are relative to that file.
-    Raises `DeclarationError` if there is no such declaration or it is not TOML.
     """
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or _is_path(text)
@@ -99,10 +98,7 @@ _DOTTED = re.compile(rf"""(?<![\w-])(?>(?:"[^"\n]*"|'[^'\n]*'|[\w-]+)[ \t]*\.[ \
 
 
 def parse(path: Path) -> dict[str, Any]:
-    """The content of a TOML file.
-
-    Raises `DeclarationError` if it cannot be read, or is no TOML.
-    """
+    """The content of a TOML file."""
     try:
         text = read_bytes(path, MOST_BYTES, links=True).decode("utf-8-sig")  # Notepad adds a BOM
         if _DOTTED.search(text):

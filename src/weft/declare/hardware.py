@@ -217,9 +217,6 @@ class Hardware(BaseModel):
     def load(cls, name_or_path: str | Path) -> Self:
         """Read a shipped hardware file by name, or a file of the user's own.
 
-        Raises:
-            DeclarationError: there is none, or what it says does not fit together.
-
         >>> Hardware.load("ethernet-laptops").level[-1].name
         'network'
         """

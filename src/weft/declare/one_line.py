@@ -58,8 +58,6 @@ def is_line(text: str) -> bool:
 def declaration(line: str) -> dict[str, Any]:
     """The content of the layout file that a line stands for.
 
-    Raises `DeclarationError` that shows the grammar, and what in the line did not fit it.
-
     >>> declaration("tokens: ring=4")["mesh"]
     {'ring': 4}
     """

@@ -36,13 +36,6 @@ def merge_softmax(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
 
     The whole output is sum_i w_i out_i with w = softmax_i(lse_i) (the "online softmax" of
     arXiv:1805.02867). A row that no part sees has lse -inf and gives 0 and -inf.
-
-    Args:
-        outs: (parts, ..., d).
-        lses: (parts, ...).
-
-    Returns:
-        The output (..., d) and its logsumexp (...).
     """
     lse = torch.logsumexp(lses, dim=0)
     weights = torch.softmax(lses, dim=0).masked_fill(torch.isneginf(lse), 0.0)
@@ -110,12 +103,6 @@ def merge_affine(maps: Tensor) -> Tensor:
     `(A2, b2) after (A1, b1) = (A2 A1, A2 b1 + b2)`: associative, so any grouping gives the same,
     and not commutative. The neutral map is (I, 0).
 
-    Args:
-        maps: (parts, ..., k, k + v): [A | b] of each.
-
-    Returns:
-        [A | b] of all together, (..., k, k + v).
-
     >>> merge_affine(torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]]))  # 3 (2 S + 1) + 1
     tensor([[6., 4.]])
     """
@@ -165,14 +152,6 @@ def merge_top_k(scores: Tensor, positions: Tensor, count: int) -> tuple[Tensor, 
     Any grouping of merges gives the same list, and the lists of one device's keys in any parts that
     list which a stable sort of its scores begins with. -0.0 and 0.0 are equal. A score of -inf is
     no key: it comes last, with position -1. A NaN comes first, so that whoever gets it can refuse.
-
-    Args:
-        scores: (..., n), the entries of all lists side by side.
-        positions: whole numbers of the same shape.
-        count: of the list that results, which (-inf, -1) fills up.
-
-    Returns:
-        Scores and positions, (..., count).
 
     >>> scores = torch.tensor([1.0, 3.0, 0.0, 3.0, -0.0])
     >>> merge_top_k(scores, torch.tensor([0, 9, 5, 2, 3]), 4)[1].tolist()
@@ -296,8 +275,6 @@ def parse_arrow(text: str, *, reverse: bool = False) -> Arrow:
 
     >>> parse_arrow("S(seq) -> R").compute
     Replicate()
-
-    Raises `DeclarationError` for anything outside the grammar.
     """
     if not isinstance(text, str):
         raise DeclarationError(f"a placement is text such as 'S(seq) -> R', found {text!r}")

@@ -58,20 +58,7 @@ def attend_fetched(
     choice: ChosenKeys,
     expand: Expand | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output and logsumexp at rest of a call whose keys are `R(top_k)`, and chosen by its model.
-
-    Args:
-        bound: the call.
-        q: queries, as they rest, as all of these.
-        k: keys, or latents.
-        v: values, or what comes with the latents.
-        choice: the keys of each query.
-        expand: keys and values of latents.
-
-    Raises:
-        UnsupportedError: rules beside which keys are not fetched, or a bias.
-        ShapeError: as `weft.attention`.
-    """
+    """Output and logsumexp at rest of a call whose keys are `R(top_k)`, and chosen by its model."""
     layout, call = bound.layout, bound.call
     with refused_everywhere(bound.refuse):
         dims = check_fetched(layout.unbound, call.axes)

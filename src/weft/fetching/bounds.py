@@ -57,16 +57,7 @@ Visible = Callable[[Tensor, Tensor], Seen]
 def fetch_bounds(
     keys: Partition, queries: Partition, visible: Visible, count: int, row: int, full: bool = False
 ) -> Iterator[ByteBounds]:
-    """Keys and values of chosen units, and their gradients on the way back.
-
-    Args:
-        keys: whose units they are.
-        queries: who chooses.
-        visible: what queries see.
-        count: units that a query takes.
-        row: bytes of a token's keys and values.
-        full: whether a unit may be refused, as others took it.
-    """
+    """Keys and values of chosen units, and their gradients on the way back."""
 
     def tokens(there: Tensor, askers: Tensor) -> tuple[int, int]:
         return _tokens(visible(askers, there), keys.lengths, count, full)
@@ -116,15 +107,6 @@ def chosen_bounds(layout: LayoutDeclaration, problem: Problem, rank: int) -> lis
 
     Every query is taken to choose as many keys as the problem's choice has numbers, or all that it
     sees. Nothing but keys and values, and their gradients, depends on which.
-
-    Args:
-        layout: resolved; need not be bound.
-        problem: with batch and heads of all ranks together, and a choice of single keys.
-        rank: whose bytes.
-
-    Raises:
-        UnsupportedError: rules beside which keys are not fetched, a choice of blocks or of
-            each query head, or a mask that differs between sequences.
     """
     dims, kind = check_fetched(layout, problem.axes), problem.choice
     if kind is None or kind.block > 1 or problem.mask.per_sample:

@@ -11,11 +11,7 @@ from ..errors import UnsupportedError
 
 
 def check_fetched(layout: LayoutDeclaration, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Mesh dims whose keys are `R(top_k)`, outermost first.
-
-    Raises:
-        UnsupportedError: another mesh dim moves keys or queries as well, or keys rest whole.
-    """
+    """Mesh dims whose keys are `R(top_k)`, outermost first."""
     rules = {d: rule for d, rule in layout.rules(axes).items() if layout.mesh[d] > 1}
     for mesh_dim, rule in rules.items():
         if rule.role in (Role.QUERY, Role.KEY) and not rule.top_k:

@@ -79,7 +79,7 @@ def _to_whole_keys(
     def run(t: list[Any]) -> Tensor:
         mask = None if attn_mask is None else t[attn_mask.index]
         q, k, v = (t[p.index] for p in parts)
-        if not q.numel():
+        if not q.numel() or not k.numel():
             return _nothing(q, k, v, mask, out, query)
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 

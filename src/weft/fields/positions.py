@@ -80,7 +80,7 @@ def bucketize(x: Any, boundaries: Part, **kwargs: Any) -> Recipe:
 def prelu(x: Part, weight: Part) -> Recipe:
     if x.ndim > 1 and x.is_split(1) and weight.shape.numel() > 1:
         return on_locals(F.prelu, (x, weight), x.dims, {weight.index: [x.dims[1]]})
-    return on_locals(F.prelu, (x, weight), x.dims)
+    return on_locals(F.prelu, (x, weight), x.dims, {weight.index: [whole(n) for n in weight.shape]})
 
 
 @rule(torch.view_as_real)

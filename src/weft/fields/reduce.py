@@ -411,9 +411,6 @@ def _split_norm(
 ) -> Any:
     """The norm of positions over all ranks, (sum |x|^p)^(1/p)."""
     p = named.get("ord", p)
-    of_matrix = isinstance(dim, list | tuple) and len(dim) == 2
-    if crosses_field(x, dim) and "ord" in named and p is not None and (of_matrix or dim is None):
-        raise refused("a norm of matrices, or of all dims by ord=,", x)
     p = 2 if p is None or p == "fro" else p
     if not crosses_field(x, dim):
         return NotImplemented
@@ -421,8 +418,13 @@ def _split_norm(
         raise refused(f"a norm of order {p!r}", x)
     over = () if dim is None else dim
     x = (x if dtype is None else x.to(dtype)).abs()
+    if any(x.shape[d] == 0 for d in range(x.dim())):
+        raise refused("a norm of no positions", x)
     if p in (float("inf"), float("-inf")):
-        return x.amax(over, keepdim) if p > 0 else x.amin(over, keepdim)
+        extreme_of = torch.amax if p > 0 else torch.amin
+        # Torch's gradient of a norm that is nan is 0, and that of an extreme is nan.
+        lost = extreme_of(x.detach(), over, True).isnan()
+        return extreme_of(torch.where(lost, x.detach(), x), over, keepdim)
     if p == 0:
         return (x != 0).sum(over, keepdim).to(x.dtype)
     if p == 1:
@@ -439,12 +441,23 @@ class _Root:
 
     @staticmethod
     def of(x: Tensor, power: float = 0.5) -> Tensor:
-        positive = x > 0
-        return torch.where(positive, torch.where(positive, x, 1).pow(power), x)
+        nothing = x == 0
+        return torch.where(nothing, x, torch.where(nothing, 1, x).pow(power))
 
 
-_norms(1, *both("norm"), torch.linalg.norm)
+_norms(1, *both("norm"))
 _norms(1, torch.linalg.vector_norm)
+rule(torch.linalg.norm)(_local_norm(torch.linalg.norm, 1))
+
+
+@composite(torch.linalg.norm)
+def _norm_of_vectors(
+    x: Tensor, ord: Any = None, dim: Any = None, keepdim: bool = False, **options: Any
+) -> Any:
+    over = x.dim() if dim is None else 1 if isinstance(dim, int) else len(dim)
+    if ord is not None and over > 1 and crosses_field(x, dim):
+        raise refused("a norm of matrices", x)
+    return _split_norm(x, ord, dim, keepdim, **options)
 
 
 @composite(*both("dist"))

@@ -242,6 +242,8 @@ def _convolution(nd: int) -> Callable:
             pads = [(e // 2, e - e // 2) if padding == "same" else (0, 0) for e in extents]
         else:
             pads = [(p, p) for p in tuple_of(padding, nd)]
+        if min(dilation) < 1 or any(min(pair) < 0 for pair in pads):
+            raise RuntimeError(f"dilation {dilation} is 1 at least, and padding {padding!r} is 0")
         goal = in_neighbours(x, range(2, nd + 2))
         windows, left, before = {}, [], [0, 0] * nd
         for i, (a, b) in enumerate(pads):

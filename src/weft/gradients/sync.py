@@ -55,7 +55,7 @@ def is_of_shards(x: Tensor, ranks: Sequence[int]) -> bool:
     """True if x was computed from parameters that are sharded over world ranks, as by FSDP2.
 
     The gradient of a shard is then complete, where that of a replicated weight is summed over
-    ranks. Raises `UnsupportedError` where some of the parameters are sharded and some replicated.
+    ranks.
 
     >>> is_of_shards(torch.ones(2, requires_grad=True).sum(), [0, 1])
     False
@@ -119,11 +119,6 @@ def sync(
     `None`, so that optimizers leave its parameter alone. A sparse gradient becomes a dense one.
     Mesh dims `dims` split data; along `same_dims` all ranks must have the same weights; along
     `keys_only` all ranks compute the same loss, of other keys.
-
-    Raises `UnsupportedError` where gradients are summed by FSDP2 or DDP, or were summed already; on
-    every rank: no rank has any; they differ along `keys_only`, or are DTensors of partial sums over
-    `dims`. Raises `ShapeError` on every rank: ranks have other parameters or froze others; at the
-    first call, and after gradients that were not finite: weights differ between ranks.
     """
     averaged = is_averaged(module)
     everything = dict(module.named_parameters())
@@ -260,10 +255,7 @@ def _refuse_wrapped(
 
 
 def is_averaged(module: nn.Module) -> bool:
-    """True if a module's gradients are averaged over ranks, as its outputs are full rows.
-
-    Raises `UnsupportedError` if some of its parts are averaged and some are not.
-    """
+    """True if a module's gradients are averaged over ranks, as its outputs are full rows."""
     marks = [getattr(part, AVERAGED) for part in module.modules() if hasattr(part, AVERAGED)]
     if len(set(marks)) > 1:
         raise UnsupportedError(

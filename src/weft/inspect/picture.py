@@ -25,8 +25,6 @@ DPI = 200
 def writable(path: str | Path) -> Path:
     """The path, if a picture can be written there: its folder exists, its ending is one of ours.
 
-    Raises `WeftError` otherwise, before anything is computed.
-
     >>> writable("scores.png").name
     'scores.png'
     """

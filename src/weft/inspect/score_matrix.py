@@ -76,14 +76,7 @@ def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, l
 def draw_score_matrix(
     plans: Sequence[Plan], path: str | Path, title: str = "", backward: bool = False
 ) -> None:
-    """Write the picture: coloured by rank, masked entries white, chunk borders as dashed lines.
-
-    Args:
-        plans: one per rank, in rank order (`weft.plan.predict.plan_for`).
-        path: a .png, .pdf or .svg.
-
-    Raises `WeftError` for a path of another ending, or in a folder that does not exist.
-    """
+    """Write the picture: coloured by rank, masked entries white, chunk borders as dashed lines."""
     picture.writable(path)
     drawn, groups = owners(plans, backward)
     palette = np.vstack([colours(len(groups)), [1.0, 1.0, 1.0]])

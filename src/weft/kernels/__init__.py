@@ -54,10 +54,7 @@ __all__ = [
 
 
 def named(name: str) -> Kernel:
-    """The kernel of a name.
-
-    Raises `UnsupportedError` with the names there are.
-    """
+    """The kernel of a name."""
     for kernel in (*KERNELS, META):
         if kernel.name == name:
             return kernel
@@ -65,10 +62,7 @@ def named(name: str) -> Kernel:
 
 
 def choose_kernel(request: Request, name: str | None = None) -> Kernel:
-    """The first kernel that computes the request exactly, or the one named.
-
-    Raises `UnsupportedError` with every kernel's reason if there is none.
-    """
+    """The first kernel that computes the request exactly, or the one named."""
     return _choose(request, name, process_state(request.device))
 
 

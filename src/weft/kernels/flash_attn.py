@@ -222,10 +222,7 @@ def _offsets(q: Tensor, view: TileView) -> dict[str, object]:
 
 
 def load(name: str | None = None) -> LoadedPackage:
-    """The first generation that is installed and runs on this GPU, or the one that is named.
-
-    Raises `UnsupportedError` with all attempts.
-    """
+    """The first generation that is installed and runs on this GPU, or the one that is named."""
     name = os.environ.get(VARIABLE) if name is None else name
     if name and name not in map(str, PACKAGES):
         raise UnsupportedError(f"{VARIABLE}={name!r} is not one of 2, 3, 4")
@@ -259,11 +256,7 @@ def _load(name: str, capability: int | None) -> LoadedPackage:
 
 
 def _loaded(generation: int, package: Package, capability: int | None) -> LoadedPackage:
-    """A generation's functions, after checking that they can be called as weft calls them.
-
-    Raises `ImportError`, `AttributeError` or any error of a broken package where they are missing,
-    and `UnsupportedError` that names a parameter which does not fit.
-    """
+    """A generation's functions, after checking that they can be called as weft calls them."""
     module = importlib.import_module(package.module)
     forward, backward = (getattr(module, name) for name in (package.forward, package.backward))
     names = _names(generation)

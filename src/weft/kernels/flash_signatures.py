@@ -45,10 +45,7 @@ def check_signatures(function: Callable, names: Sequence[str]) -> None:
 
 
 def call(function: Callable, asked: dict[str, object], view: TileView) -> tuple[Tensor, ...]:
-    """The function's result, its arguments given by name as its signature has them.
-
-    Raises `UnsupportedError` naming a parameter that weft does not know, or does not find.
-    """
+    """The function's result, its arguments given by name as its signature has them."""
     asked = {**asked, "softmax_scale": view.scale, "causal": view.causal}
     if view.window is not None:
         sides = dict(zip(("window_size_left", "window_size_right"), view.window))

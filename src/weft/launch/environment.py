@@ -23,8 +23,6 @@ class Place:
 def number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
     """A launcher's variable as a number; `otherwise` where it is not set, or empty.
 
-    Raises `DeclarationError` for one that is no whole number from 0 on.
-
     >>> number({"RANK": "3"}, "RANK", 0), number({}, "LOCAL_RANK", 3)
     (3, 3)
     """
@@ -48,8 +46,6 @@ STORE = "WEFT_STORE"
 def wait_limit(timeout: float | None = None, environ: Mapping[str, str] | None = None) -> float:
     """Seconds that a wait may last: as an argument says, else the environment, else `LIMIT`.
 
-    Raises `DeclarationError` for a number of seconds that is not above 0.
-
     >>> wait_limit(environ={}), wait_limit(environ={"WEFT_TIMEOUT": "1800"}), wait_limit(20)
     (300.0, 1800.0, 20.0)
     """
@@ -72,8 +68,7 @@ def already_launched(environ: Mapping[str, str] | None = None) -> Place | None:
     """This process's place if torchrun or SLURM started it as one of several ranks, else None.
 
     SLURM_NTASKS does not tell: a batch script and an interactive shell see it too, though no step
-    of srun has started their other tasks. Raises `DeclarationError` for variables that are no
-    numbers, or a rank that is not one of its world's.
+    of srun has started their other tasks.
 
     >>> already_launched({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).rank
     1

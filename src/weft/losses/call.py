@@ -58,9 +58,7 @@ def agreed(
 ) -> dict[int, Share]:
     """The share of each rank along `vocab_dims`, whose ranks have other words.
 
-    Tensors are hidden states, this rank's rows of the head's weight, and labels. Raises on every
-    rank along `along`: `ShapeError` where tensors or options of one do not fit, or differ, and
-    `IndexError` for a label that is no word.
+    Tensors are hidden states, this rank's rows of the head's weight, and labels.
     """
     hidden, weight, labels = tensors
     error: ShapeError | IndexError | None = None

@@ -27,8 +27,6 @@ NOTHING: Interval = (FAR, -FAR)
 def whole_number(value: object, label: str) -> int:
     """A Python, NumPy or tensor integer as an int.
 
-    Raises `ShapeError` for anything else.
-
     >>> whole_number(torch.tensor(3), "left")
     3
     """

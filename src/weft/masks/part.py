@@ -16,13 +16,6 @@ from .base import EVERYTHING, Indexed, Interval, Intervals, Mask
 class OfPart(Mask):
     """A mask of full tensors, for a call on one rank's own sequences and queries and all keys.
 
-    Args:
-        mask: of the whole.
-        sequences: the indices of this rank's sequences among all `batch`.
-        local_queries: the positions of this rank's queries among all `length`.
-        batch: sequences over all ranks.
-        length: queries over all ranks.
-
     >>> from weft.masks import Causal
     >>> second = OfPart(Causal(), (0,), (2, 3), batch=1, length=4)
     >>> i = torch.arange(4)
@@ -88,11 +81,6 @@ class OfPart(Mask):
 @dataclass(frozen=True)
 class Renumbered(Mask):
     """A mask for a call that counts the same sequences in another order.
-
-    Args:
-        mask: of the whole.
-        order: the number that the mask knows each of the call's sequences by.
-        batch: how many sequences the mask knows.
 
     >>> from weft.masks import KeyPadding
     >>> swapped = Renumbered(KeyPadding((1, 2)), (1, 0), 2)

@@ -129,16 +129,20 @@ class Slices(Mask):
 
     def counts(self, of_keys: bool = False) -> np.ndarray:
         """Numbers of keys that queries see, or of queries that see keys; the mean of sequences."""
-        length = self.m if of_keys else self.n
-        total = np.zeros(length, np.int64)
+        kept: dict[bool, np.ndarray] = self.__dict__.setdefault("_counts", {})
+        if of_keys in kept:
+            return kept[of_keys]
+        total = kept[of_keys] = np.zeros(self.m if of_keys else self.n, np.int64)
         for table, _ in self._parts:
             for q0, q1, k0, k1, low, high, _ in table.tolist():
                 if of_keys:
                     q0, q1, k0, k1, low, high = k0, k1, q0, q1, -high, -low
                 rows = np.arange(q0, q1 + 1)
                 seen = np.minimum(k1, rows + high) - np.maximum(k0, rows + low) + 1
-                total[q0 : q1 + 1] += np.maximum(seen, 0)
-        return total // len(self._parts)
+                total[q0 : q1 + 1] += np.maximum(seen, 0, out=seen)
+        if len(self._parts) > 1:
+            total //= len(self._parts)
+        return total
 
 
 @cached(1 << 14)

@@ -39,8 +39,6 @@ NO_LENGTHS = (
 def resolve_axes(axis: Axis, axes: Sequence[str]) -> tuple[str, ...]:
     """Names of the attended axes, from names or indices.
 
-    Raises `DeclarationError` for an unknown, repeated or embedding axis.
-
     >>> resolve_axes(-2, ("batch", "rows", "features", "embed"))
     ('features',)
     """
@@ -69,9 +67,6 @@ class Geometry:
     the one that attention runs on (one device, or split heads alone, where nothing travels),
     `names` the attended axes in it. `whole`: attended axes whose keys are replicated although the
     layout splits them; `split`: axes whose keys are split although the queries are replicated.
-
-    Raises `DeclarationError` for axes that do not fit together, or a context that would have to
-    travel.
     """
 
     def __init__(
@@ -234,9 +229,6 @@ class Geometry:
         Attention exchanges nothing there that would show chunks to be unequal. So where an axis is
         split and `lengths` lacks it, the ranks that split the axes compare theirs. Of an axis that
         numbers sequences they say how many they hold, which may be any number.
-
-        Raises `ShapeError` where an axis of x (its local shape) contradicts `lengths`; on all ranks
-        that compare, where compared chunks are unequal.
         """
         return {name: whole for name, (whole, _) in self._places(names, x, lengths).items()}
 
@@ -288,8 +280,7 @@ class Geometry:
     ) -> tuple[Mask, Bias | Tensor | None]:
         """A mask and a bias of full tensors as this rank's part of x sees them, for `own`.
 
-        A learned bias is (batch or 1, heads or 1, queries, keys). Raises `ShapeError` as
-        `whole_lengths` does, or for a learned bias of other sequences or queries.
+        A learned bias is (batch or 1, heads or 1, queries, keys).
         """
         axes = dict.fromkeys((*self._counted(mask), *self._counted(bias)))
         places = self._places(tuple(axes), x, lengths)

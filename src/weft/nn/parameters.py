@@ -44,8 +44,7 @@ def local(parameter: None, heads: Sequence[str] = ()) -> None: ...
 def local(parameter: Tensor | None, heads: Sequence[str] = ()) -> Tensor | None:
     """The local tensor of a parameter, to compute with; gradients return to its placement.
 
-    `heads` are the mesh dims that split its heads. Raises `UnsupportedError` if others split it:
-    FSDP2 has not gathered it.
+    `heads` are the mesh dims that split its heads.
 
     >>> local(torch.ones(2))
     tensor([1., 1.])

@@ -38,17 +38,6 @@ def gated_delta_rule(
     Computed in chunks of 64 tokens (Yang et al., arXiv:2412.06464, section 3.3): within one the
     updates solve a triangular system, from one to the next a state is handed on. In fp64 for fp64
     tensors, else in fp32.
-
-    Args:
-        q: queries (b, t, h, k).
-        k: keys, of unit length.
-        v: values (b, t, h, v).
-        decay: logarithms of the decays (b, t, h), at most 0.
-        beta: rates (b, t, h).
-        state: that enters (b, h, k, v).
-
-    Returns:
-        Outputs (b, t, h, v) and the state that leaves, in the dtype of computation.
     """
     dtype = torch.float64 if v.dtype == torch.float64 else torch.float32
     q, k, v = (x.to(dtype).transpose(1, 2) for x in (q, k, v))  # b h t d

@@ -15,9 +15,6 @@ def rotated_axes(
 ) -> tuple[str, ...]:
     """The attended axes whose positions rotate queries and keys.
 
-    Raises `DeclarationError` for an axis that is not attended, or a head dim that they cannot
-    share.
-
     >>> rotated_axes(True, ("lat", "lon"), 8)
     ('lat', 'lon')
     """

@@ -159,9 +159,7 @@ def gathered_lengths(
 ) -> dict[str, int]:
     """Global lengths of axes: those in `known`, else the sums of the chunks of all ranks.
 
-    Ranks that split an axis of unknown length all call this, with equal `known`. Raises
-    `ShapeError` on every rank where ranks do not hold DTensor's chunks of an axis, or know other
-    lengths.
+    Ranks that split an axis of unknown length all call this, with equal `known`.
     """
     whole = {axis: int(known.get(axis, n)) for axis, n in here.items()}
     asked = [axis for axis in here if axis not in known and layout.size(axis) > 1]
@@ -182,9 +180,7 @@ def places_of(layout: Layout, axis: str, counts: Mapping[int, int]) -> tuple[int
     """The global length of an axis, and the positions of this rank.
 
     `counts` has, by rank, how many positions it holds; all parts are among them. Contiguous chunks
-    may have any lengths, as batches of `weft.attention` may. Raises `ShapeError` where ranks of the
-    same part hold unequally many; in another order than contiguous, where ranks do not hold
-    DTensor's chunks.
+    may have any lengths, as batches of `weft.attention` may.
     """
     parts, dims = _by_part(layout, axis, counts), layout.shard_dims(axis)
     if any(parts[_part(layout, dims, rank)] != count for rank, count in counts.items()):
@@ -253,10 +249,7 @@ def of_part(
     batch: int,
     length: int,
 ) -> Mask | Bias | Tensor:
-    """A mask or bias of the whole for a call on a part of it; see `OfPart`.
-
-    Raises `ShapeError` for a learned bias that is not of the whole.
-    """
+    """A mask or bias of the whole for a call on a part of it; see `OfPart`."""
     if isinstance(given, Mask):
         return OfPart(given, sequences, queries_here, batch, length)
     if isinstance(given, Bias):

@@ -1,1 +1,1 @@
-"""Packed documents assigned to ranks, with balanced work."""
+"""Tokens assigned to ranks so that the work of a mask is equal, packed documents among them."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..declare.orders import TokenOrder
 from ..masks import Causal, Documents, Mask
+from ..masks.base import FAR
+from ..masks.slices import Slices
+from .blocks import Runs
 
 
 class Fragment(NamedTuple):
@@ -32,8 +38,9 @@ class Assignment:
         lengths: of the documents.
         fragments: per chunk of the axis (per rank that splits it), in the order of its memory.
         window: keys that a query sees at most, its own included; None: its whole document.
-        groups: the chunks that are computed together, as by Ulysses; by default each alone.
-        by_keys: whether a rank computes its own keys with all queries, as by pass-Q.
+        work: scores per head of the ranks that compute apart, in either pass: where none compute
+            together (ring, gather, pass-Q) one number per chunk, with Ulysses one per group, on
+            tiles one per rank, and pass by pass where these differ.
 
     >>> packed = weft.Layout.parse("tokens: ring=2").pack([3, 1, 8])
     >>> packed.fragments[0]
@@ -45,8 +52,7 @@ class Assignment:
     lengths: tuple[int, ...]
     fragments: tuple[tuple[Fragment, ...], ...]
     window: int | None = None
-    groups: tuple[tuple[int, ...], ...] | None = None
-    by_keys: bool = False
+    work: tuple[int, ...] = ()
 
     @functools.cached_property
     def order(self) -> TokenOrder:
@@ -64,26 +70,6 @@ class Assignment:
         """Causal attention within each document."""
         return Documents(self.lengths) & Causal(self.window)
 
-    @functools.cached_property
-    def work(self) -> tuple[int, ...]:
-        """Scores per head that each group's ranks compute together, in either pass.
-
-        Where no ranks compute together (ring, gather, pass-Q) one number per chunk.
-        """
-        groups = self.groups or tuple((i,) for i in range(len(self.fragments)))
-        return tuple(
-            sum(self._scores(fragment) for i in group for fragment in self.fragments[i])
-            for group in groups
-        )
-
-    def _scores(self, fragment: Fragment) -> int:
-        """Scores of a fragment's queries; `by_keys` of its keys."""
-        document, start, stop = fragment
-        if self.by_keys:  # what sees a key is after it
-            end = self.lengths[document]
-            start, stop = end - stop, end - start
-        return scores_of(stop, self.window) - scores_of(start, self.window)
-
     @property
     def targets(self) -> int:
         """Number of next-token targets over all ranks: the divisor of the loss."""
@@ -99,8 +85,28 @@ class Assignment:
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
 
 
-def scores_of(tokens: int, window: int | None) -> int:
-    """Scores of the first tokens of a document."""
-    if window is None or tokens <= window:
-        return tokens * (tokens + 1) // 2
-    return window * (window + 1) // 2 + (tokens - window) * window
+def slices_of_documents(lengths: Sequence[int], window: int | None) -> Slices:
+    """Causal attention within documents as slices, which nobody need ask for."""
+    ends = np.cumsum([0, *lengths])
+    table = np.zeros((len(lengths), 7), np.int64)
+    table[:, 0] = table[:, 2] = ends[:-1]
+    table[:, 1] = table[:, 3] = ends[1:] - 1
+    table[:, 4], table[:, 6] = -FAR if window is None else 1 - window, 1
+    return Slices(int(ends[-1]), int(ends[-1]), (table.tobytes(),))
+
+
+def fragments_of(runs: Runs, lengths: Sequence[int]) -> tuple[tuple[Fragment, ...], ...]:
+    """Runs (start, tokens) of chunks as fragments, cut where documents end.
+
+    >>> fragments_of((((1, 3),), ((0, 1),)), [2, 2])[0]
+    (Fragment(document=0, start=1, stop=2), Fragment(document=1, start=0, stop=2))
+    """
+    ends = [0, *itertools.accumulate(lengths)]
+    return tuple(
+        tuple(
+            Fragment(i, max(0, start - ends[i]), min(start + n, ends[i + 1]) - ends[i])
+            for start, n in chunk
+            for i in range(bisect_right(ends, start) - 1, bisect_left(ends, start + n))
+        )
+        for chunk in runs
+    )

@@ -1,4 +1,4 @@
-"""Blocks of tokens assigned to ranks so that the work of any mask is equal.
+"""Blocks of tokens assigned to ranks so that work that is of pairs is equal.
 
 A rank computes with some chunks' queries and some chunks' keys, by the roles of the mesh dims:
 along a ring with its own queries and all keys, on a tile with those of its row and of its column.
@@ -13,83 +13,60 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 
-from ..declare.mesh import coordinates
-from ..declare.strategy import Role
 from ..masks.slices import Slices
+from .groups import Shares
 
 #: Blocks of a chunk that are tried until work is equal: fewer leave longer runs to kernels.
 _POWERS, _EQUAL = (2, 4, 8, 16, 32, 64), 1.03
-#: Blocks of a chunk at most, and of all chunks: of rings, and of tiles, whose work is of pairs.
-_OF_CHUNK, _MOST, _MOST_OF_TILES = 64, 2048, 256
+#: Blocks of all chunks at most.
+_MOST = 256
 #: Shares of the mean work that the fullest rank may have beyond it, as blocks are placed and after.
 _SLACK, _ENOUGH = 0.02, 1.01
 #: Swaps that are tried one after another without a better one.
 _TRIES = 2000
 
-
-class Shares(NamedTuple):
-    """The numbers of the queries and of the keys that meet, per chunk: ranks are pairs of these."""
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
+Runs = tuple[tuple[tuple[int, int], ...], ...]
 
 
-def shares_of(
-    sizes: Mapping[str, int], roles: Sequence[Mapping[str, Role | None]]
-) -> tuple[Shares, ...]:
-    """Who computes with whom in each pass, of chunks split over mesh dims of some sizes.
-
-    >>> shares_of({"row": 2, "col": 2}, [{"row": Role.QUERY, "col": Role.KEY}])
-    (Shares(queries=(0, 0, 1, 1), keys=(0, 1, 0, 1)),)
-    """
-    found = []
-    places = [
-        coordinates(sizes, chunk) for chunk in range(np.prod(list(sizes.values()), dtype=int))
-    ]
-    for of_pass in roles:
-        sides = []
-        for side in (Role.QUERY, Role.KEY):
-            cut = [d for d in sizes if of_pass.get(d) is side]
-            keys = [tuple(place[d] for d in cut) for place in places]
-            known = sorted(set(keys))
-            sides.append(tuple(map(known.index, keys)))
-        found.append(Shares(*sides))
-    return tuple(dict.fromkeys(found))
-
-
-def balanced_runs(
-    mask: Slices, sizes: Sequence[int], shares: Sequence[Shares]
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Runs (start, tokens) of each chunk, of given sizes, so that every rank computes as much.
-
-    In as few blocks as that takes: of one causal sequence these are those of zigzag.
+def balanced_blocks(mask: Slices, sizes: Sequence[int], shares: Sequence[Shares]) -> Runs:
+    """Runs (start, tokens) of each chunk, in as few blocks as equal work takes.
 
     >>> from weft.masks import Causal
     >>> from weft.masks.slices import sliced
-    >>> ring = shares_of({"ring": 2}, [{"ring": Role.QUERY}])
-    >>> balanced_runs(sliced(Causal(), 8, 8), (4, 4), ring)
+    >>> balanced_blocks(sliced(Causal(), 8, 8), (4, 4), [Shares((0, 1), (0, 0))])
     (((0, 2), (6, 2)), ((2, 4),))
     """
-    tiles = any(min(map(max, of_pass)) for of_pass in shares)
     chunks = max(1, sum(size > 0 for size in sizes))
-    most = min(_OF_CHUNK, max(2, (_MOST_OF_TILES if tiles else _MOST) // chunks))
     best = math.inf
-    runs: tuple[tuple[tuple[int, int], ...], ...] = ()
-    for of_chunk in itertools.takewhile(lambda n: n <= most, _POWERS):
+    runs: Runs = ()
+    for of_chunk in itertools.takewhile(lambda n: n <= max(2, _MOST // chunks), _POWERS):
         edges, owner = _blocks(sizes, of_chunk)
         counts = block_counts(mask, edges)
         owner = _swapped(counts, _placed(counts, owner, edges, shares), edges, shares)
-        fullest = loads(counts, owner, shares).max()
+        fullest = _loads(counts, owner, shares).max()
         if fullest < best:
             best, runs = fullest, tuple(_runs(owner, edges, chunk) for chunk in range(len(sizes)))
         if best <= _EQUAL:
             break
     return runs
+
+
+def work_of(mask: Slices, runs: Runs, shares: Sequence[Shares]) -> list[int]:
+    """Visible scores of the ranks that compute apart, in each pass, where chunks hold some runs."""
+    held = sorted((start, chunk) for chunk, of_chunk in enumerate(runs) for start, _ in of_chunk)
+    edges, owner = np.array([*(start for start, _ in held), mask.n]), [chunk for _, chunk in held]
+    found: list[int] = []
+    for of_pass in shares:
+        if not (any(of_pass.queries) and any(of_pass.keys)):
+            counts = np.add.reduceat(mask.counts(any(of_pass.keys)), edges[:-1])
+        else:
+            counts = block_counts(mask, edges)
+        found += _work(counts, owner, of_pass).astype(int).tolist()
+    return found
 
 
 def block_counts(mask: Slices, edges: np.ndarray) -> np.ndarray:
@@ -107,18 +84,23 @@ def block_counts(mask: Slices, edges: np.ndarray) -> np.ndarray:
     return counts
 
 
-def loads(counts: np.ndarray, owner: np.ndarray, shares: Sequence[Shares]) -> np.ndarray:
+def _work(counts: np.ndarray, owner: Sequence[int] | np.ndarray, of_pass: Shares) -> np.ndarray:
+    """Scores of each rank in a pass, by those of pairs of blocks; or of blocks, one side whole."""
+    rows, keys = (np.array(side)[owner] for side in of_pass)
+    if rows.any() and keys.any():
+        of_rows, of_keys = (
+            np.eye(max(all_of) + 1)[held] for all_of, held in zip(of_pass, (rows, keys))
+        )
+        return (of_rows.T @ counts @ of_keys).ravel()
+    if counts.ndim > 1:
+        counts = counts.sum(0 if keys.any() else 1)
+    return np.bincount(rows + keys, counts, max(*of_pass.queries, *of_pass.keys) + 1)
+
+
+def _loads(counts: np.ndarray, owner: np.ndarray, shares: Sequence[Shares]) -> np.ndarray:
     """Work of every rank in each pass, as shares of the mean."""
-    found = []
-    for of_pass in shares:
-        rows, keys = (np.array(side)[owner] for side in of_pass)
-        if min(rows.max(), keys.max()) > 0:
-            rows, keys = np.eye(rows.max() + 1)[rows], np.eye(keys.max() + 1)[keys]
-            work = (rows.T @ counts @ keys).ravel()
-        else:
-            work = np.bincount(rows + keys, counts.sum(1 if rows.any() else 0))
-        found.append(work / max(work.mean(), 1e-9))
-    return np.concatenate(found)
+    found = (_work(counts, owner, of_pass) for of_pass in shares)
+    return np.concatenate([work / max(work.mean(), 1e-9) for work in found])
 
 
 def _blocks(sizes: Sequence[int], of_chunk: int) -> tuple[np.ndarray, np.ndarray]:
@@ -163,7 +145,7 @@ def _swapped(
     counts: np.ndarray, owner: np.ndarray, edges: np.ndarray, shares: Sequence[Shares]
 ) -> np.ndarray:
     """Blocks of one length change places while the fullest rank becomes less full."""
-    draw, found, length = random.Random(0), loads(counts, owner, shares), np.diff(edges)
+    draw, found, length = random.Random(0), _loads(counts, owner, shares), np.diff(edges)
     tries = 0
     while found.max() > _ENOUGH and tries < _TRIES:
         tries += 1
@@ -171,7 +153,7 @@ def _swapped(
         if owner[a] == owner[b] or length[a] != length[b]:
             continue
         owner[a], owner[b] = owner[b], owner[a]
-        now = loads(counts, owner, shares)
+        now = _loads(counts, owner, shares)
         if (now.max(), (now**2).sum()) < (found.max(), (found**2).sum()):
             found, tries = now, 0
         else:

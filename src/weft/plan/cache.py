@@ -26,11 +26,7 @@ def _kept(layout: LayoutDeclaration, problem: LocalProblem, rank: int) -> Plan:
 
 
 def plan_for_rank(layout: LayoutDeclaration, problem: LocalProblem, rank: int) -> Plan:
-    """The plan of a rank for a problem whose batch and heads are this rank's own.
-
-    Raises what `Plan` raises, and `UnsupportedError` where a part of it has no kernel; a plan that
-    was refused is not kept.
-    """
+    """The plan of a rank for a problem whose batch and heads are this rank's own."""
     if is_plain(problem.mask):
         return _kept(layout, problem, rank)
     return _kept.__wrapped__(layout, problem, rank)

@@ -101,10 +101,7 @@ class Call:
 
     @property
     def content(self) -> str:
-        """The call by value: equal texts where calls are equal, on whatever rank.
-
-        Raises `UnsupportedError` where a function refers to what has no value.
-        """
+        """The call by value: equal texts where calls are equal, on whatever rank."""
         parts = (_content(self.mask), self.scale, self.return_lse, self.softcap, self.kernel)
         bias = "" if self.bias is None else describe_value(self.bias)
         tensors = f"{self.learned_bias} {self.choice} {self.expanded}"
@@ -180,11 +177,7 @@ class Reach:
     key_chunks: int
 
     def asks_batches(self, per_sample: bool) -> bool:
-        """True if ranks exchange their batch sizes: the plan depends on which sequences are theirs.
-
-        Args:
-            per_sample: whether the mask or the bias differs between sequences.
-        """
+        """True if ranks exchange batch sizes: the plan depends on which sequences are theirs."""
         return bool(self.batch) and (per_sample or self.reshards_batch)
 
 

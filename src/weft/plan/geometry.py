@@ -24,13 +24,7 @@ Rows = tuple[int, int]  # [low, high), counted within a chunk
 
 
 class ChunkGeometry:
-    """Chunks of queries and of keys, and the rows of them that ranks need.
-
-    Args:
-        reshardings: of queries, and of keys; they know every rank's chunk.
-        dims: the mesh dims along which chunks of queries, and of keys, travel.
-        most: the mask is asked about so many spans of a chunk one by one.
-    """
+    """Chunks of queries and of keys, and the rows of them that ranks need."""
 
     def __init__(
         self,

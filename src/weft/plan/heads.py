@@ -68,9 +68,6 @@ def share_heads(heads: int, kv_heads: int, ways: int, weights: Sequence[float] =
 
     With weights, one per rank, in that proportion, and one head at least for each rank.
 
-    Raises `ShapeError` for query heads that key/value heads do not divide, and for fewer heads than
-    ranks.
-
     >>> share_heads(28, 4, 8).queries
     (4, 3, 4, 3, 4, 3, 4, 3)
     >>> share_heads(8, 2, 4).copies

@@ -77,11 +77,7 @@ def _high(interval: Interval) -> int:
 
 
 class SpanTable:
-    """The spans of many chunks as arrays, to ask the same of all of them at once.
-
-    Args:
-        chunks: (a number of its owner, spans) of each.
-    """
+    """The spans of many chunks as arrays, to ask the same of all of them at once."""
 
     def __init__(self, chunks: Iterable[tuple[int, Spans]]) -> None:
         listed = list(chunks)

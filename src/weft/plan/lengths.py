@@ -13,8 +13,6 @@ Length = int | tuple[int, int] | Mapping[str, int | tuple[int, int]]
 def read_length(axes: tuple[str, ...], length: object) -> tuple[tuple[int, int], ...] | None:
     """A length as `weft.attention` takes it, as (queries, keys) per axis.
 
-    Raises `ShapeError` for anything but whole numbers, pairs of them, or a dict of these by axis.
-
     >>> read_length(("rows",), 5), read_length(("rows", "columns"), {"rows": (5, 6), "columns": 2})
     (((5, 5),), ((5, 6), (2, 2)))
     """

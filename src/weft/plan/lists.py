@@ -122,11 +122,7 @@ class ListPlan:
 def list_plan(
     layout: LayoutDeclaration, axis: str, lengths: tuple[int, int], rank: int, sizes: IndexSizes
 ) -> ListPlan:
-    """The messages of a rank, where (queries, keys) of the whole axis are `lengths`.
-
-    Raises:
-        DeclarationError: `[choose]` has lists along a mesh dim along which keys rest whole.
-    """
+    """The messages of a rank, where (queries, keys) of the whole axis are `lengths`."""
     query_dims, key_dims = layout.shard_dims(axis), layout.key_dims(axis)
     lists = layout.list_dims(axis)
     if whole := [d for d in lists if d not in key_dims]:

@@ -48,11 +48,7 @@ def aligned(nbytes: int) -> int:
 def payload_shapes(
     plan: Plan, payload: Payload, backward: bool, rows: int, dtype: torch.dtype | None = None
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and dtype of every tensor of a payload, in the order in which they are packed.
-
-    Args:
-        dtype: of its numbers, where it is not the one in which the payload travels.
-    """
+    """Shape and dtype of every tensor of a payload, in the order in which they are packed."""
     p = plan.problem
     dtype = dtype or p.dtype
     entry = plan.compute[payload.side]

@@ -129,8 +129,6 @@ def shard_spans(
 ) -> tuple[Spans, ...]:
     """The spans of every shard of an axis split over mesh dims of sizes `parts`.
 
-    Raises `ShapeError` for an order that is data of another length.
-
     >>> shard_spans(8, (2,), "zigzag")[0]
     (Span(start=0, count=2, step=1), Span(start=6, count=2, step=1))
     """

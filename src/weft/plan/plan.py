@@ -603,13 +603,7 @@ def score_tile(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> ScoreTile:
-    """The scores of the forward pass of the rank at some coordinates.
-
-    Args:
-        heads: of one rank.
-        batches: the local batch of every rank, default 1.
-        dtype, device: of the scores.
-    """
+    """The scores of the forward pass of the rank at some coordinates."""
     batch = batches[rank_at(layout.mesh, coords)] if batches else 1
     sizes = batch, heads, heads, 1, 1
     problem = LocalProblem(axes, lengths, *sizes, dtype, device, batches=batches, bias_tensor=True)

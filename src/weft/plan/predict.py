@@ -74,10 +74,7 @@ def plan_for(layout: LayoutDeclaration, problem: Problem, rank: int) -> Plan:
 
 
 def plans_for(layout: LayoutDeclaration, problem: Problem, ranks: Iterable[int]) -> Iterator[Plan]:
-    """The plans of some ranks, one after another; see `plan_for`.
-
-    Raises `ShapeError` for heads that do not divide over the ranks that split them.
-    """
+    """The plans of some ranks, one after another; see `plan_for`."""
     known: dict[LocalProblem, Plan] = {}
     for rank in ranks:
         coords, local = coordinates(layout.mesh, rank), problem.on(layout, rank)

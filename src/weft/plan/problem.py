@@ -107,16 +107,7 @@ class Problem(AnyProblem):
         mask: Mask = FULL,
         expanded: Expanded | None = None,
     ) -> Self:
-        """A call by its sizes: as many key/value heads as heads, values as wide as keys.
-
-        Args:
-            axis: the attended axis, or several, also joined by "+".
-            length: as `weft.attention` takes it.
-            expanded: the keys and values that ranks make of `kv_heads` heads of latents.
-
-        Raises:
-            ShapeError: a length that is none.
-        """
+        """A call by its sizes: as many key/value heads as heads, values as wide as keys."""
         axes = tuple(axis.split("+")) if isinstance(axis, str) else tuple(axis)
         lengths = read_length(axes, length)
         if lengths is None:
@@ -129,11 +120,7 @@ class Problem(AnyProblem):
         return cls(axes, lengths, *sizes, dtype, device, mask, expanded=expanded)
 
     def on(self, layout: LayoutDeclaration, rank: int) -> LocalProblem:
-        """The part of one rank: batch and heads are cut over the mesh as tensors at rest are.
-
-        Raises:
-            ShapeError: heads that do not divide over the ranks that split them.
-        """
+        """The part of one rank: batch and heads are cut over the mesh as tensors at rest are."""
         layout.check_heads("query heads", self.heads)
         layout.check_heads("key/value heads", self.kv_heads)
         batches = shard_batches(layout, self.axes, self.batch)

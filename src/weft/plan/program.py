@@ -52,13 +52,7 @@ class Payload(enum.StrEnum):
     def tensors(
         self, backward: bool, d: int, e: int, dtype: torch.dtype
     ) -> tuple[tuple[int, torch.dtype], ...]:
-        """Its tensors in the order in which they are packed: head dim (0: none) and dtype.
-
-        Args:
-            backward: of which pass it is.
-            d, e: head dims of queries and keys, and of values.
-            dtype: in which its chunks or results travel; row statistics accumulate.
-        """
+        """Its tensors in the order in which they are packed: head dim (0: none) and dtype."""
         row = (0, accumulate_dtype(dtype))
         match self:
             case Payload.Q if backward:

@@ -52,15 +52,7 @@ def reshardings(
     coords: Mapping[str, int],
     shares: HeadShares,
 ) -> Sides[Resharding]:
-    """The way of queries, and of keys and values, from rest to the tile program, on any rank.
-
-    Args:
-        layout: how tensors are split.
-        problem: of the rank at `coords`; without `batches` other ranks have as much of the batch.
-        rules: of the layout, for the problem's axes.
-        coords: of a rank.
-        shares: see `head_shares`.
-    """
+    """The way of queries, and of keys and values, from rest to the tile program, on any rank."""
     sizes, rest_dims = dict(layout.mesh), layout.shard_dims(HEADS)
     batch_dims = layout.batch_dims(problem.axes)
     batches: dict[int, Spans] = {}

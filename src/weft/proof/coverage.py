@@ -38,15 +38,7 @@ Ranges = list[tuple[np.ndarray, np.ndarray]]  # disjoint [first, last] per query
 
 
 def visible_ranges(mask: Mask, rows: np.ndarray, widest: bool = True) -> Ranges:
-    """The keys that queries at positions `rows` see, as ranges that do not overlap.
-
-    Args:
-        widest: of masks that differ between sequences the keys that any of them sees, else
-            those that all of them see.
-
-    Raises:
-        UnsupportedError: a mask whose structure is not known.
-    """
+    """The keys that queries at positions `rows` see, as ranges that do not overlap."""
     far = np.full_like(rows, FAR)
     if isinstance(mask, Full):
         return [(-far, far)]

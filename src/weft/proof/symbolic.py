@@ -72,14 +72,6 @@ class Claim:
 def prove(layout: Layout, problem: Problem) -> list[Claim]:
     """Proves a call on a layout, claim by claim; see the top of this file.
 
-    Args:
-        layout: need not be bound.
-        problem: the call, with batch and heads of all ranks together.
-
-    Raises:
-        UnsupportedError: for a mask whose structure is not known, and for more blocks that
-            differ than can be looked at.
-
     >>> problem = Problem.of("tokens", 64, heads=2, head_dim=4)
     >>> all(claim.ok for claim in prove(Layout.parse("tokens: ring=4"), problem))
     True

@@ -16,9 +16,6 @@ from ..layout import Layout
 def bind_on_same_ranks(layout: Layout, other: Layout) -> Layout:
     """`other`, bound on the ranks of `layout`; all of them call this.
 
-    Raises `DeclarationError` where the numbers of ranks differ, or where `layout` is bound to a
-    slice of the world, whose ranks cannot make groups by themselves.
-
     >>> bind_on_same_ranks(Layout.single(), Layout.single()).rank
     0
     """

@@ -120,14 +120,7 @@ class Redistribution:
     shape: tuple[int, ...]
 
     def traffic(self, sizes: Sizes, nbytes: int, label: str, adjoint: bool = False) -> Traffic:
-        """Bytes and messages of this rank.
-
-        Args:
-            sizes: of the mesh whose dims the messages travel along.
-            nbytes: of one entry of the placed axes, over all that is not placed.
-            label: of the messages.
-            adjoint: of the pass that takes every copy back.
-        """
+        """Bytes and messages of this rank."""
         moved, at = Traffic(), coordinates(dict(sizes), self.rank)
         for step in self.steps:
             away, home = (
@@ -178,13 +171,6 @@ def plan_redistribution(
 ) -> Redistribution:
     """The steps by which `rank` takes tensors from one placement to another.
 
-    Args:
-        before: placement of the tensor.
-        after: its new placement, with the same axes, on as many ranks.
-        lengths: global length of every axis.
-        rank: whose part this is.
-        road: the mesh that messages travel along, default that of `before`.
-
     >>> one = Placed((("r", 2),), (("rows", ("r",), "contiguous"), ("columns", (), "contiguous")))
     >>> two = Placed((("c", 2),), (("rows", (), "contiguous"), ("columns", ("c",), "contiguous")))
     >>> plan = plan_redistribution(one, two, (4, 6), 0)
@@ -204,12 +190,7 @@ def route(overlaps: tuple[Overlap, ...], road: Placed, rank: int) -> tuple[Redis
 
 
 class Paths:
-    """The all-to-alls that take overlaps from their sources to their targets, of all ranks.
-
-    Args:
-        overlaps: of all ranks.
-        mesh: the mesh dims that messages travel along, with their sizes.
-    """
+    """The all-to-alls that take overlaps from their sources to their targets, of all ranks."""
 
     def __init__(self, overlaps: Iterable[Overlap], mesh: Sizes) -> None:
         self.mesh = mesh

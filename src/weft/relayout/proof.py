@@ -27,11 +27,6 @@ WINDOWS = (
 def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
     """Claims about windows along an axis: convolutions, pools and their like; none where whole.
 
-    Args:
-        layout: need not be bound.
-        axis: the axis, in contiguous order.
-        length: of it, over all ranks.
-
     >>> all(claim.ok for claim in prove_windows(Layout.parse("height: gather=3"), "height", 37))
     True
     """

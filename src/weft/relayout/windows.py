@@ -170,8 +170,6 @@ def _with_offsets(spans: Spans) -> Iterator[tuple[int, int, int]]:
 def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
     """The positions low, ..., high - 1 of an axis, those beyond its ends as its border says.
 
-    Raises `ShapeError` where a border needs more of the axis than there is.
-
     >>> [(s.start, s.count, s.step) for s in bordered(-2, 7, 5, "reflect")]
     [(2, 2, -1), (0, 5, 1), (3, 2, -1)]
     """
@@ -241,16 +239,6 @@ class Windows:
     ) -> Windows:
         """The windows of torch's convolutions and pools.
 
-        Args:
-            length: of the axis.
-            kernel: positions that a window sees.
-            stride: from one window to the next.
-            padding: positions added at the beginning and at the end.
-            dilation: from one position that a window sees to the next.
-            border: what is added.
-            ceil: whether a last window may reach beyond the padding, as torch's `ceil_mode`.
-            anchor: within a window, default its middle.
-
         >>> Windows.over(13, 3, 2, (1, 1)).outputs
         7
         """
@@ -278,9 +266,6 @@ class Windows:
 
     def edges(self, starts: Sequence[int]) -> tuple[int, ...]:
         """The first output of every chunk, and the number of outputs.
-
-        Args:
-            starts: the first position of every chunk of contiguous positions, and the length.
 
         >>> Windows.over(7, 3, 2, (1, 1)).edges((0, 4, 7))
         (0, 2, 4)
@@ -354,16 +339,6 @@ def plan_ranges(
     border: str = "zeros",
 ) -> RangePlan:
     """The plan that gives contiguous chunks of an axis other positions than they hold.
-
-    Args:
-        mesh: the mesh dims that split the axis, outermost first, with their sizes.
-        starts: the first position of every chunk, and the length of the axis.
-        ranges: [first, last) of the positions that every chunk is to have, which may be beyond the
-            ends of the axis.
-        border: what is there.
-
-    Raises:
-        ShapeError: a border that needs a longer axis.
 
     >>> plan = plan_ranges((("ring", 2),), (0, 4, 7), ((-1, 5), (3, 8)))
     >>> plan.parts[1], [(s.start, s.count) for s in plan.wanted.wanted[1]]

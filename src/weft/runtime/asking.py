@@ -26,13 +26,6 @@ def slices_of(
     """The slices of a call's mask; None where it has too many pairs to ask about.
 
     Ranks that agree on the call have the same ones, and ask together where they have none.
-
-    Args:
-        content: the call by value.
-        whole: sequences and heads over all ranks.
-        channel: of the call.
-
-    Raises `ShapeError` on every rank where the mask raises on one.
     """
     kept = channel.transport.slices
     key = channel.mesh_dims, number_of(content), problem.n, problem.m, *whole, problem.device

@@ -180,9 +180,6 @@ class BoundCall:
         all ranks, without them where the plan does not depend on them; and the digest of the values
         that the user's functions see, without it where there are none. `parameters` are those that
         expand latents.
-
-        Raises `ShapeError` or `UnsupportedError` where this rank's tensors do not fit, or, on every
-        rank that takes part and before anything else is sent, another's.
         """
         gradients = self.gradients or gradients_wanted(q, k, v, bias, *parameters)
         with refused_everywhere(self.refuse):
@@ -252,10 +249,7 @@ class BoundCall:
         return channel, *agreed[key]
 
     def plan_alone(self, q: Tensor, k: Tensor, v: Tensor) -> Plan:
-        """The plan of a call of plain data that exchanges nothing with other ranks.
-
-        Raises as `begin` does.
-        """
+        """The plan of a call of plain data that exchanges nothing with other ranks."""
         checks.check_tensors(q, k, v)
         return self._checked_plan(rest_shape(q, k, v), q)
 
@@ -279,10 +273,7 @@ class BoundCall:
             refuse(self.transport, self.mesh_dims, _FORWARD, error)
 
     def begin_backward(self, plan: Plan, agreed: Tensor) -> Channel:
-        """The channel of the first part of a backward pass, that of the pass `agreed` is from.
-
-        Raises `UnsupportedError` where functions see other values than in that pass.
-        """
+        """The channel of the first part of a backward pass, that of the pass `agreed` is from."""
         with refused_everywhere(self.refuse):
             content = self.content
             if self.has_functions and number_of(content) != agreed.tolist()[-1]:

@@ -207,13 +207,7 @@ def _reached(tensors: Sequence[Tensor], parameters: Sequence[Tensor]) -> tuple[s
 
 
 class Expander:
-    """An expansion as a call uses it in both passes, under the autocast of its forward pass.
-
-    Args:
-        expansion: the function.
-        parameters: those that it uses and that get gradients.
-        like: a tensor on the device of the call.
-    """
+    """An expansion as a call uses it in both passes, under the autocast of its forward pass."""
 
     def __init__(self, expansion: Expansion, parameters: tuple[Tensor, ...], like: Tensor) -> None:
         self.function, self.expansion, self.parameters = expansion.function, expansion, parameters

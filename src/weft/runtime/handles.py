@@ -79,14 +79,7 @@ def shapes_of(op: Any) -> Callable[[Callable], None]:
 def differentiable(
     forward: Any, backward: Any, setup: Callable, gradient: Callable, subject: str
 ) -> None:
-    """Register the gradient of an op, which another op computes and which is differentiated once.
-
-    Args:
-        forward, backward: the ops.
-        setup: keeps what `gradient` reads, as torch's `setup_context`.
-        gradient: calls `backward`.
-        subject: the public function, named where a second derivative is refused.
-    """
+    """Register the gradient of an op, which another op computes; it is differentiated once."""
 
     def twice(ctx: Any, *_: Any) -> NoReturn:
         raise second_derivative(subject)

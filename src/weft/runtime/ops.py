@@ -362,7 +362,7 @@ def attend_alone(
 
     The logsumexp can be differentiated if the call wants it.
 
-    Raises as `BoundCall.begin` does. Calls with the user's functions take the op.
+    Calls with the user's functions take the op.
     """
     if bound.mesh_dims or not bound.plain or dispatched(q, k, v):
         return None

@@ -258,14 +258,6 @@ def shard(
     """The part of a full (b, heads, tokens, ...) tensor that a rank holds at rest.
 
     It follows from the rest placements of the rules alone, and shares no code with the engine.
-
-    Args:
-        layout: bound, unless `coords` are passed.
-        axes: the attended axes.
-        lengths: queries and keys of each.
-        x: with the tokens of all attended axes in one dim.
-        side: "query" or "key": whose placement.
-        coords: of the rank on the mesh, default the layout's.
     """
     coords = layout.coords if coords is None else coords
     rest = {d: getattr(rule, side).rest for d, rule in layout.rules(axes).items()}

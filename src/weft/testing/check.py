@@ -151,13 +151,6 @@ def gradient_rounding(case: Case, full: Mapping[str, Tensor]) -> dict[str, float
     on one key they are equal and the gradient is 0, but for their rounding: on one device, too,
     unless it adds both in one order, as kernels do for few head dims. |score| = scale |q| |k|^T
     bounds what its own rounding does to p. The error of ds reaches dq times |k| and dk times |q|.
-
-    Args:
-        case: the attention call.
-        full: its tensors over all ranks, as `Case.draw` returns them.
-
-    Returns:
-        Absolute errors by name: dq, dk.
     """
     q, k, v, dout = (full[name].double().cpu() for name in ("q", "k", "v", "dout"))
     groups = q.shape[1] // k.shape[1]

@@ -1,197 +1,42 @@
-"""`weft bench`: times several layouts on the same ranks."""
+"""`weft bench call`, `weft bench model`: times several layouts on the same ranks."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import torch
 import typer
-from rich.markup import escape
 
-from weft._terminal import Terminal
-from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftError, shown
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from weft.inspect import words
 from weft.inspect.words import digits, show_time, unit_of
 from weft.launch import launcher as launch
 from weft.launch.environment import already_launched
 from weft.layout import Layout
-from weft.masks.names import mask_named
 from weft.plan.predict import plan_for
 from weft.testing.cases import Case
 
-from ..inspect import tables
+from ..inspect.printer import print_table, working
 from . import options
-from .options import console
 
 if TYPE_CHECKING:
     from .side_by_side import TimedPasses
 
-_SHAPE = re.compile(r"(\d+)x(\d+)(?:/(\d+))?x(\d+)x(\d+)")
 MOST_ROUNDS = 10_000
 
-
-def bench(
-    context: typer.Context,
-    label: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL_OR_SHAPE",
-            help="A model: its name (see `weft list models`) or a path to a .toml. Or the sizes of "
-            "one attention call, over all ranks: BATCHxHEADSxTOKENSxHEAD_DIM, such as 1x8x4096x64, "
-            "or 1x16/4x4096x64 with 4 key/value heads.",
-            show_default=False,
-        ),
-    ],
-    layouts: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="LAYOUT LAYOUT ...",
-            help="Layouts of as many ranks: names, paths, or layouts on one line.",
-            show_default=False,
-        ),
-    ],
-    axis: Annotated[
-        str | None,
-        options.of_call(
-            "The attended axis of a shape; 'a+b' attends two axes jointly.",
-            show_default="the first that communicates",
-        ),
-    ] = None,
-    mask: options.Mask = options.MASK,
-    batch: options.Batch = None,
-    length: Annotated[
-        str | None,
-        options.of_call(
-            "Lengths of a model's axes, over all ranks: 'time=8,lat=32'.",
-            show_default=options.OF_MODEL,
-        ),
-    ] = None,
-    dtype: options.RunDType = None,
-    rounds: Annotated[
-        int, options.of_run("How often each layout is timed.", min=1, max=MOST_ROUNDS)
-    ] = 7,
-    nproc: options.Nproc = None,
-    device: options.Device = "auto",
-    timeout: options.Timeout = None,
-) -> None:
-    """Time layouts side by side: which is the fastest here?
-
-    Starts the ranks, and times the forward and the backward pass of every layout
-    in turns, round after round, so that whatever else the machine does slows them
-    equally. A model's backward pass ends with the sums of its gradients over
-    ranks.
-
-    Times are medians over the rounds, of the slowest rank in each round. Bytes
-    are counted, not predicted: those that the busiest rank receives, those that a
-    forward pass keeps for its backward pass, and the most that one pass of
-    attention holds for other ranks. The first pass of each is not timed.
-
-    Run it where you train, as you train, when nothing else runs there. Ranks of
-    one machine share its memory: links between nodes show only between nodes.
-
-    Examples:
-
-        weft bench 1x8x4096x64 ring-4 ulysses-4 tile-2x2
-
-        weft bench 1x16/4x8192x64 ring-zigzag-4 pass-q-4 --mask causal
-
-        weft bench weather weather-dp-x-ring weather-axial-2x2 --length lat=32,lon=64
-
-        weft bench causal_lm "tokens: ring=2" "tokens: ulysses=2" --batch 4
-
-        torchrun --nnodes 2 --nproc-per-node 8 ... -m weft bench mine.toml a.toml b.toml
-    """
-    declared = [options.layout_named(name) for name in layouts]
-    ranks = _ranks(declared, nproc)
-    chosen = [layout.resolve(ranks) for layout in declared]
-    place = options.device_for(device, ranks)
-    named = dtype or options.DTYPES[place]
-    kind = options.dtype_named(named)
-    shape = _SHAPE.fullmatch(label)
-    job: list[Case] | _Model
-    if shape:
-        options.refuse_given(
-            context, ("batch", "length"), "not allowed with a shape, which already gives it"
-        )
-        job = _cases(shape, chosen, axis, mask, kind)
-    else:
-        options.refuse_given(context, ("axis", "mask"), "not for a model, whose file says it")
-        job = _model(label, chosen, batch, length)
-    with options.still_here(f"timing {', '.join(layouts)} on {ranks} ranks"):
-        found = launch.run(_rank, job, layouts, named, place, rounds, timeout, ranks=ranks)
-    if found is None:  # not the rank that answers
-        return
-    where = f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}"
-    names = [layout.name for layout in chosen]
-    _show(f"{escape(label)}, {named}: {where}, medians of {rounds} rounds", names, found, place)
-
-
-def _ranks(layouts: Sequence[Layout], nproc: int | None) -> int:
-    """Number of ranks that every one of the layouts takes."""
-    sized = {each.name: each.world_size for each in layouts if -1 not in each.mesh.values()}
-    if len({*sized.values()}) > 1:
-        sizes = ", ".join(f"{ranks} ({name})" for name, ranks in sized.items())
-        raise DeclarationError(f"layouts are timed on the same ranks, but these take {sizes}")
-    ranks = nproc or next(iter(sized.values()), None)
-    for layout in layouts:
-        taken = options.ranks_of(layout, ranks)
-    return taken
-
-
-def _cases(
-    shape: re.Match, layouts: Sequence[Layout], axis: str | None, mask: str, dtype: torch.dtype
-) -> list[Case]:
-    """The call of every layout, refused before anything is started where it cannot be planned."""
-    batch, heads, kv_heads, tokens, head_dim = shape.groups()
-    cases = []
-    for layout in layouts:
-        attended = options.attended(layout, axis or options.first_axis(layout))[0]
-        options.refuse_routed_axis(layout, attended)
-        if min(int(size) for size in shape.groups("1")) < 1:
-            raise ShapeError(f"{shape.group()}: sizes are 1 or more")
-        lengths = options.lengths_of(tokens, attended)
-        n = math.prod(lengths)
-        case = Case(
-            name=shape.group(),
-            n=lengths,
-            batch=int(batch),
-            heads=int(heads),
-            kv_heads=int(kv_heads or heads),
-            dim=int(head_dim),
-            mask=mask_named(mask, n, n, int(batch), lengths),
-            axis=attended,
-            dtype=dtype,
-        )
-        try:
-            plan_for(layout, case.problem, rank=0)
-        except WeftError as error:
-            raise type(error)(f"{layout.source}: {error}") from None
-        cases.append(case)
-    for case in cases:
-        _refuse_large(case)
-    return cases
-
-
-def _refuse_large(case: Case) -> None:
-    """Raise for a call whose tensors alone, with their gradients, are more than this machine has.
-
-    Where a launcher started the ranks, they may be on several machines, and nothing is refused.
-    """
-    nbytes = 2 * sum(map(math.prod, case.shapes.values())) * case.dtype.itemsize
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if already_launched() is None and nbytes > memory:
-        raise ShapeError(
-            f"{case.name}: q, k, v, the output and their gradients take {words.nbytes(nbytes)}, "
-            f"and this machine has {words.nbytes(memory)}; take smaller sizes, or start ranks on "
-            "more machines"
-        )
+Layouts = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="LAYOUT",
+        help="Layouts of as many ranks: names, paths, or layouts on one line.",
+        show_default=False,
+    ),
+]
+Rounds = Annotated[int, options.of_run("How often each layout is timed.", min=1, max=MOST_ROUNDS)]
 
 
 @dataclass(frozen=True)
@@ -203,41 +48,166 @@ class _Model:
     lengths: Mapping[str, int]
 
 
-def _model(name: str, layouts: Sequence[Layout], batch: int | None, length: str | None) -> _Model:
+@dataclass(frozen=True)
+class _Run:
+    """Where and how often layouts are timed."""
+
+    layouts: list[str]
+    dtype: torch.dtype
+    device: str
+    rounds: int
+    timeout: float | None
+
+
+def call(
+    layouts: Layouts,
+    axis: options.MovingAxis = None,
+    length: options.Length = options.LENGTH,
+    heads: options.Heads = options.HEADS,
+    kv_heads: options.KvHeads = None,
+    head_dim: options.HeadDim = options.HEAD_DIM,
+    batch: options.Batch = None,
+    mask: options.Mask = options.MASK,
+    dtype: options.RunDType = None,
+    rounds: Rounds = 7,
+    nproc: options.Nproc = None,
+    device: options.Device = "auto",
+    timeout: options.Timeout = None,
+) -> None:
+    """Time an attention call on layouts side by side: which is the fastest here?
+
+    Starts the ranks, and times the forward and the backward pass of every layout
+    in turns, round after round, so that whatever else the machine does slows them
+    equally.
+
+    Times are medians over the rounds, of the slowest rank in each round. Bytes
+    are counted, not predicted: those that the busiest rank receives, those that a
+    forward pass keeps for its backward pass, and the most that one pass of
+    attention holds for other ranks. The first pass of each is not timed.
+
+    Run it where you train, as you train, when nothing else runs there. Ranks of
+    one machine share its memory: links between nodes show only between nodes.
+
+    Examples:
+
+        weft bench call ring-4 ulysses-4 tile-2x2
+
+        weft bench call ring-zigzag-4 pass-q-4 --mask causal --length 8192 --kv-heads 4
+
+        torchrun --nnodes 2 --nproc-per-node 8 ... -m weft bench call a.toml b.toml
+    """
+    chosen, run = _prepared(layouts, nproc, device, dtype, rounds, timeout)
+    cases = []
+    for layout in chosen:
+        attended = options.first_attended(layout, axis)
+        options.refuse_routed_axis(layout, attended)
+        sequences = options.batch_of(batch, mask, layout.batch_parts(attended.split("+")))
+        sizes = Case(mask, 0, None, sequences, heads, kv_heads or heads, head_dim, dtype=run.dtype)
+        case = options.along(sizes, attended, length, options.known_axes(layout))
+        try:
+            plan_for(layout, case.problem, rank=0)
+        except WeftError as error:
+            raise type(error)(f"{layout.source}: {error}") from None
+        cases.append(case)
+    for case in cases:
+        _refuse_large(case)
+    n, kv = "x".join(f"{n}" for n, _ in cases[0].lengths), cases[0].kv_heads
+    _time(f"{n} tokens, {heads}/{kv} heads of {head_dim}, {mask}", cases, chosen, run)
+
+
+def model(
+    model: options.ModelName,
+    layouts: Layouts,
+    length: options.ModelLength = None,
+    batch: options.ModelBatch = None,
+    dtype: options.RunDType = None,
+    rounds: Rounds = 7,
+    nproc: options.Nproc = None,
+    device: options.Device = "auto",
+    timeout: options.Timeout = None,
+) -> None:
+    """Time a model file's step on layouts side by side: which is the fastest here?
+
+    As weft bench call; the backward pass ends with the sums of gradients over
+    ranks.
+
+    Examples:
+
+        weft bench model weather weather-dp-x-ring weather-axial-2x2 --length lat=32,lon=64
+
+        weft bench model causal_lm "tokens: ring=2" "tokens: ulysses=2" --batch 4
+    """
     from weft_models.models import ModelSpec, check_fit
     from weft_models.train.data import KINDS
     from weft_planner.work import lengths_of_model
 
-    if name[:1].isdigit() and not Path(name).exists():
-        raise ShapeError(
-            f"{shown(name)} is no shape: BATCHxHEADSxTOKENSxHEAD_DIM is, such as 1x8x4096x64 or, "
-            "with 4 key/value heads, 1x16/4x4096x64"
-        )
-    spec = ModelSpec.load(name)
+    chosen, run = _prepared(layouts, nproc, device, dtype, rounds, timeout)
+    spec = ModelSpec.load(model)
     if spec.head is not None and spec.head not in KINDS:
         raise UnsupportedError(
             f"model {spec.name!r}: head {spec.head!r} is registered by a program, and data of it "
             "are not known here; time its blocks, in a model file without a head"
         )
     batch = batch or spec.train.batch
-    for layout in layouts:
+    for layout in chosen:
         check_fit(spec, layout)
         if batch < layout.size(spec.axes[0]):
             raise ShapeError(
                 f"{layout.source}: {layout.size(spec.axes[0])} ranks split axis {spec.axes[0]!r}, "
                 f"and there are {batch} examples; give at least one each with --batch"
             )
-    return _Model(name, batch, lengths_of_model(spec, options.lengths_of_axes(length)))
+    lengths = lengths_of_model(spec, options.lengths_of_axes(length))
+    _time(model, _Model(model, batch, lengths), chosen, run)
 
 
-def _rank(
-    label: list[Case] | _Model,
+def _prepared(
     layouts: list[str],
-    dtype: str,
+    nproc: int | None,
     device: str,
+    dtype: str | None,
     rounds: int,
     timeout: float | None,
-) -> list[TimedPasses]:
+) -> tuple[list[Layout], _Run]:
+    """The layouts on the number of ranks that every one of them takes, and how they are timed."""
+    declared = [options.layout_named(name) for name in layouts]
+    sized = {each.name: each.world_size for each in declared if -1 not in each.mesh.values()}
+    if len({*sized.values()}) > 1:
+        sizes = ", ".join(f"{ranks} ({name})" for name, ranks in sized.items())
+        raise DeclarationError(f"layouts are timed on the same ranks, but these take {sizes}")
+    ranks = nproc or next(iter(sized.values()), None)
+    chosen = [each.resolve(options.ranks_of(each, ranks)) for each in declared]
+    place = options.device_for(device, chosen[0].world_size)
+    kind = options.dtype_named(dtype or options.DTYPES[place])
+    return chosen, _Run(layouts, kind, place, rounds, timeout)
+
+
+def _time(title: str, job: list[Case] | _Model, layouts: Sequence[Layout], run: _Run) -> None:
+    ranks = layouts[0].world_size
+    with working(f"timing {', '.join(run.layouts)} on {ranks} ranks"):
+        found = launch.run(_rank, job, run, ranks=ranks)
+    if found is None:  # not the rank that answers
+        return
+    where = f"{ranks} {'processes' if ranks > 1 else 'process'} on {run.device}"
+    title = f"{title}, {str(run.dtype)[6:]}: {where}, medians of {run.rounds} rounds"
+    _show(title, [layout.name for layout in layouts], found, run.device)
+
+
+def _refuse_large(case: Case) -> None:
+    """Raise for a call whose tensors alone, with their gradients, are more than this machine has.
+
+    Where a launcher started the ranks, they may be on several machines, and nothing is refused.
+    """
+    nbytes = 2 * sum(map(math.prod, case.shapes.values())) * case.dtype.itemsize
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if already_launched() is None and nbytes > memory:
+        raise ShapeError(
+            f"q, k, v, the output and their gradients take {words.nbytes(nbytes)}, "
+            f"and this machine has {words.nbytes(memory)}; take smaller sizes, or start ranks on "
+            "more machines"
+        )
+
+
+def _rank(job: list[Case] | _Model, run: _Run) -> list[TimedPasses]:
     """One rank of `weft bench`."""
     from weft_models.models import ModelSpec
     from weft_planner.work import Work, model_work
@@ -245,66 +215,35 @@ def _rank(
     from .side_by_side import call_work, side_by_side
 
     def work(place: int, layout: Layout) -> Work:
-        if not isinstance(label, _Model):
-            return call_work(layout, label[place], device)
-        spec, kind = ModelSpec.load(label.name), options.dtype_named(dtype)
-        return model_work(layout, spec, label.batch, label.lengths, kind, device)
+        if not isinstance(job, _Model):
+            return call_work(layout, job[place], run.device)
+        spec = ModelSpec.load(job.name)
+        return model_work(layout, spec, job.batch, job.lengths, run.dtype, run.device)
 
-    bound = [options.layout_named(name).build(device, timeout=timeout) for name in layouts]
+    named = map(options.layout_named, run.layouts)
+    bound = [layout.build(run.device, timeout=run.timeout) for layout in named]
     works = [(layout, work(place, layout)) for place, layout in enumerate(bound)]
-    with _progress(bound[0].rank == 0, rounds) as tell:
-        return side_by_side(works, rounds, device, tell)
-
-
-@contextlib.contextmanager
-def _progress(shown: bool, rounds: int) -> Iterator[Callable[[int], None]]:
-    """A line that says how far the rounds are, where rank 0 has a terminal."""
-    from rich.progress import (  # this module is loaded for every command
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-    )
-
-    screen = Terminal(stderr=True)
-    bar = Progress(
-        TextColumn("timing, round"),
-        MofNCompleteColumn(),
-        BarColumn(bar_width=20),
-        TimeElapsedColumn(),
-        console=screen,
-        transient=True,
-        disable=not shown or not screen.is_terminal,
-    )
-    with bar:
-        task = bar.add_task("", total=rounds)
-        yield lambda number: bar.update(task, completed=number)
+    return side_by_side(works, run.rounds, run.device)
 
 
 def _show(title: str, names: Sequence[str], found: Sequence[TimedPasses], device: str) -> None:
     """A row per layout: its times, and its bytes."""
-    columns = ["forward", "backward", "both", "spread of both", "x best"]
-    times = tables.table(title, "layout", *columns, right=columns)
-    columns = ["in forward", "in backward", "kept", "held"]
-    columns += ["GPU peak"] * (device == "cuda")
-    moved = tables.table(
-        "bytes of the busiest rank",
-        "layout",
-        *columns,
-        right=columns,
-        caption="in: received. kept: for the backward pass. held: for other ranks, at one time.",
-    )
     best = min(passes.medians[2] for passes in found)
+    times = []
     for name, passes in zip(names, found):
-        both = passes.medians[2]
-        per, unit = unit_of(both)
+        per, unit = unit_of(passes.medians[2])
         spread = " .. ".join(digits(edge(passes.whole) / per) for edge in (min, max))
-        style = "bold" if both == best else None
-        seconds = map(show_time, passes.medians)
-        times.add_row(escape(name), *seconds, f"{spread} {unit}", f"{both / best:.2f}", style=style)
-        sizes = [*passes.received, passes.kept, passes.held]
-        sizes += [passes.allocated] * (device == "cuda")
-        moved.add_row(escape(name), *map(words.nbytes, sizes))
-    console().print(times)
-    console().print(moved)
+        share = f"{passes.medians[2] / best:.2f}"
+        times.append((name, *map(show_time, passes.medians), f"{spread} {unit}", share))
+    columns = (">forward", ">backward", ">both", ">spread of both", ">x best")
+    print_table(title, ("layout", *columns), times)
+    gpu = device == "cuda"
+    print_table(
+        "bytes of the busiest rank",
+        ("layout", ">in forward", ">in backward", ">kept", ">held", *[">GPU peak"] * gpu),
+        [
+            (name, *map(words.nbytes, (*p.received, p.kept, p.held, *[p.allocated] * gpu)))
+            for name, p in zip(names, found)
+        ],
+        "in: received. kept: for the backward pass. held: for other ranks, at one time.",
+    )

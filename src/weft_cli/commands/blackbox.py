@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from weft.errors import ShapeError
 
-from ..inspect.blackbox import Box, as_text, describe_run, load_records
-from .options import console
+from ..inspect.blackbox import Box, RecordedStep, as_text, describe_run, load_records
+from ..inspect.printer import print_table, say
+
+COLUMNS = [">began", ">waited", ">ended", ">call", ">step"]
+COLUMNS += ["what", "mesh dim", "to", "from", ">bytes"]
 
 
 def blackbox(
@@ -47,29 +48,31 @@ def blackbox(
         weft blackbox    # of a run that goes on
     """
     boxes = load_records(folder)
-    console().print(describe_run(boxes), markup=False, highlight=False, soft_wrap=True)
+    say(describe_run(boxes))
     if rank is None:
         return
     box = next((box for box in boxes if box.rank == rank), None)
     if box is None:
         ranks = ", ".join(str(box.rank) for box in boxes)
         raise ShapeError(f"--rank {rank}: {folder or 'the newest run'} has ranks {ranks}")
-    console().print(_table(box, steps))
+    _show(box, steps)
 
 
-def _table(box: Box, count: int) -> Table:
-    table = Table(title=f"rank {box.rank}, seconds since its first step here")
-    for column in ("began", "waited", "ended", "call", "step", "what", "mesh dim", "to", "from",
-                   "bytes"):  # fmt: skip
-        table.add_column(column, justify="right" if column != "what" else "left")
+def _show(box: Box, count: int) -> None:
     shown = box.steps[-count:]
     calls = {call.tag: str(call.number) for call in box.calls}
-    for step in shown:
+
+    def row(step: RecordedStep) -> tuple[str, ...]:
         times = [
             f"{t - shown[0].began:.4f}" if t else "" for t in (step.began, step.awaited, step.ended)
         ]
         times[-1] += " failed" * step.failed
         numbers = (calls.get(step.tag, ""), str(step.step) if step.step >= 0 else "")
         places = (step.payload, step.mesh_dim, as_text(step.to), as_text(step.source))
-        table.add_row(*times, *numbers, *map(escape, places), f"{step.bytes:,}")
-    return table
+        return (*times, *numbers, *places, f"{step.bytes:,}")
+
+    print_table(
+        f"rank {box.rank}, seconds since its first step here",
+        COLUMNS,
+        map(row, shown),
+    )

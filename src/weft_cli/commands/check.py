@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
-from rich.text import Text
 
 from weft.carry.proof import prove_states
 from weft.choice import ChoiceKind
@@ -23,7 +21,6 @@ from weft.inspect.recording import record
 from weft.inspect.timeline import Timeline
 from weft.launch import launcher as launch
 from weft.layout import Layout
-from weft.masks.names import mask_named
 from weft.plan.predict import plan_for
 from weft.proof.symbolic import prove
 from weft.relayout.proof import prove_windows
@@ -34,8 +31,8 @@ from weft_models.routing.check import refuse_early as refuse_routed_early
 from weft_models.routing.geometry import is_routed
 
 from ..inspect import tables
+from ..inspect.printer import console, still_here, wrote
 from . import options
-from .options import console
 
 #: Every rank computes the dense reference: limits of ranks, and of its bytes.
 MOST_RANKS, MOST_BYTES = 256, 8 << 30
@@ -55,7 +52,6 @@ def check(
     mask: options.Mask = options.MASK,
     order: options.Order = None,
     dtype: options.CheckedDType = None,
-    backward: Annotated[bool, options.of_call("Check gradients too.")] = True,
     seed: Annotated[
         int, options.of_call("Of the random tensors.", min=0, max=options.MOST_SEED)
     ] = 0,
@@ -152,9 +148,8 @@ def check(
         seed=seed,
         dtype=options.dtype_named(dtype),
         spread=spread,
-        backward=backward,
     )
-    cases = [_along(sizes, one, length, options.known_axes(chosen)) for one in axes]
+    cases = [options.along(sizes, one, length, options.known_axes(chosen)) for one in axes]
     if symbolic:
         if ranks > MOST_PROVEN:
             raise UnsupportedError(
@@ -167,7 +162,7 @@ def check(
     _refuse_early(chosen.resolve(ranks), cases)
     place = options.device_for(device, 1 if threads else ranks)  # threads share one GPU
     recorded = cases[0] if timeline or trace else None
-    with options.still_here(f"checking on {ranks} ranks"):
+    with still_here(f"checking on {ranks} ranks"):
         if threads:
             result = _threads(chosen.resolve(ranks), cases, place, timeout, recorded)
         else:
@@ -196,24 +191,14 @@ def _choosing(layout: Layout, case: Case, choose: int | None) -> Case:
     return replace(case, choose=choose)
 
 
-def _along(sizes: Case, axis: str, length: str, known: Collection[str]) -> Case:
-    """The case of one attended axis, with its lengths and its mask."""
-    keys = None if sizes.m is None else sizes.keys
-    options.refuse_joint_keys(keys, axis)
-    lengths = options.lengths_of(length, axis, known)
-    n = math.prod(lengths)
-    mask = mask_named(sizes.name, n, n if keys is None else keys, sizes.batch, lengths)
-    return replace(sizes, axis=axis, n=lengths, mask=mask)
-
-
 def _write(run: Timeline, title: str, timeline: Path | None, trace: Path | None) -> None:
     """Write the recorded run as a picture and as a Chrome trace, where they were asked for."""
     if timeline is not None:
         run.draw(timeline, title)
-        console().print(f"timeline: {timeline}", markup=False, soft_wrap=True)
+        wrote("timeline", timeline)
     if trace is not None:
         run.chrome(trace)
-        console().print(f"trace: {trace}", markup=False, soft_wrap=True)
+        wrote("trace", trace)
 
 
 def _parts(layout: Layout, axes: Sequence[str]) -> int:
@@ -227,7 +212,7 @@ def _prove(layout: Layout, cases: list[Case], choose: int | None) -> None:
     for case in cases:
         options.refuse_routed_axis(layout, case.axis)
         start = time.perf_counter()
-        with options.still_here(f"proving {case.axis}, {case.name}"):
+        with still_here(f"proving {case.axis}, {case.name}"):
             problem = case.problem
             if choose is not None:
                 chosen = ChoiceKind(1, min(choose, case.keys), check=False)
@@ -334,7 +319,7 @@ def _show(
             f"{str(case.dtype).removeprefix('torch.')}"
             f"{'' if case.spread == 1 else f', spread {case.spread:g}'}"
         )
-        out.print(comparisons_table(title, compared))
+        out.print(tables.comparisons_table(title, compared))
     good = all(c.ok for compared in comparisons for c in compared)
     out.print("[green]exact[/]" if good else "[bold red]not exact[/]")
     return good
@@ -342,13 +327,3 @@ def _show(
 
 def _sizes(case: Case) -> str:
     return "x".join(str(n) for n, _ in case.lengths)
-
-
-def comparisons_table(title: str, compared: Sequence[Comparison]) -> Table:
-    """The error of every tensor, and the error allowed."""
-    numbers = ("largest error", "allowed")
-    result = tables.table(title, "tensor", *numbers, "", right=numbers)
-    for c in compared:
-        verdict = Text("ok", "green") if c.ok else Text("WRONG", "bold red")
-        result.add_row(c.tensor, f"{c.error:.1e}", f"{c.allowed:.1e}", verdict)
-    return result

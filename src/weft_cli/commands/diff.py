@@ -11,8 +11,8 @@ from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
 from weft_models.train.traces import first_beyond, trace
 
+from ..inspect.printer import console, still_here
 from . import options
-from .options import console
 
 
 def diff(
@@ -57,7 +57,7 @@ def diff(
     traces = []
     for line in (one, other):
         layout = Layout.single() if line is None else options.layout_named(line)
-        with options.still_here(f"training on {layout.name}"):
+        with still_here(f"training on {layout.name}"):
             traces.append(trace(spec, layout, steps, seed, **changes))
     found = first_beyond(traces[0], traces[1], tolerance)
     if found is not None:

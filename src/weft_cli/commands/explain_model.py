@@ -1,16 +1,14 @@
-"""`weft explain MODEL LAYOUT...`: a training step of a full model, layouts side by side."""
+"""`weft explain model`: a training step of a full model, layouts side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Annotated
 
-import torch
+import typer
 from rich.markup import escape
-from rich.table import Table
 
-from weft.declare import catalog
 from weft.declare.hardware import Hardware
 from weft.errors import WeftError
 from weft.inspect import words
@@ -21,9 +19,8 @@ from weft_planner.step_count import StepCount, busiest, by_part, count_steps, pa
 from weft_planner.step_time import StepTime, step_time
 from weft_planner.work import lengths_of_model
 
-from ..inspect import tables
+from ..inspect.printer import console, print_table, say, working
 from . import options
-from .options import console
 
 #: What bytes are for, in the order of the columns.
 PARTS = ("attention", "resharding", "sums", "weights", "gradients")
@@ -39,152 +36,158 @@ class Row:
     time: StepTime | None
 
 
-def is_model(name: str) -> bool:
-    """True if a word names a model: one that ships, or a file with blocks."""
-    if name in catalog.names("models"):
-        return True
-    if not name.endswith(".toml") or not Path(name).is_file():
-        return False
-    return "block" in catalog.parse(Path(name))
-
-
-def explain_model(
-    spec: ModelSpec,
-    layouts: Sequence[Layout],
-    batch: int | None,
-    length: str | None,
-    dtype: torch.dtype,
-    gradients: str | None,
-    hardware: str | None,
-    ranks_per_node: int | None,
+def model(
+    model: options.ModelName,
+    layouts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="LAYOUT", help="One or several: names, paths, or layouts on one line."
+        ),
+    ],
+    length: options.ModelLength = None,
+    batch: options.ModelBatch = None,
+    dtype: options.DType = options.PLANNED_DTYPE,
+    gradients: options.Gradients = None,
+    nproc: options.Nproc = None,
+    hardware: options.TimedOn = None,
+    ranks_per_node: Annotated[
+        int | None,
+        options.of_run(
+            "Refuse a layout whose inside_node mesh dims would span nodes of this many ranks.",
+            min=1,
+            show_default="not checked",
+        ),
+    ] = None,
 ) -> None:
-    """Print what a training step moves and holds on every layout, and takes on some hardware."""
+    """Show what a training step moves and holds, layouts side by side. Starts nothing.
+
+    Everything that a step of a model file sends and keeps, by its purpose, and
+    its time on --hardware. The model's own code is counted, on tensors without
+    numbers.
+
+    Examples:
+
+        weft explain model weather weather-dp-x-ring weather-axial-2x2
+
+        weft explain model causal_lm head-x-ring tp-x-ring --length tokens=4096 --hardware h100-8
+
+        weft explain model mine.toml 'tokens: ring=8' --gradients fsdp --ranks-per-node 8
+    """
+    spec = ModelSpec.load(model)
+    resolved = [options.resolved(name, nproc) for name in layouts]
     machine = None if hardware is None else Hardware.load(hardware)
     lengths = lengths_of_model(spec, options.lengths_of_axes(length))
-    batch = batch or max([spec.train.batch, *(each.size(spec.axes[0]) for each in layouts)])
+    batch = batch or max([spec.train.batch, *(each.size(spec.axes[0]) for each in resolved)])
     way = gradients or spec.train.gradients
+    kind = options.dtype_named(dtype)
     sizes = ", ".join(f"{axis} {n:,}" for axis, n in lengths.items())
-    out = console()
-    out.print(
+    console().print(
         f"[bold]{escape(spec.name)}[/]  a training step of {batch} examples, {sizes}; "
-        f"{str(dtype)[6:]}, gradients {way}\n",
+        f"{str(kind)[6:]}, gradients {way}\n",
         highlight=False,
     )
-    rows, refused = [], {}
-    label = "counting a step"
-    with out.status(label), options.still_here(label):
-        for layout in layouts:
+    rows, refused = [], []
+    with working("counting a step"):
+        for layout in resolved:
             try:
-                rows.append(_row(spec, layout, batch, lengths, dtype, way, machine, ranks_per_node))
+                options.refuse_split_nodes(layout, ranks_per_node)
+                check_fit(spec, layout)
+                counts = count_steps(layout, spec, batch, lengths, kind, way)
             except WeftError as error:
-                if len(layouts) == 1:
+                if len(resolved) == 1:
                     raise
-                refused[layout.name] = error
-    if len(layouts) == 1:
-        out.print(_details(rows[0]))
+                refused.append(f"refused: {layout.name}: {error}")
+                continue
+            most = busiest(counts)
+            time = None if machine is None else step_time(most, [layout], machine)
+            rows.append(Row(layout, most, len(counts), time))
+    if len(resolved) == 1:
+        _show_messages(rows[0])
     if rows:
-        out.print(_bytes(rows))
-        out.print(_memory(rows))
+        _show_bytes(rows)
+        _show_memory(rows)
         if machine is not None:
-            out.print(_times(rows, f"{hardware}"))
-    for name, why in refused.items():
-        line = f"refused: {name}: {why}"
-        out.print(line, markup=False, highlight=False, soft_wrap=True)
+            _show_times(rows, f"{hardware}")
+    say(*refused)
 
 
-def _row(
-    spec: ModelSpec,
-    layout: Layout,
-    batch: int,
-    lengths: dict[str, int],
-    dtype: torch.dtype,
-    way: str,
-    machine: Hardware | None,
-    ranks_per_node: int | None,
-) -> Row:
-    """A layout's row; raises what it refuses."""
-    options.refuse_split_nodes(layout, ranks_per_node)
-    check_fit(spec, layout)
-    counts = count_steps(layout, spec, batch, lengths, dtype, way)
-    most = busiest(counts)
-    time = None if machine is None else step_time(most, [layout], machine)
-    return Row(layout, most, len(counts), time)
-
-
-def _details(row: Row) -> Table:
+def _show_messages(row: Row) -> None:
     """Every kind of message of one layout."""
-    result = tables.table(
+    print_table(
         f"what rank {row.count.rank} receives",
-        *("pass", "mesh dim", "what", "for", "bytes", "messages sent"),
-        right=("bytes", "messages sent"),
+        ("pass", "mesh dim", "what", "for", ">bytes", ">messages sent"),
+        [
+            (
+                each.when,
+                each.mesh_dim,
+                words.PAYLOAD.get((each.what, each.when == "backward"), each.what)
+                if each.attention
+                else each.what,
+                part_of(each),
+                words.nbytes(each.nbytes),
+                str(each.messages),
+            )
+            for each in row.count.moved
+        ],
     )
-    for each in row.count.moved:
-        name = words.PAYLOAD.get((each.what, each.when == "backward"), each.what)
-        if not each.attention:
-            name = each.what
-        result.add_row(
-            each.when,
-            each.mesh_dim,
-            name,
-            part_of(each),
-            words.nbytes(each.nbytes),
-            str(each.messages),
-        )
-    return result
 
 
-def _bytes(rows: Sequence[Row]) -> Table:
+def _show_bytes(rows: Sequence[Row]) -> None:
     parts = [by_part(row.count) for row in rows]
     named = [*PARTS, *sorted({p for part in parts for p in part} - {*PARTS})]
     used = [name for name in named if any(part[name] for part in parts)]
-    result = tables.table(
+    counted = {
+        "all" if row.ranks == (size := row.layout.world_size) else f"{row.ranks} of {size:,}"
+        for row in rows
+    }
+    print_table(
         "bytes that the busiest rank receives in a step",
-        *("layout", *used, "all"),
-        right=(*used, "all"),
-        caption="counted with shapes alone on " + ", ".join(sorted(set(_ranks(rows)))) + " ranks.",
+        ("layout", *(f">{name}" for name in used), ">all"),
+        [
+            (
+                row.layout.name,
+                *(words.nbytes(part[name]) if part[name] else "-" for name in used),
+                words.nbytes(row.count.nbytes),
+            )
+            for row, part in zip(rows, parts)
+        ],
+        f"counted with shapes alone on {', '.join(sorted(counted))} ranks.",
     )
-    for row, part in zip(rows, parts):
-        numbers = [words.nbytes(part[name]) if part[name] else "-" for name in used]
-        result.add_row(escape(row.layout.name), *numbers, words.nbytes(row.count.nbytes))
-    return result
 
 
-def _ranks(rows: Sequence[Row]) -> Iterator[str]:
-    for row in rows:
-        size = row.layout.world_size
-        yield "all" if row.ranks == size else f"{row.ranks} of {size:,}"
-
-
-def _memory(rows: Sequence[Row]) -> Table:
+def _show_memory(rows: Sequence[Row]) -> None:
     parts = list(rows[0].count.memory)
-    columns = (*parts, "all", "peak beside weights")
-    result = tables.table("bytes of a rank", "layout", *columns, right=columns)
-    for row in rows:
-        held = row.count.memory
-        numbers = (*(held[part] for part in parts), sum(held.values()), row.count.peak)
-        result.add_row(escape(row.layout.name), *map(words.nbytes, numbers))
-    result.caption = (
-        "peak beside weights: activations, temporaries and gradients that are alive at one time"
+    print_table(
+        "bytes of a rank",
+        ("layout", *(f">{part}" for part in parts), ">all", ">peak beside weights"),
+        [
+            (
+                row.layout.name,
+                *(words.nbytes(held[part]) for part in parts),
+                words.nbytes(sum(held.values())),
+                words.nbytes(row.count.peak),
+            )
+            for row in rows
+            for held in [row.count.memory]
+        ],
+        "peak beside weights: activations, temporaries and gradients that are alive at one time",
     )
-    result.caption_justify = "left"
-    return result
 
 
-def _times(rows: Sequence[Row], name: str) -> Table:
-    columns = ("attention", "matrix products", "the rest", "step", "x best")
-    result = tables.table(
+def _show_times(rows: Sequence[Row], name: str) -> None:
+    timed = [(row.layout.name, row.time) for row in rows if row.time is not None]
+    timed.sort(key=lambda pair: pair[1].total)
+    print_table(
         f"predicted on {name}",
-        *("layout", *columns),
-        right=columns,
-        caption="the rest: resharding, sums and gradients, hidden by nothing. Matrix products at "
+        ("layout", ">attention", ">matrix products", ">the rest", ">step", ">x best"),
+        [
+            (
+                name,
+                *map(words.show_time, (time.attention, time.products, time.rest, time.total)),
+                f"{time.total / timed[0][1].total:.2f}",
+            )
+            for name, time in timed
+        ],
+        "the rest: resharding, sums and gradients, hidden by nothing. Matrix products at "
         "the attention kernel's best rate, assumed.",
     )
-    times = sorted(
-        ((row.layout.name, row.time) for row in rows if row.time is not None),
-        key=lambda timed: timed[1].total,
-    )
-    for name, time in times:
-        seconds = (time.attention, time.products, time.rest, time.total)
-        share = f"{time.total / times[0][1].total:.2f}"
-        result.add_row(escape(name), *map(words.show_time, seconds), share)
-    return result

@@ -2,21 +2,50 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from weft.declare import catalog
+from weft.declare.hardware import Hardware
+from weft.declare.strategy import Strategy
 from weft.kernels import support as kernel_support
+from weft.layout import Layout
+from weft.masks.names import MASKS
 
-from ..inspect import tables
-from .options import console
+from ..inspect.printer import print_table
 
-KINDS = {
-    "strategies": tables.strategies,
-    "layouts": tables.layouts,
-    "models": tables.models,
-    "masks": tables.masks,
-    "hardware": tables.hardware,
+
+def _strategy(name: str) -> tuple[str, str]:
+    strategy = Strategy.load(name)
+    about = strategy.about.split("; ")[0].split(": ")[0].rstrip(".")
+    return ", ".join(strategy.all_rules) or "-", about
+
+
+def _layout(name: str) -> tuple[str, str, str]:
+    layout = Layout.load(name)
+    mesh = " x ".join(f"{d} {size}" for d, size in layout.mesh.items())
+    return mesh or "-", ", ".join(layout.attend), layout.about
+
+
+def _model(name: str) -> tuple[str, str]:
+    data, _ = catalog.read_declaration("models", name)
+    return ", ".join(data.get("axes", ())), data.get("about", "")
+
+
+def _machine(name: str) -> tuple[str, str]:
+    machine = Hardware.load(name)
+    return ", ".join(level.name for level in machine.level), machine.about
+
+
+#: Kind -> its title, what a table says of each beside its name, and how that is read.
+KINDS: dict[str, tuple[str, tuple[str, ...], Callable[[str], tuple[str, ...]]]] = {
+    "strategies": ("strategies", ("rules", "about"), _strategy),
+    "layouts": ("layouts", ("mesh", "attends", "about"), _layout),
+    "models": ("models", ("axes", "about"), _model),
+    "masks": ("masks, as --mask takes them", ("who sees whom",), lambda name: (MASKS[name],)),
+    "hardware": ("hardware, as --hardware takes it", ("levels", "about"), _machine),
 }
 
 
@@ -47,12 +76,12 @@ def list_(
 
         weft list --support
     """
-    out = console()
     if support:
         typer.echo(f"{kernel_support.markdown()}\n{kernel_support.here()}", nl=False)
         return
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"{kind!r}; known: {', '.join(KINDS)}")
-    for name, make in KINDS.items():
-        if kind in (None, name):
-            out.print(make())
+    for each, (title, columns, about) in KINDS.items():
+        if kind in (None, each):
+            names = MASKS if each == "masks" else catalog.names(each)
+            print_table(title, ("name", *columns), [(name, *about(name)) for name in names])

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import re
-import sys
-import threading
-import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,9 +14,7 @@ import torch
 import typer
 from typer.models import OptionInfo
 
-from weft._terminal import Terminal
 from weft.comm.world import check_inside_node
-from weft.declare.hardware import Hardware
 from weft.errors import (
     DeclarationError,
     ShapeError,
@@ -35,6 +30,7 @@ from weft.layout import Layout
 from weft.masks.names import MASKS, mask_named, sequences_named
 from weft.plan.call import Expanded
 from weft.plan.problem import Problem
+from weft.testing.cases import Case
 
 #: The largest seed that torch takes on every device.
 MOST_SEED = 2**63 - 1
@@ -42,10 +38,6 @@ MOST_SEED = 2**63 - 1
 MOST = 1 << 20
 #: Tokens of an axis: an index of them still fits into a machine's memory.
 MOST_TOKENS = 1 << 30
-#: Seconds between lines that say how far a command is, where there is no terminal.
-EVERY = 10.0
-#: Columns of output to a file or a pipe.
-PIPE = 160
 
 #: The sizes of an attention call where the user names none, the same in every command.
 LENGTH, HEADS, HEAD_DIM, MASK = "4096", 16, 64, "full"
@@ -59,7 +51,7 @@ RATED_LENGTHS = {"cpu": LENGTH, "cuda": "65536"}
 
 #: Headings in `--help`.
 CALL, RUN, FILES = "The attention call", "Where it runs", "What is written"
-CONFIG = "A transformers model"
+MODEL = "The model"
 
 LayoutName = Annotated[
     str,
@@ -83,42 +75,8 @@ def of_run(label: str, *names: str, **options: Any) -> OptionInfo:
 
 
 def of_model(label: str, **options: Any) -> OptionInfo:
-    """An option about the training of a transformers model."""
-    return typer.Option(help=label, rich_help_panel=CONFIG, **options)
-
-
-def chosen(name: str, value: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The values that an option leaves to a search: one that it names, or all with "auto".
-
-    >>> chosen("--loss", "auto", ("chunked", "full"))
-    ('chunked', 'full')
-    """
-    if value != "auto" and value not in known:
-        raise DeclarationError(f"{name} {shown(value)}{did_you_mean(value, (*known, 'auto'))}")
-    return known if value == "auto" else (value,)
-
-
-def is_config(name: str) -> bool:
-    """True for a transformers config: a .json, or a folder that is there.
-
-    >>> is_config("llama.json"), is_config("causal_lm")
-    (True, False)
-    """
-    return name.endswith(".json") or Path(name).is_dir()
-
-
-def tokens_of(text: str | None) -> int:
-    """Tokens of a row that `--tokens` gives; 2 or more.
-
-    >>> tokens_of("131072")
-    131072
-    """
-    if text is None:
-        raise ShapeError("--tokens is missing: the tokens of one row")
-    (tokens,) = lengths_of(text, "tokens", ("tokens",))
-    if tokens < 2:
-        raise ShapeError(f"--tokens {shown(text)}: a row to train on has 2 tokens or more")
-    return tokens
+    """An option about a model."""
+    return typer.Option(help=label, rich_help_panel=MODEL, **options)
 
 
 def of_picture(label: str) -> OptionInfo:
@@ -141,14 +99,24 @@ def of_file(label: str) -> OptionInfo:
     )
 
 
-def check_new_file(path: Path) -> None:
-    """Raise `WeftError` unless `--write` can make a new declaration at `path`."""
+def check_new_file(path: Path) -> Path:
+    """The path, if `--write` can make a new declaration there; else raise `WeftError`."""
     if path.suffix != ".toml":
         raise WeftError(f"--write {path}: the name of such a file ends in .toml")
     if not path.parent.is_dir():
         raise WeftError(f"--write {path}: there is no folder {str(path.parent)!r}")
     if os.path.lexists(path):
         raise WeftError(f"--write {path}: the file exists, and is not overwritten; name a new one")
+    return path
+
+
+def names(text: str | None) -> list[str]:
+    """The names that an option lists.
+
+    >>> names("ulysses, ring")
+    ['ulysses', 'ring']
+    """
+    return [name.strip() for name in (text or "").split(",") if name.strip()]
 
 
 Axis = Annotated[
@@ -161,9 +129,13 @@ Axis = Annotated[
 Length = Annotated[
     str, of_call("Queries of the whole axis, over all ranks; 'a=64,b=5' for two axes.")
 ]
-#: Why an attention call takes no `--gradients`.
-NO_GRADIENTS = "an attention call has none to sum; name a model"
-OF_MODEL = "of a model its file's longest, or 16"
+MovingAxis = Annotated[
+    str | None,
+    of_call(
+        "The attended axis; 'a+b' attends two axes jointly.",
+        show_default="the first that communicates",
+    ),
+]
 Keys = Annotated[
     int | None,
     of_call("Keys of the whole axis.", show_default="as many as queries", min=0, max=MOST_TOKENS),
@@ -188,9 +160,8 @@ LatentDims = Annotated[
 Batch = Annotated[
     int | None,
     of_call(
-        "Sequences, or examples of a model, over all ranks.",
-        show_default="as many as --mask padding:5:7 names, else 1 for each part of the batch; "
-        "of a model its file's",
+        "Sequences, over all ranks.",
+        show_default="as many as --mask padding:5:7 names, else 1 for each part of the batch",
         min=1,
         max=MOST,
     ),
@@ -236,15 +207,68 @@ Nproc = Annotated[
     of_run("Number of ranks.", show_default="the size of the layout's mesh", min=1, max=MOST),
 ]
 Device = Annotated[str, of_run("cpu, cuda, or auto: cuda where every rank here has a GPU.")]
-PlannedDevice = Annotated[
-    str | None,
-    of_run("Whose kernels to plan with: cpu or cuda.", show_default="the hardware's, else cpu"),
-]
 Gradients = Annotated[
     str | None,
     of_run("What sums a model's gradients: sync, ddp or fsdp.", show_default="the model file's"),
 ]
 
+ModelName = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A model file: its name (see `weft list models`), or a path to a .toml.",
+        show_default=False,
+    ),
+]
+ModelLength = Annotated[
+    str | None,
+    of_model(
+        "Lengths of its axes, over all ranks: 'rows=64,features=5'.",
+        show_default="its file's longest, or 16",
+    ),
+]
+ModelBatch = Annotated[
+    int | None,
+    of_model("Examples, over all ranks.", show_default="its file's", min=1, max=MOST),
+]
+Machine = Annotated[
+    str,
+    of_run(
+        "The machine: a name (see `weft list hardware`), or a path to a .toml.", show_default=False
+    ),
+]
+TimedOn = Annotated[
+    str | None,
+    of_run(
+        "Predict times on a machine: a name (see `weft list hardware`), or a path to a .toml.",
+        show_default="none; of a call the layout's rates, if it has any",
+    ),
+]
+Devices = Annotated[int, of_run("How many ranks.", min=1, max=1 << 16, show_default=False)]
+Only = Annotated[
+    str | None,
+    of_run(
+        "Strategies to keep to, such as 'ulysses, ring'.",
+        show_default="all",
+    ),
+]
+Memory = Annotated[
+    float | None,
+    of_run("Bytes of a rank that may be taken.", show_default="the device's", min=1.0),
+]
+Top = Annotated[int, of_run("Layouts to show.", min=1, max=100)]
+Page = Annotated[
+    Path | None, of_file("Write a page that plays the layouts, for a browser; no network.")
+]
+Write = Annotated[
+    Path | None,
+    typer.Option(
+        help="Write the best layout as a new layout file, a .toml.",
+        show_default=False,
+        callback=lambda path: None if path is None else check_new_file(path),
+        rich_help_panel=FILES,
+    ),
+]
 Timeout = Annotated[
     float | None,
     of_run(
@@ -308,10 +332,7 @@ def problem_of(
 
 
 def expanded_of(latents: str, heads: int, head_dim: int, value_dim: int) -> Expanded:
-    """The expansion that `--latents` describes: of latents, and of a key part that heads share.
-
-    Raises `ShapeError` for anything but two numbers, of which the second is below the head dim.
-    """
+    """The expansion that `--latents` describes: of latents, and of a key part that heads share."""
     parts = latents.split("+")
     try:
         c, r = map(int, parts)
@@ -324,6 +345,16 @@ def expanded_of(latents: str, heads: int, head_dim: int, value_dim: int) -> Expa
         )
     work = 2 * c * heads * (head_dim - r + value_dim)
     return Expanded(heads, head_dim, value_dim, (c, r), work)
+
+
+def along(sizes: Case, axis: str, length: str, known: Collection[str]) -> Case:
+    """The case of one attended axis, with its lengths and its mask."""
+    keys = None if sizes.m is None else sizes.keys
+    refuse_joint_keys(keys, axis)
+    lengths = lengths_of(length, axis, known)
+    n = math.prod(lengths)
+    mask = mask_named(sizes.name, n, n if keys is None else keys, sizes.batch, lengths)
+    return replace(sizes, axis=axis, n=lengths, mask=mask)
 
 
 def batch_of(batch: int | None, mask: str, parts: int) -> int:
@@ -347,20 +378,6 @@ def heads_by_size(option: str, text: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def refuse_given(context: typer.Context, names: Collection[str], why: str) -> None:
-    """Raise for an option (parameter name) that was typed and would not be read, and say why."""
-    for name in names:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            raise DeclarationError(f"--{name.replace('_', '-')}: {why}")
-
-
-def console() -> Terminal:
-    """The console of commands: as wide as the terminal, and uncut in files and pipes."""
-    width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else PIPE
-    return Terminal(width=width)
-
-
 def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:
     """A layout by name, path or line, with another token order for an axis if one is given."""
     layout = Layout.named(text)
@@ -370,6 +387,14 @@ def layout_named(text: str, order: str | None = None, axis: str | None = None) -
     axes = [a for a in named if axis or layout.size(a) != 1]
     data = {**layout.declaration, "order": {**layout.order, **dict.fromkeys(axes, order)}}
     return Layout.from_dict(data, layout.name, layout.source)
+
+
+def resolved(
+    text: str, nproc: int | None = None, order: str | None = None, axis: str | None = None
+) -> Layout:
+    """A layout by name, path or line, with the number of its ranks, see `ranks_of`."""
+    layout = layout_named(text, order, axis)
+    return layout.resolve(ranks_of(layout, nproc))
 
 
 def ranks_of(layout: Layout, nproc: int | None) -> int:
@@ -390,8 +415,13 @@ def ranks_of(layout: Layout, nproc: int | None) -> int:
 
 
 def attended(layout: Layout, axis: str | None) -> list[str]:
-    """The axes to look at: the one given, or all that the layout attends."""
+    """The axes to look at: the one given, or all that the layout attends, one at least."""
     if axis is None:
+        if not layout.attend:
+            raise DeclarationError(
+                f"{layout.source}: attends no axis, so there is no attention to look at; name one,"
+                " such as 'heads: tp=2; tokens: ring=2'"
+            )
         return list(layout.attend)
     known = known_axes(layout)
     for part in axis.split("+"):
@@ -403,10 +433,10 @@ def attended(layout: Layout, axis: str | None) -> list[str]:
     return [axis]
 
 
-def first_axis(layout: Layout) -> str:
-    """The first axis whose attention needs communication, else the first of all."""
-    moving = [a for a in layout.attend if layout.moves(tuple(a.split("+")))]
-    return next(iter([*moving, *layout.attend]), "tokens")
+def first_attended(layout: Layout, axis: str | None) -> str:
+    """The axis given, else the first whose attention needs communication, else the first of all."""
+    axes = attended(layout, axis)
+    return next((a for a in axes if layout.moves(tuple(a.split("+")))), axes[0])
 
 
 def refuse_routed_axis(layout: Layout, axis: str) -> None:
@@ -416,7 +446,7 @@ def refuse_routed_axis(layout: Layout, axis: str) -> None:
         raise UnsupportedError(
             f"{layout.source}: along mesh dim {routed[0]!r} only those keys of axis {axis!r} travel"
             " that the model chooses, R(top_k), so its traffic depends on them; `weft explain"
-            " LAYOUT --choose K` bounds it"
+            " call LAYOUT --choose K` bounds it"
         )
     if routed:
         raise UnsupportedError(
@@ -527,35 +557,3 @@ def device_for(device: str, ranks: int) -> str:
     here, seen = ranks_here(ranks), torch.cuda.device_count()
     each = seen == 1 and shown_one_gpu_each(here)
     return "cuda" if seen >= here or each else "cpu"
-
-
-def planned_device(device: str | None, machine: Hardware | None) -> str:
-    """The device whose kernels a command plans with: as given, else the hardware's, else cpu."""
-    if device not in (None, "cpu", "cuda"):
-        raise ShapeError(f"--device {shown(device)}: known are cpu and cuda")
-    return device or ("cpu" if machine is None else machine.device.kernels)
-
-
-@contextlib.contextmanager
-def still_here(label: str) -> Iterator[None]:
-    """Print the work and its seconds every 10 s on stderr, where that is no terminal.
-
-    Where a launcher started the ranks, only rank 0 prints.
-    """
-    started = already_launched()
-    if sys.stderr.isatty() or (started is not None and started.rank != 0):
-        yield
-        return
-    begin, done = time.monotonic(), threading.Event()
-
-    def report() -> None:
-        while not done.wait(EVERY):
-            print(f"{label}: {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

@@ -1,4 +1,4 @@
-"""`weft plan CONFIG`: how to train or serve a transformers model, from its config alone."""
+"""`weft plan config`: how to train or serve a transformers model, from its config alone."""
 
 from __future__ import annotations
 
@@ -8,23 +8,24 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from rich.markup import escape
-from rich.table import Table
 
 from weft.declare.hardware import Hardware
+from weft.errors import DeclarationError, ShapeError, did_you_mean, shown
 from weft.inspect import words
 from weft.layout import Layout
-from weft_planner.choices import OTHER
+from weft_planner.choices import LOSSES, OPTIMIZERS, OTHER, RECOMPUTE
 from weft_planner.groups import Groups, Row
 from weft_planner.hf_config import HFModel
 from weft_planner.ledger import nearest
-from weft_planner.serving import Served, serving
+from weft_planner.serving import serving
 
-from ..inspect import tables
+from ..inspect.printer import console, print_table, say, working, wrote
 from . import options
-from .options import console
 from .plan_model import write_layout
 
 
@@ -35,44 +36,83 @@ class Asked:
     tokens: int
     hardware: str
     devices: int
-    losses: tuple[str, ...]
-    optimizers: tuple[str, ...]
-    recompute: tuple[str, ...]
-    only: tuple[str, ...]
     memory: float | None
-    top: int
     write: Path | None
-    html: Path | None
 
 
-def plan_config(path: str, asked: Asked) -> None:
-    """Search groups, layouts, recomputation and sharding; print the fastest and how to run them."""
-    model = HFModel.load(path)
-    machine = Hardware.load(asked.hardware)
-    out = console()
+def config(
+    config: Annotated[
+        str,
+        typer.Argument(
+            metavar="CONFIG",
+            help="A transformers model: its folder, or its config.json.",
+            show_default=False,
+        ),
+    ],
+    *,
+    tokens: Annotated[str, options.of_call("Of one row: 2 or more.", show_default=False)],
+    hardware: options.Machine,
+    devices: options.Devices,
+    only: options.Only = None,
+    memory: options.Memory = None,
+    loss: Annotated[
+        str,
+        options.of_model("Logits: chunked (some tokens at a time), full, or auto: the faster one."),
+    ] = "auto",
+    optimizer: Annotated[
+        str,
+        options.of_model(
+            "adamw-fp32, adamw-bf16 (weights and states), or auto: bf16 where no fp32 fits."
+        ),
+    ] = "auto",
+    recompute: Annotated[
+        str,
+        options.of_model("none, layers, offload (their inputs to the host), or auto: any."),
+    ] = "auto",
+    serve: Annotated[
+        bool,
+        options.of_model("Serving instead: weights and cache of a rank, bytes of a new token."),
+    ] = False,
+    top: options.Top = 5,
+    html: options.Page = None,
+    write: options.Write = None,
+) -> None:
+    """Find how to train, or serve, a transformers model on a machine. Starts nothing.
+
+    Groups of devices, the layout of a group, recomputation, FSDP's sharding, loss
+    and precision, with the seconds of a step and the memory of a rank by part,
+    counted with the model's own code on tensors without numbers; what does not
+    fit, the longest row that fits, and what to type. Nothing is downloaded.
+
+    Times are predictions; the last lines say against what they were checked.
+
+    Examples:
+
+        weft plan config Meta-Llama-3-8B/config.json --tokens 131072 --devices 64 \\
+            --hardware h100-8
+
+        weft plan config Meta-Llama-3-8B/ --tokens 131072 --devices 8 --hardware h100-8 --serve
+    """
+    asked = Asked(_tokens_of(tokens), hardware, devices, memory, write)
+    if serve:
+        _serve(HFModel.load(config), asked)
+        return
+    tried = (
+        _chosen("--loss", loss, LOSSES),
+        _chosen("--optimizer", optimizer, tuple(OPTIMIZERS)),
+        _chosen("--recompute", recompute, RECOMPUTE),
+    )
+    model = HFModel.load(config)
+    machine = Hardware.load(hardware)
     label = "counting steps with the model's own code"
-    with out.status(label) as status, options.still_here(label), warnings.catch_warnings():
+    with working(label) as tell, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-
-        def tell(text: str) -> None:
-            status.update(f"{label}: {text}")
-
         verified = _verified(model)
-        search = Groups(
-            model,
-            asked.tokens,
-            machine,
-            asked.devices,
-            asked.losses,
-            asked.optimizers,
-            asked.recompute,
-            asked.only,
-            asked.memory,
-        )
+        search = Groups(model, asked.tokens, machine, devices, *tried, options.names(only), memory)
         rows = search.rows(tell)
         advice = _advice(rows[0], search, asked) if rows and search.fits(rows[0]) else []
     about = "~ " if model.routed or model.recurrent else ""
-    out.print(
+    console().print(
         f"[bold]{escape(model.class_name)}[/], {model.numbers:.3g} weights, {model.layers} layers:"
         f" {escape(verified)}\none row of {asked.tokens:,} tokens per group and step; AdamW, FSDP2,"
         " bf16 activations, eager kernels\n",
@@ -80,68 +120,82 @@ def plan_config(path: str, asked: Asked) -> None:
     )
     fit, unfit = ([r for r in rows if search.fits(r) is fits] for fits in (True, False))
     if fit:
-        out.print(_table(fit[: asked.top], search, about))
-        for line in advice:
-            out.print(line, markup=False, highlight=False, soft_wrap=True)
+        _show(fit[:top], search, about)
+        say(*advice)
     else:
-        out.print("nothing fits: more devices, fewer tokens, or adapters (LoRA)\n")
+        say("nothing fits: more devices, fewer tokens, or adapters (LoRA)\n")
     if unfit:
-        out.print(f"\ndoes not fit in {search.limit / 1e9:.0f} GB, the fastest of {len(unfit)}:")
-        out.print(_table(unfit[:3], search, about))
+        say(f"\ndoes not fit in {search.limit / 1e9:.0f} GB, the fastest of {len(unfit)}:")
+        _show(unfit[:3], search, about)
     _print_notes(model, search, asked)
-    if fit and asked.write is not None:
-        text = f"Planned for {model.name}, {asked.devices} devices of {asked.hardware}."
-        write_layout(fit[0].layout, text, asked.write)
-        out.print(f"layout: {asked.write}", markup=False)
-    if fit and asked.html is not None:
-        _write_page(fit, search, asked)
+    if fit and write is not None:
+        text = f"Planned for {model.name}, {devices} devices of {hardware}."
+        write_layout(fit[0].layout, text, write)
+    if fit and html is not None:
+        from ..inspect.page import write_page
+
+        several = dict.fromkeys(row.layout for row in fit if row.layout.world_size > 1)
+        title = f"{model.name}, {asked.tokens:,} tokens, {hardware}"
+        write_page([*several][:top], search.problem, machine, title, html)
+        wrote("page", html)
 
 
-def serve_config(path: str, asked: Asked) -> None:
+def _tokens_of(text: str) -> int:
+    (tokens,) = options.lengths_of(text, "tokens", ("tokens",))
+    if tokens < 2:
+        raise ShapeError(f"--tokens {shown(text)}: a row to train on has 2 tokens or more")
+    return tokens
+
+
+def _chosen(name: str, value: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The values that an option leaves to a search: one that it names, or all with "auto".
+
+    >>> _chosen("--loss", "auto", ("chunked", "full"))
+    ('chunked', 'full')
+    """
+    if value != "auto" and value not in known:
+        raise DeclarationError(f"{name} {shown(value)}{did_you_mean(value, (*known, 'auto'))}")
+    return known if value == "auto" else (value,)
+
+
+def _serve(model: HFModel, asked: Asked) -> None:
     """Print bytes that a rank holds and receives as a model generates, by the size of its group."""
-    model = HFModel.load(path)
-    machine = Hardware.load(asked.hardware)
-    out = console()
     sizes = (n for n in range(1, asked.devices + 1) if asked.devices % n == 0)
     found = [serving(model, asked.tokens, n) for n in sizes]
-    out.print(
+    limit = asked.memory or Hardware.load(asked.hardware).device.memory
+    console().print(
         f"[bold]{escape(model.class_name)}[/], {model.numbers:.3g} weights in bf16 on every rank; "
         f"a cache of {asked.tokens:,} tokens, split over the ranks of a group\n",
         highlight=False,
     )
-    limit = asked.memory or machine.device.memory
-    out.print(_served(found, limit))
-    if not (room := next((r for r in found if limit and r.nbytes + OTHER <= limit), None)):
-        out.print("nothing fits: more devices, or fewer tokens", highlight=False)
-        return
-    line = f"tokens: ring={room.ranks}"
-    if room.ranks == 1:
-        texts = ["fits on one rank, without a layout; more of them share the cache"]
+    columns = ("ranks", "weights", "cache", "states", "in all", "fits", "received per token")
+    print_table(
+        "memory of a rank",
+        [f">{name}" for name in columns],
+        [
+            (
+                str(each.ranks),
+                *map(_gb, (each.weights, each.cache, each.states, each.nbytes)),
+                "?" if limit is None else "yes" if each.nbytes + OTHER <= limit else "no",
+                words.nbytes(each.decoded),
+            )
+            for each in found
+        ],
+        "received: partial outputs of every layer that attends; 4 GB to spare",
+    )
+    room = next((r.ranks for r in found if limit and r.nbytes + OTHER <= limit), None)
+    if room is None:
+        say("nothing fits: more devices, or fewer tokens")
+    elif room == 1:
+        say("fits on one rank, without a layout; more of them share the cache")
     else:
-        texts = [
-            f"fits from {room.ranks} ranks on",
+        line = f"tokens: ring={room}"
+        say(
+            f"fits from {room} ranks on",
             f"type:    weft.parallelize(model, weft.Layout.parse({line!r}).build())",
             "         model.generate(ids, max_new_tokens=...)        torchrun --nproc-per-node "
-            f"{room.ranks} serve.py",
-        ]
-    for text in texts:
-        out.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _served(found: Sequence[Served], limit: float | None) -> Table:
-    columns = ("ranks", "weights", "cache", "states", "in all", "fits", "received per token")
-    result = tables.table("memory of a rank", *columns, right=columns)
-    for each in found:
-        fits = "?" if limit is None else "yes" if each.nbytes + OTHER <= limit else "no"
-        result.add_row(
-            str(each.ranks),
-            *map(_gb, (each.weights, each.cache, each.states, each.nbytes)),
-            fits,
-            words.nbytes(each.decoded),
+            f"{room} serve.py",
         )
-    result.caption = "received: partial outputs of every layer that attends; 4 GB to spare"
-    result.caption_justify = "left"
-    return result
 
 
 def _gb(nbytes: float) -> str:
@@ -161,31 +215,30 @@ def _verified(model: HFModel) -> str:
     return f"exact on ranks (a copy of {len(model.units(small))} layers was verified)"
 
 
-def _table(rows: Sequence[Row], search: Groups, about: str) -> Table:
+def _show(rows: Sequence[Row], search: Groups, about: str) -> None:
     columns = ("s/step", "tokens/s/GPU", "memory", "state", "gathered", "activations")
-    names = ("groups", "layout of a group", "recompute", "FSDP", "loss", "optimizer", *columns)
-    limit = f"predicted, of {search.limit / 1e9:.0f} GB"
-    title = "predicted" if math.isinf(search.limit) else limit
-    result = tables.table(title, *names, right=columns)
-    for row in rows:
-        result.add_row(
-            f"{row.groups} x {row.layout.world_size}",
-            escape(row.layout.name),
-            row.recompute,
-            "none" if row.shards == 1 else str(row.shards),
-            row.loss,
-            row.optimizer.removeprefix("adamw-"),
-            f"{about}{row.step:.3g}",
-            f"{row.rate:,.0f}" if row.rate >= 100 else f"{row.rate:.3g}",
-            about + _gb(row.nbytes),
-            *(_gb(row.memory[part]) for part in ("state", "gathered", "activations")),
-        )
-    result.caption = (
+    names = ("groups", "layout of a group", "recompute", "FSDP", "loss", "optimizer")
+    print_table(
+        "predicted" if math.isinf(search.limit) else f"predicted, of {search.limit / 1e9:.0f} GB",
+        (*names, *(f">{name}" for name in columns)),
+        [
+            (
+                f"{row.groups} x {row.layout.world_size}",
+                row.layout.name,
+                row.recompute,
+                "none" if row.shards == 1 else str(row.shards),
+                row.loss,
+                row.optimizer.removeprefix("adamw-"),
+                f"{about}{row.step:.3g}",
+                f"{row.rate:,.0f}" if row.rate >= 100 else f"{row.rate:.3g}",
+                about + _gb(row.nbytes),
+                *(_gb(row.memory[part]) for part in ("state", "gathered", "activations")),
+            )
+            for row in rows
+        ],
         f"memory: with {OTHER / 1e9:.0f} GB for CUDA, NCCL and fragmentation, assumed. FSDP: ranks"
-        " that shard weights"
+        " that shard weights",
     )
-    result.caption_justify = "left"
-    return result
 
 
 def _advice(row: Row, search: Groups, asked: Asked) -> list[str]:
@@ -256,7 +309,6 @@ def _longest(row: Row, search: Groups, asked: Asked) -> str:
 
 
 def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
-    out = console()
     notes = [*model.notes, *(f"not tried: {why}" for why in search.refused)]
     if model.routed:
         notes.append("~: each expert gets its mean share of the tokens")
@@ -266,25 +318,7 @@ def _print_notes(model: HFModel, search: Groups, asked: Asked) -> None:
         )
     if any(row.recompute == "offload" for row in search.tried):
         notes.append("offloading is taken to be hidden; nothing prices the host's memory or links")
-    for note in notes:
-        out.print(note, markup=False, highlight=False, soft_wrap=True)
-    out.print()
+    say(*notes, "")
     for label, what in (("step", "times of steps"), ("memory", "memory")):
         line = f"{what}: checked against nothing measured on {asked.hardware}"
-        found = nearest(asked.hardware, asked.devices, label) or line
-        out.print(str(found), markup=False, highlight=False)
-
-
-def _write_page(rows: Sequence[Row], search: Groups, asked: Asked) -> None:
-    from weft_cli.inspect.page import write_page
-
-    assert asked.html is not None
-    layouts = [row.layout for row in rows if row.layout.world_size > 1]
-    title = f"{search.model.name}, {asked.tokens:,} tokens, {asked.hardware}"
-    write_page(
-        [*dict.fromkeys(layouts)][: asked.top], search.problem, search.hardware, title, asked.html
-    )
-    console().print(f"page: {asked.html}", markup=False)
-
-
-__all__ = ["Asked", "plan_config", "serve_config"]
+        say(f"{nearest(asked.hardware, asked.devices, label) or line}")

@@ -8,8 +8,6 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.markup import escape
-from rich.table import Table
 
 from weft.inspect import words
 from weft.inspect.picture import writing
@@ -21,20 +19,13 @@ from weft.plan.problem import Problem
 from weft_planner import measure
 from weft_planner.measure import Measured, Sample
 
-from ..inspect import tables
+from ..inspect.printer import print_table, still_here, wrote
 from . import options
-from .options import console
 
 
 def rates(
     layout: options.LayoutName,
-    axis: Annotated[
-        str | None,
-        options.of_call(
-            "The attended axis; 'a+b' attends two axes jointly.",
-            show_default="the first that communicates",
-        ),
-    ] = None,
+    axis: options.MovingAxis = None,
     length: Annotated[
         str | None,
         options.of_call(
@@ -107,15 +98,16 @@ def rates(
     started = already_launched()
     if write is not None and (started is None or started.rank == 0):
         options.check_new_file(write)
-    with options.still_here(f"measuring on {ranks} ranks"):
+    with still_here(f"measuring on {ranks} ranks"):
         found = launch.run(_rank, layout, problem, timeout, by_rank, ranks=ranks)
     if found is None:  # not the rank that answers
         return
-    _show(chosen, found, f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}")
+    where = f"{ranks} {'processes' if ranks > 1 else 'process'} on {place}"
+    _show(f"{chosen.name}: {where}, the slowest rank", found)
     if write is not None:
         with writing(write, new=True) as partial:
             partial.write_text(measure.hardware_file(found))
-        console().print(f"\nhardware file: {escape(str(write))}", soft_wrap=True)
+        wrote("\nhardware file", write)
 
 
 def _rank(name: str, problem: Problem, timeout: float | None, by_rank: bool) -> Measured:
@@ -147,7 +139,7 @@ def _problem(
     device: str,
 ) -> Problem:
     """The call whose blocks are timed, of one sequence per rank that has sequences of its own."""
-    named = options.attended(layout, axis or options.first_axis(layout))[0]
+    named = options.first_attended(layout, axis)
     text = length or options.RATED_LENGTHS[device]
     return options.problem_of(
         named,
@@ -160,29 +152,23 @@ def _problem(
     )
 
 
-def _show(layout: Layout, found: Measured, where: str) -> None:
-    console().print(_table(f"{escape(layout.name)}: {where}, the slowest rank", found))
-    typer.echo(measure.rates_table(found))
-
-
-def _table(title: str, found: Measured) -> Table:
+def _show(title: str, found: Measured) -> None:
     """Each measurement: median, quickest to slowest repeat, and the rate that follows."""
-    numbers = ("median", "spread", "rate")
-    result = tables.table(title, "what", "of", *numbers, right=numbers)
     b, h, n, m, d = found.block.shape
-    block = f"{b * h} x {n} x {m} x {d}"
     speed = f"{found.block.flops:.3g} flop/s"
-    result.add_row(found.block.kernel, block, *_times(found.block.sample), speed)
+    block = f"{b * h} x {n} x {m} x {d}"
+    rows = [(found.block.kernel, block, *_times(found.block.sample), speed)]
     for link in found.links:
         for nbytes, sample, rate in (
             (measure.SMALL, link.small, f"{show_time(link.latency)} latency"),
             (link.nbytes, link.large, f"{link.bandwidth:.3g} B/s"),
         ):
-            result.add_row(link.mesh_dim, words.nbytes(nbytes), *_times(sample), rate)
+            rows.append((link.mesh_dim, words.nbytes(nbytes), *_times(sample), rate))
     if found.together:
         moved, sample = words.nbytes(found.together.nbytes), found.together.sample
-        result.add_row("at once", moved, *_times(sample), f"{found.together.slowdown:.2g} x alone")
-    return result
+        rows.append(("at once", moved, *_times(sample), f"{found.together.slowdown:.2g} x alone"))
+    print_table(title, ("what", "of", ">median", ">spread", ">rate"), rows)
+    typer.echo(measure.rates_table(found))
 
 
 def _times(sample: Sample) -> tuple[str, str]:

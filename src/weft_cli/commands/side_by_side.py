@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,15 +60,12 @@ class TimedPasses:
 
 
 def side_by_side(
-    works: Sequence[tuple[Layout, Work]],
-    rounds: int,
-    device: str,
-    tell: Callable[[int], None] = lambda number: None,
+    works: Sequence[tuple[Layout, Work]], rounds: int, device: str
 ) -> list[TimedPasses]:
     """Times works of layouts that are bound to the same ranks, which all call this.
 
-    Each is timed `rounds` times, after one pass whose bytes are counted; `tell` is called with the
-    number of each round before it begins. Returns each layout's passes, the same on all ranks.
+    Each is timed `rounds` times, after one pass whose bytes are counted. Returns each
+    layout's passes, the same on all ranks.
 
     >>> q = torch.randn(1, 2, 8, 4, requires_grad=True)
     >>> work = Work(lambda: attention(q, q, q, Layout.single(), "tokens"), [q])
@@ -78,7 +75,6 @@ def side_by_side(
     counted = [_counted(layout, work, device) for layout, work in works]
     seconds: list[list[tuple[float, float]]] = [[] for _ in works]
     for number in range(rounds):
-        tell(number)
         for place in range(len(works)):
             turn = (place + number) % len(works)
             seconds[turn].append(_timed(*works[turn], device))

@@ -21,8 +21,8 @@ from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
 from weft_models.declare.run_file import WEIGHTS, RunSpec, changed, layout_for
 
+from ..inspect.printer import console
 from . import options
-from .options import console
 
 MODELS = "the model file's"
 #: What follows the training of a table model.
@@ -79,7 +79,6 @@ def train(
     batch: Annotated[
         int | None, _of_training("Examples per step, over all ranks.", MODELS, min=1)
     ] = None,
-    lr: Annotated[float | None, _of_training("Peak learning rate.", MODELS, min=0)] = None,
     seed: Annotated[
         int | None, _of_training("Of weights and data.", "0", min=0, max=options.MOST_SEED)
     ] = None,
@@ -133,7 +132,7 @@ def train(
 
         weft train causal_lm head-x-ring --steps 100 --set accumulate=4 --set gradients=fsdp
 
-        weft train --config runs/tabular-tabular-2x2/run.toml --lr 1e-3 --log-dir runs/b
+        weft train --config runs/tabular-tabular-2x2/run.toml --set lr=1e-3 --log-dir runs/b
 
         weft train tabular tabular-2x2 --checkpoint-dir runs/a --resume
 
@@ -145,7 +144,7 @@ def train(
         torchrun --nproc-per-node 4 -m weft train tabular tabular-2x2
     """
     typed = {"model": model, "layout": layout, "seed": seed, "dtype": dtype}
-    typed_train = {"steps": steps, "batch": batch, "lr": lr, "checkpoint_every": checkpoint_every}
+    typed_train = {"steps": steps, "batch": batch, "checkpoint_every": checkpoint_every}
     run = _run_file(config, settings or [], typed, typed_train)
     spec = run.spec()
     sizes, ranks = _sizes(elastic, nproc, run.layouts)

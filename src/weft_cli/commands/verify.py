@@ -16,8 +16,8 @@ from weft._opening import read_bytes
 from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
 
+from ..inspect.printer import console, still_here
 from . import options
-from .options import console
 
 #: Bytes of a configuration that are read: names of 100,000 classes are in some.
 MOST_BYTES = 1 << 24
@@ -77,7 +77,7 @@ def verify(
     from weft_integrations.transformers import verify as compare
 
     begin = time.perf_counter()
-    with options.still_here("comparing"):
+    with still_here("comparing"):
         found = compare(built, chosen, axis)
     out = console()
     out.print(f"[bold]{escape(str(found))}[/]", highlight=False)

@@ -161,8 +161,7 @@ def load_records(folder: str | Path | None = None) -> list[Box]:
     """The traces of the newest run in a folder, by rank.
 
     The folder is one of `weft-rank-N.jsonl`, or of the mapped files of a run that still goes on; by
-    default the newest of these on this machine. Raises `DeclarationError` if it has none, or a file
-    is no trace.
+    default the newest of these on this machine.
     """
     if folder is None:
         runs = runs_of(root())
@@ -192,10 +191,7 @@ def load_records(folder: str | Path | None = None) -> list[Box]:
 
 
 def read_records(path: Path) -> Box:
-    """The trace in a file.
-
-    Raises `DeclarationError` for one that is no trace.
-    """
+    """The trace in a file."""
     try:
         with open_to_read(path, links=True) as file:
             texts = [text.strip(b" \0") for text in file.read(2 * SIZE).split(b"\n")]

@@ -37,18 +37,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 def write_page(
     layouts: Sequence[Layout], problem: Problem, hardware: Hardware, title: str, path: Path
 ) -> None:
-    """Write the page.
-
-    Args:
-        layouts: to show, each over all ranks of its mesh.
-        problem: the attention call.
-        hardware: whose clock plays it.
-        title: of the page.
-        path: a .html.
-
-    Raises:
-        DeclarationError: no layouts, or a path of another ending.
-    """
+    """Write the page."""
     if path.suffix != ".html":
         raise DeclarationError(f"--html {str(path)!r}: a page ends in .html")
     if not layouts:
@@ -62,18 +51,7 @@ def write_page(
 
 
 def layout_data(layout: Layout, problem: Problem, hardware: Hardware) -> dict[str, Any]:
-    """Data of a layout for the page, as plain values.
-
-    Args:
-        layout: not built.
-        problem: the call.
-        hardware: whose clock plays it.
-
-    Returns:
-        Its events, each (rank, backward, step, query cells, key cells, begin, end) of a block or
-        (source, target, mesh dim, bytes, level, begin, end) of a message; cells of the score matrix
-        by the group of ranks that computes them, -1 where none does; bytes and work by rank.
-    """
+    """Data of a layout for the page, as plain values."""
     plans = list(replayed(layout, problem, hardware, MOST).plans)
     played = play(plans, hardware)
     drawn, groups = owners(plans)

@@ -10,7 +10,7 @@ Ranks are equivalent where their numbers are proven equal, not where they look s
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.declare.mesh import coordinates
@@ -18,7 +18,7 @@ from weft.declare.strategy import Role
 from weft.layout import Layout
 from weft.masks import Full
 from weft.plan.plan import Plan
-from weft.plan.predict import plan_for, plans_for
+from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 
 #: Meshes of up to SMALL ranks are read whole; of larger ones about WORK transfers and blocks, and
@@ -68,26 +68,18 @@ class Reading:
         return some if self.represented == 1 else f"{some}, of which {same}"
 
 
-def reading(layout: Layout, problem: Problem, every: bool = False) -> Reading:
-    """The ranks to read of a call, where `problem` has the batch and heads of all ranks together.
-
-    `every`: all ranks that are not proven equivalent, however many they are.
-    """
+def reading(layout: Layout, problem: Problem) -> Reading:
+    """The ranks to read of a call, whose batch and heads are those of all ranks together."""
     total = layout.world_size
     first, last = (plan_for(layout, problem, rank) for rank in (0, total - 1))
     if not _same_shares(first, last):
-        return Reading(_spread(range(total), first, every), 1, total)
+        return Reading(_spread(range(total), first), 1, total)
     if isinstance(problem.mask, Full):
         return Reading((0,), total, total)
     rest = [d for d, rule in first.rules.items() if rule.role not in (Role.QUERY, Role.KEY)]
     places = ((rank, coordinates(layout.mesh, rank)) for rank in range(total))
     ranks = [rank for rank, coords in places if not any(coords[d] for d in rest)]
-    return Reading(_spread(ranks, first, every), total // len(ranks), total)
-
-
-def plans(layout: Layout, problem: Problem, read: Reading) -> Iterator[Plan]:
-    """The plans that a reading reads, rank 0's first."""
-    return plans_for(layout, problem, read.ranks)
+    return Reading(_spread(ranks, first), total // len(ranks), total)
 
 
 def _same_shares(first: Plan, last: Plan) -> bool:
@@ -106,14 +98,14 @@ def _shapes(plan: Plan) -> list[tuple[int, ...]]:
     ]
 
 
-def _spread(ranks: Sequence[int], plan: Plan, every: bool) -> tuple[int, ...]:
+def _spread(ranks: Sequence[int], plan: Plan) -> tuple[int, ...]:
     """All of some ranks, or of many a few: the first, the last, and others of any coordinates.
 
     Steps of the golden ratio hit no coordinate more often than another, whatever the mesh's sizes.
     """
     a, b, total = plan.forward.program.a, plan.forward.program.b, math.prod(plan.sizes.values())
     most = max(LEAST, (WORK + 2 * total) // (a + b + a * b // 16))
-    if every or len(ranks) <= max(SMALL, most):
+    if len(ranks) <= max(SMALL, most):
         return tuple(ranks)
     between = (int(i * GOLDEN % 1 * len(ranks)) for i in range(1, most - 1))
     return tuple(sorted({ranks[0], ranks[-1], *(ranks[i] for i in between)}))

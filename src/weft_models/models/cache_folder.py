@@ -59,10 +59,7 @@ def write_cache(
     lengths: Mapping[str, int],
     parts: Mapping[str, Part],
 ) -> Path:
-    """Writes a cache; all ranks call this, each with its parts.
-
-    Raises `CheckpointError` on every rank if one of them cannot write, or a cache is there.
-    """
+    """Writes a cache; all ranks call this, each with its parts."""
     blocks, orders = {}, {}
     for name, (local, _, place, dims, sizes) in parts.items():
         start, shape = [0] * local.dim(), list(local.shape)
@@ -97,8 +94,7 @@ def read_cache(
 
     `model` is the digest of the model that asks, `name` its name in messages; `place` gives the
     placement of a tensor of some axes, of which one is encoded, on the layout; `expected`, the
-    tensors of a cache of an axis. Raises `CheckpointError` on every rank if the cache is damaged,
-    or of another model.
+    tensors of a cache of an axis.
     """
 
     def check(folder: Path, index: Index) -> None:

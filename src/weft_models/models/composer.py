@@ -154,9 +154,14 @@ def check_fit(spec: ModelSpec, layout: Layout, kinds: Collection[str] | None = N
             continue
         heads = block.heads or spec.sizes.heads
         kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads) or heads
+        own = [axis for axis in block.axes if axis in of_contexts]
         try:
-            if not any(axis in of_contexts for axis in block.axes):
+            if not own:
                 layout.rules(block.axes)
+            elif any(layout.size(axis) > 1 for axis in own):
+                raise DeclarationError(
+                    f"splits axis {own[0]!r}, which only a context has: give it whole to every rank"
+                )
             check_heads(heads, kv_heads, layout)
         except DeclarationError as error:
             raise DeclarationError(

@@ -36,8 +36,7 @@ class DecodeCache:
     """Keys and values of all tokens so far, on the ranks that split them.
 
     A pass of the model is `begin`, `attend` in every block, `last`; at most `further` tokens follow
-    those of the first pass. Raises `DeclarationError` for a block that is not causal attention with
-    keys to keep, by its number.
+    those of the first pass.
     """
 
     def __init__(
@@ -58,10 +57,7 @@ class DecodeCache:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def agree(self, ids: Tensor) -> Channel:
-        """The channel of ranks that decode the same rows, once all are about to read `ids`.
-
-        Raises `ShapeError` on all of them where some have other ids, or another number of them.
-        """
+        """The channel of ranks that decode the same rows, once all are about to read `ids`."""
         mark = int(fingerprint(ids)) & 0xFFFFFFFF
         text = f"ids {tuple(ids.shape)} at position {self.held.length}, {mark:08x}"
         given = self.layout.bound, self.group, number_of(text), "decode", lambda: text

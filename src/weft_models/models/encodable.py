@@ -26,10 +26,7 @@ OPEN = (("first-keys", None),)
 
 
 def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> tuple[int, ...]:
-    """The numbers of the blocks that attend an axis with `mask = "first-keys"`, ascending.
-
-    Raises `DeclarationError` if there are none, or positions of the axis meet in another way.
-    """
+    """The numbers of the blocks that attend an axis with `mask = "first-keys"`, ascending."""
     found = []
     if axis not in spec.axes[:-1]:
         raise DeclarationError(
@@ -53,7 +50,7 @@ def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
 def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> dict[int, Mask]:
     """The blocks that attend an axis of which positions see none after them: number -> mask.
 
-    In ascending order. Raises `DeclarationError` if positions of the axis meet in another way.
+    In ascending order.
     """
     masks = {}
     for number, (block, module) in enumerate(zip(spec.blocks, modules)):

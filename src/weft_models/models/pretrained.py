@@ -129,8 +129,6 @@ def from_pretrained(
 def pretrained_spec(name_or_path: str | Path) -> ModelSpec:
     """The model file that a file of weights has, without reading the weights.
 
-    Raises `DeclarationError` for no such file, or one that is damaged or not of weft.
-
     >>> pretrained_spec("table_classifier").axes
     ('batch', 'rows', 'features', 'embed')
     """
@@ -139,10 +137,7 @@ def pretrained_spec(name_or_path: str | Path) -> ModelSpec:
 
 
 def read_notes(path: str | Path) -> dict[str, Any]:
-    """Metadata of a file of weights: `model`, the model file, and `notes`.
-
-    Raises `CheckpointError` if the file is missing, damaged or not of weft.
-    """
+    """Metadata of a file of weights: `model`, the model file, and `notes`."""
     with failing(Path(path), "read"):
         with open_tensors(Path(path), links=True) as file:
             facts = json.loads((file.metadata() or {}).get("weft", "{}"))

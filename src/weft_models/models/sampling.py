@@ -18,8 +18,7 @@ class Sampling:
     """The options of `generate`, of any integer type; the same text where they are the same.
 
     `steps` tokens follow. Those that are drawn (`draws`) have logits divided by `temperature`,
-    among the `top_k` likeliest (None: all). A row stops after the id `end` (None: never). Raises
-    `ShapeError` for an option that is out of range.
+    among the `top_k` likeliest (None: all). A row stops after the id `end` (None: never).
     """
 
     steps: int

@@ -69,8 +69,6 @@ def _arrow(pair: str, rest: str, cut: str) -> str:
 def factors(equation: str) -> tuple[str, str, str]:
     """The letters of both factors and of the product.
 
-    Raises `DeclarationError` for anything but a product of two pair tensors.
-
     >>> factors("ki,kj->ij")
     ('ki', 'kj', 'ij')
     """
@@ -127,15 +125,7 @@ def _order(layout: LayoutDeclaration, axis: str) -> str | TokenOrder:
 def plan_product(
     layout: LayoutDeclaration, axes: tuple[str, str], equation: str, length: int, place: tuple
 ) -> ProductPlan:
-    """One rank's part of a product of pair tensors over `length` objects.
-
-    Args:
-        layout: splits the two axes over separate mesh dims.
-        axes: of every pair tensor, in this order.
-        equation: which letters are the axes of each.
-        length: of both axes.
-        place: the rank's coordinates, as items.
-    """
+    """One rank's part of a product of pair tensors over `length` objects."""
     rest, names = pair_at_rest(layout, axes), factors(equation)
     by_axis = [(ProductRule(equation, i), layout.shard_dims(a)) for i, a in enumerate(axes)]
     rules = tuple((d, rule) for rule, dims in by_axis for d in dims)

@@ -309,8 +309,7 @@ def square_length(
     """The number of objects of a pair tensor, after a check that all ranks hold their box of it.
 
     `wrong` is a fault that the caller met on this rank, for which the call is refused too; `shared`
-    is further text that ranks must have in common. Raises `ShapeError` on every rank that takes
-    part.
+    is further text that ranks must have in common.
     """
     length, unknown = 0, wrong_lengths(lengths, axes[:-1])
     if unknown:

@@ -27,17 +27,7 @@ from .geometry import all_blocks, block_partition, blocks_per_rank, check_routed
 def routed_bounds(
     layout: Layout, problem: Problem, routing: Routing, rank: int
 ) -> list[ByteBounds]:
-    """The bytes one rank receives in a routed call, by pass, mesh dim and tensor; nothing is run.
-
-    Args:
-        layout: resolved; need not be bound.
-        problem: with batch and heads of all ranks together.
-        routing: `weft_models.routing.module.routing_options` of the layout.
-        rank: whose bytes.
-
-    Raises:
-        UnsupportedError, DeclarationError: as the call itself, see `check_routed`.
-    """
+    """Bytes that one rank receives in a routed call, by pass, mesh dim and tensor; runs nothing."""
     dims = check_routed(layout, problem.axes, problem.mask)
     plan = plan_for(layout, problem, rank)
     blocks = blocks_per_rank(routing, layout, dims)

@@ -196,8 +196,6 @@ def routing_options(
 ) -> Routing:
     """The routing options of the layout's strategy on these axes, changed as given.
 
-    Raises `DeclarationError` if there are none, or an unknown or impossible one is given.
-
     >>> routing_options(Layout.load("routed-4"), ["tokens"], {"top_k": 2}).top_k
     2
     """

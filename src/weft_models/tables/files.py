@@ -74,7 +74,6 @@ def read_pair(
     """Reads two CSV files with headers and brings them to the same columns.
 
     `target` has the classes; `name` names the rows and, like the columns in `drop`, is no feature.
-    Raises `WeftError` with the file, the column, the value found, and a fix.
     """
     target, name = _name(target), None if name is None else _name(name)
     drop = list(map(_name, drop))

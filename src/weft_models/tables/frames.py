@@ -73,9 +73,7 @@ class Numbers:
     def __call__(self, table: Any) -> np.ndarray:
         """The numbers of a table with the columns of the fitted one: (rows, columns) float64.
 
-        From a pandas DataFrame or a 2-d array. Raises `ValueError` for cells that a typed training
-        column cannot hold; warns of cells that a column of text cannot, and of a column whose
-        categories are all unknown.
+        From a pandas DataFrame or a 2-d array.
         """
         plain = isinstance(table, np.ndarray) and table.dtype.kind in "biuf"
         if plain and all(column.kind in ALIKE for column in self.columns):

@@ -107,8 +107,7 @@ def _check_device(device: str | None) -> None:
 def check_axes(checkpoint: str | Path | None, layout: Layout | str | None) -> None:
     """Refuses a layout that the model cannot run on, before any rank is started.
 
-    Arguments are those of `Source`, but no model. Raises `DeclarationError` for an axis that a
-    table does not have, or heads that do not divide.
+    Arguments are those of `Source`, but no model.
 
     >>> check_axes(None, "rows: ring=4")
     """
@@ -127,8 +126,6 @@ def _named(layout: Layout | str) -> Layout:
 
 def bind_layout(layout: Layout | str | None, device: str | None = None) -> Layout:
     """A layout, as `Source` takes it, with its place among the ranks that there are.
-
-    Raises `DeclarationError` if it has several ranks, and nobody started them.
 
     >>> bind_layout(None).name
     'single'

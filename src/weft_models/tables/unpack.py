@@ -78,10 +78,7 @@ class UnpackedTable(io.RawIOBase):
 
 @contextlib.contextmanager
 def open_table(path: Path) -> Iterator[tuple[io.BufferedReader, UnpackedTable]]:
-    """The bytes of a table in a file: plain, or packed by gzip, bzip2, xz, zip, tar or zstandard.
-
-    Raises `WeftError` for a file that cannot be read, or an archive of other than one file.
-    """
+    """The bytes of a table in a file: plain, or packed by gzip, bzip2, xz, zip, tar, zstandard."""
     with contextlib.ExitStack() as opened:
         try:
             file = opened.enter_context(open_to_read(path, links=True))
@@ -96,10 +93,7 @@ def open_table(path: Path) -> Iterator[tuple[io.BufferedReader, UnpackedTable]]:
 
 
 def read_start(path: Path) -> bytes:
-    """The first bytes of a file as it lies on disk.
-
-    Raises `WeftError` for a file that cannot be read.
-    """
+    """The first bytes of a file as it lies on disk."""
     try:
         with open_to_read(path, links=True) as file:
             return file.read(512)

@@ -57,17 +57,7 @@ class TrainingBatch:
 def check_batch(
     spec: ModelSpec, layout: Layout, batch: int | None = None, parts: int | None = None
 ) -> int:
-    """Examples of one part of a batch; refuses ranks without any.
-
-    Args:
-        spec: the model.
-        layout: bound or not.
-        batch: examples of a step; default the model's.
-        parts: in which it is computed; default the model's.
-
-    Raises:
-        DeclarationError: a rank that splits the batch would have no example.
-    """
+    """Examples of one part of a batch; refuses ranks without any."""
     whole, parts = batch or spec.train.batch, parts or spec.train.accumulate
     size, shards = whole // parts, layout.size(spec.axes[0])
     if min(shard_sizes(size, (shards,))) == 0:

@@ -74,9 +74,6 @@ def take_step(
 
     The loss of a part is its sum over the counted targets of all parts' batch, so the gradients of
     the parts add up to those of one mean.
-
-    Raises `FloatingPointError` on every rank if the loss or the norm of the gradient is not finite;
-    the weights are as before the step.
     """
     began, plan = time.perf_counter(), data.spec.train
     device = next(model.parameters()).device

@@ -47,13 +47,6 @@ def schedule(
     Where one side travels, chunks wait while `_OUTSTANDING` results are complete and not yet with
     their owners. If that costs no more than `_SLACK`, they wait while any such result is there,
     because a real link serves one message better than two.
-
-    Args:
-        dims: the mesh dims along which chunks of queries, and of keys, travel.
-        costs: of whole chunks.
-        backward: whether this is the backward pass.
-        relayed: whether chunks of queries, and of keys, go from neighbour to neighbour.
-        sub_chunks: into how many sub-chunks each chunk of queries, and each of keys, is cut.
     """
     events = Sides(*map(arrivals, CHUNKS, dims, relayed, sub_chunks))
     results = (Payload.result(side, backward) for side in Side)

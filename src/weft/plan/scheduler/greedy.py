@@ -25,15 +25,7 @@ _EPS = 1e-9
 
 
 class Scheduler(Board):
-    """Builds one program by the greedy rules.
-
-    Args:
-        order: the side of each arrival in turn, or () for the one that unlocks most per cost.
-        eager: whether results leave before chunks come in.
-        look_ahead: no block is begun while a transfer is due within this share of a block, in the
-            first step and in later ones.
-        outstanding: chunks wait while this many complete results are here or on their way.
-    """
+    """Builds one program by the greedy rules."""
 
     def __init__(
         self,

@@ -1,0 +1,224 @@
+"""`weft plan call`: the fastest layout of an attention call on given hardware."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from weft.declare.hardware import Hardware
+from weft.errors import ShapeError, shown
+from weft.inspect import words
+from weft_planner import reasons
+from weft_planner.search import Choices, Search, scaling
+from weft_planner.several_lengths import layouts_for_lengths
+
+from ..inspect.printer import print_table, say, working, wrote
+from . import options
+from .plan_model import print_refused, write_layout
+
+#: Work of replays (see `weft_planner.lower_bound`) beyond which the search for changes of the
+#: machine that would change the choice is left out; below which each change tries more layouts.
+_CHANGES, _CHEAP = 1.5e5, 4e3
+
+
+def call(
+    *,
+    hardware: options.Machine,
+    devices: options.Devices,
+    tokens: Annotated[
+        str,
+        options.of_call(
+            "Of the whole sequence, over all ranks; several as '4096:3,32768' with how often each"
+            " comes."
+        ),
+    ] = options.LENGTH,
+    heads: options.Heads = options.HEADS,
+    kv_heads: options.KvHeads = None,
+    head_dim: options.HeadDim = options.HEAD_DIM,
+    batch: options.Batch = None,
+    mask: options.Mask = options.MASK,
+    dtype: options.DType = options.PLANNED_DTYPE,
+    only: options.Only = None,
+    memory: options.Memory = None,
+    forward_only: Annotated[
+        bool,
+        options.of_run("Rank by the forward pass alone.", "--forward-only", show_default=False),
+    ] = False,
+    top: options.Top = 5,
+    html: options.Page = None,
+    write: options.Write = None,
+    png: Annotated[
+        Path | None,
+        options.of_picture("Time against devices, by strategy."),
+    ] = None,
+) -> None:
+    """Find the layout of an attention call on a machine. Starts nothing.
+
+    Searches how many ways heads, queries and keys are split at each level of the
+    hardware, and over which transport they travel. Every candidate has a lower
+    bound in closed form; programs of the promising ones run on the clock of `weft
+    explain call --hardware` until no other can be more than 1 % faster. Says why
+    the best one is, what would change that, and what was refused. Of several
+    lengths it names the one layout, and the two, that take least time together.
+
+    Times are predictions; the last line says against what they were checked.
+
+    Examples:
+
+        weft plan call --tokens 131072 --heads 64 --kv-heads 8 --head-dim 128 --mask causal \\
+            --devices 64 --hardware h100-8
+
+        weft plan call --tokens 65536 --devices 8 --hardware ethernet-laptops --only "ulysses, ring"
+
+        weft plan call --tokens 32768 --devices 16 --hardware h100-8 --write plan.toml
+
+        weft plan call --tokens 4096:8,32768:2,131072 --devices 64 --hardware h100-8
+    """
+    machine = Hardware.load(hardware)
+
+    def search_of(tokens: str) -> Search:
+        lengths = options.lengths_of(tokens, "tokens", ("tokens",))
+        if not min(lengths):
+            raise ShapeError(f"--tokens {shown(tokens)}: a plan needs 1 token or more")
+        problem = options.problem_of(
+            "tokens",
+            lengths,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            mask=mask,
+            dtype=dtype,
+            device=machine.device.kernels,
+        )
+        return Search(problem, machine, devices, options.names(only), memory, forward_only)
+
+    if "," in tokens:
+        if write or png or html:
+            raise ShapeError(
+                f"--tokens {shown(tokens)}: --write, --png and --html are for one length"
+            )
+        lengths, weights = _weighted(tokens)
+        _print_lengths([search_of(length) for length in lengths], weights)
+        return
+    search = search_of(tokens)
+    label = f"searching {len(search.every):,} candidates"
+    with working(label) as tell:
+        choices = search.run(tell=lambda replays: tell(f"{replays + 1} on the clock"))
+    _print(choices, search, top)
+    print_refused(choices.refused, hardware, devices)
+    if write is not None:
+        seconds = words.show_time(choices.best.total)
+        about = f"Planned for {devices} devices of {hardware}: {seconds} predicted."
+        write_layout(choices.best.layout, about, write)
+    p = search.problem
+    if png is not None:
+        from ..inspect.scaling import draw_scaling
+
+        with working("planning for fewer devices"):
+            curves = scaling(search)
+        draw_scaling(curves, png, f"{p.n:,} tokens, {p.heads} heads, {p.mask}")
+        wrote("time against devices", png)
+    if html is not None:
+        from ..inspect.page import write_page
+
+        best = [c.layout for c in choices.choices[:top]]
+        write_page(best, p, machine, f"{p.n:,} tokens on {hardware}", html)
+        wrote("page", html)
+
+
+def _print(choices: Choices, search: Search, top: int) -> None:
+    p = search.problem
+    say(*(f"note: {line}\n" for line in reasons.warnings(search, choices)))
+    say(
+        f"{search.devices:,} devices; {p.n:,} tokens, {p.heads} heads of {p.head_dim}, "
+        f"{p.kv_heads} key/value heads, batch {p.batch}, {str(p.dtype)[6:]}, mask {p.mask}\n"
+    )
+    levels = (f">{level.name}" for level in search.hardware.level)
+    best = min(map(choices.seconds, choices.choices))
+    of_both = "" if choices.passes == "forward" else ", their gradients"
+    print_table(
+        "predicted",
+        ("layout", ">forward", ">backward", ">both", ">x best", *levels, ">memory", "bounded by"),
+        [
+            (
+                c.layout.name,
+                *map(words.show_time, (c.forward, c.backward, c.total)),
+                f"{choices.seconds(c) / best:.2f}",
+                *map(words.nbytes, (*c.bytes_of_levels, c.memory)),
+                c.bounded_by,
+            )
+            for c in choices.choices[:top]
+        ],
+        "bytes that a rank sends in both passes, by level; memory: q, k, v, out"
+        f"{of_both} and what a rank holds for others",
+    )
+    rest = "no other is faster, by their lower bounds."
+    if choices.gap:
+        rest = f"by their lower bounds no other is more than {100 * choices.gap:.1f} % faster."
+    number = f"{len(choices.choices)} of {choices.considered:,}"
+    say(
+        reasons.why_best(choices),
+        reasons.why_second(choices, search.bounds),
+        reasons.simplest(choices),
+        f"{number} candidates were put on the clock; {rest}",
+    )
+    tries = 4 if search.work_each < _CHEAP else 2
+    if 9 * tries * search.work_each < _CHANGES:
+        with working("changing the machine"):
+            changes = list(reasons.changes(search, choices, tries))
+        say("\nWhat would change it:", *(f"  {line}" for line in changes))
+
+
+def _weighted(text: str) -> tuple[list[str], list[float]]:
+    """Lengths and their weights.
+
+    >>> _weighted("4096:3, 32768")
+    (['4096', '32768'], [3.0, 1.0])
+    """
+    pairs = [part.partition(":") for part in text.split(",")]
+    lengths = [length.strip() for length, _, _ in pairs]
+    try:
+        weights = [float(weight) if colon else 1.0 for _, colon, weight in pairs]
+    except ValueError:
+        weights = []
+    if not weights or min(weights) <= 0 or len({*lengths}) < len(lengths):
+        raise ShapeError(
+            f"--tokens {shown(text)}: give lengths, each once, with a weight above 0, such as "
+            "4096:3,32768"
+        )
+    return lengths, weights
+
+
+def _print_lengths(searches: list[Search], weights: list[float]) -> None:
+    """Print the best layout of each length, and the one and the two that are best for all."""
+    with working("searching") as tell:
+        found = layouts_for_lengths(
+            searches, weights, lambda i: tell(f"{searches[i].problem.n:,} tokens")
+        )
+    rows = zip(searches, weights, found.best, found.one, found.two, found.times, strict=True)
+    print_table(
+        "predicted",
+        (">tokens", ">weight", "its best layout", ">time", "best one for all", "best two"),
+        [
+            (
+                f"{search.problem.n:,}",
+                f"{weight:g}",
+                best.layout.name,
+                words.show_time(times[0]),
+                f"{one.layout.name} {times[1] / times[0]:.2f}x",
+                f"{two.layout.name} {times[2] / times[0]:.2f}x",
+            )
+            for search, weight, best, one, two, times in rows
+        ],
+    )
+    best, one, two = found.seconds
+    names = list(dict.fromkeys(choice.layout.name for choice in found.two))
+    second = "a second would not be faster"
+    if len(names) > 1:
+        second = f"the two {' and '.join(map(repr, names))} take {two / best:.3f} times"
+    say(
+        f"The one layout {found.one[0].layout.name!r} takes {one / best:.3f} times as long as the"
+        f" best of each length; {second}. The best of one length takes up to {found.wrong:.2f}"
+        " times the best at another."
+    )
