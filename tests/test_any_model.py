@@ -8,6 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import Field, Layout, UnsupportedError
@@ -45,9 +49,10 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """A decoder of torch's own functions: rotary positions, shifted labels, a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, checkpoints: bool = False) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(50, 32), nn.Linear(32, 50, bias=False)
+        self.checkpoints = checkpoints
         self.blocks = nn.ModuleList(Block(32, 4) for _ in range(2))
 
     def forward(self, ids: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -55,7 +60,8 @@ class Decoder(nn.Module):
         angles = torch.arange(ids.shape[1], dtype=x.dtype)[:, None] / 10 ** torch.arange(4)
         angles = torch.cat([angles, angles], -1)
         for block in self.blocks:
-            x = block(x, angles.cos(), angles.sin())
+            given = block, x, angles.cos(), angles.sin()
+            x = checkpoint(*given, use_reentrant=False) if self.checkpoints else block(*given[1:])
         logits = self.head(x)
         if labels is None:
             return logits
@@ -120,6 +126,77 @@ def test_a_model_of_transformers_equals_one_device(name, line):
     result, gradients = errors(_transformers(name), line, run)
     assert result < 1e-6
     assert gradients < 1e-12
+
+
+def _full(t: Tensor) -> Tensor:
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
+def _trains(rank: int, way: str, reshards: bool, checkpoints: bool) -> float:
+    """The largest error of losses, norms, gradients and weights in three clipped steps."""
+    torch.manual_seed(0)
+    alone = Decoder(checkpoints).double()
+    split, replicas = copy.deepcopy(alone), 1
+    if way == "weft":
+        layout = Layout.parse("tokens(zigzag): tile=2x2").build("cpu", timeout=60)
+        weft.parallelize(split, layout, dims={"tokens": 1})
+        weft.data_parallel(split, layout, reshard_after_forward=reshards)
+    else:
+        replicas, mesh = 2, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
+        layout = Layout.parse("tokens(zigzag): ring=2").bind(mesh["ring"], timeout=60)
+        weft.parallelize(split, layout, dims={"tokens": 1})
+        world = init_device_mesh("cpu", (4,), mesh_dim_names=("world",))
+        for unit in (*split.blocks, split):
+            fully_shard(unit, mesh=world, reshard_after_forward=reshards)
+    models = split, alone
+    optimizers = [torch.optim.SGD(m.parameters(), 0.5) for m in models]
+    ids = torch.randint(0, 50, (2, 29))
+    worst = []
+    for _ in range(3):
+        mine = ids if replicas == 1 else ids[rank // 2 : rank // 2 + 1]
+        loss = split(mine, mine)
+        loss.backward()
+        right = alone(ids, ids)
+        right.backward()
+        if replicas == 1:
+            worst.append(loss - right)
+        pairs = list(zip(split.parameters(), alone.parameters(), strict=True))
+        worst += [(_full(p.grad) - q.grad).abs().max() for p, q in pairs]
+        norms = [torch.nn.utils.clip_grad_norm_(m.parameters(), 0.25) for m in models]
+        assert norms[1] > 0.25
+        worst.append(_full(norms[0]) - norms[1])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    worst += [(_full(p) - q).abs().max() for p, q in pairs]
+    return max(abs(float(e)) for e in worst)
+
+
+@pytest.mark.parametrize(
+    ("way", "reshards", "checkpoints"),
+    [("weft", True, True), ("weft", False, False), ("torch", True, False), ("torch", False, True)],
+)
+def test_units_of_fsdp2_in_a_model_train_as_one_device(pool, way, reshards, checkpoints):
+    """Torch's own over ranks of fields and data: a mean over data, sums over fields."""
+    assert max(pool.run(_trains, way, reshards, checkpoints, timeout=200)) < 1e-12
+
+
+def _averages(rank: int, way: str) -> str:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ring"))
+    layout = Layout.parse("tokens: ring=2").bind(mesh["ring"], timeout=60)
+    model = weft.parallelize(Decoder(), layout, dims={"tokens": 1})
+    if way == "DDP":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:  # over other ranks than those of a field
+        fully_shard(model, mesh=mesh["dp"])
+    with pytest.raises(UnsupportedError) as refusal:
+        model(torch.zeros(1, 8, dtype=torch.long))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("way", ["DDP", "fully_shard"])
+def test_reductions_that_make_other_gradients_are_refused(pool, way):
+    assert all("has a share of the gradients" in m for m in pool.run(_averages, way))
 
 
 class Spectrum(nn.Module):

@@ -230,16 +230,17 @@ def test_explain_says_what_a_rank_holds_for_others_at_most():
 
 def test_explain_draws(tmp_path):
     pictures = tmp_path / "scores.png", tmp_path / "program.png"
-    cli(
-        "explain",
-        "call",
-        "tile-2x2",
-        "--score-matrix",
-        str(pictures[0]),
-        "--timeline",
-        str(pictures[1]),
-    )
+    asked = "--score-matrix", str(pictures[0]), "--timeline", str(pictures[1])
+    cli("explain", "call", "tile-2x2", *asked)
     assert all(picture.read_bytes().startswith(b"\x89PNG") for picture in pictures)
+
+
+def test_explain_balances_the_work_of_a_mask(tmp_path):
+    drawn = "--order", "balanced", "--score-matrix", str(tmp_path / "scores.png")
+    line = "tokens: ulysses=2 x ring=4"
+    shown = cli("explain", "call", line, "--mask", "prefix:100", "--length", "400", *drawn)
+    busiest = re.findall(r"scores, \w+(?: [\d.]+ k){3} ([\d.]+)", shown)
+    assert [float(x) <= 1.05 for x in busiest] == [True, True], shown
 
 
 @pytest.mark.parametrize("command", ["explain call", "check"])

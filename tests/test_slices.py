@@ -134,6 +134,13 @@ def test_blocks_that_are_kept_coarsely_hide_no_visible_pair(seed, monkeypatch):
     assert (found[40:] == 2 * table[40:]).all()
 
 
+@pytest.mark.parametrize("mask", OWN, ids=str)
+def test_rows_of_own_masks_have_the_slices_of_their_pairs(mask):
+    cpu = torch.device("cpu")
+    asked = question(mask, N, N, 2, 1, cpu)
+    assert sliced(mask, N, N, 2) == asked.slices([asked.share(0, 1, cpu)])
+
+
 def costs(layout: Layout, axis: str, mask: weft.Mask) -> np.ndarray:
     """Bytes and scores of every rank in both passes."""
     plans = layout.plan(axis, length=N, heads=8, head_dim=8, batch=2, mask=mask).ranks()

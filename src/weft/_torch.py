@@ -227,6 +227,20 @@ def is_fsdp(module: torch.nn.Module) -> TypeGuard[Any]:
     return kind is not None and isinstance(module, kind)
 
 
+def fsdp_hooks(unit: Any) -> Iterator[tuple[dict, int, bool]]:
+    """FSDP2's hooks around the forward passes of a unit: where they are kept, true of those before.
+
+    Of modules that are one unit, `fully_shard([a, b])`, those of all.
+    """
+    state = unit._get_fsdp_state()
+    handles = state._pre_forward_hook_handle, state._post_forward_hook_handle
+    ids = {one.id for handle in handles for one in getattr(handle, "handles", (handle,))}
+    for module in state._modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            for key in ids & hooks.keys():
+                yield hooks, key, hooks is module._forward_pre_hooks
+
+
 def averaged_over(model: torch.nn.Module) -> list[int]:
     """Ranks over which torch's DDP, whose forward pass runs, or FSDP2 averages gradients; or none.
 
@@ -235,13 +249,19 @@ def averaged_over(model: torch.nn.Module) -> list[int]:
     ddp = active_ddp()
     if ddp is not None:
         return dist.get_process_group_ranks(ddp.process_group)
-    for part in filter(is_fsdp, model.modules()):
-        state = part._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-        for group in filter(None, groups):
-            if group.gradient_divide_factor is None:
-                return group.mesh_info.mesh.mesh.flatten().tolist()
-    return []
+    groups = (group for part in model.modules() if is_fsdp(part) for group in fsdp_groups(part))
+    return next((ranks for ranks, factor in groups if factor is None), [])
+
+
+def fsdp_groups(unit: Any) -> list[tuple[list[int], float | None]]:
+    """Ranks over which a unit of FSDP2 adds up gradients, and what it divides them by, if set."""
+    state = unit._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    return [
+        (group.mesh_info.mesh.mesh.flatten().tolist(), group.gradient_divide_factor)
+        for group in groups
+        if group is not None
+    ]
 
 
 _level_of_transforms = torch._C._functorch.maybe_current_level

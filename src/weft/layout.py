@@ -282,7 +282,7 @@ class Layout(LayoutDeclaration, Traceable):
         if not slack >= 0:
             raise ShapeError(f"pack: slack is a share of the mean work, 0 or more, found {slack!r}")
         limit = Causal(window).window
-        sizes, shares = self._sizes_and_shares("packing", axis, sum(counts))
+        sizes, shares = self._cut("packing", axis, sum(counts))
         mask = slices_of_documents(counts, limit)
         runs = balanced_runs(mask, sizes, shares, slack)
         work = tuple(work_of(mask, runs, shares))
@@ -294,8 +294,8 @@ class Layout(LayoutDeclaration, Traceable):
         Tokens go to ranks so that the visible scores are equal, in both passes, along every mesh
         dim: of a ring by queries, of pass-Q by keys, of a tile by both. What sees nothing outside
         itself stays whole where that leaves it so. Of one causal sequence that is zigzag, of
-        documents `pack`. Pure data, computed identically on every rank without a message; a mask
-        is asked about every pair.
+        documents `pack`. Pure data, computed identically on every rank without a message; a
+        function is asked about every pair.
 
         Args:
             axis: the axis.
@@ -315,15 +315,13 @@ class Layout(LayoutDeclaration, Traceable):
         >>> layout.balance("tokens", Causal(), 8).chunks
         (((2, 4),), ((0, 2), (6, 2)))
         """
-        sizes, shares = self._sizes_and_shares("balancing", axis, length)
+        sizes, shares = self._cut("balancing", axis, length)
         mask = mask_of(mask)
         check_mask(mask)
         mask.check(length, length, 1)
         return TokenOrder(balanced_runs(sliced(mask, length, length), sizes, shares))
 
-    def _sizes_and_shares(
-        self, what: str, axis: str, length: int
-    ) -> tuple[tuple[int, ...], tuple[Shares, ...]]:
+    def _cut(self, what: str, axis: str, length: int) -> tuple[tuple[int, ...], tuple[Shares, ...]]:
         """The sizes of an axis's chunks, and who computes with whom."""
         self.refuse_shares(what)
         if -1 in self.mesh.values():

@@ -21,13 +21,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft._torch import outside_graphs
+from weft._torch import active_ddp, fsdp_groups, is_fsdp, outside_graphs
 from weft._uploads import download
 from weft.comm.collectives import invariant_to_replicate
 from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.fields import Field, WholeReport, distributed
 from weft.fields.islands import on_positions
+from weft.fields.units import let_fields_through
+from weft.gradients.sync import is_averaged, is_summed_by_ddp
 from weft.layout import Layout
 
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
@@ -196,6 +198,7 @@ class _Calls:
         given = dict(bound.arguments)
         try:
             self._refuse_state()
+            self._prepare_reduction()
             for key, value in bound.arguments.items():
                 bound.arguments[key] = self._split(key, value)
             self._refuse_unsplit(name, bound.arguments)
@@ -248,6 +251,32 @@ class _Calls:
             return invariant_to_replicate(value, self.mesh_dims, self.layout.bound)
         at = {a: d for a, d in self.dims.items() if self.named or -d <= value.dim() - 2}
         return distributed(value, self.layout, at, self.report)
+
+    def _prepare_reduction(self) -> None:
+        """Have FSDP2's units pass fields on, and add up what the ranks of fields have.
+
+        Over other ranks FSDP2 averages, as it does without fields.
+        """
+        bound = self.layout.bound
+        mine = {bound.world_ranks[r] for r in bound.ranks_along(self.mesh_dims)}
+        averages = not is_averaged(self.model)
+        for unit in filter(is_fsdp, self.model.modules()):
+            let_fields_through(unit)
+            for ranks, factor in fsdp_groups(unit):
+                if not mine <= {*ranks}:
+                    raise self._other_sum("fully_shard over ranks without some")
+                if averages and factor is None:
+                    unit.set_gradient_divide_factor(len(ranks) / len(mine))
+                    unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        if averages and active_ddp() is not None and not is_summed_by_ddp(self.model):
+            raise self._other_sum("DistributedDataParallel over those")
+
+    def _other_sum(self, way: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"{way} of mesh dims {self.mesh_dims}, each of which has a share of the gradients,"
+            " would make other ones than their sum: give weft.data_parallel(model, layout, 'ddp'"
+            " or 'fsdp') the model, or call layout.sync_gradients(model) after backward"
+        )
 
     def _refuse_state(self) -> None:
         refuse_scaled_by_tensor(self.model, self.layout, *self.dims)

@@ -153,9 +153,9 @@ def set_requires_grad(x: Field, requires_grad: bool) -> None:
 @direct(attribute("_base"), Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
 def refuse_hooks(x: Field, *_: Any) -> None:
     raise refused(
-        "a hook on gradients, such as that of a unit of FSDP2 inside the model,",
+        "a hook on gradients, such as that of a unit of FSDP2 in a model that weft.parallelize does"
+        " not know,",
         x,
-        "; give weft.data_parallel(model, layout, 'ddp') the model, or sync_gradients",
     )
 
 
@@ -166,6 +166,4 @@ def retain_gradient(x: Field) -> None:
 
 @direct(attribute("data"))
 def data(x: Field) -> Field:
-    made = Field(x._local.data, x._place)
-    made._trail, made._copied = x._trail, x._copied
-    return made
+    return x._holding(x._local.data)

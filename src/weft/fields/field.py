@@ -183,6 +183,12 @@ class Field(Tensor):
             self._copied.check()
         return self
 
+    def _holding(self, local: Tensor) -> Field:
+        """The same field with another local tensor in place of its own."""
+        made = Field(local, self._place)
+        made._trail, made._copied = self._trail, self._copied
+        return made
+
     @property
     def chunks(self) -> dict[str, tuple[int, ...]]:
         """Axis -> the first position of every chunk, and the length, of axes that split a dim.
@@ -253,9 +259,9 @@ class Field(Tensor):
 _GRAPH: Any = operator.attrgetter("grad_fn.__get__")(Tensor)
 OF_FUNCTION = (
     "{} gets a weft.Field that a torch.autograd.Function returned, such as a checkpoint with"
-    " use_reentrant=True, or a unit of FSDP2 inside the model: gradients through it would be lost;"
-    " pass use_reentrant=False, give the function local tensors, or"
-    " weft.data_parallel(model, layout, 'ddp') the model"
+    " use_reentrant=True, or a unit of FSDP2 in a model that weft.parallelize does not know:"
+    " gradients through it would be lost; pass use_reentrant=False, give the function local"
+    " tensors, or weft.parallelize the model"
 )
 
 

@@ -231,7 +231,7 @@ def merge_intervals(intervals: Iterable[Interval]) -> Intervals:
     return tuple(joined)
 
 
-def _common(a: Intervals, b: Intervals) -> Intervals:
+def common(a: Intervals, b: Intervals) -> Intervals:
     """Intervals of the positions in both."""
     if len(a) == len(b) == 1:  # of most masks, and asked for every pair of documents
         return _some(_meet(a[0], b[0]))
@@ -290,10 +290,10 @@ class And(Mask):
         return _meet(self.left.queries(k), self.right.queries(k))
 
     def key_intervals(self, q: Interval) -> Intervals:
-        return _common(self.left.key_intervals(q), self.right.key_intervals(q))
+        return common(self.left.key_intervals(q), self.right.key_intervals(q))
 
     def query_intervals(self, k: Interval) -> Intervals:
-        return _common(self.left.query_intervals(k), self.right.query_intervals(k))
+        return common(self.left.query_intervals(k), self.right.query_intervals(k))
 
     def is_full(self, q: Interval, k: Interval) -> bool:
         return self.left.is_full(q, k) and self.right.is_full(q, k)

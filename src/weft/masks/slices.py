@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from .._caching import cached
-from .base import FAR, NOTHING, Interval, Intervals, Mask
+from .base import FAR, NOTHING, Interval, Intervals, Mask, common
 
 #: Rows and columns of a block, in which noise is kept.
 BLOCK = 128
@@ -353,12 +353,21 @@ _ANSWERS = ("keys", "queries", "key_intervals", "query_intervals", "is_full", "d
 
 
 def sliced(mask: Mask, n: int, m: int, batch: int = 1, heads: int = 1) -> Slices:
-    """The slices of a mask of which every pair is asked, on this rank alone.
+    """The slices of a mask, asked on this rank alone: each row where it answers, else every pair.
 
     >>> from weft.masks import Documents
     >>> [row[:4] for row in sliced(Documents((3, 2)), 5, 5).slices]
     [(0, 2, 0, 2), (3, 4, 3, 4)]
     """
+    if not (mask.per_sample or knows_nothing(mask)):
+        runs = [
+            (q, low, high, 1)
+            for q in range(n)
+            for low, high in common(mask.key_intervals((q, q)), ((0, m - 1),))
+        ]
+        if all(mask.is_full((q, q), (low, high)) for q, low, high, _ in runs):
+            table = np.array(runs, np.int64).reshape(-1, 4)
+            return Slices(n, m, (_compressed(table).tobytes(),))
     whole = question(mask, n, m, batch, heads, torch.device("cpu"))
     return whole.slices([whole.share(0, 1, torch.device("cpu"))])
 

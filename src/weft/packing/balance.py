@@ -39,8 +39,6 @@ SLACK = 0.04
 LEVEL = 1.125
 #: and how much may be missing before another segment is cut for it.
 UNDER = 0.1
-#: Whole segments that are tried, one after another, for what work is missing.
-CLOSING = 8
 
 _Taken = list[tuple[int, int]]  # [start, stop)
 
@@ -144,7 +142,7 @@ class _Line:
         many = int(np.argmin(np.append(fits, False)))
         need, work = need - int(tokens[many]), heavy[many]
         taken = self._whole(np.arange(len(self.rows) - many, len(self.rows)))
-        for _ in range(CLOSING if many else 0):
+        for _ in range(8 if many else 0):  # tries to fill up with a whole segment
             now = work + self.light(need)
             apart = self.tokens_before[:-1] >= need - self.tokens  # what fills up is before it
             which = np.flatnonzero((self.tokens <= need) & apart)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from weft.choice import ChoiceKind
 from weft.declare.hardware import Hardware
 from weft.declare.one_line import is_line
+from weft.declare.orders import TokenOrder
 from weft.declare.placements import SEQ
 from weft.declare.rates import rates_for, rates_of
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
@@ -106,14 +107,17 @@ def call(
     equivalent are read once, and of more than 64 that are not a few are read,
     spread over the mesh; the output says which. Of a routed layout it shows the
     bytes at least and at most, whatever the router has learned, and so where only
-    those keys travel that a model chooses (--choose). A layout on one line is
-    printed as the file that it stands for.
+    those keys travel that a model chooses (--choose). --order balanced shows the
+    order of layout.balance. A layout on one line is printed as the file that it
+    stands for.
 
     Examples:
 
         weft explain call tile-2x2
 
         weft explain call ring-zigzag-4 --mask causal --score-matrix scores.png
+
+        weft explain call ring-4 --mask prefix:500 --order balanced --score-matrix scores.png
 
         weft explain call hierarchical-2x2 --kv-heads 4 --timeline program.png
 
@@ -133,6 +137,7 @@ def call(
             "one layout is explained at a time; --html shows several side by side, `weft explain"
             " model` compares them for a model, and `weft plan call` finds the fastest"
         )
+    balanced, order = order == "balanced", None if order == "balanced" else order
     layout = options.resolved(layouts[0], nproc, order, axis)
     axis = options.first_attended(layout, axis)
     if is_line(layouts[0]):
@@ -154,6 +159,8 @@ def call(
         dtype=dtype,
         device="cpu" if machine is None else machine.device.kernels,
     )
+    if balanced:
+        layout = layout.reorder(axis, layout.balance(axis, problem.mask, problem.n))
     if index is not None and choose is None:
         raise DeclarationError("--index: index keys choose keys; say how many by --choose")
     index_keys = None if index is None else options.heads_by_size("--index", index)
@@ -313,7 +320,8 @@ def _kernel_calls(layout: Layout, problem: Problem, plans: list[Plan], read: Rea
     rules = plans[0].rules.items()
     exchanging = [d for d, r in rules if r.role not in TRAVELS and r.query.rest == Shard(SEQ)]
     order = [*(d for d in layout.mesh if d not in exchanging), *exchanging]
-    if list(layout.mesh) == order or not exchanging:
+    as_data = any(isinstance(layout.order.get(a), TokenOrder) for a in problem.axes)
+    if list(layout.mesh) == order or not exchanging or as_data:
         return text
     declared = tomllib.loads(layout.to_toml())
     declared["mesh"] = {d: declared["mesh"][d] for d in order}
