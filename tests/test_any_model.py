@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft import Field, Layout, UnsupportedError
+from weft import Field, Layout, ShapeError, UnsupportedError
 
 LAYOUTS = (
     "tokens(zigzag): ring=2",
@@ -228,18 +228,63 @@ def test_a_function_without_a_rule_runs_whole_and_is_named():
         assert list(calls.values()) == [1]
 
 
-def test_random_functions_are_refused_where_others_run_whole():
-    class Noisy(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x + torch.randn_like(x)
+LOSSES = (
+    lambda x, whole: (x * whole.mean()).sum(),
+    lambda x, whole: x.sum() + whole.square().sum(),
+    lambda x, whole: (x - whole * 2).square().mean() + whole.sum() * 0.1,
+    lambda x, whole: (x[:, torch.tensor([1, 4])] * whole[:, 2:3]).sum(),
+)
 
-    def rank(layout: Layout) -> bool:
-        model = weft.parallelize(Noisy(), layout, dims={"tokens": 1})
-        with pytest.raises(UnsupportedError, match="draws random numbers"):
-            model(torch.ones(2, 9, 4))
-        return True
 
-    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), rank))
+@pytest.mark.parametrize("case", range(len(LOSSES)))
+def test_a_loss_of_a_field_and_its_whole_tensor_is_one_devices(case):
+    x = torch.randn(2, 9, 4, dtype=torch.float64)
+    right = x.clone().requires_grad_()
+    LOSSES[case](right * 3, right * 3).backward()
+
+    def rank(layout: Layout) -> Tensor:
+        own = x.clone().requires_grad_()
+        field = Field.distribute(own, layout, {"tokens": 1}) * 3
+        LOSSES[case](field, field.full_tensor()).backward()
+        return own.grad
+
+    for grad in weft.on_threads(Layout.parse("tokens(zigzag): ring=3"), rank):
+        torch.testing.assert_close(grad, right.grad)
+
+
+class Noisy(nn.Module):
+    """Dropout of split and of whole tensors, in place, of channels, and other random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(x, 0.3, self.training) * 2 + torch.randn_like(x)
+        y = F.dropout(y.transpose(1, 2), 0.2, self.training, inplace=True).transpose(1, 2)
+        y = F.dropout1d(y, 0.5, self.training) + F.dropout(x.mean(1, keepdim=True), 0.5)
+        return y + torch.bernoulli(torch.sigmoid(x)) + F.alpha_dropout(x, 0.4, self.training)
+
+
+def _draws(rank: int, line: str) -> tuple[float, float, str]:
+    x = torch.randn(2, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    layout = Layout.parse(line).build("cpu", timeout=60)
+    results = []
+    for module in (Noisy(), weft.parallelize(Noisy(), layout, dims={"tokens": 1})):
+        torch.manual_seed(7)
+        own = x.clone().requires_grad_()
+        y = checkpoint(module, own, use_reentrant=False)
+        y.square().sum().backward()
+        results.append((y.detach(), own.grad))
+    torch.manual_seed(rank)
+    field = Field.distribute(x, layout, {"tokens": 1})
+    with pytest.raises(ShapeError) as refusal:  # whole, and nothing is exchanged afterwards
+        F.dropout(field.mean(1), 0.5)
+    error, gradient = ((a - b).abs().max() for a, b in zip(*results))
+    return float(error), float(gradient), str(refusal.value)
+
+
+@pytest.mark.parametrize("line", ["tokens(zigzag): tile=2x2", "tokens: ring=4"])
+def test_dropout_draws_what_one_device_draws(pool, line):
+    for error, gradient, refusal in pool.run(_draws, line):
+        assert max(error, gradient) < 1e-13
+        assert "the generator of torch's dropout: give ranks one seed" in refusal
 
 
 def test_slices_joins_rolls_and_flips_move_nothing():

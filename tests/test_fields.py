@@ -478,7 +478,7 @@ class Twice(torch.autograd.Function):
 
 REFUSED = {
     "a function without a rule": (lambda x: torch.fft.fft(x), "fft_fft has no rule"),
-    "dropout": (lambda x: F.dropout(x, 0.1), "dropout while training"),
+    "dropout on threads": (lambda x: F.dropout(x, 0.1), "ranks that are threads share"),
     "an autograd function": (lambda x: Twice.apply(x.requires_grad_()) + 1, "gradients through it"),
     "random numbers": (lambda x: torch.randn_like(x), "has no rule"),
     "numbers in place": (lambda x: torch.ones(1, 1, 5, 6).add_(x), "into a plain tensor"),

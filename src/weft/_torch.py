@@ -446,6 +446,11 @@ def backward_pass() -> int:
     return torch._C._current_graph_task_id()
 
 
+def function_of_node(node: Any) -> type | None:
+    """The `torch.autograd.Function` that a node of autograd's graph is of, or None."""
+    return getattr(node, "_forward_cls", None)
+
+
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Call a function when the backward pass that calls this has run; what it raises is raised."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -68,13 +68,13 @@ def parallelize_fields(
     whole on every rank, so that what comes before and after the model is as in one process.
 
     A function of torch without a rule for what is split runs whole on every rank, exactly, and
-    is named in a warning, once; what draws random numbers, or is too large, is refused.
+    is named in a warning, once; what is too large is refused.
 
     Ranks compare shapes, numbers and the model's weights: inputs in every call, all weights in
     the first, in every 64th, and where the model was put into train or eval mode.
 
-    Random numbers that the model draws must be the same on all ranks: give them one seed. Where a
-    model drew some and generators differed, the call is refused.
+    Every rank draws the random numbers of the whole, dropout's too, as one device does: give ranks
+    one seed. Where a model drew some and generators differed, the call is refused.
 
     Args:
         model: any module of torch's layers, such as a VAE, UNet or ControlNet of diffusers, or an
@@ -90,9 +90,9 @@ def parallelize_fields(
     Raises:
         DeclarationError: a layout that is not bound; a model that is parallelized already; an
             axis that the layout splits, and `dims` does not have.
-        UnsupportedError: in calls: tiling or slicing of a VAE, which cut along split axes; dropout
-            while training; arguments of which nothing is split; with `fallback="refuse"` a
-            function of torch without a rule.
+        UnsupportedError: in calls: tiling or slicing of a VAE, which cut along split axes;
+            arguments of which nothing is split; with `fallback="refuse"` a function of torch
+            without a rule; torch's DDP around the model; random numbers on threads.
         ShapeError: on every rank, if ranks call with other shapes, numbers, weights or options.
 
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.GroupNorm(2, 4))

@@ -35,7 +35,7 @@ from .transport import NUMBERS, Messages, call_in_words
 _GATHER = "a gather of shards (as of logits that are read)"
 
 
-class _Sum(torch.autograd.Function):
+class Sum(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, dims: tuple, transport: Transport, forward: bool, backward: bool
@@ -54,7 +54,7 @@ class _Sum(torch.autograd.Function):
 def _sum(
     x: Tensor, dims: Sequence[str], transport: Transport, forward: bool, backward: bool
 ) -> Tensor:
-    return _Sum.apply(x, tuple(dims), transport, forward, backward) if dims else x
+    return Sum.apply(x, tuple(dims), transport, forward, backward) if dims else x
 
 
 def partial_to_invariant(x: Tensor, dims: Sequence[str], transport: Transport) -> Tensor:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._torch import function_of_node
 from .._uploads import uploaded
+from ..comm.collectives import Sum, invariant_to_replicate
 from ..comm.once_differentiable import once
 from ..comm.origin import origin
 from ..plan.order import Span, Spans, each_position
@@ -208,6 +210,24 @@ class _Full(torch.autograd.Function):
         return (grad / copies if copies > 1 else grad.contiguous()), None, None
 
 
+def of_shares(x: Tensor, region: FieldRegion) -> Tensor:
+    """A plain tensor that meets fields; gradients of one made of `full_tensor` add up: I -> R.
+
+    loss = (x * x.full_tensor().mean()).sum()     each rank has a share of the mean's gradient
+    """
+    nodes, seen = [x.grad_fn], set[Any]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen or function_of_node(node) is Sum:
+            continue
+        seen.add(node)
+        if function_of_node(node) is _Full:
+            dims = tuple(d for axis in region.axes for d in region.layout.shard_dims(axis))
+            return invariant_to_replicate(x, dims, region.layout.bound)
+        nodes += [inner for inner, _ in node.next_functions]
+    return x
+
+
 def entered(x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
     """This rank's part of a whole tensor, see `Field.distribute`."""
     return _Entered.apply(x, dims, region)
@@ -261,6 +281,7 @@ __all__ = [
     "entered",
     "gathered_chunks",
     "gathered_dim",
+    "of_shares",
     "own_part",
     "placed_like",
     "sharing_more",

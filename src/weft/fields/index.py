@@ -12,7 +12,7 @@ from .._digest import number_of
 from ..errors import UnsupportedError
 from ..plan.order import Span, Spans, join
 from .dims import Chunks, Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
-from .exchange import at_spans, placed_like, sharing_more, take_positions
+from .exchange import at_spans, of_shares, placed_like, sharing_more, take_positions
 from .field import Field, settled
 from .place import FieldRegion
 from .registry import (
@@ -57,7 +57,7 @@ class FieldsAtHand:
     def local(self, x: Tensor) -> Tensor:
         """The local tensor of a field, or a plain one."""
         if not isinstance(x, Field):
-            return x
+            return x if x.grad_fn is None else of_shares(x, self.region)
         missing = [a for a in self.region.axes if a not in x._region.axes]
         return sharing_more(x._local, missing, self.region) if missing else x._local
 

@@ -36,6 +36,13 @@ def reduced_by(each: Tensor, reduction: str, batch: int | None = None) -> Tensor
     return each.mean() if reduction == "mean" else each.sum()
 
 
+def _refuse_old(func: Any, x: Any, *old: Any) -> None:
+    if old != (None, None):
+        raise refused(
+            f"{function_name(func)} with size_average= or reduce=", x, "; write reduction="
+        )
+
+
 def _of_positions(func: Any) -> None:
     """A loss of single positions: `reduction="none"` is a rule, the others are written in it."""
 
@@ -47,9 +54,7 @@ def _of_positions(func: Any) -> None:
 
     @composite(func)
     def loss(*args: Any, reduction: str = "mean", **kwargs: Any) -> Any:
-        old = [name for name in ("size_average", "reduce") if kwargs.pop(name, None) is not None]
-        if old:
-            raise refused(f"{function_name(func)} with {old[0]}=", args[0], "; write reduction=")
+        _refuse_old(func, args[0], kwargs.pop("size_average", None), kwargs.pop("reduce", None))
         if reduction == "none":
             return NotImplemented
         each_ = func(*args, **kwargs, reduction="none")
@@ -108,8 +113,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if size_average is not None or reduce is not None:
-        raise refused("cross_entropy with size_average= or reduce=", x, "; write reduction=")
+    _refuse_old(F.cross_entropy, x, size_average, reduce)
     d = 1 if x.dim() > 1 else 0
     if isinstance(target, Tensor) and crosses_field(x, d):
         if weight is not None or label_smoothing or target.is_floating_point():
@@ -163,8 +167,7 @@ def nll_loss(
     reduce: Any = None,
     reduction: str = "mean",
 ) -> Any:
-    if size_average is not None or reduce is not None:
-        raise refused("nll_loss with size_average= or reduce=", x, "; write reduction=")
+    _refuse_old(F.nll_loss, x, size_average, reduce)
     if reduction == "none":
         return NotImplemented
     each = F.nll_loss(x, target, weight, ignore_index=ignore_index, reduction="none")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..errors import UnsupportedError
 from .dims import Dim, dim_size, is_split_dim, whole
+from .exchange import placed_like
 from .field import Field
 from .registry import Part, Recipe, both, direct, on_locals, pointwise, refused, rule
 
@@ -188,19 +188,29 @@ def _embedding(
     )
 
 
-def _dropout(name: str) -> None:
-    @rule(*both(name))
+def _dropout(func: Any) -> None:
+    """Dropout of a mask that every rank draws whole, as one device does, and cuts."""
+
+    @rule(func)
     def dropped(x: Part, p: float = 0.5, training: bool = True, inplace: bool = False) -> Recipe:
-        train = training if name != "native_dropout" else bool(training)
-        if train and p > 0:
-            raise UnsupportedError(
-                f"{refused(f'{name} while training', x)}: ranks would drop other positions than"
-                " one device does; set its probability to 0, or call model.eval()"
-            )
-        return Recipe(lambda t: t[x.index].view_as(t[x.index]), x.dims)
+        if not training or not p or not x.shape.numel():
+            return Recipe(lambda t: t[x.index].view_as(t[x.index]), x.dims)
+
+        def run(t: list[Any]) -> Tensor:
+            local = t[x.index]
+            like = torch.empty_strided(x.shape, x.strides, dtype=local.dtype, device="meta")
+            mask = func(torch.empty_like(like, device=local.device).fill_(1), p, True)
+            return local * placed_like(mask, [whole(n) for n in x.shape], x.dims, x.region)
+
+        return Recipe(run, x.dims, writes=inplace, draws=None)
 
 
-for _name in ("dropout", "dropout1d", "dropout2d", "dropout3d"):
-    _dropout(_name)
-for _name in ("alpha_dropout", "feature_alpha_dropout", "feature_dropout"):
-    _dropout(_name)
+for _func in both("dropout", "dropout1d", "dropout2d", "dropout3d", "feature_dropout"):
+    _dropout(_func)
+
+
+@rule(*both("alpha_dropout", "feature_alpha_dropout"))
+def alpha_dropout(x: Part, p: float = 0.5, training: bool = False, inplace: bool = False) -> Recipe:
+    if training and p:
+        raise refused("alpha_dropout while training", x)
+    return Recipe(lambda t: t[x.index].view_as(t[x.index]), x.dims)

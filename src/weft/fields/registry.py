@@ -26,7 +26,8 @@ from .._torch import shares_storage
 from ..errors import UnsupportedError
 from ..runtime.autocast import autocast_is_on
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whole
-from .exchange import broadcasts, placed_like, sharing_more
+from .draws import generator_state
+from .exchange import broadcasts, of_shares, placed_like, sharing_more
 from .field import Copied, Field, settled_dims
 from .place import FieldPlace, FieldRegion, region_of
 
@@ -129,6 +130,7 @@ class Recipe(NamedTuple):
         goals: index of a tensor -> the dims that it is aligned to first.
         copies: whether results are copies where torch has views, though no tensor is aligned.
         writes: whether the first tensor is the result, written in place.
+        draws: the generator that it draws random numbers of, None for torch's own; else False.
     """
 
     run: Callable[[list[Any]], Any]
@@ -136,6 +138,7 @@ class Recipe(NamedTuple):
     goals: Mapping[int, Sequence[Dim]] = MappingProxyType({})
     copies: bool = False
     writes: bool = False
+    draws: Any = False
 
 
 class Direct(NamedTuple):
@@ -431,7 +434,11 @@ class KeptRecipe:
                 locals_.append(x._local)
                 trails.append(x._trail)
             else:
-                locals_.append(x)
+                locals_.append(of_shares(x, self.region) if x.grad_fn is not None else x)
+        if self.recipe.draws is not False:
+            alone = self.recipe.out is None or not self.places[0][0].is_split
+            draws = self.recipe.draws, alone
+            trails.append(generator_state(self.name, self.region, locals_[0], *draws))
         trail, region = hash(tuple(trails)), self.region
         region.trail, region.function = trail, self.name
         for i, axes in self.wider.items():

@@ -48,7 +48,7 @@ from .registry import (
 )
 
 _PLAIN = (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-#: Parts of names of functions that draw random numbers, which ranks would draw differently.
+#: Parts of names of functions that draw random numbers.
 _RANDOM = (
     *("rand", "dropout", "bernoulli", "normal_", "multinomial", "uniform", "exponential_"),
     *("geometric_", "cauchy_", "log_normal", "poisson", "rrelu", "gumbel", "random_"),
@@ -294,8 +294,7 @@ def _in_place(
 def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Part]) -> Recipe:
     """A function without a rule on whole tensors, on every rank: gradients are shares of it."""
     short = name.split(".")[-1]
-    if any(word in short for word in _RANDOM):
-        raise UnsupportedError(f"{name} draws random numbers, and ranks would draw others")
+    draws = any(word in short for word in _RANDOM) and kwargs.get("generator")
     writes = short == "__setitem__" or (short.endswith("_") and not short.endswith("__"))
     report, numbers = parts[0].region.whole, sum(math.prod(p.shape) for p in parts if p.is_field)
     assert report is not None
@@ -318,12 +317,12 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
         return t[0]
 
     if not writes:
-        return Recipe(run, None, goals)
+        return Recipe(run, None, goals, draws=draws)
     if not parts[0].is_field or args[0] is not parts[0]:
         raise UnsupportedError(
             f"{name} writes a weft.Field into a plain tensor, which every rank has whole"
         )
-    return Recipe(run, goals[0], goals, writes=True)
+    return Recipe(run, goals[0], goals, writes=True, draws=draws)
 
 
 Field._rules = run_function
