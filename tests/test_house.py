@@ -346,7 +346,7 @@ BUDGET = {
     "src/weft_integrations": 8_600,
     "src/weft_planner": 3_450,
     "src/weft_cli": 3_880,
-    "tests": 44_850,
+    "tests": 44_960,
     "benchmarks": 9_470,
 }
 
