@@ -6,9 +6,11 @@
     python -m benchmarks.campaigns resources                leaks over many layouts and calls
     python -m benchmarks.campaigns blackbox                 the cost of the trace of last steps
     python -m benchmarks.campaigns conformance --peers DIR  other packages' attentions
+    python -m benchmarks.campaigns kills                    ranks killed in training that goes on
+    python -m benchmarks.campaigns elastic                  agents killed, and runs with fewer ranks
+    python -m benchmarks.campaigns faults                   ranks killed and frozen in any program
 
-`--write` writes the page, `--count N` makes fewer runs than it has. The campaigns with programs of
-their own are `benchmarks.kills`, `benchmarks.elastic`, `benchmarks.faults` and `benchmarks.fuzz`.
+`--write` writes the page, `--count N` makes fewer runs than it has, `--only N` one of them again.
 
 Conformance needs, in the folder DIR (`--no-deps` keeps your torch):
 
@@ -40,6 +42,9 @@ from weft.testing import Report, standard_cases
 from weft.testing.cases import Case
 
 from .common import RESULTS, table
+from .elastic import elastic
+from .faults import faults
+from .kills import kills
 
 LINE = "tokens: ring=2"
 
@@ -279,7 +284,7 @@ Python {platform.python_version()}, torch {torch.__version__}.
 """ + "\n".join(parts)
 
 
-CAMPAIGNS = (seeds, symbolic, resources, blackbox, conformance)
+CAMPAIGNS = (seeds, symbolic, resources, blackbox, conformance, kills, elastic, faults)
 
 
 def main() -> int:
@@ -290,7 +295,8 @@ def main() -> int:
     )
     parser.add_argument("campaign", choices=by_name)
     parser.add_argument("--count", type=int, help="runs, of this campaign's own kind")
-    parser.add_argument("--only", type=int, help="of seeds: one run, by its number")
+    parser.add_argument("--only", type=int, help="one run, by its number")
+    parser.add_argument("--back", action="store_true", help="of elastic: the agent comes back")
     parser.add_argument("--peers", help="of conformance: where the other packages are")
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/CAMPAIGN.md")
     given = parser.parse_args()

@@ -7,7 +7,6 @@ few, the kernel of the system may let a woken thread wait for milliseconds.
 
     python -m benchmarks.decode --write            # writes benchmarks/results/decode.md
     python -m benchmarks.decode --length 4096
-    python -m benchmarks.decode --prompt 16384     # read by four ranks on a tile: the same text
 """
 
 from __future__ import annotations
@@ -74,22 +73,6 @@ def fill(cache: transformers.Cache, length: int, part: int = 0, parts: int = 1) 
             setattr(layer, name, whole.chunk(parts, 2)[part].clone())
         if isinstance(cache, ShardedCache):
             layer.held = cache.shards.whole(length)
-
-
-def reader(length: int) -> None:
-    """Reads a prompt, on a tile or as one process, and answers with the text and the seconds."""
-    model = build(length)
-    ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(2))
-    options = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0}
-    if "RANK" in os.environ:
-        layout = weft.Layout.parse("tokens: tile=2x2").build("cpu")
-        weft.parallelize(model, layout, verify=False)
-    began = time.perf_counter()
-    made = model.generate(ids, eos_token_id=None, **options)
-    seconds = time.perf_counter() - began
-    answer({"tokens": made[0, -TOKENS:].tolist(), "s": seconds})
-    if "RANK" in os.environ:
-        torch.distributed.destroy_process_group()
 
 
 def worker(length: int, own: bool) -> None:
@@ -186,24 +169,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, action="append")
     parser.add_argument("--repeats", type=int, default=5, help="runs; sides take turns")
     parser.add_argument("--write", action="store_true", help=f"write {RESULTS}")
-    parser.add_argument("--prompt", type=int, help="read a prompt of so many tokens instead")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--single", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--reader", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     lengths = args.length or [4096, 32768]
     if args.worker or args.single:
         return worker(lengths[0], args.single)
-    if args.reader:
-        return reader(lengths[0])
-    if args.prompt:
-        (one,), four = run(args.prompt, 1, "--reader"), run(args.prompt, 4, "--reader")
-        same = all(rank["tokens"] == one["tokens"] for rank in four)
-        took = max(rank["s"] for rank in four)
-        print(
-            f"{args.prompt:,} tokens: the same text {same}, {one['s']:.1f} s, on four {took:.1f} s"
-        )
-        raise SystemExit(not same)
     formula = LAYERS * HEADS * (HEAD_DIM + 1) * 4
     rows = [
         "| cached tokens | one process, `DynamicCache`, ms | `ShardedCache`, ms | two ranks, ms |"

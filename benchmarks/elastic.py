@@ -1,8 +1,8 @@
 """One of four torchrun agents is killed, and the run goes on with three: how soon, how exactly.
 
-    python -m benchmarks.elastic                  # 10 kills, table in benchmarks/results/elastic.md
-    python -m benchmarks.elastic --kills 1        # a sample
-    python -m benchmarks.elastic --back           # the agent comes back, and the run grows again
+    python -m benchmarks.campaigns elastic                # 10 kills
+    python -m benchmarks.campaigns elastic --only 0       # a sample
+    python -m benchmarks.campaigns elastic --back         # the agent comes back
 
 Each run has one agent per rank under `torchrun --nnodes=3:4`, and trains `causal_lm` in fp64 with a
 checkpoint every two steps: four ranks on `batch: dp=2; tokens: ring=2`, three on `tokens: ring=-1`.
@@ -26,7 +26,6 @@ from pathlib import Path
 
 from .common import note, notes, stored, table
 
-RESULTS = Path(__file__).parent / "results" / "elastic.md"
 #: Steps of a run, and of one in which the agent comes back.
 STEPS, MORE_STEPS = 30, 150
 MODEL, EVERY, BATCH = "causal_lm", 2, 4
@@ -84,13 +83,13 @@ class Run:
         command += ["--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d"]
         command += [f"--rdzv-endpoint=localhost:{self.port}", f"--rdzv-id={self.folder.name}"]
         command += [f"--rdzv-conf={rendezvous}", "--monitor-interval=0.5"]
-        command += ["-m", "benchmarks.elastic", "--rank", str(self.folder), "--"]
+        command += ["-m", "benchmarks.elastic", str(self.folder), "--"]
         command += ["train", *self.options, "--elastic", "3:4"]
         return self._launch(command, number)
 
     def alone(self) -> None:
         """The run on one process, from beginning to end."""
-        command = [sys.executable, "-m", "benchmarks.elastic", "--rank", str(self.folder), "--"]
+        command = [sys.executable, "-m", "benchmarks.elastic", str(self.folder), "--"]
         code = self._launch([*command, "train", *self.options], 0).wait(LIMIT)
         if code:
             raise SystemExit((self.folder / "agent0.log").read_text()[-3000:])
@@ -238,36 +237,25 @@ HEAD = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=10)
-    parser.add_argument("--first", type=int, default=0, help="number of the first kill, its seed")
-    parser.add_argument("--back", action="store_true", help="the killed agent comes back")
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
-    parser.add_argument("--rank", help=argparse.SUPPRESS)
-    parser.add_argument("arguments", nargs="*", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        rank(given.rank, given.arguments)
-        return 0
+def elastic(given: argparse.Namespace) -> str:
+    """Runs with one kill each, compared with one undisturbed process."""
     with tempfile.TemporaryDirectory(prefix="weft-elastic-") as folder:
         steps = MORE_STEPS if given.back else STEPS
         whole = Run(folder, {}, steps, ranks=1)
         whole.alone()
         wanted = weights(Path(folder), steps)
         assert drawn_once(notes(whole.folder), steps)
-    rows, bad = [], 0
-    for number in range(given.first, given.first + given.kills):
+    rows, given.failed = [], False
+    for number in range(given.count or 10) if given.only is None else [given.only]:
         row, ok = kill_one(number, wanted, given.back)
         rows.append(row)
-        bad += not ok
-        print(*rows[-1], f"load {os.getloadavg()[0]:.0f}", flush=True)
-    if given.write:
-        command = f"`python -m benchmarks.elastic {' '.join(sys.argv[1:])}`"
-        text = f"# Kills of one agent of four\n\n{command}: {__doc__.splitlines()[0]}\n\n"
-        RESULTS.write_text(text + table(HEAD, rows) + "\n")
-    return int(bad > 0)
+        given.failed |= not ok
+        print(*row, f"load {os.getloadavg()[0]:.0f}", flush=True)
+    command = f"`python -m benchmarks.campaigns {' '.join(sys.argv[1:])}`"
+    about = f"{command}: {__doc__.splitlines()[0]}"
+    return f"# Kills of one agent of four\n\n{about}\n\n{table(HEAD, rows)}\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    where, _, *arguments = sys.argv[1:]
+    rank(where, arguments)

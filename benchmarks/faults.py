@@ -1,8 +1,8 @@
 """Ranks are killed and frozen under every kind of program: who ends, how soon, who is named.
 
-    python -m benchmarks.faults                          60 faults, table in results/faults.md
-    python -m benchmarks.faults --faults 1               one of each kind of fault and program
-    python -m benchmarks.faults --programs fsdp loop     of these programs alone
+    python -m benchmarks.campaigns faults                # 60 faults
+    python -m benchmarks.campaigns faults --count 1      # one of each kind of fault and program
+    python -m benchmarks.campaigns faults --only 7       # one of them
 
 Programs: `weft train` (its own launcher), and under torchrun a loop with `sync_gradients`, FSDP2, a
 transformers `Trainer` on context groups, and `generate` with a sharded cache. Four ranks on this
@@ -31,7 +31,6 @@ from pathlib import Path
 
 from .common import table
 
-RESULTS = Path(__file__).parent / "results" / "faults.md"
 RANKS, LIMIT = 4, 30.0
 PROGRAMS = ("train", "loop", "fsdp", "trainer", "generate")
 #: The body of each program of torchrun; `step()` is repeated until the fault.
@@ -289,34 +288,17 @@ def report(outcomes: Sequence[Outcome]) -> str:
     return table(head, rows)
 
 
-def main() -> None:
-    """Run faults, and print or write the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--faults", type=int, default=6, help="of each kind in each program (6)")
-    parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=PROGRAMS)
-    parser.add_argument(
-        "--kinds", nargs="+", choices=("killed", "frozen"), default=("killed", "frozen")
-    )
-    parser.add_argument("--write", action="store_true", help=f"to {RESULTS.name}")
-    parser.add_argument("--verbose", action="store_true", help="print what survivors wrote")
-    options = parser.parse_args()
+def faults(given: argparse.Namespace) -> str:
+    """Faults of each kind in each program, by the time until all ended and the rank's name."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and `run` ends what it started
     outcomes = []
-    for fault in draw(options.faults, options.programs):
-        if fault.kind not in options.kinds:
-            continue
-        outcomes.append(run(fault))
-        last = outcomes[-1]
-        took = "not ended" if last.seconds is None else f"{last.seconds:.1f} s"
-        print(f"{fault}: {took}, named by {last.named} of {last.survivors}", flush=True)
-        if options.verbose or not last.ok:
-            print(last.output[-6000:])
-    print(report(outcomes))
-    if options.write:
-        RESULTS.write_text(f"# Kills and freezes\n\n{report(outcomes)}\n")
-
-
-if __name__ == "__main__":
-    main()
+    for number, fault in enumerate(draw(given.count or 6, PROGRAMS)):
+        if given.only in (None, number):
+            outcomes.append(last := run(fault))
+            took = "not ended" if last.seconds is None else f"{last.seconds:.1f} s"
+            print(
+                f"{number}: {fault}: {took}, named by {last.named} of {last.survivors}", flush=True
+            )
+            if not last.ok:
+                print(last.output[-6000:])
+    return f"# Kills and freezes\n\n{report(outcomes)}\n"

@@ -1,7 +1,7 @@
 """Ranks are killed at seeded moments, and training goes on: who is named, how soon, what comes out.
 
-    python -m benchmarks.kills                 # 30 kills, table in benchmarks/results/kills.md
-    python -m benchmarks.kills --runs 1        # 5 kills
+    python -m benchmarks.campaigns kills              # 30 kills
+    python -m benchmarks.campaigns kills --count 1    # 5 kills
 
 A run trains a table model on a ring of two processes. In each attempt one rank gets SIGKILL: while
 ranks start, in the forward pass, in the backward pass, while a checkpoint is written, and while
@@ -28,7 +28,6 @@ from pathlib import Path
 
 from .common import note, notes, stored, table
 
-RESULTS = Path(__file__).parent / "results" / "kills.md"
 LAYOUT, RANKS, STEPS, EVERY = "rows: ring=2", 2, 24, 2
 TIMEOUT = 60.0
 
@@ -146,13 +145,13 @@ def run(kills: list[Kill], launcher: str) -> tuple[list[dict], str, int]:
     """What happened, a digest of the final weights, and the launcher's exit code."""
     with tempfile.TemporaryDirectory(prefix="weft-kills-") as folder:
         Path(folder, "kills.json").write_text(json.dumps([asdict(kill) for kill in kills]))
-        module = ["-m", "benchmarks.kills", "--in", folder]
+        module = ["-m", "benchmarks.kills"]
         if launcher == "torchrun":
             elastic = ["-m", "torch.distributed.run", "--nproc-per-node", str(RANKS)]
             elastic += ["--max-restarts", str(len(kills)), "--monitor-interval", "0.1"]
-            command = [sys.executable, *elastic, *module, "--rank"]
+            command = [sys.executable, *elastic, *module, "rank", folder]
         else:
-            command = [sys.executable, *module, "--launch"]
+            command = [sys.executable, *module, "launch", folder]
         with open(f"{folder}/output", "w") as output:
             environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
             done = subprocess.run(
@@ -219,44 +218,29 @@ HEAD = (
 )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=6, help="of five kills each")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULTS.name}")
-    parser.add_argument("--in", dest="folder", help=argparse.SUPPRESS)
-    parser.add_argument("--rank", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank:
-        rank(given.folder, json.loads(Path(given.folder, "kills.json").read_text()))
-        return 0
-    if given.launch:
-        launch(given.folder)
-        return 0
+def kills(given: argparse.Namespace) -> str:
+    """Runs of five kills each, compared with one that nobody disturbed."""
+    runs = given.count or 6
     _, wanted, code = run([], "weft")
     rows_of, results, bad = [], [], code
-    for number in range(given.runs):
-        kills, launcher = draw(given.seed + number), ("weft", "torchrun")[number % 2]
-        happened, found, code = run(kills, launcher)
-        rows_of += list(rows(number + 1, kills, launcher, happened))
+    for number in range(runs) if given.only is None else [given.only]:
+        meant, launcher = draw(number), ("weft", "torchrun")[number % 2]
+        happened, found, code = run(meant, launcher)
+        rows_of += list(rows(number + 1, meant, launcher, happened))
         same = "bitwise those of the undisturbed run" if found == wanted else f"OTHERS: {found}"
-        results.append((number + 1, launcher, len(kills), same, code))
+        results.append((number + 1, launcher, len(meant), same, code))
         bad += code != 0 or found != wanted
         print(*results[-1], flush=True)
-    text = report(rows_of, results, given)
-    print(text)
-    if given.write:
-        RESULTS.write_text(text)
-    return int(bad > 0)
+    given.failed = bad > 0
+    return report(rows_of, results, runs)
 
 
-def report(kills: list[list[str]], results: list[tuple], given: argparse.Namespace) -> str:
+def report(kills: list[list[str]], results: list[tuple], runs: int) -> str:
     reached = [row for row in kills if row[4] != "not reached"]
     return f"""# Kills
 
-`python -m benchmarks.kills --runs {given.runs} --seed {given.seed} --write`: {len(reached)} ranks
-killed with SIGKILL at seeded moments of {given.runs} training runs on {RANKS} processes, {STEPS}
+`python -m benchmarks.campaigns kills --count {runs} --write`: {len(reached)} ranks killed with
+SIGKILL at seeded moments of {runs} training runs on {RANKS} processes, {STEPS}
 steps, a checkpoint every {EVERY}. Every run goes on by itself after each kill.
 
 {table("run | started by | kills | final weights and optimizer states | exit code", results)}
@@ -269,4 +253,8 @@ started: after they imported torch as `weft` starts them, before under torchrun.
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    how, where = sys.argv[1:]
+    if how == "launch":
+        launch(where)
+    else:
+        rank(where, json.loads(Path(where, "kills.json").read_text()))

@@ -6,7 +6,6 @@ import copy
 import gc
 import itertools
 import pickle
-import types
 import weakref
 from dataclasses import InitVar, dataclass
 
@@ -24,7 +23,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import weft
 from weft import Causal, Full, Layout, MaskMod
 from weft._digest import is_plain
-from weft.checkpoint import Checkpoints
 from weft.comm import P2PBatch, run_threads, threads
 from weft.comm.channel import Channel
 
@@ -130,25 +128,6 @@ def test_a_gradient_goes_through_what_is_gathered(pool):
     assert max(pool.run(_through_gather)) < 1e-11
 
 
-def _autocast(rank: int) -> list:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
-    x = layout.shard(draw(1, 2, 16, 8).float(), DIMS).requires_grad_()
-    with torch.autocast("cpu", torch.bfloat16):
-        out = weft.attention(x, x, x, layout, "tokens")
-    out.sum().backward()
-    half = x.detach().bfloat16().requires_grad_()
-    by_hand = weft.attention(half, half, half, layout, "tokens")
-    by_hand.sum().backward()
-    same = torch.equal(out, by_hand)
-    return [str(out.dtype), str(x.grad.dtype), same, (x.grad - half.grad).abs().max().item()]
-
-
-def test_autocast_gives_what_inputs_cast_by_hand_give(pool):
-    for dtype, of_gradient, same, gap in pool.run(_autocast):
-        assert (dtype, of_gradient, same) == ("torch.bfloat16", "torch.float32", True)
-        assert gap < 0.1  # three gradients are summed in bf16 by hand, and in fp32 here
-
-
 # -- copies ---------------------------------------------------------------------------------------
 
 
@@ -225,17 +204,6 @@ def test_a_slice_of_two_dims_is_bound_beside_another(pool):
         assert worst < 1e-12
 
 
-def _one_has_another_mesh(rank: int) -> str:
-    line = "tokens: ring=2" if rank == 2 else "tokens: ring=4"
-    return refused(lambda: Layout.parse(line).build("cpu", timeout=20))
-
-
-def test_mesh_that_one_rank_alone_has_wrong_refused_on_all(pool):
-    for rank, said in enumerate(pool.run(_one_has_another_mesh)):
-        assert "RankError" not in said
-        assert ("has 2 ranks, but there are 4" if rank == 2 else "rank 2: refused") in said
-
-
 _STRATEGY = '[rule.x]\nquery = "S(seq) -> {query}"\nkey = "S(seq) -> {key}"\nout = "{out}"\n'
 
 
@@ -299,27 +267,6 @@ def test_a_single_entry_of_a_large_table_is_seen(pool, how):
     for said in pool.run(_differing_table, how):
         assert said.startswith("ShapeError")
         assert "rank 2: " in said
-
-
-def _one_call_more(rank: int) -> str:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=20)
-    x = layout.shard(draw(1, 2, 16, 8), DIMS).requires_grad_()
-
-    def work():
-        out = weft.attention(x, x, x, layout, "tokens")
-        if rank == 2:
-            weft.attention(out, out, out, layout, "tokens")
-        out.sum().backward()
-
-    said = refused(work)
-    dist.barrier()
-    return said
-
-
-def test_call_that_one_rank_alone_makes_is_refused_on_all(pool):
-    for said in pool.run(_one_call_more, timeout=60.0):
-        assert said.startswith("ShapeError")
-        assert "rank 2" in said
 
 
 def _as_on_cuda(rank: int, then: str) -> list[str]:
@@ -543,25 +490,6 @@ def test_a_graph_takes_other_lengths_and_scales(pool):
     assert max(pool.run(_graph, timeout=150.0)) < 1e-13
 
 
-# -- checkpoints ----------------------------------------------------------------------------------
-
-
-def _many_steps(rank: int, folder: str) -> int:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
-    model, checkpoints = nn.Linear(2, 2), Checkpoints(folder, layout)
-    for step in (1_000_000, 999_999):
-        with torch.no_grad():
-            model.weight.fill_(step)
-        checkpoints.save(step, model)
-    found = checkpoints.load(model)
-    assert model.weight[0, 0] == found.step
-    return found.step
-
-
-def test_the_latest_checkpoint_is_that_of_the_largest_step(pool, tmp_path):
-    assert pool.run(_many_steps, str(tmp_path)) == [1_000_000] * 4
-
-
 # -- losses and functions of some ranks alone ------------------------------------------------------
 
 
@@ -656,31 +584,6 @@ def test_rank_may_compile_what_others_do_not_in_evaluation_too(pool):
     assert max(pool.run(_some_in_a_graph, timeout=120.0)) < 1e-12
 
 
-# -- defaults of the program -----------------------------------------------------------------------
-
-
-def _default_device(rank: int) -> float:
-    """As for a model whose weights are made elsewhere: the layout is built inside, too."""
-    here = torch.ones(1, 1, 2, 1)
-    with torch.device("meta"):
-        layout = Layout.parse("batch: dp=2; tokens: ring=2").build("cpu", timeout=30)
-        layout.gather(here, DIMS)
-        weft.MultiAxisAttention(
-            8, 2, axis="tokens", axes=("batch", "tokens", "embed"), layout=layout
-        )
-    dims = {"batch": 0, **DIMS}
-    q = draw(2, 2, 8, 4)
-    mask = weft.KeyPadding((8, 3))
-    want = weft.attention(q, q, q, Layout.single(), "tokens", mask)
-    mine = layout.shard(q, dims)
-    out = weft.attention(mine, mine, mine, layout, "tokens", mask)
-    return (layout.gather(out, dims) - want).abs().max().item()
-
-
-def test_layout_is_built_where_tensors_are_made_elsewhere_by_default(pool):
-    assert max(pool.run(_default_device)) < 1e-12
-
-
 @pytest.mark.few(1)
 @pytest.mark.parametrize("default", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kernel", [None, "math", "flex"])
@@ -715,9 +618,6 @@ class Every(Causal):
 
     def allowed(self, b, h, q, k):
         return super().allowed(b, h, q, k) & ((q - k) % self.step == 0)
-
-    def allowed_of_step(self, b, h, q, k):
-        return Causal.allowed(self, b, h, q, k) & ((q - k) % self.step == 0)
 
     def is_full(self, q, k):
         return False
@@ -770,63 +670,25 @@ class Fixed(weft.Mask):
         return int(np.abs(self.width))
 
 
-settings = types.ModuleType("settings")  # of the user's
-
-
-@dataclass(frozen=True)
-class Imported(weft.Mask):
-    """Its radius is in a module of the user's."""
-
-    def allowed(self, b, h, q, k):
-        return (q - k).abs() < settings.RADIUS
-
-    def keys(self, q):
-        return q[0] - settings.RADIUS + 1, q[1] + settings.RADIUS - 1
-
-
-@dataclass(frozen=True)
-class OfItsClass(weft.Mask):
-    """Its width is its class's."""
-
-    WIDTH = 2
-
-    def allowed(self, b, h, q, k):
-        return (q - k).abs() < type(self).WIDTH
-
-
-class Slotted(Causal):
-    """Like `Every`, in a slot."""
-
-    __slots__ = ("step",)
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        object.__setattr__(self, "step", step)
-
-    allowed, is_full, diagonal = Every.allowed_of_step, Every.is_full, Every.diagonal
-
-
 def _visible(mask: str, number: int, n: int) -> torch.Tensor:
     i, j = torch.arange(n)[:, None], torch.arange(n)
-    steps = mask in ("every", "slotted")
-    return (i >= j) & ((i - j) % number == 0) if steps else (i - j).abs() < number
+    return (i >= j) & ((i - j) % number == 0) if mask == "every" else (i - j).abs() < number
 
 
 def _made(mask: str, number: int) -> weft.Mask:
-    RADIUS["now"] = settings.RADIUS = OfItsClass.WIDTH = number
-    kinds = {"every": Every, "slotted": Slotted, "banded": Banded, "fixed": Fixed}
-    others = {"around": Around, "imported": Imported, "of its class": OfItsClass}
-    return kinds[mask](number) if mask in kinds else others[mask]()
+    RADIUS["now"] = number
+    kinds = {"every": Every, "banded": Banded, "fixed": Fixed}
+    return kinds[mask](number) if mask in kinds else Around()
 
 
-MASKS = ("every", "slotted", "banded", "around", "imported", "of its class", "fixed")
+MASKS = ("every", "banded", "around", "fixed")
 
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize("kernel", [None, "flex"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks_that_equal_each_other_are_told_apart(mask, kernel):
-    n, held = 600, {"around": Around(), "imported": Imported(), "of its class": OfItsClass()}
+    n, held = 600, {"around": Around()}
     q = draw(1, 2, n, 4)
     for number in (2, 3, 400):
         scores = (q @ q.mT / 2.0).masked_fill(~_visible(mask, number, n), float("-inf"))

@@ -97,10 +97,6 @@ def test_a_model_refuses_options_of_a_call(words: str):
     assert f"No such option: {words.split()[0]}" in shown
 
 
-def test_help_shows_brackets_as_they_are():
-    assert "pip install 'weft-attention[tables]'" in cli("train", "--help")
-
-
 def test_list_shows_everything_that_ships():
     shown = cli("list")
     for kind in catalog.KINDS:
@@ -117,13 +113,6 @@ def test_list_says_every_mask_as_it_is_typed():
     shown = cli("list", "masks")
     assert all(f" {name} " in shown for name in MASKS)
     assert "documents:A:B:..." in shown
-
-
-def test_support_comes_from_the_kernels():
-    from weft.kernels import KERNELS
-
-    shown = cli("list", "--support")
-    assert all(kernel.name in shown for kernel in KERNELS)
 
 
 # -- explain --------------------------------------------------------------------------------------
@@ -250,13 +239,6 @@ def test_picture_that_cannot_be_written_is_refused_before_anything_runs(command:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_explain_takes_a_layout_on_one_line_and_a_file(tmp_path):
-    assert "ulysses.heads" in cli("explain", "call", "tokens: ulysses=2 x ring=2", "--length", "64")
-    path = tmp_path / "mine.toml"
-    path.write_text(Layout.load("ring-4").to_toml())
-    assert "ring.ring" in cli("explain", "call", str(path), "--length", "64")
-
-
 @pytest.mark.parametrize("line", ["tokens: ulysses=2 x ring=4", "tokens(zigzag): ring=-1"])
 def test_explain_shows_the_file_that_a_line_stands_for(line: str):
     shown = cli("explain", "call", line, "--length", "64", "--nproc", "8")
@@ -355,11 +337,6 @@ def test_a_proof_takes_a_batch_that_its_layout_divides():
     layout = "batch: dp=2; tokens: tile=32x32"
     result = typed("check", layout, "--symbolic", "--length", "30000")
     assert result.exit_code == 0, result.output
-
-
-def test_explain_shows_the_file_of_a_line_as_written():
-    said = cli("explain", "call", "tokens: ring=-1", "--nproc", "4")
-    assert "ring = -1" in said
 
 
 @pytest.mark.parametrize("words", ["check", "check --symbolic", "explain call", "rates"])

@@ -131,12 +131,6 @@ def test_scores_are_scikit_learn_s():
     assert "no test row has a class" in scores_in_words(np.array([""]), classes, p[:1])
 
 
-def test_help_teaches_by_example():
-    shown = run("--help").stdout
-    assert "weft predict train.csv test.csv --target species" in " ".join(shown.split())
-    assert "pip install 'weft-attention[tables]'" in " ".join(shown.split())
-
-
 # -- what people bring -----------------------------------------------------------------------------
 
 
@@ -178,18 +172,6 @@ ALONE = {
     "numbers": (["1", "2.5", ""], {"1": 1, "2.5": 2.5, "many": None}),
     "dates": (["2024-01-31", "2024-02-01"], {"2024-02-01": pd.Timestamp(2024, 2, 1, tz="UTC")}),
 }
-
-
-@pytest.mark.parametrize("kind", ALONE)
-def test_what_cell_means_does_not_depend_on_the_other_rows(files, kind):
-    train, test = ALONE[kind]
-    rows = "".join(f"{cell},{i % 2}\n" for i, cell in enumerate(train))
-    for cells in [[cell] for cell in test] + [list(test)]:
-        lines = "".join(f"{cell},0\n" for cell in cells)
-        files(train=f"x,kind\n{rows}", test=f"x,kind\n{lines}")
-        found = pair(name=None).x_test["x"]
-        for value, cell in zip(found, cells):
-            assert pd.isna(value) if test[cell] is None else value == test[cell]
 
 
 #: training file, test file, and the numbers of the test file's column
@@ -246,12 +228,6 @@ def test_a_file_of_excel_on_windows_is_read(files):
     text = "colour,kind\ngrün,a\nrot,b\n"
     files(train=text.encode("cp1252"), test=text)
     assert pair(name=None).x_train["colour"].tolist() == ["grün", "rot"]
-
-
-def test_classes_are_the_text_in_the_file(files):
-    text = "size,kind\n1,01\n2,NA\n3,1.0\n4,None\n"
-    files(train=text, test=text)
-    assert list(pair(name=None).y_train) == ["01", "NA", "1.0", "None"]
 
 
 def test_stray_text_among_numbers_is_missing_and_said(files):
@@ -482,30 +458,6 @@ def test_what_a_file_holds_gives_the_terminal_no_orders(files, weights):
     assert not set("".join(shown)) & {"\x1b", "\x07", "\x9b"}
     assert "si\\x1b[31mze" in shown[-1]
     assert "no\\x1b[2Jte" in shown[-2]
-
-
-def test_one_class_is_said(files, weights):
-    files(train=TRAIN.replace("cat", "dog"))
-    shown = run("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", weights).stderr
-    assert "note: y has one class, 'dog': every row will be predicted to be of it" in shown
-
-
-def test_weights_that_are_not_finite_are_an_error(files, tmp_path):
-    files()
-    model = compose(SPEC, seed=3)
-    with torch.no_grad():
-        model.missing.fill_(float("nan"))
-    damaged = str(save_pretrained(model, tmp_path / "damaged.safetensors"))
-    words = ("train.csv", "test.csv", "-t", "kind", "--id", "id", "--checkpoint", damaged)
-    assert run(*words, code=1).stderr.strip()
-    assert not Path("test-predicted.csv").exists()
-
-
-def test_axes_of_a_layout_are_looked_at_before_files_are(files, weights):
-    files(train=None)
-    words = ("train.csv", "test.csv", "-t", "kind", "--checkpoint", weights)
-    shown = run(*words, "--layout", "tile-2x2", code=1).stderr
-    assert "layout 'tile-2x2' shards axis 'tokens', which model 'tiny' does not have" in shown
 
 
 def test_files_too_large_refused_before_their_columns_are_looked_at(files, monkeypatch):

@@ -12,7 +12,7 @@ from weft.comm.processes import ProcessTransport
 from weft.errors import RankError, UnsupportedError
 from weft.launch import trace
 
-#: One fault of each kind in one program; more of each: `python -m benchmarks.faults`.
+#: One fault of each kind in one program; more of each: `python -m benchmarks.campaigns faults`.
 CASES = [
     pytest.param(
         kind,

@@ -83,6 +83,7 @@ OPTIONS = {
     "scale": {"scale": 0.3},
     "sinks": {"sinks": torch.linspace(-1, 1, HEADS, dtype=torch.float64)},
     "logsumexp": {"return_lse": True},
+    "flex": {"kernel": "flex"},
     "all": {"softcap": 2.0, "return_lse": True, "sinks": torch.zeros(HEADS, dtype=torch.float64)},
 }
 

@@ -18,6 +18,7 @@ from weft.decode.owners import Held
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.plan.order import shard_spans
+from weft.runtime import rectangles
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(
@@ -536,11 +537,11 @@ def test_memory_per_rank_is_a_share_and_a_block():
 
 def test_masks_of_many_tokens_are_made_in_pieces(monkeypatch):
     """Of all tokens of a long row and all keys there would be more numbers than memory."""
-    model, most, own = build("llama"), [], held.TileView
+    model, most, own = build("llama"), [], rectangles.TileView
     watched = lambda *args, mask=None, **kw: (  # noqa: E731
         most.append(0 if mask is None else mask.shape[2]) or own(*args, mask=mask, **kw)
     )
-    monkeypatch.setattr(held, "TileView", watched)
+    monkeypatch.setattr(rectangles, "TileView", watched)
     monkeypatch.setattr(held, "_ROWS", 16)
     ids, mask = padded([170, 150], 170)  # padding asks for masks of keys before chunks, too
     assert_same(model, RING, ids, attention_mask=mask, prefill_chunk_size=70, max_new_tokens=4)

@@ -155,6 +155,21 @@ def test_a_rank_may_have_impossible_words_only():
         torch.testing.assert_close(loss, wanted)
 
 
+@pytest.mark.parametrize("ranks", [(2, 4), (4, 2)])
+def test_gradients_cross_the_outer_link_combined(ranks):
+    """Backward a rank sends its chunk's rows over the outer mesh dim once to each rank there."""
+    (outer, inner), label = ranks, ("row", "loss")
+
+    def sent(layout: Layout) -> int:
+        dims, hidden = tuple(layout.mesh), _draw(1, 2, E, seed=0).requires_grad_()
+        own, labels = _words(layout, WEIGHT, dims), torch.zeros(1, 2).long()
+        loss = cross_entropy(hidden, own, labels, layout, vocab_dims=dims, chunk=16)
+        return -layout.bound.sent[label] + (loss.backward() or layout.bound.sent[label])
+
+    wanted = (outer - 1) * 8 * (inner * 2 * (E + 4) + 2 * E)  # hidden, four numbers, gradients
+    assert weft.on_threads(Layout.parse(f"tokens: tile={outer}x{inner}"), sent) == [wanted] * 8
+
+
 # -- log-probabilities -----------------------------------------------------------------------------
 
 

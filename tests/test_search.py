@@ -508,13 +508,6 @@ def test_a_single_token_on_one_device_is_planned():
     assert "1 devices; 1 tokens" in said
 
 
-@pytest.mark.slow
-def test_the_command_draws_time_against_devices(tmp_path):
-    path = tmp_path / "scaling.png"
-    cli("plan", "call", *CALL, "--devices", "4", "--only", "ring", "--png", str(path))
-    assert path.stat().st_size > 10_000
-
-
 def test_the_command_keeps_to_what_it_is_told():
     said = cli(
         "plan",
@@ -554,18 +547,6 @@ def test_the_simpler_of_two_equals_is_pointed_out():
     told = reasons.simplest(replace(choices, choices=(rich, same)))
     assert told.startswith(f"{simple.layout.name} is simpler")
     assert reasons.simplest(replace(choices, choices=(simple, rich))) is None
-
-
-@pytest.mark.slow
-def test_more_devices_are_never_slower_in_the_picture():
-    from weft_planner.search import scaling
-
-    curves = scaling(Search(call(tokens=65536), cluster(rate=1e10), 16))
-    best = dict(curves["best mix"])
-    assert set(best) == {2, 4, 8, 16}
-    assert all(best[a] > best[b] for a, b in itertools.pairwise(sorted(best)))
-    for points in curves.values():
-        assert all(best[count] <= seconds * 1.06 for count, seconds in points)
 
 
 @pytest.mark.parametrize(

@@ -60,5 +60,5 @@ def test_plan_names_the_layouts_of_several_lengths():
     assert "256 3 tokens: " in shown
     for wrong in ("256:x,4096", "256,256", "256:-1,4096"):
         assert "give lengths, each once, with a weight above 0" in cli(*words, wrong, code=1)
-    refused = cli(*words, "256,4096", "--png", "plan.png", code=1)
-    assert "--write, --png and --html are for one length" in refused
+    refused = cli(*words, "256,4096", "--html", "plan.html", code=1)
+    assert "--write and --html are for one length" in refused

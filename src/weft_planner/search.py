@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -362,28 +362,3 @@ def slower(hardware: Hardware, level: int, times: float) -> Hardware:
     rate = None if old.rate is None else old.rate / times
     levels[level] = old.model_copy(update={"rate": rate, "uplink": old.uplink / times})
     return hardware.model_copy(update={"level": tuple(levels)})
-
-
-#: Strategies that a picture compares, and "best mix": all of them.
-FAMILIES = {
-    "ring": ["ring"],
-    "Ulysses": ["ulysses"],
-    "tile": ["tile"],
-    "Ulysses x ring": ["ulysses", "ring"],
-    "best mix": [],
-}
-
-
-def scaling(search: Search) -> dict[str, list[tuple[int, float]]]:
-    """Seconds of the best layout of every strategy, by devices: powers of two up to a search's."""
-    counts = [2**i for i in range(1, search.devices.bit_length()) if 2**i < search.devices]
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for name, only in FAMILIES.items():
-        for devices in (*counts, search.devices):
-            try:
-                fewer = replace(search, devices=devices, only=only)
-                choices = fewer.run(least=2, gap=0.05, work=WORK / 8)
-            except (UnsupportedError, DeclarationError):
-                continue
-            curves.setdefault(name, []).append((devices, choices.seconds(choices.best)))
-    return curves

@@ -18,7 +18,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple, TypeVar, cast
 
@@ -30,7 +30,7 @@ from ..declare.layout_file import HEADS
 from ..declare.mesh import coordinates, index_at
 from ..declare.orders import TokenOrder
 from ..declare.placements import HEAD
-from ..declare.traffic import Traffic
+from ..declare.traffic import Traffic, add_messages, add_rows
 from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from ..masks import Documents
 from ..plan.choices import gathers_of, spreads_of
@@ -169,76 +169,45 @@ class Stage(NamedTuple):
     begins: bool = False
 
 
-class PlannedMessage(NamedTuple):
-    """A message between a chunk and the rank at a coordinate along a mesh dim."""
-
-    mesh_dim: str
-    coordinate: int
-    nbytes: int
-    sends: bool
-
-
 @dataclass(frozen=True)
-class StatesPass:
-    """A pass in which states travel along an axis, as planned; backward their gradients do."""
-
-    fragments: Fragments
-    chunk: int
-    label: ClassVar[str] = "state"
-
-    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
-        """The messages of this rank, those of a round at once."""
-        raise NotImplementedError
-
-    def traffic(self, backward: bool) -> Traffic:
-        """Bytes and messages of this rank."""
-        moved, label = Traffic(), f"d{self.label}" if backward else self.label
-        for mesh_dim, _, nbytes, sends in itertools.chain.from_iterable(self.rounds(backward)):
-            if sends:
-                moved.sent[mesh_dim, label] += nbytes
-                moved.calls[mesh_dim, label] += 1
-            else:
-                moved.received[mesh_dim, label] += nbytes
-        return moved
-
-
-@dataclass(frozen=True)
-class ChainExchange(StatesPass):
+class ChainExchange:
     """A pass that hands states on from one rank to the next, or their gradients back.
 
     nbytes: of one state in each group of heads.
     """
 
+    fragments: Fragments
+    chunk: int
     nbytes: tuple[int, ...]
+    label: ClassVar[str] = "state"
 
-    def stages(self, backward: bool) -> Iterator[Stage]:
-        """Steps of the chunk, in order."""
-        stages = self.fragments.relay(self.chunk)
-        for stage in reversed(stages) if backward else stages:
-            yield stage._replace(source=stage.target, target=stage.source) if backward else stage
-
-    def rounds(self, backward: bool) -> Iterator[list[PlannedMessage]]:
-        for stage in self.stages(backward):
-            for peer, sends in ((stage.source, False), (stage.target, True)):
+    def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
+        moved, label = Traffic(), f"d{self.label}" if backward else self.label
+        for stage in self.fragments.relay(self.chunk):
+            for peer, sends in ((stage.source, backward), (stage.target, not backward)):
                 if peer is not None:
-                    yield [PlannedMessage(*peer, nbytes, sends) for nbytes in self.nbytes]
+                    for n in self.nbytes:
+                        add_messages(moved, peer[0], label, n * sends, n * (not sends), int(sends))
+        return moved
 
 
 @dataclass(frozen=True)
-class StateExchange(StatesPass):
+class StateExchange:
     """Every rank gets the maps of all, `nbytes` each, and backward the gradients of its own."""
 
+    fragments: Fragments
+    chunk: int
     nbytes: int
+    label: ClassVar[str] = "state"
 
     def traffic(self, backward: bool) -> Traffic:
+        """Bytes and messages of this rank."""
         sizes, label = dict(self.fragments.mesh), f"d{self.label}" if backward else self.label
         moved, at = Traffic(), coordinates(sizes, self.chunk)
         traded = spreads_of if backward else gathers_of
-        for name, sent, received, calls in traded(sizes, [*sizes], at, self.fragments.counts):
-            if sizes[name] > 1:
-                moved.sent[name, label] += sent * self.nbytes
-                moved.received[name, label] += received * self.nbytes
-                moved.calls[name, label] += calls
+        rows = traded(sizes, self.fragments.mesh_dims, at, self.fragments.counts)
+        add_rows(moved, label, rows, self.nbytes)
         return moved
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .._digest import number_of
 from ..declare.mesh import index_at
-from . import P2PBatch, Transport
+from . import P2PBatch, Shuffle, Transport
 from .channel import disagreed
 from .once_differentiable import once
 from .origin import after, origin, together
@@ -233,6 +233,47 @@ def _trade(
     peers = [(here + i) % size for i in range(1, size)]  # not all to the same one at a time
     sends, receives = ([(i, side[i]) for i in peers] for side in (away, came))
     transport.start(P2PBatch(mesh_dim, label, sends, receives))()
+
+
+def trade_rows(
+    x: Tensor,
+    sends: Sequence[int],
+    receives: Sequence[int],
+    mesh_dim: str,
+    transport: Messages,
+    label: str,
+) -> Tensor:
+    """Rows (k, ...), ordered by their destination along a mesh dim, as they come from every rank.
+
+    before  rank 0: a0 a1        rank 1: b0 b1      `sends` and `receives` count the rows
+    after   rank 0: a0 b0        rank 1: a1 b1      adjoint: the same with both exchanged
+    """
+    width = math.prod(x.shape[1:])
+    out, back = ([n * width for n in rows] for rows in (sends, receives))
+    flat = transport.all_to_all(Shuffle(mesh_dim, label, x.contiguous().view(-1), out, back))
+    return flat.view(sum(receives), *x.shape[1:])
+
+
+class TradeRows(torch.autograd.Function):
+    """`trade_rows`, differentiable: gradients go back to where the rows came from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        sends: Sequence[int],
+        receives: Sequence[int],
+        mesh_dim: str,
+        transport: Messages,
+        label: str,
+    ) -> Tensor:
+        ctx.back = receives, sends, mesh_dim, transport, f"d{label}"
+        return trade_rows(x.detach(), sends, receives, mesh_dim, transport, label)
+
+    @staticmethod
+    @once("rows that went to other ranks")
+    def backward(ctx: Any, grad: Tensor) -> tuple:
+        return trade_rows(grad, *ctx.back), None, None, None, None, None
 
 
 def gather_slices(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -35,3 +36,24 @@ class Traffic:
         for (_, tensor), nbytes in self.received.items():
             totals[tensor] += nbytes
         return dict(totals)
+
+
+def add_messages(
+    moved: Traffic, mesh_dim: str, label: str, sent: int, received: int, calls: int
+) -> None:
+    """Count messages of one tensor along a mesh dim."""
+    moved.sent[mesh_dim, label] += sent
+    moved.received[mesh_dim, label] += received
+    moved.calls[mesh_dim, label] += calls
+
+
+def add_rows(
+    moved: Traffic,
+    label: str,
+    moves: Iterable[tuple[str, int, int, int]],
+    nbytes: int,
+    times: int = 1,
+) -> None:
+    """Count rows of `nbytes`: mesh dim, sent, received, and calls for each of `times` tensors."""
+    for mesh_dim, sent, received, calls in moves:
+        add_messages(moved, mesh_dim, label, sent * nbytes, received * nbytes, calls * times)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..comm.channel import Channel
 from ..comm.collectives import gather_flat, gather_slices, spread_flat
 from ..declare.placements import merge_softmax
-from ..kernels import Request, TileView, accumulate_dtype, choose_kernel
+from ..runtime.rectangles import Rectangle, Rectangles
 
 #: Rows of a masked part that are computed at once, whose mask is a tensor.
 _ROWS = 512
@@ -42,26 +42,17 @@ def attend_part(
     tensor([[[-inf, -inf, -inf],
              [-inf, -inf, -inf]]])
     """
-    if k.shape[2] == 0 or q.shape[2] == 0:
-        out = q.new_zeros(*q.shape[:3], v.shape[-1])
-        return out, q.new_full(q.shape[:3], float("-inf"), dtype=accumulate_dtype(q.dtype))
-    masked, capped = seen is not None, softcap is not None
-    dims = q.shape[-1], v.shape[-1]
-    request = Request(q.device.type, q.dtype, *dims, masked=masked, softcap=capped)
-    kernel = choose_kernel(request)
+    n, m = q.shape[2], k.shape[2]
     if seen is None:
-        return kernel.forward(q, k, v, TileView(scale, softcap=softcap))
-    if kernel.positional:  # it would ask a mask of positions; this one is a tensor
-        kernel = choose_kernel(request, "math")
-    parts = []
-    for low in range(0, q.shape[2], _ROWS):
-        rows = q[:, :, low : low + _ROWS]
-        mask = seen(low, low + rows.shape[2]).expand(-1, -1, rows.shape[2], -1)
-        parts.append(kernel.forward(rows, k, v, TileView(scale, mask=mask, softcap=softcap)))
-    if len(parts) == 1:
-        return parts[0]
-    out, lse = (torch.cat(rows, 2) for rows in zip(*parts))
-    return out, lse
+        return Rectangles([Rectangle((0, n), (0, m))], scale, softcap).attend(q, k, v)
+
+    def mask(r: Rectangle) -> Tensor:
+        low, high = r.queries
+        return seen(low, high).expand(-1, -1, high - low, -1)
+
+    rows = [(low, min(n, low + _ROWS)) for low in range(0, n, _ROWS)]
+    each = [Rectangle(piece, (0, m), masked=True) for piece in rows]
+    return Rectangles(each, scale, softcap, seen=mask).attend(q, k, v)
 
 
 def merged_parts(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

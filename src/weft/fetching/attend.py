@@ -37,8 +37,8 @@ from ..runtime import choices
 from ..runtime.autocast import without_autocast
 from ..runtime.calls import BoundCall
 from ..runtime.expand import heads_of, picked
+from ..runtime.rectangles import Rectangle, RectangleAttention, Rectangles
 from .fetch import Fetch, FetchPass, FetchPlan, Partition, fetch_plan, slot_rows
-from .rectangles import Rectangle, RectangleAttention, Rectangles
 from .resharding import FetchedCall
 from .rules import check_fetched
 

@@ -27,10 +27,10 @@ from einops import rearrange
 from torch import Tensor
 
 from .._uploads import upload
-from ..comm import P2PBatch
+from ..comm.collectives import trade_rows
 from ..comm.once_differentiable import once
 from ..comm.transport import Messages
-from ..declare.traffic import Traffic
+from ..declare.traffic import Traffic, add_messages, add_rows
 from ..kernels import accumulate_dtype
 from ..plan.choices import gathers_of
 from ..plan.order import count
@@ -109,14 +109,15 @@ class Partition:
 
 @dataclass(frozen=True, eq=False)
 class FetchStep:
-    """Movements along one mesh dim: per peer the rows of the pool it gets, and how many it sends.
+    """Rows of the pool that go along one mesh dim, and how many to and from each coordinate.
 
-    Received rows are appended to the pool, in the order of `receives`.
+    Received rows are appended to the pool.
     """
 
     mesh_dim: str
-    sends: tuple[tuple[int, Tensor], ...]
-    receives: tuple[tuple[int, int], ...]
+    rows: Tensor
+    sends: tuple[int, ...]
+    receives: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,25 +152,24 @@ def fetch_plan(
     where[held] = _starts(units, held, 0)
     rows, steps = int((held.sum((1, 2)) * units).sum()), []
     for level, mesh_dim in enumerate(partition.dims):
-        sends, receives = [], []
-        for peer in range(partition.sizes[level]):
+        size = partition.sizes[level]
+        sends, receives = [where.new_empty(0)] * size, [0] * size
+        for peer in range(size):
             if peer == partition.coords[level]:
                 continue
             neighbour = (*partition.coords[:level], peer, *partition.coords[level + 1 :])
             out = _held(partition, wanted, level, partition.coords) & _needed(
                 wanted, level + 1, neighbour
             )
-            if out.any():
-                sends.append((peer, upload(_rows(where, units, out), device)))
+            sends[peer] = _rows(where, units, out)
             into = _held(partition, wanted, level, neighbour) & _needed(
                 wanted, level + 1, partition.coords
             )
-            coming = int((into.sum((1, 2)) * units).sum())
-            if coming:
-                where[into] = _starts(units, into, rows)
-                receives.append((peer, coming))
-                rows += coming
-        steps.append(FetchStep(mesh_dim, tuple(sends), tuple(receives)))
+            receives[peer] = int((into.sum((1, 2)) * units).sum())
+            where[into] = _starts(units, into, rows)
+            rows += receives[peer]
+        away = upload(torch.cat(sends), device)
+        steps.append(FetchStep(mesh_dim, away, tuple(map(len, sends)), tuple(receives)))
     return FetchPlan(partition, tuple(steps), where, rows, heads)
 
 
@@ -189,8 +189,7 @@ class FetchPass:
 
     def by_mesh_dim(self) -> dict[str, int]:
         """Bytes of keys and values that this rank receives."""
-        steps = self.route.steps
-        return {step.mesh_dim: sum(n for _, n in step.receives) * self.row for step in steps}
+        return {step.mesh_dim: sum(step.receives) * self.row for step in self.route.steps}
 
     def traffic(self, backward: bool) -> Traffic:
         """Bytes and messages of this rank."""
@@ -199,18 +198,12 @@ class FetchPass:
         if self.bits and not backward:
             coords = dict(zip(partition.dims, partition.coords))
             rows = [self.bits] * len(partition.counts)
-            for mesh_dim, sent, received, calls in gathers_of(sizes, partition.dims, coords, rows):
-                moved.sent[mesh_dim, "wanted"] += sent
-                moved.received[mesh_dim, "wanted"] += received
-                moved.calls[mesh_dim, "wanted"] += calls
+            add_rows(moved, "wanted", gathers_of(sizes, partition.dims, coords, rows), 1)
         label = "dkv" if backward else "kv"
         for step in self.route.steps:
-            out = [len(rows) for _, rows in step.sends]
-            into = [rows for _, rows in step.receives]
-            out, into = (into, out) if backward else (out, into)
-            moved.sent[step.mesh_dim, label] += sum(out) * self.row
-            moved.received[step.mesh_dim, label] += sum(into) * self.row
-            moved.calls[step.mesh_dim, label] += len(out)
+            out, into = (sum(side) * self.row for side in (step.sends, step.receives))
+            both = (into, out) if backward else (out, into)
+            add_messages(moved, step.mesh_dim, label, *both, len(step.sends) - 1)
         return moved
 
 
@@ -287,39 +280,33 @@ class Fetch(torch.autograd.Function):
         ctx: Any, k: Tensor, v: Tensor, moved: FetchPass, rows: Tensor, passes: FetchMessages
     ) -> Any:
         ctx.moved, ctx.rows, ctx.passes = moved, rows, passes
-        ctx.shapes, route = (k.shape, v.shape), moved.route
+        ctx.shape, route = (*k.shape[:3], k.shape[3] + v.shape[3]), moved.route
         messages = passes.forward()
         messages.watches.note(moved, False)
-        pools = [_as_rows(route.partition, t) for t in (k, v)]
+        pool = _as_rows(route.partition, torch.cat([k, v], 3))
         for step in route.steps:
-            pools = _forward_step(messages, step, pools)
-        flat = rows.flatten()
-        out = []
-        for pool in pools:
-            padded = torch.cat([pool, pool.new_zeros(1, pool.shape[1])])
-            out.append(padded.index_select(0, flat).view(*rows.shape, pool.shape[1]))
-        return tuple(out)
+            away = pool.index_select(0, step.rows)
+            way = step.sends, step.receives, step.mesh_dim
+            pool = torch.cat([pool, trade_rows(away, *way, messages, "kv")])
+        pool, widths = torch.cat([pool, pool.new_zeros(1, pool.shape[1])]), (k.shape[3], v.shape[3])
+        parts = (part.index_select(0, rows.flatten()) for part in pool.split(widths, 1))
+        return tuple(part.view(*rows.shape, part.shape[1]) for part in parts)
 
     @staticmethod
     @once("attention to chosen keys")
     def backward(ctx: Any, dk: Tensor, dv: Tensor) -> Any:
-        route, flat = ctx.moved.route, ctx.rows.flatten()
-        accum_dtype = accumulate_dtype(dk.dtype)
-        pools = []
-        for grad in (dk, dv):
-            pool = grad.new_zeros(route.rows + 1, grad.shape[-1], dtype=accum_dtype)
-            pools.append(
-                pool.index_add_(0, flat, grad.reshape(len(flat), grad.shape[-1]).to(accum_dtype))
-            )
-        pools = [pool[:-1] for pool in pools]
+        route, grad = ctx.moved.route, torch.cat([dk, dv], -1).flatten(0, -2)
+        pool = grad.new_zeros(route.rows + 1, grad.shape[1], dtype=accumulate_dtype(grad.dtype))
+        pool = pool.index_add_(0, ctx.rows.flatten(), grad.to(pool.dtype))[:-1]
         with ctx.passes.backward() as messages:
             messages.watches.note(ctx.moved, True)
             for step in reversed(route.steps):
-                pools = _backward_step(messages, step, pools, dk.dtype)
-        grads = [
-            _whole(route.partition, pool.to(dk.dtype), s) for pool, s in zip(pools, ctx.shapes)
-        ]
-        return (*grads, None, None, None)
+                pool, back = pool.tensor_split([len(pool) - sum(step.receives)])
+                way = step.receives, step.sends, step.mesh_dim
+                came = trade_rows(back.to(grad.dtype), *way, messages, "dkv")
+                pool.index_add_(0, step.rows, came.to(pool.dtype))
+        grads = _whole(route.partition, pool.to(grad.dtype), ctx.shape)
+        return *grads.split((dk.shape[-1], dv.shape[-1]), 3), None, None, None
 
 
 def _as_rows(partition: Partition, t: Tensor) -> Tensor:
@@ -345,48 +332,6 @@ def _whole(partition: Partition, rows: Tensor, shape: Sequence[int]) -> Tensor:
         for part, (many, n) in zip(parts, runs)
     ]
     return torch.cat(whole, 2) if whole else rows.new_empty(b, g, 0, d)
-
-
-def _forward_step(transport: Messages, step: FetchStep, pools: list[Tensor]) -> list[Tensor]:
-    """The pools, with the rows appended that one step brings."""
-    like, widths = pools[0], [pool.shape[1] for pool in pools]
-    sends = [(p, _pack(pools, rows)) for p, rows in step.sends]
-    receives = [(p, like.new_empty(n * sum(widths))) for p, n in step.receives]
-    transport.start(P2PBatch(step.mesh_dim, "kv", sends, receives))()
-    got = [_unpack(buffer, n, widths) for (_, buffer), (_, n) in zip(receives, step.receives)]
-    return [torch.cat([pool, *(parts[i] for parts in got)]) for i, pool in enumerate(pools)]
-
-
-def _backward_step(
-    transport: Messages, step: FetchStep, pools: list[Tensor], dtype: torch.dtype
-) -> list[Tensor]:
-    """The transpose of `_forward_step`: gradients go back to the rows' owners and are added."""
-    widths = [pool.shape[1] for pool in pools]
-    counts = [n for _, n in step.receives]
-    kept = pools[0].shape[0] - sum(counts)
-    parts = [pool[kept:].to(dtype).split(counts) for pool in pools]
-    sends = [
-        (p, torch.cat([part[i].reshape(-1) for part in parts]))
-        for i, (p, _) in enumerate(step.receives)
-    ]
-    receives = [
-        (p, pools[0].new_empty(len(rows) * sum(widths), dtype=dtype)) for p, rows in step.sends
-    ]
-    transport.start(P2PBatch(step.mesh_dim, "dkv", sends, receives))()
-    pools = [pool[:kept].contiguous() for pool in pools]
-    for (_, buffer), (_, rows) in zip(receives, step.sends):
-        for pool, part in zip(pools, _unpack(buffer, len(rows), widths)):
-            pool.index_add_(0, rows, part.to(pool.dtype))
-    return pools
-
-
-def _pack(pools: list[Tensor], rows: Tensor) -> Tensor:
-    return torch.cat([pool.index_select(0, rows).view(-1) for pool in pools])
-
-
-def _unpack(buffer: Tensor, rows: int, widths: list[int]) -> list[Tensor]:
-    parts = buffer.split([rows * width for width in widths])
-    return [part.view(rows, width) for part, width in zip(parts, widths)]
 
 
 __all__ = [

@@ -158,12 +158,12 @@ def compile_any_size(function: Callable, **options: Any) -> Callable:
 def _block_mask(q: Tensor, k: Tensor, view: TileView) -> BlockMask:
     """The empty, full and partial blocks of 128 x 128; made once per rectangle and plan."""
     mask_context, n, m = view.mask_context, q.shape[2], k.shape[2]
-    if mask_context is None:
-        return _plain_block_mask(view.causal, n, m, q.device)
     if view.mask is not None:  # of chosen keys, others in every call
         mod, (b, h) = _chosen(view.mask, mask_context), view.mask.shape[:2]
         b, h = (q.shape[0], q.shape[1]) if _by_sample(mask_context) else (b, h)
         return _make(mod, b, h, n, m, q.device)
+    if mask_context is None:
+        return _plain_block_mask(view.causal, n, m, q.device)
     if q.device not in mask_context.cache:
         mask = mask_mod(mask_context.mask, mask_context)
         shape = (q.shape[0], q.shape[1]) if _by_sample(mask_context) else (1, 1)
@@ -171,14 +171,14 @@ def _block_mask(q: Tensor, k: Tensor, view: TileView) -> BlockMask:
     return mask_context.cache[q.device]
 
 
-def _by_sample(context: MaskContext) -> bool:
+def _by_sample(context: MaskContext | None) -> bool:
     """True if the mask of positions differs between sequences or heads."""
-    return context.mask is not None and context.mask.per_sample
+    return context is not None and context.mask is not None and context.mask.per_sample
 
 
-def _chosen(bits: Tensor, context: MaskContext) -> Callable[..., Tensor]:
+def _chosen(bits: Tensor, context: MaskContext | None) -> Callable[..., Tensor]:
     """The mask of bits, (b or 1, h or 1, n, m), that hides what the mask of positions hides."""
-    mask = mask_mod(context.mask, context)
+    mask = None if context is None else mask_mod(context.mask, context)
     b_step, h_step = (int(size > 1) for size in bits.shape[:2])
 
     def mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import Shuffle, Transport
-from ..comm.collectives import gather_flat
+from ..comm import Transport
+from ..comm.collectives import gather_flat, spread_flat
 from ..comm.once_differentiable import once
 from ..declare.mesh import index_at
 from ..runtime.autocast import without_autocast
@@ -88,9 +88,10 @@ class LossHead:
 
     def leave(self, partial: Tensor, tokens: int) -> Tensor:
         """This rank's rows of sums over all ranks (P -> R or V)."""
-        for mesh_dim in self.other:
-            parts = _scattered(partial, mesh_dim, self.transport)
-            partial = parts.sum(0)
+        if self.other:
+            parts, tail = [*partial.view(self.ranks, -1)], partial.shape[1:]
+            flat = spread_flat(parts, self.other, self.transport, "loss", _added)
+            partial = flat.view(-1, *tail)
         if self.same:
             partial = self.transport.all_reduce(partial.contiguous(), self.same, "loss")
         return partial[:tokens]
@@ -279,9 +280,5 @@ def _stacked(x: Tensor, dims: tuple[str, ...], transport: Transport, label: str)
     return torch.stack(parts).view(-1, *x.shape)
 
 
-def _scattered(x: Tensor, mesh_dim: str, transport: Transport) -> Tensor:
-    """Parts of this rank's rows on every rank along a mesh dim: (ranks, rows / ranks, ...)."""
-    size = transport.sizes[mesh_dim]
-    each = [x.numel() // size] * size
-    shuffle = Shuffle(mesh_dim, "loss", x.contiguous().view(-1), each, each, even=True)
-    return transport.all_to_all(shuffle).view(size, -1, *x.shape[1:])
+def _added(parts: list[Tensor]) -> Tensor:
+    return torch.stack(parts).sum(0)

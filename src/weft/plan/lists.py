@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates, index_at, places
-from ..declare.traffic import Traffic
+from ..declare.traffic import Traffic, add_rows
 from ..errors import DeclarationError
 from .choices import NUMBER, gathers_of, spreads_of
 from .order import Spans, count, shard_spans
@@ -99,23 +99,15 @@ class ListPlan:
             return moved
         sizes, batch = dict(self.mesh), self.sizes.batch
 
-        def add(mesh_dim: str, label: str, sent: int, received: int, calls: int) -> None:
-            moved.sent[mesh_dim, label] += sent
-            moved.received[mesh_dim, label] += received
-            moved.calls[mesh_dim, label] += calls
-
         for dims, spans, row, times in (
             (self.rows, self.key_spans(), self.sizes.key, 1),
             (self.lists, self.query_spans(), self.sizes.query, 2),  # queries, and their weights
         ):
-            for mesh_dim, sent, received, calls in gathers_of(
-                sizes, dims, self.coords, [count(each) for each in spans]
-            ):
-                add(mesh_dim, "index", sent * batch * row, received * batch * row, calls * times)
+            gathered = gathers_of(sizes, dims, self.coords, [count(each) for each in spans])
+            add_rows(moved, "index", gathered, batch * row, times)
         rows = [count(each) for each in self.query_spans()]
         width = batch * self.sizes.count * (self.sizes.score + PLACE)
-        for mesh_dim, sent, received, calls in spreads_of(sizes, self.lists, self.coords, rows):
-            add(mesh_dim, "lists", sent * width, received * width, calls)
+        add_rows(moved, "lists", spreads_of(sizes, self.lists, self.coords, rows), width)
         return moved
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates
-from ..declare.traffic import Traffic
+from ..declare.traffic import Traffic, add_messages, add_rows
 from .choices import NUMBER, gathers_of, row_moves
 from .memory import payload_bytes, seen_bytes
 from .order import chunk_sizes, count
@@ -151,8 +151,7 @@ def _choice(moved: Traffic, plan: Plan) -> None:
         return
     row = plan.problem.batch * kind.rows * kind.count * NUMBER.itemsize
     for dims, rows in row_moves(plan):
-        for mesh_dim, sent, received, calls in gathers_of(plan.sizes, dims, plan.coords, rows):
-            _add(moved, mesh_dim, "choice", sent * row, received * row, calls)
+        add_rows(moved, "choice", gathers_of(plan.sizes, dims, plan.coords, rows), row)
 
 
 def _input_sides(plan: Plan) -> list[tuple[Side, int]]:
@@ -168,12 +167,6 @@ def _output_sides(plan: Plan) -> list[tuple[Side, int]]:
     if plan.problem.return_lse:
         sides.append((Side.QUERY, plan.accum_dtype.itemsize))
     return sides
-
-
-def _add(moved: Traffic, mesh_dim: str, label: str, sent: int, received: int, calls: int) -> None:
-    moved.sent[mesh_dim, label] += sent
-    moved.received[mesh_dim, label] += received
-    moved.calls[mesh_dim, label] += calls
 
 
 def _all_to_alls(
@@ -193,7 +186,7 @@ def _all_to_alls(
                 sent += (back if reverse else ahead) * nbytes
                 received += (ahead if reverse else back) * nbytes
         if moves:
-            _add(moved, mesh_dim, label, sent, received, size - 1)
+            add_messages(moved, mesh_dim, label, sent, received, size - 1)
 
 
 def _sizes(plan: Plan, resharding: Resharding, level: int, mesh_dim: str) -> tuple[int, int]:
@@ -222,7 +215,7 @@ def _program(plan: Plan, tile: Pass) -> Traffic:
     for t in tile.program.transfers:
         send, receive = (high - low for low, high in tile.transfer_rows(t))
         sent, received = (payload_bytes(plan, t.payload, tile.backward, n) for n in (send, receive))
-        _add(moved, t.mesh_dim, t.payload.value, sent, received, int(send > 0))
+        add_messages(moved, t.mesh_dim, t.payload.value, sent, received, int(send > 0))
     return moved
 
 
@@ -235,7 +228,7 @@ def _all_reduce(
         return
     share = chunk_sizes(rows, size)[here]
     through = (rows - share + share * (size - 1)) * nbytes
-    _add(moved, mesh_dim, label, through, through, 2 * (size - 1))
+    add_messages(moved, mesh_dim, label, through, through, 2 * (size - 1))
 
 
 # -- work and memory ------------------------------------------------------------------------------

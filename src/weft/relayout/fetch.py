@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .._uploads import uploaded
-from ..comm import Shuffle
+from ..comm.collectives import trade_rows
 from ..comm.transport import Messages
 from .plan import Overlap, Redistribution
 
@@ -174,9 +174,10 @@ def _shuffled(
     label: str,
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
     """Overlaps that come in an all-to-all, by source and target."""
-    sizes = [[sum(p.numel for p in part) * width for part in side] for side in (sends, receives)]
-    outgoing, coming = sizes
-    incoming = transport.all_to_all(Shuffle(mesh_dim, label, flat, outgoing, coming))
+    outgoing, coming = (
+        [sum(p.numel for p in part) * width for part in side] for side in (sends, receives)
+    )
+    incoming = trade_rows(flat, outgoing, coming, mesh_dim, transport, label)
     received = [overlap for part in receives for overlap in part]
     parts = incoming.split([overlap.numel * width for overlap in received])
     return zip([(p.source, p.target) for p in received], parts)

@@ -23,7 +23,7 @@ from .._caching import cached
 from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates, index_at, rank_at
 from ..declare.orders import TokenOrder
-from ..declare.traffic import Traffic
+from ..declare.traffic import Traffic, add_messages
 from ..plan.order import Spans, count, each_position, shard_spans
 
 Sizes = tuple[tuple[str, int], ...]
@@ -130,9 +130,8 @@ class Redistribution:
                 )
                 for side in (step.sends, step.receives)
             )
-            moved.sent[step.mesh_dim, label] += home if adjoint else away
-            moved.received[step.mesh_dim, label] += away if adjoint else home
-            moved.calls[step.mesh_dim, label] += len(step.sends) - 1
+            both = (home, away) if adjoint else (away, home)
+            add_messages(moved, step.mesh_dim, label, *both, len(step.sends) - 1)
         return moved
 
 

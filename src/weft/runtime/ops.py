@@ -358,24 +358,20 @@ def _apart(t: Tensor, inputs: Sequence[Tensor]) -> Tensor:
 def attend_alone(
     bound: calls.BoundCall, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor] | None:
-    """Output and logsumexp of a call that is one kernel call; None for any other call.
+    """Output and logsumexp of a call that is one kernel call, which torch differentiates itself.
 
-    The logsumexp can be differentiated if the call wants it.
-
-    Calls with the user's functions take the op.
+    None for any other call.
     """
     if bound.mesh_dims or not bound.plain or dispatched(q, k, v):
+        return None
+    if bound.call.return_lse or profiling():
         return None
     plan = bound.plan_alone(q, k, v)
     whole = plan.forward.whole
     if whole is None or plan.backward.whole is None or any(plan.replicated):
         return None
-    if not (bound.call.return_lse or profiling()):
-        view = executor.view_of(plan, whole)
-        both = plan.kernel(whole.kind).differentiable(q, k, v, view)
-        if both is not None:
-            return like_query(_observed(both[0], bound, plan), q), both[1]
-    return _Alone.apply(q, k, v, bound, plan)
+    both = plan.kernel(whole.kind).differentiable(q, k, v, executor.view_of(plan, whole))
+    return None if both is None else (like_query(_observed(both[0], bound, plan), q), both[1])
 
 
 def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan) -> Tensor:
@@ -392,26 +388,3 @@ def _observed(out: Tensor, bound: calls.BoundCall, plan: Plan) -> Tensor:
     if out.grad_fn is not None:
         out.grad_fn.register_hook(after)
     return out
-
-
-class _Alone(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bound: calls.BoundCall, plan: Plan
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = executor.forward(plan, bound.transport, bound.call, q, k, v)
-        out, lse = like_query(out, q), lse.contiguous()
-        ctx.bound, ctx.plan = bound, plan
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
-
-    @staticmethod
-    @once("weft.attention", linear=False)
-    def backward(
-        ctx: Any, entry: executor.Entry, dout: Tensor | None, dlse: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        bound = ctx.bound
-        dout = torch.zeros_like(entry[3]) if dout is None else dout
-        *grads, _ = executor.backward(ctx.plan, bound.transport, bound.call, dout, dlse, entry)
-        return *grads, None, None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from weft.declare.hardware import Hardware
 from weft.errors import ShapeError, shown
 from weft.inspect import words
 from weft_planner import reasons
-from weft_planner.search import Choices, Search, scaling
+from weft_planner.search import Choices, Search
 from weft_planner.several_lengths import layouts_for_lengths
 
 from ..inspect.printer import print_table, say, working, wrote
@@ -47,10 +46,6 @@ def call(
     top: options.Top = 5,
     html: options.Page = None,
     write: options.Write = None,
-    png: Annotated[
-        Path | None,
-        options.of_picture("Time against devices, by strategy."),
-    ] = None,
 ) -> None:
     """Find the layout of an attention call on a machine. Starts nothing.
 
@@ -94,9 +89,9 @@ def call(
         return Search(problem, machine, devices, options.names(only), memory, forward_only)
 
     if "," in tokens:
-        if write or png or html:
+        if write or html:
             raise ShapeError(
-                f"--tokens {shown(tokens)}: --write, --png and --html are for one length"
+                f"--tokens {shown(tokens)}: --write and --html are for one length"
             )
         lengths, weights = _weighted(tokens)
         _print_lengths([search_of(length) for length in lengths], weights)
@@ -111,19 +106,12 @@ def call(
         seconds = words.show_time(choices.best.total)
         about = f"Planned for {devices} devices of {hardware}: {seconds} predicted."
         write_layout(choices.best.layout, about, write)
-    p = search.problem
-    if png is not None:
-        from ..inspect.scaling import draw_scaling
-
-        with working("planning for fewer devices"):
-            curves = scaling(search)
-        draw_scaling(curves, png, f"{p.n:,} tokens, {p.heads} heads, {p.mask}")
-        wrote("time against devices", png)
     if html is not None:
         from ..inspect.page import write_page
 
         best = [c.layout for c in choices.choices[:top]]
-        write_page(best, p, machine, f"{p.n:,} tokens on {hardware}", html)
+        title = f"{search.problem.n:,} tokens on {hardware}"
+        write_page(best, search.problem, machine, title, html)
         wrote("page", html)
 
 

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm.once_differentiable import once
-from weft.comm.transport import Shuffle
+from weft.comm.collectives import TradeRows
 from weft.errors import ShapeError, UnsupportedError
 from weft.layout import Layout
 
@@ -309,32 +308,6 @@ def _agreed(
 # -- features on their way -------------------------------------------------------------------------
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows (k, d), ordered by destination along a mesh dim, to those ranks; and back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, layout: Layout, dim: str, sends: list[int], receives: list[int]
-    ) -> Tensor:
-        ctx.layout, ctx.dim, ctx.sends, ctx.receives = layout, dim, sends, receives
-        return _all_to_all(x.detach(), layout, dim, sends, receives, "features")
-
-    @staticmethod
-    @once("features of images")
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        args = ctx.layout, ctx.dim, ctx.receives, ctx.sends, "dfeatures"
-        return _all_to_all(grad, *args), None, None, None, None
-
-
-def _all_to_all(
-    x: Tensor, layout: Layout, dim: str, sends: list[int], receives: list[int], label: str
-) -> Tensor:
-    width = x.shape[1]
-    out, back = ([width * k for k in rows] for rows in (sends, receives))
-    shuffle = Shuffle(dim, label, x.contiguous().flatten(), out, back)
-    return layout.bound.all_to_all(shuffle).view(-1, width)
-
-
 def to_owners(
     x: Tensor, source: Tensor, goal: Tensor, layout: Layout, axis: str
 ) -> tuple[Tensor, Tensor]:
@@ -364,7 +337,8 @@ def to_owners(
             arriving.append(arrives.nonzero().flatten())
         sends = to.bincount(minlength=sizes[i]).tolist()
         receives = [len(rows) for rows in arriving]
-        x = _Exchange.apply(x[order.to(x.device)], layout, dim, sends, receives)
+        rows = x[order.to(x.device)]
+        x = TradeRows.apply(rows, sends, receives, dim, layout.bound, "features")
         x = x[torch.cat(arriving).argsort().to(x.device)]
         where[:, i] = goals[:, i]
     return x, (goal == layout.chunk(axis)).nonzero().flatten()

@@ -33,7 +33,6 @@ from weft.declare.routing import Routing
 from weft.declare.strategy import Role
 from weft.errors import ShapeError, UnsupportedError
 from weft.fetching.fetch import Fetch, FetchPass, fetch_plan, slot_rows
-from weft.fetching.rectangles import Rectangle, RectangleAttention, Rectangles
 from weft.fetching.resharding import FetchedCall
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
@@ -45,6 +44,7 @@ from weft.plan.plan import Plan
 from weft.plan.sides import Side
 from weft.runtime import calls
 from weft.runtime.autocast import as_autocast, without_autocast
+from weft.runtime.rectangles import Rectangle, RectangleAttention, Rectangles
 
 from . import router as routes
 from .gather import GatherBlocks

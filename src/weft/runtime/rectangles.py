@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..comm.once_differentiable import once
 from ..kernels import Kernel, Request, TileView, accumulate_dtype, choose_kernel
-from ..runtime.autocast import without_autocast
-from ..runtime.merging import PartialOutput, PartialSum
+from .autocast import without_autocast
+from .merging import PartialOutput, PartialSum
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,19 @@ class Rectangles:
         )
         mask = self.seen(r) if r.masked and self.seen is not None else None
         view = TileView(self.scale, r.causal, mask=mask, softcap=self.softcap, lse_grad=lse_grad)
-        return choose_kernel(request, self.kernel), view
+        kernel = choose_kernel(request, self.kernel)
+        if kernel.positional and mask is not None and self.kernel is None:
+            kernel = choose_kernel(request, "math")  # a block mask of each tensor would be made
+        return kernel, view
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and logsumexp over the visible part; of a fully masked row 0 and -inf."""
+        total = PartialOutput((*q.shape[:3], v.shape[3]), q, accumulate_dtype(q.dtype))
+        for r in _some(self, q):
+            kernel, view = self.run(r, q, v, False)
+            rows, keys, values = self.parts(r, q, k, v)
+            total.add(*r.queries, kernel.forward(rows, keys, values, view))
+        return total.result()
 
     def parts(self, r: Rectangle, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Its queries of the first tensors, and its keys of the last two."""
@@ -69,22 +81,13 @@ class Rectangles:
 
 
 class RectangleAttention(torch.autograd.Function):
-    """softmax(scale q k^T) v over the visible part of the rectangles, and its logsumexp.
-
-    A fully masked row gives 0 and -inf.
-    """
+    """`Rectangles.attend`, differentiable."""
 
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scores: Rectangles
     ) -> tuple[Tensor, Tensor]:
-        accum_dtype = accumulate_dtype(q.dtype)
-        total = PartialOutput((*q.shape[:3], v.shape[3]), q, accum_dtype)
-        for r in _some(scores, q):
-            kernel, view = scores.run(r, q, v, False)
-            rows, keys, values = scores.parts(r, q, k, v)
-            total.add(*r.queries, kernel.forward(rows, keys, values, view))
-        out, lse = total.result()
+        out, lse = scores.attend(q, k, v)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.scores = scores
         ctx.set_materialize_grads(False)
