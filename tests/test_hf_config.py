@@ -72,7 +72,7 @@ def test_file_of_30_gigabytes_is_not_read(tmp_path):
     file = tmp_path / "config.json"
     file.write_text("{")
     os.truncate(file, 30 << 30)
-    with pytest.raises(DeclarationError, match="larger than 4,194,304 bytes"):
+    with pytest.raises(DeclarationError, match="larger than 16,777,216 bytes"):
         HFModel.load(file)
 
 

@@ -538,7 +538,7 @@ def test_the_command_says_exact_or_why_not(tmp_path):
     text = run(app, ["verify", "LlamaForCausal", str(config), "ring-4"])
     assert "did you mean 'LlamaForCausalLM'" in text.stderr
     text = run(app, ["verify", "LlamaForCausalLM", str(tmp_path / "none"), "ring-4"])
-    assert "there is no configuration" in text.stderr
+    assert "pass the folder of a transformers model" in text.stderr
 
 
 @pytest.mark.parametrize(
@@ -548,7 +548,7 @@ def test_the_command_says_exact_or_why_not(tmp_path):
         (["LlamaForCausalLM", {}, "rows: ring=2; lines: ring=2"], "attends rows, lines; say which"),
         (["LlamaForCausalLM", {}, "tokens: ulysses=64"], "4 local heads cannot be split 64 ways"),
         (["LlamaForCausalLM", {"model_type": "mamba"}, "ring-4"], "model_type is 'mamba'"),
-        (["LlamaForCausalLM", [1], "ring-4"], "is an object of options, found a list"),
+        (["LlamaForCausalLM", [1], "ring-4"], "no config, which is an object, but [1]"),
         (["LlamaForCausalLM", {"hidden_size": 33}, "ring-4"], "size (33) is not a multiple"),
         (["AutoModelForCausalLM", {"model_type": "llama"}, "ring-4"], "name LlamaForCausalLM"),
     ],

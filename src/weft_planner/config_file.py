@@ -16,8 +16,9 @@ from weft.errors import DeclarationError, UnsupportedError, WeftError, shown
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-#: Bytes of a file, layers that it may ask for, and modules that a model may be made of.
-MOST_BYTES, MOST_LAYERS, MOST_MODULES = 1 << 22, 1024, 1 << 18
+#: Bytes of a file (names of 100,000 classes are in some), layers that it may ask for, and modules
+#: that a model may be made of.
+MOST_BYTES, MOST_LAYERS, MOST_MODULES = 1 << 24, 1024, 1 << 18
 
 
 def read_config(path: str | Path) -> PretrainedConfig:
@@ -28,22 +29,8 @@ def read_config(path: str | Path) -> PretrainedConfig:
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
-    if not file.exists():
-        raise DeclarationError(
-            f"no file {str(file)!r}: pass the folder of a transformers model, or its"
-            " config.json (nothing is downloaded)"
-        )
-    try:
-        data = json.loads(read_bytes(file, MOST_BYTES, links=True).decode("utf-8-sig"))
-    except OSError as error:
-        raise DeclarationError(f"{file}: {error.strerror}") from None
-    except RecursionError:
-        raise DeclarationError(f"{file}: not valid JSON: nested too deeply") from None
-    except ValueError as error:
-        raise DeclarationError(f"{file}: not valid JSON: {error}") from None
-    kind = data.get("model_type") if isinstance(data, dict) else None
+    file, data = read_data(path)
+    kind = data.get("model_type")
     if not isinstance(kind, str):
         raise DeclarationError(f"{file}: no config of transformers, which has a 'model_type'")
     if kind not in CONFIG_MAPPING:
@@ -53,6 +40,28 @@ def read_config(path: str | Path) -> PretrainedConfig:
         )
     with of_transformers(f"{file}: not a configuration of {kind}"):
         return CONFIG_MAPPING[kind].from_dict(_without_code(data, str(file)))
+
+
+def read_data(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """The file of a folder or a path, and the options that it holds, whatever they are."""
+    file = Path(path)
+    file = file / "config.json" if file.is_dir() else file
+    try:
+        data = json.loads(read_bytes(file, MOST_BYTES, links=True).decode("utf-8-sig"))
+    except FileNotFoundError:
+        raise DeclarationError(
+            f"no file {str(file)!r}: pass the folder of a transformers model, or its"
+            " config.json (nothing is downloaded)"
+        ) from None
+    except OSError as error:
+        raise DeclarationError(f"{file}: {error.strerror}") from None
+    except RecursionError:
+        raise DeclarationError(f"{file}: not valid JSON: nested too deeply") from None
+    except ValueError as error:
+        raise DeclarationError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise DeclarationError(f"{file}: no config, which is an object, but {shown(data)}")
+    return file, data
 
 
 @contextmanager
@@ -98,4 +107,4 @@ def _without_code(value: Any, file: str) -> Any:
     return {key: _without_code(value[key], file) for key in named}
 
 
-__all__ = ["few_modules", "of_transformers", "read_config"]
+__all__ = ["few_modules", "of_transformers", "read_config", "read_data"]

@@ -24,8 +24,8 @@ from .groups import Shares
 _POWERS, _EQUAL = (2, 4, 8, 16, 32, 64), 1.03
 #: Blocks of all chunks at most.
 _MOST = 256
-#: Shares of the mean work that the fullest rank may have beyond it, as blocks are placed and after.
-_SLACK, _ENOUGH = 0.02, 1.01
+#: Share of the mean work that the fullest rank may have.
+_ENOUGH = 1.01
 #: Swaps that are tried one after another without a better one.
 _TRIES = 2000
 
@@ -46,7 +46,7 @@ def balanced_blocks(mask: Slices, sizes: Sequence[int], shares: Sequence[Shares]
     for of_chunk in itertools.takewhile(lambda n: n <= max(2, _MOST // chunks), _POWERS):
         edges, owner = _blocks(sizes, of_chunk)
         counts = block_counts(mask, edges)
-        owner = _swapped(counts, _placed(counts, owner, edges, shares), edges, shares)
+        owner = _swapped(counts, _placed(counts, owner, edges), edges, shares)
         fullest = _loads(counts, owner, shares).max()
         if fullest < best:
             best, runs = fullest, tuple(_runs(owner, edges, chunk) for chunk in range(len(sizes)))
@@ -115,30 +115,15 @@ def _blocks(sizes: Sequence[int], of_chunk: int) -> tuple[np.ndarray, np.ndarray
     return np.array(edges), np.array(owner)
 
 
-def _placed(
-    counts: np.ndarray, owner: np.ndarray, edges: np.ndarray, shares: Sequence[Shares]
-) -> np.ndarray:
-    """The chunk of each block: the heaviest first, with those that it sees where work allows."""
-    sides = [axis for axis in (1, 0) if any(max(of_pass[1 - axis]) for of_pass in shares)]
-    weight = np.sum([counts.sum(axis) for axis in sides or [1]], 0)
-    together = ((counts + counts.T) > 0).astype(float)
-    length, chunks = np.diff(edges), owner.max() + 1
-    room = np.zeros((length.max() + 1, chunks), int)  # of blocks of a length in a chunk
-    np.add.at(room, (length, owner), 1)
-    fill = np.append(0, np.cumsum(np.sort(weight)))
-    share = weight.sum() / len(np.unique(owner))
-    owner, work, kin = owner.copy(), np.zeros(chunks), np.zeros((len(weight), chunks))
-    for block in np.argsort(-weight, kind="stable"):
-        free = room[length[block]] > 0
-        after = work + weight[block] + fill[np.maximum(room.sum(0) - 1, 0)]
-        fits = free & (after <= (1 + _SLACK) * share)
-        order = (work, -kin[block], ~fits) if fits.any() else (work, ~free)
-        chunk = np.lexsort(order)[0]
-        owner[block] = chunk
-        room[length[block], chunk] -= 1
-        work[chunk] += weight[block]
-        kin[:, chunk] += together[:, block]
-    return owner
+def _placed(counts: np.ndarray, owner: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """The chunk of each block: those of one length dealt by weight, back and forth."""
+    weight, length, dealt = counts.sum(0) + counts.sum(1), np.diff(edges), owner.copy()
+    for each in np.unique(length):
+        blocks, places = np.flatnonzero(length == each), np.sort(owner[length == each])
+        rounds = np.arange(len(places)) - np.searchsorted(places, places)
+        order = np.lexsort((np.where(rounds % 2, -places, places), rounds))
+        dealt[blocks[np.argsort(-weight[blocks], kind="stable")]] = places[order]
+    return dealt
 
 
 def _swapped(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from pathlib import Path
@@ -12,15 +11,13 @@ import torch
 import typer
 from rich.markup import escape
 
-from weft._opening import read_bytes
 from weft.errors import DeclarationError, did_you_mean
 from weft.layout import Layout
+from weft_planner.config_file import read_data
 
 from ..inspect.printer import console, still_here
 from . import options
 
-#: Bytes of a configuration that are read: names of 100,000 classes are in some.
-MOST_BYTES = 1 << 24
 #: Options that give a number of layers: of a model, or of its encoder and its decoder.
 _LAYERS = (
     *("num_hidden_layers", "encoder_layers", "decoder_layers", "num_layers", "num_decoder_layers"),
@@ -96,14 +93,15 @@ def build(
         ) from None
     transformers.logging.set_verbosity_error()
     kind = getattr(transformers, name, None)
-    path = config / "config.json" if config.is_dir() else config
+    path, data = read_data(config)
     if name.startswith("Auto") and hasattr(kind, "_model_mapping"):
-        raise DeclarationError(_not_auto(name, path))
+        known = _classes(data, "name", name) or "; name the model's own class"
+        raise DeclarationError(f"{name} does not name an architecture{known}")
     if kind is None or getattr(kind, "config_class", None) is None:
         models = [n for n in dir(transformers) if "For" in n or n.endswith("Model")]
         models = [n for n in models if not n.startswith("Auto")]
         raise DeclarationError(f"transformers has no model class {name!r}{_near(name, models)}")
-    read = _of_class(kind, _read(path), path)
+    read = _of_class(kind, data, path)
     if layers is not None:
         read = _fewer_layers(read, layers)
     try:
@@ -161,24 +159,6 @@ def _axis(layout: Layout, axis: str | None) -> str:
     return attended[0] if len(attended) == 1 else "tokens"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        read = json.loads(read_bytes(path, MOST_BYTES, links=True))
-    except FileNotFoundError:
-        raise DeclarationError(
-            f"{path}: there is no configuration; give config.json or its folder"
-        ) from None
-    except OSError as error:
-        raise DeclarationError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise DeclarationError(f"{path}: not JSON: {error}") from None
-    if not isinstance(read, dict):
-        raise DeclarationError(
-            f"{path}: a configuration is an object of options, found a {type(read).__name__}"
-        )
-    return read
-
-
 def _of_class(kind: Any, read: dict[str, Any], path: Path) -> dict[str, Any]:
     """The part of a configuration that is the class's own: all, or that of its text."""
     wanted, found = kind.config_class.model_type, read.get("model_type")
@@ -192,13 +172,6 @@ def _of_class(kind: Any, read: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{_classes(read, 'this one is of')}"
         )
     return parts[0]
-
-
-def _not_auto(name: str, path: Path) -> str:
-    """Classes to name in place of an auto class."""
-    read = _read(path)
-    known = _classes(read, "name", name) or "; name the model's own class"
-    return f"{name} does not name an architecture{known}"
 
 
 def _classes(read: dict[str, Any], lead: str, auto: str = "") -> str:
