@@ -48,15 +48,13 @@ ROOMS = (
     ("fetching", "asked"),
     ("attention", "choosing", "losses", "carry.scan", "threads"),
     ("fields",),
-    ("proof",),
-    ("relayout.proof",),
-    ("carry.proof",),
     ("inspect",),
     ("nn",),
     ("checkpoint",),
     ("gradients",),
     ("testing", "torch_interop"),
     ("weft",),
+    ("weft_proof",),
     ("weft_models.declare",),
     ("weft_models.pair", "weft_models.routing"),
     ("weft_models.models",),
@@ -161,7 +159,7 @@ def test_every_module_has_a_room():
 
 def test_the_engine_imports_no_package_beside_it():
     """Its doors are texts, imported when used; `python -m weft` is the command line."""
-    beside = re.compile(r"\bweft_(models|integrations|planner|cli)\b")
+    beside = re.compile(r"\bweft_(models|integrations|planner|proof|cli)\b")
     found = {
         module
         for module, path in SOURCES.items()
