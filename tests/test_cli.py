@@ -97,6 +97,11 @@ def test_a_model_refuses_options_of_a_call(words: str):
     assert f"No such option: {words.split()[0]}" in shown
 
 
+def test_a_group_names_its_commands():
+    shown = cli("explain", "tile-2x2", code=2)
+    assert "'tile-2x2'; there are weft explain call, weft explain model" in shown
+
+
 def test_list_shows_everything_that_ships():
     shown = cli("list")
     for kind in catalog.KINDS:

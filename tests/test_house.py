@@ -344,7 +344,7 @@ BUDGET = {
     "src/weft_models": 6_830,
     "src/weft_integrations": 8_580,
     "src/weft_planner": 3_390,
-    "src/weft_cli": 3_820,
+    "src/weft_cli": 3_830,
     "tests": 44_720,
     "benchmarks": 9_190,
 }

@@ -55,6 +55,9 @@ class _Group(TyperGroup):
         name = f"{self.name} {args[0]}" if self.name in GROUPS else args[0]
         if name in COMMANDS:
             self.commands[args[0]] = parser_of(name)
+        elif self.name in GROUPS:
+            known = ", ".join(f"weft {n}" for n in COMMANDS if n.startswith(f"{self.name} "))
+            ctx.fail(f"No such command {args[0]!r}; there are {known}")
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:

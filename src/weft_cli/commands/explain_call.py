@@ -279,6 +279,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     unit = p.batch * p.heads * p.n * p.head_dim * p.dtype.itemsize / chunks
     for backward in (False, True):
         out.print(tables.traffic_table(forecasts, backward, unit))
+        out.print()
     out.print(tables.per_rank(forecasts))
     for name in ("forward", "backward"):
         bounds = [memory_bound(getattr(plan, name)) for plan in plans]

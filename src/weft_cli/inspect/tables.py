@@ -74,7 +74,7 @@ def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) ->
     name = "backward" if backward else "forward"
     passes = [getattr(forecast, name).traffic for forecast in forecasts]
     if not any(t.bytes for t in passes):
-        return f"{name}: nothing travels\n"
+        return f"{name}: nothing travels"
 
     def row(mesh_dim: str, subject: str, received: list[int], messages: int) -> tuple[str, ...]:
         ends = (words.nbytes(n) for n in (received[0], min(received), max(received)))
