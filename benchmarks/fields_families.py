@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import logging
+import resource
 import warnings
 from collections import Counter
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from .common import RESULTS
 from .families import KINDS, TooLong, built, limited, model_name, one_line
 
 LAYOUT, OF_IMAGES = "tokens(zigzag): ring=2", "height: ring=2"
-SECONDS = 150
+SECONDS, MEMORY = 150, 14 << 30
 PAGE = RESULTS / "fields_families.md"
 
 
@@ -80,7 +81,8 @@ def case_of(kind: str, family: str) -> Case:
 
 
 def _image_size(config: Any) -> int:
-    size = getattr(config, "image_size", None) or 64
+    size = getattr(config, "image_size", None)
+    size = size or getattr(getattr(config, "vision_config", None), "image_size", None) or 64
     return int(size if isinstance(size, int) else size[0])
 
 
@@ -103,6 +105,8 @@ def compared(family: str, case: Case) -> Row:
         alone = copy.deepcopy(case.model).float()
         out, limit = run(alone), (1e-4, 1e-3)
     wanted = {n: p.grad for n, p in alone.named_parameters() if p.grad is not None}
+    if not all(torch.isfinite(t).all() for t in (out.logits, out.loss, *wanted.values())):
+        return Row(family, "not run", "one device gives numbers that are not finite")
     largest = max(float(g.abs().max()) for g in wanted.values())
 
     def rank(layout: weft.Layout) -> tuple[float, float, list[str]]:
@@ -118,6 +122,13 @@ def compared(family: str, case: Case) -> Row:
 
     result, gradient, whole = weft.on_threads(weft.Layout.parse(case.layout), rank, timeout=90)[-1]
     exact = result < limit[0] and gradient < limit[1]
+    if not exact and max(result, gradient) < 1e-3:  # models that compute in fp32 whatever they are
+        near = copy.deepcopy(case.model).to(next(alone.parameters()).dtype)
+        for p in near.parameters():
+            p.data *= 1 + 1e-8 * torch.randn_like(p)
+        again = run(near)
+        noise = _error(again.logits, out.logits) / float(out.logits.abs().max())
+        exact = result < 10 * noise and gradient < limit[1]
     note = f"runs whole: {', '.join(name.split('.')[-1] for name in whole)}" if whole else ""
     found = f"{result:.0e}, {gradient:.0e}"
     return Row(family, "exact" if exact else "WRONG", (note if exact else "") or found)
@@ -178,6 +189,7 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))  # a configuration that is not tiny
     kinds = written()
     for kind in args.kind or KINDS:
         rows = []

@@ -228,6 +228,45 @@ def test_a_function_without_a_rule_runs_whole_and_is_named():
         assert list(calls.values()) == [1]
 
 
+class Writes(nn.Module):
+    """Fields written into plain tensors and at positions, and a penalty of weights alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(1, 2, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x * self.scale
+        table = torch.zeros(9, 4, dtype=x.dtype)
+        table[:, :2] = y[0, :, 2:]
+        table[2:4].copy_(y[1, 5:7])
+        for i in range(3, 9):  # each of the sums before it: one rank has the position
+            y[:, i] = y[:, i].clone() + (y[:, :i].clone() * y[:, i : i + 1].clone()).sum(1) / 9
+        return y * table, table.square(), self.scale.square().sum()
+
+
+def test_fields_are_written_into_plain_tensors_whole():
+    x = torch.randn(2, 9, 4, dtype=torch.float64)
+
+    def run(model: nn.Module) -> list[Tensor]:
+        own = x.clone().requires_grad_()
+        y, table, penalty = model(own)
+        (y.square().sum() + table.sum() + penalty).backward()
+        return [y.detach(), table.detach(), own.grad]
+
+    right = Writes()
+    wanted = [*run(right), right.scale.grad]
+
+    def rank(layout: Layout) -> list[Tensor]:
+        split = weft.parallelize(Writes(), layout, dims={"tokens": 1})
+        found = run(split)
+        layout.sync_gradients(split)
+        return [*found, split.scale.grad]
+
+    for found in weft.on_threads(Layout.parse("tokens(zigzag): ring=3"), rank):
+        torch.testing.assert_close(found, wanted)
+
+
 LOSSES = (
     lambda x, whole: (x * whole.mean()).sum(),
     lambda x, whole: x.sum() + whole.square().sum(),

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -23,10 +24,11 @@ from torch.distributed.tensor import DTensor
 
 from weft._torch import active_ddp, fsdp_groups, is_fsdp, outside_graphs
 from weft._uploads import download
-from weft.comm.collectives import invariant_to_replicate
+from weft.comm.collectives import invariant_to_replicate, scale_backward
 from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.fields import Field, WholeReport, distributed
+from weft.fields.exchange import is_made_whole
 from weft.fields.islands import on_positions
 from weft.fields.units import let_fields_through
 from weft.gradients.sync import is_averaged, is_summed_by_ddp
@@ -161,6 +163,7 @@ class _Calls:
         self.model, self.layout, self.dims, self.named = model, layout, dims, named
         self.inputs, self.keeps_fields, self.inside = inputs, keeps_fields, False
         self.mesh_dims = tuple(d for axis in dims for d in layout.shard_dims(axis))
+        self.ranks = math.prod(layout.mesh[d] for d in self.mesh_dims)
         self.report: WholeReport | None = None
         self.calls, self.training = 0, model.training
 
@@ -213,7 +216,7 @@ class _Calls:
         numbers = self._numbers(tensors)
         before = _generators()
         result = run(*bound.args, **bound.kwargs)
-        result = result if self.keeps_fields else _whole(result)
+        result = result if self.keeps_fields else _whole(result, self.ranks)
         drawn = "" if before == _generators() else f"generators {before}"
         what = f"weights, arguments or random generators of {label}"
         self.layout.bound.agree(what, f"{numbers()} {drawn}", self.mesh_dims)
@@ -311,13 +314,20 @@ def _generators() -> str:
     return " ".join(digest.hexdigest() for digest in digests)
 
 
-def _whole(result: Any) -> Any:
-    """Outputs with whole tensors in place of fields."""
+def _whole(result: Any, ranks: int) -> Any:
+    """Outputs with whole tensors in place of fields, for a loss that all ranks compute.
+
+    Of plain tensors, such as penalties of weights, every rank has the whole gradient: its share is
+    one of `ranks`.
+    """
     if isinstance(result, Field):
         return result.full_tensor()
+    if isinstance(result, Tensor):
+        is_share = result.requires_grad and torch.is_grad_enabled() and not is_made_whole(result)
+        return scale_backward(result, 1 / ranks) if is_share else result
     if isinstance(result, Mapping) or type(result) in (list, tuple):
         keys = result.keys() if isinstance(result, Mapping) else range(len(result))
-        parts = [_whole(result[key]) for key in keys]
+        parts = [_whole(result[key], ranks) for key in keys]
         if type(result) in (list, tuple):
             return type(result)(parts)
         changed = copy.copy(result)
@@ -327,7 +337,7 @@ def _whole(result: Any) -> Any:
     held = getattr(result, "__dict__", {})
     if any(isinstance(value, Field) for value in held.values()):
         changed = copy.copy(result)
-        changed.__dict__.update({name: _whole(value) for name, value in held.items()})
+        changed.__dict__.update({name: _whole(value, ranks) for name, value in held.items()})
         return changed
     return result
 

@@ -215,17 +215,23 @@ def of_shares(x: Tensor, region: FieldRegion) -> Tensor:
 
     loss = (x * x.full_tensor().mean()).sum()     each rank has a share of the mean's gradient
     """
+    if not is_made_whole(x):
+        return x
+    dims = tuple(d for axis in region.axes for d in region.layout.shard_dims(axis))
+    return invariant_to_replicate(x, dims, region.layout.bound)
+
+
+def is_made_whole(x: Tensor) -> bool:
+    """True of a plain tensor made of `full_tensor`, whose gradient is whole on every rank."""
     nodes, seen = [x.grad_fn], set[Any]()
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen or function_of_node(node) is Sum:
-            continue
-        seen.add(node)
         if function_of_node(node) is _Full:
-            dims = tuple(d for axis in region.axes for d in region.layout.shard_dims(axis))
-            return invariant_to_replicate(x, dims, region.layout.bound)
-        nodes += [inner for inner, _ in node.next_functions]
-    return x
+            return True
+        if node is not None and node not in seen and function_of_node(node) is not Sum:
+            seen.add(node)
+            nodes += [inner for inner, _ in node.next_functions]
+    return False
 
 
 def entered(x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
@@ -281,6 +287,7 @@ __all__ = [
     "entered",
     "gathered_chunks",
     "gathered_dim",
+    "is_made_whole",
     "of_shares",
     "own_part",
     "placed_like",

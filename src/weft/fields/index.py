@@ -17,6 +17,7 @@ from .field import Field, settled
 from .place import FieldRegion
 from .registry import (
     Direct,
+    NoRule,
     Part,
     Recipe,
     both,
@@ -208,7 +209,7 @@ def _at_mask(x: Tensor, mask: Tensor) -> Field:
 @direct(Tensor.__setitem__)
 def setitem(x: Tensor, index: Any, value: Any) -> None:
     if not isinstance(x, Field):
-        raise UnsupportedError(
+        raise NoRule(
             "torch's __setitem__ writes a weft.Field into a plain tensor, or at an index that is a"
             " field, which every rank has whole; write into a field of the same layout"
         )
@@ -281,6 +282,9 @@ def _into(
         value = look.local(value)
     if not nothing:
         x._local[where] = value
+    elif isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        # Gradients pass on every rank, or others wait for this one in their backward pass.
+        x._local.add_(value.reshape(-1)[:0].sum())
     x._trail = hash((x._trail, look.trail))
 
 

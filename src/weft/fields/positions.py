@@ -132,7 +132,10 @@ def _new(name: str) -> None:
             size = args[0] if len(args) == 1 and not isinstance(args[0], int) else args
         elif has_value:
             rest = args
-        size = [size] if isinstance(size, int) else [int(n) for n in size]
+        size = [size] if isinstance(size, int) else size
+        if any(isinstance(n, Part) for n in size):
+            raise refused(f"{name} of sizes that are tensors", x)
+        size = [int(n) for n in size]
         dims = _like(x.dims, size)
         shape = [x.region.local_size(dim) for dim in dims]
         return on_locals(of, (x, shape, *rest), dims, None, kwargs)

@@ -474,7 +474,7 @@ class KeptRecipe:
         return x
 
     def _field(self, t: Any, at: int, locals_: list, tensors: list, trail: int) -> Any:
-        if not isinstance(t, Tensor):
+        if not isinstance(t, Tensor) or (self.recipe.out is None and any(t is x for x in tensors)):
             return t
         if self.recipe.out is not None and at >= len(self.places):
             raise NoRule(f"{self.name}: its rule has no place for result {at}")

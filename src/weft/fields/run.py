@@ -278,9 +278,7 @@ def _in_place(
     """A function in place: on the local tensor of positions alone, else its result is written."""
     x = args[0] if args and isinstance(args[0], Part) else None
     if x is None or not x.is_field:
-        raise UnsupportedError(
-            f"{name} writes a weft.Field into a plain tensor, which every rank has whole"
-        )
+        raise NoRule(f"{name} writes a weft.Field into a plain tensor, which every rank has whole")
     if other in POSITIONWISE or other is func:
         goals = tail_goals(parts[1:], x.dims)
         for p in parts[1:]:
@@ -310,18 +308,14 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
                 " numbers; fallback='refuse' refuses it",
                 stacklevel=2,
             )
-        if not writes:
+        if not writes or not parts[0].is_field:
             return inner.run(t)
         t = [t[0].clone(), *t[1:]]
         inner.run(t)
         return t[0]
 
-    if not writes:
+    if not writes or not parts[0].is_field:  # a plain tensor is written whole, on every rank
         return Recipe(run, None, goals, draws=draws)
-    if not parts[0].is_field or args[0] is not parts[0]:
-        raise UnsupportedError(
-            f"{name} writes a weft.Field into a plain tensor, which every rank has whole"
-        )
     return Recipe(run, goals[0], goals, writes=True, draws=draws)
 
 

@@ -46,6 +46,8 @@ from .registry import (
 
 def sizes_of(given: tuple) -> list[int]:
     """Sizes given one by one, or together."""
+    if found := next(parts_in(*given), None):
+        raise refused("a view of sizes that are tensors", found)
     together = len(given) == 1 and not isinstance(given[0], int)
     return [int(n) for n in (given[0] if together else given)]
 
