@@ -342,6 +342,7 @@ BUDGET = {
     "src/weft_models": 6_830,
     "src/weft_integrations": 8_580,
     "src/weft_planner": 3_390,
+    "src/weft_proof": 1_130,
     "src/weft_cli": 3_930,
     "tests": 44_890,
     "benchmarks": 9_200,
