@@ -37,9 +37,9 @@ import torch
 import weft
 from weft.launch import launcher
 from weft.masks.names import mask_named
-from weft.proof.symbolic import prove
 from weft.testing import Report, standard_cases
 from weft.testing.cases import Case
+from weft_proof.symbolic import prove
 
 from .common import RESULTS, table
 from .elastic import elastic

@@ -61,7 +61,7 @@ OPTIONAL = {
 }
 
 
-PACKAGES = ("weft", "weft_models", "weft_integrations", "weft_planner", "weft_cli")
+PACKAGES = ("weft", "weft_models", "weft_integrations", "weft_planner", "weft_proof", "weft_cli")
 
 
 def modules() -> list[str]:

@@ -28,10 +28,10 @@ from weft.inspect.timeline import from_plans
 from weft.plan.order import count
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
-from weft.proof.symbolic import prove
 from weft.runtime import tile_run
 from weft.testing.check import Comparison
 from weft_cli.inspect.tables import comparisons_table
+from weft_proof.symbolic import prove
 
 MASKS = {
     "full": weft.Full(),
@@ -162,7 +162,7 @@ def test_ranks_with_uneven_batches_run_what_is_planned(mask, monkeypatch):
     # lengths of single sequences are asked for, and so all ranks know all batches
     assert (ran[0, False] == ran[4, False]) == (mask == "padding")
     assert all(claim.ok for claim in prove(layout, asked))
-    monkeypatch.setattr("weft.proof.representatives.FEW_BLOCKS", 10)
+    monkeypatch.setattr("weft_proof.representatives.FEW_BLOCKS", 10)
     if mask == "causal":  # some ranks would stand for others
         with pytest.raises(UnsupportedError, match=r"batch of 3 run other programs; .* divides"):
             prove(layout, asked)

@@ -1691,7 +1691,7 @@ def _other_seeds(rank):
     model = build("gpt2").train()
     model.transformer.drop.p = 0.5
     torch.manual_seed(rank)
-    with pytest.raises(ShapeError, match="one seed"):
+    with pytest.raises(ShapeError, match="must be the same on every rank"):
         parallelize(model, layout)(input_ids=IDS, labels=IDS)
 
 

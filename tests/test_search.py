@@ -21,13 +21,13 @@ from weft import Causal, DeclarationError, Documents, Full, Layout, UnsupportedE
 from weft.declare.hardware import Hardware
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
-from weft.proof.symbolic import prove
 from weft.testing.cases import Case
 from weft_planner import reasons
 from weft_planner.candidates import Refused, candidates, factorisations, level_sizes
 from weft_planner.flow import one_node, replayed
 from weft_planner.lower_bound import kv_repeat, link_seconds
 from weft_planner.search import SAME, Choice, Search
+from weft_proof.symbolic import prove
 
 
 def call(tokens=4096, heads=16, kv_heads=4, batch=1, mask=None, head_dim=64) -> Problem:

@@ -32,8 +32,8 @@ from weft.plan.order import Span, ascending, count
 from weft.plan.predict import forecast_of, plan_for, plans_for
 from weft.plan.problem import Problem
 from weft.plan.seen import _interleaved
-from weft.proof.symbolic import prove
-from weft.proof.takes import seen_defects
+from weft_proof.symbolic import prove
+from weft_proof.takes import seen_defects
 
 SINKS = FirstKeys(2) | Causal(window=3)
 

@@ -16,11 +16,11 @@ from weft.declare.hardware import Hardware
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.plan.order import chunk_sizes, shard_sizes
 from weft.plan.problem import Problem
-from weft.proof.symbolic import prove
 from weft_models.models import ModelSpec
 from weft_models.train import fit
 from weft_planner.flow import replayed
 from weft_planner.shares import choose_shares
+from weft_proof.symbolic import prove
 
 
 def shared(line: str, **share: tuple[float, ...]) -> Layout:

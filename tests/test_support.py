@@ -13,10 +13,11 @@ from torch import Tensor
 import weft
 from weft.comm import Transport, run_threads
 from weft.errors import UnsupportedError
-from weft.kernels import Request, named, support
+from weft.kernels import Request, named
 from weft.kernels.cpu_flash import CpuFlash
-from weft.kernels.support import COLUMNS, FEATURES, Column, Feature
 from weft.layout import Layout
+from weft_cli.inspect import support
+from weft_cli.inspect.support import COLUMNS, FEATURES, Column, Feature
 
 BATCH, HEADS, LENGTH, DIM = 2, 4, 13, 8
 DIMS = {"batch": 0, "heads": 1, "tokens": 2}

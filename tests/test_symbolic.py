@@ -12,14 +12,6 @@ import weft
 from benchmarks.fuzz import run_command
 from weft import Layout
 from weft.carry.fragments import Fragments, by_heads, fragments
-from weft.carry.proof import (
-    chain_defects,
-    composition_defects,
-    halo_defects,
-    move_defects,
-    place_defects,
-    prove_states,
-)
 from weft.choice import ChoiceKind
 from weft.masks.names import MASKS, mask_named
 from weft.plan import plan as plan_module
@@ -27,14 +19,22 @@ from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
 from weft.plan.tiles import KernelCall, Kind
-from weft.proof import choices as choice_proof
-from weft.proof import representatives, symbolic
-from weft.proof.coverage import count_visible, tile_defects, visible_ranges
-from weft.proof.flow import program_defects
-from weft.proof.rendezvous import rendezvous
-from weft.proof.representatives import covering
 from weft.relayout.plan import placement, plan_redistribution
 from weft.relayout.windows import Wanted
+from weft_proof import choices as choice_proof
+from weft_proof import representatives, symbolic
+from weft_proof.coverage import count_visible, tile_defects, visible_ranges
+from weft_proof.flow import program_defects
+from weft_proof.rendezvous import rendezvous
+from weft_proof.representatives import covering
+from weft_proof.states import (
+    chain_defects,
+    composition_defects,
+    halo_defects,
+    move_defects,
+    place_defects,
+    prove_states,
+)
 
 LINES = (
     "tokens: ring=4",

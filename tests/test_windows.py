@@ -14,9 +14,9 @@ from torch import Tensor
 import weft
 from weft import Layout, ShapeError, UnsupportedError
 from weft.plan.order import Span
-from weft.proof.takes import take_defects
-from weft.relayout.proof import prove_windows, window_defects
 from weft.relayout.windows import Wanted, Windows, bordered, plan_ranges
+from weft_proof.takes import take_defects
+from weft_proof.windows import prove_windows, window_defects
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 PAD_MODES = {"zeros": "constant", "circular": "circular", "reflect": "reflect"}

@@ -10,7 +10,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 #: The packages of this distribution: the engine, and those that stand beside it.
-PACKAGES = ("weft", "weft_models", "weft_integrations", "weft_planner", "weft_cli")
+PACKAGES = ("weft", "weft_models", "weft_integrations", "weft_planner", "weft_proof", "weft_cli")
 #: Modules of `weft` that are others by another name: `weft.train` is `weft_models.train`.
 MODULES = {name: f"weft_models.{name}" for name in ("models", "pair", "routing", "tables", "train")}
 #: Names of `weft`, and the modules that define them.

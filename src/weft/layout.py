@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ._compile import Traceable
 from ._torch import averaged_over, in_local_tensor_mode, is_fake, outside_graphs
-from .comm import Alone, ProcessTransport, Transport, collectives
+from .comm import Alone, ProcessTransport, Transport, collectives, step_check
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
@@ -105,6 +105,8 @@ class Layout(LayoutDeclaration, Traceable):
     def __post_init__(self) -> None:
         if not self.mesh and self.transport is None:
             object.__setattr__(self, "transport", Alone())
+        if self.transport is not None:
+            step_check.is_on()  # from the first forward pass on
 
     def __eq__(self, other: object) -> bool:
         same = LayoutDeclaration.__eq__(self, other)
@@ -598,6 +600,8 @@ class Layout(LayoutDeclaration, Traceable):
         tensor([0, 1, 2, 3])
         """
         self._check_axes(dims, x.dim(), keys)
+        if step_check.is_on():
+            step_check.note(x, dims, sum((self._dims(a, a in keys) for a in dims), ()), self.bound)
         for axis, dim in dims.items():
             if axis == HEADS:
                 self.check_heads("heads", x.shape[dim])

@@ -6,7 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from .._digest import number_of
 from ..declare.mesh import coordinates
 from ..errors import ShapeError
 from . import Transport
+
+T = TypeVar("T")
 
 #: What a rank is doing, for ranks that do something else.
 _CALL = "a comparison of a model's parameters (sync_gradients or weft.data_parallel)"
@@ -58,13 +60,20 @@ def _compare_shapes(
     if same_along(text, dims, transport):
         return
     lists = {rank: json.loads(t) for rank, t in transport.all_gather_text(text).items()}
-    columns: dict[tuple, dict[int, list[str]]] = {}
-    for rank, texts in lists.items():
+    for descriptions in columns(lists, dims, transport):
+        _raise_first(descriptions, f"along mesh dims {', '.join(dims)}", transport)
+
+
+def columns(
+    values: Mapping[int, T], dims: Sequence[str], transport: Transport
+) -> list[dict[int, T]]:
+    """Values of ranks, apart by what they do not differ in along mesh dims alone."""
+    found: dict[tuple, dict[int, T]] = {}
+    for rank, value in values.items():
         place = coordinates(transport.sizes, rank)
         column = tuple(at for dim, at in place.items() if dim not in dims)
-        columns.setdefault(column, {})[rank] = texts
-    for descriptions in columns.values():
-        _raise_first(descriptions, f"along mesh dims {', '.join(dims)}", transport)
+        found.setdefault(column, {})[rank] = value
+    return [*found.values()]
 
 
 def same_along(text: str, dims: Sequence[str], transport: Transport, everywhere: str = "") -> bool:

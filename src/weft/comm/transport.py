@@ -9,7 +9,7 @@ import json
 import math
 import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -151,6 +151,8 @@ class Transport(abc.ABC):
         self.deferred: Any = None
         #: batches of all ranks, and of how many samples their biases are, by the shape of a call
         self.batches: OrderedDict[tuple, tuple[tuple[int, ...], tuple[int, ...]]] = OrderedDict()
+        #: in steps that are checked: what ranks took their parts of, with mesh dims and digests
+        self.split: deque[tuple[tuple[str, ...], str, Tensor]] = deque(maxlen=4096)
         #: what masks that are functions let be seen, by value
         self.slices: OrderedDict[tuple, Any] = OrderedDict()
         #: kinds of passes that ranks agreed on, the latest last

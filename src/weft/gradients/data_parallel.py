@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import active_ddp, ignored_by_ddp, one_dim
+from ..comm import step_check
 from ..comm.consistency import compare_names, compare_weights
 from ..declare.layout_file import HEADS
 from ..errors import DeclarationError, ShapeError, UnsupportedError
@@ -99,6 +101,13 @@ def data_parallel(
         parameters = dict(model.named_parameters())
         compare_names(parameters, layout.bound)
         compare_weights(parameters, alike, layout.bound)
+        if step_check.is_on():  # of the step before, as torch sums gradients in this one's backward
+
+            def check(model: nn.Module, _: tuple) -> None:
+                if model.training and torch.is_grad_enabled():
+                    step_check.compare(dict(model.named_parameters()), alike, layout.bound)
+
+            model.register_forward_pre_hook(check, prepend=True)
     dims = layout.device_dims(layout.data_dims)
     assert layout.device_mesh is not None
     mesh = one_dim(layout.device_mesh, dims, f"weft_{'_'.join(dims)}")

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch import active_ddp, is_fsdp, version
 from .._uploads import download
-from ..comm import Transport
+from ..comm import Transport, step_check
 from ..comm.consistency import (
     compare_names,
     compare_weights,
@@ -128,6 +128,8 @@ def sync(
         return
     _refuse_summed(parameters)
     compare_names(everything, transport)
+    if step_check.is_on() and not transport.fake:
+        step_check.compare(everything, same_dims, transport)
     if not parameters:
         return
     _add_up_partial(parameters, dims, transport)

@@ -112,7 +112,7 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Kernel(abc.ABC):
-    """One kernel family. `refuses` is its capability table; `weft.kernels.support` prints it.
+    """One kernel family. `refuses` is its capability table; `weft list --support` prints it.
 
     Tensors come with any strides: expanded, overlapping, sliced, empty. A kernel that reads memory
     in fewer ways copies what it cannot read (`readable`), and nothing else.

@@ -12,7 +12,6 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from weft.carry.proof import prove_states
 from weft.choice import ChoiceKind
 from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
@@ -22,13 +21,14 @@ from weft.inspect.timeline import Timeline
 from weft.launch import launcher as launch
 from weft.layout import Layout
 from weft.plan.predict import plan_for
-from weft.proof.symbolic import prove
-from weft.relayout.proof import prove_windows
 from weft.testing.cases import Case
 from weft.testing.check import Comparison, attend_once, check_rank
 from weft_models.routing.check import attend_routed_once, check_routed_rank
 from weft_models.routing.check import refuse_early as refuse_routed_early
 from weft_models.routing.geometry import is_routed
+from weft_proof.states import prove_states
+from weft_proof.symbolic import prove
+from weft_proof.windows import prove_windows
 
 from ..inspect import tables
 from ..inspect.printer import console, still_here, wrote

@@ -10,9 +10,9 @@ import typer
 from weft.declare import catalog
 from weft.declare.hardware import Hardware
 from weft.declare.strategy import Strategy
-from weft.kernels import support as kernel_support
 from weft.layout import Layout
 from weft.masks.names import MASKS
+from weft_cli.inspect import support as kernel_support
 
 from ..inspect.printer import print_table
 

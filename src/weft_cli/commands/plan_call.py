@@ -90,9 +90,7 @@ def call(
 
     if "," in tokens:
         if write or html:
-            raise ShapeError(
-                f"--tokens {shown(tokens)}: --write and --html are for one length"
-            )
+            raise ShapeError(f"--tokens {shown(tokens)}: --write and --html are for one length")
         lengths, weights = _weighted(tokens)
         _print_lengths([search_of(length) for length in lengths], weights)
         return

@@ -16,10 +16,10 @@ from weft.inspect import words
 from weft.layout import Layout
 from weft.plan.predict import Forecast
 from weft.plan.problem import LocalProblem
-from weft.proof.symbolic import Claim
 from weft.relayout.plan import placement, plan_redistribution
 from weft.relayout.windows import TakePass, Windows
 from weft.testing.check import Comparison
+from weft_proof.symbolic import Claim
 
 from .printer import table, verdict
 

@@ -6,12 +6,13 @@ import itertools
 from collections.abc import Iterator
 from itertools import pairwise
 
-from ..errors import ShapeError
-from ..layout import Layout
-from ..plan.order import count, each_position, shard_spans
-from ..proof.symbolic import Claim
-from ..proof.takes import take_defects
-from .windows import BORDERS, Windows, plan_ranges
+from weft.errors import ShapeError
+from weft.layout import Layout
+from weft.plan.order import count, each_position, shard_spans
+from weft.relayout.windows import BORDERS, Windows, plan_ranges
+
+from .symbolic import Claim
+from .takes import take_defects
 
 #: Windows that models have, as (kernel, stride, (before, after), dilation), and one that is wider
 #: than some ranks' chunks.

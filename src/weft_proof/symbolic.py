@@ -7,7 +7,7 @@ that cannot deadlock even if every send waits for its receive; memory stays in i
 The proof has three parts.
 
 1. *The program.* All ranks that have equally many sequences run the same steps and number chunks
-   from their own, so one walk is a proof for all of them (`weft.proof.flow`). That a block (i, j)
+   from their own, so one walk is a proof for all of them (`weft_proof.flow`). That a block (i, j)
    of some rank is the only one that pairs its owners follows from the numbering: queries and keys
    travel along different mesh dims, so the rank's coordinate along a dim is that of the keys' owner
    where queries travel and that of the queries' owner where keys do, and i and j are the
@@ -16,12 +16,12 @@ The proof has three parts.
    all-to-alls cut and join is the same on both ends; programs of ranks that have equally many
    sequences are equal.
 3. *The blocks.* A rank's kernel calls compute exactly those scores of a block that the mask allows
-   (`weft.proof.coverage`). Where keys come by halo, every key that a query sees is in one of its
-   blocks (`weft.proof.takes`). Where queries choose keys, whichever they choose, calls are cut to
-   the rows of numbers of their own queries (`weft.proof.choices`).
+   (`weft_proof.coverage`). Where keys come by halo, every key that a query sees is in one of its
+   blocks (`weft_proof.takes`). Where queries choose keys, whichever they choose, calls are cut to
+   the rows of numbers of their own queries (`weft_proof.choices`).
 
 Parts 2 and 3 look at every rank where that is `FEW_BLOCKS` blocks or fewer. Beyond, part 3 looks at
-ranks whose blocks are, up to symmetry, all blocks there are (`weft.proof.representatives`). Two
+ranks whose blocks are, up to symmetry, all blocks there are (`weft_proof.representatives`). Two
 blocks are the same up to symmetry if their chunks, in order of position, have the same lengths and
 steps, are adjacent or not, and each part of the one's queries sees each part of its keys
 as the other's does: no mask of these asks more of positions
@@ -37,16 +37,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ..declare.mesh import coordinates, rank_at
-from ..errors import UnsupportedError
-from ..layout import Layout
-from ..plan.memory import MemoryBound, memory_bound
-from ..plan.order import Spans, count
-from ..plan.plan import Pass, Plan
-from ..plan.predict import Forecast, forecast_of, plans_for
-from ..plan.problem import Problem
-from ..plan.replay import live_chunks
-from ..plan.resharding import Resharding
+from weft.declare.mesh import coordinates, rank_at
+from weft.errors import UnsupportedError
+from weft.layout import Layout
+from weft.plan.memory import MemoryBound, memory_bound
+from weft.plan.order import Spans, count
+from weft.plan.plan import Pass, Plan
+from weft.plan.predict import Forecast, forecast_of, plans_for
+from weft.plan.problem import Problem
+from weft.plan.replay import live_chunks
+from weft.plan.resharding import Resharding
+
 from .choices import moved_row_defects, uncut_calls
 from .coverage import tile_defects
 from .flow import program_defects

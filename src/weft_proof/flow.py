@@ -11,8 +11,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 
-from ..plan.program import CHUNKS, MovingDims, Program, Transfer
-from ..plan.sides import Side
+from weft.plan.program import CHUNKS, MovingDims, Program, Transfer
+from weft.plan.sides import Side
 
 Offset = tuple[int, ...]  # of a rank from the one at hand, per mesh dim along which chunks travel
 

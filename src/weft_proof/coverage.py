@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UnsupportedError
-from ..masks import (
+from weft.errors import UnsupportedError
+from weft.masks import (
     And,
     Boxes,
     Causal,
@@ -26,11 +26,11 @@ from ..masks import (
     Or,
     Window,
 )
-from ..plan.order import Span, Spans, cut_spans
-from ..plan.plan import MaskRun, Pass
-from ..plan.program import Block
-from ..plan.sides import Side
-from ..plan.tiles import KernelCall, Kind
+from weft.plan.order import Span, Spans, cut_spans
+from weft.plan.plan import MaskRun, Pass
+from weft.plan.program import Block
+from weft.plan.sides import Side
+from weft.plan.tiles import KernelCall, Kind
 
 #: Further than any position.
 FAR = 1 << 60

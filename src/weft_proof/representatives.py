@@ -16,13 +16,13 @@ from typing import cast
 
 import numpy as np
 
-from ..declare.mesh import coordinates
-from ..errors import UnsupportedError
-from ..layout import Layout
-from ..masks import And, Causal, Documents, Full, Mask, Window
-from ..plan.order import Spans
-from ..plan.plan import Pass, Plan
-from ..plan.program import MovingDim
+from weft.declare.mesh import coordinates
+from weft.errors import UnsupportedError
+from weft.layout import Layout
+from weft.masks import And, Causal, Documents, Full, Mask, Window
+from weft.plan.order import Spans
+from weft.plan.plan import Pass, Plan
+from weft.plan.program import MovingDim
 
 #: Up to so many blocks of all ranks, each is looked at.
 FEW_BLOCKS = 20_000

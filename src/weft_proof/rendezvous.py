@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence, Sized
 
-from ..layout import Layout
-from ..plan.memory import payload_bytes
-from ..plan.plan import Pass
-from ..plan.program import Transfer
+from weft.layout import Layout
+from weft.plan.memory import payload_bytes
+from weft.plan.plan import Pass
+from weft.plan.program import Transfer
 
 #: Up to so many ranks, messages are matched rank by rank.
 FEW_RANKS = 64

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ..declare.mesh import coordinates, index_at, places
-from ..plan.order import Span, count, each_position
-from ..plan.plan import Pass, Plan
-from ..plan.sides import Side
-from ..relayout.windows import Wanted
+from weft.declare.mesh import coordinates, index_at, places
+from weft.plan.order import Span, count, each_position
+from weft.plan.plan import Pass, Plan
+from weft.plan.sides import Side
+from weft.relayout.windows import Wanted
+
 from .coverage import count_visible, positions_of, visible_ranges
 
 #: Up to so many chunks all are looked at; of more, some that stand for the others.

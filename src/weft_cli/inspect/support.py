@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from . import KERNELS, named, refusal_of
-from .base import Request
+from weft.kernels import KERNELS, named, refusal_of
+from weft.kernels.base import Request
 
 
 @dataclass(frozen=True)

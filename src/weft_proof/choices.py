@@ -2,7 +2,7 @@
 
 A choice is a relation of queries to keys: any set of pairs, a row of numbers per query. A kernel
 call computes the pairs of its rectangle that the mask allows and its rows of numbers name, and
-`weft.proof.coverage` proves that each visible pair is in one call. So each chosen pair is computed
+`weft_proof.coverage` proves that each visible pair is in one call. So each chosen pair is computed
 once if, on every rank,
 
 1. the rows of numbers that come to its tile are those of the tile's queries, in their order;
@@ -15,13 +15,14 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from ..declare.mesh import places
-from ..plan.choices import row_moves
-from ..plan.order import cut_spans
-from ..plan.plan import BlockPlan, Pass, Plan
-from ..plan.sides import Side
-from ..plan.steps import rows_by_chunk
-from ..plan.tiles import Kind
+from weft.declare.mesh import places
+from weft.plan.choices import row_moves
+from weft.plan.order import cut_spans
+from weft.plan.plan import BlockPlan, Pass, Plan
+from weft.plan.sides import Side
+from weft.plan.steps import rows_by_chunk
+from weft.plan.tiles import Kind
+
 from .coverage import positions_of
 
 

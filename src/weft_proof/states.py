@@ -13,17 +13,18 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from ..declare.layout_file import HEADS
-from ..declare.mesh import coordinates, index_at
-from ..layout import Layout
-from ..masks import Documents
-from ..plan.order import Span, join
-from ..proof.rendezvous import Wait, stuck_ranks
-from ..proof.symbolic import Claim
-from ..proof.takes import take_defects
-from ..relayout.plan import Placed, Redistribution, placement, plan_redistribution
-from ..relayout.windows import Windows
-from .fragments import Fragments, by_heads, fragments
+from weft.carry.fragments import Fragments, by_heads, fragments
+from weft.declare.layout_file import HEADS
+from weft.declare.mesh import coordinates, index_at
+from weft.layout import Layout
+from weft.masks import Documents
+from weft.plan.order import Span, join
+from weft.relayout.plan import Placed, Redistribution, placement, plan_redistribution
+from weft.relayout.windows import Windows
+
+from .rendezvous import Wait, stuck_ranks
+from .symbolic import Claim
+from .takes import take_defects
 
 #: Chunks of an axis that are looked at one by one; of more nothing is claimed.
 MOST_CHUNKS = 64
