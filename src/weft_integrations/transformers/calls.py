@@ -553,7 +553,10 @@ class Calls:
         return output.to_tuple() if call.as_tuple else output
 
     def handed_out(self, value: Any) -> Any:
-        """An output, or those in it: fields without parts are plain tensors, on every rank."""
+        """An output, or those in it: fields without parts are plain tensors, on every rank.
+
+        Within `generate` all are: of logits of tokens that are guessed it makes its next call.
+        """
         if isinstance(value, MutableMapping):
             for name in list(value):
                 value[name] = self.handed_out(value[name])
@@ -562,7 +565,7 @@ class Calls:
             return type(value)(map(self.handed_out, value))
         if not isinstance(value, Field):
             return value
-        if value._place.is_split:
+        if value._place.is_split and not self.generating:
             value._region.watch = self._met
             if value.requires_grad and value._local.grad_fn is not None:
                 value._local.register_hook(self.entered.begin)
