@@ -26,6 +26,7 @@ from benchmarks import families
 from weft import ChosenKeys, Layout
 from weft._torch import fake_ranks
 from weft.errors import UnsupportedError
+from weft.fields import own_chunk
 from weft.plan.program import Payload
 from weft.runtime import executor
 from weft_integrations import common
@@ -524,9 +525,9 @@ def no_columns(pieces, x, columns, dim):
     return [x.new_zeros(shape) + 0 * x.sum() for _ in pieces.pieces]
 
 
-def of_pages(module, tokens, blocks):
+def of_pages(module, axis, tokens, blocks):
     """Pages of four keys, of each of which a key was chosen."""
-    return None if tokens is None else ChosenKeys(tokens.unsqueeze(1) // 4, 4, check=False)
+    return ChosenKeys(own_chunk(tokens, axis, 1).unsqueeze(1) // 4, 4, check=False)
 
 
 def a_window_early(bias, count, rows):

@@ -230,36 +230,6 @@ def test_adapters_with_dropout_send_keys(two):
         assert dropped > without
 
 
-@pytest.mark.slow
-def test_compiled_attention_is_one_graph_and_sends_keys():
-    stock, ids, graphs = made("deepseek_v3", torch.float32), tokens(32), []
-    wanted = stock(input_ids=ids, labels=ids).loss.detach()
-    torch._dynamo.reset()
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    def rank(layout, travel):
-        model = weft.parallelize(copy.deepcopy(stock), layout, latents=travel)
-        for layer in model.model.layers:
-            layer.self_attn.compile(fullgraph=True, backend=backend)
-        with weft.traffic() as moved:
-            loss = model(input_ids=ids, labels=ids).loss
-            loss.backward()
-        return loss.detach(), moved.by_tensor()
-
-    line = "tokens(zigzag): ring=2"
-    both = [
-        weft.on_threads(Layout.parse(line), rank, travel, timeout=120)[0]
-        for travel in ("latents", "keys")
-    ]
-    torch._dynamo.reset()
-    assert len(graphs) == 4  # one per rank and choice: the layers are alike
-    assert all(abs(loss - wanted) < 1e-5 for loss, _ in both)
-    assert both[0][1] == both[1][1]
-
-
 def test_generation_caches_latents_as_before():
     model = made("deepseek_v3", torch.float32).eval()
     ids, options = tokens(40), {"max_new_tokens": 3, "do_sample": False}

@@ -410,27 +410,3 @@ def test_torch_averages_gradients_of_both_stacks(two, family):
     for loss, logits, (grads, name) in two.run(_trains, family, timeout=240):
         assert max(loss, logits) < FP64
         assert grads < FP64, name
-
-
-def _drops(rank):
-    """The places that the first and last layers of both stacks drop, and the next number."""
-    model, kept = built("t5").train(), []
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.5
-    for part in (model.encoder, model.decoder):
-        part.dropout.register_forward_hook(
-            lambda module, args, out: kept.append((out == 0).tolist())
-        )
-    own = parallelize(model, _layout())
-    torch.manual_seed(7)
-    own(**example("t5", 16, 16))  # as many on every rank
-    return kept, torch.rand(()).item()
-
-
-@pytest.mark.slow
-def test_ranks_drop_their_own_activations(two):
-    (one, after), (other, later) = two.run(_drops)
-    assert after == later
-    assert len(one) == len(other) == 4
-    assert all(a != b for a, b in zip(one, other))
