@@ -54,11 +54,19 @@ def with_padded_labels(call):
     return call | {"decoder_attention_mask": seen}
 
 
+def with_two_masks(call):
+    """Masks that differ in places of one rank alone."""
+    call["attention_mask"][1, -6:-3] = 1
+    return with_padded_labels(call)
+
+
 CALLS = {
     # As many keys as queries: sizes do not tell cross-attention from attention to themselves.
     "as many keys as queries": ("t5", LAYOUTS[0], example("t5", 17, 17)),
     "few keys": ("bart", LAYOUTS[1], example("bart", 11, 23)),
     "padding on the left": ("umt5", LAYOUTS[0], example("umt5", left=True)),
+    # A rank of which both masks are the same, and one of which they are not.
+    "two masks of one length": ("t5", LAYOUTS[0], with_two_masks(example("t5", 17, 17))),
     "padding of the decoder": ("bart", LAYOUTS[0], with_padded_labels(example("bart"))),
     "ids of the decoder": (
         "t5",

@@ -461,9 +461,12 @@ class Calls:
         if self.rotates and kwargs.get("position_ids") is None and x is not None:
             positions = torch.arange(past, past + call.length, device=x.device)[None]
             made["position_ids"] = self._field(call, "position_ids", positions)
-        mask, padding = made.get("attention_mask"), call.facts.padding
-        if isinstance(mask, Field) and padding is None:
-            call.paddings.append((mask._local.bool(), None))
+        names = "attention_mask", "decoder_attention_mask"
+        masks = [n for n in names if kwargs.get(n) is not None]
+        call.unpadded = masks == ["attention_mask"] and call.facts.padding is None
+        for name in masks:
+            if isinstance(made[name], Field):
+                made[name]._trail = number_of(name)
         return made
 
     def _field(self, call: ModelCall, name: str, value: Any) -> Any:

@@ -153,6 +153,9 @@ def attend(
     where: Any = attention_mask
     if where is None:
         where = _without_mask(call, module, query, key, is_causal, sliding_window)
+    if isinstance(where, Field) and where.dim() == 4 and where.shape[1:3] == (1, 1):
+        lengths = query.shape[2], key.shape[2]
+        where = call.sharded(Full(), lengths, call.padding_of(where[:, 0, 0]))
     choice = _choice(module, call.axis, indices, block_indices)
     weights = None
     if isinstance(where, Weighed):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from weft.carry.pieces import LocalPieces
 from weft.choice import ChosenKeys
-from weft.errors import DeclarationError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.fields import Field, WholeReport
 from weft.layout import Layout
 from weft.masks import Documents, Mask
@@ -27,6 +27,8 @@ from .mark import Mark, OfCache, Sharded
 
 #: Scores (rows, heads, keys) of an indexer that exist at once.
 AT_ONCE = 1 << 26
+#: What is added to scores of keys that nobody sees, in any dtype, at most.
+_HIDES = torch.finfo(torch.float16).min
 
 
 @dataclass
@@ -59,8 +61,9 @@ class ModelCall:
     made_mask: Mark | None = None  # that the model made ahead of its decoder
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     conclude: Callable[[], None] | None = None  # compares what a GPU makes, when all is launched
-    #: masks of padding, by the tensor that the model has of it
-    paddings: list[tuple[Tensor, Mask | None]] = field(default_factory=list)
+    unpadded: bool = False  # masks that the caller gave leave nothing out
+    #: masks of padding, by how the field that the model has of it was made
+    paddings: dict[tuple[int, torch.Size], Mask | None] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -82,15 +85,23 @@ class ModelCall:
         return f"{self.replicated or self.unsplit or ('whole' if self.held else 'split')}{cached}"
 
     def padding_of(self, mask: Tensor) -> Mask | None:
-        """The mask of keys of a tensor (b, m) that says which are no padding; None: all are."""
-        local = mask._local if isinstance(mask, Field) else mask
-        for known, found in self.paddings:
-            if known.shape == local.shape and torch.equal(known, local.bool()):
-                return found
-        whole = mask.full_tensor() if isinstance(mask, Field) else mask
-        found = padding_mask(whole)
-        self.paddings.append((local.bool(), found))
-        return found
+        """The mask of keys of a tensor (b, m) that says which are no padding; None: all are.
+
+        One of numbers is added to scores. Ranks gather a field at the same times: it is known by how it was made.
+        """
+        if not isinstance(mask, Field):
+            return padding_mask(mask)
+        if self.unpadded and mask._local.bool().all():
+            return None
+        made = mask._trail, mask.shape
+        if made not in self.paddings:
+            seen = mask.full_tensor()
+            if seen.is_floating_point():
+                if not ((seen == 0) | (seen <= _HIDES)).all():
+                    raise UnsupportedError("a mask of padding with numbers other than 0 and -inf")
+                seen = seen == 0
+            self.paddings[made] = padding_mask(seen)
+        return self.paddings[made]
 
     def sharded(
         self,
