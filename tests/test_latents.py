@@ -143,11 +143,9 @@ def test_adapters_of_the_projection_get_their_gradients():
         return change
 
     line = "tokens(zigzag): ring=2"
-    error, moved, grads = compared("deepseek_v3", line, "latents", adapted(0.0))
+    error, _, grads = compared("deepseek_v3", line, "latents", adapted(0.0))
     assert error < 1e-11
     assert any("lora_A" in name for name in grads)
-    _, dropped, _ = compared("deepseek_v3", line, "latents", adapted(0.5))
-    assert dropped["kv"] > moved["kv"]  # a mask of dropout would not be the same again
 
 
 def test_checkpointed_layers_expand_again():
