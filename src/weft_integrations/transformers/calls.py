@@ -47,7 +47,7 @@ from .defaults import (
     put_cache,
     put_features,
 )
-from .facts import OTHER_INPUTS, VARLEN, RowFacts, sees_none, tokens_of
+from .facts import OTHER_INPUTS, VARLEN, RowFacts, padding_mask, sees_none, tokens_of
 from .fused_head import fused_head_by_rows
 from .mark import Mark
 from .parts import base, biases_distances, encodes, rotates, window_of
@@ -462,8 +462,10 @@ class Calls:
             positions = torch.arange(past, past + call.length, device=x.device)[None]
             made["position_ids"] = self._field(call, "position_ids", positions)
         mask, padding = made.get("attention_mask"), call.facts.padding
-        if isinstance(mask, Field) and padding is None:
-            call.paddings.append((mask._local.bool(), None))
+        if isinstance(mask, Field):
+            with contextlib.suppress(UnsupportedError):  # of padding that only a tensor says
+                found = None if padding is None else padding_mask(padding)
+                call.paddings.append((mask._local.bool(), found))
         return made
 
     def _field(self, call: ModelCall, name: str, value: Any) -> Any:

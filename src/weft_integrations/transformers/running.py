@@ -85,7 +85,7 @@ class ModelCall:
         """The mask of keys of a tensor (b, m) that says which are no padding; None: all are."""
         local = mask._local if isinstance(mask, Field) else mask
         for known, found in self.paddings:
-            if known.shape == local.shape and torch.equal(known, local.bool()):
+            if known.shape == local.shape and bool((known == local.bool()).all()):
                 return found
         whole = mask.full_tensor() if isinstance(mask, Field) else mask
         found = padding_mask(whole)
