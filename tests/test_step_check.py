@@ -110,7 +110,7 @@ def _llama(layout, skips):
     model = LlamaForCausalLM(LlamaConfig(**sizes))
     for p in model.parameters():
         nn.init.normal_(p, std=0.1, generator=torch.Generator().manual_seed(p.numel()))
-    weft.parallelize(model, layout, verify=False)
+    weft.parallelize(model, layout)
     ids = torch.arange(32).view(2, 16)
     _steps(model, layout, skips, lambda: model(input_ids=ids, labels=ids).loss)
 

@@ -171,15 +171,6 @@ def test_a_loss_function_that_was_set_is_taken():
     assert_as_one_device(model, {"input_ids": IDS, "labels": IDS})
 
 
-def test_layers_are_dropped_as_on_one_device_or_refused():
-    config = hf.OPTConfig(
-        **{n: v for n, v in SMALL.items() if n != "intermediate_size"},
-        **{"word_embed_proj_dim": 32, "ffn_dim": 48, "layerdrop": 1.0, "dropout": 0.0},
-    )
-    model = build(hf.OPTForCausalLM, config).train()
-    assert_as_one_device(model, {"input_ids": IDS, "labels": IDS})
-
-
 # -- copies ---------------------------------------------------------------------------------------
 
 

@@ -32,6 +32,10 @@ from torch.utils.checkpoint import CheckpointFunction
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+#: torch has no public names for these.
+pytree = torch.utils._pytree
+without_modes = torch.utils._python_dispatch._disable_current_modes
+
 Fn = TypeVar("Fn", bound=Callable)
 Params = ParamSpec("Params")
 Result = TypeVar("Result")

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from .._torch import is_traced
+from .._torch import is_traced, pytree
 from ..errors import DeclarationError, ShapeError, shown
 from ..launch.failures import who
 from . import Transport, alive
@@ -59,7 +58,7 @@ def _look(module: nn.Module, _: Any, output: Any) -> None:
     """Raise where the output of a module has a NaN, the first of this rank in its step."""
     if is_traced() or not torch.is_grad_enabled() or os.environ.get(VARIABLE) != "step":
         return
-    if any(_has_nan(t) for t in tree_leaves(output) if isinstance(t, Tensor)):
+    if any(_has_nan(t) for t in pytree.tree_leaves(output) if isinstance(t, Tensor)):
         where = origin() or type(module).__name__
         ranks = sorted({t.world_ranks[t.rank] for t in alive() if t.size > 1})
         raise ShapeError(

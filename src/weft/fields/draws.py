@@ -18,7 +18,9 @@ def generator_state(name: str, region: FieldRegion, x: Tensor, generator: Any, a
 
     Ranks compare it where they exchange next; where nothing is split (`alone`), at once.
     """
-    bound, module = region.layout.bound, torch.get_device_module(x.device)
+    bound = region.layout.bound
+    if x.is_meta:  # which has no numbers
+        return 0
     if region.axes and isinstance(bound, ThreadTransport):
         raise UnsupportedError(
             f"{name} draws random numbers of weft.Fields: ranks that are threads share torch's"
@@ -27,12 +29,16 @@ def generator_state(name: str, region: FieldRegion, x: Tensor, generator: Any, a
     if generator is not None:
         state = generator.get_state()
     else:
-        state = torch.get_rng_state() if x.device.type == "cpu" else module.get_rng_state(x.device)
+        state = torch.get_rng_state() if x.device.type == "cpu" else _of_device(x)
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).hexdigest()
     if alone:
         dims = tuple(d for axis in region.axes for d in region.layout.shard_dims(axis))
         bound.agree(f"the generator of {name}: give ranks one seed; its state", digest, dims)
     return int(digest, 16)
+
+
+def _of_device(x: Tensor) -> Tensor:
+    return torch.get_device_module(x.device).get_rng_state(x.device)
 
 
 __all__ = ["generator_state"]

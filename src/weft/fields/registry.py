@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .._caching import cached
 from .._digest import number_of
-from .._torch import shares_storage
+from .._torch import shares_storage, without_modes
 from ..errors import UnsupportedError
 from ..runtime.autocast import autocast_is_on
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whole
@@ -344,14 +343,16 @@ def _tried(
 ) -> tuple[list[Any], Any]:
     """Tensors of a device in place of parts, and what a function gives of them."""
     metas: list[Any] = [None] * n
-    with torch.no_grad(), _disable_current_modes():  # which would count this, too
+    with torch.no_grad(), without_modes():  # which would count this, too
         for w in wholes:
             empty = torch.empty_strided(w.shape, w.strides, dtype=w.dtype, device=device)
             metas[w.at] = empty.zero_()
         options = _thawed(kwargs, metas)
         if options.get("device") is not None:
             options["device"] = device
-        return metas, func(*_thawed(args, metas), **options)
+        given = _thawed(args, metas)
+        there = (torch.device(device) if isinstance(a, torch.device) else a for a in given)
+        return metas, func(*there, **options)
 
 
 @cached(8192)

@@ -6,9 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
-from .._torch import fsdp_hooks
+from .._torch import fsdp_hooks, pytree
 from .field import Field
 
 

@@ -47,7 +47,7 @@ from .defaults import (
     put_cache,
     put_features,
 )
-from .facts import OTHER_INPUTS, VARLEN, RowFacts, sees_none, tokens_of
+from .facts import OTHER_INPUTS, VARLEN, RowFacts, padding_mask, sees_none, tokens_of
 from .fused_head import fused_head_by_rows
 from .mark import Mark
 from .parts import base, biases_distances, encodes, rotates, window_of
@@ -463,10 +463,13 @@ class Calls:
             made["position_ids"] = self._field(call, "position_ids", positions)
         names = "attention_mask", "decoder_attention_mask"
         masks = [n for n in names if kwargs.get(n) is not None]
-        call.unpadded = masks == ["attention_mask"] and call.facts.padding is None
         for name in masks:
             if isinstance(made[name], Field):
                 made[name]._trail = number_of(name)
+        if masks == ["attention_mask"] and isinstance(made["attention_mask"], Field):
+            padding, local = call.facts.padding, made["attention_mask"]._local.bool()
+            with contextlib.suppress(UnsupportedError):  # of padding that only a tensor says
+                call.given = local, None if padding is None else padding_mask(padding)
         return made
 
     def _field(self, call: ModelCall, name: str, value: Any) -> Any:

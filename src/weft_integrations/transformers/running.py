@@ -61,7 +61,7 @@ class ModelCall:
     made_mask: Mark | None = None  # that the model made ahead of its decoder
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     conclude: Callable[[], None] | None = None  # compares what a GPU makes, when all is launched
-    unpadded: bool = False  # masks that the caller gave leave nothing out
+    given: tuple[Tensor, Mask | None] | None = None  # this rank's part of the caller's only mask
     #: masks of padding, by how the field that the model has of it was made
     paddings: dict[tuple[int, torch.Size], Mask | None] = field(default_factory=dict)
 
@@ -87,12 +87,16 @@ class ModelCall:
     def padding_of(self, mask: Tensor) -> Mask | None:
         """The mask of keys of a tensor (b, m) that says which are no padding; None: all are.
 
-        One of numbers is added to scores. Ranks gather a field at the same times: it is known by how it was made.
+        One of numbers is added to scores. Ranks gather others than that of the call at the same
+        times: they are known by how they were made.
         """
         if not isinstance(mask, Field):
             return padding_mask(mask)
-        if self.unpadded and mask._local.bool().all():
-            return None
+        local = mask._local
+        if self.given is not None and not local.is_floating_point():
+            known, found = self.given
+            if known.shape == local.shape and bool((known == local.bool()).all()):
+                return found
         made = mask._trail, mask.shape
         if made not in self.paddings:
             seen = mask.full_tensor()
