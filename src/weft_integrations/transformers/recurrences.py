@@ -196,17 +196,9 @@ def delta_rule(stock: Callable) -> Callable:
         return over_heads(state, carried, (query, key, value, g, beta), options=kw), None
 
     def carried(
-        state: Any,
-        query: Any,
-        key: Any,
-        value: Any,
-        g: Any,
-        beta: Any,
-        *,
-        options: Any,
-        last: Any = False,
-        before: Any = None,
+        state: Any, *inputs: Tensor, options: Any, last: Any = False, before: Any = None
     ) -> Any:
+        query, key, value, g, beta = inputs
         kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
         if not last and state.in_chain():
 
@@ -215,11 +207,11 @@ def delta_rule(stock: Callable) -> Callable:
                 return stock(q, k, v, g=decay, beta=rate, **extra, **kw)
 
             zero = value.new_zeros(b, H, K, V, dtype=torch.float32)
-            return state.chain_heads(step, (query, key, value, g, beta), zero)
+            return state.chain_heads(step, inputs, zero)
         exact = query.dtype not in (torch.float16, torch.bfloat16)
         eye = torch.eye(K, dtype=torch.float32, device=key.device).expand(b, H, K, K)
         none = eye.new_zeros(b, H, K, V)
-        parts, outs, maps = state.split(1, query, key, value, g, beta), [], []
+        parts, outs, maps = state.split(1, *inputs), [], []
         for piece, (q, k, v, decay, rate) in zip(state.pieces, parts):
             if piece.begins:
                 extra = {"initial_state": before, "output_final_state": True}
@@ -263,17 +255,9 @@ def mamba2(stock: Callable) -> Callable:
         return over_heads(state, carried, (x, dt, B, C), per_head, options=options)
 
     def carried(
-        state: Any,
-        x: Any,
-        dt: Any,
-        B: Any,
-        C: Any,
-        A: Any,
-        *per_head: Any,
-        options: Any,
-        last: Any = False,
-        before: Any = None,
+        state: Any, *inputs: Tensor, options: Any, last: Any = False, before: Any = None
     ) -> Any:
+        x, dt, B, C, A, *per_head = inputs
         names, chunk_size = options["names"], options["chunk_size"]
         kw = options["kw"] | dict(zip(names, per_head))
         shape = len(x), *x.shape[2:], B.shape[-1]
