@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from weft._digest import number_of
-from weft._torch import is_fsdp, outside_graphs
+from weft._torch import active_ddp, is_fsdp, outside_graphs
 from weft.carry.pieces import LocalPieces
 from weft.comm.channel import Channel
 from weft.comm.collectives import invariant_to_replicate, scale_backward
@@ -571,7 +571,7 @@ class Calls:
             return type(value)(map(self.handed_out, value))
         if not isinstance(value, Field):
             return value
-        if value._place.is_split and not self.generating:
+        if value._place.is_split and not self.generating and not _is_sunk():
             value._region.watch = self._met
             if value.requires_grad and value._local.grad_fn is not None:
                 value._local.register_hook(self.entered.begin)
@@ -587,6 +587,12 @@ class Calls:
 def takes(module: Foreign) -> Mapping[str, inspect.Parameter]:
     """The arguments of a module's forward."""
     return inspect.signature(module.forward).parameters
+
+
+def _is_sunk() -> bool:
+    """True where DDP hands outputs through a function of its own, which takes whole tensors."""
+    ddp: Any = active_ddp()
+    return ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
 
 
 def _without_cache(kwargs: dict) -> dict:

@@ -198,7 +198,7 @@ def delta_rule(stock: Callable) -> Callable:
     def carried(
         state: Any, *inputs: Tensor, options: Any, last: Any = False, before: Any = None
     ) -> Any:
-        query, key, value, g, beta = inputs
+        query, key, value, *_ = inputs
         kw, (b, _, _, K), (H, V) = options, key.shape, value.shape[2:]
         if not last and state.in_chain():
 
