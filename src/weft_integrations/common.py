@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
@@ -223,29 +223,6 @@ class _OfAll(torch.autograd.Function):
         apart = grad.clone(memory_format=torch.contiguous_format)
         total = ctx.layout.bound.all_reduce(apart, ctx.dims)
         return total.index_select(ctx.dim, ctx.own.to(grad.device)), *[None] * 5
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, layout: Layout, dims: Mapping[str, int], times: float
-    ) -> Tensor:
-        ctx.layout, ctx.dims, ctx.times = layout, dims, times
-        return layout.gather(x.detach(), dims)
-
-    @staticmethod
-    @once("a gather of ranks")
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return ctx.layout.shard(grad, ctx.dims) * ctx.times, None, None, None
-
-
-def gathered_rows(x: Tensor, layout: Layout, dims: Mapping[str, int], times: float = 1.0) -> Tensor:
-    """Gather x (S -> R) for a replicated computation.
-
-    before  rank 0: x0        rank 1: x1
-    after   both:   [x0 | x1]            backward: rank i keeps part i of its gradient
-    """
-    return _Gather.apply(x, layout, dims, times)
 
 
 def scale_gradient(x: Any, factor: float) -> Any:

@@ -1,4 +1,4 @@
-"""The functions that transformers calls: for a mask, for attention, and for the loss.
+"""The functions that transformers calls: for a mask and for attention.
 
 The mask function makes no tensor: it says which weft mask the model means, and hands that, with the
 layout, to every layer as its `attention_mask`.
