@@ -1,7 +1,6 @@
 """Time of the CPU per function of torch on fields, and of a layer of Llama without its kernel.
 
     python -m benchmarks.fields_host              # a table; --write makes results/fields_host.md
-    python -m benchmarks.fields_host --profile    # where a layer's time goes
 
 Tiny tensors on one thread, so that Python is all there is. Time of the thread, not of the clock:
 fields and their local tensors take turns, the least and the median of 15 runs of 40 calls.
@@ -10,9 +9,7 @@ fields and their local tensors take turns, the least and the median of 15 runs o
 from __future__ import annotations
 
 import argparse
-import cProfile
 import os
-import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -76,11 +73,8 @@ def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
 
     every: dict[str, tuple[Callable, tuple]] = {
         "x + y": (lambda x, y: x + y, (x, y)),
-        "x * 2": (lambda x: x * 2, (x,)),
         "linear": (lambda x: F.linear(x, weight), (x,)),
-        "shape": (lambda x: x.shape, (x,)),
         "view": (lambda x: x.view(1, x.shape[1], 4, 8), (x,)),
-        "transpose": (lambda x: x.transpose(1, 2), (x,)),
         "mean of features": (lambda x: x.mean(-1, keepdim=True), (x,)),
         "slice of features": (lambda x: x[..., :16], (x,)),
         "cat of features": (lambda x, y: torch.cat((x, y), -1), (x, y)),
@@ -103,34 +97,18 @@ def measured(layout: weft.Layout) -> list[tuple[str, tuple[float, ...]]]:
     return rows
 
 
-def profiled(layout: weft.Layout) -> None:
-    """Print where the time of a layer goes."""
-    run, fields, _ = functions(layout)["layer without kernel"]
-    if layout.rank:
-        return
-    with torch.no_grad(), cProfile.Profile() as profile:
-        for _ in range(200):
-            run(*fields)
-    pstats.Stats(profile).sort_stats("tottime").print_stats(25)
-
-
 def main() -> None:
     """Print, or write, the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--write", action="store_true")
-    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(1)
     layout = weft.Layout.parse("tokens: ring=2")
-    if args.profile:
-        weft.on_threads(layout, profiled)
-        return
     lines = ["| | field, least | median | plain, least | median | ratio of least | above plain |"]
     lines += ["| --- " * 7 + "|"]
     for name, (a, b, c, d) in weft.on_threads(layout, measured)[0]:
-        lines.append(
-            f"| {name} | {a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} | {a / c:.1f} | {a - c:.1f} |"
-        )
+        row = f"{a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} | {a / c:.1f} | {a - c:.1f}"
+        lines.append(f"| {name} | {row} |")
     load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     text = f"# {(__doc__ or '').partition(chr(10))[0]}\n\n`python -m benchmarks.fields_host`, in us"
     text += f" of the CPU; torch {torch.__version__}, {load}.\n\n" + "\n".join(lines) + "\n"
