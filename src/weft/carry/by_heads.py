@@ -34,10 +34,8 @@ def traded(
 ) -> Tensor:
     """`run(layout, *inputs, *per_head)`, by heads along mesh dims that `[carry]` gives to Ulysses.
 
-    `inputs` are this rank's tokens (batch, tokens, heads, ...). Their numbers of heads may be
-    multiples of each other; heads that are too few for the ranks go to several. `per_head` are
-    (heads, ...), such as parameters; one of a single head serves all. `run` gets them as its layout
-    has them, and gives (batch, tokens, heads, ...), which is returned as `layout` has it.
+    Inputs and output are (batch, tokens, heads, ...), `per_head` (heads, ...); fewer heads serve
+    several, and heads that are too few for the ranks go to several.
     """
     dims = layout.carries_by_heads(axis)
     ranks = math.prod([layout.mesh[d] for d in dims])
