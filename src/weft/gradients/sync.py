@@ -252,13 +252,7 @@ def _refuse_wrapped(
 
 def is_averaged(module: nn.Module) -> bool:
     """True if a module's gradients are averaged over ranks, as its outputs are full rows."""
-    marks = [getattr(part, AVERAGED) for part in module.modules() if hasattr(part, AVERAGED)]
-    if len(set(marks)) > 1:
-        raise UnsupportedError(
-            "a module holds models with rows='whole', whose gradients are averaged over ranks, and"
-            " with rows='local', whose gradients are summed; parallelize them with the same rows"
-        )
-    return bool(marks and marks[0])
+    return any(hasattr(part, AVERAGED) for part in module.modules())
 
 
 def is_summed_by_ddp(model: nn.Module) -> bool:
