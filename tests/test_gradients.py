@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 
 import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
+from weft import gradients as sums
 from weft.checkpoint import Checkpoints
 from weft.comm import Transport
-from weft.gradients import sync
 from weft.layout import check_same_data_ranks
 from weft_models.models import ModelSpec, compose
 from weft_models.train import clip_grad_norm_, data_parallel, stream
@@ -60,7 +60,7 @@ def test_gradients_are_summed_and_none_stays_none():
 @pytest.mark.parametrize("nbytes", [1, 20, 30, 1 << 27])
 def test_gradients_are_summed_in_buckets_of_the_same_bytes(nbytes, monkeypatch):
     """Only a bucket is copied, not all gradients; a tensor that is one alone is summed in place."""
-    monkeypatch.setattr(sync, "BUCKET", nbytes)
+    monkeypatch.setattr(sums, "BUCKET", nbytes)
     sizes, reduce = [], Transport.all_reduce
 
     def note(transport, tensor, dims, label="sum"):

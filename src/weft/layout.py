@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from . import gradients
 from ._compile import Traceable
 from ._torch import in_local_tensor_mode, is_fake, outside_graphs
 from .comm import Alone, ProcessTransport, Transport, collectives, step_check
@@ -25,7 +26,6 @@ from .declare.layout_file import HEADS
 from .declare.mesh import index_at
 from .declare.orders import TokenOrder
 from .errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, slip_of
-from .gradients import sync as gradients
 from .launch.environment import wait_limit
 from .masks import Causal, Documents, Mask, check_mask
 from .masks.given import mask_of

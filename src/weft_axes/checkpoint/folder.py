@@ -34,8 +34,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .._opening import PARTIAL, open_to_read, read_bytes, replacing, sync_to_disk
-from ..errors import DeclarationError
+from weft._opening import PARTIAL, open_to_read, read_bytes, replacing, sync_to_disk
+from weft.errors import DeclarationError
 
 INDEX = "index.json"
 #: Bytes of an index that are read, and written: of some million blocks.

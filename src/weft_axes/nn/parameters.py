@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ._torch import inference_linear
-from .declare.layout_file import HEADS
-from .errors import ShapeError, UnsupportedError
-from .layout import Layout
+from weft._torch import inference_linear
+from weft.declare.layout_file import HEADS
+from weft.errors import ShapeError, UnsupportedError
+from weft.layout import Layout
 
 
 def heads_mesh(layout: Layout) -> DeviceMesh | None:
