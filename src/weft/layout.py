@@ -249,8 +249,7 @@ class Layout(LayoutDeclaration, Traceable):
             axis: the axis of their tokens.
             window: keys that a query of sliding-window attention sees; None: its whole document.
             slack: share of the mean work by which a group may exceed it, so that fewer documents
-                are cut and fewer tokens travel; `choose_slack`
-                of the planner chooses it on the clock.
+                are cut and fewer tokens travel.
 
         Returns:
             The fragments of each rank, their order, their mask, and what a loss divides by.
