@@ -277,8 +277,8 @@ def _loaded(generation: int, package: Package, capability: int | None) -> Loaded
 def _deterministic(generation: int, backward: Callable, capability: int | None) -> int:
     """The largest head dim of a deterministic backward pass.
 
-    Generation 3 refuses one above 192. Its releases up to 2.8.3, whose functions have no defaults,
-    take the argument and ignore it. Generation 4 refuses one on compute capability 12.
+    Releases of generation 3 up to 2.8.3, whose functions have no defaults, take the argument and
+    ignore it.
     """
     if generation == 3:
         required = parameters(backward)["dq"].default is inspect.Parameter.empty

@@ -294,10 +294,9 @@ def inert(cell: Any) -> Any:
 
 
 def scores_in_words(wanted: np.ndarray, classes: np.ndarray, probabilities: np.ndarray) -> str:
-    """Accuracy, AUC and log loss on the test rows whose class is given.
+    """Accuracy, AUC (mean of one class against the rest) and log loss on test rows with a class.
 
-    AUC is the mean over classes of each one against the rest. AUC and log loss are of rows whose
-    class the training rows have.
+    AUC and log loss are of rows whose class the training rows have.
 
     >>> wanted, p = np.array(["a", "b", ""]), np.array([[0.9, 0.1], [0.2, 0.8], [0.5, 0.5]])
     >>> scores_in_words(wanted, np.array(["a", "b"]), p)
