@@ -94,7 +94,6 @@ class TileView:
     #: (left, right): row i sees columns from i + m - n - left to i + m - n + right of (n, m), at
     #: least one; for kernels with `windows`
     window: tuple[int, int] | None = None
-    overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
 
 
 #: Of a backward pass: dout, q, k, v, and of whole rows output, logsumexp and delta.
