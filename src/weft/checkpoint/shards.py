@@ -23,7 +23,7 @@ from .._torch import dtensor_chunk
 from ..declare.mesh import index_at
 from ..errors import ShapeError, WeftError
 from ..layout import Layout
-from ..nn.parameters import HeadWeight
+from ..parameters import HeadWeight
 from .folder import CheckpointError
 
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."

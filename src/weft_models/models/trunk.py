@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from weft.errors import DeclarationError, ShapeError, did_you_mean
 from weft.layout import Layout
 from weft.masks import Mask
-from weft.nn.parameters import replicate
-from weft.nn.sequences import gathered_lengths
+from weft.parameters import replicate
+from weft_axes.nn.sequences import gathered_lengths
 
 from ..declare.model_blocks import (
     AttendBlock,

@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._compile import flattened, restored
-from .._torch import constant_in_graphs, in_graph, outside_graphs
-from ..comm.channel import refused_everywhere
-from ..comm.origin import origin
-from ..errors import ShapeError
-from ..masks import Documents
-from ..relayout.take import TakePassing
-from ..relayout.windows import TakePass, Windows, cut_run
-from ..runtime import handles
-from ..runtime.exchange import Exchange, Passing
+from weft._compile import flattened, restored
+from weft._torch import constant_in_graphs, in_graph, outside_graphs
+from weft.comm.channel import refused_everywhere
+from weft.comm.origin import origin
+from weft.errors import ShapeError
+from weft.masks import Documents
+from weft.relayout.take import TakePassing
+from weft.relayout.windows import TakePass, Windows, cut_run
+from weft.runtime import handles
+from weft.runtime.exchange import Exchange, Passing
+
 from .chain import Step, chained
 from .fragments import (
     ChainExchange,
@@ -43,7 +44,7 @@ from .fragments import (
 from .ops import StatesPassing
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from weft.layout import Layout
 
 _STATES, _HALO = "state", "halo"
 #: Groups of heads in which a chain hands states on.
@@ -259,7 +260,7 @@ class LocalPieces:
     def left(self, x: Tensor, columns: int, dim: int) -> list[Tensor]:
         """The columns to the left of each of this rank's pieces, zeros before its document's first.
 
-            rank 0: 0 1 2 3    rank 1: 4 5 6 7      2 columns  ->  rank 0: . .    rank 1: 2 3
+        rank 0: 0 1 2 3    rank 1: 4 5 6 7      2 columns  ->  rank 0: . .    rank 1: 2 3
         """
         dim %= x.dim()
         window = Windows(columns + 1, 1, -columns, self.length, columns)
@@ -272,7 +273,7 @@ class LocalPieces:
     def around(self, x: Tensor, window: Windows, dim: int) -> list[tuple[Tensor, Tensor, int]]:
         """Per piece, what windows see before and after the part that they see, and their number.
 
-            rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
+        rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
         """
         dim %= x.dim()
         self._check(x, dim)

@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._compile import flattened, restored
-from .._torch import constant_in_graphs
-from ..declare.layout_file import HEADS
-from ..errors import ShapeError
-from ..relayout.redistribute import redistribute
+from weft._compile import flattened, restored
+from weft._torch import constant_in_graphs
+from weft.declare.layout_file import HEADS
+from weft.errors import ShapeError
+from weft.relayout.redistribute import redistribute
+
 from .fragments import by_heads
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from weft.layout import Layout
 
 
 def traded(

@@ -24,19 +24,19 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 
 from torch.distributed.tensor import Shard
 
-from .._caching import cached
-from ..declare.layout import LayoutDeclaration
-from ..declare.layout_file import HEADS
-from ..declare.mesh import coordinates, index_at
-from ..declare.orders import TokenOrder
-from ..declare.placements import HEAD
-from ..declare.traffic import Traffic, add_messages, add_rows
-from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
-from ..masks import Documents
-from ..plan.choices import gathers_of, spreads_of
-from ..plan.order import Span, Spans, join, shard_spans
-from ..relayout.plan import Sizes
-from ..relayout.windows import Wanted, Windows, bordered, cut_run, runs
+from weft._caching import cached
+from weft.declare.layout import LayoutDeclaration
+from weft.declare.layout_file import HEADS
+from weft.declare.mesh import coordinates, index_at
+from weft.declare.orders import TokenOrder
+from weft.declare.placements import HEAD
+from weft.declare.traffic import Traffic, add_messages, add_rows
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, slip_of
+from weft.masks import Documents
+from weft.plan.choices import gathers_of, spreads_of
+from weft.plan.order import Span, Spans, join, shard_spans
+from weft.relayout.plan import Sizes
+from weft.relayout.windows import Wanted, Windows, bordered, cut_run, runs
 
 #: Fragments per rank. Each is a call of a kernel and a map to send: orders with more want another
 #: way of computing.
