@@ -287,21 +287,28 @@ def dispatched(*tensors: Tensor) -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+_wrapper = Tensor._make_wrapper_subclass
+
+
 def wrapper(
-    kind: type[Tensor],
+    kind: type[Any],
     shape: Sequence[int],
     like: Tensor,
     strides: Sequence[int] | None = None,
     requires_grad: bool = False,
-) -> Tensor:
+) -> Any:
     """A tensor of a class with `__torch_dispatch__` that has a shape, and no numbers."""
-    facts: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-    return Tensor._make_wrapper_subclass(kind, shape, strides, requires_grad=requires_grad, **facts)
+    made = shape, strides, None, None, like.dtype, torch.strided, like.device, False
+    return _wrapper(kind, *made, requires_grad)
+
+
+#: A block past `__torch_function__` of the tensors' classes.
+past_classes = torch._C.DisableTorchFunctionSubclass
 
 
 def as_torch_does(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """A function of torch past `__torch_function__` of the tensors' classes."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_classes():
         return func(*args, **kwargs)
 
 

@@ -22,17 +22,11 @@ SLACKS = (SLACK, 0.25, 0.5)
 
 @dataclass(frozen=True)
 class PackingChoice:
-    """Packed documents, and the slack with which a call on them ends first.
-
-    Attributes:
-        assignment: of the documents.
-        slack: for `layout.pack` of further batches alike.
-        seconds: of a call by slack, forward and backward.
-    """
+    """Packed documents, and the slack with which a call on them ends first."""
 
     assignment: Assignment
-    slack: float
-    seconds: dict[float, float]
+    slack: float  # for `layout.pack` of further batches alike
+    seconds: dict[float, float]  # of a call by slack, forward and backward
 
 
 def choose_slack(
@@ -47,10 +41,10 @@ def choose_slack(
     axis: str = "tokens",
     window: int | None = None,
 ) -> PackingChoice:
-    """Packs documents with the slack that is fastest on some hardware.
+    """Packs documents with the slack that is fastest on some hardware, which takes seconds.
 
     More slack cuts fewer documents, so that fewer keys travel, and lets others wait for the group
-    with the most work. Takes seconds: choose once for batches that are alike.
+    with the most work.
 
     >>> machine = Hardware.load("ethernet-laptops")
     >>> choice = choose_slack(Layout.parse("tokens: ring=2"), [700, 200, 100], machine, heads=8)
