@@ -94,28 +94,23 @@ def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
 
 def measured(layout: weft.Layout) -> list[tuple[str, tuple[float, ...]]]:
     """The times of every function on the first rank."""
-    rows: list[tuple[str, tuple[float, ...]]] = []
     with torch.no_grad():
         made = functions(layout)  # whose calls ranks compare
-        for name, (run, fields, local) in made.items() if layout.rank == 0 else ():
-            rows.append((name, times(run, fields, local)))
-    return rows
+        return [(name, times(*one)) for name, one in made.items() if layout.rank == 0]
 
 
 def main() -> None:
     """Print, or write, the table."""
     torch.set_num_threads(1)
     layout = weft.Layout.parse("tokens: ring=2")
-    lines = [
-        "| | field, least | median | plain, least | median | ratio of least | above plain |",
-        "| --- " * 7 + "|",
-    ]
+    lines = ["| | field, least | median | plain, least | median | ratio of least | above plain |"]
+    lines += ["| --- " * 7 + "|"]
     for name, (a, b, c, d) in weft.on_threads(layout, measured)[0]:
         row = f"{a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} | {a / c:.1f} | {a - c:.1f}"
         lines.append(f"| {name} | {row} |")
-    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    text = f"# {(__doc__ or '').partition(chr(10))[0]}\n\n`python -m benchmarks.fields_host`, in us"
-    text += f" of the CPU; torch {torch.__version__}, {load}.\n\n" + "\n".join(lines) + "\n"
+    head = (__doc__ or "").partition("\n")[0]
+    made = f"`python -m benchmarks.fields_host`, in us of the CPU; torch {torch.__version__}"
+    text = "\n".join([f"# {head}", "", f"{made}, load {os.getloadavg()[0]:.1f}.", "", *lines, ""])
     print(text)
     if "--write" in sys.argv:
         (RESULTS / "fields_host.md").write_text(text)
