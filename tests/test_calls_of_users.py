@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import itertools
 import pickle
-import weakref
 from dataclasses import InitVar, dataclass
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from exact import Case, attend, error, problem, tokens
 from refusals import refused
-from strides import NAMES
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Causal, Full, Layout, MaskMod
@@ -35,24 +29,6 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # -- tensors --------------------------------------------------------------------------------------
-
-
-def _strided(rank: int, line: str) -> dict[str, float]:
-    layout, worst = Layout.parse(line).build("cpu", timeout=60), {}
-    for name in NAMES:
-        strides = (name, "contiguous", "sliced", "transposed")
-        case = Case(lengths=tokens(13), heads=4, kv_heads=4, mask=Causal(), strides=strides)
-        whole = problem(case)
-        pairs = attend(layout, case, whole)
-        worst[name] = max(error(*pair, whole.wanted[key]) for key, pair in pairs.items())
-    return worst
-
-
-@pytest.mark.parametrize("line", ["tokens: gather=4", "tokens: ulysses=2 x burst=2"])
-def test_strides_of_any_kind_are_exact(pool, line):
-    """Messages of real processes are of contiguous memory; `test_attention` has every layout."""
-    for worst in pool.run(_strided, line):
-        assert max(worst.values()) <= 1e-11, worst
 
 
 def _numbers_of_numpy(rank: int) -> float:
@@ -131,77 +107,7 @@ def test_a_gradient_goes_through_what_is_gathered(pool):
 # -- copies ---------------------------------------------------------------------------------------
 
 
-def _copies(rank: int) -> float:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
-    module = weft.MultiAxisAttention(
-        8, 2, axis="tokens", axes=("batch", "tokens", "embed"), layout=layout
-    ).double()
-    x = layout.shard(draw(1, 8, 8), {"tokens": 1})
-    averaged = torch.optim.swa_utils.AveragedModel(module)  # an EMA copies deeply
-    averaged.update_parameters(module)
-    assert copy.deepcopy(module).layout is layout
-    assert pickle.loads(pickle.dumps(layout.unbound)) == layout.unbound
-    out = module(x)
-    return max((other(x) - out).abs().max().item() for other in (averaged, copy.deepcopy(module)))
-
-
-def test_modules_with_a_bound_layout_are_copied(pool):
-    assert max(pool.run(_copies)) < 1e-14
-
-
-def _held(rank: int, how: str) -> int:
-    """How many tables of masks are alive after calls that used them."""
-    layout, held = Layout.parse("tokens: ring=4").build("cpu", timeout=60), []
-    x = layout.shard(draw(1, 2, 8, 4), DIMS).requires_grad_()
-    for _ in range(20):
-        table = torch.ones(8, dtype=torch.bool)
-        held.append(weakref.ref(table))
-        mask = MaskMod(lambda b, h, q, k, table=table: table[k] & (q >= 0))
-        weft.attention(x, x, x, layout, "tokens", mask).sum().backward()
-    gc.collect()
-    return sum(ref() is not None for ref in held)
-
-
-def test_what_masks_hold_is_not_kept(pool):
-    assert max(pool.run(_held, "eager")) <= 1  # the last one, by the loop's own names
-
-
 # -- layouts --------------------------------------------------------------------------------------
-
-
-def _built_anew(rank: int) -> bool:
-    declared = Layout.parse("tokens: ring=4")
-    bound = declared.build("cpu", timeout=30)
-    with pytest.raises(AttributeError):
-        bound.order = {}
-    return bound is not declared and bound.is_bound and not declared.is_bound
-
-
-def test_building_a_layout_gives_a_new_one(pool):
-    assert all(pool.run(_built_anew))
-
-
-def _slice_of_two_dims(rank: int) -> tuple[int, float]:
-    """Each half of the world, by name, is a ring beside split heads of its own."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "cp", "tp"))
-    stage = mesh.get_coordinate()[0]
-    layout = Layout.parse("tokens: ring=1; heads: tp=2" if stage else "tokens: tile=1x2")
-    names = dict(zip(layout.mesh, ("cp", "tp")))
-    bound = layout.bind(mesh["cp", "tp"], rename=names, timeout=30)
-    q, dims = draw(1, 4, 8, 4, seed=stage), {"heads": 1, "tokens": 2}
-    want = weft.attention(q, q, q, Layout.single(), "tokens", Causal())
-    worst = 0.0
-    for _ in range(1 + 2 * stage):
-        mine = bound.shard(q, dims)
-        out = weft.attention(mine, mine, mine, bound, "tokens", Causal())
-        worst = max(worst, (bound.gather(out, dims) - want).abs().max().item())
-    return bound.world_size, worst
-
-
-def test_a_slice_of_two_dims_is_bound_beside_another(pool):
-    for size, worst in pool.run(_slice_of_two_dims):
-        assert size == 2
-        assert worst < 1e-12
 
 
 _STRATEGY = '[rule.x]\nquery = "S(seq) -> {query}"\nkey = "S(seq) -> {key}"\nout = "{out}"\n'

@@ -23,8 +23,8 @@ from weft.declare.rates import rates_of
 from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
 from weft.masks import FULL, Causal
-from weft.nn.named import build_mask
 from weft.plan.problem import Problem
+from weft_axes.nn.named import build_mask
 from weft_models.declare.model_blocks import AttendBlock
 from weft_models.declare.model_file import ModelSpec
 from weft_models.models import check_fit

@@ -22,9 +22,8 @@ def refuse_differing(
 ) -> None:
     """Raises `CheckpointError` on every rank where state that is stored once differs between ranks.
 
-    A vote on one digest; only if it fails, ranks compare digests by name. On GPUs ranks that split
-    no data (over split heads, replicas) round differently and are not compared; ranks that split
-    data sum their gradients, so they must have the same bits.
+    On GPUs ranks that split no data (over split heads, replicas) round differently and are not
+    compared; ranks that split data sum their gradients, so they must have the same bits.
     """
     if layout.world_size == 1:
         return

@@ -34,8 +34,7 @@ class DifferentFilesError(CheckpointError):
 def agree_on_file(layout: Layout, path: Path, name: str = "") -> None:
     """Raise on every rank unless all read the same bytes at `path`; all ranks call this.
 
-    Of ranks that see one file the first reads it, and nobody where all do. `name` stands for the
-    path in messages.
+    Of ranks that see one file the first reads it, and nobody where all do.
     """
     identities = everywhere(layout, lambda: _identity(path))
     _, leader, count = _sharing(identities, layout.rank)
@@ -51,11 +50,7 @@ def agreed_index(
     check: Callable[[Path, Index], None] = lambda folder, index: None,
     links: bool = True,
 ) -> Index:
-    """The index of a folder of tensors, the same on every rank, once its files are verified.
-
-    Ranks that see one folder share its files. `check` refuses an index before anything is read;
-    without `links` the folder is none.
-    """
+    """The index of a folder of tensors, the same on every rank, which verify its files together."""
     found: list[Index] = []
 
     def look() -> list:

@@ -23,7 +23,7 @@ from .._torch import dtensor_chunk
 from ..declare.mesh import index_at
 from ..errors import ShapeError, WeftError
 from ..layout import Layout
-from ..nn.parameters import HeadWeight
+from ..parameters import HeadWeight
 from .folder import CheckpointError
 
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."
@@ -35,17 +35,13 @@ EXTRA = "_extra_state"
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of a tensor of shape `shape`, which begins at `start` in it.
+    """One rank's part of a tensor of shape `shape`, which begins at `start` in it."""
 
-    `local` shares the tensor's memory. `first` is True on one of the ranks that hold this part;
-    `replicated`, where each rank holds the full tensor.
-    """
-
-    local: Tensor
+    local: Tensor  # shares the tensor's memory
     shape: tuple[int, ...]
     start: tuple[int, ...]
-    first: bool
-    replicated: bool = False
+    first: bool  # on one of the ranks that hold this part
+    replicated: bool = False  # each rank holds the full tensor
 
 
 def shard_of(tensor: Tensor, layout: Layout, split_heads: bool = False) -> Shard:

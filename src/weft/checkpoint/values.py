@@ -29,10 +29,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def encode(value: Any, where: str, tensors: bool = True) -> Any:
-    """A value as JSON that `decode` makes an equal one of.
-
-    Numbers, strings, None, bytes, lists, tuples, mappings, `Counter`s, NumPy's numbers and tensors
-    may nest. Mappings come back as dicts, tensors on the CPU, a `BytesIO` at its beginning.
+    """A value as JSON that `decode` makes an equal one of: mappings are dicts, tensors on the CPU.
 
     >>> encode({"milestones": {3: 1}, "betas": (0.9, 0.99)}, "notes")
     {'milestones': {'<dict>': [[3, 1]]}, 'betas': {'<tuple>': [0.9, 0.99]}}

@@ -103,22 +103,18 @@ def _is_over(parameter: DTensor, ranks: Sequence[int]) -> bool:
 @torch.no_grad()
 def sync(
     module: nn.Module,
-    dims: Sequence[str],
-    same_dims: Sequence[str],
-    keys_only: Sequence[str],
+    dims: Sequence[str],  # split data
+    same_dims: Sequence[str],  # along which all ranks must have the same weights
+    keys_only: Sequence[str],  # along which all ranks compute the same loss, of other keys
     transport: Transport,
 ) -> None:
     """Sum `.grad` of a module's parameters over mesh dims, in flat messages of one dtype.
-
-    Of a module whose ranks are to be averaged (`is_averaged`), the sum is divided by their number.
 
         before  rank 0: g0, None, None      rank 1: g1, h1, None
         after   both:   g0 + g1, h1, None
 
     A gradient that only some ranks have counts as zero on the others; one that no rank has stays
-    `None`, so that optimizers leave its parameter alone. A sparse gradient becomes a dense one.
-    Mesh dims `dims` split data; along `same_dims` all ranks must have the same weights; along
-    `keys_only` all ranks compute the same loss, of other keys.
+    `None`, so that optimizers leave its parameter alone.
     """
     averaged = is_averaged(module)
     everything = dict(module.named_parameters())

@@ -102,7 +102,6 @@ class TileView:
     varlen_segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
     #: (left, right): row i sees columns from i + m - n - left to i + m - n + right of (n, m)
     window: tuple[int, int] | None = None
-    overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
 
 
 #: Of a backward pass: dout, q, k, v, and of whole rows output, logsumexp and delta.

@@ -46,7 +46,6 @@ def plain_view(
     softcap: float | None,
     window: tuple[int, int] | None,
     segments: tuple[tuple[int, int], ...] | None = None,
-    overlapped: bool = False,
     lse_grad: bool = False,
     bias_grad: bool = False,
 ) -> TileView:
@@ -57,7 +56,6 @@ def plain_view(
         softcap=softcap,
         window=window,
         varlen_segments=segments,
-        overlapped=overlapped,
         lse_grad=lse_grad,
         bias_grad=bias_grad,
     )
@@ -87,18 +85,16 @@ class Views:
         block: BlockPlan,
         group: Group,
         kernel: Kernel,
-        overlapped: bool,
         lse_grad: bool = False,
         bias_grad: bool = False,
     ) -> TileView:
-        """The view of a group of kernel calls. overlapped: whether messages are in flight."""
+        """The view of a group of kernel calls."""
         p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
         causal = call.kind is Kind.CAUSAL
         if call.kind is not Kind.MASKED and not self.plan.biased:
             segments = group.varlen_segments
             return plain_view(
-                *(self.plan.scale, causal, p.softcap, call.window, segments),
-                *(overlapped, lse_grad, bias_grad),
+                self.plan.scale, causal, p.softcap, call.window, segments, lse_grad, bias_grad
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)

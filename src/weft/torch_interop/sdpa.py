@@ -139,10 +139,7 @@ class sdpa(TorchFunctionMode):
         if func is _SDPA or func in sdpa_forms:
             return self._attend(*args, **kwargs)
         if func in other_attention:
-            raise UnsupportedError(
-                f"{other_attention[func]} under weft.sdpa attends this rank's tokens only; call "
-                "F.scaled_dot_product_attention, or weft.attention"
-            )
+            _refuse_other(other_attention[func])
         if func is F.multi_head_attention_forward:
             raise UnsupportedError(
                 "nn.MultiheadAttention under weft.sdpa: it computes attention inside itself, over "
@@ -261,6 +258,14 @@ class sdpa(TorchFunctionMode):
                 f"open it with mask={describe(self.mask)} & Causal(), or call with is_causal=False"
             )
         return self.mask
+
+
+@constant_in_graphs  # what a graph raises of a class with bases of its own, torch cannot trace
+def _refuse_other(name: str) -> None:
+    raise UnsupportedError(
+        f"{name} under weft.sdpa attends this rank's tokens only; call "
+        "F.scaled_dot_product_attention, or weft.attention"
+    )
 
 
 @constant_in_graphs

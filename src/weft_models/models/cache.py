@@ -22,10 +22,10 @@ from weft.checkpoint.shards import gathered, shards
 from weft.declare.layout_file import HEADS
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
-from weft.nn.sequences import gathered_lengths
 from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
 from weft.relayout.fetch import fetch
 from weft.relayout.plan import Placed, plan_redistribution
+from weft_axes.nn.sequences import gathered_lengths
 
 from ..declare.model_blocks import AttendBlock
 from ..declare.model_file import ModelSpec

@@ -16,7 +16,7 @@ from weft.comm.consistency import local_tensor as held_here
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks.base import whole_number
-from weft.nn.parameters import embedding, linear, local, replicate
+from weft.parameters import embedding, linear, local, replicate
 
 from ..declare.model_file import ModelSpec
 from .cache import CacheRecording, KeyValueCache, model_fingerprint

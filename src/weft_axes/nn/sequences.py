@@ -13,18 +13,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._caching import cached
-from .._compile import restored
-from .._torch import constant_in_graphs
-from .._uploads import uploaded
-from ..bias import Bias
-from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import coordinates, index_at, places
-from ..errors import ShapeError
-from ..layout import Layout
-from ..masks import Indexed, Mask, prepared
-from ..masks.part import OfPart, Renumbered
-from ..plan.order import positions, shard_spans
+from weft._caching import cached
+from weft._compile import restored
+from weft._torch import constant_in_graphs
+from weft._uploads import uploaded
+from weft.bias import Bias
+from weft.declare.layout import LayoutDeclaration
+from weft.declare.mesh import coordinates, index_at, places
+from weft.errors import ShapeError
+from weft.layout import Layout
+from weft.masks import Indexed, Mask, prepared
+from weft.masks.part import OfPart, Renumbered
+from weft.plan.order import positions, shard_spans
 
 Lengths = tuple[tuple[str, int], ...]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import DeclarationError
+from weft.errors import DeclarationError
 
 
 def rotated_axes(

@@ -1,6 +1,5 @@
-"""Modules and blocks of windows and norms over named axes: the numbers of one device anywhere."""
+"""Blocks of windows and norms over named axes: the numbers of one device anywhere."""
 
-import itertools
 import math
 
 import pytest
@@ -9,189 +8,12 @@ from torch import Tensor
 
 import weft
 from weft import DeclarationError, Layout, ShapeError, on_threads
-from weft.nn import BatchNorm, Convolution, GroupNorm, Pool, Resample
-from weft.nn.parameters import local
+from weft.parameters import local
 from weft_models.models import ModelSpec, compose
+from weft_models.models.blocks import BlockInputs
 
 AXES = ("batch", "lat", "lon", "embed")
 DIMS = {name: i for i, name in enumerate(AXES[:-1])}
-WIDTH = 6
-LINES = ("lat: halo=2; lon: halo=2", "lat: halo=3", "batch: dp=2; lon: ring=3")
-SIZES = ((13, 9), (7, 11), (5, 4))  # the last leaves a rank without outputs of a stride
-GRID = ("lat", "lon")
-
-#: module -> its axes and options
-CONVOLUTIONS = {
-    "borders": (GRID, {"kernel": (3, 5), "border": {"lat": "reflect", "lon": "circular"}}),
-    "stride": (GRID, {"kernel": 3, "stride": 2, "out_dim": 4}),
-    "patches": (GRID, {"kernel": 4, "stride": 4, "bias": False}),
-    "causal": (GRID, {"kernel": (3, 2), "dilation": 2, "border": "causal", "depthwise": True}),
-    "even": (("lon", "lat"), {"kernel": (2, 4), "border": "replicate"}),
-    "one axis": ("lon", {"kernel": 3, "stride": 3, "border": "circular", "depthwise": True}),
-    "sparse": ("lat", {"kernel": 1, "stride": 3}),
-}
-OTHERS = {
-    "max": lambda given: Pool(WIDTH, "max", axis=GRID, kernel=3, stride=2, **given),
-    "mean": lambda given: Pool(WIDTH, "mean", axis=GRID, kernel=(3, 2), stride=(1, 2), **given),
-    "nearest": lambda given: Resample(WIDTH, axis=GRID, factor={"lon": 3}, **given),
-    "linear": lambda given: Resample(WIDTH, axis=GRID, factor=2, mode="linear", **given),
-    "group": lambda given: GroupNorm(3, WIDTH, axis=GRID, **given),
-    "layer over lon": lambda given: GroupNorm(1, WIDTH, axis="lon", **given),
-    "batch": lambda given: BatchNorm(WIDTH, **given),
-}
-
-
-def made(name: str, layout: Layout | None) -> torch.nn.Module:
-    given = {"axes": AXES, "layout": layout}
-    if name in OTHERS:
-        return OTHERS[name](given).double()
-    axis, options = CONVOLUTIONS[name]
-    draw = torch.Generator().manual_seed(3)
-    return Convolution(WIDTH, axis=axis, **options, **given, generator=draw).double()
-
-
-def drawn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def gradients(module: torch.nn.Module, layout: Layout, x: Tensor, lengths: dict) -> list[Tensor]:
-    """Output, gradient of x, gradients of parameters and buffers after a step."""
-    mine = layout.shard(x, DIMS).clone().requires_grad_()
-    out = module(mine, lengths)
-    after = {**lengths, **module.lengths_after(lengths)}
-    weights = drawn(*(after[name] for name in DIMS), out.shape[-1], seed=9)
-    (out * layout.shard(weights, DIMS)).sum().backward()
-    layout.sync_gradients(module)
-    shares = [p.grad for p in module.parameters()]
-    return [out.detach(), mine.grad, *shares, *(b.clone() for b in module.buffers())]
-
-
-@pytest.mark.parametrize(
-    ("name", "case"), zip([*CONVOLUTIONS, *OTHERS] * 3, itertools.cycle(range(4)))
-)
-def test_windows_are_those_of_one_device_wherever_axes_are_split(name, case):
-    index = [*CONVOLUTIONS, *OTHERS].index(name)
-    line, (lat, lon) = LINES[case % 3], SIZES[(case + index) % 3]
-    lengths = {"batch": 3, "lat": lat, "lon": lon}
-    x = drawn(3, lat, lon, WIDTH)
-    out, dx, *rest = gradients(made(name, None), Layout.single(), x, lengths)
-
-    def rank(layout):
-        found = gradients(made(name, layout), layout, x, lengths)
-        for one, wanted in zip(found, [layout.shard(out, DIMS), layout.shard(dx, DIMS), *rest]):
-            torch.testing.assert_close(one, wanted, rtol=1e-11, atol=1e-12)
-
-    on_threads(Layout.parse(line), rank)
-
-
-def seen(length: int, kernel: int, stride: int, dilation: int, border: str) -> list[list[int]]:
-    """The positions of every window along an axis, by the formula; -1 for a zero."""
-    extent = dilation * (kernel - 1) + 1
-    before = extent - 1 if border == "causal" else max(extent - stride, 0) // 2
-    rows = []
-    for out in range(math.ceil(length / stride)):
-        row = [out * stride - before + i * dilation for i in range(kernel)]
-        inside = {
-            "circular": [p % length for p in row],
-            "replicate": [min(max(p, 0), length - 1) for p in row],
-            "reflect": [abs(p) if p < length else 2 * (length - 1) - p for p in row],
-        }
-        rows.append(inside.get(border, [p if 0 <= p < length else -1 for p in row]))
-    return rows
-
-
-@pytest.mark.parametrize("name", CONVOLUTIONS)
-def test_a_convolution_is_its_formula(name):
-    module, x = made(name, None), drawn(2, 7, 8, WIDTH)
-    borders = dict(zip(module.axis, module.border))
-    sizes = dict(zip(module.axis, zip(module.kernel, module.stride, module.dilation)))
-    gathered = torch.nn.functional.pad(x, (0, 0, 0, 1, 0, 1))  # where position -1 is a zero
-    for dim, axis in ((1, "lat"), (3, "lon")):  # b y i x j c
-        given = (*sizes.get(axis, (1, 1, 1)), borders.get(axis, "zeros"))
-        rows = torch.tensor(seen(x.shape[DIMS[axis]], *given))
-        gathered = gathered.index_select(dim, rows.flatten() % gathered.shape[dim])
-        gathered = gathered.unflatten(dim, rows.shape)
-    weight = module.weight
-    if module.groups > 1:
-        weight = torch.diag_embed(weight[:, 0].movedim(0, -1)).movedim((-2, -1), (0, 1))
-    for axis, at in (("lat", 2), ("lon", 3)):
-        if axis not in module.axis:
-            weight = weight.unsqueeze(at)
-    if module.axis == ("lon", "lat"):
-        weight = weight.transpose(2, 3)
-    wanted = torch.einsum("byixjc,ocij->byxo", gathered, weight)
-    wanted = wanted if module.bias is None else wanted + module.bias
-    torch.testing.assert_close(module(x), wanted, rtol=1e-11, atol=1e-12)
-
-
-def test_a_mean_counts_positions_inside_alone():
-    ones = torch.ones(1, 7, 8, WIDTH, dtype=torch.float64)
-    assert torch.equal(made("mean", None)(ones), torch.ones(1, 7, 4, WIDTH, dtype=torch.float64))
-    assert torch.equal(made("max", None)(-ones), -torch.ones(1, 4, 4, WIDTH, dtype=torch.float64))
-
-
-def test_running_statistics_are_used_in_evaluation():
-    module, x = made("batch", None), drawn(3, 5, 4, WIDTH) + 2
-    module(x)
-    scale = torch.sqrt(module.running_var + module.eps)
-    wanted = (x - module.running_mean) / scale
-    torch.testing.assert_close(module.eval()(x), wanted)
-
-    def rank(layout):
-        split = made("batch", layout).eval()
-        split.load_state_dict(module.state_dict())
-        out = split(layout.shard(x, DIMS), {"batch": 3, "lat": 5, "lon": 4})
-        torch.testing.assert_close(out, layout.shard(wanted, DIMS))
-
-    on_threads(Layout.parse("lat: halo=2; lon: halo=2"), rank)
-
-
-@pytest.mark.parametrize("wrong", ["uneven", "other width", "one rank"])
-def test_other_chunks_are_refused_on_every_rank(wrong):
-    def rank(layout):
-        x = layout.shard(drawn(1, 7, 4, WIDTH), DIMS)
-        if wrong == "other width":
-            x = x[..., :-1]
-        lengths = {"lat": 7} if wrong == "one rank" else None
-        if wrong == "one rank" and layout.chunk("lat"):
-            x = x[:, 1:]
-        with pytest.raises(ShapeError, match=r"chunk of axis 'lat'|embed = 6|differ|lat.: \d"):
-            made("borders", layout)(x, lengths)
-
-    on_threads(Layout.parse("lat: halo=2; lon: halo=2"), rank)
-
-
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda: Convolution(4, axis="lats", axes=AXES), "'lats' cannot be attended"),
-        (lambda: Convolution(4, axis="lat", axes=AXES, kernel=0), "kernel=0: a whole number, 1"),
-        (lambda: Convolution(4, axis="lat", axes=AXES, border="wrap"), "border 'wrap'"),
-        (lambda: Convolution(4, axis="lat", axes=AXES, border={"lon": "zeros"}), "border: 'lon'"),
-        (lambda: Convolution(4, axis="lat", axes=AXES, stride={"lon": 2}), "stride: 'lon'"),
-        (
-            lambda: Convolution(4, axis="lat", axes=AXES, depthwise=True, out_dim=6),
-            "out_dim=6 is not a multiple of embed_dim=4",
-        ),
-        (lambda: Convolution(4, axis="abcd", axes="abcde"), "cannot be attended"),
-        (lambda: Convolution(4, axis=[*"abcd"], axes="abcde"), "run over one to 3 axes"),
-        (lambda: Pool(4, "sum", axis="lat", axes=AXES), "kind='sum'"),
-        (lambda: Resample(4, axis="lat", axes=AXES, mode="cubic"), "mode='cubic'"),
-        (lambda: GroupNorm(3, 4, axis="lat", axes=AXES), "groups=3 do not divide"),
-        (
-            lambda: GroupNorm(
-                2, 4, axis="lat", axes=AXES, layout=Layout.parse("lat(zigzag): ring=2")
-            ),
-            "zigzag order, and GroupNorm takes contiguous chunks",
-        ),
-    ],
-)
-def test_windows_that_cannot_be_are_refused(make, said):
-    with pytest.raises(DeclarationError, match=said):
-        make()
-
-
-# -- blocks of model files -------------------------------------------------------------------------
 
 SPEC = {
     "axes": list(AXES),
@@ -211,6 +33,118 @@ SPEC = {
         {"mlp": 8},
     ],
 }
+#: block -> its options
+CONVOLUTIONS = {
+    "borders": ("lat+lon", {"kernel": [3, 5], "border": {"lat": "reflect", "lon": "circular"}}),
+    "stride": ("lat+lon", {"kernel": 3, "stride": 2}),
+    "patches": ("lat+lon", {"kernel": 4, "stride": 4}),
+    "causal": ("lat+lon", {"kernel": [3, 2], "dilation": 2, "border": "causal"}),
+    "even": ("lon+lat", {"kernel": [2, 4], "border": "replicate", "depthwise": True}),
+    "one axis": ("lon", {"kernel": 3, "stride": 3, "border": "circular", "depthwise": True}),
+    "sparse": ("lat", {"kernel": 1, "stride": 3}),
+}
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def seen(length: int, kernel: int, stride: int, dilation: int, border: str) -> list[list[int]]:
+    """The positions of every window along an axis, by the formula; -1 for a zero."""
+    extent = dilation * (kernel - 1) + 1
+    before = extent - 1 if border == "causal" else max(extent - stride, 0) // 2
+    rows = []
+    for out in range(math.ceil(length / stride)):
+        row = [out * stride - before + i * dilation for i in range(kernel)]
+        inside = {
+            "circular": [p % length for p in row],
+            "replicate": [min(max(p, 0), length - 1) for p in row],
+            "reflect": [abs(p) if p < length else 2 * (length - 1) - p for p in row],
+        }
+        rows.append(inside.get(border, [p if 0 <= p < length else -1 for p in row]))
+    return rows
+
+
+def block(layout: Layout | None = None, **options: object) -> torch.nn.Module:
+    """A model's only block."""
+    model = compose(ModelSpec.from_dict({**SPEC, "block": [options]}), layout, dtype=torch.float64)
+    return model.blocks[0]
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_a_convolution_is_its_formula(name):
+    axes, options = CONVOLUTIONS[name]
+    module, x = block(conv=axes, **options), drawn(2, 7, 8, 8)
+    borders = dict(zip(module.axis, module.borders))
+    sizes = dict(zip(module.axis, zip(module.kernel, module.stride, module.dilation)))
+    gathered = torch.nn.functional.pad(x, (0, 0, 0, 1, 0, 1))  # where position -1 is a zero
+    for dim, axis in ((1, "lat"), (3, "lon")):  # b y i x j c
+        given = (*sizes.get(axis, (1, 1, 1)), borders.get(axis, "zeros"))
+        rows = torch.tensor(seen(x.shape[DIMS[axis]], *given))
+        gathered = gathered.index_select(dim, rows.flatten() % gathered.shape[dim])
+        gathered = gathered.unflatten(dim, rows.shape)
+    weight = module.run.weight
+    if module.run.groups > 1:
+        weight = torch.diag_embed(weight[:, 0].movedim(0, -1)).movedim((-2, -1), (0, 1))
+    for axis, at in (("lat", 2), ("lon", 3)):
+        if axis not in module.axis:
+            weight = weight.unsqueeze(at)
+    if module.axis == ("lon", "lat"):
+        weight = weight.transpose(2, 3)
+    wanted = torch.einsum("byixjc,ocij->byxo", gathered, weight) + module.run.bias
+    found = module._turned(x, BlockInputs())
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-12)
+
+
+def test_pools_count_positions_inside_alone():
+    ones = torch.ones(1, 7, 8, 8, dtype=torch.float64)
+    windows = {"over": "lat+lon", "kernel": [3, 2], "stride": [1, 2]}
+    assert torch.equal(block(pool="mean", **windows)(ones, BlockInputs()), ones[:, :, :4])
+    assert torch.equal(block(pool="max", **windows)(-ones, BlockInputs()), -ones[:, :, :4])
+
+
+def test_running_statistics_are_used_in_evaluation():
+    module, x = block(norm="batch"), drawn(3, 5, 4, 8) + 2
+    module(x, BlockInputs())
+    scale = torch.sqrt(module.run.running_var + module.run.eps)
+    wanted = (x - module.run.running_mean) / scale
+    torch.testing.assert_close(module.eval()(x, BlockInputs()), wanted)
+
+    def rank(layout):
+        split = block(layout, norm="batch").eval()
+        split.load_state_dict(module.state_dict())
+        out = split(layout.shard(x, DIMS), BlockInputs({"batch": 3, "lat": 5, "lon": 4}))
+        torch.testing.assert_close(out, layout.shard(wanted, DIMS))
+
+    on_threads(Layout.parse("lat: halo=2; lon: halo=2"), rank)
+
+
+@pytest.mark.parametrize("lengths", [{}, {"lat": 7}])
+def test_other_chunks_are_refused_on_every_rank(lengths):
+    def rank(layout):
+        x = layout.shard(drawn(1, 7, 4, 8), DIMS)
+        if lengths and layout.chunk("lat"):
+            x = x[:, 1:]
+        with pytest.raises(ShapeError, match=r"axis 'lat' is|must be the same"):
+            block(layout, conv="lat+lon")(x, BlockInputs(lengths))
+
+    on_threads(Layout.parse("lat: halo=2; lon: halo=2"), rank)
+
+
+@pytest.mark.parametrize("line", ["lat: local", "lat: halo=2"])
+@pytest.mark.parametrize(
+    ("make", "length"),
+    [({"kernel": 9, "border": "reflect"}, 4), ({"dilation": 5, "border": "circular"}, 4), ({}, 0)],
+)
+def test_an_axis_too_short_for_its_windows_is_refused(make, length, line):
+    def run(layout):
+        module = block(layout, conv="lat", **make)
+        x = torch.zeros(1, length // layout.size("lat"), 2, 8, dtype=torch.float64)
+        with pytest.raises((ShapeError, RuntimeError)):
+            module(x, BlockInputs())
+        module(torch.zeros(1, 12, 2, 8, dtype=torch.float64), BlockInputs())
+
+    weft.on_threads(Layout.parse(line), run)
 
 
 def trained(layout: Layout, x: Tensor, layouts=None) -> list[Tensor]:
@@ -234,6 +168,7 @@ def trained(layout: Layout, x: Tensor, layouts=None) -> list[Tensor]:
         ("lat: halo=3", "", 11, 7),
         ("batch: dp=2; lat: ring=2", "lat+lon: pass_q=4", 9, 10),
         ("lat: ulysses=2", "", 7, 8),
+        ("lat(zigzag): ring=2; lon: halo=2", "", 5, 5),
     ],
 )
 def test_blocks_of_windows_are_one_devices_on_every_layout(line, other, lat, lon):
@@ -383,68 +318,9 @@ def test_windows_train_on_real_ranks_as_on_one(pool, way):
         assert max(abs(a - b) for a, b in zip(found, alone, strict=True)) < 1e-10
 
 
-@pytest.mark.parametrize(
-    "norm",
-    [
-        lambda **given: BatchNorm(4, **given),
-        lambda **given: GroupNorm(4, 4, axis="lat", **given),
-    ],
-)
-def test_one_value_has_no_variance_on_any_rank(norm):
-    def work(layout):
-        with pytest.raises((ShapeError, ValueError), match="1 value per"):
-            norm(axes=AXES, layout=layout)(
-                layout.shard(torch.randn(1, 1, 1, 4), {"lat": 1}), lengths={"lat": 1}
-            )
-
-    weft.on_threads(weft.Layout.parse("lat: halo=2"), work)
-
-
-@pytest.mark.parametrize(
-    ("to", "message"), [({"lax": 5}, "did you mean 'lat'"), ({"lat": 0}, "above 0")]
-)
-def test_lengths_to_resample_to_are_of_its_axes(to, message):
-    with pytest.raises(ShapeError, match=message):
-        Resample(4, axis="lat", axes=AXES)(torch.randn(1, 3, 2, 4), to=to)
-
-
-@pytest.mark.parametrize("wrong", [{"lat": 5}, {"lat": 0}, {"lon": 3}])
-def test_ranks_resample_to_the_same_lengths(wrong):
-    def work(layout):
-        x = layout.shard(torch.randn(1, 4, 2, 4), {"lat": 1})
-        with pytest.raises(ShapeError):
-            Resample(4, axis="lat", axes=AXES, layout=layout)(
-                x, to=wrong if layout.rank else {"lat": 6}
-            )
-
-    weft.on_threads(weft.Layout.parse("lat: halo=2"), work, timeout=20)
-
-
 @pytest.mark.parametrize("lengths", [{}, {"tim": 3}, {"time": 13, "tim": 3}])
 def test_lengths_after_a_trunk_are_of_its_axes(lengths):
     spec = {"axes": ["batch", "time", "embed"], "sizes": {"embed": 8, "heads": 2}}
     blocks = [{"conv": "time", "kernel": 4, "stride": 4}, {"attend": "time"}]
     with pytest.raises(DeclarationError, match="lengths"):
         compose(ModelSpec.from_dict(spec | {"block": blocks})).lengths_after(lengths)
-
-
-@pytest.mark.parametrize("line", ["lat: local", "lat: halo=2"])
-@pytest.mark.parametrize(
-    ("make", "length", "message"),
-    [
-        ({"kernel": 9, "border": "reflect"}, 4, "'lat' has 4 .* reflect border of 4 needs 5"),
-        ({"dilation": 5, "border": "circular"}, 4, "'lat' has 4 .* circular border of 5 needs 5"),
-        ({"kernel": 3}, 0, "'lat' has no positions"),
-    ],
-)
-def test_an_axis_too_short_for_its_windows_is_refused(make, length, message, line):
-    """By weft, with the axis and what would do, whether a layout splits it or not."""
-
-    def run(layout):
-        module = Convolution(8, axis="lat", axes=("lat", "embed"), layout=layout, **make)
-        x = torch.zeros(length // layout.size("lat"), 8)
-        with pytest.raises(ShapeError, match=message):
-            module(x)
-        module(torch.zeros(12, 8))
-
-    weft.on_threads(Layout.parse(line), run)

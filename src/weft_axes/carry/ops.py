@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.channel import Channel
-from ..comm.collectives import gather_slices, spread_flat
-from ..kernels import accumulate_dtype
-from ..runtime.exchange import Passing, pass_op
-from ..runtime.handles import op
+from weft.comm.channel import Channel
+from weft.comm.collectives import gather_slices, spread_flat
+from weft.kernels import accumulate_dtype
+from weft.runtime.exchange import Passing, pass_op
+from weft.runtime.handles import op
+
 from .fragments import StateExchange
 
 # -- maps -----------------------------------------------------------------------------------------

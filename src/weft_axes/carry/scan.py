@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..dtensors import on_local_tensors
-from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
-from ..layout import Layout
-from ..masks import Documents
-from ..plan.call import axis_names
-from ..relayout.windows import BORDERS, Windows, cut_run
+from weft.dtensors import on_local_tensors
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
+from weft.layout import Layout
+from weft.masks import Documents
+from weft.plan.call import axis_names
+from weft.relayout.windows import BORDERS, Windows, cut_run
+
 from .pieces import LocalPieces
 
 

@@ -10,9 +10,9 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from ..bias import Bias, alibi
-from ..errors import DeclarationError, ShapeError
-from ..masks import (
+from weft.bias import Bias, alibi
+from weft.errors import DeclarationError, ShapeError
+from weft.masks import (
     Boxes,
     Causal,
     Documents,
@@ -24,7 +24,7 @@ from ..masks import (
     Window,
     prefix_lm,
 )
-from .parameters import linear, local
+from weft.parameters import linear, local
 
 MADE: dict[str, Callable[..., Mask]] = {
     "first-keys": FirstKeys,

@@ -21,16 +21,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
-from .._compile import flattened, restored
-from .._torch import constant_in_graphs, in_graph, outside_graphs
-from ..comm.channel import refused_everywhere
-from ..comm.origin import origin
-from ..errors import ShapeError
-from ..masks import Documents
-from ..relayout.take import TakePassing
-from ..relayout.windows import TakePass, Windows, cut_run
-from ..runtime import handles
-from ..runtime.exchange import Exchange, Passing
+from weft._compile import flattened, restored
+from weft._torch import constant_in_graphs, in_graph, outside_graphs
+from weft.comm.channel import refused_everywhere
+from weft.comm.origin import origin
+from weft.errors import ShapeError
+from weft.masks import Documents
+from weft.relayout.take import TakePassing
+from weft.relayout.windows import TakePass, Windows, cut_run
+from weft.runtime import handles
+from weft.runtime.exchange import Exchange, Passing
+
 from .chain import Step, chained
 from .fragments import (
     ChainExchange,
@@ -43,7 +44,7 @@ from .fragments import (
 from .ops import StatesPassing
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from weft.layout import Layout
 
 _STATES, _HALO = "state", "halo"
 #: Groups of heads in which a chain hands states on.
@@ -64,21 +65,6 @@ class LocalPieces:
     """This rank's pieces of an axis: how a recurrence or a short convolution runs over them.
 
     It holds no tensors, so one object serves any number of calls and passes, in any order.
-
-    Args:
-        layout: a bound layout.
-        axis: the axis that the recurrence runs along.
-        length: of the axis, over all ranks.
-        documents: packed one after another along it; nothing crosses from one to the next.
-        name: which call of the program this is, as for `weft.attention`.
-
-    Attributes:
-        plan: the fragments of all ranks.
-        pieces: this rank's, in the order of memory; at least one, which may have no tokens.
-
-    Raises:
-        ShapeError: documents that differ by row, or do not add up to the length.
-        UnsupportedError: an order with a fragment for almost every token.
 
     >>> pieces = LocalPieces(weft.Layout.single(), "tokens", 5, weft.Documents((2, 3)))
     >>> [(piece.start, piece.count) for piece in pieces.pieces]
@@ -119,15 +105,7 @@ class LocalPieces:
     # -- pieces --------------------------------------------------------------------------------
 
     def split(self, dim: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
-        """Views of tensors of this rank's tokens, by piece.
-
-        Args:
-            dim: of the tokens, the same in all tensors.
-            tensors: with this rank's tokens.
-
-        Raises:
-            ShapeError: another number of tokens, on every rank that takes part.
-        """
+        """Views of tensors of this rank's tokens, which are along `dim`, by piece."""
         for t in tensors:
             self._check(t, dim)
         return list(zip(*(t.split(self._counts, dim) for t in tensors)))
@@ -135,12 +113,8 @@ class LocalPieces:
     def join(self, dim: int, parts: Sequence[Tensor], *received: Sequence[Tensor]) -> Tensor:
         """The parts of all pieces as one tensor of this rank's tokens: the inverse of `split`.
 
-        Args:
-            dim: of the tokens.
-            parts: one per piece.
-            received: what `states` and `left` gave. The result depends on it, so that the backward
-                pass of every rank sends what others wait for, also where a kernel made nothing of
-                it, as of a piece without tokens.
+        The result depends on what was `received`, so that every rank's backward pass sends what
+        others wait for, also where a kernel made nothing of it, as of a piece without tokens.
         """
         out = parts[0] if len(parts) == 1 else torch.cat(list(parts), dim)
         return _after(out, [t for group in received for t in group])
@@ -152,21 +126,8 @@ class LocalPieces:
     ) -> list[Tensor]:
         """The state that enters each of this rank's pieces, from the maps of all pieces before it.
 
-        With `(A, b)` of the pieces of a document in order, S_0 = 0 and
-        `S_{i+1} = apply(A_i, S_i) + b_i`.
-
-        Args:
-            maps: (A, b) per piece, of the same shapes and dtype on all ranks. Of a piece that
-                begins a document A is not looked at, and of a piece without tokens neither is.
-            apply: `A S`, `torch.matmul`, or `torch.mul` of an A that broadcasts against b.
-            of: what the maps are made of. They have gradients where one of these has, also on a
-                rank without tokens, whose maps a kernel may make of nothing.
-
-        Returns:
-            S_in per piece, like b.
-
-        Raises:
-            ShapeError: on every rank, if ranks' calls differ.
+        With `(A, b)` of the pieces of a document in order, S_0 = 0 and `S_{i+1} = apply(A_i, S_i) +
+        b_i`.
         """
         if apply not in (torch.matmul, torch.mul):
             self.refuse("state", "apply= is torch.matmul, or torch.mul of an A that broadcasts")
@@ -181,6 +142,7 @@ class LocalPieces:
                 )
             if piece.ends:
                 packed.append(torch.cat([x.flatten(), y.flatten()]))
+        # `of`: a rank without tokens, whose maps may be made of nothing, has gradients too.
         local = _after(torch.stack(packed), of)[: self._own]
         if not self._moves:
             return self._composed(local, a, b, apply)
@@ -192,8 +154,7 @@ class LocalPieces:
     def in_chain(self) -> bool:
         """True if a recurrence hands on states (`chain`), False if it composes maps (`states`).
 
-        As `[carry]` of the layout says. Where it leaves it open, maps are gathered by up to
-        `MOST_GATHERED` ranks, and in a graph of `torch.compile`; more hand states on.
+        Where `[carry]` leaves it open, up to `MOST_GATHERED` ranks and graphs compose maps.
         """
         named = self.layout.state_transport(self.axis)
         if named != "auto" or not self._moves or torch.compiler.is_dynamo_compiling():
@@ -248,20 +209,7 @@ class LocalPieces:
     ) -> list[list[Tensor]]:
         """Runs a recurrence piece by piece from the true states, which ranks hand on in order.
 
-        Ranks compute one after another, so heads go in groups: while this rank computes a group,
-        the one before computes the next.
-
-        Args:
-            step: (piece, group, state that enters) -> (output, state that leaves). Of a piece
-                without tokens the state that leaves is not looked at.
-            zeros: per group of heads a state of zeros, of the same shapes and dtype on all ranks.
-            of: the tensors that `step` computes with, for their gradients.
-
-        Returns:
-            The outputs, per piece and group.
-
-        Raises:
-            ShapeError: on every rank, if ranks' calls differ.
+        Heads go in groups: the rank before computes the next while this one computes a group.
         """
         if self.plan.mesh_dims:
             shapes = [tuple(zero.shape) for zero in zeros]
@@ -288,19 +236,8 @@ class LocalPieces:
     ) -> Tensor:
         """The outputs of a recurrence whose heads are cut into groups, run by `chain`.
 
-        Args:
-            run: (inputs of a piece and of a group's heads, then `per_head` of these heads, then the
-                state that enters) -> (output, state that leaves).
-            inputs: this rank's tokens (batch, tokens, heads, ...). Numbers of heads may be
-                multiples of each other; an input of one head serves all.
-            zero: a state of zeros (batch, heads, ...).
-            per_head: (heads, ...), such as parameters; of one head, it serves all.
-
-        Returns:
-            (batch, tokens, heads, ...), of the heads of the state.
-
-        Raises:
-            ShapeError: on every rank, if ranks' calls differ.
+        Inputs and outputs are (batch, tokens, heads, ...), `zero` (batch, heads, ...), `per_head`
+        (heads, ...); one head serves all.
         """
         units = min((x.shape[2] for x in inputs if x.shape[2] > 1), default=1)
         sizes = [len(part) for part in torch.arange(units).chunk(GROUPS)]
@@ -321,20 +258,9 @@ class LocalPieces:
         return self.join(1, [torch.cat(group, 2) for group in outs])
 
     def left(self, x: Tensor, columns: int, dim: int) -> list[Tensor]:
-        """The columns to the left of each of this rank's pieces, within its document.
+        """The columns to the left of each of this rank's pieces, zeros before its document's first.
 
-            rank 0: 0 1 2 3    rank 1: 4 5 6 7      2 columns  ->  rank 0: . .    rank 1: 2 3
-
-        Args:
-            x: this rank's tokens.
-            columns: how many; k - 1 for a causal convolution of k taps.
-            dim: of the tokens.
-
-        Returns:
-            Per piece a tensor like x, with `columns` tokens: zeros before a document's first.
-
-        Raises:
-            ShapeError: on every rank, if ranks' calls differ.
+        rank 0: 0 1 2 3    rank 1: 4 5 6 7      2 columns  ->  rank 0: . .    rank 1: 2 3
         """
         dim %= x.dim()
         window = Windows(columns + 1, 1, -columns, self.length, columns)
@@ -345,21 +271,9 @@ class LocalPieces:
         ]
 
     def around(self, x: Tensor, window: Windows, dim: int) -> list[tuple[Tensor, Tensor, int]]:
-        """Neighbours that windows see before and after each of this rank's pieces.
+        """Per piece, what windows see before and after the part that they see, and their number.
 
-            rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
-
-        Args:
-            x: this rank's tokens.
-            window: the windows.
-            dim: of the tokens.
-
-        Returns:
-            Per piece two tensors like x, of tokens before and after the part of it that they see,
-            and the number of its windows. A piece without a window has nothing around it.
-
-        Raises:
-            ShapeError: on every rank, if ranks' calls differ.
+        rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
         """
         dim %= x.dim()
         self._check(x, dim)
@@ -390,12 +304,7 @@ class LocalPieces:
             )
 
     def refuse(self, label: str, why: str) -> NoReturn:
-        """Raise `ShapeError`, on the ranks that wait for this one too.
-
-        Args:
-            label: what they wait in, "state" or "halo".
-            why: what does not fit.
-        """
+        """Raise `ShapeError`, on the ranks that wait for this one in `label` too."""
         error = ShapeError(why)
         if not torch.compiler.is_dynamo_compiling():
             self._exchange(label, "", None).refuse(error)

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from .._torch import inference_linear
-from ..declare.layout_file import HEADS
-from ..errors import ShapeError, UnsupportedError
-from ..layout import Layout
+from ._torch import inference_linear
+from .declare.layout_file import HEADS
+from .errors import ShapeError, UnsupportedError
+from .layout import Layout
 
 
 def heads_mesh(layout: Layout) -> DeviceMesh | None:

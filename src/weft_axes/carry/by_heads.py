@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .._compile import flattened, restored
-from .._torch import constant_in_graphs
-from ..declare.layout_file import HEADS
-from ..errors import ShapeError
-from ..relayout.redistribute import redistribute
+from weft._compile import flattened, restored
+from weft._torch import constant_in_graphs
+from weft.declare.layout_file import HEADS
+from weft.errors import ShapeError
+from weft.relayout.redistribute import redistribute
+
 from .fragments import by_heads
 
 if TYPE_CHECKING:
-    from ..layout import Layout
+    from weft.layout import Layout
 
 
 def traded(
@@ -34,10 +35,8 @@ def traded(
 ) -> Tensor:
     """`run(layout, *inputs, *per_head)`, by heads along mesh dims that `[carry]` gives to Ulysses.
 
-    `inputs` are this rank's tokens (batch, tokens, heads, ...). Their numbers of heads may be
-    multiples of each other; heads that are too few for the ranks go to several. `per_head` are
-    (heads, ...), such as parameters; one of a single head serves all. `run` gets them as its layout
-    has them, and gives (batch, tokens, heads, ...), which is returned as `layout` has it.
+    Inputs and output are (batch, tokens, heads, ...), `per_head` (heads, ...); fewer heads serve
+    several, and heads that are too few for the ranks go to several.
     """
     dims = layout.carries_by_heads(axis)
     ranks = math.prod([layout.mesh[d] for d in dims])

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm import P2PBatch
-from ..comm.channel import Channel
-from ..comm.once_differentiable import once
-from ..runtime.exchange import Exchange
+from weft.comm import P2PBatch
+from weft.comm.channel import Channel
+from weft.comm.once_differentiable import once
+from weft.runtime.exchange import Exchange
+
 from .fragments import ChainExchange, Stage
 
 #: (piece, group of heads, state that enters) -> (output, state that leaves)

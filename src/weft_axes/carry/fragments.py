@@ -24,19 +24,19 @@ from typing import ClassVar, NamedTuple, TypeVar, cast
 
 from torch.distributed.tensor import Shard
 
-from .._caching import cached
-from ..declare.layout import LayoutDeclaration
-from ..declare.layout_file import HEADS
-from ..declare.mesh import coordinates, index_at
-from ..declare.orders import TokenOrder
-from ..declare.placements import HEAD
-from ..declare.traffic import Traffic, add_messages, add_rows
-from ..errors import DeclarationError, ShapeError, UnsupportedError, slip_of
-from ..masks import Documents
-from ..plan.choices import gathers_of, spreads_of
-from ..plan.order import Span, Spans, join, shard_spans
-from ..relayout.plan import Sizes
-from ..relayout.windows import Wanted, Windows, bordered, cut_run, runs
+from weft._caching import cached
+from weft.declare.layout import LayoutDeclaration
+from weft.declare.layout_file import HEADS
+from weft.declare.mesh import coordinates, index_at
+from weft.declare.orders import TokenOrder
+from weft.declare.placements import HEAD
+from weft.declare.traffic import Traffic, add_messages, add_rows
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, slip_of
+from weft.masks import Documents
+from weft.plan.choices import gathers_of, spreads_of
+from weft.plan.order import Span, Spans, join, shard_spans
+from weft.relayout.plan import Sizes
+from weft.relayout.windows import Wanted, Windows, bordered, cut_run, runs
 
 #: Fragments per rank. Each is a call of a kernel and a map to send: orders with more want another
 #: way of computing.
@@ -47,29 +47,18 @@ Layout = TypeVar("Layout", bound=LayoutDeclaration)
 
 
 class Piece(NamedTuple):
-    """A run of consecutive positions of one document on one rank.
+    """A run of consecutive positions of one document on one rank."""
 
-    Attributes:
-        start: global position of its first token.
-        count: tokens; 0 only on a rank that has none, whose one piece this is.
-        begins: its first token is the first of its document (or of the axis), so that nothing
-            enters it: its state is zero, and so are the columns to its left.
-        ends: it is the last of its fragment, whose map it gives.
-    """
-
-    start: int
+    start: int  # global position of its first token
+    #: 0 only on a rank without tokens, whose one piece this is
     count: int  # type: ignore[assignment]  # not the method of tuples
-    begins: bool
-    ends: bool
+    begins: bool  # a document or the axis begins here: state and columns to the left are zero
+    ends: bool  # it is the last of its fragment, whose map it gives
 
 
 @dataclass(frozen=True)
 class Fragments:
     """The pieces of every chunk of an axis, and who receives the state of whom.
-
-    Attributes:
-        mesh: the mesh dims that split the axis, outermost first, with their sizes.
-        chunks: per chunk, its pieces in the order of memory.
 
     >>> layout = weft.Layout.parse("tokens(zigzag): ring=2")
     >>> plan = fragments(layout, "tokens", 10)
@@ -79,8 +68,8 @@ class Fragments:
     ((0, 2, 1), ((0, 0), (2, 1)))
     """
 
-    mesh: Sizes
-    chunks: tuple[tuple[Piece, ...], ...]
+    mesh: Sizes  # the mesh dims that split the axis, outermost first, with their sizes
+    chunks: tuple[tuple[Piece, ...], ...]  # in the order of memory
 
     @property
     def mesh_dims(self) -> tuple[str, ...]:
@@ -133,40 +122,28 @@ class Fragments:
         return self.chunks[chunk][i]
 
     def relay(self, chunk: int) -> tuple[Stage, ...]:
-        """Steps of a chunk under `chain`, where states are handed on in order.
+        """Steps of a chunk under `chain`: its pieces by position, and states that pass through.
 
-        Its pieces by position, and between them the states of others that pass through, where
-        neighbours share no mesh dim. A state is needed and sent on in this order by all ranks, so
-        none waits for one that waits for it.
+        All ranks need and send states in this order, so none waits for one that waits for it.
         """
         return _relay(self)[chunk]
 
     # -- windows -------------------------------------------------------------------------------
 
     def around(self, window: Windows) -> Wanted:
-        """The positions that windows see beyond the pieces of every chunk, see `cut_run`.
-
-        They arrive one piece after another, those before a piece and then those after it. What is
-        beyond a piece's document is the border.
-        """
+        """Positions that windows see beyond every chunk's pieces: before each, then after it."""
         return _around(self, window)
 
 
 class Stage(NamedTuple):
-    """A piece that takes a state and gives one, or a state of others that passes through.
+    """A piece that takes a state and gives one, or a state of others that passes through."""
 
-    Attributes:
-        piece: on this chunk; -1 where a state passes through.
-        source: (mesh dim, coordinate) of the rank that its state comes from; None where no state
-            enters, or that of the stage before does.
-        target: of the rank that takes its state; None if no other does.
-        begins: no state enters.
-    """
-
-    piece: int
+    piece: int  # on this chunk; -1 where a state passes through
+    #: (mesh dim, coordinate) of the rank that its state comes from; None where no state enters, or
+    #: that of the stage before does
     source: tuple[str, int] | None
-    target: tuple[str, int] | None
-    begins: bool = False
+    target: tuple[str, int] | None  # of the rank that takes its state; None if no other does
+    begins: bool = False  # no state enters
 
 
 @dataclass(frozen=True)
@@ -253,10 +230,8 @@ def by_heads(layout: Layout, axis: str, mesh_dims: Sequence[str] | None = None) 
         tokens: ulysses=2 x ring=2        rank (u, r): a quarter of the tokens, all heads
         by_heads(layout, "tokens")        rank (u, r): half of the tokens, half of the heads
 
-    `layout.redistribute(x, by_heads(layout, axis), {axis: 1, "heads": 2}, {axis: length})` takes
-    tensors there, and the same with both layouts swapped takes the output back. A rank's heads
-    are some of those that it has already, so of weights it takes a part: `.shard(weight, {"heads":
-    0})`, where every rank has them whole. Tokens that are whole afterwards are in contiguous order.
+    `layout.redistribute` takes tensors there and back; a rank's heads are some of those that it has
+    already, so of weights it takes a part: `.shard(weight, {"heads": 0})`.
 
     >>> other = by_heads(weft.Layout.parse("tokens: ulysses=2 x ring=2"), "tokens")
     >>> other.shard_dims("tokens"), other.shard_dims("heads")

@@ -13,15 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from ..attention import attention
-from ..bias import Bias
-from ..bias_tiles import tile_of_bias
-from ..errors import DeclarationError, ShapeError
-from ..layout import Layout
-from ..masks import Full, Mask
-from ..runtime.autocast import as_autocast
+from weft.attention import attention
+from weft.bias import Bias
+from weft.bias_tiles import tile_of_bias
+from weft.errors import DeclarationError, ShapeError
+from weft.layout import Layout
+from weft.masks import Full, Mask
+from weft.parameters import HeadWeight, local, replicate
+from weft.runtime.autocast import as_autocast
+
 from .geometry import NO_LENGTHS, Axis, Geometry
-from .parameters import HeadWeight, local, replicate
 from .rotary import angles, rotate, rotated_axes
 from .sequences import local_batches
 

@@ -18,14 +18,15 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
-from .._compile import flattened
-from .._uploads import uploaded
-from ..bias import Bias
-from ..declare.layout_file import HEADS
-from ..errors import DeclarationError, ShapeError
-from ..layout import Layout
-from ..masks import Mask
-from ..plan.lengths import check_axis_lengths
+from weft._compile import flattened
+from weft._uploads import uploaded
+from weft.bias import Bias
+from weft.declare.layout_file import HEADS
+from weft.errors import DeclarationError, ShapeError
+from weft.layout import Layout
+from weft.masks import Mask
+from weft.plan.lengths import check_axis_lengths
+
 from . import rotary, sequences
 
 Axis = str | int | Sequence[str | int]
