@@ -6,7 +6,7 @@
 
 An input is made from the seed and its number alone, so what fails can be had again. Files are
 shipped layouts, strategies and models with lines, words and bytes changed; lines are layouts on
-one line; checkpoints, caches, weights and black boxes are damaged and forged, see `fuzz_folders`;
+one line; checkpoints, weights and black boxes are damaged and forged, see `fuzz_folders`;
 run files, configurations and files of tokens are those of `fuzz_runs`;
 command lines run `weft list`, `explain`, `check --threads`, `train` and `rates` in this
 process, the last two only with options that must be refused.

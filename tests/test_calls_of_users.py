@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ from torch.autograd import forward_ad
 
 import weft
 from weft import Causal, Full, Layout, MaskMod
-from weft._digest import is_plain
 from weft.comm import P2PBatch, run_threads, threads
 from weft.comm.channel import Channel
 
@@ -513,135 +512,6 @@ def test_alibi_is_as_exact_as_its_call_whatever_torchs_default(default, kernel):
 
 
 # -- what equal masks are --------------------------------------------------------------------------
-
-
-class Every(Causal):
-    """A mask that is no dataclass of its own: it equals all others of its class."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-
-    def allowed(self, b, h, q, k):
-        return super().allowed(b, h, q, k) & ((q - k) % self.step == 0)
-
-    def is_full(self, q, k):
-        return False
-
-    def diagonal(self, q, k):
-        return None
-
-
-@dataclass(frozen=True)
-class Banded(weft.Mask):
-    """Its width is no field."""
-
-    width: InitVar[int]
-
-    def __post_init__(self, width: int) -> None:
-        object.__setattr__(self, "reach", width)
-
-    def allowed(self, b, h, q, k):
-        return (q - k).abs() < self.reach
-
-
-RADIUS = {"now": 2}
-
-
-@dataclass(frozen=True)
-class Around(weft.Mask):
-    """Its radius is a global."""
-
-    def allowed(self, b, h, q, k):
-        return (q - k).abs() < RADIUS["now"]
-
-    def keys(self, q):
-        return q[0] - RADIUS["now"] + 1, q[1] + RADIUS["now"] - 1
-
-    def queries(self, k):
-        return self.keys(k)
-
-
-@dataclass(frozen=True)
-class Fixed(weft.Mask):
-    """Plain data, of which plans are kept."""
-
-    width: int = 3
-    note: str = ""
-
-    def allowed(self, b, h, q, k):
-        return torch.abs(q - k) < self._reach()
-
-    def _reach(self) -> int:
-        return int(np.abs(self.width))
-
-
-def _visible(mask: str, number: int, n: int) -> torch.Tensor:
-    i, j = torch.arange(n)[:, None], torch.arange(n)
-    return (i >= j) & ((i - j) % number == 0) if mask == "every" else (i - j).abs() < number
-
-
-def _made(mask: str, number: int) -> weft.Mask:
-    RADIUS["now"] = number
-    kinds = {"every": Every, "banded": Banded, "fixed": Fixed}
-    return kinds[mask](number) if mask in kinds else Around()
-
-
-MASKS = ("every", "banded", "around", "fixed")
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("kernel", [None, "flex"])
-@pytest.mark.parametrize("mask", MASKS)
-def test_masks_that_equal_each_other_are_told_apart(mask, kernel):
-    n, held = 600, {"around": Around()}
-    q = draw(1, 2, n, 4)
-    for number in (2, 3, 400):
-        scores = (q @ q.mT / 2.0).masked_fill(~_visible(mask, number, n), float("-inf"))
-        want = torch.softmax(scores, -1) @ q
-        made = _made(mask, number)
-        made = held.get(mask, made)
-        out = weft.attention(q, q, q, Layout.single(), "tokens", made, kernel=kernel)
-        assert (out - want).abs().max() < 1e-12
-    assert is_plain(made) == (mask == "fixed")
-
-
-def _masks_that_differ(rank: int, mask: str) -> str:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=20)
-    q = layout.shard(draw(1, 2, 16, 8), DIMS)
-    made = _made(mask, 3 if rank == 2 else 2)
-    said = refused(lambda: weft.attention(q, q, q, layout, "tokens", made))
-    dist.barrier()
-    return said
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_what_masks_hold_beside_their_fields_is_compared(pool, mask):
-    for said in pool.run(_masks_that_differ, mask):
-        assert said.startswith("ShapeError")
-        assert "rank 2: " in said
-
-
-@dataclass
-class Packing:
-    """A function whose table is made of what it is made of."""
-
-    ids: InitVar[torch.Tensor]
-
-    def __post_init__(self, ids):
-        self.table = ids
-
-    def __call__(self, b, h, q, k):
-        return self.table[q] == self.table[k]
-
-
-def test_table_beside_fields_that_changed_is_refused_in_backward_pass():
-    packing = Packing(torch.tensor([0, 0, 0, 1, 1, 1]))
-    x = draw(1, 1, 6, 4).requires_grad_()
-    out = weft.attention(x, x, x, Layout.single(), "tokens", MaskMod(packing))
-    packing.table[2] = 1
-    with pytest.raises(weft.UnsupportedError, match="have changed since the forward pass"):
-        out.sum().backward()
 
 
 def test_a_bias_is_asked_for_gradients_in_every_call():

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import weft
 from weft import DeclarationError, Layout, ShapeError, on_threads
-from weft.parameters import local
+from weft_axes.nn.parameters import local
 from weft_models.models import ModelSpec, compose
 from weft_models.models.blocks import BlockInputs
 

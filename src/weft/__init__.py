@@ -83,7 +83,7 @@ __all__ = [
 
 
 #: Modules of the engine that are imported when first used, so that attention alone stays light.
-_LATE = ("checkpoint", "losses", "testing")
+_LATE = ("losses", "testing")
 _doors.hang()
 
 

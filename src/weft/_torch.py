@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -242,18 +241,6 @@ def fsdp_hooks(unit: Any) -> Iterator[tuple[dict, int, bool]]:
                 yield hooks, key, hooks is module._forward_pre_hooks
 
 
-def averaged_over(model: torch.nn.Module) -> list[int]:
-    """Ranks over which torch's DDP, whose forward pass runs, or FSDP2 averages gradients; or none.
-
-    An explicit factor (`set_gradient_divide_factor`) is a user's choice.
-    """
-    ddp = active_ddp()
-    if ddp is not None:
-        return dist.get_process_group_ranks(ddp.process_group)
-    groups = (group for part in model.modules() if is_fsdp(part) for group in fsdp_groups(part))
-    return next((ranks for ranks, factor in groups if factor is None), [])
-
-
 def fsdp_groups(unit: Any) -> list[tuple[list[int], float | None]]:
     """Ranks over which a unit of FSDP2 adds up gradients, and what it divides them by, if set."""
     state = unit._get_fsdp_state()
@@ -310,16 +297,6 @@ def as_torch_does(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """A function of torch past `__torch_function__` of the tensors' classes."""
     with past_classes():
         return func(*args, **kwargs)
-
-
-#: What autograd does to gradients number by number, below `__torch_function__`.
-OF_GRADIENTS = frozenset(
-    {
-        *(torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor),
-        *(torch.ops.aten.clone.default, torch.ops.aten.detach.default),
-        *(torch.ops.aten._to_copy.default, torch.ops.aten.alias.default),
-    }
-)
 
 
 #: What autograd runs below `__torch_function__` on a saved tensor that a hook has unpacked.
@@ -511,11 +488,6 @@ def _onednn_linear() -> Callable | None:
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     op = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return op.default if has_avx512 and op is not None else None
-
-
-def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """The backend that `F.scaled_dot_product_attention` chooses: "flash_attention", "math", ..."""
-    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal)).name.lower()
 
 
 def memory_of(t: Tensor) -> tuple[int, int]:

@@ -137,16 +137,13 @@ class PartRows(NamedTuple):
 
 
 class KernelWork(NamedTuple):
-    """Kernel calls made at once: the rows and columns of the block's chunks, and of results.
-
-    kind: False for plain calls, which one kernel makes, else that of the calls.
-    rows, columns: None if they are all that the block has.
-    """
+    """Kernel calls made at once: the rows and columns of the block's chunks, and of results."""
 
     group: Group
+    #: False for plain calls, which one kernel makes, else that of the calls
     kind: Kind | Literal[False]
-    rows: Ranges | None
-    columns: Ranges | None
+    rows: Ranges | None  # None if they are all that the block has
+    columns: Ranges | None  # likewise
     samples: Rows | None
     of_queries: tuple[PartRows, ...]
     of_keys: tuple[PartRows, ...]

@@ -62,19 +62,15 @@ def plain_view(
 
 
 class Views:
-    """Makes the `TileView` of every kernel call of a pass.
-
-    `bias` is this rank's tile of a learned bias; a bias that is a function is in `call`, as the
-    mask. `numbers` are those of a choice of keys, of the tile's rows.
-    """
+    """Makes the `TileView` of every kernel call of a pass."""
 
     def __init__(
         self,
         plan: Plan,
         tile: Pass,
         call: Call,
-        bias: Tensor | None,
-        numbers: Tensor | None,
+        bias: Tensor | None,  # this rank's tile of a learned one; a function is in `call`
+        numbers: Tensor | None,  # of a choice of keys, of the tile's rows
         like: Tensor,
     ) -> None:
         self.plan, self.tile, self.call = plan, tile, call
@@ -211,8 +207,8 @@ class Views:
     def _without_keys(self) -> frozenset[int]:
         """Groups of kernel calls of the pass, by identity, of which no row chose a key.
 
-        By the numbers between a call's first and last key. Read at once for all calls, and only
-        where the host need not wait for it: not on a GPU, unless the numbers are checked anyway.
+        Read at once for all calls, and only where the host need not wait for it: not on a GPU,
+        unless the numbers are checked anyway.
         """
         kind, numbers = self.plan.problem.choice, self.numbers
         if kind is None or numbers is None:

@@ -343,7 +343,7 @@ def canonical(
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
     """(..., heads, tokens, dim) as (b, h, n, d), and the leading dims that b stands for.
 
-    Leading dims broadcast and flatten into b. Three dims or fewer have no heads, as torch has it.
+    Leading dims broadcast and flatten into b; three dims or fewer have no heads, as torch has it.
     """
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
     if min(q.dim(), k.dim(), v.dim()) < 2:

@@ -19,10 +19,10 @@ from weft.bias_tiles import tile_of_bias
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Full, Mask
-from weft.parameters import HeadWeight, local, replicate
 from weft.runtime.autocast import as_autocast
 
 from .geometry import NO_LENGTHS, Axis, Geometry
+from .parameters import HeadWeight, local, replicate
 from .rotary import angles, rotate, rotated_axes
 from .sequences import local_batches
 

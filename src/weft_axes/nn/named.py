@@ -24,7 +24,8 @@ from weft.masks import (
     Window,
     prefix_lm,
 )
-from weft.parameters import linear, local
+
+from .parameters import linear, local
 
 MADE: dict[str, Callable[..., Mask]] = {
     "first-keys": FirstKeys,

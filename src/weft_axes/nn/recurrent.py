@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Documents
-from weft.parameters import HeadWeight, local, replicate
 from weft.plan.lengths import check_axis_lengths
 
 from ..carry.by_heads import traded
@@ -26,6 +25,7 @@ from ..carry.fragments import by_heads
 from ..carry.pieces import LocalPieces
 from ..carry.scan import halo
 from .geometry import resolve_axes
+from .parameters import HeadWeight, local, replicate
 
 #: Tokens that are computed together, as one system of equations.
 CHUNK = 64

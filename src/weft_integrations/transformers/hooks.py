@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from weft.errors import DeclarationError, UnsupportedError
 from weft.fields import WholeReport
 from weft.fields.islands import on_positions
-from weft.gradients.sync import AVERAGED
+from weft.gradients import AVERAGED
 from weft.layout import Layout
 from weft_axes.carry.fragments import fragments
 

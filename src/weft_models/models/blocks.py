@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.masks import Documents, Mask
-from weft.parameters import LayerNorm, RMSNorm, linear
 from weft_axes.nn.attention import MultiAxisAttention
 from weft_axes.nn.named import build_bias, build_mask
+from weft_axes.nn.parameters import LayerNorm, RMSNorm, linear
 from weft_axes.nn.recurrent import GatedDeltaNet
 
 from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, TriangleBlock

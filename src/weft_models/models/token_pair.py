@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from weft.errors import ShapeError
 from weft.layout import Layout
 from weft.masks import Documents
-from weft.parameters import embedding, linear, replicate
+from weft_axes.nn.parameters import embedding, linear, replicate
 from weft_axes.nn.sequences import places_of
 
 from ..declare.model_file import ModelSpec

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from weft.errors import DeclarationError, ShapeError, did_you_mean
 from weft.layout import Layout
 from weft.masks import Mask
-from weft.parameters import replicate
+from weft_axes.nn.parameters import replicate
 from weft_axes.nn.sequences import gathered_lengths
 
 from ..declare.model_blocks import (

@@ -26,7 +26,7 @@ from weft._torch import outside_graphs
 from weft.errors import ShapeError
 from weft.fields import Field
 from weft.layout import Layout
-from weft.parameters import local
+from weft_axes.nn.parameters import local
 from weft_axes.nn.sequences import check_held
 
 from ..declare.model_blocks import ConvBlock, NormBlock, numbers_of

@@ -12,8 +12,9 @@ import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from .._opening import check_folder
-from ..layout import Layout
+from weft._opening import check_folder
+from weft.layout import Layout
+
 from .folder import (
     INDEX,
     CheckpointError,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..layout import Layout
+from weft.layout import Layout
+
 from .folder import INDEX, CheckpointError, Stored, commit, file_name, read_block, write_file
 from .shards import everywhere, on_first
 

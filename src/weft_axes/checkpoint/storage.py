@@ -38,7 +38,8 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from ..comm.transport import disagreement
+from weft.comm.transport import disagreement
+
 from .folder import (
     CheckpointError,
     commit,

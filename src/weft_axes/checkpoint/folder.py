@@ -34,8 +34,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .._opening import PARTIAL, open_to_read, read_bytes, replacing, sync_to_disk
-from ..errors import DeclarationError
+from weft._opening import PARTIAL, open_to_read, read_bytes, replacing, sync_to_disk
+from weft.errors import DeclarationError
 
 INDEX = "index.json"
 #: Bytes of an index that are read, and written: of some million blocks.
@@ -290,9 +290,9 @@ def failing(path: Path, done: str) -> Iterator[None]:
 def _make_up(blocks: Sequence[StoredBlock], shape: Sequence[int]) -> bool:
     """True if every number of a tensor is in exactly one block: in time linear in the blocks.
 
-    Blocks have measures, by which a block's is the sum of those of its parts: the product over dims
-    of f(end) - f(start), for any functions f. Blocks that make up the tensor have its measure; any
-    others have another one for all but d/p of the choices of f, which is drawn at random mod p.
+    The sum over blocks of the product over dims of f(end) - f(start) is that of the tensor if they
+    make it up; if not, it is another one for all but d/p of the choices of f, drawn at random mod
+    p.
     """
     drawn: list[dict[int, int]] = [defaultdict(lambda: secrets.randbelow(_PRIME)) for _ in shape]
 

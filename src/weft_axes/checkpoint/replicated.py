@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._digest import number_of
-from ..comm.consistency import fingerprint
-from ..declare.mesh import coordinates
-from ..layout import Layout
+from weft._digest import number_of
+from weft.comm.consistency import fingerprint
+from weft.declare.mesh import coordinates
+from weft.layout import Layout
+
 from .folder import CheckpointError
 from .shards import MODEL, Shard, everywhere, in_words, named_tensors
 

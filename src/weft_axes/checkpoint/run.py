@@ -32,8 +32,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._opening import check_folder, open_to_lock
-from ..layout import Layout
+from weft._opening import check_folder, open_to_lock
+from weft.layout import Layout
+
 from . import folder as files
 from .folder import INDEX, PICKLED, CheckpointError, Index, failing, read_index
 from .replicated import refuse_differing

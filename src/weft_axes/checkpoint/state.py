@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import did_you_mean
-from ..layout import Layout
+from weft.errors import did_you_mean
+from weft.layout import Layout
+
 from .folder import CheckpointError, Index, Stored, read_into
 from .shards import (
     GROUPS,

@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from .._torch import dtensor_chunk
-from ..declare.mesh import index_at
-from ..errors import ShapeError, WeftError
-from ..layout import Layout
-from ..parameters import HeadWeight
+from weft._torch import dtensor_chunk
+from weft.declare.mesh import index_at
+from weft.errors import ShapeError, WeftError
+from weft.layout import Layout
+
+from ..nn.parameters import HeadWeight
 from .folder import CheckpointError
 
 MODEL, STATE, GROUPS = "model.", "optimizer.state.", "optimizer.param_groups."

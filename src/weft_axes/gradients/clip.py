@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from .._torch import outside_graphs, root_of
+from weft._torch import outside_graphs, root_of
+from weft.declare.layout_file import HEADS
+from weft.errors import UnsupportedError
+from weft.layout import Layout
+
 from ..checkpoint.shards import head_parameters, shard_of
-from ..declare.layout_file import HEADS
-from ..errors import UnsupportedError
-from ..layout import Layout
 
 
 @outside_graphs

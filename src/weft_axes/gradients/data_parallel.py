@@ -13,13 +13,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import active_ddp, ignored_by_ddp, one_dim
-from ..comm import step_check
-from ..comm.consistency import compare_names, compare_weights
-from ..declare.layout_file import HEADS
-from ..errors import DeclarationError, ShapeError, UnsupportedError
-from ..layout import Layout, check_same_data_ranks
-from .sync import BY_DDP, is_averaged
+from weft._torch import active_ddp, ignored_by_ddp, one_dim
+from weft.comm import step_check
+from weft.comm.consistency import compare_names, compare_weights
+from weft.declare.layout_file import HEADS
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.gradients import BY_DDP, is_averaged
+from weft.layout import Layout, check_same_data_ranks
 
 Way = Literal["fsdp", "ddp"]
 

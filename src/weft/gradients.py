@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import active_ddp, is_fsdp, version
-from .._uploads import download
-from ..comm import Transport, step_check
-from ..comm.consistency import (
+from ._torch import active_ddp, is_fsdp, version
+from ._uploads import download
+from .comm import Transport, step_check
+from .comm.consistency import (
     compare_names,
     compare_weights,
     is_partial,
@@ -22,7 +22,7 @@ from ..comm.consistency import (
     local_tensor,
     same_along,
 )
-from ..errors import ShapeError, UnsupportedError
+from .errors import ShapeError, UnsupportedError
 
 #: On a gradient: the writes to its parameter when it was summed.
 #: On a module: its weights were compared.
@@ -252,13 +252,7 @@ def _refuse_wrapped(
 
 def is_averaged(module: nn.Module) -> bool:
     """True if a module's gradients are averaged over ranks, as its outputs are full rows."""
-    marks = [getattr(part, AVERAGED) for part in module.modules() if hasattr(part, AVERAGED)]
-    if len(set(marks)) > 1:
-        raise UnsupportedError(
-            "a module holds models with rows='whole', whose gradients are averaged over ranks, and"
-            " with rows='local', whose gradients are summed; parallelize them with the same rows"
-        )
-    return bool(marks and marks[0])
+    return any(hasattr(part, AVERAGED) for part in module.modules())
 
 
 def is_summed_by_ddp(model: nn.Module) -> bool:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from ._torch import inference_linear
-from .declare.layout_file import HEADS
-from .errors import ShapeError, UnsupportedError
-from .layout import Layout
+from weft._torch import inference_linear
+from weft.declare.layout_file import HEADS
+from weft.errors import ShapeError, UnsupportedError
+from weft.layout import Layout
 
 
 def heads_mesh(layout: Layout) -> DeviceMesh | None:
@@ -76,8 +76,7 @@ def split_heads(whole: Tensor, layout: Layout) -> nn.Parameter:
 def replicate(module: nn.Module, layout: Layout) -> None:
     """Makes the plain parameters of a module DTensors too, replicated where heads are split.
 
-    Only for modules that read their parameters through `local`. Without mesh dims that split heads
-    nothing changes.
+    Only for modules that read their parameters through `local`.
     """
     mesh = heads_mesh(layout)
     if mesh is None:
@@ -105,11 +104,9 @@ def _place_given(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: o
 
 
 class HeadWeight(nn.Module):
-    """A projection between embed and heads; holds the heads of this rank.
+    """A projection between embed and the heads of this rank: (..., e) -> (..., h*d), and back.
 
-    `split` maps (..., e) to (..., h*d), `merge` maps (..., h*d) back to (..., e). The weight is
-    (h*d, e) for both, so that mesh dims that split heads always split dim 0. It is made from
-    `full`, the weights of all heads (h, d, e).
+    The weight is (h*d, e) for both, so that mesh dims that split heads always split dim 0.
 
     >>> HeadWeight(torch.ones(4, 8, 32), Layout.single()).split(torch.zeros(2, 32)).shape
     torch.Size([2, 32])
@@ -117,7 +114,7 @@ class HeadWeight(nn.Module):
 
     def __init__(
         self,
-        full: Tensor,
+        full: Tensor,  # the weights of all heads (h, d, e)
         layout: Layout,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
