@@ -29,7 +29,7 @@ from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.fields import Field, WholeReport, distributed
 from weft.fields.exchange import is_made_whole
-from weft.fields.islands import on_positions
+from weft.fields.islands import on_positions, proven_islands
 from weft.fields.units import let_fields_through
 from weft.gradients import is_averaged, is_summed_by_ddp
 from weft.layout import Layout
@@ -124,9 +124,11 @@ def parallelize_fields(
     for name in METHODS:
         if callable(getattr(model, name, None)):
             state.wrap(name, placed_model)
-    for module in model.modules():
-        if is_experts(module):
-            _install_island(module, placed_model)
+    for module in filter(is_experts, model.modules()):
+        name = f"{type(module).__name__}.forward"
+        _install_island(module, functools.partial(_by_promise, name, module.forward), placed_model)
+    for module, forward in proven_islands(model):
+        _install_island(module, forward, placed_model)
     placed_model.ran_whole = state.report
     placed_model.put_on(model)
     return model
@@ -137,13 +139,12 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel") and "forward" not in vars(module)
 
 
-def _install_island(module: nn.Module, placed: Parallelized) -> None:
+def _by_promise(name: str, run: Callable, *args: Any, **kwargs: Any) -> Any:
+    return on_positions(name, run, args, kwargs)
+
+
+def _install_island(module: nn.Module, forward: Callable, placed: Parallelized) -> None:
     """Have a module that treats positions one by one run on local tensors."""
-    run, name = module.forward, f"{type(module).__name__}.forward"
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return on_positions(name, run, args, kwargs)
-
     module.__dict__["forward"] = forward
     placed.steps.append(lambda: vars(module).pop("forward", None))
 

@@ -230,5 +230,3 @@ def replaced_layers(modules: Sequence[nn.Module]) -> None:
                 " parallelized, by a fused kernel perhaps, and would see this rank's tokens only;"
                 " replace it first, or call weft.restore(model)"
             )
-
-
