@@ -21,7 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 import weft
-from weft.fields.islands import proven_islands
+from weft_axes.fields.islands import proven_islands
 
 from .common import RESULTS
 

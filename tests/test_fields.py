@@ -482,6 +482,7 @@ REFUSED = {
     "a function without a rule": (lambda x: torch.fft.fft(x), "fft_fft has no rule"),
     "dropout on threads": (lambda x: F.dropout(x, 0.1), "ranks that are threads share"),
     "an autograd function": (lambda x: Twice.apply(x.requires_grad_()) + 1, "gradients through it"),
+    "a function that torch makes": (lambda x: torch.unique(x), "torch's unique has no rule"),
     "random numbers": (lambda x: torch.randn_like(x), "has no rule"),
     "numbers in place": (lambda x: torch.ones(1, 1, 5, 6).add_(x), "into a plain tensor"),
     "a view that cuts an axis": (lambda x: x.reshape(1, 3, 10), "cuts a split axis elsewhere"),

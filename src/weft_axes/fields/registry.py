@@ -81,6 +81,8 @@ def function_name(func: Any) -> str:
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
     if name == "__get__":
         name = f"the attribute {getattr(func.__self__, '__name__', '')}"
+    if "<locals>" in name:  # of a function that torch makes, such as unique
+        name = next((n for n, f in vars(torch).items() if f is func), name)
     return f"torch's {name}"
 
 
