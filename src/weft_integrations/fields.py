@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 import math
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from weft.fields.units import let_fields_through
 from weft.gradients.sync import is_averaged, is_summed_by_ddp
 from weft.layout import Layout
 
+from . import Foreign
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
@@ -126,7 +128,8 @@ def parallelize_fields(
             state.wrap(name, placed_model)
     for module in model.modules():
         if is_experts(module):
-            _install_island(module, placed_model)
+            module.__dict__["forward"] = types.MethodType(by_positions, module)
+            placed_model.steps.append(functools.partial(vars(module).pop, "forward", None))
     placed_model.ran_whole = state.report
     placed_model.put_on(model)
     return model
@@ -137,15 +140,10 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel") and "forward" not in vars(module)
 
 
-def _install_island(module: nn.Module, placed: Parallelized) -> None:
-    """Have a module that treats positions one by one run on local tensors."""
-    run, name = module.forward, f"{type(module).__name__}.forward"
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return on_positions(name, run, args, kwargs)
-
-    module.__dict__["forward"] = forward
-    placed.steps.append(lambda: vars(module).pop("forward", None))
+def by_positions(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of experts, which treat tokens one by one, on this rank's."""
+    stock = functools.partial(type(self).forward, self)
+    return on_positions(f"{type(self).__name__}.forward", stock, args, kwargs)
 
 
 class _Calls:

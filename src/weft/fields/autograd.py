@@ -119,9 +119,7 @@ def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
     losses = [x.full_tensor() if isinstance(x, Field) else x for x in groups[0]]
     found = torch.autograd.grad(losses, [_local_of(x) for x in groups[1]], grad_outputs, **kwargs)
     pairs = zip(found, groups[1])
-    return tuple(
-        _gradient(g, x) if g is not None and isinstance(x, Field) else g for g, x in pairs
-    )
+    return tuple(_gradient(g, x) if g is not None and isinstance(x, Field) else g for g, x in pairs)
 
 
 @direct(attribute("grad"))
