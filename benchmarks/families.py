@@ -53,7 +53,7 @@ VERDICTS = ("exact", "refused", "not tried", "WRONG", "FAILED")
 LAYOUTS = ("tokens(zigzag): ring=2", "tokens: tile=2x2")
 OF_IMAGES = ("height: ring=2",)
 #: Bytes that a family may take: a configuration that is not tiny.
-MEMORY = 12 << 30
+MEMORY = 40 << 30
 KINDS = {
     "causal": auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -319,7 +319,7 @@ def judge(kind: str, family: str) -> Row:
         with limited(120):
             model, call = case_of(kind, family)
             parameters = sum(p.numel() for p in model.parameters())
-            if parameters > 300e6:
+            if parameters > 100e6:
                 return replace(row, why=f"{parameters / 1e6:.0f} M weights")
     except (Exception, TooLong) as error:
         return replace(row, why=f"no tiny model: {one_line(error)}")

@@ -6,8 +6,8 @@
 
 An input is made from the seed and its number alone, so what fails can be had again. Files are
 shipped layouts, strategies and models with lines, words and bytes changed; lines are layouts on
-one line; checkpoints, caches, weights and black boxes are damaged and forged, see `fuzz_folders`;
-tables, plain and packed, run files, configurations and files of tokens are those of `fuzz_tables`;
+one line; checkpoints, weights and black boxes are damaged and forged, see `fuzz_folders`;
+run files, configurations and files of tokens are those of `fuzz_runs`;
 command lines run `weft list`, `explain`, `check --threads`, `train` and `rates` in this
 process, the last two only with options that must be refused.
 
@@ -44,7 +44,7 @@ from weft_models.declare.model_file import ModelSpec
 from weft_planner.work import lengths_of_model, model_work
 
 from .fuzz_folders import Folders
-from .fuzz_tables import Tables
+from .fuzz_runs import Runs
 
 #: CPU seconds that one input may take; a command may draw a picture or plan some dozens of ranks.
 LIMIT = 5.0
@@ -164,7 +164,7 @@ class Fuzz:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.seed, self.folder = seed, folder
-        self.folders, self.tables = Folders(folder), Tables(folder, mutated)
+        self.folders, self.runs = Folders(folder), Runs(folder, mutated)
         self.files = {
             kind: [path.read_text() for path in sorted(catalog.folder(kind).glob("*.toml"))]
             for kind in catalog.KINDS
@@ -173,7 +173,7 @@ class Fuzz:
     def run(self, number: int) -> tuple[str, object, Outcome]:
         """The reader's name, the input, and what became of it."""
         rng = random.Random(f"{self.seed}/{number}")
-        feeds = (self._file, self._line, self._command, self.folders.feed, self.tables.feed)
+        feeds = (self._file, self._line, self._command, self.folders.feed, self.runs.feed)
         feed = rng.choices(feeds, (25, 15, 10, 30, 20))[0]
         name, given, call = feed(rng)
         start, before = time.process_time(), _peak()

@@ -1,4 +1,4 @@
-"""Damaged and forged files of `benchmarks.fuzz`: checkpoints, caches, weights and traces.
+"""Damaged and forged files of `benchmarks.fuzz`: checkpoints, weights and traces.
 
 A damaged file must be refused, or give the same data as before. A forged one, whose digests were
 made anew, may give other data, since digests without a key prove no origin; but like a damaged one
@@ -26,7 +26,7 @@ import weft
 from weft.checkpoint import Checkpoints, SafetensorsReader
 from weft.launch.trace import Trace
 from weft_cli.inspect.blackbox import describe_run, load_records
-from weft_models.models import KeyValueCache, ModelSpec, compose, from_pretrained, save_pretrained
+from weft_models.models import ModelSpec, compose, from_pretrained, save_pretrained
 
 #: Values that take the place of any in a JSON document.
 ODD: tuple[Any, ...] = (
@@ -46,7 +46,6 @@ class Folders:
         small = spec.sizes.model_copy(update={"embed": 16, "heads": 2, "kv_heads": 2})
         self.folder = folder / "made"
         self.model = compose(spec.model_copy(update={"sizes": small}))
-        self.cache = self.model.fit(torch.arange(60.0).view(1, 12, 5).remainder(3))
         self.layer = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         self.optimizer = torch.optim.AdamW(self.layer.parameters())
         self.layer(torch.ones(4, 3)).sum().backward()
@@ -56,7 +55,6 @@ class Folders:
         weights = save_pretrained(self.model, self.folder / "weights" / "w.safetensors")
         made = {
             "checkpoint": run.save(1, self.layer, self.optimizer, notes),
-            "cache": self.cache.save(self.folder / "cache"),
             "weights": weights.parent,
             "trace": self._traces(),
         }
@@ -103,7 +101,6 @@ class Folders:
                 odd.append(_put_odd(rng, path / file, content, self.folder))
         read = {
             "checkpoint": self._checkpoint,
-            "cache": self._cache,
             "weights": lambda path: from_pretrained(path / "w.safetensors") and None,
             "trace": lambda path: describe_run(load_records(path)) and None,
         }[kind]
@@ -137,13 +134,6 @@ class Folders:
         for weights in (layer.state_dict(), state["model"]):
             same += [torch.equal(t, weights[n]) for n, t in self.layer.state_dict().items()]
         return all(same)
-
-    def _cache(self, path: Path) -> bool:
-        cache = KeyValueCache.load(path, self.model)
-        return cache.tensors.keys() == self.cache.tensors.keys() and all(
-            torch.equal(kept.local, other.local) and kept.axes == other.axes
-            for kept, other in zip(self.cache.tensors.values(), cache.tensors.values())
-        )
 
 
 def _put_odd(rng: random.Random, path: Path, content: bytes, folder: Path) -> str:

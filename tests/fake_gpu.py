@@ -27,10 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import weft
+import weft.relayout.take
 from weft._torch import trace_on_threads
 from weft.comm import P2PBatch, Shuffle, Transport, channel
 from weft.kernels import fused
 from weft.runtime import calls
+from weft_axes.carry import ops as state_ops  # noqa: F401, whose ops are named below
 
 #: weft's custom ops by name: under a mode their bodies run in place of their fakes.
 BODIES = {

@@ -11,12 +11,10 @@ import weft
 from benchmarks.pack import received
 from weft import Causal, Documents, Layout
 from weft.comm import coordinates, index_at
-from weft.declare.hardware import Hardware
 from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError, ShapeError
 from weft.packing.groups import balance_shares
 from weft.plan.order import chunk_sizes
-from weft_planner.packing import choose_slack
 
 
 def skewed(name: str, count: int = 4096, seed: int = 0) -> list[int]:
@@ -389,18 +387,3 @@ def test_cumulative_lengths_and_one_device():
     assert assignment == single.pack(np.array([3, 5]))
     assert assignment.targets == 6
     assert single.reorder("tokens", assignment.order) is single
-
-
-# -- the slack, on the clock ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("rate", "slack"), [(1e12, 0.04), (2e7, 0.5)])
-def test_slack_follows_the_links(rate, slack):
-    """Where bytes cost nothing work is balanced; where they cost most, few documents are cut."""
-    level = {"name": "network", "rate": rate}
-    machine = Hardware.from_dict({"device": {"flops": 1e11}, "level": [level]})
-    lengths = in_equal_chunks([n // 8 for n in skewed("books", 160)], 16)
-    layout = Layout.parse("tokens: gather=4 x ulysses=4")
-    choice = choose_slack(layout, lengths, machine, heads=8)
-    assert (choice.slack, choice.seconds[slack]) == (slack, min(choice.seconds.values()))
-    assert choice.assignment == layout.pack(lengths, slack=slack)

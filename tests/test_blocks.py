@@ -11,6 +11,9 @@ from weft import Causal, Documents, MaskMod
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.masks import prefix_lm
+from weft.masks.slices import sliced
+from weft.packing.blocks import travel_of
+from weft.packing.groups import balance_shares
 
 N = 1000
 NOISE = torch.rand(20, 20, generator=torch.Generator().manual_seed(0)) < 0.3
@@ -65,6 +68,35 @@ def test_one_causal_sequence_is_balanced_as_by_zigzag():
     found = {frozenset((start, count) for start, count in chunk) for chunk in order.chunks}
     joined = {frozenset((s.start, s.count) for s in chunk) for chunk in spans}
     assert found == joined
+
+
+@pytest.mark.parametrize("line", LINES[:5])
+def test_equal_work_that_sends_least_is_taken(line):
+    """A window's work is equal in the plain order, in which ranks need but few others' keys."""
+    layout = Layout.parse(line)
+    order = layout.balance("tokens", Causal(window=40), N)
+    assert [chunk[0][0] for chunk in order.chunks] == sorted(c[0][0] for c in order.chunks)
+    assert {len(chunk) for chunk in order.chunks} == {1}
+
+
+@pytest.mark.parametrize("line", LINES)
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_travel_is_what_ranks_need_of_others(mask, line):
+    layout, i = Layout.parse(line), torch.arange(N)
+    runs = layout.balance("tokens", mask, N).chunks
+    seen = mask.allowed(i[:0], i[:0], i[:, None], i).expand(N, N).numpy()
+    held = [np.array([p for a, n in chunk for p in range(a, a + n)]) for chunk in runs]
+    shares, wanted = balance_shares(layout, "tokens"), 0
+    for queries, keys in shares:
+        for rank in range(len(runs)):
+            rows = np.concatenate([h for h, g in zip(held, queries) if g == queries[rank]])
+            columns = np.concatenate([h for h, g in zip(held, keys) if g == keys[rank]])
+            met = seen[np.ix_(rows, columns)]
+            if any(queries):
+                wanted += len({*columns[met.any(0)]} - {*held[rank]})
+            if any(keys):
+                wanted += len({*rows[met.any(1)]} - {*held[rank]})
+    assert travel_of(sliced(mask, N, N), runs, shares) == wanted
 
 
 @pytest.mark.parametrize("mask", ["prefix", "random blocks"])

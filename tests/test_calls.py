@@ -16,7 +16,6 @@ import torch
 from einops import rearrange
 from exact import Case, attend, error, problem, tokens
 from refusals import refused
-from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -219,27 +218,6 @@ def test_bias_that_alone_needs_gradient_on_one_rank_is_refused(pool, line):
 @pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: ulysses=4"])
 def test_ranks_may_want_gradients_of_different_tensors(pool, line):
     assert max(pool.run(_one_with_a_learned_bias, line, "queries")) < 1e-11
-
-
-def _one_in_a_graph(rank: int) -> float:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=60)
-
-    def twice(x):
-        y = 2 * x
-        return weft.attention(y, y, y, layout, "tokens")
-
-    if rank == 1:
-        twice = torch.compile(twice, backend="aot_eager")
-    whole = draw(1, 4, 8, 4).requires_grad_()
-    x = layout.shard(whole.detach(), {"tokens": 2}).requires_grad_()
-    twice(x).sum().backward()
-    y = 2 * whole
-    dense(y, y, y, torch.ones(8, 8, dtype=torch.bool)).sum().backward()
-    return (layout.shard(whole.grad, {"tokens": 2}) - x.grad).abs().max().item()
-
-
-def test_a_rank_may_compile_what_others_do_not(pool):
-    assert max(pool.run(_one_in_a_graph)) < 1e-12
 
 
 def _lost_groups(rank: int) -> str:
@@ -520,40 +498,11 @@ def test_plans_kept_by_value_and_least_recently_used_goes_first():
 # -- what users bring -----------------------------------------------------------------------------
 
 
-def test_numpy_numbers_lists_and_none_are_taken():
-    q = draw(1, 2, 6, 4)
-    one = Layout.single()
-    plain = weft.attention(q, q, q, one, "tokens")
-    for options in (
-        {"mask": None},
-        {"length": np.int64(6)},
-        {"length": [6, 6]},
-        {"length": {"tokens": np.int32(6)}},
-        {"scale": np.float32(0.5)},
-    ):
-        torch.testing.assert_close(weft.attention(q, q, q, one, "tokens", **options), plain)
-    assert Documents(np.array([2, 4])) == Documents((2, 4))
-
-
 @pytest.mark.parametrize("length", ["6", 6.0, True, (6,), (1, 2, 3), -1, torch.tensor([6, 6])])
 def test_lengths_that_are_no_lengths_are_refused(length):
     q = draw(1, 2, 6, 4)
     with pytest.raises(weft.ShapeError, match="length"):
         weft.attention(q, q, q, Layout.single(), "tokens", length=length)
-
-
-def test_forward_mode_and_second_derivatives_are_refused_in_words():
-    q = draw(1, 1, 4, 4)
-
-    def f(x):
-        return weft.attention(x, x, x, Layout.single(), "tokens").sum()
-
-    with forward_ad.dual_level(), pytest.raises(weft.UnsupportedError, match="forward-mode"):
-        f(forward_ad.make_dual(q, q))
-    leaf = q.clone().requires_grad_()
-    (grad,) = torch.autograd.grad(f(leaf), leaf, create_graph=True)
-    with pytest.raises(weft.UnsupportedError, match="no second derivative"):
-        grad.sum().backward()
 
 
 #: What moves tensors of (1, tokens, 4), and where.
@@ -849,28 +798,6 @@ def test_all_public_names_are_listed():
 
 
 # -- compiling ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_graph_outlives_calls_of_other_lengths_and_scales():
-    torch._dynamo.reset()
-    one = Layout.single()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def block(q, scale, length):
-        return weft.attention(q, q, q, one, "tokens", Causal(), scale, length)
-
-    def check(n, scale):
-        q = draw(1, 2, n, 4)
-        want = weft.attention(q, q, q, one, "tokens", Causal(), scale)
-        torch.testing.assert_close(block(q, scale, n), want)
-
-    check(6, 0.5)
-    q = draw(1, 1, 2, 4)
-    for n in range(1100):  # of which each has a name of its own
-        weft.attention(q, q, q, one, "tokens", MaskMod(lambda b, h, q, k, n=n: q >= k - n))
-    for n, scale in ((6, 0.25), (8, 0.25), (9, 0.125), (6, 0.5)):
-        check(n, scale)
 
 
 # -- traffic --------------------------------------------------------------------------------------

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import itertools
 import pickle
-import weakref
-from dataclasses import InitVar, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from exact import Case, attend, error, problem, tokens
 from refusals import refused
-from strides import NAMES
 from torch import nn
 from torch.autograd import forward_ad
-from torch.distributed.device_mesh import init_device_mesh
 
 import weft
 from weft import Causal, Full, Layout, MaskMod
-from weft._digest import is_plain
 from weft.comm import P2PBatch, run_threads, threads
 from weft.comm.channel import Channel
 
@@ -35,24 +28,6 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # -- tensors --------------------------------------------------------------------------------------
-
-
-def _strided(rank: int, line: str) -> dict[str, float]:
-    layout, worst = Layout.parse(line).build("cpu", timeout=60), {}
-    for name in NAMES:
-        strides = (name, "contiguous", "sliced", "transposed")
-        case = Case(lengths=tokens(13), heads=4, kv_heads=4, mask=Causal(), strides=strides)
-        whole = problem(case)
-        pairs = attend(layout, case, whole)
-        worst[name] = max(error(*pair, whole.wanted[key]) for key, pair in pairs.items())
-    return worst
-
-
-@pytest.mark.parametrize("line", ["tokens: gather=4", "tokens: ulysses=2 x burst=2"])
-def test_strides_of_any_kind_are_exact(pool, line):
-    """Messages of real processes are of contiguous memory; `test_attention` has every layout."""
-    for worst in pool.run(_strided, line):
-        assert max(worst.values()) <= 1e-11, worst
 
 
 def _numbers_of_numpy(rank: int) -> float:
@@ -131,77 +106,7 @@ def test_a_gradient_goes_through_what_is_gathered(pool):
 # -- copies ---------------------------------------------------------------------------------------
 
 
-def _copies(rank: int) -> float:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=30)
-    module = weft.MultiAxisAttention(
-        8, 2, axis="tokens", axes=("batch", "tokens", "embed"), layout=layout
-    ).double()
-    x = layout.shard(draw(1, 8, 8), {"tokens": 1})
-    averaged = torch.optim.swa_utils.AveragedModel(module)  # an EMA copies deeply
-    averaged.update_parameters(module)
-    assert copy.deepcopy(module).layout is layout
-    assert pickle.loads(pickle.dumps(layout.unbound)) == layout.unbound
-    out = module(x)
-    return max((other(x) - out).abs().max().item() for other in (averaged, copy.deepcopy(module)))
-
-
-def test_modules_with_a_bound_layout_are_copied(pool):
-    assert max(pool.run(_copies)) < 1e-14
-
-
-def _held(rank: int, how: str) -> int:
-    """How many tables of masks are alive after calls that used them."""
-    layout, held = Layout.parse("tokens: ring=4").build("cpu", timeout=60), []
-    x = layout.shard(draw(1, 2, 8, 4), DIMS).requires_grad_()
-    for _ in range(20):
-        table = torch.ones(8, dtype=torch.bool)
-        held.append(weakref.ref(table))
-        mask = MaskMod(lambda b, h, q, k, table=table: table[k] & (q >= 0))
-        weft.attention(x, x, x, layout, "tokens", mask).sum().backward()
-    gc.collect()
-    return sum(ref() is not None for ref in held)
-
-
-def test_what_masks_hold_is_not_kept(pool):
-    assert max(pool.run(_held, "eager")) <= 1  # the last one, by the loop's own names
-
-
 # -- layouts --------------------------------------------------------------------------------------
-
-
-def _built_anew(rank: int) -> bool:
-    declared = Layout.parse("tokens: ring=4")
-    bound = declared.build("cpu", timeout=30)
-    with pytest.raises(AttributeError):
-        bound.order = {}
-    return bound is not declared and bound.is_bound and not declared.is_bound
-
-
-def test_building_a_layout_gives_a_new_one(pool):
-    assert all(pool.run(_built_anew))
-
-
-def _slice_of_two_dims(rank: int) -> tuple[int, float]:
-    """Each half of the world, by name, is a ring beside split heads of its own."""
-    mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "cp", "tp"))
-    stage = mesh.get_coordinate()[0]
-    layout = Layout.parse("tokens: ring=1; heads: tp=2" if stage else "tokens: tile=1x2")
-    names = dict(zip(layout.mesh, ("cp", "tp")))
-    bound = layout.bind(mesh["cp", "tp"], rename=names, timeout=30)
-    q, dims = draw(1, 4, 8, 4, seed=stage), {"heads": 1, "tokens": 2}
-    want = weft.attention(q, q, q, Layout.single(), "tokens", Causal())
-    worst = 0.0
-    for _ in range(1 + 2 * stage):
-        mine = bound.shard(q, dims)
-        out = weft.attention(mine, mine, mine, bound, "tokens", Causal())
-        worst = max(worst, (bound.gather(out, dims) - want).abs().max().item())
-    return bound.world_size, worst
-
-
-def test_a_slice_of_two_dims_is_bound_beside_another(pool):
-    for size, worst in pool.run(_slice_of_two_dims):
-        assert size == 2
-        assert worst < 1e-12
 
 
 _STRATEGY = '[rule.x]\nquery = "S(seq) -> {query}"\nkey = "S(seq) -> {key}"\nout = "{out}"\n'
@@ -607,135 +512,6 @@ def test_alibi_is_as_exact_as_its_call_whatever_torchs_default(default, kernel):
 
 
 # -- what equal masks are --------------------------------------------------------------------------
-
-
-class Every(Causal):
-    """A mask that is no dataclass of its own: it equals all others of its class."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.step = step
-
-    def allowed(self, b, h, q, k):
-        return super().allowed(b, h, q, k) & ((q - k) % self.step == 0)
-
-    def is_full(self, q, k):
-        return False
-
-    def diagonal(self, q, k):
-        return None
-
-
-@dataclass(frozen=True)
-class Banded(weft.Mask):
-    """Its width is no field."""
-
-    width: InitVar[int]
-
-    def __post_init__(self, width: int) -> None:
-        object.__setattr__(self, "reach", width)
-
-    def allowed(self, b, h, q, k):
-        return (q - k).abs() < self.reach
-
-
-RADIUS = {"now": 2}
-
-
-@dataclass(frozen=True)
-class Around(weft.Mask):
-    """Its radius is a global."""
-
-    def allowed(self, b, h, q, k):
-        return (q - k).abs() < RADIUS["now"]
-
-    def keys(self, q):
-        return q[0] - RADIUS["now"] + 1, q[1] + RADIUS["now"] - 1
-
-    def queries(self, k):
-        return self.keys(k)
-
-
-@dataclass(frozen=True)
-class Fixed(weft.Mask):
-    """Plain data, of which plans are kept."""
-
-    width: int = 3
-    note: str = ""
-
-    def allowed(self, b, h, q, k):
-        return torch.abs(q - k) < self._reach()
-
-    def _reach(self) -> int:
-        return int(np.abs(self.width))
-
-
-def _visible(mask: str, number: int, n: int) -> torch.Tensor:
-    i, j = torch.arange(n)[:, None], torch.arange(n)
-    return (i >= j) & ((i - j) % number == 0) if mask == "every" else (i - j).abs() < number
-
-
-def _made(mask: str, number: int) -> weft.Mask:
-    RADIUS["now"] = number
-    kinds = {"every": Every, "banded": Banded, "fixed": Fixed}
-    return kinds[mask](number) if mask in kinds else Around()
-
-
-MASKS = ("every", "banded", "around", "fixed")
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize("kernel", [None, "flex"])
-@pytest.mark.parametrize("mask", MASKS)
-def test_masks_that_equal_each_other_are_told_apart(mask, kernel):
-    n, held = 600, {"around": Around()}
-    q = draw(1, 2, n, 4)
-    for number in (2, 3, 400):
-        scores = (q @ q.mT / 2.0).masked_fill(~_visible(mask, number, n), float("-inf"))
-        want = torch.softmax(scores, -1) @ q
-        made = _made(mask, number)
-        made = held.get(mask, made)
-        out = weft.attention(q, q, q, Layout.single(), "tokens", made, kernel=kernel)
-        assert (out - want).abs().max() < 1e-12
-    assert is_plain(made) == (mask == "fixed")
-
-
-def _masks_that_differ(rank: int, mask: str) -> str:
-    layout = Layout.parse("tokens: ring=4").build("cpu", timeout=20)
-    q = layout.shard(draw(1, 2, 16, 8), DIMS)
-    made = _made(mask, 3 if rank == 2 else 2)
-    said = refused(lambda: weft.attention(q, q, q, layout, "tokens", made))
-    dist.barrier()
-    return said
-
-
-@pytest.mark.parametrize("mask", MASKS)
-def test_what_masks_hold_beside_their_fields_is_compared(pool, mask):
-    for said in pool.run(_masks_that_differ, mask):
-        assert said.startswith("ShapeError")
-        assert "rank 2: " in said
-
-
-@dataclass
-class Packing:
-    """A function whose table is made of what it is made of."""
-
-    ids: InitVar[torch.Tensor]
-
-    def __post_init__(self, ids):
-        self.table = ids
-
-    def __call__(self, b, h, q, k):
-        return self.table[q] == self.table[k]
-
-
-def test_table_beside_fields_that_changed_is_refused_in_backward_pass():
-    packing = Packing(torch.tensor([0, 0, 0, 1, 1, 1]))
-    x = draw(1, 1, 6, 4).requires_grad_()
-    out = weft.attention(x, x, x, Layout.single(), "tokens", MaskMod(packing))
-    packing.table[2] = 1
-    with pytest.raises(weft.UnsupportedError, match="have changed since the forward pass"):
-        out.sum().backward()
 
 
 def test_a_bias_is_asked_for_gradients_in_every_call():

@@ -155,7 +155,7 @@ def test_kernels_agree_on_chosen_keys(kernel) -> None:
     close(found, reference(q, k, v, mask, numbers, 3))
 
 
-@pytest.mark.parametrize("kernel", ["flash-attn", "cuda-flash"])
+@pytest.mark.parametrize("kernel", ["cudnn", "cuda-flash"])
 def test_kernels_without_masks_refuse_a_choice_by_name(kernel) -> None:
     asked = Request("cuda", torch.bfloat16, 64, 64, masked=True, choice=True)
     assert refusal_of(named(kernel), asked)

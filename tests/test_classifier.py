@@ -508,7 +508,7 @@ def test_axes_of_layout_looked_at_before_ranks_are_asked_for():
 
 def test_several_ranks_that_nobody_started_are_refused():
     x, y = _table(9)
-    with pytest.raises(DeclarationError, match=r"--nproc-per-node 4 .*`weft predict --layout`"):
+    with pytest.raises(DeclarationError, match="torchrun --nproc-per-node 4"):
         weft.TabularClassifier(layout="rows: ring=4").fit(x, y)
 
 

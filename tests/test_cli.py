@@ -85,7 +85,7 @@ def test_a_size_has_one_default_in_all_commands(size: str):
         for name, command in commands.items()
         for parameter in command.params
         if parameter.name == size and (name, size) not in EXCEPTIONS
-        if name not in ("train", "predict") and "model" not in name  # sizes of their files
+        if name != "train" and "model" not in name  # sizes of their files
     }
     assert len(defaults) > 1 or size == "length"
     assert len(set(defaults.values())) <= 1, defaults
@@ -523,7 +523,7 @@ def test_a_run_s_folder_describes_it_unless_refused(tmp_path):
 def test_train_says_what_a_table_model_s_run_is_for(tmp_path):
     words = ("train", "tabular", "--steps", "1", "--batch", "2", "--no-evaluate")
     shown = " ".join(cli(*words, "--log-dir", str(tmp_path)).split())
-    assert "weft predict train.csv test.csv --target COLUMN" in shown
+    assert "weft.TabularClassifier(checkpoint=...) predicts" in shown
     assert "that of one process" not in shown  # it is one
 
 

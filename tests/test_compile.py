@@ -133,13 +133,10 @@ def _pair(module: type, *given, **options):
     ("module", "inputs"),
     [
         (nn.MultiAxisAttention(8, 2, axis="tokens"), {"bias": torch.randn(1, 2, 6, 6)}),
-        (nn.Resample(8, axis="tokens", factor=2), {"lengths": {"tokens": 6}, "to": {"tokens": 9}}),
         (nn.MultiAxisAttention(8, 2, axis="tokens"), {"lengths": {"tokens": 6}}),
-        (nn.Convolution(8, axis="tokens", border="circular"), {}),
-        (nn.GroupNorm(2, 8, axis="tokens"), {}),
         (nn.GatedDeltaNet(8, 2, axis="tokens"), {}),
     ],
-    ids=["bias", "resample", "lengths", "convolution", "norm", "recurrence"],
+    ids=["bias", "lengths", "recurrence"],
 )
 def test_a_module_compiles_whole_on_one_device(module, inputs):
     torch.testing.assert_close(compiled(module)(X, **inputs), module(X, **inputs))
@@ -148,7 +145,6 @@ def test_a_module_compiles_whole_on_one_device(module, inputs):
 @pytest.mark.parametrize(
     ("make", "shape"),
     [
-        (lambda layout: nn.GroupNorm(2, 8, axis="rows", axes=PAIR, layout=layout), (1, 3, 6, 8)),
         (
             lambda layout: weft.parallelize(
                 torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1)), layout, dims={"rows": 2}
@@ -164,7 +160,7 @@ def test_a_module_compiles_whole_on_one_device(module, inputs):
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["windows", "fields", "product", "triangle"],
+    ids=["fields", "product", "triangle"],
 )
 def test_a_module_that_breaks_a_graph_says_why(make, shape):
     """With `fullgraph=True`; without it the module computes what it does uncompiled."""

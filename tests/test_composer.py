@@ -13,7 +13,7 @@ from weft.declare import catalog
 from weft.errors import DeclarationError, ShapeError
 from weft.nn import MultiAxisAttention
 from weft.nn.named import build_mask
-from weft.nn.parameters import local
+from weft_axes.nn.parameters import local
 from weft_models.declare.model_blocks import AttendBlock
 from weft_models.models import ModelSpec, check_fit, compose
 

@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import Layout, ShapeError, UnsupportedError
-from weft.layout import check_not_averaged
 from weft_models.train import clip_grad_norm_, data_parallel
 
 RING = "tokens: ring=4"
@@ -203,18 +202,6 @@ def test_weights_that_are_dtensors_on_some_ranks_only_are_refused(pool):
         assert "'weight', float32 DTensor" in said
 
 
-class _Asks(nn.Module):
-    """As a transformers model in the middle of a forward pass."""
-
-    def __init__(self, layout: Layout) -> None:
-        super().__init__()
-        self.layout, self.linear = layout, nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        check_not_averaged(self, self.layout)
-        return self.linear(x)
-
-
 def _sums_over_others(rank: int, given: str) -> float:
     """Norms of torch's sequence parallelism over tp: its sums are torch's, those over ring ours."""
     layout = built("tokens: ring=2; heads: tp=2")
@@ -265,19 +252,6 @@ def _given_whole(rank: int) -> float:
 
 def test_weights_that_lie_whole_are_taken_however_they_are_placed(pool):
     assert max(pool.run(_given_whole)) < 1e-6
-
-
-def _wrapped(rank: int) -> str:
-    layout = built(RING)
-    torch.manual_seed(4)
-    data_parallel(nn.Sequential(_Asks(layout)), layout, "ddp")(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(UnsupportedError) as refused:
-        DistributedDataParallel(nn.Sequential(_Asks(layout)))(torch.ones(1, 2))
-    return str(refused.value)
-
-
-def test_a_model_inside_one_that_was_parallelized_is_not_averaged(pool):
-    assert all("would average gradients" in said for said in pool.run(_wrapped))
 
 
 def _two_on_one_mesh(rank: int) -> list[int]:

@@ -21,6 +21,7 @@ import weft.pair
 import weft.routing
 import weft.testing
 import weft.train
+from weft._doors import PACKAGES
 
 ROOT = Path(__file__).parent.parent
 PUBLIC = (
@@ -61,7 +62,6 @@ OPTIONAL = {
 }
 
 
-PACKAGES = ("weft", "weft_models", "weft_integrations", "weft_planner", "weft_proof", "weft_cli")
 
 
 def modules() -> list[str]:

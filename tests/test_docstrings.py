@@ -1,7 +1,8 @@
-"""Public names say in Google's style what their parameters are, and show an example."""
+"""Public names say in Google's style what parameters are, and show an example; others are short."""
 
 from __future__ import annotations
 
+import ast
 import enum
 import importlib
 import inspect
@@ -9,7 +10,9 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from test_docs import PUBLIC as MODULES
+from test_house import SOURCES, tree
 
 import weft
 import weft.models
@@ -100,3 +103,50 @@ def test_a_parameter_without_a_description_is_noticed():
         """
 
     assert undocumented(call, call.__doc__) == ["two"]
+
+
+HEADING = re.compile(r"^(Args|Attributes|Returns|Raises):$", re.MULTILINE)
+#: Parts whose internal docstrings are not held to be short.
+LONGER = re.compile(r"weft\.fields\b|weft_axes\.nn\b|weft_integrations|weft_models")
+
+
+def internal() -> Iterator[tuple[str, str]]:
+    """Docstrings by where they stand, but those of the reference, help of commands and schemas."""
+    kinds = [k for v in PUBLIC.values() for k in getattr(v, "__mro__", (inspect.unwrap(v),))]
+    known = {(kind.__module__, kind.__qualname__) for kind in kinds}
+    for module, path in SOURCES.items():
+        for top in [] if LONGER.match(module) else tree(path).body:
+            public = (module, getattr(top, "name", "")) in known
+            for node in ast.walk(top):
+                if not isinstance(node, ast.ClassDef | ast.FunctionDef):
+                    continue
+                text = ast.get_docstring(node) or ""
+                schema = "BaseModel" in map(ast.unparse, getattr(node, "bases", ()))
+                command = module.startswith("weft_cli.commands") and "\nExamples:\n" in text
+                if not (schema or command or (public and not node.name.startswith("_"))):
+                    yield f"{path.name}:{node.lineno} {node.name}", text
+
+
+def is_long(text: str) -> bool:
+    """True for more than two sentences or five lines, beside drawings and examples; or sections."""
+    lines = [x for x in text.split("\n>>>")[0].splitlines() if x and not x.startswith("    ")]
+    ends = re.findall(r"(?<=[\w)\]\"'`])[.!?](?=\s|$)", "\n".join(lines))
+    return len(ends) > 2 or len(lines) > 5 or bool(HEADING.search(text))
+
+
+def test_internal_docstrings_are_a_sentence_and_why():
+    assert not [where for where, text in internal() if is_long(text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "long"),
+    [
+        ("Sums x.\n\nOf (b, n, ...) in fp32, as arXiv:1805.02867 has it.", False),
+        ("Sums x.\n\n    rank 0: a.\n    rank 1: b.\n\nOuter last.\n\n>>> 1.\n1.\n", False),
+        ("Sums x. In fp32. Twice.", True),
+        ("Sums x.\n\nReturns:\n    The sum.", True),
+        ("Sums\n" * 6, True),
+    ],
+)
+def test_long_docstrings_are_noticed(text, long):
+    assert is_long(text) is long

@@ -18,8 +18,8 @@ from fake_gpu import OneOf, backward, both_passes, fake_gpu
 import weft
 import weft.pair
 from weft import _uploads
+from weft import gradients as sums
 from weft.errors import UnsupportedError
-from weft.gradients import sync
 from weft.losses.tokens import sequence_sums
 from weft.plan.call import Call
 from weft.runtime.calls import BoundCall
@@ -241,12 +241,12 @@ def sums_of_gradients() -> list[str]:
     """Crossings of the second sum of gradients, but of their total, which the next step reads."""
     layout = weft.Layout.parse("tokens: ring=2")
     on, module = layout.on(OneOf(layout.mesh, 0)), torch.nn.Linear(4, 3)
-    with fake_gpu() as crossings, mock.patch.object(sync, "download"):
+    with fake_gpu() as crossings, mock.patch.object(sums, "download"):
         _to_gpu(module)
         for _ in range(2):
             grads = [torch.empty(3, 4, device="cuda"), torch.empty(3, device="cuda")]
             crossings.found.clear()
-            sync._sum_all(module, grads, ("ring",), on.bound)
+            sums._sum_all(module, grads, ("ring",), on.bound)
         return list(crossings.found)
 
 

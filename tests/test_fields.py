@@ -14,12 +14,14 @@ import torch
 import torch.nn.functional as F
 from pool import Pool
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.utils.checkpoint import checkpoint
 
 import weft
 from benchmarks.fields import CASES, measure
 from weft import Field, Layout, ShapeError, UnsupportedError
-from weft._torch import as_torch_does
+from weft._torch import as_torch_does, fake_ranks
 
 GRIDS = ((2, 2), (3, 1), (1, 4), (3, 2), (5, 1))
 
@@ -501,6 +503,20 @@ def test_what_is_not_split_is_refused_by_name(what):
         return True
 
     assert all(weft.on_threads(Layout.load("field-2x2"), rank))
+
+
+def test_a_dtensor_is_refused_where_a_plain_tensor_was_met_before():
+    plain = torch.ones(4, 4)
+
+    def rank(layout):
+        x = Field.distribute(torch.ones(1, 6, 4), layout, {"height": 1})
+        F.linear(x, plain)
+        with pytest.raises(UnsupportedError, match=r"gets a weft\.Field and a DTensor"):
+            F.linear(x, of_mesh)
+
+    with fake_ranks(0, 2):
+        of_mesh = DTensor.from_local(plain, init_device_mesh("cpu", (2,)), [Replicate()])
+        weft.on_threads(Layout.parse("height: gather=2"), rank)
 
 
 def test_a_layout_that_fields_used_is_pickled_as_a_declaration():

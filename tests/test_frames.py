@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from weft_models.tables.features import Features
-from weft_models.tables.files import read_pair
 from weft_models.tables.frames import Numbers
 
 pd = pytest.importorskip("pandas")
@@ -146,25 +145,17 @@ ONE_RULE = {
 
 @pytest.mark.few(16)
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["frame", "strings", "array", "objects", "file"])
+@pytest.mark.parametrize("kind", ["frame", "strings", "array", "objects"])
 @pytest.mark.parametrize("case", ONE_RULE)
-def test_one_rule_reads_cells_of_text(case, kind, tmp_path):
+def test_one_rule_reads_cells_of_text(case, kind):
     train, test, wanted = ONE_RULE[case]
-    if kind == "file":
-        frames = [pd.DataFrame({"x": cells, "y": "a"}) for cells in (train, test)]
-        paths = [tmp_path / name for name in ("train.csv", "test.csv")]
-        for frame, path in zip(frames, paths):
-            frame.to_csv(path, index=False)
-        pair = read_pair(*paths, "y")
-        tables = [pair.x_train, pair.x_test]
-    else:
-        make = {
-            "frame": lambda cells: pd.DataFrame({"x": cells}),
-            "strings": lambda cells: pd.DataFrame({"x": pd.array(cells, "string")}),
-            "array": lambda cells: np.array(cells)[:, None],
-            "objects": lambda cells: np.array(cells, dtype=object)[:, None],
-        }[kind]
-        tables = [make(train), make(test)]
+    make = {
+        "frame": lambda cells: pd.DataFrame({"x": cells}),
+        "strings": lambda cells: pd.DataFrame({"x": pd.array(cells, "string")}),
+        "array": lambda cells: np.array(cells)[:, None],
+        "objects": lambda cells: np.array(cells, dtype=object)[:, None],
+    }[kind]
+    tables = [make(train), make(test)]
     np.testing.assert_array_equal(Numbers(tables[0])(tables[1])[:, 0], wanted)
 
 

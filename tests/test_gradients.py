@@ -9,18 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
+from weft import gradients as sums
 from weft.checkpoint import Checkpoints
 from weft.comm import Transport
-from weft.gradients import sync
-from weft.layout import check_not_averaged, check_same_data_ranks
+from weft.layout import check_same_data_ranks
 from weft_models.models import ModelSpec, compose
 from weft_models.train import clip_grad_norm_, data_parallel, stream
 
@@ -62,7 +60,7 @@ def test_gradients_are_summed_and_none_stays_none():
 @pytest.mark.parametrize("nbytes", [1, 20, 30, 1 << 27])
 def test_gradients_are_summed_in_buckets_of_the_same_bytes(nbytes, monkeypatch):
     """Only a bucket is copied, not all gradients; a tensor that is one alone is summed in place."""
-    monkeypatch.setattr(sync, "BUCKET", nbytes)
+    monkeypatch.setattr(sums, "BUCKET", nbytes)
     sizes, reduce = [], Transport.all_reduce
 
     def note(transport, tensor, dims, label="sum"):
@@ -599,47 +597,6 @@ def test_sum_of_gradients_where_others_attend_is_refused_on_all(pool):
     for text in pool.run(_other_call):
         assert "rank 2: a comparison of a model's parameters (sync_gradients" in text
         assert "rank 0, 1, 3: an attention call" in text
-
-
-def _wrapped(rank):
-    """Whether a model in its forward pass says that its gradients would be averaged."""
-    layout, found = built(LAYOUTS["dp x ring"]), []
-    replicas = [dist.new_group([2 * i, 2 * i + 1]) for i in range(2)]
-
-    def tried(wrap):
-        model = Three()
-        model.register_forward_pre_hook(lambda module, args: check_not_averaged(module, layout))
-        try:
-            wrap(model)(rank)
-        except UnsupportedError as error:
-            return "weft.data_parallel" in str(error)
-        return None
-
-    def factor(model):
-        fully_shard(model, mesh=layout.device_mesh["ring"]).set_gradient_divide_factor(1.0)
-        return model
-
-    for wrap in (
-        lambda model: DistributedDataParallel(model),
-        lambda model: DistributedDataParallel(model, process_group=replicas[rank // 2]),
-        lambda model: fully_shard(model, mesh=layout.device_mesh["ring"]),
-        factor,
-        lambda model: data_parallel(model, layout, "ddp"),
-        lambda model: data_parallel(model, layout, "fsdp"),
-        lambda model: model,
-    ):
-        found.append(tried(wrap))
-    alone = Layout.single()
-    return found, check_not_averaged(Three(), alone)
-
-
-def test_torchs_own_wrappers_average_and_are_told_apart(pool):
-    for found, alone in pool.run(_wrapped):
-        assert found == [True, True, True, None, None, None, None]
-        assert alone is None
-
-
-# -- steps that would drift apart -----------------------------------------------------------------
 
 
 def _in_backward(rank: int) -> list[str]:

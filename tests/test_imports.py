@@ -133,11 +133,11 @@ def test_help_is_shown_without_torch() -> None:
 
 def test_a_command_names_the_extra_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     def lacking(name: str) -> None:
-        raise ModuleNotFoundError(name="pandas.core")
+        raise ModuleNotFoundError(name="transformers.utils")
 
     monkeypatch.setattr("weft_cli.cli.function_of", lacking)
-    shown = cli("predict", "a.csv", code=1)
-    assert "weft predict needs pandas: pip install 'weft-attention[tables]'" in shown
+    shown = cli("verify", "llama", code=1)
+    assert "weft verify needs transformers: pip install 'weft-attention[transformers]'" in shown
 
 
 def test_what_benchmarks_and_tutorials_import_is_there() -> None:

@@ -322,7 +322,6 @@ IMPOSSIBLE = {
     "cpu-flash": Request("cuda", torch.float64, 8, 8),
     "cuda-flash": Request("cpu", torch.bfloat16, 8, 8),
     "cudnn": Request("cpu", torch.bfloat16, 8, 8),
-    "flash-attn": Request("cpu", torch.bfloat16, 8, 8),
     "flex": Request("xpu", torch.float32, 16, 16),
     "math": Request("cpu", torch.int32, 8, 8),
 }

@@ -10,17 +10,9 @@ import torch
 from torch import Tensor
 
 import weft
-from weft import DeclarationError, Layout, ShapeError
+from weft import Layout, ShapeError
 from weft.fields import Field
-from weft.nn import (
-    BatchNorm,
-    Convolution,
-    GatedDeltaNet,
-    GroupNorm,
-    MultiAxisAttention,
-    Pool,
-    Resample,
-)
+from weft.nn import GatedDeltaNet, MultiAxisAttention
 from weft_models.pair import PairBiasedAttention, TriangleAttention, TriangleMultiplication
 
 EMBED = 8
@@ -35,17 +27,9 @@ def calls() -> dict[str, Callable[..., Tensor]]:
     over, single = {"axis": "rows", "axes": AXES}, Layout.single()
     kept = torch.ones(6, 2, 6, 4)
     attention = MultiAxisAttention(EMBED, 2, **over)
-    resample, biased = (
-        Resample(EMBED, **over),
-        PairBiasedAttention(EMBED, 2, pair_dim=EMBED, axes=AXES),
-    )
+    biased = PairBiasedAttention(EMBED, 2, pair_dim=EMBED, axes=AXES)
     plain = (
         GatedDeltaNet(EMBED, 2, **over),
-        Convolution(EMBED, **over),
-        Pool(EMBED, "max", **over),
-        resample,
-        GroupNorm(2, EMBED, **over),
-        BatchNorm(EMBED, axes=AXES),
         TriangleMultiplication(EMBED, "outgoing", axes=AXES),
     )
     triangle = TriangleAttention(EMBED, 2, **over)
@@ -55,7 +39,6 @@ def calls() -> dict[str, Callable[..., Tensor]]:
         "context": lambda n: attention(X, X, context_lengths=n),
         "keys_values": lambda n: attention.keys_values(X, n)[0],
         "attend": lambda n: attention.attend(X, kept, kept, {"rows": 6}, n),
-        "resample to": lambda n: resample(X, n, {"rows": 3}),
         "triangle": lambda n: triangle(X, lengths=n),
         "pair": lambda n: biased(X[:, 0], X, n),
         "redistribute": lambda n: single.redistribute(X, single, {"rows": 1, "columns": 2}, n),
@@ -79,22 +62,12 @@ def test_refusal_of_lengths_is_every_rank_s():
     layout = Layout.parse("rows: gather=2")
 
     def work(bound: Layout) -> str:
-        norm = GroupNorm(2, EMBED, axis="rows", axes=AXES, layout=bound)
+        product = TriangleMultiplication(EMBED, "outgoing", axes=AXES, layout=bound)
         with pytest.raises(ShapeError) as caught:
-            norm(X[:, :3], {"row" if bound.rank else "rows": 6})
+            product(X[:, :3], {"row" if bound.rank else "rows": 6})
         return str(caught.value)
 
     assert all("did you mean 'rows'" in text for text in weft.on_threads(layout, work))
-
-
-@pytest.mark.parametrize("module", [Convolution, Resample, GroupNorm])
-def test_lengths_after_of_other_axes_are_refused(module: type):
-    given = (2, EMBED) if module is GroupNorm else (EMBED,)
-    run = module(*given, axis="rows", axes=AXES)
-    assert run.lengths_after({"rows": 6, "columns": 5}) == {"rows": 6}
-    for wrong in ({"rows": 6, "row": 6}, {"columns": 6}):
-        with pytest.raises(ShapeError, match="lengths has"):
-            run.lengths_after(wrong)
 
 
 def test_functions_refuse_lengths_of_other_axes():
@@ -109,11 +82,3 @@ def test_functions_refuse_lengths_of_other_axes():
     k, v = attention.keys_values(X)
     with pytest.raises(ShapeError, match="key_lengths has 'row'"):
         attention.attend(X, k, v, {"row": 6}, first={"rows": 0})
-
-
-@pytest.mark.parametrize("key", ["kernel", "stride", "dilation", "border", "factor"])
-def test_options_of_other_axes_are_refused(key: str):
-    module = Resample if key == "factor" else Convolution
-    value = "zeros" if key == "border" else 2
-    with pytest.raises(DeclarationError, match=rf"{key}: 'row'; did you mean 'rows'"):
-        module(EMBED, axis="rows", axes=AXES, **{key: {"row": value}})

@@ -10,7 +10,7 @@ from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.nn import MultiAxisAttention
 from weft.nn.geometry import resolve_axes
-from weft.nn.parameters import HeadWeight
+from weft_axes.nn.parameters import HeadWeight
 from weft_models.models import ModelSpec, compose
 from weft_models.models.tabular import column_statistics, standardise_columns
 

@@ -17,7 +17,7 @@ from weft._opening import PARTIAL, open_to_lock, open_to_read, read_bytes, repla
 from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsWriter
 from weft.checkpoint.folder import INDEX
 from weft.inspect.picture import writing
-from weft_models.models import KeyValueCache, compose, from_pretrained, save_pretrained
+from weft_models.models import compose, from_pretrained, save_pretrained
 
 LIMIT = 60
 
@@ -58,7 +58,6 @@ def test_only_regular_files_are_opened(kind, tmp_path):
     with pytest.raises(OSError, match=r"a link|no regular file"), replacing(path) as partial:
         partial.write_text("other")
     assert (tmp_path / "precious").read_text() == "precious"
-    assert not (tmp_path / "nowhere").exists()
 
 
 def test_a_link_that_the_user_names_is_read(tmp_path):
@@ -241,31 +240,14 @@ def test_a_writer_of_dcp_follows_no_link_of_the_index(tmp_path):
     assert (tmp_path / "precious").read_text() == "precious"
 
 
-def test_a_cache_and_weights_reach_no_file_elsewhere(tmp_path):
+def test_weights_reach_no_file_elsewhere(tmp_path):
     model = compose("tabular")
     (tmp_path / "precious").write_text("precious")
-    cache, weights = tmp_path / "cache", tmp_path / "w.safetensors"
-    cache.mkdir()
-    (cache / INDEX).symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match="it is a link"):
-        model.fit(torch.zeros(1, 6, 4)).save(cache)
+    weights = tmp_path / "w.safetensors"
     weights.symlink_to(tmp_path / "precious")
     with pytest.raises(CheckpointError, match="it is a link"):
         save_pretrained(model, weights)
     assert (tmp_path / "precious").read_text() == "precious"
-    assert not (tmp_path / "nowhere").exists()
-
-
-def test_linked_blocks_of_a_cache_are_refused(tmp_path):
-    model = compose("tabular")
-    folder = model.fit(torch.zeros(1, 6, 4)).save(tmp_path / "cache")
-    (tmp_path / "other").symlink_to(folder)
-    assert KeyValueCache.load(tmp_path / "other", model).axis  # the user's own link
-    block = next(folder.glob("rank-*"))
-    block.rename(tmp_path / "block")
-    block.symlink_to(tmp_path / "block")
-    with pytest.raises(CheckpointError, match="it is a link"):
-        KeyValueCache.load(folder, model)
 
 
 def test_weights_behind_a_users_link_are_read(tmp_path):

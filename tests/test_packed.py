@@ -1,20 +1,19 @@
-"""Packed documents in one kernel call: what is grouped, what flash-attn is asked, exact results."""
+"""Packed documents in one kernel call: what is grouped, what the kernel is asked, exact results."""
 
 from __future__ import annotations
 
 import itertools
 import random
 
-import flash_packages
+import flash_formula
 import pytest
 import torch
 from exact import Case, assert_exact, tokens
-from flash_packages import BACKWARD, FORWARD, STAND_INS
+from flash_formula import BACKWARD, FORWARD
 
 import weft
 from weft import Bias, Documents, attention
 from weft.comm import run_threads
-from weft.kernels import TileView, flash_attn, named
 from weft.layout import Layout
 from weft.masks import Causal, FirstKeys, Full
 from weft.plan.order import Span
@@ -28,9 +27,6 @@ from weft.plan.tiles import (
     tile_calls,
 )
 
-#: On which compute capability a generation has a varlen form.
-CAPABILITY = {2: 8, 3: 9, 4: 10}
-MATH = named("math")
 LENGTHS = (5, 1, 9, 3, 2, 12, 7, 1)  # 40 tokens
 
 
@@ -93,103 +89,21 @@ def test_many_parts_that_see_many_others_take_a_mask():
     assert [(c.q0, c.kind) for c in calls] == [(q0, Kind.MASKED) for q0 in range(0, 1000, 100)]
 
 
-# -- the kernel -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def stand_in(monkeypatch):
-    """Installs a generation on a GPU of some capability; returns its module."""
-
-    def put(generation: int, capability: int | None = None):
-        made = STAND_INS[generation]()
-        monkeypatch.setenv(flash_attn.VARIABLE, str(generation))
-        capability = capability or CAPABILITY[generation]
-        flash_packages.install(monkeypatch, made, capability=capability)
-        return made
-
-    yield put
-    weft.clear_caches()
-
-
 def draw(*shape: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(*shape, dtype=torch.float64, generator=generator)
-
-
-def apart(kernel, tensors, view: TileView, backward: bool):
-    """The same, each rectangle by a call of its own."""
-    results, q0, k0 = [], 0, 0
-    for n, m in view.varlen_segments:
-        rows, columns = slice(q0, q0 + n), slice(k0, k0 + m)
-        alone = TileView(view.scale, view.causal, lse_grad=view.lse_grad)
-        cut = [
-            None if t is None else t[:, :, rows if side == "q" else columns] for t, side in tensors
-        ]
-        made = kernel.backward(cut, alone)[:3] if backward else kernel.forward(*cut, alone)
-        results.append(made)
-        q0, k0 = q0 + n, k0 + m
-    return [torch.cat(parts, 2) for parts in zip(*results)]
-
-
-@pytest.mark.parametrize("lse_grad", [False, True])
-@pytest.mark.parametrize(
-    ("causal", "varlen_segments", "value_dim"),
-    [(True, ((3, 3), (1, 1), (5, 5)), 16), (False, ((3, 4), (6, 1), (1, 7)), 12)],
-)
-@pytest.mark.parametrize("generation", STAND_INS)
-def test_packed_rectangles_are_computed_as_apart(
-    stand_in, generation, causal, varlen_segments, value_dim, lse_grad
-):
-    """Two samples, grouped heads; fp64, in which only the order of sums differs."""
-    made, kernel = stand_in(generation), named("flash-attn")
-    assert kernel.varlen
-    n, m = (sum(side) for side in zip(*varlen_segments))
-    q, k, v = draw(2, 4, n, 16), draw(2, 2, m, 16), draw(2, 2, m, value_dim)
-    dout, lse, delta = draw(2, 4, n, value_dim), 3 + draw(2, 4, n), draw(2, 4, n)
-    view = TileView(0.3, causal, lse_grad=lse_grad, varlen_segments=varlen_segments)
-    found = kernel.forward(q, k, v, view)
-    wanted = apart(MATH, ((q, "q"), (k, "k"), (v, "k")), view, False)
-    torch.testing.assert_close(list(found), wanted, rtol=0, atol=1e-12)
-    grads = kernel.backward((dout, q, k, v, None, lse, delta), view)[:3]
-    tensors = zip((dout, q, k, v, None, lse, delta), "qqkkqqq")
-    right = apart(MATH, list(tensors), view, True)
-    torch.testing.assert_close(list(grads), right, rtol=0, atol=1e-11)
-    assert made.calls == {FORWARD: [2 * len(varlen_segments)], BACKWARD: [2 * len(varlen_segments)]}
-
-
-def test_generation_4_packs_on_hopper_where_its_release_does(stand_in):
-    """Before March 2026 its varlen backward asserted that it does not run there."""
-    made = stand_in(4, capability=9)
-    assert named("flash-attn").varlen
-    del made._tile_size_bwd_sm90
-    weft.clear_caches()
-    assert not named("flash-attn").varlen
-
-
-@pytest.mark.parametrize("lacking", ["_flash_attn_varlen_forward", "_flash_attn_varlen_backward"])
-def test_a_release_without_varlen_packs_nothing(stand_in, lacking):
-    delattr(stand_in(2), lacking)
-    assert named("flash-attn").missing() is None
-    assert not named("flash-attn").varlen
-
-
-def test_a_release_whose_logsumexp_is_padded_packs_nothing(stand_in):
-    def before_27(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, window_size):
-        raise AssertionError("called")
-
-    stand_in(2)._flash_attn_varlen_forward = before_27
-    assert not named("flash-attn").varlen
 
 
 # -- attention ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def package(stand_in, monkeypatch):
-    """flash-attn 2 in use for all plain calls on the CPU."""
-    made = stand_in(2)
-    flash_packages.prefer_on_cpu(monkeypatch)
-    return made
+def package(monkeypatch):
+    """A kernel that packs in use for all plain calls on the CPU."""
+    flash_formula.prefer_on_cpu(monkeypatch)
+    yield flash_formula.install(monkeypatch)
+    monkeypatch.undo()
+    weft.clear_caches()
 
 
 LAYOUTS = {

@@ -10,7 +10,6 @@ import time
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -49,31 +48,6 @@ def test_every_name_is_defined_once():
     tree = ast.parse(inspect.getsource(private))
     names = [n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.ClassDef)]
     assert len(names) == len(set(names)), names
-
-
-class Shaped(torch.Tensor):
-    """A shape without numbers, which counts what is done to it below autograd."""
-
-    seen: ClassVar[list] = []
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return private.as_torch_does(func, *args, **(kwargs or {}))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        cls.seen.append(func)
-        return private.wrapper(cls, args[0].shape, args[0])
-
-
-def test_tensor_without_numbers_is_copied_and_added_by_known_operators():
-    x = private.wrapper(Shaped, (2, 3), torch.zeros((), dtype=torch.float64))
-    assert (x.shape, x.dtype, x.device.type) == ((2, 3), torch.float64, "cpu")
-    Shaped.seen.clear()
-    made = [x.clone(), x.detach(), x.float(), x + x, 2 * x, x / 2]
-    assert {type(t) for t in made} == {Shaped}
-    assert len(Shaped.seen) == 6
-    assert set(Shaped.seen) <= private.OF_GRADIENTS
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -298,13 +272,6 @@ def test_method_constant_in_graphs_and_id_of_its_object_guard():
     whole = torch.compile(add, backend="eager", fullgraph=True)
     found = [whole(torch.zeros(()), number).item() for number in (Number(1), Number(2))]
     assert found == [1, 2]
-
-
-def test_the_backend_of_sdpa_is_named():
-    q = torch.randn(1, 2, 8, 16)
-    assert private.sdpa_backend(q, q, q, True) == "flash_attention"
-    spaced = torch.randn(1, 2, 8, 32)[..., ::2]
-    assert private.sdpa_backend(spaced, q, q, False) == "math"
 
 
 def test_defaults_of_arguments_are_kinds_inside_a_block():

@@ -30,7 +30,6 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 
 from weft import parallelize, restore
-from weft_integrations.transformers import consistency
 from weft_integrations.transformers.facts import sees_none
 from weft_integrations.transformers.model import parallelize_transformers
 
@@ -425,27 +424,6 @@ def test_position_ids_of_encoders_are_positions_and_no_documents(name):
 
 
 @split
-def test_pooled_rows_and_their_labels_are_whole():
-    config = hf.BertConfig(
-        **{n: v for n, v in SMALL.items() if n != "num_key_value_heads"},
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    torch.manual_seed(0)
-    model = hf.BertForSequenceClassification(config).double()
-
-    def step(model):
-        out = model(input_ids=IDS, labels=torch.tensor([1, 0]))
-        (out.loss + out.logits[:, 0].sigmoid().sum()).backward()
-        return out.loss.item()
-
-    want, expected = one_device(model, step)
-    got, grads = on_ranks(model, "tokens: tile=2x2", step)
-    assert max(abs(loss - want) for loss in got) < FP32 * want
-    assert gap(grads, expected) < FP32
-
-
-@split
 def test_poolers_and_tokens_of_one_model_have_their_own_factors():
     config = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"}
     torch.manual_seed(0)
@@ -460,34 +438,6 @@ def test_poolers_and_tokens_of_one_model_have_their_own_factors():
     want, expected = one_device(model, step)
     got, grads = on_ranks(model, "tokens(zigzag): ring=2", step)
     assert max(abs(loss - want) for loss in got) < FP32 * abs(want)
-    assert gap(grads, expected) < FP32
-
-
-@split
-def test_an_image_encoder_gives_whole_tokens():
-    config = hf.ViTConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=32,
-        patch_size=8,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    model = hf.ViTModel(config, add_pooling_layer=False).double()
-    pixels = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1)).double()
-
-    def step(model):
-        states = model(pixel_values=pixels).last_hidden_state
-        states.pow(3).mean().backward()
-        return tuple(states.shape), states.sum().item()
-
-    want, expected = one_device(model, step)
-    got, grads = on_ranks(model, "tokens: ring=2", step)
-    assert all(shape == want[0] and abs(total - want[1]) < 1e-3 for shape, total in got)
     assert gap(grads, expected) < FP32
 
 
@@ -603,6 +553,7 @@ USES = {
 @pytest.mark.parametrize("loss", USES.values(), ids=USES)
 def test_uses_of_logits_are_those_of_one_device(loss):
     """And none of them gathers logits."""
+
     def step(model):
         made = loss(model(input_ids=IDS).logits)
         made.backward()
@@ -624,140 +575,6 @@ def test_uses_of_logits_are_those_of_one_device(loss):
     assert max(abs(value - want) for value in got) < FP64 * max(1, abs(want))
     assert gap(average(grads), expected) < (FP32 if loss is selected else FP64)
     assert all(nbytes < of_logits for nbytes in moved)
-
-
-def without_gradient(change):
-    """The change within `torch.no_grad`, then a loss of the logits."""
-
-    def loss(x):
-        with torch.no_grad():
-            change(x)
-        return crossed("mean")(x) + x.sin().mean()
-
-    return loss
-
-
-def flat_is_changed(x):
-    flat = x.view(-1, VOCABULARY)
-    flat.div_(3)
-    return smoothed(x) + flat.sin().mean()
-
-
-def slice_is_changed(x):
-    y = x[:, 1:]
-    y *= 0.5
-    return smoothed(x)
-
-
-def siblings_of_a_slice(x):
-    """A view that was made before another one is changed; a copy that was, too."""
-    flat, copied, cut = x.flatten(0, 1), x[..., 2:, :].reshape(-1, VOCABULARY), x[:, 3:]
-    cut.mul_(0.5)
-    return F.cross_entropy(flat, IDS.flatten()) + copied.log_softmax(-1).sin().mean()
-
-
-def same_dtype(x):
-    y = x.double().contiguous().to(torch.float64)
-    y[..., :5] *= 0.5
-    return smoothed(x)
-
-
-def contiguous_slice(x):
-    y = x[:, :-1].contiguous()
-    y.mul_(0.5)
-    return smoothed(x) + y.sin().mean()
-
-
-def change_of_detached(x):
-    x.detach().mul_(0.5)
-    return smoothed(x)
-
-
-def change_of_a_view_of_data(x):
-    x.data.view(-1, VOCABULARY)[5::7] = 0.25
-    return smoothed(x)
-
-
-def change_of_rows(x):
-    for row in x:
-        row.data.clamp_(-0.1, 0.1)
-    return smoothed(x)
-
-
-def two_views_in_turn(x):
-    y, z = x[:, 1:], x[:, :-1]
-    y.mul_(0.5)
-    z.exp_()
-    return y.sin().mean() + smoothed(x)
-
-
-CHANGES = {
-    "items": without_gradient(lambda x: x.__setitem__((..., torch.arange(9)), -1.0)),
-    "clamp": without_gradient(lambda x: x.clamp_(-0.1, 0.1)),
-    "masked fill": without_gradient(lambda x: x.masked_fill_(x < 0, -2.0)),
-    "a slice": without_gradient(lambda x: x[..., :-1, :].mul_(0.5)),
-    "zero": without_gradient(lambda x: x[:, 4:9, 3].zero_()),
-    "data": without_gradient(lambda x: x.data.__setitem__((..., 3), 0.7)),
-    "new data": without_gradient(lambda x: setattr(x, "data", x.data * 0.5)),
-    "data with a gradient": change_of_a_view_of_data,
-    "detached": change_of_detached,
-    "a flattened view": flat_is_changed,
-    "a slice with a gradient": slice_is_changed,
-    "views and copies made before": siblings_of_a_slice,
-    "casts that do nothing": same_dtype,
-    "a contiguous copy of a slice": contiguous_slice,
-    "rows": change_of_rows,
-    "two views": two_views_in_turn,
-}
-
-
-@split
-def test_changes_of_logits_in_place_are_those_of_one_device():
-    """Views, slices and data of logits share memory: no form of writing is lost."""
-    model = build("gpt2")
-
-    def step(model, change):
-        model.zero_grad()
-        loss = change(model(input_ids=IDS).logits)
-        loss.backward()
-        return loss.item(), {n: g.clone() for n, g in gradients(model).items()}
-
-    def evaluated(model, change):
-        with torch.no_grad():
-            return change(model(input_ids=IDS).logits).item()
-
-    def work(layout):
-        own = parallelize(copy.deepcopy(model), layout)
-        return [(*step(own, c), evaluated(own, c)) for c in CHANGES.values()]
-
-    want = [(*step(model, c), evaluated(model, c)) for c in CHANGES.values()]
-    plain = [step(model, lambda x: smoothed(x))[0], step(model, without_gradient(id))[0]]
-    assert all(abs(loss - p) > 1e-5 for loss, *_ in want for p in plain), "nothing was changed"
-    for case, wanted, *got in zip(CHANGES, want, *weft.on_threads(Layout.parse(LAYOUTS[1]), work)):
-        losses, grads, evaluations = zip(*got)
-        assert max(abs(loss - wanted[0]) for loss in losses) < FP64, case
-        assert gap(average(grads), wanted[1]) < FP64, case
-        assert max(abs(e - wanted[2]) for e in evaluations) < FP64, case
-
-
-@split
-def test_logits_that_given_gradient_after_they_were_read_have_it():
-    model = build("gpt2")
-
-    def step(model):
-        with torch.no_grad():
-            logits = model(input_ids=IDS).logits
-        logits[..., 0] = 0.5  # gathered, and changed
-        logits.requires_grad_()
-        smoothed(logits).backward()
-        return plain(logits.grad).detach()
-
-    want = step(copy.deepcopy(model))
-    ranks = weft.on_threads(
-        Layout.parse("tokens: ring=2"),
-        lambda la: step(parallelize(build("gpt2"), la)),
-    )
-    assert max((got - want).abs().max() for got in ranks) < FP64
 
 
 @split
@@ -1088,22 +905,6 @@ def test_states_of_padding_that_are_asked_for_are_one_devices(window):
     assert all((states - want).abs().max() < FP32 * want.abs().max() for states in got)
 
 
-@pytest.mark.filterwarnings("ignore:.*every rank computes all")
-def test_generation_is_that_of_one_device():
-    model = build("llama").eval()
-    options = {"max_new_tokens": 6, "do_sample": False}
-    want = model.generate(IDS[:, :9], **options)
-
-    def work(layout):
-        own = parallelize(copy.deepcopy(model), layout)
-        before = own(input_ids=IDS).logits.sum().item()
-        made = own.generate(IDS[:, :9], **options)
-        assert own(input_ids=IDS).logits.sum().item() == before  # split again
-        return torch.equal(made, want)
-
-    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
-
-
 # -- ranks that differ ----------------------------------------------------------------------------
 
 
@@ -1160,19 +961,6 @@ DIFFERENT = {
 def test_ranks_that_differ_are_an_error_on_every_rank(how, message):
     fails_on_every_rank(lambda layout: trained(layout, **how), ShapeError, message)
     weft.on_threads(Layout.parse("tokens: ring=2"), trained)
-
-
-def test_embeddings_that_differ_are_an_error_and_rounding_is_none():
-    embeddings = torch.randn(ROWS, LENGTH, 32, generator=torch.Generator().manual_seed(1)).double()
-
-    def work(layout, noise):
-        own = parallelize(build("llama"), layout)
-        return own(inputs_embeds=embeddings * (1 + noise * layout.rank)).logits.shape
-
-    shapes = weft.on_threads(Layout.parse("tokens: ring=2"), work, 1e-14)
-    assert shapes == [(ROWS, LENGTH, VOCABULARY)] * 2
-    fails_on_every_rank(lambda layout: work(layout, 0.1), ShapeError, "inputs_embeds differs")
-    fails_on_every_rank(lambda layout: work(layout, 1e-3), ShapeError, "inputs_embeds differs")
 
 
 def test_one_rank_that_caches_is_an_error_on_every_rank():
@@ -1301,33 +1089,6 @@ def test_a_configuration_that_models_share_is_left_alone():
         assert all((got - want).abs().max() < FP32 for got in every)
 
 
-@pytest.mark.parametrize(
-    ("kind", "config"),
-    [
-        (hf.BertForMaskedLM, hf.BertConfig(**BERT)),
-        (hf.DistilBertForMaskedLM, ENCODERS["distilbert"][1]),
-        (hf.BertForTokenClassification, hf.BertConfig(**BERT, num_labels=VOCABULARY)),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-@split
-def test_cross_entropies_that_models_make_themselves_are_of_all_ranks(kind, config):
-    """With full rows and with local ones; other labels on each rank, and none on one of them."""
-    torch.manual_seed(0)
-    model = kind(copy.deepcopy(config)).double().eval()
-
-    def step(model):
-        loss = model(input_ids=IDS, labels=LABELS, num_items_in_batch=31).loss
-        model(input_ids=IDS[1:], labels=LABELS[1:], return_dict=False)[0].backward()
-        loss.backward()
-        return loss.item()
-
-    want, expected = one_device(model, step)
-    got, grads = on_ranks(model, "tokens: tile=2x2", step)
-    assert max(abs(loss - want) for loss in got) < FP64
-    assert gap(grads, expected) < FP64
-
-
 def test_refuses_models_that_are_exported_or_traced():
     own = parallelize(build("llama").eval(), Layout.single())
     ids = {"input_ids": IDS, "use_cache": False}
@@ -1420,17 +1181,6 @@ def test_adapters_that_are_gone_since_leave_a_model_that_generates(end):
     assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
 
 
-@with_peft
-def test_a_model_of_peft_is_verified_and_restored():
-    def work(layout):
-        own = adapted(build("llama"), "LoraConfig", r=4)
-        want = own_loss(own)
-        restore(parallelize(own, layout))
-        return own_loss(own) == want
-
-    assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
-
-
 @split
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="NOT RUN: trl is not installed")
 @pytest.mark.parametrize("shifted", [False, True], ids=["labels", "shifted labels"])
@@ -1457,49 +1207,6 @@ def test_the_fused_head_of_trl_gives_whole_numbers(name, shifted):
             assert mine.shape == wanted.shape == (ROWS, LENGTH - 1 + shifted), field
             assert (mine.float() - wanted.float()).abs().max() < 8 * FP32, field
     assert gap(grads, expected) < 2 * FP32
-
-
-@split
-def test_a_tower_of_images_is_the_models_own():
-    vision = hf.CLIPVisionConfig(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=8,
-        attn_implementation="eager",
-    )
-    config = hf.LlavaConfig(
-        vision_config=vision,
-        text_config=hf.LlamaConfig(**SMALL),
-        image_token_index=96,
-        vision_feature_layer=-1,
-        attn_implementation="eager",
-    )
-    torch.manual_seed(0)
-    model = hf.LlavaForConditionalGeneration(config).double()
-    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1)).double()
-    ids = IDS.clamp(max=95).index_fill(1, torch.arange(3, 7), 96)
-
-    def together(model):  # runs on every rank
-        out = model(input_ids=ids, pixel_values=pixels, labels=LABELS)
-        out.loss.backward()
-        return out.loss.item()
-
-    def apart(model):  # the tower on every rank, the text split
-        features = model.get_image_features(pixel_values=pixels).pooler_output
-        x = model.get_input_embeddings()(ids)
-        x = torch.cat([x[:, :3], torch.cat(list(features)).view(2, 4, -1), x[:, 7:]], 1)
-        out = model(inputs_embeds=x, labels=LABELS)
-        out.loss.backward()
-        return out.loss.item()
-
-    for step in (together, apart):
-        want, expected = one_device(model, step)
-        got, grads = on_ranks(model, "tokens: ring=2", step)
-        assert max(abs(loss - want) for loss in got) < FP32 * want
-        assert gap(grads, expected) < FP32
 
 
 # -- real processes, where torch averages ---------------------------------------------------------
@@ -1732,23 +1439,3 @@ def test_the_recipe_of_the_docstring_trains_as_one_process(pool):
 
 
 # -- one changed number ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["first call", "eval", "64 calls"])
-def test_one_changed_weight_is_an_error_on_every_rank(mode):
-    """It is none of the first numbers of the three weights that every call compares."""
-
-    def work(layout):
-        model = parallelize(build("llama"), layout)
-        batch = {"input_ids": IDS[:, :8]}
-        with torch.no_grad():
-            if mode != "first call":
-                model(**batch)
-            if layout.rank:
-                dict(model.named_parameters())["model.layers.1.mlp.up_proj.weight"][3, 5] += 1e-3
-            if mode == "eval":
-                model.eval()
-            for _ in range(consistency.EVERY if mode == "64 calls" else 1):
-                model(**batch)
-
-    fails_on_every_rank(work, ShapeError, r"all weights \[\w+\]")

@@ -12,7 +12,7 @@ import weft
 from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsReader, SafetensorsWriter
 from weft.errors import ShapeError, WeftError
 from weft.layout import Layout
-from weft.models import KeyValueCache, compose, from_pretrained, save_pretrained
+from weft.models import compose, from_pretrained, save_pretrained
 from weft.threads import on_threads
 from weft.train import PackedReader, TokenFile
 from weft_integrations.transformers import cache_files
@@ -22,11 +22,6 @@ LAYOUT = Layout.parse("rows: ring=2")
 
 def _weights(folder, number):
     save_pretrained(compose("tabular", seed=number), folder / "w.safetensors")
-
-
-def _cache(folder, number):
-    table = torch.full((1, 20, 4), float(number))
-    compose("tabular").fit(table).save(folder / "cache")
 
 
 def _checkpoint(folder, number):
@@ -52,10 +47,6 @@ def _prefix(folder, number):
 #: By what is read: how it is written, and read by a rank of a layout.
 READERS = {
     "weights": (_weights, lambda folder, on: from_pretrained(folder / "w.safetensors", on)),
-    "cache": (
-        _cache,
-        lambda folder, on: KeyValueCache.load(folder / "cache", compose("tabular", on)),
-    ),
     "checkpoint": (_checkpoint, lambda folder, on: Checkpoints(folder, on).load(nn.Linear(2, 2))),
     "tokens": (
         _tokens,
@@ -104,6 +95,21 @@ def test_equal_copies_are_read(tmp_path, kind):
     write(folders[0], 1)
     shutil.copytree(*folders)
     assert _read(folders, read) == [None, None]
+
+
+def test_every_file_of_a_folder_is_verified_by_some_rank(tmp_path):
+    """Each of two ranks reads the digest of its share: together, those are all files."""
+    weights = nn.Linear(8, 8)
+    four = Layout.parse("rows: ring=4")
+    on_threads(four, lambda on: Checkpoints(tmp_path, on).save(3, weights))
+    files = sorted((tmp_path / "step-000003").glob("rank-*"))
+    assert len(files) == 4
+    for file in files:
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        for error in _read([tmp_path] * 2, lambda f, on: Checkpoints(f, on).load(nn.Linear(8, 8))):
+            assert f"{file.name} " in str(error)
+        file.write_bytes(content)
 
 
 def test_a_rank_verifies_all_files_of_its_own_copy(tmp_path):

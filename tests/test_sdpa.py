@@ -11,6 +11,7 @@ from torch import nn
 from torch._higher_order_ops import map as map_over
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import weft
@@ -586,6 +587,14 @@ def test_refuses_torchs_other_ways_to_attend():
     ):
         with weft.sdpa(ALONE, "tokens"), pytest.raises(UnsupportedError, match="attention"):
             call(q, k, v)
+
+
+def test_refuses_flex_attention_that_nobody_compiled():
+    q, k, v = draw(*[(1, 2, 6, 4)] * 3)
+    said = pytest.raises(Exception, match=r"flex_attention under weft\.sdpa attends this rank's")
+    with weft.sdpa(ALONE, "tokens"), said:
+        flex_attention(q, k, v)
+    torch._dynamo.reset()
 
 
 def test_weft_attends_as_ever_in_the_region():

@@ -20,7 +20,7 @@ from weft import Layout, TabularClassifier
 from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsReader, SafetensorsWriter
 from weft.checkpoint import folder as files
 from weft.checkpoint.values import decode
-from weft_models.models import KeyValueCache, compose, from_pretrained, save_pretrained
+from weft_models.models import compose, from_pretrained, save_pretrained
 from weft_models.models.pretrained import read_notes
 
 
@@ -157,17 +157,12 @@ def _pickles(path):
 def test_pickle_in_place_of_weights_is_refused_and_never_executed(name, kind, tmp_path):
     path, marker = tmp_path / name, tmp_path / "executed"
     path.write_bytes([*_pickles(marker)][kind])
-    model = compose("tabular")
-    folder = model.fit(torch.zeros(1, 6, 4)).save(tmp_path / "cache")
-    next(folder.glob("rank-*")).write_bytes(path.read_bytes())
     (tmp_path / "index").mkdir()
     (tmp_path / "index" / "index.json").write_bytes(path.read_bytes())
     table = torch.zeros(4, 2).numpy(), [0, 1, 0, 1]
     asked = [
         lambda: from_pretrained(path),
         lambda: read_notes(path),
-        lambda: KeyValueCache.load(folder, model),
-        lambda: KeyValueCache.load(tmp_path / "index", model),
         lambda: TabularClassifier(checkpoint=str(path)).fit(*table),
         lambda: SafetensorsReader(tmp_path / "index").read_metadata(),
     ]
@@ -264,13 +259,13 @@ def test_a_folder_of_torchs_default_writer_is_named_as_one(tmp_path):
 
 
 def test_what_is_no_regular_file_is_not_waited_for(tmp_path):
-    model = compose("tabular")
-    folder = model.fit(torch.zeros(1, 6, 4)).save(tmp_path / "cache")
+    layer, run = nn.Linear(2, 1), Checkpoints(tmp_path, Layout.single())
+    folder = run.save(1, layer)
     for name in (next(folder.glob("rank-*")).name, "index.json"):
         (folder / name).unlink()
         os.mkfifo(folder / name)
         with pytest.raises(CheckpointError, match="no regular file"):
-            KeyValueCache.load(folder, model)
+            run.load(layer)
 
 
 def test_weights_of_another_width_are_refused_before_model_is_made(tmp_path, monkeypatch):

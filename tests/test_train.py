@@ -10,7 +10,7 @@ from weft import on_threads
 from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.nn.parameters import HeadWeight
+from weft_axes.nn.parameters import HeadWeight
 from weft_models.models import ModelSpec, compose, from_pretrained
 from weft_models.tables.evaluation import (
     Result,

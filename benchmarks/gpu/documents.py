@@ -15,7 +15,7 @@ from weft.kernels import Request, choose_kernel
 from .kernels import Machine
 from .parts import Where, rows
 
-KERNELS = ("flash-attn", "cuda-flash", "cudnn", "cpu-flash")
+KERNELS = ("cuda-flash", "cudnn", "cpu-flash")
 STEPS, HEADS, DIM = 12, 16, 128
 
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 import weft
 from weft.comm import P2PBatch, Transport
 from weft.comm.nccl import unheld
-from weft.errors import UnsupportedError
-from weft.kernels import Request, TileView, choose_kernel, flash_signatures
+from weft.kernels import Request, TileView, choose_kernel
 
 from .parts import Where, rows
 
@@ -50,29 +49,22 @@ def to_itself(sends: list[torch.Tensor], receives: list[torch.Tensor]) -> list[d
 def run_overlap(where: Where) -> Iterator[str]:
     """Attention and 64 MiB to itself: each alone, one after the other, and at once."""
     where.only_cuda("NCCL")
-    header = ["stream", "kernel", "margin", "attention ms", "message ms", "both ms", "hidden"]
+    header = ["stream", "kernel", "attention ms", "message ms", "both ms", "hidden"]
     yield from rows(header, _overlaps())
-    yield (
-        "\nhidden: the part of the message's time that the attention covers. The margin is that "
-        "of flash-attn 3; other kernels have none."
-    )
+    yield "\nhidden: the part of the message's time that the attention covers."
 
 
 def _overlaps() -> Iterator[tuple]:
     for high_priority in (False, True):
         with alone_with_nccl(high_priority):
-            for margin in (0, 8, 16, 32):
-                yield from _overlap(high_priority, margin)
+            yield _overlap(high_priority)
 
 
-def _overlap(high_priority: bool, margin: int) -> list[tuple]:
+def _overlap(high_priority: bool) -> tuple:
     q, k, v = (torch.randn(1, 16, 8192, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     source, target = (torch.empty(NBYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
     kernel = choose_kernel(Request("cuda", torch.bfloat16, 128, 128))
-    if margin and not _has_margin(kernel):
-        return []
-    flash_signatures.SM_MARGIN = margin
-    view = TileView(128**-0.5, overlapped=True)
+    view = TileView(128**-0.5)
 
     def attend() -> None:
         kernel.forward(q, k, v, view)
@@ -90,16 +82,7 @@ def _overlap(high_priority: bool, margin: int) -> list[tuple]:
     alone, moved, together = (1e3 * t for t in times)
     stream = "high priority" if high_priority else "default"
     hidden = (alone + moved - together) / min(alone, moved)
-    return [(stream, kernel.name, margin, alone, moved, together, hidden)]
-
-
-def _has_margin(kernel) -> bool:
-    from weft.kernels import flash_attn
-
-    try:
-        return kernel.name == "flash-attn" and flash_attn.load().generation == 3
-    except UnsupportedError:
-        return False
+    return stream, kernel.name, alone, moved, together, hidden
 
 
 def timed(call: Callable[[], object], repeats: int = 20) -> float:

@@ -1,4 +1,4 @@
-"""Speed of every kernel against `F.scaled_dot_product_attention`, and which backend that took."""
+"""Speed of every kernel against `F.scaled_dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from weft._torch import sdpa_backend
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, TileView, choose_kernel
 
@@ -52,9 +51,8 @@ def sides(machine: Machine, case: Case, slow: tuple[str, ...]) -> Iterator[tuple
     mask = "causal" if case.causal else "full"
     alone = sdpa(machine, case)
     q, k, v, dout = machine.tensors(case, 4)
-    backend = sdpa_backend(q, k, v, case.causal)
     speed = {which: case.operations(which) / s / 1e12 for which, s in alone.items()}
-    yield mask, f"SDPA ({backend})", speed["forward"], 1.0, speed["backward"], 1.0
+    yield mask, "SDPA", speed["forward"], 1.0, speed["backward"], 1.0
     view = TileView(case.head_dim**-0.5, case.causal)
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
     for kernel in KERNELS:

@@ -8,7 +8,6 @@ from ._version import __version__ as __version__
 from .attention import attention
 from .bias import Bias, alibi
 from .bias_tiles import bias_tile
-from .carry.scan import halo, scan
 from .choice import ChosenKeys
 from .choosing import choose
 from .declare.placements import AffinePartial, SoftmaxPartial, TopKPartial
@@ -84,7 +83,7 @@ __all__ = [
 
 
 #: Modules of the engine that are imported when first used, so that attention alone stays light.
-_LATE = ("checkpoint", "losses", "nn", "testing")
+_LATE = ("losses", "testing")
 _doors.hang()
 
 

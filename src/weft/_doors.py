@@ -10,21 +10,32 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 #: The packages of this distribution: the engine, and those that stand beside it.
-PACKAGES = ("weft", "weft_models", "weft_integrations", "weft_planner", "weft_proof", "weft_cli")
+PACKAGES = (
+    "weft",
+    "weft_axes",
+    "weft_models",
+    "weft_integrations",
+    "weft_planner",
+    "weft_proof",
+    "weft_cli",
+)
 #: Modules of `weft` that are others by another name: `weft.train` is `weft_models.train`.
 MODULES = {name: f"weft_models.{name}" for name in ("models", "pair", "routing", "tables", "train")}
+MODULES |= {name: f"weft_axes.{name}" for name in ("carry", "checkpoint", "nn")}
 #: Names of `weft`, and the modules that define them.
 NAMES = {
-    "MultiAxisAttention": "weft.nn",
+    "MultiAxisAttention": "weft_axes.nn",
     "TabularClassifier": "weft_models.tables.classifier",
     "choose_layout": "weft_planner.search",
-    "clip_grad_norm_": "weft.gradients.clip",
+    "clip_grad_norm_": "weft_axes.gradients.clip",
     "compose": "weft_models.models",
     "context_parallel": "weft.torch_interop.context_parallel",
-    "data_parallel": "weft.gradients.data_parallel",
+    "data_parallel": "weft_axes.gradients.data_parallel",
+    "halo": "weft_axes.carry.scan",
     "parallelize": "weft_integrations.parallelize",
     "register_head": "weft_models.declare.heads",
     "restore": "weft_integrations.parallelize",
+    "scan": "weft_axes.carry.scan",
     "sdpa": "weft.torch_interop.sdpa",
 }
 

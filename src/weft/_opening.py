@@ -68,11 +68,7 @@ def open_to_lock(path: str | os.PathLike) -> BufferedRandom:
 def replacing(
     path: str | os.PathLike, *, new: bool = False, synced: bool = False
 ) -> Iterator[Path]:
-    """A path to write to, of a file that is called `path` when the block ends, and not before.
-
-    The old file, if any, stays until then, and for good if the block raises. `new` refuses one that
-    is there; `synced` waits until the disk has the new one.
-    """
+    """A path to write to, whose file replaces `path` when the block ends, and not if it raises."""
     path = Path(path)
     _check_replaceable(path, new)
     partial = path.with_name(f"{PARTIAL}{secrets.token_hex(8)}-{path.name[-48:]}")

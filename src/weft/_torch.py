@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
@@ -105,8 +104,7 @@ def constant_in_graphs(fn: Fn) -> Fn:
 def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[Params, Result]:
     """`torch.compiler.disable` without loading the compiler: a graph breaks where `fn` is called.
 
-    The mark breaks the graph; what `fn` calls is kept out of graphs by torch's own. With
-    `fullgraph=True` torch raises, with the reason.
+    The mark breaks the graph, and torch's own keeps what `fn` calls out of graphs.
     """
 
     @functools.wraps(fn)
@@ -137,12 +135,10 @@ def all_gather_stacked(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def gloo_group(name: str, rank: int, size: int, timeout: datetime.timedelta) -> Backend:
-    """A gloo group that only its members know, and that ends with its last reference.
+    """A gloo group by a `name` that only its members know, and that ends with its last reference.
 
     `dist.new_group` either waits for every rank of the world or names a group by how many this
-    process has made, which need not be the same number on all of its members. `name` is the same on
-    all members and of no other group, `rank` this process's place among them; `timeout` is for
-    meeting them.
+    process has made, which need not be the same number on all of its members.
     """
     return dist.ProcessGroupGloo(dist.PrefixStore(name, default_store()), rank, size, timeout)
 
@@ -178,8 +174,8 @@ def nccl_options(timeout: datetime.timedelta) -> dist.ProcessGroupNCCL.Options:
 def fake_ranks(rank: int, size: int) -> Iterator[None]:
     """Inside the block this process is one of `size` ranks of torch's fake process group.
 
-    The others are not there. Collectives and messages end at once; what is received stays as it
-    was, and a gather finds this rank's own tensor in every rank's place.
+    The others are not there: messages end at once, what is received stays as it was, and a gather
+    finds this rank's own tensor in every rank's place.
 
     >>> with fake_ranks(3, 4096):
     ...     dist.get_rank(), dist.get_world_size()
@@ -245,18 +241,6 @@ def fsdp_hooks(unit: Any) -> Iterator[tuple[dict, int, bool]]:
                 yield hooks, key, hooks is module._forward_pre_hooks
 
 
-def averaged_over(model: torch.nn.Module) -> list[int]:
-    """Ranks over which torch's DDP, whose forward pass runs, or FSDP2 averages gradients; or none.
-
-    An explicit factor (`set_gradient_divide_factor`) is a user's choice.
-    """
-    ddp = active_ddp()
-    if ddp is not None:
-        return dist.get_process_group_ranks(ddp.process_group)
-    groups = (group for part in model.modules() if is_fsdp(part) for group in fsdp_groups(part))
-    return next((ranks for ranks, factor in groups if factor is None), [])
-
-
 def fsdp_groups(unit: Any) -> list[tuple[list[int], float | None]]:
     """Ranks over which a unit of FSDP2 adds up gradients, and what it divides them by, if set."""
     state = unit._get_fsdp_state()
@@ -290,32 +274,29 @@ def dispatched(*tensors: Tensor) -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+_wrapper = Tensor._make_wrapper_subclass
+
+
 def wrapper(
-    kind: type[Tensor],
+    kind: type[Any],
     shape: Sequence[int],
     like: Tensor,
     strides: Sequence[int] | None = None,
     requires_grad: bool = False,
-) -> Tensor:
+) -> Any:
     """A tensor of a class with `__torch_dispatch__` that has a shape, and no numbers."""
-    facts: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
-    return Tensor._make_wrapper_subclass(kind, shape, strides, requires_grad=requires_grad, **facts)
+    made = shape, strides, None, None, like.dtype, torch.strided, like.device, False
+    return _wrapper(kind, *made, requires_grad)
+
+
+#: A block past `__torch_function__` of the tensors' classes.
+past_classes = torch._C.DisableTorchFunctionSubclass
 
 
 def as_torch_does(func: Callable, *args: Any, **kwargs: Any) -> Any:
     """A function of torch past `__torch_function__` of the tensors' classes."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with past_classes():
         return func(*args, **kwargs)
-
-
-#: What autograd does to gradients number by number, below `__torch_function__`.
-OF_GRADIENTS = frozenset(
-    {
-        *(torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor, torch.ops.aten.div.Tensor),
-        *(torch.ops.aten.clone.default, torch.ops.aten.detach.default),
-        *(torch.ops.aten._to_copy.default, torch.ops.aten.alias.default),
-    }
-)
 
 
 #: What autograd runs below `__torch_function__` on a saved tensor that a hook has unpacked.
@@ -367,8 +348,8 @@ class Observed(TorchDispatchMode):
 def trace_on_threads() -> None:
     """To be called on a thread that lives on, before others trace or compile.
 
-    Where torch is built for CUDA and there is no GPU, the first thread that traces puts a stand-in
-    in CUDA's place. In torch 2.11 it ends with that thread, and the next one that traces crashes.
+    Where torch 2.11 is built for CUDA and there is no GPU, the stand-in that the first thread to
+    trace puts in CUDA's place ends with it, and the next thread that traces crashes.
     """
     if torch.version.cuda and not torch.cuda.is_available():
         torch._C._ensureCUDADeviceGuardSet()
@@ -401,15 +382,13 @@ def recording() -> Iterator[None]:
 def compiles(kinds: int) -> contextlib.AbstractContextManager:
     """Inside the block a compiled function is compiled anew for up to this many kinds of arguments.
 
-    Beyond that it raises, in this thread; torch would fall back to running it uncompiled. An
-    argument of `torch.compile` says the same, but for one kind of function and since torch 2.13.
-    Functions that differ in the defaults of their arguments are separate kinds, as they are to
-    torch since 2.13: torch 2.11 runs the graph of one for the other.
+    Beyond that it raises, in this thread, where torch would fall back to running it uncompiled.
     """
     return torch._dynamo.config.patch(
         recompile_limit=kinds,
         accumulated_recompile_limit=8 * kinds,
         fail_on_recompile_limit_hit=True,
+        # Without it torch 2.11 runs the graph of one function for another with other defaults.
         skip_guards_on_constant_func_defaults=False,
     )
 
@@ -425,8 +404,7 @@ def flex_unfused(
     """FlexAttention by plain matrix products, out and natural-log lse, with its gradient on CPU.
 
     `torch.nn.attention.flex_attention` refuses tensors that require gradients on the CPU; the
-    operator below it does not. `score_mod` gets the bare product q k^T, and `buffers` after its
-    own arguments.
+    operator below it does not.
     """
     out, lse2, _ = _flex_operator(
         q, k, v, score_mod, block_mask.as_tuple(), 1.0, {}, tuple(buffers), ()
@@ -484,8 +462,8 @@ def one_dim(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
 def inference_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, whose fp32 products without gradients are oneDNN's on CPUs with AVX-512.
 
-    The MKL that torch multiplies fp32 matrices with has no AVX-512 kernels for processors other
-    than Intel's, where oneDNN's take half the time. Of few rows its set-up takes longer.
+    For processors other than Intel's, torch's MKL has no AVX-512 kernels; oneDNN's take half the
+    time, and longer to set up where rows are few.
     """
     if in_graph(x):
         return torch.nn.functional.linear(x, weight, bias)
@@ -510,11 +488,6 @@ def _onednn_linear() -> Callable | None:
     has_avx512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
     op = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
     return op.default if has_avx512 and op is not None else None
-
-
-def sdpa_backend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> str:
-    """The backend that `F.scaled_dot_product_attention` chooses: "flash_attention", "math", ..."""
-    return SDPBackend(torch._fused_sdp_choice(q, k, v, is_causal=causal)).name.lower()
 
 
 def memory_of(t: Tensor) -> tuple[int, int]:
@@ -559,8 +532,7 @@ read_by_checkpoints = Tensor.device.__get__
 def reentrant_checkpoints() -> list:
     """The contexts of the reentrant checkpoints whose forward passes run here, innermost first.
 
-    The backward pass calls `run_function` of such a context. Their forward passes turn gradients
-    off; where they are on, nobody looks.
+    Their forward passes turn gradients off, so where they are on, nobody looks.
     """
     frame: FrameType | None = None if torch.is_grad_enabled() else sys._getframe(1)
     nodes = []

@@ -40,8 +40,7 @@ def uploaded(numbers: tuple, device: torch.device, dtype: torch.dtype = torch.in
 def download(tensors: Sequence[Tensor]) -> Callable[[], list[list]]:
     """Begin to copy numbers of 8 bytes to the CPU; the returned function waits and gives them.
 
-    On CUDA it waits for what makes these tensors, and for nothing that is launched since. The
-    tensors of one device go in one copy.
+    On CUDA it waits for what makes these tensors, and for nothing that is launched since.
 
     >>> download([torch.tensor([3, 1]), torch.tensor(0.5, dtype=torch.float64)])()
     [[3, 1], [0.5]]

@@ -18,19 +18,12 @@ from .errors import ShapeError
 
 @dataclass(frozen=True)
 class ChoiceKind:
-    """The properties of a choice that ranks have in common, as a plan needs them.
+    """The properties of a choice that ranks have in common, as a plan needs them."""
 
-    Attributes:
-        rows: choices per query: 1, the number of key/value heads, or that of query heads.
-        count: numbers per choice.
-        block: keys of a block that a number stands for.
-        check: whether numbers are compared with the number of keys.
-    """
-
-    rows: int
-    count: int
-    block: int = 1
-    check: bool = True
+    rows: int  # choices per query: 1, the number of key/value heads, or that of query heads
+    count: int  # numbers per choice
+    block: int = 1  # keys of a block that a number stands for
+    check: bool = True  # whether numbers are compared with the number of keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,10 +79,9 @@ class ChosenKeys:
 
 
 def chosen(numbers: Tensor, block: int, keys: Tensor, first: int, last: int) -> Tensor:
-    """Bits (b, r, n, m) of the keys that rows of numbers (b, r, n, K) choose.
+    """Bits (b, r, n, m) of the keys (m,) that rows of numbers (b, r, n, K) choose.
 
-    `keys` are positions (m,) between `first` and `last`, in any order. Memory is that of a bool
-    for each block between the two, whatever K is.
+    Memory is that of a bool for each block between positions `first` and `last`, whatever K is.
 
     >>> chosen(torch.tensor([[[[1, -1], [0, 2]]]]), 2, torch.arange(2, 6), 2, 5)
     tensor([[[[ True,  True, False, False],

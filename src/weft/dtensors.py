@@ -51,7 +51,7 @@ def attend_dtensors(
 class _ToLocal(torch.autograd.Function):
     """The local tensor of a DTensor, whose gradient is placed like the DTensor.
 
-    `to_local` takes all shards for equal when it says how the gradient strides. Where they are not,
+    `to_local` takes all shards for equal when it says how the gradient strides; where they are not,
     torch 2.11 copies a leaf's gradient to the right strides, and replicates it as it does so.
     """
 
@@ -103,11 +103,7 @@ def on_local_tensors(
     dim: int,
     length: int | None,
 ) -> Tensor:
-    """A function of the local tensors of DTensors that are split along an axis, as a DTensor.
-
-    `fn` takes the local tensors by name, and `length`; its result is split like the last of them.
-    `dim` is that of the axis in all tensors. `length` must be None: DTensors carry it.
-    """
+    """A function of local tensors of DTensors split along an axis, as a DTensor like the last."""
     if length is not None:
         raise ShapeError("length is for local tensors; DTensors carry their global shape")
     *_, (last, x) = tensors.items()

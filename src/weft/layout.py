@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from . import gradients
 from ._compile import Traceable
-from ._torch import averaged_over, in_local_tensor_mode, is_fake, outside_graphs
+from ._torch import in_local_tensor_mode, is_fake, outside_graphs
 from .comm import Alone, ProcessTransport, Transport, collectives, step_check
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
@@ -25,7 +26,6 @@ from .declare.layout_file import HEADS
 from .declare.mesh import index_at
 from .declare.orders import TokenOrder
 from .errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean, slip_of
-from .gradients import sync as gradients
 from .launch.environment import wait_limit
 from .masks import Causal, Documents, Mask, check_mask
 from .masks.given import mask_of
@@ -249,8 +249,7 @@ class Layout(LayoutDeclaration, Traceable):
             axis: the axis of their tokens.
             window: keys that a query of sliding-window attention sees; None: its whole document.
             slack: share of the mean work by which a group may exceed it, so that fewer documents
-                are cut and fewer tokens travel; `choose_slack`
-                of the planner chooses it on the clock.
+                are cut and fewer tokens travel.
 
         Returns:
             The fragments of each rank, their order, their mask, and what a loss divides by.
@@ -965,21 +964,3 @@ def check_same_data_ranks(module: torch.nn.Module, layout: Layout) -> None:
             f" this {type(module).__name__} is on {other.source}, which splits data over"
             f" ranks {other._data_ranks()}; call it on the layout that the model was made for"
         )
-
-
-def check_not_averaged(model: torch.nn.Module, layout: Layout) -> None:
-    """Refuse torch's own DDP or FSDP2 over ranks whose gradients are to be summed.
-
-    For models whose loss is already a mean over all ranks: a mean of gradients would be P times too
-    small.
-    """
-    if layout.mesh and not gradients.is_summed_by_ddp(model):
-        both = {*averaged_over(model)} & {*layout._data_ranks()}
-        if len(both) > 1:
-            raise UnsupportedError(
-                f"DistributedDataParallel or fully_shard would average gradients over ranks"
-                f" {sorted(both)}, but the loss is a mean over all of them, so gradients are to"
-                " be summed: give weft.data_parallel(model, layout, 'fsdp' or 'ddp') the model"
-                " instead, or call layout.sync_gradients(model) after backward; a transformers"
-                " model that was parallelized with rows='whole' is averaged"
-            )

@@ -24,7 +24,6 @@ COMMANDS = {
     "bench call": "Time an attention call on layouts side by side: which is the fastest here?",
     "bench model": "Time a model file's step on layouts side by side: which is the fastest here?",
     "train": "Train a model on a layout.",
-    "predict": "Predict the classes of rows from rows whose class is known.",
     "verify": "Compare a transformers model on a layout with itself on one device.",
     "diff": "Name the first tensor that two layouts compute otherwise.",
     "blackbox": "Say which rank waits for whom, and where ranks diverged.",
@@ -99,7 +98,7 @@ def _loaded(name: str) -> Callable[..., Any]:
 
 
 #: The extra that brings a package which a command imports.
-EXTRAS = {"sklearn": "tables", "pandas": "tables", "transformers": "transformers"} | dict.fromkeys(
+EXTRAS = {"transformers": "transformers"} | dict.fromkeys(
     ("typer", "rich", "matplotlib", "tensorboard"), "cli"
 )
 

@@ -32,7 +32,7 @@ from weft.fields import Field, WholeReport, distributed
 from weft.fields.exchange import is_made_whole
 from weft.fields.islands import on_positions
 from weft.fields.units import let_fields_through
-from weft.gradients.sync import is_averaged, is_summed_by_ddp
+from weft.gradients import is_averaged, is_summed_by_ddp
 from weft.layout import Layout
 
 from . import Foreign

@@ -20,21 +20,14 @@ from weft.plan.sides import Side
 
 @dataclass(frozen=True)
 class Around:
-    """What another program than weft does around a kernel call, counted in its source.
+    """What another program than weft does around a kernel call, counted in its source."""
 
-    Attributes:
-        launches, merges: kernels, that of attention included, and of a merge.
-        query, key: bytes read and written per number of a call's queries, of its keys and values.
-        merge: bytes per number of a result that others are added to; backward of dQ.
-        merge_key: backward, bytes per number of dK and dV.
-    """
-
-    launches: int
-    query: float = 0.0
-    key: float = 0.0
-    merge: float = 0.0
-    merge_key: float = 0.0
-    merges: int = 0
+    launches: int  # kernels, that of attention included
+    query: float = 0.0  # bytes read and written per number of a call's queries
+    key: float = 0.0  # of its keys and values
+    merge: float = 0.0  # bytes per number of a result that others are added to; backward of dQ
+    merge_key: float = 0.0  # backward, bytes per number of dK and dV
+    merges: int = 0  # kernels of a merge
 
     def nbytes(self, tile: Pass, block: Block, merges: bool) -> float:
         """Bytes that move for a block, whose results are added to others or are all there are."""

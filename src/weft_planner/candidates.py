@@ -39,31 +39,19 @@ NAMES = (*QUERY_STRATEGIES, "pass_q", "ulysses", "tile", "dp", "tp")
 
 
 class Dim(NamedTuple):
-    """A mesh dim of a candidate.
+    """A mesh dim of a candidate."""
 
-    Attributes:
-        role: of ROLES.
-        strategy: of NAMES.
-        level: number of the hardware's level, innermost 0.
-        ways: its size.
-    """
-
-    role: str
-    strategy: str
-    level: int
+    role: str  # of ROLES
+    strategy: str  # of NAMES
+    level: int  # number of the hardware's level, innermost 0
     ways: int
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to use devices for an attention call.
+    """One way to use devices for an attention call."""
 
-    Attributes:
-        dims: the mesh, outermost first.
-        order: of the tokens.
-    """
-
-    dims: tuple[Dim, ...]
+    dims: tuple[Dim, ...]  # the mesh, outermost first
     order: str = "contiguous"
 
     def ways(self, *roles: str) -> int:
@@ -255,9 +243,9 @@ def _orders(
 ) -> tuple[str, ...]:
     """Orders that may win: where only heads are split, every rank computes all positions.
 
-    Of a plain causal mask the last of contiguous chunks has nearly twice the mean work. Zigzag is
-    balanced within 2 %, so striped pays where ranks compute single chunks at most: those of several
-    ranks together, as heads are split, are runs of one token each.
+    Under a causal mask the last of contiguous chunks has nearly twice the mean work and zigzag is
+    within 2 %, so striped pays where ranks compute single chunks: those of several, as heads are
+    split, are runs of one token each.
     """
     if ways.get("query", 1) * ways.get("key", 1) == 1 or isinstance(problem.mask, Full):
         return ("contiguous",)

@@ -186,10 +186,9 @@ class Gate:
 
 
 class Player:
-    """A rank on its way through a script.
+    """A rank on its way through a script, an iterator that begins work and messages.
 
-    A script is an iterator. It begins work and messages with the methods below, and yields a gate
-    where the rank waits for those that it began with this gate.
+    It yields a gate where the rank waits for those that it began with this gate.
     """
 
     def __init__(self, network: Network, rank: int) -> None:

@@ -37,21 +37,15 @@ BALANCED = ("zigzag", "striped")
 
 @dataclass(frozen=True)
 class Timing:
-    """When passes end on the ranks of a call, in seconds from the call's begin.
+    """When passes end on the ranks of a call, in seconds from the call's begin."""
 
-    Attributes:
-        forward, backward: how long each pass takes on the rank that ends last.
-        compute: seconds of the busiest rank's blocks, forward and backward, on a device alone.
-        bytes_of_levels: bytes that the replayed ranks send per level, forward and backward,
-            innermost first.
-        compute_of_ranks: seconds of each replayed rank's blocks, both passes together.
-    """
-
-    forward: float
+    forward: float  # how long the pass takes on the rank that ends last
     backward: float
+    #: of the busiest rank's blocks, forward and backward, on a device alone
     compute: tuple[float, float]
+    #: that the replayed ranks send, forward and backward, innermost first
     bytes_of_levels: tuple[int, ...]
-    compute_of_ranks: tuple[float, ...] = ()
+    compute_of_ranks: tuple[float, ...] = ()  # of each replayed rank's blocks, both passes together
 
     @property
     def total(self) -> float:
@@ -189,9 +183,8 @@ class RankScript(Player):
 def block_seconds(tile: Pass, calls: tuple[KernelCall, ...], device: Device) -> float:
     """Seconds of a block of these kernel calls on an otherwise idle device.
 
-    4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward. Calls along the
+    4 b h n m d multiply-adds for scores and outputs, 2.5 times as many backward; calls along the
     diagonal take as long as if they had more visible scores, where a kernel does not skip them all.
-    Latents are expanded first, again in the backward pass, with two products for the gradients.
     """
     p, entry = tile.plan.problem, tile.plan.compute.query
     visible = entries(calls, entry.batch)  # per head, of all sequences
@@ -264,15 +257,11 @@ def _compute(tile: Pass, device: Device) -> float:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A call on the clock.
+    """A call on the clock."""
 
-    timing, plans: of the ranks that were replayed.
-    ranks: how many the layout has.
-    """
-
-    timing: Timing
-    plans: Sequence[Plan]
-    ranks: int
+    timing: Timing  # of the ranks that were replayed
+    plans: Sequence[Plan]  # likewise
+    ranks: int  # how many the layout has
 
     @property
     def note(self) -> str:

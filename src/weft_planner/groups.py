@@ -37,34 +37,21 @@ _WORK, _TRIED = 1.2e4, 2
 
 @dataclass(frozen=True)
 class Row:
-    """One way to train, on the clock and counted.
+    """One way to train, on the clock and counted."""
 
-    Attributes:
-        layout: of a group.
-        groups: how many there are, each with rows of its own.
-        recompute: of `choices.RECOMPUTE`.
-        shards: ranks that FSDP2 shards weights over; of fewer than all there are replicas.
-        loss: "chunked" or "full" logits.
-        optimizer: of `choices.OPTIMIZERS`.
-        tokens: of a row.
-        seconds: of a step by part: attention, products, pointwise, and FSDP's messages that other
-            parts do not hide.
-        fsdp: seconds of FSDP's messages in all.
-        memory: bytes of a rank by part: state, gathered, activations, other.
-        host: bytes of a rank that are offloaded to the host.
-    """
-
-    layout: Layout
-    groups: int
-    recompute: str
-    shards: int
-    loss: str
-    optimizer: str
-    tokens: int
+    layout: Layout  # of a group
+    groups: int  # each with rows of its own
+    recompute: str  # of `choices.RECOMPUTE`
+    shards: int  # ranks that FSDP2 shards weights over; of fewer than all there are replicas
+    loss: str  # "chunked" or "full" logits
+    optimizer: str  # of `choices.OPTIMIZERS`
+    tokens: int  # of a row
+    #: of a step by part: attention, products, pointwise, and FSDP's messages that other parts do
+    #: not hide
     seconds: Mapping[str, float]
-    fsdp: float
-    memory: Mapping[str, float]
-    host: float
+    fsdp: float  # seconds of FSDP's messages in all
+    memory: Mapping[str, float]  # bytes of a rank by part: state, gathered, activations, other
+    host: float  # bytes of a rank that are offloaded to the host
 
     @property
     def step(self) -> float:
@@ -333,8 +320,6 @@ class Groups:
 
     def longest(self, row: Row) -> int | None:
         """Tokens of the longest row that fits as one of the answer does, in whole thousands.
-
-        None where nobody knows the memory of a device.
 
         Activations are linear in tokens, so a second count at half the length tells the slope.
         """

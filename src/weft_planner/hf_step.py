@@ -31,29 +31,18 @@ CHUNK = 1024
 
 @dataclass(frozen=True)
 class ModelCount:
-    """One rank's step, weights and their copies left out.
+    """One rank's step, weights and their copies left out."""
 
-    Attributes:
-        layers: of the model that was counted, or extended to.
-        numbers: weights of the model.
-        of_layer: weights of its largest layer.
-        outside: weights outside of layers.
-        kept: bytes alive between forward and backward.
-        peaks: bytes alive at most, with the gradients of one layer, by phase and function.
-        flops: of matrix products, forward and backward; attention left out.
-        moved: bytes that other functions read and write, forward and backward.
-        plans: of attention, (plan, backward) -> how often it runs.
-    """
-
-    layers: int
-    numbers: int
-    of_layer: int
-    outside: int
-    kept: int
+    layers: int  # of the model that was counted, or extended to
+    numbers: int  # weights of the model
+    of_layer: int  # weights of its largest layer
+    outside: int  # weights outside of layers
+    kept: int  # bytes alive between forward and backward
+    #: bytes alive at most, with the gradients of one layer, by phase and function
     peaks: Mapping[str, int]
-    flops: tuple[int, int]
-    moved: tuple[int, int]
-    plans: Mapping[tuple[Plan, bool], int]
+    flops: tuple[int, int]  # of matrix products, forward and backward; attention left out
+    moved: tuple[int, int]  # bytes that other functions read and write, forward and backward
+    plans: Mapping[tuple[Plan, bool], int]  # of attention, (plan, backward) -> how often it runs
 
     @property
     def where(self) -> str:

@@ -16,27 +16,18 @@ from weft.declare.hardware import Hardware
 
 @dataclass(frozen=True)
 class Checked:
-    """A set of measured rows, and by how much predictions miss them.
+    """A set of measured rows, and by how much predictions miss them."""
 
-    Attributes:
-        name: of the set in the ledger.
-        hardware: the name of the hardware file that predicted them.
-        devices, tokens: the fewest and the most of a row.
-        rows: how many were predicted; those that numbers were fitted on are not among them.
-        mean, worst: of the errors' sizes, predicted over measured less 1.
-        bias: the mean error; below 0 where predictions are too quick (of times).
-        what: "call" where attention calls and what was fitted beside them are predicted, "step"
-            where whole steps of transformers models are, with nothing fitted.
-    """
-
-    name: str
-    hardware: str
-    devices: tuple[int, int]
-    tokens: tuple[int, int]
-    rows: int
-    mean: float
-    worst: float
-    bias: float
+    name: str  # of the set in the ledger
+    hardware: str  # the name of the hardware file that predicted them
+    devices: tuple[int, int]  # the fewest and the most of a row
+    tokens: tuple[int, int]  # likewise
+    rows: int  # how many were predicted, without those that numbers were fitted on
+    mean: float  # of the errors' sizes, predicted over measured less 1
+    worst: float  # of them
+    bias: float  # the mean error; below 0 where predictions are too quick (of times)
+    #: "call": attention calls and what was fitted beside them; "step": whole steps of transformers
+    #: models, with nothing fitted
     what: str = "call"
 
     def __str__(self) -> str:
@@ -56,8 +47,7 @@ def nearest(hardware: str, ranks: int, label: str = "call") -> Checked | None:
     """The set of measured rows nearest to a case, or None where nothing like it was measured.
 
     A set is near where its hardware file is the same and its ranks reach as far, as rows inside one
-    node say nothing about several, or are from fewer to more. Of those the one with most nearly as
-    many devices is taken, and of equals that with most rows.
+    node say nothing about several, or are from fewer to more.
 
     >>> print(nearest("b200-8", 8).name, nearest("ethernet-laptops", 8))
     simumax None

@@ -31,13 +31,6 @@ _STILL = {
 class Live(TorchDispatchMode):
     """Bytes of all storages made inside the block, products and traffic of everything else.
 
-    Attributes:
-        now: bytes alive.
-        peaks: most of them as each function began to add some, by phase and function.
-        phase: that the caller is in, for `peaks`.
-        flops: of matrix products, 2 a multiply-add.
-        moved: bytes that other functions read and write.
-
     >>> with Live() as live:
     ...     x = torch.ones(256, 256, device="meta")
     ...     y = x @ x
@@ -48,9 +41,11 @@ class Live(TorchDispatchMode):
 
     def __init__(self, ignored: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        #: bytes alive; of matrix products, 2 a multiply-add; bytes that others read and write
         self.now = self.flops = self.moved = 0
+        #: most bytes alive as each function began to add some, by phase and function
         self.peaks: dict[str, int] = {}
-        self.phase = ""
+        self.phase = ""  # that the caller is in
         self._held = [local_tensor(t) for t in ignored]  # or others may get their memory
         self._ignored: Collection[int] = {memory_of(t)[0] for t in self._held}
         self._alive: dict[int, int] = {}

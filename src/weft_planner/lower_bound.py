@@ -38,21 +38,13 @@ _UNEVEN = 1.05
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Seconds that a pass takes at least, and of what.
+    """Seconds that a pass takes at least, and of what."""
 
-    Attributes:
-        blocks: computing, at the best rate that blocks of the tile can reach.
-        links: of the program's messages, by level and kind of link.
-        around: all-to-alls and sums, which nothing hides.
-        host: of the CPU.
-        relays: latencies of the messages that carry a chunk one after another.
-    """
-
-    blocks: float
-    links: dict[tuple[str, str], float]
-    around: dict[tuple[str, str], float]
-    host: float
-    relays: float = 0.0
+    blocks: float  # computing, at the best rate that blocks of the tile can reach
+    links: dict[tuple[str, str], float]  # of the program's messages, by level and kind of link
+    around: dict[tuple[str, str], float]  # all-to-alls and sums, which nothing hides
+    host: float  # of the CPU
+    relays: float = 0.0  # latencies of the messages that carry a chunk one after another
 
     @property
     def total(self) -> float:
@@ -76,8 +68,7 @@ class Bounds:
         """Estimated seconds of both passes, for the order in which candidates are replayed.
 
         Blocks reach the rate of one chunk by one chunk unless everything is gathered first, which
-        nothing hides; else a tenth of the shorter of blocks and messages shows. Of two that look
-        equal, the one of fewer mesh dims comes first.
+        nothing hides; else a tenth of the shorter of blocks and messages shows.
         """
         seconds = 0.0
         moving = {d.strategy for d in c.dims if d.role in ("query", "key")}
@@ -93,7 +84,7 @@ class Bounds:
             best = best_rate(device, self.tile(c, backward), backward)
             blocks *= best / device.rate(side, backward)
             seconds += bound.total - within + max(blocks, links) + 0.1 * min(blocks, links)
-        return seconds * (1 + 0.002 * len(c.dims))
+        return seconds * (1 + 0.002 * len(c.dims))  # of two that look equal, fewer mesh dims first
 
     def work(self, c: Candidate) -> float:
         """Cost of replaying a candidate: blocks and runs of tokens that ranks plan.
@@ -273,8 +264,8 @@ def link_seconds(
 ) -> dict[tuple[str, str], float]:
     """Seconds that every link is busy where each of some ranks sends so many bytes per level.
 
-    A rank's card carries what the ranks that share it send; an uplink what a whole group of the
-    level below sends. All links work side by side, so the largest is a lower bound of the time.
+    A card carries what the ranks that share it send, an uplink what a whole group of the level
+    below sends, all side by side: the largest is a lower bound of the time.
 
     >>> two = Hardware.from_dict({"device": {"flops": 1e12}, "level": [
     ...     {"name": "node", "ranks": 4, "rate": 8e9},

@@ -107,31 +107,26 @@ class MeasuredBlock:
 
 @dataclass(frozen=True)
 class Link:
-    """Messages to the neighbour along a mesh dim, of `SMALL` and of `nbytes` bytes.
-
-    middle: of a quarter of these bytes.
-    others: of smaller sizes that were tried before, by their bytes.
-    far: of `nbytes` between one pair, half a turn apart.
-    pairs: of `nbytes` in all, from every rank to all others.
-    """
+    """Messages to the neighbour along a mesh dim, of `SMALL` and of `nbytes` bytes."""
 
     mesh_dim: str
     ranks: int
     nbytes: int
     small: Sample
     large: Sample
-    middle: Sample | None = None
-    far: Sample | None = None
-    pairs: Sample | None = None
+    middle: Sample | None = None  # of a quarter of these bytes
+    far: Sample | None = None  # of `nbytes` between one pair, half a turn apart
+    pairs: Sample | None = None  # of `nbytes` in all, from every rank to all others
+    #: of smaller sizes that were tried before, by their bytes
     others: Mapping[int, Sample] = field(default_factory=dict)
 
     @property
     def bandwidth(self) -> float:
         """Bytes per second each way: the slope between the two larger sizes.
 
-        What a link takes at once, before its rate shows, is in both. Where the middle one takes
-        longer than that slope makes it, no line fits all sizes: the least relative squares of all
-        that take longer than the small one.
+        What a link takes at once, before its rate shows, is in both; where the middle one takes
+        longer than that, no line fits all sizes, and it is the least relative squares of all longer
+        than the small one.
         """
         if self.middle is None or self.middle.median >= self.large.median:
             return (self.nbytes - SMALL) / (self.large.median - self.small.median)
@@ -212,9 +207,8 @@ class Measured:
     def rates(self) -> dict[str, Any]:
         """The measured rates, as a layout file has them.
 
-        `bandwidth` and `latency`, where mesh dims differ little. Else every mesh dim is a level,
-        the innermost first; an outer one's messages pass the cards of the inner one where the two
-        do not carry side by side.
+        Where mesh dims differ much every one is a level, the innermost first; an outer one's
+        messages pass the cards of the inner one where the two do not carry side by side.
         """
         rates: dict[str, Any] = {"flops": self.block.flops}
         rates |= {"speeds": list(self.speeds)} if self.speeds else {}

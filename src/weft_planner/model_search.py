@@ -23,8 +23,8 @@ from weft.declare.rates import rates_of
 from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
 from weft.masks import FULL, Causal
-from weft.nn.named import build_mask
 from weft.plan.problem import Problem
+from weft_axes.nn.named import build_mask
 from weft_models.declare.model_blocks import AttendBlock
 from weft_models.declare.model_file import ModelSpec
 from weft_models.models import check_fit
@@ -82,20 +82,16 @@ class ModelChoice:
 
 @dataclass
 class ModelSearch:
-    """A search for a model's layout on `devices` ranks of some hardware.
-
-    `batch` is of all ranks together, `lengths` are global, of every axis. `gradients` are summed by
-    "sync", "ddp" or "fsdp". `memory` is in bytes of a rank, default the device's.
-    """
+    """A search for a model's layout on `devices` ranks of some hardware."""
 
     spec: ModelSpec
-    batch: int
-    lengths: Mapping[str, int]
+    batch: int  # of all ranks together
+    lengths: Mapping[str, int]  # global, of every axis
     hardware: Hardware
     devices: int
     dtype: torch.dtype = torch.bfloat16
-    gradients: str = "sync"
-    memory: float | None = None
+    gradients: str = "sync"  # summed by "sync", "ddp" or "fsdp"
+    memory: float | None = None  # bytes of a rank, default the device's
     refused: Refused = field(default_factory=Refused)
 
     def __post_init__(self) -> None:
@@ -121,8 +117,7 @@ class ModelSearch:
     ) -> list[ModelChoice]:
         """The layouts of the `counted` most promising candidates, the fastest first.
 
-        `tell` is called with how many were counted, and of how many. `UnsupportedError` if none
-        fits.
+        `tell` is called with how many were counted, and of how many.
         """
         guesses = sorted(
             ((self._guess(uses), self._layout(uses)) for uses in self._candidates()),

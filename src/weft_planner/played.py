@@ -41,16 +41,11 @@ class PlayedMessage:
 
 @dataclass(frozen=True)
 class Played:
-    """A call as it runs on the clock.
+    """A call as it runs on the clock."""
 
-    Attributes:
-        blocks, messages: in the order in which they end.
-        timing: the same as without recording.
-    """
-
-    blocks: Sequence[PlayedBlock]
-    messages: Sequence[PlayedMessage]
-    timing: Timing
+    blocks: Sequence[PlayedBlock]  # in the order in which they end
+    messages: Sequence[PlayedMessage]  # likewise
+    timing: Timing  # the same as without recording
 
 
 def play(plans: Sequence[Plan], hardware: Hardware) -> Played:

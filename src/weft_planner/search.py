@@ -122,21 +122,15 @@ class Choices:
 
 @dataclass
 class Search:
-    """A search for the layout of one call, over all ranks.
-
-    only: strategies to keep to; all, if none.
-    memory: bytes of a rank that attention may take, default the device's.
-    forward_only: rank by the forward pass alone, and hold no gradients.
-    orders: of tokens, those that a model can be bound to.
-    """
+    """A search for the layout of one call, over all ranks."""
 
     problem: Problem
     hardware: Hardware
     devices: int
-    only: Iterable[str] = ()
-    memory: float | None = None
-    forward_only: bool = False
-    orders: Collection[str] = ORDERS
+    only: Iterable[str] = ()  # strategies to keep to; all, if none
+    memory: float | None = None  # bytes of a rank that attention may take, default the device's
+    forward_only: bool = False  # rank by the forward pass alone, and hold no gradients
+    orders: Collection[str] = ORDERS  # of tokens, those that a model can be bound to
 
     def __post_init__(self) -> None:
         self.refused = Refused()

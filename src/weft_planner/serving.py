@@ -22,20 +22,13 @@ from .hf_config import HFModel, on_meta
 
 @dataclass(frozen=True)
 class Served:
-    """One rank of a group that serves a row.
-
-    Attributes:
-        ranks: of the group.
-        weights, cache, states: bytes that it holds: of the model, of keys and values, of recurrent
-            layers, which every rank has whole.
-        decoded: bytes that it receives for a new token.
-    """
+    """One rank of a group that serves a row, in bytes."""
 
     ranks: int
-    weights: int
-    cache: int
-    states: int
-    decoded: int
+    weights: int  # of the model
+    cache: int  # of keys and values
+    states: int  # of recurrent layers, which every rank has whole
+    decoded: int  # that it receives for a new token
 
     @property
     def nbytes(self) -> int:

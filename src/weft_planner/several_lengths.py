@@ -18,23 +18,16 @@ TRIED = 4
 
 @dataclass(frozen=True)
 class LayoutsOfLengths:
-    """Layouts for calls of several lengths.
+    """Layouts for calls of several lengths."""
 
-    Attributes:
-        best: the first choice for each length, which may be 1 % slower than the fastest.
-        one: for each length the time of the layout that is best for all together.
-        two: likewise, each length on the faster of the two that are best together.
-        times: for each length, seconds on `best`, `one` and `two`.
-        seconds: their weighted means over the lengths.
-        wrong: the largest factor by which the best layout of one length is slower at another.
-    """
-
+    #: the first choice for each length, which may be 1 % slower than the fastest
     best: tuple[Choice, ...]
-    one: tuple[Choice, ...]
-    two: tuple[Choice, ...]
+    one: tuple[Choice, ...]  # for each length the time of the layout that is best for all together
+    two: tuple[Choice, ...]  # likewise, each length on the faster of the two that are best together
+    #: for each length, seconds on `best`, `one` and `two`
     times: tuple[tuple[float, float, float], ...]
-    seconds: tuple[float, float, float]
-    wrong: float
+    seconds: tuple[float, float, float]  # their weighted means over the lengths
+    wrong: float  # the largest factor by which the best layout of one length is slower at another
 
 
 def layouts_for_lengths(

@@ -25,17 +25,11 @@ POWERS = (0.0, 0.5, 0.75, 1.0, 1.25)
 
 @dataclass(frozen=True)
 class SharesChoice:
-    """Shares of a call's tokens and heads, and their time.
+    """Shares of a call's tokens and heads, and their time."""
 
-    Attributes:
-        layout: with the shares that end first; of equal times, with the equal ones.
-        timing: of it.
-        equal: of equal shares in the layout's order.
-    """
-
-    layout: Layout
+    layout: Layout  # with the shares that end first; of equal times, with the equal ones
     timing: Timing
-    equal: Timing
+    equal: Timing  # of equal shares in the layout's order
 
 
 def choose_shares(

@@ -39,47 +39,30 @@ MOST_COUNTED, SOME = 8, 4
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes of one kind that a rank receives in a step.
+    """Bytes of one kind that a rank receives in a step."""
 
-    Attributes:
-        when: "forward", "backward" or "gradients".
-        mesh_dim: along which; several joined by "+", where they take part together.
-        what: the label of its messages.
-        nbytes: received.
-        messages: sent.
-        attention: whether it is part of an attention call's plan, and so on its clock.
-        mesh: sizes of the mesh that the mesh dim is of.
-    """
-
-    when: str
-    mesh_dim: str
-    what: str
+    when: str  # "forward", "backward" or "gradients"
+    mesh_dim: str  # along which; several joined by "+", where they take part together
+    what: str  # the label of its messages
     nbytes: int
-    messages: int
-    attention: bool
-    mesh: tuple[tuple[str, int], ...] = ()
+    messages: int  # sent
+    attention: bool  # whether it is part of an attention call's plan, and so on its clock
+    mesh: tuple[tuple[str, int], ...] = ()  # sizes of the mesh that the mesh dim is of
 
 
 @dataclass(frozen=True)
 class StepCount:
-    """One rank's step.
-
-    Attributes:
-        rank: which.
-        moved: every kind of message.
-        memory: bytes by part: weights, gradients, optimizer (two moments of AdamW), activations
-            (what autograd keeps), and chunks that attention holds for others at one time.
-        flops: of matrix products, forward and backward, attention left out.
-        plans: of attention, (plan, backward) -> how often it runs.
-        peak: most bytes that are alive at one time beside weights and optimizer: what autograd
-            keeps, temporaries, and the gradients made so far, before any is sharded.
-    """
+    """One rank's step."""
 
     rank: int
     moved: tuple[Moved, ...]
+    #: bytes by part: weights, gradients, optimizer (two moments of AdamW), activations (what
+    #: autograd keeps), and chunks that attention holds for others at one time
     memory: Mapping[str, int]
-    flops: tuple[int, int]
-    plans: Mapping[tuple[Plan, bool], int]
+    flops: tuple[int, int]  # of matrix products, forward and backward, attention left out
+    plans: Mapping[tuple[Plan, bool], int]  # of attention, (plan, backward) -> how often it runs
+    #: most bytes that are alive at one time beside weights and optimizer: what autograd keeps,
+    #: temporaries, and the gradients made so far, before any is sharded
     peak: int = 0
 
     @property

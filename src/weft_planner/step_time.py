@@ -21,17 +21,11 @@ from .step_count import Moved, StepCount
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one step by what takes them; nothing but attention's own messages is hidden.
+    """Seconds of one step by what takes them; nothing but attention's own messages is hidden."""
 
-    Attributes:
-        attention: forward and backward passes of all blocks.
-        products: matrix products, at the best rate of the attention kernel (assumed).
-        rest: resharding, sums and gradients, one after another.
-    """
-
-    attention: float
-    products: float
-    rest: float
+    attention: float  # forward and backward passes of all blocks
+    products: float  # matrix products, at the best rate of the attention kernel (assumed)
+    rest: float  # resharding, sums and gradients, one after another
 
     @property
     def total(self) -> float:

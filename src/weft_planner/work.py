@@ -45,17 +45,16 @@ class Work:
 def model_work(
     layout: Layout,
     spec: ModelSpec,
-    batch: int,
-    lengths: Mapping[str, int],
+    batch: int,  # of all ranks together
+    lengths: Mapping[str, int],  # global, see `lengths_of_model`
     dtype: torch.dtype,
     device: str,
-    layouts: Mapping[str, Layout] | None = None,
+    layouts: Mapping[str, Layout] | None = None,  # of kinds of blocks, as `weft.compose` takes them
 ) -> Work:
     """A model on a bound layout: its passes, and the sum of its gradients over the ranks.
 
     A model with a head runs on its training data, one without on random x; on device "meta" there
-    are shapes alone. `batch` is of all ranks together, `lengths` are global, see
-    `lengths_of_model`; `layouts` are those of kinds of blocks, as `weft.compose` takes them.
+    are shapes alone.
     """
     model = compose(spec, layout, layouts=layouts, device=device, dtype=dtype)
     leaves: list[Tensor] = list(model.parameters())
@@ -129,8 +128,7 @@ def masks_of_call(spec: ModelSpec, sizes: Mapping[str, int]) -> dict[str, Any]:
     """Parameters for the masks that a model file leaves to its call.
 
     `VISIBLE` of the keys are context, or not padding; a quarter of the positions is a prefix;
-    documents are two halves; a mask of the caller's own is full. `sizes` has the length of every
-    axis, and of the batch.
+    documents are two halves; a mask of the caller's own is full.
 
     >>> spec = ModelSpec.from_dict({"axes": ["batch", "t", "embed"], "sizes": {"embed": 8,
     ...     "heads": 2}, "block": [{"attend": "t", "mask": "padding"}]})

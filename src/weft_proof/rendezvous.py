@@ -53,11 +53,11 @@ def stuck_ranks(scripts: Sequence[Iterator[Wait]]) -> list[int]:
 
 
 def rendezvous(tiles: Sequence[Pass]) -> list[str]:
-    """Runs all ranks' programs where no message leaves before its receiver is there.
+    """Runs all ranks' programs where no message leaves before its receiver is there: its defects.
 
-    A rank begins a transfer by offering its sends and receives; it waits for both at
-    the transfer's end. The k-th message from one rank to another along a mesh dim is the k-th that
-    is received there. Returns the mismatches, and who waits for whom in a deadlock.
+    A rank offers its sends and receives as it begins a transfer, and waits for both at the
+    transfer's end; the k-th message from one rank to another along a mesh dim is the k-th received
+    there.
     """
     rank_at = {tuple(t.plan.coords.values()): r for r, t in enumerate(tiles)}
     sent: dict[tuple, list] = defaultdict(list)  # (source, target, mesh dim) -> (payload, bytes)

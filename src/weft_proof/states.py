@@ -13,7 +13,6 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 
-from weft.carry.fragments import Fragments, by_heads, fragments
 from weft.declare.layout_file import HEADS
 from weft.declare.mesh import coordinates, index_at
 from weft.layout import Layout
@@ -21,6 +20,7 @@ from weft.masks import Documents
 from weft.plan.order import Span, join
 from weft.relayout.plan import Placed, Redistribution, placement, plan_redistribution
 from weft.relayout.windows import Windows
+from weft_axes.carry.fragments import Fragments, by_heads, fragments
 
 from .rendezvous import Wait, stuck_ranks
 from .symbolic import Claim

@@ -191,7 +191,7 @@ def _memory(tile: Pass, limit: MemoryBound, nbytes: int) -> list[str]:
 def _deals(layout: Layout, plan: Plan) -> list[str]:
     """Check that the chunks at the entry to the program cover batch, heads and tokens evenly.
 
-    A rank holds a box of the three. Boxes that are not equal may not overlap, each is held by
+    A rank holds a box of the three: boxes that are not equal may not overlap, each is held by
     equally many ranks, and together they have all batch x heads x tokens.
     """
     found = []

@@ -31,16 +31,10 @@ Number = TypeVar("Number", int, float)
 
 
 class Channel:
-    """The messages of one pass of a call, on this rank.
+    """The messages of one pass of a call, on this rank, and the vote on what ranks have in common.
 
-    Ranks along `mesh_dims` vote on `vote`, by default the digest of what they must have in common;
-    both are below 2**62. Where they differ, `detail` gives the pass's content in words. `origin` is
-    the module that makes the call, which must be the same where it is known.
-
-    `kind` is None where the CPU waits for messages, so that the answer is there before them. On a
-    device that the CPU runs ahead of, it is the number of what ranks must have in common, whichever
-    pass it is; once they agreed on it, an answer may wait until the next pass begins. There
-    `UnsupportedError` is raised while a CUDA graph is captured.
+    `kind` is None where the CPU waits for messages; where it runs ahead of a device, ranks that
+    once agreed on this number need the answer only when the next pass begins.
     """
 
     def __init__(

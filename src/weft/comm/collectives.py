@@ -209,8 +209,7 @@ def spread_flat(
         before    rank 0: a0, b0        rank 1: a1, b1      parts of ranks 0 and 1, row-major
         after     rank 0: a0 + a1       rank 1: b0 + b1
 
-    Along one mesh dim after the other, innermost first, so that outer links carry what is combined
-    already. `combine` makes one flat part of those of the ranks along a mesh dim, in their order.
+    Along one mesh dim after the other, innermost first: outer links carry what is combined.
     """
     for mesh_dim in reversed(dims):
         size, here = transport.sizes[mesh_dim], transport.coords[mesh_dim]
@@ -284,10 +283,7 @@ def gather_slices(
     transport: Messages,
     label: str,
 ) -> Tensor:
-    """The slices along `dim` of all ranks along mesh dims, one rank's after another's.
-
-    `rows` are how many every rank has. What is returned is contiguous with `dim` in front.
-    """
+    """The slices along `dim`, `rows` of every rank along mesh dims: contiguous with `dim` first."""
     front = x.movedim(dim, 0).contiguous()
     sizes = [n * math.prod(front.shape[1:]) for n in rows]
     parts = gather_flat(front.flatten(), sizes, dims, transport, label)

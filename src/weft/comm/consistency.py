@@ -29,7 +29,7 @@ _ON_META = ", on meta"
 def compare_names(parameters: Mapping[str, Tensor], transport: Transport) -> None:
     """Check that all ranks have the same parameters: order, dtype, frozen state, device meta.
 
-    It costs a vote of 8 bytes where all have the same. Shapes may differ: heads may be split.
+    Shapes may differ: heads may be split.
     """
     dims = transport.moving()
     if not dims:
@@ -107,9 +107,8 @@ def compare_weights(
 ) -> None:
     """Check that weights are the same on ranks that must have the same, after `compare_names`.
 
-    Plain weights of a module whose other weights are DTensors with split heads must be the same
-    along the mesh dims that split heads, too. A module may split plain weights itself, so that is a
-    warning only.
+    Plain weights beside DTensors with split heads must be the same along the mesh dims that split
+    heads, too, but a module may split them itself, so that is a warning only.
     """
     _compare_shapes(parameters, same_dims, transport)
     names = _differing(parameters, same_dims, transport)
@@ -228,7 +227,7 @@ def probe(tensor: Tensor) -> Tensor:
     """A sketch that is close for tensors that are close: the norm, and products with fixed signs.
 
     Products of two tensors with the same pseudo-random +1 and -1 are about as far apart as the
-    tensors: that is the norm of their difference. Four of them are hardly ever all close by chance.
+    tensors, and four of them are hardly ever all close by chance.
 
     >>> a = torch.ones(2, 3)
     >>> probe(a).shape, bool((probe(a) - probe(1.001 * a)).abs().max() < 0.01 * a.norm())

@@ -65,7 +65,6 @@ def control_group(ranks: Sequence[int], timeout: datetime.timedelta) -> ControlG
     """The control group of some ranks, sorted, this one among them: one for all in this process.
 
     So calls through two layouts over the same ranks vote in one order, and cannot miss each other.
-    Each waits as long as its own layout says; `timeout` limits making the group.
     """
     with _lock:
         world, key = _current(), tuple(ranks)
@@ -120,11 +119,7 @@ class ControlGroup:
         weakref.finalize(self, _end, self._worker, self._begun, self._ending)
 
     def vote(self, digest: int, timeout: datetime.timedelta, name: int = 0) -> Callable[[], bool]:
-        """Ask whether all ranks have this digest; the returned function waits for the answer.
-
-        Every wait is limited by `timeout`. `name` is another number, which must be the same
-        where it is not 0.
-        """
+        """Ask whether all have this digest, and this name unless it is 0; the function waits."""
         local = (digest, name)
         posted = self._in_turn(lambda: self._through_phases(local, timeout), timeout)
 

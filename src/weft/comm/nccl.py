@@ -48,7 +48,7 @@ def unheld(buffer: Tensor) -> Tensor:
     """A flat buffer's bytes as memory of no allocator of torch's, for a message.
 
     torch's NCCL would hold its own until the CPU has seen the GPU come by (pytorch#132292): of a
-    CPU that is far ahead, the buffers of many passes. Whoever posts a message keeps its buffer
-    until the wait, after which the GPU uses the memory in order.
+    CPU that is far ahead, the buffers of many passes.
     """
+    # Who posts a message keeps its buffer until the wait; then the GPU uses the memory in order.
     return from_dlpack(to_dlpack(buffer.detach().view(-1).view(torch.uint8)))

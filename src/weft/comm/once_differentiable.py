@@ -35,18 +35,14 @@ def transformed(of: str) -> UnsupportedError:
 def once(of: str, linear: bool = True) -> Callable[[Callable], Callable]:
     """Decorates the `backward` of a `torch.autograd.Function` that is differentiable once.
 
-    `of` is the public name, for the error. A `linear` gradient depends on the one above it alone:
-    if that is a constant, so is it, and it may stand in a graph that is differentiated. Otherwise
-    it depends on what was saved too, which `backward` then takes before the gradients above. Where
-    a gradient is differentiated by what it depends on, `UnsupportedError` is raised.
-
-    `torch.autograd.function.once_differentiable` takes every such function for linear, and cuts its
-    gradients off from what they depend on: `torch.autograd.grad` does not see them.
+    torch's `once_differentiable` takes every such function for linear, and cuts its gradients off
+    from what they depend on: `torch.autograd.grad` does not see them.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def run(ctx: Any, *above: Tensor | None) -> Any:
+            # A linear gradient depends on the one above alone; another one on what was saved too.
             saved = () if linear else (ctx.saved_tensors,)
             if torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return backward(ctx, *saved, *above)

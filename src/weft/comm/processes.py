@@ -38,18 +38,10 @@ _bindings: Counter[tuple[int, ...]] = Counter()
 
 
 class ProcessTransport(Transport):
-    """One rank of a `DeviceMesh`, or of a slice of one.
+    """One rank of a `DeviceMesh`, or of a slice of one, whose ranks are numbered row by row.
 
-    Ranks are numbered within the slice, row by row; texts give their numbers in the world. Every
-    wait has the limit `timeout`. The rank that first notices a dead or silent peer writes its name
-    into the store, so that all others, whomever they were waiting for, name the same one. Where all
-    wait for all, each that notices records its presence, and the others are missing.
-
-    On torch's fake process group this is the only rank there is: tensors on device "meta" go
-    through the same calls and are counted, others are refused.
-
-    `names` are the layout's names of the mesh's dims, in order; `fingerprint` is the layout's,
-    which must be the same on all ranks, and `title` its name for people.
+    The rank that first notices a dead or silent peer writes its name into the store, so that all
+    others, whomever they were waiting for, name the same one.
     """
 
     def __init__(

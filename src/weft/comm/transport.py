@@ -44,18 +44,14 @@ class P2PBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Shuffle:
-    """One rank's part of an all-to-all: flat buffers both ways, by rank along the mesh dim.
-
-    `sends` and `receives` count the numbers that go to and come from each rank, this one included.
-    `even` says that all these counts are one number on every rank along the mesh dim, by what all
-    of them know: then NCCL's own all-to-all moves them.
-    """
+    """One rank's part of an all-to-all: flat buffers both ways, by rank along the mesh dim."""
 
     mesh_dim: str
     label: str
     outgoing: Tensor
-    sends: Sequence[int]
-    receives: Sequence[int]
+    sends: Sequence[int]  # numbers that go to each rank, this one included
+    receives: Sequence[int]  # numbers that come from each
+    #: all counts are one number on every rank, as all know: NCCL's own all-to-all moves them
     even: bool = False
 
     @functools.cached_property
@@ -123,12 +119,7 @@ class Messages(Protocol):
 
 
 class Transport(abc.ABC):
-    """Moves bytes between the ranks of a mesh.
-
-    `sizes` and `coords` give, per mesh dim, how many ranks there are and which this one is; peers
-    are named by their coordinate along the mesh dim at hand. `sent` and `received` count bytes and
-    `calls` messages since the transport was made, by (mesh dim, label).
-    """
+    """Moves bytes between the ranks of a mesh, named by their coordinate along a mesh dim."""
 
     #: True if no other rank exists, so that movements of meta tensors are only counted
     fake = False
@@ -141,6 +132,7 @@ class Transport(abc.ABC):
         self.coords = coordinates(self.sizes, rank)
         #: every rank's number in the world, of which the mesh may be a slice
         self.world_ranks = tuple(range(self.size))
+        #: bytes, and for `calls` messages, since the transport was made, by (mesh dim, label)
         self.sent: Counter[tuple[str, str]] = Counter()
         self.received: Counter[tuple[str, str]] = Counter()
         self.calls: Counter[tuple[str, str]] = Counter()
@@ -229,10 +221,7 @@ class Transport(abc.ABC):
     def compare(
         self, label: str, text: str, mesh_dims: Sequence[str] | None = None
     ) -> Callable[[], dict[int, str]]:
-        """Begin a vote on a text; the function gives those of all ranks, if not all are the same.
-
-        If they are, it gives this rank's. It raises as `share` does.
-        """
+        """Begin a vote on a text; the function gives this rank's if all are the same, else all."""
         dims = self.moving(mesh_dims)
         self.check_deferred()
         same = self.vote(dims, number_of(f"{label}{TEXT}{text}"))
@@ -283,11 +272,9 @@ class Transport(abc.ABC):
         return self._all_gather_text(text, self.moving(mesh_dims))
 
     def vote(self, mesh_dims: Sequence[str], digest: int, name: int = 0) -> Callable[[], bool]:
-        """Ask whether all ranks along mesh dims have the same digest, without waiting.
+        """Ask whether all ranks along mesh dims have the same digest; the returned function waits.
 
-        The returned function waits for the answer. Ranks' votes meet in the order in which each
-        rank gives them. A digest is 0 or more and below 2**62; so is `name`, of the module that
-        makes the call, of which 0 goes with any.
+        Digests, and names of the module that calls, are below 2**62; the name 0 goes with any.
         """
         dims = self.moving(mesh_dims)
         return self._vote(dims, digest, name) if dims else lambda: True

@@ -81,8 +81,7 @@ def _announced(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
 def refuse_shared_gpu(store: dist.Store, rank: int, size: int, gpu: str) -> None:
     """Raise `DeclarationError` on every rank if two of them have the same GPU.
 
-    NCCL refuses that in its own words, or hangs. `gpu` names this rank's GPU, as no
-    other is named. A rank asks the store a few times, however many ranks there are.
+    NCCL refuses that in its own words, or hangs.
     """
     prefix = f"weft/gpus/{store.add(f'weft/gpus/{rank}', 1)}"  # a process may start torch again
     sharing = store.add(f"{prefix}/{gpu}", 1)
@@ -152,9 +151,8 @@ def world_mesh(
 ) -> DeviceMesh:
     """The `DeviceMesh` of all ranks, by name and size of its dims: made once, with its groups.
 
-    On GPUs every mesh dim has a separate group, also where there is one dim: with `timeout`, and
-    on a stream that goes before kernels, so that messages move while attention computes. There a
-    mesh is made once for each timeout, as a group keeps its own.
+    On GPUs every mesh dim has a group of its own with `timeout`, on a stream that goes before
+    kernels, so that messages move while attention computes.
     """
     key = (device_type, *sizes.items(), *([timeout] if device_type == "cuda" else []))
     world, mesh = _meshes.get(key, (None, None))
@@ -193,8 +191,7 @@ def check_inside_node(
 ) -> None:
     """Raise `DeclarationError` if a mesh dim of `dims` spans nodes; `nodes` says where ranks run.
 
-    All ranks that differ only in their coordinate along such a dim must run on one node. Ranks
-    number the mesh row by row, so the inner dims of a mesh are the ones that fit into a node.
+    Ranks number the mesh row by row, so the inner dims of a mesh are the ones that fit into a node.
     """
     for dim in dims:
         lines: dict[tuple, list[int]] = {}

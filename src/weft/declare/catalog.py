@@ -37,11 +37,7 @@ def names(kind: str) -> list[str]:
 
 
 def read_declaration(kind: str, name_or_path: str | Path) -> tuple[dict[str, Any], str]:
-    """The content of a declaration and the text that names its source in errors.
-
-    A word without a slash or suffix is a shipped name; anything else is a path. Paths of strategies
-    in a layout file are relative to that file.
-    """
+    """The content of a declaration, shipped by name or at a path, and the text that names it."""
     text = str(name_or_path)
     is_path = isinstance(name_or_path, Path) or _is_path(text)
     path = Path(text) if is_path else folder(kind) / f"{text}.toml"

@@ -35,7 +35,7 @@ def merge_softmax(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     """Merge partial attention results stacked along dim 0.
 
     The whole output is sum_i w_i out_i with w = softmax_i(lse_i) (the "online softmax" of
-    arXiv:1805.02867). A row that no part sees has lse -inf and gives 0 and -inf.
+    arXiv:1805.02867); a row that no part sees has lse -inf and gives 0 and -inf.
     """
     lse = torch.logsumexp(lses, dim=0)
     weights = torch.softmax(lses, dim=0).masked_fill(torch.isneginf(lse), 0.0)
@@ -101,7 +101,7 @@ def merge_affine(maps: Tensor) -> Tensor:
     """Compose affine maps `S -> A S + b` that are stacked along dim 0 in their order.
 
     `(A2, b2) after (A1, b1) = (A2 A1, A2 b1 + b2)`: associative, so any grouping gives the same,
-    and not commutative. The neutral map is (I, 0).
+    and not commutative; the neutral map is (I, 0).
 
     >>> merge_affine(torch.tensor([[[2.0, 1.0]], [[3.0, 1.0]]]))  # 3 (2 S + 1) + 1
     tensor([[6., 4.]])
@@ -149,9 +149,8 @@ class AffinePartial(_Merged):
 def merge_top_k(scores: Tensor, positions: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """The best of lists of (score, position), as many as `count`: highest score, then lowest place.
 
-    Any grouping of merges gives the same list, and the lists of one device's keys in any parts that
-    list which a stable sort of its scores begins with. -0.0 and 0.0 are equal. A score of -inf is
-    no key: it comes last, with position -1. A NaN comes first, so that whoever gets it can refuse.
+    Any grouping of merges gives the list that a stable sort of all scores begins with; -inf is no
+    key and comes last with position -1, a NaN comes first, so that whoever gets it can refuse.
 
     >>> scores = torch.tensor([1.0, 3.0, 0.0, 3.0, -0.0])
     >>> merge_top_k(scores, torch.tensor([0, 9, 5, 2, 3]), 4)[1].tolist()

@@ -67,8 +67,7 @@ def merge_parts(
 ) -> tuple[Tensor, Tensor]:
     """The output (b, h, n, e) and logsumexp (b, h, n) of all ranks' parts, on every rank.
 
-    Mesh dims `dims`, outermost first, split the keys. A rank receives (P - 1) b h n (e + 1)
-    numbers, however many keys there are.
+    A rank receives (P - 1) b h n (e + 1) numbers, however many keys there are.
     """
     packed = _packed(out, lse)
     ranks = math.prod(channel.sizes[d] for d in dims)

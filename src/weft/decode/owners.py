@@ -23,28 +23,17 @@ BLOCK = 32
 
 @dataclass(frozen=True)
 class HeldRun:
-    """Positions start..stop-1, which came together.
-
-    Attributes:
-        start: the first.
-        stop: one after the last.
-        chunks: by part, the positions counted from `start`, some of which may be cut off by `stop`;
-            None: blocks.
-    """
+    """Positions start..stop-1, which came together."""
 
     start: int
     stop: int
+    #: by part, the positions counted from `start`, some of which `stop` may cut off; None: blocks
     chunks: tuple[Spans, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Held:
     """The owners of all positions of a growing axis.
-
-    Attributes:
-        parts: among how many ranks.
-        block: consecutive positions that go to one rank, where they come one at a time.
-        runs: ascending and without gaps.
 
     >>> held = Held(2, 2).grown(5)
     >>> held.positions(0).tolist(), held.positions(1).tolist(), held.length
@@ -53,9 +42,9 @@ class Held:
     [2]
     """
 
-    parts: int
-    block: int
-    runs: tuple[HeldRun, ...] = ()
+    parts: int  # among how many ranks
+    block: int  # consecutive positions that go to one rank, where they come one at a time
+    runs: tuple[HeldRun, ...] = ()  # ascending and without gaps
 
     @property
     def length(self) -> int:

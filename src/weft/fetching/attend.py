@@ -95,21 +95,13 @@ def attend_fetched(
 
 @dataclass(frozen=True, eq=False)
 class _Asked:
-    """The choices of this rank's queries, and whose keys there are.
-
-    Attributes:
-        plan: of the call.
-        partition: a unit per key.
-        places: positions of all keys, in the order of units.
-        numbers: (b, r, n, K), -1 for no key and for keys that the mask hides.
-        routes: R.
-    """
+    """The choices of this rank's queries, and whose keys there are."""
 
     plan: Plan
-    partition: Partition
-    places: Tensor
-    numbers: Tensor
-    routes: int
+    partition: Partition  # a unit per key
+    places: Tensor  # positions of all keys, in the order of units
+    numbers: Tensor  # (b, r, n, K), -1 for no key and for keys that the mask hides
+    routes: int  # r
 
     @classmethod
     def of(

@@ -105,8 +105,7 @@ def dense(visible: Callable[[Tensor], Iterator[Tensor]]) -> Visible:
 def chosen_bounds(layout: LayoutDeclaration, problem: Problem, rank: int) -> list[ByteBounds]:
     """The bytes that one rank receives in a call whose keys its model chooses; nothing is run.
 
-    Every query is taken to choose as many keys as the problem's choice has numbers, or all that it
-    sees. Nothing but keys and values, and their gradients, depends on which.
+    Every query is taken to choose as many keys as a choice has numbers, or all that it sees.
     """
     dims, kind = check_fetched(layout, problem.axes), problem.choice
     if kind is None or kind.block > 1 or problem.mask.per_sample:

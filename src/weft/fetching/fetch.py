@@ -40,21 +40,13 @@ from ..plan.sides import Side
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """Who owns which unit of an axis.
+    """Who owns which unit of an axis."""
 
-    Attributes:
-        dims: the mesh dims along which units travel, outermost first.
-        sizes: of these.
-        coords: of this rank.
-        counts: units of every rank, in row-major order.
-        lengths: tokens of every unit (J,), those of the first rank first; on the CPU.
-    """
-
-    dims: tuple[str, ...]
+    dims: tuple[str, ...]  # along which units travel, outermost first
     sizes: tuple[int, ...]
     coords: tuple[int, ...]
-    counts: tuple[int, ...]
-    lengths: Tensor
+    counts: tuple[int, ...]  # units of every rank, in row-major order
+    lengths: Tensor  # tokens of every unit (J,), those of the first rank first; on the CPU
 
     @classmethod
     def of_tokens(cls, plan: Plan, dims: tuple[str, ...], side: Side) -> Partition:
@@ -122,29 +114,19 @@ class FetchStep:
 
 @dataclass(frozen=True, eq=False)
 class FetchPlan:
-    """All steps of one fetch, and where in the pool each unit then is.
-
-    The pool is a list of rows, one per token and key/value head; a unit is contiguous in it.
-    `where` (J, b, r) is its first row, -1 for units that this rank does not hold. `rows`
-    counts them.
-    """
+    """All steps of one fetch, and where in the pool, a list of rows, each unit then is."""
 
     partition: Partition
     steps: tuple[FetchStep, ...]
-    where: Tensor
-    rows: int
+    where: Tensor  # (J, b, r), its first row, -1 for units that this rank does not hold
+    rows: int  # of the pool: one per token and key/value head, those of a unit contiguous
     heads: int  # key/value heads per unit
 
 
 def fetch_plan(
     partition: Partition, wanted: Tensor, kv_heads: int, device: torch.device | str = "cpu"
 ) -> FetchPlan:
-    """The fetch of the units that ranks want.
-
-    `wanted` (J, b, r, *sizes) says for the rank at each coordinates which units it takes: bool on
-    the CPU, the same on every rank. `kv_heads` are this rank's; the rows that travel are on
-    `device`.
-    """
+    """The fetch of the units that ranks want: `wanted` (J, b, r, *sizes), the same on all ranks."""
     heads = kv_heads // wanted.shape[2]
     units = partition.lengths * heads
     where = torch.full(wanted.shape[:3], -1)
@@ -175,17 +157,11 @@ def fetch_plan(
 
 @dataclass(frozen=True, eq=False)
 class FetchPass:
-    """The bytes of a fetch: of a token's key and value in one head, and of the bits that ask.
-
-    Attributes:
-        route: the fetch.
-        row: bytes of a row of the pool, (d + e) numbers.
-        bits: bytes in which a rank says what it takes; 0 where all ranks know it.
-    """
+    """The bytes of a fetch: of a token's key and value in one head, and of the bits that ask."""
 
     route: FetchPlan
-    row: int
-    bits: int = 0
+    row: int  # bytes of a row of the pool, (d + e) numbers
+    bits: int = 0  # bytes in which a rank says what it takes; 0 where all ranks know it
 
     def by_mesh_dim(self) -> dict[str, int]:
         """Bytes of keys and values that this rank receives."""
@@ -235,10 +211,9 @@ def _rows(where: Tensor, units: Tensor, mask: Tensor) -> Tensor:
 
 
 def slot_rows(route: FetchPlan, slots: Tensor) -> Tensor:
-    """Pool rows of the units in each slot: (b r i s) -> (b, i, g, s, longest).
+    """Pool rows of the units in each slot, -1 for none: (b r i s) -> (b, i, g, s, longest).
 
-    A slot holds the number of a unit, or -1 for none. What is missing, as the last tokens of a
-    shorter block are, is row `route.rows`, which is zero.
+    What is missing, as the last tokens of a shorter block are, is row `route.rows`, which is zero.
     """
     b, r, _, _ = slots.shape
     slots = rearrange(slots, "b r i s -> b i r 1 s 1")
@@ -269,10 +244,10 @@ class FetchMessages(Protocol):
 
 
 class Fetch(torch.autograd.Function):
-    """Keys and values of units, side by side as `rows` of the pool say.
+    """Keys and values of units, side by side: (b g m d), (b g m e) -> (*rows, d), (*rows, e).
 
-    (b g m d), (b g m e) -> (*rows, d), (*rows, e). In the backward pass dK and dV go back to the
-    owners in the input's dtype and are added up there in fp32.
+    In the backward pass dK and dV go back to the owners in the input's dtype and are added up there
+    in fp32.
     """
 
     @staticmethod

@@ -24,19 +24,12 @@ from ..runtime.calls import BoundCall
 
 @dataclass(eq=False)
 class FetchedCall:
-    """The passes of one call.
-
-    Attributes:
-        bound: the call.
-        plan: from `BoundCall.begin`, as `channel` and `agreed` are.
-        channel: of the forward pass.
-        agreed: what the backward pass needs of it.
-    """
+    """The passes of one call, as `BoundCall.begin` made them."""
 
     bound: BoundCall
     plan: Plan
-    channel: Channel
-    agreed: Tensor
+    channel: Channel  # of the forward pass
+    agreed: Tensor  # what the backward pass needs of it
     _under_way: Channel | None = field(default=None, init=False)
 
     def forward(self) -> Messages:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -60,15 +60,19 @@ class Field(Tensor):
     torch.Size([1, 1, 3, 4])
     """
 
+    __slots__ = ("_local", "_place", "_trail")
     _local: Tensor
     _place: FieldPlace
+    #: a digest of the functions that made it, which ranks compare where they exchange
+    _trail: int
     _is_unpacked: bool = False
     #: of a copy where torch has a view: what it was copied of, and the version of that
     _copied: Copied | None = None
-    #: a digest of the functions that made it, which ranks compare where they exchange
-    _trail: int = 0
-    #: what functions of torch do to fields; `rules.py` sets it
-    _rules: ClassVar[Callable[[Callable, tuple, dict], Any]]
+    # Past torch's dispatch, which takes 2 us; `run.py` sets what functions of torch do.
+    shape: Any = property(operator.attrgetter("_place.shape"))
+    dtype: Any = property(operator.attrgetter("_local.dtype"))
+    device: Any = property(operator.attrgetter("_local.device"))
+    ndim: Any = property(lambda self: len(self._place.shape))
 
     @staticmethod
     def __new__(cls, local: Tensor, place: FieldPlace) -> Field:
@@ -79,9 +83,8 @@ class Field(Tensor):
                 f" {tuple(place.local_shape)}, found {tuple(local.shape)}"
             )
         made = wrapper(cls, place.shape, local, place.strides, local.requires_grad)
-        self: Field = made  # type: ignore[assignment]
-        self._local, self._place = local, place
-        return self
+        made._local, made._place, made._trail = local, place, 0
+        return made
 
     @property
     def _dims(self) -> tuple[Dim, ...]:
@@ -222,12 +225,6 @@ class Field(Tensor):
         raise ShapeError(f"{self}: no dim is split by axis {axis!r}")
 
     # -- torch ---------------------------------------------------------------------------------
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Callable, types: Sequence[type], args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        return cls._rules(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -20,7 +20,17 @@ from ..kernels import accumulate_dtype
 from ..runtime.autocast import without_autocast
 from .dims import Dim, dim_size, is_split_dim, split_axes, whole
 from .exchange import summed
-from .registry import Part, Recipe, both, cast_for_autocast, composite, parts_in, refused, rule
+from .registry import (
+    Part,
+    Recipe,
+    both,
+    cast_for_autocast,
+    composite,
+    on_locals,
+    parts_in,
+    refused,
+    rule,
+)
 from .views import at
 
 _Product = Callable[..., Tensor]
@@ -51,7 +61,7 @@ def contracted(
     region = parts[0].region
     placed = [dims[c] for c in out]
     if not shared:
-        return Recipe(lambda t: product(*(t[p.index] for p in parts)), placed, goals)
+        return on_locals(product, parts, placed, goals)
 
     def run(t: list[Any]) -> Tensor:
         tensors = cast_for_autocast(*(t[p.index] for p in parts))

@@ -29,7 +29,7 @@ from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whol
 from .draws import generator_state
 from .exchange import broadcasts, of_shares, placed_like, sharing_more
 from .field import Copied, Field, settled_dims
-from .place import FieldPlace, FieldRegion, region_of
+from .place import FieldRegion, region_of
 
 #: Numbers that a question about tensors of which some have none may be asked with.
 _FEW = 1 << 16
@@ -181,20 +181,14 @@ def on_locals(
     out: Any,
     goals: Mapping[int, Sequence[Dim]] | None = None,
     kwargs: dict[str, Any] | None = None,
-    *,
-    copies: bool = False,
 ) -> Recipe:
     """The recipe that calls a function on local tensors."""
-    options, flat = kwargs or {}, not any(isinstance(a, list | tuple | dict) for a in args)
-    if flat and not options and all(isinstance(a, Part) for a in args):
-        at = tuple(a.index for a in args)
-        if at == tuple(range(len(at))):
-            return Recipe(lambda t: func(*t), out, goals or {}, copies)
-
-    def run(t: list[Any]) -> Any:
-        return func(*filled(tuple(args), t), **filled(options, t))
-
-    return Recipe(run, out, goals or {}, copies)
+    named = kwargs or {}
+    n = next((i for i, a in enumerate(args) if not isinstance(a, Part)), len(args))
+    rest = tuple(args[n:])
+    if next(parts_in(rest, named), None) is None and [a.index for a in args[:n]] == [*range(n)]:
+        return Recipe(lambda t: func(*t[:n], *rest, **named), out, goals or {})
+    return Recipe(lambda t: func(*filled(tuple(args), t), **filled(named, t)), out, goals or {})
 
 
 def cast_for_autocast(*tensors: Tensor | None) -> list[Any]:
@@ -405,59 +399,65 @@ class KeptRecipe:
             if goal is not None and moves(p.dims, goal):
                 self.moves.append((p.index, p.dims, tuple(goal)))
         self.moved = {index for index, *_ in self.moves}
-        self.facts = facts if isinstance(facts, list) else [facts]
-        out = recipe.out
+        out, found = recipe.out, facts if isinstance(facts, list) else [facts]
+        several = [out]
         if _are_several(out):
             if isinstance(facts, list) and len(facts) != len(out):
                 raise NoRule(f"{name}: its rule gives {len(out)} results, torch {len(facts)}")
-            self.facts = facts if isinstance(facts, list) else [None] * len(out)
-            self.places: list[Any] = [self._place(d, fact) for d, fact in zip(out, self.facts)]
-        else:
-            self.places = [None if out is None else self._place(out, self.facts[0])]
+            several, found = out, facts if isinstance(facts, list) else [None] * len(out)
+        if out is None:
+            several = [None] * len(found)
+        self.results = [self._result(*pair) for pair in zip(several, found)]
         self.back: Any = None
-        if recipe.writes and out is not None and self.places[0][0].dims != parts[0].dims:
-            self.back = self.places[0][0].dims, parts[0].dims
+        if recipe.writes and out is not None and self.results[0].place.dims != parts[0].dims:
+            self.back = self.results[0].place.dims, parts[0].dims
+        self.has_plain = not all(p.is_field for p in parts)
+        #: whether there is one result, which is no view and is placed as it is
+        self.is_new = several == [out] and self.results[0].is_new
+        #: whether local tensors are given as they are
+        self.is_plain = not (self.wider or self.moves or recipe.writes)
 
-    def is_copy(self, base: int) -> bool:
-        """True if positions move where torch has a view of a tensor."""
-        return self.recipe.copies or base in self.moved
+    def _result(self, dims: Any, fact: WholeResult | None) -> _Result:
+        if dims is None:
+            place, settles = None, None
+        else:
+            goal = settled_dims(dims)
+            place = self.region.place(goal, None if fact is None else fact.strides)
+            settles = tuple(dims) if moves(dims, goal) else None
+            if fact is not None and fact.shape != tuple(place.shape):
+                found = f"{tuple(place.shape)}, torch {fact.shape}"
+                raise NoRule(f"{self.name}: its rule gives {found}")
+        base = None if fact is None else fact.base
+        copies = settles is not None or self.recipe.copies or base in self.moved
+        return _Result(place, settles, fact is not None, base, copies)
 
-    def _place(self, dims: Sequence[Dim], fact: WholeResult | None) -> tuple[FieldPlace, Any]:
-        """The place of a result, and its dims before those of one position come to every rank."""
-        goal = settled_dims(dims)
-        place = self.region.place(goal, None if fact is None else fact.strides)
-        if fact is not None and fact.shape != tuple(place.shape):
-            raise NoRule(f"{self.name}: its rule gives {tuple(place.shape)}, torch {fact.shape}")
-        return place, tuple(dims) if moves(dims, goal) else None
-
-    def __call__(self, tensors: list[Any]) -> Any:
-        locals_, trails = [], [self.digest]
-        for x in tensors:
-            if isinstance(x, Field):
-                locals_.append(x._local)
-                trails.append(x._trail)
-            else:
-                locals_.append(of_shares(x, self.region) if x.grad_fn is not None else x)
-                if self.region.watch is not None:
-                    self.region.watch(x)
-        if self.recipe.draws is not False:
-            alone = self.recipe.out is None or not self.places[0][0].is_split
-            draws = self.recipe.draws, alone
-            trails.append(generator_state(self.name, self.region, locals_[0], *draws))
-        trail, region = hash(tuple(trails)), self.region
+    def __call__(self, tensors: list[Any], locals_: list[Any], trails: list[int]) -> Any:
+        region, recipe = self.region, self.recipe
+        trails.append(self.digest)
+        if self.has_plain:
+            for i, x in enumerate(tensors):
+                if type(x) is not Field:
+                    if x.grad_fn is not None:
+                        locals_[i] = of_shares(x, region)
+                    if region.watch is not None:
+                        region.watch(x)
+        if recipe.draws is not False:
+            alone = recipe.out is None or not self.results[0].place.is_split
+            draws = recipe.draws, alone
+            trails.append(generator_state(self.name, region, locals_[0], *draws))
+        trail = hash(tuple(trails))
         region.trail, region.function = trail, self.name
-        for i, axes in self.wider.items():
-            locals_[i] = sharing_more(locals_[i], axes, region)
-        given = locals_
-        if self.moves:
-            given = list(locals_)
-            for i, here, goal in self.moves:
-                given[i] = placed_like(given[i], here, goal, region)
-        if self.recipe.writes and self.recipe.out is not None and given[0].requires_grad:
-            given = [given[0].clone(), *given[1:]]  # what it keeps for its backward pass
-        result = self.recipe.run(given)
-        if self.recipe.writes:
+        result = recipe.run(locals_ if self.is_plain else self._placed(locals_, tensors[0]))
+        if recipe.writes:
             return self._written(result, tensors[0], trail)
+        if self.is_new and type(result) is Tensor and result._base is None:
+            for x in locals_:
+                if result is x:
+                    break
+            else:
+                field = Field.__new__(Field, result, self.results[0].place)
+                field._trail = trail
+                return field
         if isinstance(result, Tensor):
             return self._field(result, 0, locals_, tensors, trail)
         if isinstance(result, list | tuple):
@@ -465,12 +465,31 @@ class KeptRecipe:
             return type(result)(made)
         return result
 
+    def _placed(self, locals_: list[Any], first: Any) -> list[Any]:
+        """The local tensors where the recipe wants them."""
+        if self.recipe.writes and first._copied is not None:
+            raise UnsupportedError(
+                f"{self.name} writes into {first._copied.what} of a weft.Field, which is"
+                " a copy where torch has a view, as positions moved between ranks; write by"
+                " x[...] = values, or by a function that is not in place"
+            )
+        for i, axes in self.wider.items():
+            locals_[i] = sharing_more(locals_[i], axes, self.region)
+        given = list(locals_)
+        for i, here, goal in self.moves:
+            given[i] = placed_like(given[i], here, goal, self.region)
+        if self.recipe.writes and self.recipe.out is not None and given[0].requires_grad:
+            given[0] = given[0].clone()  # what it keeps for its backward pass
+        return given
+
     def _written(self, result: Any, x: Field, trail: int) -> Field:
         """The first tensor, once the result is written into it."""
         if self.recipe.out is not None:
-            place, settles = self.places[0]
-            if settles is not None:
-                result = placed_like(result, settles, place.dims, self.region, "position")
+            first = self.results[0]
+            if first.settles is not None:
+                result = placed_like(
+                    result, first.settles, first.place.dims, self.region, "position"
+                )
             if self.back is not None:
                 here, there = self.back
                 result = placed_like(result, here, there, self.region)
@@ -479,32 +498,60 @@ class KeptRecipe:
         return x
 
     def _field(self, t: Any, at: int, locals_: list, tensors: list, trail: int) -> Any:
-        if not isinstance(t, Tensor) or (self.recipe.out is None and any(t is x for x in tensors)):
+        """The field of a result; a view where torch has one."""
+        if not isinstance(t, Tensor):
             return t
-        if self.recipe.out is not None and at >= len(self.places):
+        of_rule = self.recipe.out is not None
+        if of_rule and at >= len(self.results):
             raise NoRule(f"{self.name}: its rule has no place for result {at}")
-        placed = self.places[at] if at < len(self.places) else None
-        fact = self.facts[at] if at < len(self.facts) else None
-        if placed is None:
-            placed = self.region.place([whole(n) for n in t.shape]), None
-        place, settles = placed
-        if settles is not None:
+        place, settles, is_known, base, copies = (
+            self.results[at] if at < len(self.results) else _Result(None, None, False, None, False)
+        )
+        if not of_rule:
+            if any(t is x for x in tensors):
+                return t
+            place = self.region.place([whole(n) for n in t.shape])
+        elif settles is not None:
             t = placed_like(t, settles, place.dims, self.region, "position")
         copied = None
-        if fact is not None:
-            base = fact.base
-            if base is None:
-                if t._base is not None or any(t is x for x in locals_):
-                    t = _apart(t, locals_)
-            elif settles is not None or self.is_copy(base) or not _is_view_of(t, locals_[base]):
-                copied = Copied(self.name, locals_[base])
-            elif t is locals_[base] and place is tensors[base]._place:
-                return tensors[base]
-            elif isinstance(tensors[base], Field):
-                copied = tensors[base]._copied
+        if base is not None:
+            x, source = locals_[base], tensors[base]
+            if copies or not _is_view_of(t, x):
+                copied = Copied(self.name, x)
+            elif type(source) is Field:
+                if t is x and place is source._place:
+                    return source
+                copied = source._copied
+        elif is_known:
+            t = _apart(t, locals_)
         field = Field(t, place)
-        field._trail, field._copied = trail, copied
+        field._trail = trail
+        if copied is not None:
+            field._copied = copied
         return field
+
+
+class _Result(NamedTuple):
+    """A result of a recipe.
+
+    Attributes:
+        place: its place; None where there is none to know before.
+        settles: its dims before those of one position come to every rank, if they do.
+        is_known: whether torch was asked of it.
+        base: the tensor that it is a view of, if it is one.
+        copies: whether it is a copy nevertheless.
+    """
+
+    place: Any
+    settles: Any
+    is_known: bool
+    base: int | None
+    copies: bool
+
+    @property
+    def is_new(self) -> bool:
+        """True if it is no view, and placed as it is."""
+        return self.place is not None and self.is_known and self.base is None and not self.settles
 
 
 def _are_several(out: Any) -> bool:
@@ -518,15 +565,17 @@ def _are_several(out: Any) -> bool:
 
 def _apart(t: Tensor, given: Sequence[Any]) -> Tensor:
     """A tensor that shares no memory with any of those given."""
-    shared = any(isinstance(x, Tensor) and shares_storage(t, x) for x in given)
-    return t.clone() if shared else t
+    for x in given:
+        if t is x or (t._base is not None and shares_storage(t, x)):
+            return t.clone()
+    return t
 
 
-def _is_view_of(t: Tensor, base: Any) -> bool:
-    if not isinstance(base, Tensor):
-        return False
-    under = t._base
-    return t is base or (under is not None and under is base) or shares_storage(t, base)
+def _is_view_of(t: Tensor, base: Tensor) -> bool:
+    root = t._base
+    if t is base or (root is not None and (root is base or root is base._base)):
+        return True
+    return shares_storage(t, base)
 
 
 def moves(here: Sequence[Dim], goal: Sequence[Dim]) -> bool:

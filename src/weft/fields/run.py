@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import any_autocast, as_torch_does
+from .._torch import any_autocast, as_torch_does, past_classes
 from ..errors import UnsupportedError
 from . import (  # noqa: F401 (they register their rules)
     attention,
@@ -47,7 +48,9 @@ from .registry import (
     tail_goals,
 )
 
-_PLAIN = (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_PLAIN = frozenset(
+    (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
 #: Parts of names of functions that draw random numbers.
 _RANDOM = (
     *("rand", "dropout", "bernoulli", "normal_", "multinomial", "uniform", "exponential_"),
@@ -63,106 +66,63 @@ _TO_OTHER_SHAPES = (
 MOST_WHOLE = 1 << 30
 
 
-def run_function(func: Callable, args: tuple, kwargs: dict) -> Any:
+def run_function(
+    _: type, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+) -> Any:
     """Run a function of torch among whose arguments are fields."""
-    if kwargs.get("out") is not None:
-        raise UnsupportedError(
-            f"{function_name(func)} with out= and a weft.Field: assign its result instead"
-        )
-    other = DIRECT.get(func) or COMPOSITE.get(func)
+    other = DIRECT.get(func)
     if other is not None:
+        return _planned(func, args, kwargs or {}, other)
+    with past_classes():
+        key, tensors, locals_, trails, region = _read(func, args, kwargs)
         try:
-            result = other(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        except NoRule as error:
-            if not _may_run_whole(args, kwargs):
-                raise
-            return as_torch_does(_planned, func, args, kwargs, error)
-    result = as_torch_does(_planned, func, args, kwargs)
-    if isinstance(result, Direct):
-        try:
-            return result.run(*args, **kwargs)
-        except NoRule as error:
-            if not _may_run_whole(args, kwargs):
-                raise
-            return as_torch_does(_planned, func, args, kwargs, error)
-    return result
+            kept = region.recipes.get(tuple(key))
+        except TypeError:  # an argument that has no hash
+            kept = None
+        if type(kept) is KeptRecipe:
+            return kept(tensors, locals_, trails)
+    return _planned(func, args, kwargs or {}, COMPOSITE.get(func) if kept is None else kept.run)
 
 
-def _may_run_whole(args: tuple, kwargs: dict) -> bool:
-    tensors: list[Any] = []
-    _key([], tensors, (args, kwargs))
-    return any(isinstance(t, Field) and t._region.whole is not None for t in tensors)
-
-
-def _key(key: list[Any], tensors: list[Any], value: Any) -> None:
-    """Append what a recipe depends on of an argument, and the tensors in it."""
-    kind = type(value)
-    if kind is Field:
-        tensors.append(value)
-        key += (value._place, value._local.dtype)
-    elif kind in _PLAIN:
-        key.append(value)
-    elif kind is float:  # 1 is not 1.0, and 0.0 is not -0.0
-        key += (float, value, math.copysign(1.0, value))
-    elif isinstance(value, Tensor):
-        tensors.append(value)
-        key += (Tensor, value.shape, value.stride(), value.dtype, value.device)
-    elif isinstance(value, list | tuple):
-        key += (kind, len(value))
-        for v in value:
-            _key(key, tensors, v)
-    elif kind is dict:
-        key.append(tuple(value))
-        for v in value.values():
-            _key(key, tensors, v)
-    elif kind is slice:
-        key.append(slice)
-        for v in (value.start, value.stop, value.step):
-            _key(key, tensors, v)
-    else:
-        key += (kind, value)
-
-
-def _planned(func: Callable, args: tuple, kwargs: dict, failed: NoRule | None = None) -> Any:
-    """Run the recipe of a call, planned at its first time."""
+def _read(func: Callable, args: tuple, kwargs: dict | None) -> tuple[list, list, list, list, Any]:
+    """What a recipe depends on of a call, its tensors, those of this rank, trails, and a region."""
     key: list[Any] = [func]
-    tensors: list[Any] = []
-    for a in args:
-        _key(key, tensors, a)
-    if kwargs:
-        _key(key, tensors, kwargs)
+    tensors, locals_, trails, region = [], [], [], None
+    values = [*args, kwargs] if kwargs else [*args]
+    for i, value in enumerate(values, 1):
+        kind = type(value)
+        if kind is Field:
+            if value._copied is not None or value._is_unpacked or _GRAPH(value) is not None:
+                _check(func, value)
+            local, place = value._local, value._place
+            tensors.append(value)
+            locals_.append(local)
+            trails.append(value._trail)
+            key += (place, local.dtype)
+            region = place.region
+        elif kind in _PLAIN:
+            key.append(value)
+        elif isinstance(value, Tensor):
+            tensors.append(value)
+            locals_.append(value)
+            key += (kind, value.shape, value.stride(), value.dtype, value.device)
+        elif kind is float:  # 1 is not 1.0, and 0.0 is not -0.0
+            key += (float, value, math.copysign(1.0, value))
+        elif kind is slice:
+            key.append(kind)
+            values[i:i] = value.start, value.stop, value.step
+        elif isinstance(value, list | tuple):
+            key += (kind, len(value))
+            values[i:i] = value
+        elif kind is dict:
+            key.append(tuple(value))
+            values[i:i] = value.values()
+        else:
+            key += (kind, value)
     if any_autocast():
-        key += (
-            torch.get_autocast_dtype(k) for k in ("cpu", "cuda") if torch.is_autocast_enabled(k)
-        )
-        key.append("autocast")
-    fields = [x for x in tensors if isinstance(x, Field)]
-    for x in fields:
-        if x._copied is not None or x._is_unpacked or _GRAPH(x) is not None:
-            _check(func, x)
-    first = fields[0]._region
-    try:
-        found, kept = tuple(key), None
-        if failed is None:
-            kept = first.recipes.get(found)
-    except TypeError:  # an argument that has no hash
-        found = None
-    if kept is None:
-        kept = _plan(func, args, kwargs, tensors, fields, failed)
-        if found is not None and failed is None:
-            first.keep(found, kept)
-    if isinstance(kept, Direct):
-        return kept
-    if kept.recipe.writes and fields[0]._copied is not None:
-        what = fields[0]._copied.what
-        raise UnsupportedError(
-            f"{function_name(func)} writes into {what} of a weft.Field, which is"
-            " a copy where torch has a view, as positions moved between ranks; write by"
-            " x[...] = values, or by a function that is not in place"
-        )
-    return kept(tensors)
+        kinds = (k for k in ("cpu", "cuda") if torch.is_autocast_enabled(k))
+        key += ("autocast", *map(torch.get_autocast_dtype, kinds))
+    return key, tensors, locals_, trails, region
 
 
 def _check(func: Any, x: Field) -> None:
@@ -174,21 +134,40 @@ def _check(func: Any, x: Field) -> None:
         raise UnsupportedError(OF_FUNCTION.format(function_name(func)))
 
 
+def _planned(func: Callable, args: tuple, kwargs: dict, other: Callable | None) -> Any:
+    """Run a function that has another in its place, or whose recipe is to be planned."""
+    if kwargs.get("out") is not None:
+        raise UnsupportedError(
+            f"{function_name(func)} with out= and a weft.Field: assign its result instead"
+        )
+    failed = None
+    try:
+        if other is not None:
+            result = other(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        recipe, *call = as_torch_does(_plan, func, args, kwargs)
+        if isinstance(recipe, Direct):
+            return recipe.run(*args, **kwargs)
+    except NoRule as error:
+        failed = error
+    if failed is not None:
+        recipe, *call = as_torch_does(_plan, func, args, kwargs, failed)
+    return as_torch_does(recipe, *call)
+
+
 def _plan(
-    func: Callable,
-    args: tuple,
-    kwargs: dict,
-    tensors: list[Any],
-    fields: list[Field],
-    failed: NoRule | None,
-) -> KeptRecipe | Direct:
+    func: Callable, args: tuple, kwargs: dict, failed: NoRule | None = None
+) -> tuple[KeptRecipe | Direct, list, list, list]:
+    """The recipe of a call, which is kept, and the call's tensors, local ones and trails."""
     name = function_name(func)
+    key, tensors, locals_, trails, last = _read(func, args, kwargs)
     if any(isinstance(t, DTensor) for t in tensors):
         raise UnsupportedError(
             f"{name} gets a weft.Field and a DTensor: pass the DTensor's full_tensor(); of"
             " weights that FSDP2 shards, call the module that FSDP2 wraps"
         )
-    region = region_of_fields(name, fields)
+    region = region_of_fields(name, [x for x in tensors if isinstance(x, Field)])
     parts = [Part(i, x, region) for i, x in enumerate(tensors)]
     rest = iter(parts)
     given, options = _as_parts(args, rest), _as_parts(kwargs, rest)
@@ -196,15 +175,19 @@ def _plan(
         if failed is not None:
             raise failed
         recipe = _recipe(func, given, options, parts, name)
-        if isinstance(recipe, Direct):
-            return recipe
-        facts = ask_torch(func, given, options, parts)
+        facts = None if isinstance(recipe, Direct) else ask_torch(func, given, options, parts)
     except NoRule:
         if region.whole is None:
             raise
         recipe, facts = _whole(func, name, given, options, parts), None
-    text = f"{name} {_text(given)} {_text(options)} {any_autocast()}"
-    return KeptRecipe(recipe, facts, parts, tensors, name, text)
+    kept: Any = recipe
+    if not isinstance(recipe, Direct):
+        text = f"{name} {_text(given)} {_text(options)} {any_autocast()}"
+        kept = KeptRecipe(recipe, facts, parts, tensors, name, text)
+    if failed is None:
+        with contextlib.suppress(TypeError):  # an argument that has no hash
+            last.keep(tuple(key), kept)
+    return kept, tensors, locals_, trails
 
 
 def _as_parts(value: Any, parts: Any) -> Any:
@@ -320,6 +303,6 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
     return Recipe(run, goals[0] if of_field else None, goals, writes=of_field, draws=draws)
 
 
-Field._rules = run_function
+Field.__torch_function__ = classmethod(run_function)  # type: ignore[assignment]
 
 __all__ = ["FieldRegion", "run_function"]

@@ -9,24 +9,15 @@ COMPUTE = "compute"
 
 @dataclass(frozen=True)
 class Event:
-    """Something that a rank does, in the timeline's unit since its zero.
-
-    Attributes:
-        rank: whose event it is.
-        backward: whether it belongs to the backward pass.
-        lane: "compute", or the mesh dim (or dims) along which something moves.
-        what: the block or the chunk.
-        start: when it begins.
-        end: when it ends.
-        work: the share of the block's scores that is computed, 0 for a fully masked block.
-    """
+    """Something that a rank does, in the timeline's unit since its zero."""
 
     rank: int
     backward: bool
-    lane: str
-    what: str
+    lane: str  # "compute", or the mesh dim (or dims) along which something moves
+    what: str  # the block or the chunk
     start: float
     end: float
+    #: the share of the block's scores that is computed, 0 for a fully masked block
     work: float = 1.0
 
 

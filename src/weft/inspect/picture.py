@@ -35,10 +35,7 @@ def writable(path: str | Path) -> Path:
 
 
 def writable_file(path: str | Path) -> Path:
-    """The path, if a file can be written there. Raises `WeftError` with the reason otherwise.
-
-    A link or a device is refused when it is written, see `writing`.
-    """
+    """The path, if a file can be written there; `WeftError` with the reason otherwise."""
     path = Path(path)
     try:
         if path.is_dir():
@@ -53,10 +50,7 @@ def writable_file(path: str | Path) -> Path:
 
 @contextlib.contextmanager
 def writing(path: str | Path, new: bool = False) -> Iterator[Path]:
-    """A path to write to, of a file that is called `path` when the block ends.
-
-    An old file is replaced, unless only a `new` one is wanted. A full disk, a folder of somebody
-    else, a link or a device is a `WeftError` with the file's name.
+    """A path to write to, whose file replaces `path` when the block ends; `WeftError` if it cannot.
 
     >>> with writing("/proc/none/trace.json") as partial:
     ...     partial.write_text("[]")

@@ -37,8 +37,8 @@ COARSE = 96
 def colours(number: int) -> np.ndarray:
     """A colour per rank, (number, 3) in 0..1; the first 8 differ for colour-blind readers, too.
 
-    Wong's palette, lightened with white so that black text stays readable. With more ranks
-    lightness repeats every 8 in steps; the picture then relies on its numbers.
+    Wong's palette, lightened with white so that black text stays readable, and again by steps for
+    every 8 ranks.
     """
     rounds = math.ceil(number / len(picture.WONG))
     result = []
@@ -50,10 +50,9 @@ def colours(number: int) -> np.ndarray:
 
 
 def owners(plans: Sequence[Plan], backward: bool = False) -> tuple[np.ndarray, list[list[int]]]:
-    """The group of ranks that computes each sampled entry, (rows, columns), -1 where none does.
+    """The group of ranks that computes each sampled (query, key), -1 where none does.
 
-    Ranks that compute the same entries, of other heads or sequences, are one group. Rows are
-    queries and columns keys by global position, in whatever order ranks hold them.
+    Ranks that compute the same entries, of other heads or sequences, are one group.
     """
     p = plans[0].problem
     rows, columns = (sampled(total) for total in (p.n, p.m))

@@ -88,11 +88,10 @@ class Timeline:
 
 
 def from_plans(plans: Sequence[Plan]) -> Timeline:
-    """The programs of all ranks; every step, all-to-all and reduction takes 1.
+    """The programs of all ranks, in order; every step, all-to-all and reduction takes 1.
 
-    A transfer is in flight from the step that begins it to the end of the step that needs it. It
-    is gathered once, on the rank that computes with the chunk or has computed the partial result.
-    `plans` are in rank order.
+    A transfer is in flight from the step that begins it to the end of the step that needs it, and
+    gathered once, on the rank that computes with the chunk or has computed the partial result.
     """
     forecasts = [forecast_of(plan) for plan in plans]
     events: list[Event] = []

@@ -8,17 +8,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ..carry.fragments import ChainExchange, StateExchange
 from ..comm import Transport, Watch, alive
 from ..declare.traffic import Traffic
-from ..fetching.fetch import FetchPass
 from ..layout import Layout
-from ..plan.lists import ListPlan
 from ..plan.memory import memory_bound
 from ..plan.plan import Plan
 from ..plan.predict import forecast_of
-from ..relayout.plan import RedistributionPass
-from ..relayout.windows import TakePass
 from .words import nbytes
 
 if TYPE_CHECKING:
@@ -147,14 +142,11 @@ def traffic(*layouts: Layout) -> Iterator[TrafficReport]:
 
 def _add_predictions(total: Traffic, passes: Counter) -> None:
     for (plan, backward), times in passes.items():
-        if isinstance(
-            plan,
-            ChainExchange | TakePass | StateExchange | RedistributionPass | ListPlan | FetchPass,
-        ):
-            per_call = plan.traffic(backward)
-        else:
+        if isinstance(plan, Plan):
             forecast = forecast_of(plan)
             per_call = (forecast.backward if backward else forecast.forward).traffic
+        else:
+            per_call = plan.traffic(backward)
         for label in ("received", "sent", "calls"):
             numbers = getattr(per_call, label)
             getattr(total, label).update({key: n * times for key, n in numbers.items() if n})

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 
 import torch
 
@@ -14,24 +13,20 @@ from .base import Kernel, MaskContext, Request, TileView, accumulate_dtype
 from .cpu_flash import CpuFlash
 from .cuda_flash import CudaFlash
 from .cudnn import CuDNN
-from .flash_attn import VARIABLE, FlashAttn, generation
 from .flex import Flex
 from .math import Math
 from .meta import Meta
 
 #: In order of preference, per device: flex is fused on CUDA only.
 _BY_DEVICE = {
-    "cuda": ("flash-attn", "cudnn", "cuda-flash", "flex", "math"),
+    "cuda": ("cudnn", "cuda-flash", "flex", "math"),
     "cpu": ("cpu-flash", "math", "flex"),
     "meta": ("meta",),
 }
 #: cuDNN makes a plan for every shape, which takes 23 to 400 ms and is never freed.
-_PACKED = {"cuda": ("flash-attn", "cuda-flash", "cudnn", "flex", "math")}
-#: Where cuDNN runs (Hopper, Blackwell) it is 1.5 to 2 times as fast as FlashAttention 2.
-_GENERATION_2 = {"cuda": ("cudnn", "flash-attn", "cuda-flash", "flex", "math")}
+_PACKED = {"cuda": ("cuda-flash", "cudnn", "flex", "math")}
 KERNELS: tuple[Kernel, ...] = (
     CpuFlash(),
-    FlashAttn(),
     CuDNN(),
     CudaFlash(),
     Flex(),
@@ -73,8 +68,7 @@ def process_state(device: str) -> tuple[Hashable, ...]:
     """
     if device == "cpu":
         return ()
-    is_deterministic = torch.are_deterministic_algorithms_enabled()
-    return active_flash(), os.environ.get(VARIABLE), is_deterministic
+    return active_flash(), torch.are_deterministic_algorithms_enabled()
 
 
 @cached(1024)
@@ -91,12 +85,8 @@ def _choose(request: Request, name: str | None, state: tuple[Hashable, ...]) -> 
 
 def _order(request: Request) -> tuple[str, ...]:
     """The kernels for a request's device, the preferred one first."""
-    preference: Mapping[str, tuple[str, ...]] = _BY_DEVICE
-    if request.packed and request.device in _PACKED:
-        preference = _PACKED
-    elif request.device in _GENERATION_2 and not os.environ.get(VARIABLE) and generation() == 2:
-        preference = _GENERATION_2
-    return preference.get(request.device, ("math",))
+    packed = request.packed and request.device in _PACKED
+    return (_PACKED if packed else _BY_DEVICE).get(request.device, ("math",))
 
 
 def refusal_of(kernel: Kernel, request: Request) -> str | None:

@@ -62,34 +62,21 @@ class Request:
 
 @dataclass(frozen=True)
 class MaskContext:
-    """The position of a rectangle in the score matrix, for kernels that ask the mask themselves.
+    """The position of a rectangle in the score matrix, for kernels that ask the mask themselves."""
 
-    Global positions of its rows and columns, global indices of its batch entries and heads, and
-    the mask and the bias as functions (b, h, q, kv) of these. `cache` is the kernel's own, kept
-    with the plan, for block masks.
-    """
-
-    q: Tensor  # (n,) int64
-    k: Tensor  # (m,) int64
-    batch: Tensor  # (b,) int64
-    heads: Tensor  # (h,) int64
+    q: Tensor  # (n,) int64, global positions
+    k: Tensor  # (m,) int64, likewise
+    batch: Tensor  # (b,) int64, global indices
+    heads: Tensor  # (h,) int64, likewise
     mask: Any = None  # weft.masks.Mask; None: all visible
-    bias: Callable[..., Tensor] | None = None
+    bias: Callable[..., Tensor] | None = None  # of (b, h, q, kv), these
+    #: the kernel's own, kept with the plan, for block masks
     cache: dict = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
 class TileView:
-    """The mask of a rectangle: causal (row i sees column j <= i) or a bool tensor.
-
-    A kernel with `positional` gets a `mask_context` instead of `mask`, and instead of a `bias` that
-    is a function of positions; a `mask` beside it is that of chosen keys, and hides more.
-
-    A `window` is a band of scores, for kernels with `windows`; every row sees a column.
-
-    With `varlen_segments` the tensors hold several rectangles, one after another along rows and
-    along columns; each sees only itself, causally or fully. For kernels with `varlen`.
-    """
+    """The mask of a rectangle: causal (row i sees column j <= i) or a bool tensor."""
 
     scale: float
     causal: bool = False
@@ -98,11 +85,15 @@ class TileView:
     softcap: float | None = None
     bias_grad: bool = False
     lse_grad: bool = False  # backward: delta holds a gradient through the logsumexp too
+    #: of kernels with `positional`, instead of `mask` and of a bias that is a function of
+    #: positions; a `mask` beside it is that of chosen keys, and hides more
     mask_context: MaskContext | None = None
+    #: of rectangles one after another along rows and along columns; each sees only itself, causally
+    #: or fully; for kernels with `varlen`
     varlen_segments: tuple[tuple[int, int], ...] | None = None  # (rows, columns) of each rectangle
-    #: (left, right): row i sees columns from i + m - n - left to i + m - n + right of (n, m)
+    #: (left, right): row i sees columns from i + m - n - left to i + m - n + right of (n, m), at
+    #: least one; for kernels with `windows`
     window: tuple[int, int] | None = None
-    overlapped: bool = False  # messages are in flight meanwhile, and need a part of a GPU
 
 
 #: Of a backward pass: dout, q, k, v, and of whole rows output, logsumexp and delta.
@@ -112,9 +103,9 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 class Kernel(abc.ABC):
-    """One kernel family. `refuses` is its capability table; `weft list --support` prints it.
+    """One kernel family, with a capability table, `refuses`, that `weft list --support` prints.
 
-    Tensors come with any strides: expanded, overlapping, sliced, empty. A kernel that reads memory
+    Tensors come with any strides, expanded, overlapping, sliced, empty: a kernel that reads memory
     in fewer ways copies what it cannot read (`readable`), and nothing else.
     """
 
@@ -153,22 +144,18 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def backward(self, given: Given, view: TileView) -> Gradients:
-        """Partial dq, dk, dv of this rectangle, given (dout, q, k, v, out, lse, delta).
+        """Partial dq, dk, dv, and with `view.bias_grad` ds (b h n m), the gradient of the bias.
 
-        With `view.bias_grad` also ds (b h n m), the gradient of the bias; else None.
-
-        `lse` and `delta` are of whole rows, and so is `out`, where it is at hand; else a kernel
-        that insists on it uses `surrogate_out`. `delta` may be None for a kernel that `takes_out`
-        and is given the output.
+        `out`, `lse` and `delta` are of whole rows: without `out` a kernel that insists on it uses
+        `surrogate_out`, and `delta` may be None for one that `takes_out` and is given it.
         """
 
     def differentiable(
         self, q: Tensor, k: Tensor, v: Tensor, view: TileView
     ) -> tuple[Tensor, Tensor] | None:
-        """`forward` by an op of which torch differentiates the output as `backward` does.
+        """`forward` by an op that torch differentiates as `backward` does; None if none is exact.
 
-        The logsumexp gets no gradient. None where there is no such op, or where it is not exact
-        for these tensors.
+        The logsumexp gets no gradient.
         """
         return None
 
@@ -181,9 +168,8 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 def readable(t: Tensor, alignment: int = 1, broadcasts: bool = True) -> Tensor:
     """The tensor, or a contiguous copy where fused kernels could not read its strides.
 
-    They read a row of the last dim as one block of memory: it must be contiguous and apart from
-    other rows. With an `alignment` every row must also begin at a multiple of this many bytes.
-    Without `broadcasts` no two batch entries or heads may be the same memory, as `expand` makes.
+    They read a row of the last dim, which begins at a multiple of `alignment` bytes, as one block
+    of memory: it must be contiguous and apart from other rows.
 
     >>> heads_last = torch.zeros(1, 5, 2, 8).transpose(1, 2)
     >>> readable(heads_last) is heads_last, readable(heads_last.mT) is heads_last.mT
@@ -212,16 +198,8 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
     """A tensor with the same rowsum(dout * out) as the true output, from delta alone.
 
     dout * delta / |dout|^2 has exactly the row sums `delta`; it lets the backward pass ship one
-    number per row instead of a whole output row. Rounded to the dtype its sum would be off by as
-    much as one entry of bf16 is. Where a row's weight is all on one key, `dout v^T - delta` is what
-    is left of two equal numbers, and all of the gradient would be that rounding. So the entries
-    where dout is largest take, one after another, what is still missing: three of them know 24
-    bits of it in bf16, and fp32 in any dtype.
-
-    A row is divided by a power of two first: the square of a small gradient would be 0, that of a
-    large one infinite, and nothing is rounded.
-
-    On a GPU it is one kernel: to read dout and write a chunk costs less than to receive the output.
+    number per row instead of a whole output row, and to make it costs a GPU less than to receive
+    that.
     """
     kernel = (
         fused.launcher("fused_surrogate_out")
@@ -232,12 +210,18 @@ def surrogate_out(dout: Tensor, delta: Tensor) -> Tensor:
         return kernel(dout, delta, _CARRIERS)
     rows = dout.to(delta.dtype)
     sizes = rows.abs()
+    # A row is divided by a power of two first, which rounds nothing: the square of a small gradient
+    # would be 0, that of a large one infinite.
     most = sizes.amax(-1)
     unit = most / (2 * torch.frexp(most).mantissa)  # the power of two that is most or just below
     unit = torch.where((most > 0) & (most < float("inf")), unit, 1.0)
     rows, delta = rows / unit.unsqueeze(-1), delta / unit
     norm = _row_sums(rows.square())
     factor = torch.where(norm > 0, delta / norm, 0.0).unsqueeze(-1)
+    # Rounded to the dtype its sum would be off by as much as one entry of bf16 is. Where a row's
+    # weight is all on one key, `dout v^T - delta` is what is left of two equal numbers, and all of
+    # the gradient would be that rounding. So the entries where dout is largest take, one after
+    # another, what is still missing: three know 24 bits of it in bf16, and fp32 in any dtype.
     carriers = []
     for _ in range(min(_CARRIERS, rows.shape[-1])):  # `topk` takes three times as long
         carriers.append(sizes.max(-1, keepdim=True).indices)
@@ -263,14 +247,12 @@ DELTA_DIMS = 2
 def delta_in_values(dout: Tensor, v: Tensor, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """dout, v and an out that has rowsum(dout * out) = delta for every row, two dims wider.
 
-    `surrogate_out` cannot give a row of dout = 0 its delta, which it has once the loss depends on
-    the logsumexp. More value dims can: with dout' = [dout, s, s], v' = [v, 0, 0] and
-    out' = [0, high, low], where s (high + low) = delta, dout' v'^T is dout v^T and the row sum is
-    delta. So a kernel that knows nothing of a gradient through the logsumexp computes it; only the
-    last columns of its dv are to be dropped. One column alone would round delta to bf16. The power
-    of two s of a row keeps what is left of delta near 1: fp16 ends at 65,504, and below 6e-5 it has
-    fewer digits.
+    With dout' = [dout, s, s], v' = [v, 0, 0] and out' = [0, high, low], where s (high + low) =
+    delta, dout' v'^T is dout v^T: so a row of dout = 0, too, has a delta, which `surrogate_out`
+    cannot give it, once the loss depends on the logsumexp.
     """
+    # One column alone would round delta to bf16. The power of two keeps what is left of delta near
+    # 1: fp16 ends at 65,504, and below 6e-5 it has fewer digits.
     limits = torch.finfo(dout.dtype)
     most = 2.0 ** (math.frexp(limits.max)[1] - 1)
     _, exponent = torch.frexp(delta)

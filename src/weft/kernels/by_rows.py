@@ -44,9 +44,8 @@ def launch(
 ) -> None:
     """Run a kernel on tensors of the rows of `like`, (b, h, n, e), `tile` elements in a program.
 
-    The kernel takes the tensors, all their strides, h, n, e, and how many programs a head has; then
-    ROWS and WIDTH, the rows of a program and a power of two of at least e, UNIT, and the options.
-    Strides from row to row of tensors (b, h, n, e), and e, are given in multiples of UNIT.
+    It takes the tensors, their strides (from row to row, as e, in multiples of UNIT), h, n, e and
+    the programs of a head; ROWS, WIDTH (a power of two of at least e), UNIT and the options.
     """
     b, h, n, e = like.shape
     if like.numel() == 0:

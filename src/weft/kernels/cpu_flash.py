@@ -53,9 +53,7 @@ class CpuFlash(FlashKernel):
         # A logsumexp of 0 may stand for -inf or NaN, which `run_forward` finds out.
         return both if _without_zeros(both[1]) else None
 
-    def run_backward(
-        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(self, rows: GivenRows, view: TileView) -> tuple[Tensor, Tensor, Tensor]:
         mask = _float_mask(rows[1], view)
         return cpu_flash_backward(*rows, 0.0, view.causal, attn_mask=mask, scale=view.scale)
 

@@ -1,8 +1,8 @@
-"""torch's CUDA flash kernel: fp16 and bf16, full and causal rectangles."""
+"""torch's CUDA flash kernel: fp16 and bf16, full and causal rectangles, windows."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class CudaFlash(FlashKernel):
     """
 
     name = "cuda-flash"
-    about = "CUDA; bf16, fp16; full and causal tiles; head dims up to 256"
+    about = "CUDA; bf16, fp16; full and causal tiles, windows; head dims up to 256"
     step = 8
     alignment = 16
     varlen = True
@@ -62,23 +62,31 @@ class CudaFlash(FlashKernel):
         return None
 
     def refuses(self, request: Request) -> str | None:
-        return half_on_cuda(request) or self.refuses_dims(request) or plain_only(request)
+        return half_on_cuda(request) or self.refuses_dims(request) or self.refuses_mask(request)
+
+    def refuses_mask(self, request: Request) -> str | None:
+        """Why what a request's scores take is refused: all but full tiles, causal ones, windows."""
+        band = request.window and self.windows
+        return plain_only(replace(request, masked=request.masked and not band))
+
+    @property
+    def windows(self) -> bool:  # type: ignore[override]  # read-only here
+        """Whether it is called with windows: of FA4 nobody has compared its backward pass."""
+        return active_flash() != "FA4"
 
     def run_forward(self, q: Tensor, k: Tensor, v: Tensor, view: TileView) -> tuple[Tensor, Tensor]:
-        starts, b = _starts(q, k, view), len(q)
+        starts, b, options = _starts(q, k, view), len(q), _options(view)
         q, k, v = (packed(t, view) for t in (q, k, v))
-        result = cuda_flash_forward(q, k, v, *starts, 0.0, view.causal, False, scale=view.scale)
+        result = cuda_flash_forward(q, k, v, *starts, 0.0, view.causal, False, **options)
         return unpacked(result[0], b, view), unpacked_rows(result[1], b, view)
 
-    def run_backward(
-        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(self, rows: GivenRows, view: TileView) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = rows
         starts, b = _starts(q, k, view), len(q)
         dout, q, k, v, out = (packed(t, view) for t in (dout, q, k, v, out))
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # dropout's state
-        lse, options = packed_rows(lse, view), (0.0, view.causal, unused, unused[:1])
-        grads = cuda_flash_backward(dout, q, k, v, out, lse, *starts, *options, scale=view.scale)
+        lse, rest = packed_rows(lse, view), (0.0, view.causal, unused, unused[:1])
+        grads = cuda_flash_backward(dout, q, k, v, out, lse, *starts, *rest, **_options(view))
         dq, dk, dv = (unpacked(t, b, view) for t in grads)
         return dq, dk, dv
 
@@ -88,6 +96,11 @@ def _starts(q: Tensor, k: Tensor, view: TileView) -> tuple[Tensor | None, Tensor
     if view.varlen_segments is None:
         return None, None, q.shape[2], k.shape[2]
     return offsets(q, view)
+
+
+def _options(view: TileView) -> dict[str, float]:
+    sides = zip(("window_size_left", "window_size_right"), view.window or ())
+    return {"scale": view.scale, **dict(sides)}
 
 
 def capability() -> int | None:

@@ -49,9 +49,7 @@ class CuDNN(FlashKernel):
         self.lse_dims = lse.dim()
         return out, lse.reshape(q.shape[:3])
 
-    def run_backward(
-        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def run_backward(self, rows: GivenRows, view: TileView) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = rows
         if _one_row(q, k) or torch.are_deterministic_algorithms_enabled():
             return self._instead.run_backward(rows, view)

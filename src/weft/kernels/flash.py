@@ -6,8 +6,7 @@ delta = rowsum(dout * out) itself. `FlashKernel` translates between the two:
     keys and values of different dims    zeros appended to the narrower one; they add 0 to every
                                          product, so the result is the same
     delta without the output             `surrogate_out`
-    a gradient through the logsumexp     two more value dims that carry delta: `delta_in_values`;
-                                         or, where the family takes it, dlse = -delta and out = 0
+    a gradient through the logsumexp     two more value dims that carry delta: `delta_in_values`
     any strides                          copies of tensors that the family cannot read: `readable`
     a scale of 0 or below                q times -1 or 0, with a scale above 0: families scale what
                                          a mask has made -inf
@@ -69,20 +68,14 @@ class FlashKernel(Kernel):
     #: the largest head dim, None for any
     widest: int | None = None
     takes_out = True
-    #: whether the family's backward pass takes a gradient of the logsumexp
-    takes_dlse = False
 
     def dim(self, head_dim: int, value_dim: int) -> int:
         """Head dim with which the family's kernel runs."""
         return -(-max(head_dim, value_dim) // self.step) * self.step
 
-    def delta_dims(self, lse_grad: bool) -> int:
-        """The number of further value dims that carry the logsumexp's gradient."""
-        return DELTA_DIMS if lse_grad and not self.takes_dlse else 0
-
     def refuses_dims(self, request: Request) -> str | None:
         """Why the head dims do not fit, or None."""
-        extra = self.delta_dims(request.lse_grad)
+        extra = DELTA_DIMS if request.lse_grad else 0
         dim = self.dim(request.head_dim, request.value_dim + extra)
         if self.widest is None or dim <= self.widest:
             return None
@@ -110,11 +103,7 @@ class FlashKernel(Kernel):
             dq, dk, dv, ds = self.backward((dout, q * sign, k, v, out, lse, delta), view)
             return dq * sign, dk, dv, ds
         d, e = q.shape[-1], v.shape[-1]
-        dlse = None
-        if self.takes_dlse and (view.lse_grad or out is None):
-            assert delta is not None
-            out, dlse = torch.zeros_like(dout), -delta
-        elif view.lse_grad:
+        if view.lse_grad:
             assert delta is not None
             dout, v, out = delta_in_values(dout, v, delta)
         elif out is None:
@@ -123,7 +112,7 @@ class FlashKernel(Kernel):
         dout, q, k, v, out = self._readable(self.dim(d, v.shape[-1]), dout, q, k, v, out)
         if view.mask is not None or view.bias is not None:  # else every row sees a key
             lse = finite_lse(lse)
-        dq, dk, dv = self.run_backward((dout, q, k, v, out, lse), view, dlse)
+        dq, dk, dv = self.run_backward((dout, q, k, v, out, lse), view)
         return dq[..., :d], dk[..., :d], dv[..., :e], None
 
     def _readable(self, dim: int, *tensors: Tensor) -> list[Tensor]:
@@ -135,13 +124,8 @@ class FlashKernel(Kernel):
         """out and lse of tensors of one head dim, shaped as in `Kernel.forward`."""
 
     @abc.abstractmethod
-    def run_backward(
-        self, rows: GivenRows, view: TileView, dlse: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """dq, dk, dv where rowsum(dout * out) - dlse is delta; lse is +inf for unseen rows.
-
-        `dlse` is None unless the family takes it.
-        """
+    def run_backward(self, rows: GivenRows, view: TileView) -> tuple[Tensor, Tensor, Tensor]:
+        """dq, dk, dv where rowsum(dout * out) is delta; lse is +inf for unseen rows."""
 
 
 # -- packed rectangles ----------------------------------------------------------------------------

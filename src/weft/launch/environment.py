@@ -134,8 +134,8 @@ def launch_id(environ: Mapping[str, str] | None = None) -> str | None:
 def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """torch's variables from SLURM's; those that are set already stay.
 
-    The first host of the step is the master, which need not be the job's first. Its port is made
-    from the numbers of the job and the step: steps of a job may run at a time.
+    Steps of a job may run at a time: the first host of the step is the master, and the port is made
+    from the numbers of the job and the step.
 
     >>> slurm = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1"}
     >>> slurm |= {"SLURM_JOB_NODELIST": "gpu[07-09]", "SLURM_STEP_NODELIST": "gpu[08-09]"}
@@ -201,7 +201,7 @@ def ranks_here(ranks: int, environ: Mapping[str, str] | None = None) -> int:
 def shown_one_gpu_each(ranks: int, environ: Mapping[str, str] | None = None) -> bool:
     """True if srun shows each of `ranks` tasks on this node another GPU, if each sees one.
 
-    Each may see its own as number 0. Whether there are several, SLURM's count for the node tells.
+    Each may see its own as number 0, so SLURM's count for the node tells whether there are several.
 
     >>> step = {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "CUDA_VISIBLE_DEVICES": "0"}
     >>> shown_one_gpu_each(4, step | {"SLURM_GPUS_ON_NODE": "4"})

@@ -55,16 +55,11 @@ class Ending(NamedTuple):
 
 
 class LaunchError(RankError):
-    """A rank failed; the message is its own, after its rank.
-
-    Attributes:
-        rank: which.
-        refused: whether weft refused what it was asked for, as it would again.
-    """
+    """A rank failed; the message is its own, after its rank."""
 
     def __init__(self, rank: int, message: str, refused: bool = False) -> None:
         super().__init__(f"rank {rank}{message}")
-        self.rank, self.refused = rank, refused
+        self.rank, self.refused = rank, refused  # by weft, which would refuse it again
 
 
 def cores() -> int:

@@ -31,29 +31,17 @@ from ..runtime.autocast import without_autocast
 
 @dataclass(frozen=True)
 class LossHead:
-    """The making of logits, and the ranks that take part.
+    """The making of logits, and the ranks that take part."""
 
-    Attributes:
-        chunk: tokens of all ranks together whose logits exist at one time.
-        longest: tokens of the rank that has most: all make as many chunks as that one.
-        first: the number of this rank's first word.
-        softcap: logits are `softcap * tanh(logits / softcap)`.
-        same: mesh dims whose ranks have other words and the same tokens.
-        other: mesh dims whose ranks have other words and other tokens.
-        transport: this rank's.
-        total: whether `Numbers.total` is wanted.
-        mean: whether `Numbers.mean` is, which takes another chunk of memory.
-    """
-
-    chunk: int
-    longest: int
-    first: int
-    softcap: float | None
-    same: tuple[str, ...]
-    other: tuple[str, ...]
+    chunk: int  # tokens of all ranks together whose logits exist at one time
+    longest: int  # tokens of the rank that has most: all make as many chunks as that one
+    first: int  # the number of this rank's first word
+    softcap: float | None  # logits are `softcap * tanh(logits / softcap)`
+    same: tuple[str, ...]  # mesh dims whose ranks have other words and the same tokens
+    other: tuple[str, ...]  # mesh dims whose ranks have other words and other tokens
     transport: Transport
-    total: bool = False
-    mean: bool = False
+    total: bool = False  # whether `LossNumbers.total` is wanted
+    mean: bool = False  # whether `LossNumbers.mean` is, which takes another chunk of memory
 
     @property
     def ranks(self) -> int:
@@ -110,19 +98,12 @@ class LossHead:
 
 
 class LossNumbers(NamedTuple):
-    """Sums over every token's logits z, (T,) each, in fp32 at least.
+    """Sums over every token's logits z, (T,) each, in fp32 at least."""
 
-    Attributes:
-        lse: log sum exp z.
-        label: z of the label.
-        total: sum of all z, or 0.
-        mean: sum of softmax(z) z, or 0; lse - mean is the entropy.
-    """
-
-    lse: Tensor
-    label: Tensor
-    total: Tensor
-    mean: Tensor
+    lse: Tensor  # log sum exp z
+    label: Tensor  # z of the label
+    total: Tensor  # sum of all z, or 0
+    mean: Tensor  # sum of softmax(z) z, or 0; lse - mean is the entropy
 
 
 def numbers(hidden: Tensor, weight: Tensor, labels: Tensor, head: LossHead) -> LossNumbers:

@@ -47,10 +47,6 @@ _MOST_INTERVALS = 1 << 12
 class Slices(Mask):
     """A mask of n queries and m keys as far as it is known; it answers about intervals alone.
 
-    tables: int64 rows (q0, q1, k0, k1, low, high, full) as bytes, sorted: queries q0 to q1 see of
-        the keys k0 to k1 those from q + low to q + high; all of them if `full`, else some. A table
-        for all sequences, or one for each.
-
     >>> from weft.masks import Causal
     >>> causal = sliced(Causal(), 4, 4)
     >>> causal.slices
@@ -61,6 +57,9 @@ class Slices(Mask):
 
     n: int
     m: int
+    #: int64 rows (q0, q1, k0, k1, low, high, full) as bytes, sorted: queries q0 to q1 see of the
+    #: keys k0 to k1 those from q + low to q + high; all of them if `full`, else some. A table for
+    #: all sequences, or one for each.
     tables: tuple[bytes, ...] = field(repr=False)
 
     @property

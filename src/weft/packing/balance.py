@@ -16,7 +16,7 @@ of its end as may be, a little more than the mean, and what is left is on few ch
 then misses a little work does not cut another for it. A cut moves to the border of a segment where
 that leaves the work in balance. Ranks that compute together take as one, and their tokens are cut
 evenly. Work of pairs, as on tiles, is balanced in blocks (blocks.py), and so is what this leaves
-unequal.
+unequal. Of orders with equal work, the plain one among them, that is taken which sends least.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from ..masks.slices import Slices
-from .blocks import Runs, balanced_blocks, work_of
+from .blocks import Runs, balanced_blocks, travel_of, work_of
 from .groups import Shares
 
 #: Shares of a chunk's work: by how much it may miss its aim,
@@ -55,14 +55,21 @@ def balanced_runs(
     (((2, 4),), ((0, 2), (6, 2)))
     """
     queries, keys = shares[0]
-    found = []
+    starts = [0, *itertools.accumulate(sizes)]
+    found: list[Runs] = [tuple(((a, n),) if n else () for a, n in zip(starts, sizes))]
     if len(shares) == 1 and not (any(queries) and any(keys)):
         found.append(_one_sided(mask, sizes, queries if any(queries) else keys, any(keys), slack))
-        work = work_of(mask, found[0], shares)
-        if max(work) <= (1.005 + LEVEL * slack) * sum(work) / len(work):
-            return found[0]
+    fullest = [_fullest(work_of(mask, runs, shares)) for runs in found]
+    equal = [runs for runs, most in zip(found, fullest) if most <= 1.005 + LEVEL * slack]
+    if equal:
+        return min(equal, key=lambda runs: travel_of(mask, runs, shares))
     found.append(balanced_blocks(mask, sizes, shares))
-    return min(found, key=lambda runs: max(work_of(mask, runs, shares)))
+    return min(found, key=lambda runs: _fullest(work_of(mask, runs, shares)))
+
+
+def _fullest(work: list[int]) -> float:
+    """The work of the fullest rank, of the mean."""
+    return max(work) * len(work) / max(1, sum(work))
 
 
 def _one_sided(

@@ -69,6 +69,53 @@ def work_of(mask: Slices, runs: Runs, shares: Sequence[Shares]) -> list[int]:
     return found
 
 
+def travel_of(mask: Slices, runs: Runs, shares: Sequence[Shares]) -> int:
+    """Tokens that ranks receive in all passes: keys that theirs see and queries that see theirs.
+
+    >>> from weft.masks import Causal
+    >>> from weft.masks.slices import sliced
+    >>> ring = [Shares((0, 1), (0, 0))]
+    >>> travel_of(sliced(Causal(3), 8, 8), (((0, 4),), ((4, 4),)), ring)
+    2
+    """
+    q0, q1, k0, k1, low, high, _ = np.array(mask.slices, np.int64).reshape(-1, 7).T
+    held = [np.array([(a, a + n) for a, n in chunk]).reshape(-1, 2) for chunk in runs]
+    # By chunk: the keys that its queries see, and the queries of its keys.
+    met: dict[bool, list[np.ndarray]] = {False: [], True: []}
+    for of_chunk in held:
+        first, last = of_chunk[:, :1], of_chunk[:, 1:] - 1
+        a, b = np.maximum(q0, first), np.minimum(q1, last)
+        keys = np.maximum(k0, a + low), np.minimum(k1, b + high), a <= b
+        a, b = np.maximum(k0, first), np.minimum(k1, last)
+        queries = np.maximum(q0, a - high), np.minimum(q1, b - low), a <= b
+        for by_keys, (start, end, some) in ((False, keys), (True, queries)):
+            some &= start <= end
+            met[by_keys].append(np.stack([start[some], end[some] + 1], 1))
+    total = 0
+    for of_pass in shares:
+        for rank in range(len(runs)):
+            mates = [[c for c, group in enumerate(side) if group == side[rank]] for side in of_pass]
+            for by_keys, side in ((False, of_pass.queries), (True, of_pass.keys)):
+                if not any(side):
+                    continue
+                own, others = mates[by_keys], mates[not by_keys]
+                seen = np.concatenate([met[by_keys][c] for c in own])
+                there = np.concatenate([held[c] for c in others])
+                total += _common(seen, there) - _common(seen, held[rank])
+    return total
+
+
+def _common(a: np.ndarray, b: np.ndarray) -> int:
+    """Whole numbers in a range [start, stop) of both."""
+    ends = np.unique(np.concatenate([a, b]))
+    inside = []
+    for ranges in (a, b):
+        steps = np.bincount(np.searchsorted(ends, ranges[:, 0]), minlength=len(ends))
+        steps -= np.bincount(np.searchsorted(ends, ranges[:, 1]), minlength=len(ends))
+        inside.append(np.cumsum(steps)[:-1] > 0)
+    return int(np.diff(ends)[inside[0] & inside[1]].sum())
+
+
 def block_counts(mask: Slices, edges: np.ndarray) -> np.ndarray:
     """(blocks, blocks): how many pairs of a block of queries and one of keys are visible."""
     counts = np.zeros((len(edges) - 1,) * 2)

@@ -36,48 +36,33 @@ def axis_names(axis: object) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Expanded:
-    """The sizes of keys and values that ranks make of what travels in their place.
+    """The sizes of keys and values that ranks make of what travels in their place."""
 
-    Attributes:
-        heads: of keys and values, all of those of a rank at rest.
-        head_dim: of keys.
-        value_dim: of values.
-        carried: head dims of the two tensors that travel.
-        work: floating-point operations that expand one token.
-    """
-
-    heads: int
-    head_dim: int
-    value_dim: int
-    carried: tuple[int, int]
-    work: int = 0
+    heads: int  # of keys and values, all of those of a rank at rest
+    head_dim: int  # of keys
+    value_dim: int  # of values
+    carried: tuple[int, int]  # head dims of the two tensors that travel
+    work: int = 0  # floating-point operations that expand one token
 
 
 @dataclass(frozen=True)
 class Call:
-    """The options of a call of `weft.attention`, without its tensors and its layout.
-
-    length: (queries, keys) per attended axis, or None: as many on every rank as there are here.
-    learned_bias: whether a bias tensor comes with the tensors.
-    choice: the kind of a choice of keys that comes with them, or None.
-    routed: for learned routing, its options as text.
-    name: which call of the program it is, where that is told by no line of it.
-    expanded: of latents that travel, the keys and values that each rank makes of them.
-    """
+    """The options of a call of `weft.attention`, without its tensors and its layout."""
 
     axes: tuple[str, ...]
     mask: Mask = FULL
     scale: float | None = None
+    #: (queries, keys) per attended axis; None: as many on every rank as there are here
     length: tuple[tuple[int, int], ...] | None = None
     return_lse: bool = False
     softcap: float | None = None
     kernel: str | None = None
     bias: Bias | None = None
-    learned_bias: bool = False
-    routed: str = ""
-    name: str | None = None
-    choice: ChoiceKind | None = None
-    expanded: Expanded | None = None
+    learned_bias: bool = False  # whether a bias tensor comes with the tensors
+    routed: str = ""  # for learned routing, its options as text
+    name: str | None = None  # which call of the program it is, where that is told by no line of it
+    choice: ChoiceKind | None = None  # the kind of a choice of keys that comes with the tensors
+    expanded: Expanded | None = None  # of latents that travel
 
     def __post_init__(self) -> None:
         if self.name is not None and not isinstance(self.name, str):
@@ -154,26 +139,16 @@ def _content_of_plain(mask: Mask) -> str:
 
 @dataclass(frozen=True)
 class Reach:
-    """The mesh dims that take part when some axes of a layout are attended.
+    """The mesh dims that take part when some axes of a layout are attended."""
 
-    moving: mesh dims along which ranks communicate.
-    batch: mesh dims that split the batch at rest.
-    reshards: whether tensors change their split before and after the tile program.
-    reshards_batch: whether that changes a split of the batch at rest.
-    routed: mesh dims along which chosen keys alone travel, `R(top_k)`.
-    by_router: whether a router chooses these, by learned weights, and not the model.
-    seen: mesh dims along which only keys that are seen may travel, by the call's mask.
-    query_chunks, key_chunks: into how many chunks queries and keys are split at rest.
-    """
-
-    moving: tuple[str, ...]
-    batch: tuple[str, ...]
-    reshards: bool
-    reshards_batch: bool
-    routed: tuple[str, ...]
-    by_router: bool
-    seen: tuple[str, ...]
-    query_chunks: int
+    moving: tuple[str, ...]  # along which ranks communicate
+    batch: tuple[str, ...]  # that split the batch at rest
+    reshards: bool  # whether tensors change their split before and after the tile program
+    reshards_batch: bool  # whether that changes a split of the batch at rest
+    routed: tuple[str, ...]  # along which chosen keys alone travel, `R(top_k)`
+    by_router: bool  # whether a router chooses these, by learned weights, and not the model
+    seen: tuple[str, ...]  # along which only keys that are seen may travel, by the call's mask
+    query_chunks: int  # into how many chunks queries are split at rest
     key_chunks: int
 
     def asks_batches(self, per_sample: bool) -> bool:

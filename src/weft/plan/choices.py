@@ -24,7 +24,7 @@ RowMove = tuple[tuple[str, ...], tuple[int, ...]]
 def row_moves(plan: Plan) -> tuple[RowMove, ...]:
     """The gathers that bring a plan's rank the rows of a choice, in order; none: they rest there.
 
-    Rows go the way of queries. A gather of no mesh dims stands for sorting rows in between.
+    A gather of no mesh dims stands for sorting rows in between.
     """
     way, moving, coords = plan.resharding.query, plan.forward.dims.query, plan.coords
 
@@ -49,8 +49,7 @@ def gathers_of(
 ) -> Iterator[tuple[str, int, int, int]]:
     """Rows that the rank at `coords` moves where those of all ranks along mesh dims are gathered.
 
-    Per mesh dim, innermost first: rows that it sends, rows that it receives, messages that it
-    sends. `rows` are those of every rank, in row-major order.
+    Per mesh dim, innermost first: rows that it sends, rows that it receives, messages.
 
     >>> list(gathers_of({"a": 2, "b": 2}, ("a", "b"), {"a": 0, "b": 1}, [4, 3, 2, 1]))
     [('b', 3, 4, 1), ('a', 7, 3, 1)]

@@ -28,16 +28,13 @@ View = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 class SentPart(NamedTuple):
-    """Numbers of a tensor that are sent, the joined dim first.
-
-    cut, low, size: the dim that is cut, and the rows of it that are sent; None: all.
-    ranks: to how many ranks, each its own rows: the first dim of the view; None: to one.
-    """
+    """Numbers of a tensor that are sent, the joined dim first."""
 
     joined: int
-    cut: int | None
-    low: int
-    size: int
+    cut: int | None  # the dim that is cut; None: all is sent
+    low: int  # the first of the rows of it that are sent
+    size: int  # how many of them are sent
+    #: to how many ranks, each its own rows: the first dim of the view; None: to one
     ranks: int | None
 
     def view_of(self, t: Tensor) -> View:
@@ -66,23 +63,17 @@ class Arrived(NamedTuple):
 
 
 class FlatExchange(NamedTuple):
-    """The flat buffers of an exchange on one rank, in numbers of them.
+    """The flat buffers of an exchange on one rank, in numbers of them."""
 
-    sends, receives: to and from each rank.
-    even: all messages of all ranks are of one size.
-    even_cuts: every tensor is cut evenly, and `parts` has one entry for each.
-    parts: (tensor, its place in the outgoing buffer, its numbers that go there).
-    groups: of each group, where its parts lie in the incoming buffer.
-    arrived: each tensor, joined.
-    """
-
-    sends: tuple[int, ...]
-    receives: tuple[int, ...]
-    even: bool
-    even_cuts: bool
+    sends: tuple[int, ...]  # to each rank
+    receives: tuple[int, ...]  # from each rank
+    even: bool  # all messages of all ranks are of one size
+    even_cuts: bool  # every tensor is cut evenly, and `parts` has one entry for each
+    #: (tensor, its place in the outgoing buffer, its numbers that go there)
     parts: tuple[tuple[int, View, SentPart], ...]
+    #: of each group, where its parts lie in the incoming buffer
     groups: tuple[tuple[tuple[int, int], ...], ...]
-    arrived: tuple[Arrived, ...]
+    arrived: tuple[Arrived, ...]  # each tensor, joined
 
 
 class _Item(NamedTuple):

@@ -30,16 +30,13 @@ from .order import apportion
 class HeadShares:
     """The heads of every rank along the mesh dims that split them while computing.
 
-    Attributes:
-        queries: query heads of each rank.
-        copies: the key/value heads that each rank gets, copies included, ascending.
-
     >>> shares = share_heads(14, 2, 3)
     >>> shares.queries, shares.copies
     ((5, 5, 4), ((0,), (0, 0, 1, 1, 1), (1,)))
     """
 
-    queries: tuple[int, ...]
+    queries: tuple[int, ...]  # query heads of each rank
+    #: the key/value heads that each rank gets, copies included, ascending
     copies: tuple[tuple[int, ...], ...]
 
     @property

@@ -27,45 +27,26 @@ PLACE = NUMBER.itemsize
 
 @dataclass(frozen=True)
 class IndexSizes:
-    """The sizes of the tensors by which a rank chooses: all of its batch, and one token of it.
-
-    Attributes:
-        batch: sequences.
-        count: entries of a list.
-        key: bytes of the index key of a token.
-        query: bytes of its index queries and their weights.
-        score: bytes of a score.
-    """
+    """The sizes of the tensors by which a rank chooses: all of its batch, and one token of it."""
 
     batch: int
-    count: int
-    key: int
-    query: int
-    score: int
+    count: int  # entries of a list
+    key: int  # bytes of the index key of a token
+    query: int  # bytes of its index queries and their weights
+    score: int  # bytes of a score
 
 
 @dataclass(frozen=True)
 class ListPlan:
-    """The messages of one rank in a choice of keys along an axis.
-
-    Attributes:
-        mesh: mesh dims of the layout and their sizes.
-        rank: in the mesh.
-        query_dims: mesh dims that split queries.
-        rows: mesh dims along which index keys are gathered.
-        lists: mesh dims along which index queries are gathered and lists merge.
-        queries: positions of the queries of every chunk, in row-major order of `query_dims`.
-        keys: those of the keys of every chunk along `rows` and `lists`, in mesh order.
-        sizes: of the rank's tensors.
-    """
+    """The messages of one rank in a choice of keys along an axis."""
 
     mesh: tuple[tuple[str, int], ...]
     rank: int
-    query_dims: tuple[str, ...]
-    rows: tuple[str, ...]
-    lists: tuple[str, ...]
-    queries: tuple[Spans, ...]
-    keys: tuple[Spans, ...]
+    query_dims: tuple[str, ...]  # mesh dims that split queries
+    rows: tuple[str, ...]  # mesh dims along which index keys are gathered
+    lists: tuple[str, ...]  # mesh dims along which index queries are gathered and lists merge
+    queries: tuple[Spans, ...]  # positions of every chunk's, in row-major order of `query_dims`
+    keys: tuple[Spans, ...]  # of every chunk along `rows` and `lists`, in mesh order
     sizes: IndexSizes
 
     @functools.cached_property

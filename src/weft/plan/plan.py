@@ -63,35 +63,15 @@ SHORT_MESSAGE = 25
 
 
 class MaskRun(NamedTuple):
-    """Local sequences one after another that have one mask.
+    """Local sequences one after another that have one mask."""
 
-    samples: which, [low, high); None: all.
-    sequence: the number of the first in the whole batch; None: the mask is that of all sequences.
-    """
-
-    samples: tuple[int, int] | None
-    sequence: int | None
+    samples: tuple[int, int] | None  # [low, high); None: all
+    sequence: int | None  # number of the first in the whole batch; None: the mask is that of all
     mask: Mask
 
 
 class Plan:
-    """Everything one rank does for one attention call.
-
-    Attributes:
-        problem: what is to be computed.
-        coords: of the rank.
-        sizes: mesh dim -> ranks along it.
-        rules: mesh dim -> how its ranks share attention.
-        head_shares: heads of every rank while computing, with copies of key/value heads.
-        resharding: by side, its way from rest to the tile program.
-        seen: the keys of others that come to the queries that see them; None where keys of all
-            mesh dims come in chunks.
-        compute: by side, batch entries, heads and positions as the tile program begins.
-        arrival: by side, positions in the order of the all-to-alls; None if they are sorted.
-        replicated: by side, mesh dims on which it rests whole although its role has it travel.
-        forward: the tile program of the forward pass.
-        backward: that of the backward pass.
-    """
+    """Everything one rank does for one attention call."""
 
     def __init__(
         self, layout: LayoutDeclaration, problem: LocalProblem, coords: Mapping[str, int]
@@ -102,15 +82,20 @@ class Plan:
                 " whose batch and heads are of all ranks; give problem.on(layout, rank)"
             )
         self.problem, self.sizes = problem, dict(layout.mesh)
+        #: mesh dim -> how its ranks share attention
         self.rules: dict[str, Rule] = layout.rules(problem.axes)
         self.scale = problem.head_dim**-0.5 if problem.scale is None else problem.scale
         self.accum_dtype = accumulate_dtype(problem.dtype)
         self.shifts = Shifts(rates_for(problem.device, layout.rates), self.sizes)
+        #: heads of every rank while computing, with copies of key/value heads
         self.head_shares = head_shares(
             self.rules, self.sizes, problem.heads, problem.kv_heads, layout.share
         )
+        #: by side, its way from rest to the tile program
         self.resharding = reshardings(layout, problem, self.rules, coords, self.head_shares)
+        #: by side, mesh dims on which it rests whole although its role has it travel
         self.replicated = Sides(*map(self._replicated, Side))
+        #: the keys of others that come to the queries that see them; None: keys come in chunks
         self.seen = seen_keys(layout, problem, self.rules, self.resharding)
         if self.seen is not None:
             queries, keys = self.resharding
@@ -136,7 +121,9 @@ class Plan:
         """Work out what differs between ranks."""
         self.coords = dict(coords)
         self.all_to_alls = Sides(*(way.all_to_alls(coords) for way in self.resharding))
+        #: by side, batch entries, heads and positions as the tile program begins
         self.compute = Sides(*(way.entry(coords) for way in self.resharding))
+        #: by side, positions in the order of the all-to-alls; None if they are sorted
         self.arrival = Sides(*(way.arrival(coords) for way in self.resharding))
         self.runs = self._mask_runs()
         self.forward = self._pass(backward=False)
@@ -413,8 +400,8 @@ class Pass:
     def held(self, side: Side, coords: Mapping[str, int], number: int) -> Rows:
         """The rows [low, high) of a chunk (or sub-chunk) that the rank at `coords` receives.
 
-        Its own chunk is whole. Of another chunk it receives the rows that its own tiles can see,
-        and those that it passes on.
+        Of another chunk than its own these are the rows that its own tiles can see, and those that
+        it passes on.
         """
         key = (side, number, *coords.values())
         if key not in self._held:

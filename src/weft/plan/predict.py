@@ -29,20 +29,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Prediction:
-    """One pass of one rank.
+    """One pass of one rank, in bytes and messages per (mesh dim, tensor)."""
 
-    Attributes:
-        before, program, after: bytes and messages per (mesh dim, tensor) of the all-to-alls on the
-            way in, of the tile program, and of reductions and all-to-alls on the way out.
-        entries: score entries computed, over the rank's batch and heads.
-        live_bytes: most bytes of other ranks' chunks that are held or arriving at one time, and of
-            keys that came by halo.
-    """
-
-    before: Traffic
-    program: Traffic
-    after: Traffic
-    entries: int
+    before: Traffic  # the all-to-alls on the way in
+    program: Traffic  # the tile program
+    after: Traffic  # reductions and all-to-alls on the way out
+    entries: int  # score entries computed, over the rank's batch and heads
+    #: most bytes of other ranks' chunks that are held or arriving at one time, and of keys that
+    #: came by halo
     live_bytes: int
 
     @property

@@ -28,20 +28,15 @@ from .timing import Costs, launches
 
 @dataclass(frozen=True)
 class AnyProblem:
-    """Sizes and options of a call: batch and heads of all ranks, or of one; see its subclasses.
-
-    `lengths` has, per attended axis, the number of queries and of keys over all ranks. Where keys
-    and values are `expanded` from latents, these are what rests and travels, in `kv_heads` heads of
-    its `carried` dims; `head_dim` and `value_dim` are those of kernels.
-    """
+    """Sizes and options of a call: batch and heads of all ranks, or of one; see its subclasses."""
 
     axes: tuple[str, ...]
-    lengths: tuple[tuple[int, int], ...]
+    lengths: tuple[tuple[int, int], ...]  # per attended axis, queries and keys over all ranks
     batch: int
     heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
+    kv_heads: int  # of what rests and travels: latents, if `expanded`
+    head_dim: int  # of kernels
+    value_dim: int  # of kernels
     dtype: torch.dtype
     device: str
     mask: Mask = FULL
@@ -155,22 +150,16 @@ class LocalProblem(AnyProblem):
 
 def pass_costs(
     problem: LocalProblem,
-    ways: int,
-    blocks: int,
-    expansions: int,
+    ways: int,  # in which the sequence and its heads are cut
+    blocks: int,  # that a rank computes
+    expansions: int,  # parts of the tokens; latents are expanded for every block, one part
     backward: bool,
     shifts: Shifts,
 ) -> Costs:
     """Seconds per block and per chunk of each payload, from sizes and hardware.
 
-    A block of n queries by m keys takes 2 b h n m (d + e) floating-point operations forward and
-    2.5 times as many backward. The sequence and its heads are cut `ways` ways, and a rank computes
-    `blocks` blocks; chunks are taken to be equal, so that all ranks find the same costs. Latents
-    are expanded for every block, one of `expansions` parts of the tokens; again in the backward
-    pass, which also has two products of that size for the gradients.
-
-    Results of a block are merged with those of others: an output forward, dq, dk and dv backward,
-    each read as the kernel wrote it, the sum read and written in the accumulation dtype.
+    A block of n queries by m keys takes 2 b h n m (d + e) floating-point operations forward and 2.5
+    times as many backward; chunks are taken to be equal, so that all ranks find the same costs.
     """
     p = problem
     batch = p.program_batch
@@ -188,7 +177,9 @@ def pass_costs(
     expansion = 0.0
     if p.expanded is not None:
         tokens = batch * p.m / expansions
+        # Backward again, with two products of that size for the gradients.
         expansion = (3 if backward else 1) * tokens * p.expanded.work / flops
+    # An output, or dq, dk and dv, is read as the kernel wrote it; the sum is read and written.
     merged = p.dtype.itemsize + 2 * accumulate_dtype(p.dtype).itemsize
     merge_q = merge_kv = launch = 0.0
     if blocks > 1:

@@ -80,17 +80,13 @@ class MovingDim:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One message a rank receives, and the one it sends by symmetry, along one mesh dim.
-
-    It receives from the rank `ring_offset` further along (that rank's number `source`) into its
-    own number `target`, and sends its own `source` to the rank `ring_offset` before. Partial
-    results (OUT, DQ, DKV) are added to what `target` already holds.
-    """
+    """One message a rank receives, and the one it sends by symmetry, along one mesh dim."""
 
     payload: Payload
     mesh_dim: str
-    ring_offset: int
-    source: int
+    ring_offset: int  # from the rank so much further along, and to the rank so much before
+    source: int  # the chunk's number on the rank that sends it
+    #: on the one that receives it; partial results (OUT, DQ, DKV) are added to what it holds
     target: int
 
 
@@ -181,10 +177,8 @@ def arrivals(
 ) -> list[Arrival]:
     """The order in which one side's remote chunks arrive; each entry arrives at once.
 
-    On a "ring" dim a chunk comes from the neighbour that held it before (`relay`), or directly from
-    its owner. On a "gather" dim all chunks come at once from their owners. An inner dim makes a
-    full turn between two steps of an outer one, so the outer one carries each chunk once. Where
-    chunks are cut, the first sub-chunks of all chunks come first.
+    An inner dim makes a full turn between two steps of an outer one, so the outer one carries each
+    chunk once; where chunks are cut, the first sub-chunks of all come first.
     """
     strides = _strides(dims)
     events: list[Arrival] = []
@@ -207,7 +201,7 @@ def arrivals(
             return
         for digit in range(dim.size):
             if digit:
-                ring_offset = 1 if relay else digit
+                ring_offset = 1 if relay else digit  # from its last holder, or its owner
                 events.append(tuple(take(p, level, digit, ring_offset) for p in prefixes))
             expand([(*p, digit) for p in prefixes], level + 1)
 

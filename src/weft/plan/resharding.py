@@ -85,17 +85,14 @@ def reshard_step(mesh_dim: str, rest: Placement, entry: Placement) -> ReshardSte
 
 @dataclass
 class Resharding:
-    """A tensor's way from rest to the tile program.
-
-    `rest(coords)` gives its state at rest on the rank with those coordinates; `heads` has those of
-    each rank along the mesh dims that split them on the way. `received(coords)` are positions that
-    come from others after all-to-alls, beside those that the rank has: keys that its queries see.
-    """
+    """A tensor's way from rest to the tile program."""
 
     sizes: Mapping[str, int]
     steps: tuple[ReshardStep, ...]
-    rest: Callable[[Mapping[str, int]], State]
-    heads: tuple[int, ...]
+    rest: Callable[[Mapping[str, int]], State]  # the state at rest on the rank at these coordinates
+    heads: tuple[int, ...]  # of each rank along the mesh dims that split them on the way
+    #: positions that come from others after all-to-alls, beside those that the rank at these
+    #: coordinates has: keys that its queries see
     received: Callable[[Mapping[str, int]], Spans] | None = None
     _memo: dict = field(default_factory=dict)
 

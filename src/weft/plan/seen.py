@@ -45,24 +45,16 @@ class Stretch(NamedTuple):
 
 @dataclass
 class SeenKeys:
-    """The keys that ranks receive from each other along the mesh dims of a rule with `+ seen`.
-
-    Attributes:
-        dims: these mesh dims.
-        travelling: the other mesh dims along which queries or keys travel: chunks of queries of all
-            ranks along them meet the keys of each.
-        sizes: of all mesh dims.
-        mask: of the call.
-        queries: the way of queries to the tile program.
-        keys: that of keys, without what comes.
-    """
+    """The keys that ranks receive from each other along the mesh dims of a rule with `+ seen`."""
 
     dims: tuple[str, ...]
+    #: the other mesh dims along which queries or keys travel: chunks of queries of all ranks along
+    #: them meet the keys of each
     travelling: tuple[str, ...]
     sizes: Mapping[str, int]
     mask: Mask
-    queries: Resharding
-    keys: Resharding
+    queries: Resharding  # the way of queries to the tile program
+    keys: Resharding  # that of keys, without what comes
     _wanted: dict[tuple, Wanted] = field(default_factory=dict)
     _seen: dict[tuple, Intervals] = field(default_factory=dict)
     _pieces: dict[tuple, tuple[Stretch, ...]] = field(default_factory=dict)
@@ -123,9 +115,8 @@ class SeenKeys:
     def pays(self) -> bool:
         """True if less moves so than in chunks, and no rank keeps more of others than two chunks.
 
-        A key that is seen travels once, and its gradient once; in chunks it travels in both passes,
-        and so do the keys between those that are seen. A ring has two chunks of others at a time,
-        where here what came is kept until the backward pass. Every rank answers the same.
+        A key that is seen travels once, and is kept until the backward pass; in chunks it travels
+        in both passes, as do the keys between, and a ring has two chunks of others at a time.
         """
         fewer, largest, most = False, 0, 0
         for first in places(self.sizes, self.travelling, dict.fromkeys(self.sizes, 0)):

@@ -19,16 +19,11 @@ from ..declare.mesh import coordinates, rank_at
 
 
 class Shift(NamedTuple):
-    """The slowest message of a shift along a mesh dim.
+    """The slowest message of a shift along a mesh dim."""
 
-    latency: seconds until it begins to arrive.
-    per_byte: seconds per byte.
-    link: the kind of card or uplink that limits it; messages of other kinds run beside it.
-    """
-
-    latency: float
+    latency: float  # seconds until it begins to arrive
     per_byte: float
-    link: tuple
+    link: tuple  # the kind of card or uplink that limits it; messages of other kinds run beside it
 
     def seconds(self, nbytes: float) -> float:
         """Seconds of a message of this many bytes."""
@@ -104,9 +99,8 @@ class Shifts:
 def image_group(hardware: Hardware, sizes: Mapping[str, int]) -> int | None:
     """The ranks of the smallest group whose images are all ranks of a mesh, if there is one.
 
-    It is a group of the level below the outermost, and a box of the mesh: some inner mesh dims
-    whole, and a divisor of the next. Shifts along mesh dims then map images onto each other. Of a
-    single level it is the ranks that share a card or a machine's cores.
+    It is a box of the mesh, some inner mesh dims whole and a divisor of the next: shifts along mesh
+    dims then map images onto each other.
     """
     cores = hardware.device.cores
     width = math.lcm(

@@ -137,30 +137,26 @@ class PartRows(NamedTuple):
 
 
 class KernelWork(NamedTuple):
-    """Kernel calls made at once: the rows and columns of the block's chunks, and of results.
-
-    kind: False for plain calls, which one kernel makes, else that of the calls.
-    rows, columns: None if they are all that the block has.
-    """
+    """Kernel calls made at once: the rows and columns of the block's chunks, and of results."""
 
     group: Group
+    #: False for plain calls, which one kernel makes, else that of the calls
     kind: Kind | Literal[False]
-    rows: Ranges | None
-    columns: Ranges | None
+    rows: Ranges | None  # None if they are all that the block has
+    columns: Ranges | None  # likewise
     samples: Rows | None
     of_queries: tuple[PartRows, ...]
     of_keys: tuple[PartRows, ...]
 
 
 class BlockSteps(NamedTuple):
-    """A block: its chunks, its kernel calls, and whether messages are in flight meanwhile."""
+    """A block: its chunks and its kernel calls."""
 
     block: Block
     plan: BlockPlan
     queries: Joined
     keys: Joined
     works: tuple[KernelWork, ...]
-    overlapped: bool
 
 
 class RankStep(NamedTuple):
@@ -301,8 +297,7 @@ class _Compiler:
             key = (t.mesh_dim, t.payload.value, self.program.ends[t])
             self._begin(t, batches.setdefault(key, len(batches)))
         begun = tuple(self.moves[t] for t in step.begin)
-        overlapped = any(self.program.ends[t] >= i for t in self.moves)
-        blocks = tuple(self._block(block, overlapped) for block in step.blocks)
+        blocks = tuple(self._block(block) for block in step.blocks)
         ended = tuple(self._end(t) for t in step.end)
         for chunk in self.tile.drops[i]:
             self._drop(chunk)
@@ -424,14 +419,14 @@ class _Compiler:
 
     # -- blocks --------------------------------------------------------------------------------
 
-    def _block(self, block: Block, overlapped: bool) -> BlockSteps:
+    def _block(self, block: Block) -> BlockSteps:
         result = self.tile.block(block)
         queries, keys = self._chunks(Side.QUERY, result.q), self._chunks(Side.KEY, result.kv)
         works = self._works(result, result.groups)
         for work in works:
             self.parts.update((Side.QUERY, part.number) for part in work.of_queries)
             self.parts.update((Side.KEY, part.number) for part in work.of_keys)
-        return BlockSteps(block, result, queries, keys, works, overlapped)
+        return BlockSteps(block, result, queries, keys, works)
 
     def _works(self, block: BlockPlan, groups: Sequence[Group]) -> tuple[KernelWork, ...]:
         rows, columns = ((0, count(spans)) for spans in (block.q_spans, block.kv_spans))

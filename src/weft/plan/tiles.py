@@ -41,19 +41,17 @@ class Kind(enum.StrEnum):
 
 @dataclass(frozen=True)
 class KernelCall:
-    """Rows [q0, q1) by columns [k0, k1) of a tile, in memory order of its queries and keys.
-
-    samples: of which local sequences [low, high), where not of all: their masks differ.
-    window: (left, right) of a WINDOW, which is counted from the last row's and the last column's
-        diagonal, as flash-attn has it. Every row sees a column.
-    """
+    """Rows [q0, q1) by columns [k0, k1) of a tile, in memory order of its queries and keys."""
 
     q0: int
     q1: int
     k0: int
     k1: int
     kind: Kind
+    #: of which local sequences [low, high), where not of all: their masks differ
     samples: tuple[int, int] | None = None
+    #: (left, right) of a WINDOW, which is counted from the last row's and the last column's
+    #: diagonal, as flash-attn has it; every row sees a column
     window: tuple[int, int] | None = None
 
     @property
@@ -71,14 +69,12 @@ def tile_calls(
     k: Spans,
     row_block: int = ROW_BLOCK,
     most: int = MAX_SPANS,
-    windows: bool = False,
+    windows: bool = False,  # bands of the scores are calls of their own
 ) -> tuple[KernelCall, ...]:
     """The fewest plain kernel calls that compute the visible part of queries `q` by keys `k`.
 
     What needs an explicit mask is cut into `row_block` rows; so is a tile with more than `most`
     parts.
-
-    windows: whether bands of the scores are calls of their own.
 
     >>> from weft.masks import Causal
     >>> [c.kind.value for c in tile_calls(Causal(), (Span(4, 4),), (Span(0, 8),))]
@@ -143,11 +139,7 @@ def entries(calls: tuple[KernelCall, ...], batch: int) -> int:
 
 @dataclass(frozen=True)
 class Group:
-    """Calls of one kind, on the same sequences, that a kernel makes at once.
-
-    No two share a row or a column.
-    Their rows, taken one call after another, are `rows` in as few ranges as possible; so `columns`.
-    """
+    """Calls of one kind, on the same sequences, made at once: no two share a row or a column."""
 
     calls: tuple[KernelCall, ...]
 

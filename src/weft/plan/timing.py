@@ -24,32 +24,22 @@ def launches(backward: bool) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """Times, in any one unit: of one block, and of one chunk of each payload.
+    """Times, in any one unit: of one block, and of one chunk of each payload."""
 
-    Attributes:
-        block: with launches and merges, whose parts the last three are.
-        latency: of every transfer, on top of its chunk's time.
-        shifts: where links differ, which shifts transfers make, in seconds; else one link per rank
-            carries them all.
-        slowest: the shift whose seconds per byte chunks are priced by.
-        unit: seconds of one unit of time, where there are shifts.
-        launch: of a block's kernels, however small it is.
-        merge_q: of a block's results for its queries, which grow with their rows.
-        merge_kv: of its gradients of keys and values.
-    """
-
-    block: float = 1.0
+    block: float = 1.0  # with launches and merges, whose parts the last three are
     q: float = 1.0
     kv: float = 1.0
     back_q: float = 1.0  # a partial output, or dq
     back_kv: float = 1.0  # dk and dv
-    latency: float = 0.0
+    latency: float = 0.0  # of every transfer, on top of its chunk's time
+    #: where links differ, which shifts transfers make, in seconds; else one link per rank carries
+    #: them all
     shifts: Shifts | None = None
-    slowest: float = 1.0
-    unit: float = 1.0
-    launch: float = 0.0
-    merge_q: float = 0.0
-    merge_kv: float = 0.0
+    slowest: float = 1.0  # the shift whose seconds per byte chunks are priced by
+    unit: float = 1.0  # seconds of one unit of time, where there are shifts
+    launch: float = 0.0  # of a block's kernels, however small it is
+    merge_q: float = 0.0  # of a block's results for its queries, which grow with their rows
+    merge_kv: float = 0.0  # of its gradients of keys and values
 
     @functools.cached_property
     def _chunks(self) -> dict[Payload, float]:

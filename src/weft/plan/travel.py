@@ -25,15 +25,10 @@ WORTH = 1.05
 
 @dataclass(frozen=True)
 class Travelling:
-    """One of the two ways, of one rank without a mask.
-
-    Attributes:
-        received: bytes of both passes.
-        seconds: of both passes at the layout's rates, with what is expanded.
-    """
+    """One of the two ways, of one rank without a mask: bytes and seconds of both passes."""
 
     received: int
-    seconds: float
+    seconds: float  # at the layout's rates, with what is expanded
 
 
 @dataclass(frozen=True)

@@ -75,19 +75,15 @@ def fetch_together(
 
 
 def collect(
-    x: Tensor,
+    x: Tensor,  # as `fetch` leaves a tensor
     dims: tuple[int, ...],
     plan: Redistribution,
     transport: Messages,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
+    shape: tuple[int, ...],  # of what this rank gave to it, along `dims`
+    dtype: torch.dtype,  # of sums
     label: str = REDISTRIBUTE,
 ) -> Tensor:
-    """The adjoint of `fetch` by `plan`: copies go back where they came from, and are added there.
-
-    x is placed as `fetch` leaves a tensor. What this rank gave to it has `shape` along `dims`; sums
-    are made in `dtype`.
-    """
+    """The adjoint of `fetch` by `plan`: copies go back where they came from, and are added."""
     whole = [n if d not in dims else shape[dims.index(d)] for d, n in enumerate(x.shape)]
     none = x.new_zeros(whole, dtype=dtype)
     return collect_together((x,), (none,), dims, plan, transport, dtype, label)[0]

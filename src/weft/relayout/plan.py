@@ -144,19 +144,12 @@ def placement(layout: LayoutDeclaration, axes: Iterable[str]) -> Placed:
 
 @dataclass(frozen=True)
 class RedistributionPass:
-    """A pass that takes a tensor to another placement, and its gradient back, as planned.
+    """A pass that takes a tensor to another placement, and its gradient back, as planned."""
 
-    Attributes:
-        there: of the forward pass.
-        back: of the backward pass.
-        sizes: of the mesh whose dims the messages travel along.
-        nbytes: of one entry of the placed axes, over all that is not placed.
-    """
-
-    there: Redistribution
-    back: Redistribution
-    sizes: Sizes
-    nbytes: int
+    there: Redistribution  # of the forward pass
+    back: Redistribution  # of the backward pass
+    sizes: Sizes  # of the mesh whose dims the messages travel along
+    nbytes: int  # of one entry of the placed axes, over all that is not placed
     label: str = "redistribute"
 
     def traffic(self, backward: bool) -> Traffic:

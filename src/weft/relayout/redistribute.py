@@ -130,8 +130,8 @@ def _planned(
 def _moving(source: Placed, target: Placed) -> tuple[str, ...]:
     """Mesh dims along which something may have to move, whatever the lengths.
 
-    Outer dims of one size, and inner ones, number the ranks identically in both meshes,
-    whatever they are called. Nothing moves along those that split the same axes in the same way.
+    Outer dims of one size, and inner ones, number the ranks identically in both meshes, whatever
+    they are called: nothing moves along those that split the same axes in the same way.
     """
     one, two = ([d for d in placed.mesh if d[1] > 1] for placed in (source, target))
     called: dict[str, str] = {}

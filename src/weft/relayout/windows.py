@@ -38,20 +38,14 @@ def nothing(number: int) -> Span:
 class Wanted:
     """The positions of an axis that every chunk holds, and those that it is to receive.
 
-    Attributes:
-        mesh: the mesh dims that split the axis, outermost first, with their sizes.
-        held: per chunk, its positions in the order of memory.
-        wanted: per chunk, the positions that it receives, in the order of memory; `nothing` among
-            them.
-
     >>> halo = Wanted((("ring", 2),), ((Span(0, 3),), (Span(3, 3),)), ((), (Span(2, 1),)))
     >>> halo.take(1).arrived
     (Overlap(source=0, target=1, taken=((2,),), put=((0,),)),)
     """
 
-    mesh: Sizes
-    held: tuple[Spans, ...]
-    wanted: tuple[Spans, ...]
+    mesh: Sizes  # the mesh dims that split the axis, outermost first, with their sizes
+    held: tuple[Spans, ...]  # per chunk, in the order of memory
+    wanted: tuple[Spans, ...]  # likewise; `nothing` among them
 
     def take(self, chunk: int) -> Redistribution:
         """The messages of the rank that holds a chunk, and what arrives."""
@@ -205,24 +199,16 @@ def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
 class Windows:
     """The windows of a convolution, a pool or the like over an axis, one per output.
 
-    Output o sees the `extent` positions from `first + o stride` on. The chunk that holds position
+    Output o sees the `extent` positions from `first + o stride` on; the chunk that holds position
     `first + o stride + anchor` computes it, the first or the last where there is no such position.
-
-    Attributes:
-        extent: positions from the first to the last of a window, both counted.
-        stride: from one window to the next.
-        first: where the window of output 0 begins; below 0 beyond the border.
-        outputs: how many there are.
-        anchor: within a window.
-        border: what is beyond the ends of the axis.
     """
 
-    extent: int
-    stride: int
-    first: int
+    extent: int  # positions from the first to the last of a window, both counted
+    stride: int  # from one window to the next
+    first: int  # where the window of output 0 begins; below 0 beyond the border
     outputs: int
-    anchor: int
-    border: str = "zeros"
+    anchor: int  # within a window
+    border: str = "zeros"  # what is beyond the ends of the axis
 
     @classmethod
     def over(
@@ -285,13 +271,7 @@ class Windows:
 
 
 class SeenPart(NamedTuple):
-    """The part of a chunk that its windows see, and how much they see on either side of it.
-
-    Attributes:
-        before: entries before the part.
-        low, high: the part, as indices in the chunk.
-        after: entries after it.
-    """
+    """The part [low, high) of a chunk that its windows see, and how much they see beside it."""
 
     before: int
     low: int
@@ -320,14 +300,9 @@ def _cut(start: int, end: int, low: int, high: int) -> SeenPart:
 
 
 class RangePlan(NamedTuple):
-    """Consecutive positions for every chunk, around its own.
+    """Consecutive positions for every chunk, around its own."""
 
-    Attributes:
-        wanted: what every chunk receives: the entries before its part and then those after it.
-        parts: what chunks keep.
-    """
-
-    wanted: Wanted
+    wanted: Wanted  # what every chunk receives: the entries before its part and then those after it
     parts: tuple[SeenPart, ...]
 
 

@@ -50,10 +50,9 @@ def all_to_all(
     items: list[tuple[Tensor, AllToAll]],
     reverse: bool = False,
 ) -> list[Tensor]:
-    """Several all-to-alls along one mesh dim in one exchange; see `AllToAll`.
+    """Several all-to-alls (`AllToAll`) along one mesh dim in one exchange; `reverse` undoes them.
 
-    `reverse` undoes it: parts go back to where they came from (and slices are gathered). What
-    arrives is not copied where its parts follow one another in memory; see `plan.exchange`.
+    What arrives is not copied where its parts follow one another in memory; see `plan.exchange`.
     """
     moving = [reverse or e.cat_dim is not None for _, e in items]
     here = transport.coords[items[0][1].mesh_dim]

@@ -172,14 +172,12 @@ class BoundCall:
         v: Tensor,
         bias: Tensor | None = None,
         chosen: Tensor | None = None,
-        parameters: Sequence[Tensor] = (),
+        parameters: Sequence[Tensor] = (),  # those that expand latents
     ) -> tuple[Plan, Channel, Tensor]:
         """The first part of a forward pass: its plan, its channel, and what backward needs.
 
-        The last is int64: the pass's number, without it where nothing is exchanged; the batches of
-        all ranks, without them where the plan does not depend on them; and the digest of the values
-        that the user's functions see, without it where there are none. `parameters` are those that
-        expand latents.
+        The last is int64, each part where there is one: the pass's number, the batches of all
+        ranks, and the digest of the values that the user's functions see.
         """
         gradients = self.gradients or gradients_wanted(q, k, v, bias, *parameters)
         with refused_everywhere(self.refuse):
@@ -236,8 +234,8 @@ class BoundCall:
     ) -> tuple[Channel, tuple[int, ...], tuple[int, ...]]:
         """A channel that ranks agreed on, the batches of all, and the samples of their biases.
 
-        Where ranks met with these shapes before, they vote on the batches of then, and one vote is
-        all. Where it fails, or they did not, they exchange their batches.
+        Where ranks met with these shapes before, they vote on the batches of then, and exchange
+        theirs only if that fails.
         """
         agreed, key = self.transport.batches, (self.mesh_dims, *rest, samples)
         batches = f", batches {agreed.get(key, 'unknown')}"

@@ -20,21 +20,16 @@ from .handles import differentiable, op, shapes_of
 
 @dataclass(frozen=True)
 class Exchange:
-    """A movement with a forward and a backward pass, which ranks agree on before each.
+    """A movement with a forward and a backward pass, which ranks agree on before each."""
 
-    The trace and texts call it `label`, errors name what users call, `subject`. Ranks along
-    `mesh_dims` must have `content` in common, which is `described` for people. `ahead` says whether
-    the CPU runs ahead of the device, and `origin` which module makes the call.
-    """
-
-    label: str
-    subject: str
+    label: str  # for the trace and texts
+    subject: str  # what users call, for errors
     transport: Transport
     mesh_dims: tuple[str, ...]
-    content: str
-    described: str
-    ahead: bool
-    origin: str
+    content: str  # what ranks along `mesh_dims` must have in common
+    described: str  # the same for people
+    ahead: bool  # whether the CPU runs ahead of the device
+    origin: str  # which module makes the call
 
     def forward(self) -> Channel:
         """The channel of the forward pass."""
@@ -110,9 +105,7 @@ def pass_op(name: str, subject: str) -> None:
     """Register `weft::NAME` and `weft::NAME_backward`, which run the two passes of a `Passing`.
 
     Ops have names, so that a policy of activation checkpointing that keeps their outputs repeats no
-    communication, and `torch.compile` puts them into a graph. After its result the forward op
-    returns the number of the pass, by which its backward pass is told from others. `subject` is
-    the public function, named where a second derivative is refused.
+    communication, and `torch.compile` puts them into a graph.
     """
 
     @op(f"weft::{name}")
@@ -122,6 +115,7 @@ def pass_op(name: str, subject: str) -> None:
         out = passing.forward(x, channel)
         channel.watches.note(passing.plan, False)
         channel.finish()
+        # By its number the backward pass is told from others.
         return out, torch.tensor([channel.number], dtype=torch.int64, device="cpu")
 
     @op(f"weft::{name}_backward")

@@ -207,7 +207,7 @@ class _Forward(TileRun):
             if t is not None
         )
         kernel = self._kernel(work.kind)
-        view = self.views.of(block.plan, work.group, kernel, block.overlapped)
+        view = self.views.of(block.plan, work.group, kernel)
         return kernel.forward(q, k, v, view)
 
 
@@ -317,7 +317,7 @@ class _Backward(TileRun):
                 cut[Side.KEY, work.columns, samples] = columns
             (lse, delta, q, dout, of_out), (k, v) = rows, columns
             kernel = self._kernel(work.kind, **grads)
-            view = self.views.of(block.plan, work.group, kernel, block.overlapped, **grads)
+            view = self.views.of(block.plan, work.group, kernel, **grads)
             assert not (lse is None or q is None or dout is None or k is None or v is None)  # noqa: PT018
             dq, dk, dv, ds = kernel.backward((dout, q, k, v, of_out, lse, delta), view)
             if ds is not None:

@@ -30,20 +30,16 @@ Tensors = tuple[Tensor, ...]
 
 
 class _Accumulator(abc.ABC):
-    """Rows of tensors (b, h, n, ...) that are made of parts, each of some rows.
-
-    With a number of `parts`, no more will come; the last one makes the result, in the memory that
-    `result` gives, if it is given. A row has up to `kept` parts that are held.
-    """
+    """Rows of tensors (b, h, n, ...) that are made of parts, each of some rows."""
 
     def __init__(
         self,
         rows: int,
         like: Tensor,
         accum_dtype: torch.dtype,
-        parts: int = 0,
-        kept: int = 1,
-        result: Callable[[], Tensors] | None = None,
+        parts: int = 0,  # if it is known: the last one makes the result
+        kept: int = 1,  # parts of a row that are held
+        result: Callable[[], Tensors] | None = None,  # its memory
     ) -> None:
         self.rows, self.accum_dtype = rows, accum_dtype
         self._left, self._kept, self._into = parts, kept, result

@@ -52,12 +52,10 @@ def _attention_op(
     softcap: float | None,
     call: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, logsumexp, agreed numbers; then q, k, v, output and logsumexp while computing.
+    """Output, logsumexp, agreed numbers; q, k, v, output and logsumexp while computing; choices.
 
-    Each of these five is empty where it would be an input or an output: nothing is resharded, or
-    keys alone come by halo. The logsumexp at rest is empty if it is resharded and nobody asked for
-    it. The last are the numbers of chosen keys of the rank's tile, empty where they are those that
-    rest here.
+    What is kept is empty where it would be an input or an output, and the logsumexp at rest if it
+    is resharded and nobody asked for it.
     """
     bound = handles.get(call).with_floats(scale, softcap)
     out, lse, agreed, entry, moved = _forward(bound, q, k, v, bias, chosen)

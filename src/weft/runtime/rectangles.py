@@ -30,20 +30,13 @@ class Rectangle:
 
 @dataclass(frozen=True, eq=False)
 class Rectangles:
-    """The scores of a call.
-
-    Attributes:
-        each: the rectangles.
-        scale: of the logits.
-        softcap: of the scaled logits, if any.
-        kernel: one of the kernels by name, for all of them.
-        seen: of a rectangle with a mask, which of its scores count: bool (b, 1 or h, n, m).
-    """
+    """The scores of a call."""
 
     each: Sequence[Rectangle]
-    scale: float
-    softcap: float | None = None
-    kernel: str | None = None
+    scale: float  # of the logits
+    softcap: float | None = None  # of the scaled logits
+    kernel: str | None = None  # one of the kernels by name, for all of them
+    #: of a rectangle with a mask, which of its scores count: bool (b, 1 or h, n, m)
     seen: Callable[[Rectangle], Tensor | None] | None = None
 
     def run(self, r: Rectangle, q: Tensor, v: Tensor, lse_grad: bool) -> tuple[Kernel, TileView]:

@@ -58,8 +58,7 @@ class TransferBatch:
 class TileRun(abc.ABC):
     """One run of a tile program, on tensors of one rank in their compute placement.
 
-    A subclass computes the blocks: those of the forward, or of the backward pass. `bias` is this
-    rank's tile of a learned bias, `chosen` the numbers of its rows' chosen keys, if there are any.
+    A subclass computes the blocks: those of the forward, or of the backward pass.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class TileRun(abc.ABC):
         tile: Pass,
         transport: Messages,
         call: Call,
-        bias: Tensor | None,
-        chosen: Tensor | None,
+        bias: Tensor | None,  # this rank's tile of a learned bias
+        chosen: Tensor | None,  # the numbers of its rows' chosen keys
         expander: Expander | None,
         q: Tensor,
         k: Tensor,

@@ -46,7 +46,6 @@ def plain_view(
     softcap: float | None,
     window: tuple[int, int] | None,
     segments: tuple[tuple[int, int], ...] | None = None,
-    overlapped: bool = False,
     lse_grad: bool = False,
     bias_grad: bool = False,
 ) -> TileView:
@@ -57,26 +56,21 @@ def plain_view(
         softcap=softcap,
         window=window,
         varlen_segments=segments,
-        overlapped=overlapped,
         lse_grad=lse_grad,
         bias_grad=bias_grad,
     )
 
 
 class Views:
-    """Makes the `TileView` of every kernel call of a pass.
-
-    `bias` is this rank's tile of a learned bias; a bias that is a function is in `call`, as the
-    mask. `numbers` are those of a choice of keys, of the tile's rows.
-    """
+    """Makes the `TileView` of every kernel call of a pass."""
 
     def __init__(
         self,
         plan: Plan,
         tile: Pass,
         call: Call,
-        bias: Tensor | None,
-        numbers: Tensor | None,
+        bias: Tensor | None,  # this rank's tile of a learned one; a function is in `call`
+        numbers: Tensor | None,  # of a choice of keys, of the tile's rows
         like: Tensor,
     ) -> None:
         self.plan, self.tile, self.call = plan, tile, call
@@ -87,18 +81,16 @@ class Views:
         block: BlockPlan,
         group: Group,
         kernel: Kernel,
-        overlapped: bool,
         lse_grad: bool = False,
         bias_grad: bool = False,
     ) -> TileView:
-        """The view of a group of kernel calls. overlapped: whether messages are in flight."""
+        """The view of a group of kernel calls."""
         p, call = self.plan.problem, group.calls[0]  # the only one, where it is not plain
         causal = call.kind is Kind.CAUSAL
         if call.kind is not Kind.MASKED and not self.plan.biased:
             segments = group.varlen_segments
             return plain_view(
-                *(self.plan.scale, causal, p.softcap, call.window, segments),
-                *(overlapped, lse_grad, bias_grad),
+                self.plan.scale, causal, p.softcap, call.window, segments, lse_grad, bias_grad
             )
         if kernel.positional:
             bias, mask_context = self._learned_bias(block, call), self._mask_context(block, call)
@@ -215,8 +207,8 @@ class Views:
     def _without_keys(self) -> frozenset[int]:
         """Groups of kernel calls of the pass, by identity, of which no row chose a key.
 
-        By the numbers between a call's first and last key. Read at once for all calls, and only
-        where the host need not wait for it: not on a GPU, unless the numbers are checked anyway.
+        Read at once for all calls, and only where the host need not wait for it: not on a GPU,
+        unless the numbers are checked anyway.
         """
         kind, numbers = self.plan.problem.choice, self.numbers
         if kind is None or numbers is None:

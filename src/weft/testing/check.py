@@ -48,11 +48,9 @@ class Comparison:
 def check_rank(layout: Layout, case: Case, device: str = "cpu") -> list[Comparison]:
     """Check one bound layout; every rank calls this and gets the same comparisons.
 
-    fp64 allows `EXACT`; other dtypes twice the error of one device on the full tensors, plus one
-    rounding of the largest entry, plus one in fp32 for each part that is merged. Where the largest
-    logsumexp L is above 1, that last is a rounding of L: parts are weighted by their logsumexps,
-    and fp32 (fp64 for fp64) represents one to eps L. Gradients of queries and keys are allowed
-    `gradient_rounding` on top.
+    fp64 allows `EXACT`; other dtypes twice the error of one device, a rounding of the largest
+    entry, and one in fp32 for each part that is merged: of the largest logsumexp L, where that is
+    above 1, as parts are weighted by their logsumexps, which are right to eps L.
     """
     full = case.draw()
     expected = case.wanted(full)
@@ -147,10 +145,9 @@ def gradient_rounding(case: Case, full: Mapping[str, Tensor]) -> dict[str, float
         ds = p (dout v^T - delta)
         |error of ds| <= eps p (|dout| |v|^T + |dout| . |out| + |dout v^T - delta| |score|)
 
-    Both terms of the difference are sums in the accumulation dtype. Where a row puts all its weight
-    on one key they are equal and the gradient is 0, but for their rounding: on one device, too,
-    unless it adds both in one order, as kernels do for few head dims. |score| = scale |q| |k|^T
-    bounds what its own rounding does to p. The error of ds reaches dq times |k| and dk times |q|.
+    Where a row puts all its weight on one key, dout v^T and delta are equal but for their rounding,
+    on one device, too, unless it adds both in one order; |score| = scale |q| |k|^T bounds what its
+    own rounding does to p, and the error of ds reaches dq times |k| and dk times |q|.
     """
     q, k, v, dout = (full[name].double().cpu() for name in ("q", "k", "v", "dout"))
     groups = q.shape[1] // k.shape[1]

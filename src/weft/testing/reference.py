@@ -30,7 +30,7 @@ def reference(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale q k^T + bias) v and the logsumexp of every row: (b h n e), (b h n).
 
-    Fully masked rows give 0 and -inf. A sink is one more column of scores whose value is 0.
+    Fully masked rows give 0 and -inf; a sink is one more column of scores whose value is 0.
     """
     heads = q.shape[1]
     k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k, v))
@@ -53,11 +53,10 @@ def reference(
 
 
 def relative_error(actual: Tensor, expected: Tensor, full: Tensor, smallest: float = 0.0) -> float:
-    """Largest difference over the largest finite entry of the full tensor.
+    """Largest difference from this rank's part over the largest finite entry of the full tensor.
 
-    inf where shapes differ, where an entry is NaN, and where only one of the two is -inf, as the
-    logsumexp of a fully masked row is. `expected` is this rank's part of `full`. The scale is at
-    least `smallest`; where all entries are 0 the difference is absolute.
+    It is inf where shapes differ, where an entry is NaN, and where only one of the two is -inf, as
+    the logsumexp of a fully masked row is.
     """
     if actual.shape != expected.shape:
         return float("inf")

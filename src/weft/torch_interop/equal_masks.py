@@ -21,8 +21,7 @@ def kept(mask: Mask) -> Mask:
     """The first of all masks of the same numbers, functions and tensors.
 
     A graph is traced for one mask, and torch.compile tells masks apart by identity: with an equal
-    one made anew for every step, every step would be compiled anew, until torch gives up. Functions
-    and tensors are the same where they are one object, as `__eq__` of a class may ignore them.
+    one made anew for every step, every step would be compiled anew, until torch gives up.
 
     >>> from weft.masks import Causal
     >>> kept(Causal(1000)) is kept(Causal(1000))

@@ -139,10 +139,7 @@ class sdpa(TorchFunctionMode):
         if func is _SDPA or func in sdpa_forms:
             return self._attend(*args, **kwargs)
         if func in other_attention:
-            raise UnsupportedError(
-                f"{other_attention[func]} under weft.sdpa attends this rank's tokens only; call "
-                "F.scaled_dot_product_attention, or weft.attention"
-            )
+            _refuse_other(other_attention[func])
         if func is F.multi_head_attention_forward:
             raise UnsupportedError(
                 "nn.MultiheadAttention under weft.sdpa: it computes attention inside itself, over "
@@ -263,6 +260,14 @@ class sdpa(TorchFunctionMode):
         return self.mask
 
 
+@constant_in_graphs  # what a graph raises of a class with bases of its own, torch cannot trace
+def _refuse_other(name: str) -> None:
+    raise UnsupportedError(
+        f"{name} under weft.sdpa attends this rank's tokens only; call "
+        "F.scaled_dot_product_attention, or weft.attention"
+    )
+
+
 @constant_in_graphs
 def _refuse_calling_back() -> None:
     raise UnsupportedError(
@@ -338,7 +343,7 @@ def canonical(
 ) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
     """(..., heads, tokens, dim) as (b, h, n, d), and the leading dims that b stands for.
 
-    Leading dims broadcast and flatten into b. Three dims or fewer have no heads, as torch has it.
+    Leading dims broadcast and flatten into b; three dims or fewer have no heads, as torch has it.
     """
     shapes = f"query {tuple(q.shape)}, key {tuple(k.shape)}, value {tuple(v.shape)}"
     if min(q.dim(), k.dim(), v.dim()) < 2:

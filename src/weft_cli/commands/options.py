@@ -282,7 +282,7 @@ Timeout = Annotated[
 
 def problem_of(
     axis: str,
-    lengths: Sequence[int],
+    lengths: Sequence[int],  # queries of each attended axis
     *,
     keys: int | None = None,
     heads: int = HEADS,
@@ -291,14 +291,13 @@ def problem_of(
     value_dim: int | None = None,
     latents: str | None = None,
     batch: int | None = None,
-    parts: int = 1,
+    parts: int = 1,  # into how many the layout splits the batch
     mask: str = MASK,
     dtype: str = PLANNED_DTYPE,
     device: str = "cpu",
 ) -> Problem:
     """The call that the options of a command describe, over all ranks.
 
-    `lengths` are queries of each attended axis; `parts`: into how many the layout splits the batch.
     With latents these have one head, and the key/value heads are those of the expansion.
 
     >>> problem_of("tokens", [64], mask="padding:5:7").batch
@@ -466,8 +465,7 @@ def refuse_split_nodes(layout: Layout, ranks_per_node: int | None) -> None:
 def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, ...]:
     """Global length per attended axis of `--length`: a number, or `axis=number` of several axes.
 
-    A number alone is about that of several axes together. `known`: all axes that may be named,
-    whether this call attends them or not; any if there are none.
+    A number alone is about that of several axes together.
 
     >>> lengths_of("37", "tokens"), lengths_of("rows=8,features=3", "rows+features")
     ((37,), (8, 3))

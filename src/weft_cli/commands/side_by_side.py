@@ -32,20 +32,14 @@ from weft_planner.work import Work
 
 @dataclass(frozen=True)
 class TimedPasses:
-    """Seconds and bytes of the passes of one layout, on the slowest or busiest rank.
+    """Seconds and bytes of the passes of one layout, on the slowest or busiest rank."""
 
-    `forward` and `whole` are seconds of every round, of the forward pass and of both; `received`
-    bytes of each pass, as the transports counted them; `kept` bytes that a forward pass keeps for
-    its backward pass, weights left out; `held` the most bytes of other ranks at one time;
-    `allocated` the most bytes of a GPU in both passes, 0 on CPUs, which do not count them.
-    """
-
-    forward: tuple[float, ...]
-    whole: tuple[float, ...]
-    received: tuple[int, int]
-    kept: int
-    held: int
-    allocated: int = 0
+    forward: tuple[float, ...]  # seconds of every round
+    whole: tuple[float, ...]  # likewise, of both passes
+    received: tuple[int, int]  # bytes of each pass, as the transports counted them
+    kept: int  # bytes that a forward pass keeps for its backward pass, weights left out
+    held: int  # the most bytes of other ranks at one time
+    allocated: int = 0  # the most bytes of a GPU in both passes, 0 on CPUs, which do not count them
 
     @property
     def medians(self) -> tuple[float, float, float]:
@@ -64,8 +58,7 @@ def side_by_side(
 ) -> list[TimedPasses]:
     """Times works of layouts that are bound to the same ranks, which all call this.
 
-    Each is timed `rounds` times, after one pass whose bytes are counted. Returns each
-    layout's passes, the same on all ranks.
+    Each is timed `rounds` times, after one pass whose bytes are counted.
 
     >>> q = torch.randn(1, 2, 8, 4, requires_grad=True)
     >>> work = Work(lambda: attention(q, q, q, Layout.single(), "tokens"), [q])

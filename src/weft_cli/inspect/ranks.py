@@ -31,16 +31,11 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 
 @dataclass(frozen=True)
 class Reading:
-    """Whose plans are read, rank 0 first, and the number of ranks they represent.
-
-    Attributes:
-        represented: ranks that each of them represents exactly.
-        total: ranks of the mesh.
-    """
+    """Whose plans are read, rank 0 first, and the number of ranks they represent."""
 
     ranks: tuple[int, ...]
-    represented: int
-    total: int
+    represented: int  # ranks that each of them represents exactly
+    total: int  # ranks of the mesh
 
     @property
     def complete(self) -> bool:

@@ -46,7 +46,6 @@ COLUMNS = (
     Column("cpu-flash", "cpu", torch.float32),
     Column("math", "cpu", torch.float32),
     Column("flex", "cpu", torch.float32),
-    Column("flash-attn", "cuda", torch.bfloat16),
     Column("cudnn", "cuda", torch.bfloat16),
     Column("cuda-flash", "cuda", torch.bfloat16),
     Column("flex", "cuda", torch.bfloat16),
@@ -62,7 +61,7 @@ DROPOUT = (
 #: Masks of which every part is a full or plainly causal tile need no explicit mask.
 _PLAIN = (
     "in parts that are full or causal; more than 48 segments in a chunk take a mask, except with "
-    "`flash-attn` and `cuda-flash`, which compute up to 4,096 of a kind in one call"
+    "`cuda-flash`, which computes up to 4,096 of a kind in one call"
 )
 _MASK = {"masked": True}
 

@@ -9,8 +9,6 @@ from dataclasses import replace
 from rich.table import Table
 from rich.text import Text
 
-from weft.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
-from weft.carry.pieces import MOST_GATHERED
 from weft.declare.layout_file import HEADS
 from weft.inspect import words
 from weft.layout import Layout
@@ -19,6 +17,8 @@ from weft.plan.problem import LocalProblem
 from weft.relayout.plan import placement, plan_redistribution
 from weft.relayout.windows import TakePass, Windows
 from weft.testing.check import Comparison
+from weft_axes.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
+from weft_axes.carry.pieces import MOST_GATHERED
 from weft_proof.symbolic import Claim
 
 from .printer import table, verdict

@@ -13,12 +13,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from weft.checkpoint.blocks import Block, write_blocks
-from weft.checkpoint.folder import CheckpointError, Index
-from weft.checkpoint.same_files import agreed_index
-from weft.checkpoint.shards import everywhere
 from weft.errors import shown
 from weft.layout import Layout
+from weft_axes.checkpoint.blocks import Block, write_blocks
+from weft_axes.checkpoint.folder import CheckpointError, Index
+from weft_axes.checkpoint.same_files import agreed_index
+from weft_axes.checkpoint.shards import everywhere
 
 
 class Facts(BaseModel):

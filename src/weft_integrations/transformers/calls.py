@@ -19,7 +19,6 @@ from transformers import EncoderDecoderCache
 
 from weft._digest import number_of
 from weft._torch import active_ddp, is_fsdp, outside_graphs
-from weft.carry.pieces import LocalPieces
 from weft.comm.channel import Channel
 from weft.comm.collectives import invariant_to_replicate, scale_backward
 from weft.errors import UnsupportedError, WeftError
@@ -29,6 +28,7 @@ from weft.layout import Layout
 from weft.losses.labels import IGNORED, shift_labels
 from weft.masks import Documents
 from weft.plan.call import reach
+from weft_axes.carry.pieces import LocalPieces
 
 from .. import Foreign
 from ..common import named_arguments, refuse_scaled_by_tensor, tokens_per_chunk

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor
 
 from weft.attention import attention
-from weft.carry.pieces import LocalPieces, Piece
 from weft.choice import ChosenKeys
 from weft.decode.attend import merged_parts
 from weft.fields import on_chunks
 from weft.layout import Layout
+from weft_axes.carry.pieces import LocalPieces, Piece
 
 from .. import Foreign
 from ..common import chunk_places, of_all_ranks

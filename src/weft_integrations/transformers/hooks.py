@@ -17,11 +17,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from weft.carry.fragments import fragments
 from weft.errors import DeclarationError, UnsupportedError
 from weft.fields import WholeReport
-from weft.gradients.sync import AVERAGED
+from weft.gradients import AVERAGED
 from weft.layout import Layout
+from weft_axes.carry.fragments import fragments
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads

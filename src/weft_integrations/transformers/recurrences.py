@@ -32,11 +32,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.carry.by_heads import traded
-from weft.carry.pieces import Apply, LocalPieces
 from weft.errors import UnsupportedError
 from weft.fields import on_chunks
 from weft.layout import Layout
+from weft_axes.carry.by_heads import traded
+from weft_axes.carry.pieces import Apply, LocalPieces
 
 from .running import now, running
 from .shapes import by_shapes

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.carry.pieces import LocalPieces
 from weft.errors import UnsupportedError
 from weft.fields import on_chunks
+from weft_axes.carry.pieces import LocalPieces
 
 from .. import Foreign
 from .recurrences import completed, over_heads, recurrence

@@ -12,22 +12,12 @@ from torch import Tensor, nn
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.masks import Documents, Mask
-from weft.nn.attention import MultiAxisAttention
-from weft.nn.named import build_bias, build_mask
-from weft.nn.parameters import LayerNorm, RMSNorm, linear
-from weft.nn.recurrent import GatedDeltaNet
-from weft.nn.windows import BatchNorm, Convolution, GroupNorm, OverAxes, Pool, Resample
+from weft_axes.nn.attention import MultiAxisAttention
+from weft_axes.nn.named import build_bias, build_mask
+from weft_axes.nn.parameters import LayerNorm, RMSNorm, linear
+from weft_axes.nn.recurrent import GatedDeltaNet
 
-from ..declare.model_blocks import (
-    AttendBlock,
-    CarryBlock,
-    ConvBlock,
-    MlpBlock,
-    NormBlock,
-    PoolBlock,
-    ResampleBlock,
-    TriangleBlock,
-)
+from ..declare.model_blocks import AttendBlock, CarryBlock, MlpBlock, TriangleBlock
 from ..declare.model_file import ModelSpec
 from ..pair.triangle import TriangleAttention, TriangleMultiplication
 from ..routing.module import RoutedAttention
@@ -229,95 +219,3 @@ class Mlp(nn.Module):
         y = self.norm(x)
         hidden = self.activation(self.up(y))
         return x + self.down(hidden if self.gate is None else hidden * self.gate(y))
-
-
-class OnAxes(nn.Module):
-    """A block on `weft.nn`'s modules of windows and norms over axes: `run(x)`."""
-
-    def __init__(self, block: Any, layout: Layout, run: OverAxes) -> None:
-        super().__init__()
-        self.block, self.layout, self.run = block, layout, run
-
-    def lengths_after(self, given: BlockInputs) -> dict[str, int]:
-        """Global lengths of the block's axes after it."""
-        return self.run.lengths_after(given.lengths_of(self.run.axes))
-
-    def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
-        """x, local, as the layout shards it."""
-        return self.run(x, given.lengths_of(self.run.axes))
-
-
-class Convolve(OnAxes):
-    """`x + convolution(norm(x))`; with a stride, which leaves fewer positions, without `x +`."""
-
-    def __init__(
-        self, spec: ModelSpec, block: ConvBlock, layout: Layout, generator: torch.Generator
-    ) -> None:
-        run = Convolution(
-            spec.sizes.embed,
-            axis=block.conv,
-            axes=spec.axes,
-            layout=layout,
-            kernel=block.kernel,
-            stride=block.stride,
-            dilation=block.dilation,
-            border=block.border,
-            depthwise=block.depthwise,
-            generator=generator,
-        )
-        super().__init__(block, layout, run)
-        self.norm = norm(spec)
-
-    def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
-        """x, local, as the layout shards it."""
-        y = self.run(self.norm(x), given.lengths_of(self.run.axes))
-        return x + y if self.block.keeps_lengths else y
-
-
-class Normalize(OnAxes):
-    """`norm(x)` over positions of several axes."""
-
-    def __init__(
-        self, spec: ModelSpec, block: NormBlock, layout: Layout, generator: torch.Generator
-    ) -> None:
-        options: dict[str, Any] = {"axes": spec.axes, "layout": layout}
-        run: OverAxes = (
-            BatchNorm(spec.sizes.embed, **options)
-            if block.norm == "batch"
-            else GroupNorm(block.groups or 1, spec.sizes.embed, axis=block.over, **options)
-        )
-        super().__init__(block, layout, run)
-
-
-class PoolWindows(OnAxes):
-    """The largest or the mean position of windows."""
-
-    def __init__(
-        self, spec: ModelSpec, block: PoolBlock, layout: Layout, generator: torch.Generator
-    ) -> None:
-        windows: dict[str, Any] = {"kernel": block.kernel, "stride": block.stride}
-        placed: dict[str, Any] = {"axis": block.over, "axes": spec.axes, "layout": layout}
-        super().__init__(block, layout, Pool(spec.sizes.embed, block.pool, **placed, **windows))
-
-
-class ResampleAxes(OnAxes):
-    """More positions of some axes, or as many as the model was given."""
-
-    def __init__(
-        self, spec: ModelSpec, block: ResampleBlock, layout: Layout, generator: torch.Generator
-    ) -> None:
-        factors = {axis: 1 if n == "input" else n for axis, n in block.resample.items()}
-        placed: dict[str, Any] = {"axis": block.over_axes, "axes": spec.axes, "layout": layout}
-        run = Resample(spec.sizes.embed, **placed, factor=factors, mode=block.mode)
-        super().__init__(block, layout, run)
-
-    def _wanted(self, given: BlockInputs) -> dict[str, int]:
-        return {a: given.first[a] for a, n in self.block.resample.items() if n == "input"}
-
-    def lengths_after(self, given: BlockInputs) -> dict[str, int]:
-        return {**super().lengths_after(given), **self._wanted(given)}
-
-    def forward(self, x: Tensor, given: BlockInputs) -> Tensor:
-        """x, local, as the layout shards it."""
-        assert isinstance(self.run, Resample)
-        return self.run(x, given.lengths_of(self.run.axes), self._wanted(given))

@@ -2,34 +2,30 @@
 
 encode         training rows -> keys and values of every block, as the layout has keys at rest
 attend         test rows, in batches of any size -> queries of every block, same keys and values
-to, save, load the same keys and values on another layout, or in a folder
+to             the same keys and values on another layout
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weft.checkpoint.shards import gathered, shards
 from weft.declare.layout_file import HEADS
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
-from weft.nn.sequences import gathered_lengths
 from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
 from weft.relayout.fetch import fetch
 from weft.relayout.plan import Placed, plan_redistribution
+from weft_axes.checkpoint.shards import gathered, shards
+from weft_axes.nn.sequences import gathered_lengths
 
-from ..declare.model_blocks import AttendBlock
 from ..declare.model_file import ModelSpec
-from .cache_folder import Expected, read_cache, write_cache
 from .model import Model
 
 
@@ -59,7 +55,7 @@ class KeyValueCache:
         layout: of its tensors, bound.
         axis: whose positions were encoded, such as "rows".
         lengths: global lengths of the axes. That of one that ranks split and no block attends, such
-            as a batch, is here where the call had it, or once `to` or `save` asked the ranks.
+            as a batch, is here where the call had it, or once `to` asked the ranks.
         tensors: this rank's parts by name: `block.1.key`, `block.1.value`, and those of the
             model's head.
         model: digest of the model file and the weights that made it.
@@ -183,66 +179,21 @@ class KeyValueCache:
             layout: bound on these ranks, or declared for as many.
 
         Raises:
-            DeclarationError: other ranks, or a layout that does not know the axis. To go to another
-                number of ranks, save it and load it there.
-            ShapeError: as for `save`.
+            DeclarationError: other ranks, or a layout that does not know the axis.
+            ShapeError: on every rank, if the ranks' parts do not form one tensor: tables of other
+                rows or columns, or a batch that is not split into DTensor's chunks.
         """
         if layout.transport is None:
             layout = bind_on_same_ranks(self.layout, layout)
         if (layout.world_size, layout.rank) != (self.layout.world_size, self.layout.rank):
             raise DeclarationError(
                 f"the cache is sharded over {self.layout.world_size} ranks, and layout"
-                f" {layout.name!r} has {layout.world_size} or another order of them; save it, and"
-                " load it there"
+                f" {layout.name!r} has {layout.world_size} or another order of them; encode the"
+                " rows there"
             )
         self._ask_lengths()
         moved = {name: self._moved(kept, layout) for name, kept in self.tensors.items()}
         return dataclasses.replace(self, layout=layout, tensors=moved)
-
-    def save(self, folder: str | Path) -> Path:
-        """Writes the cache as safetensors with a JSON index; all ranks call this.
-
-        Args:
-            folder: a new one, which every rank sees.
-
-        Raises:
-            CheckpointError: on every rank, if it cannot be written or holds a cache already.
-            ShapeError: on every rank, if the ranks' parts do not form one tensor: tables of other
-                rows or columns, or a batch that is not split into DTensor's chunks.
-        """
-        self._ask_lengths()
-        parts = {
-            name: (kept.local, kept.axes, *self._placed(kept, self.layout))
-            for name, kept in self.tensors.items()
-        }
-        return write_cache(Path(folder), self.layout, self.model, self.axis, self.lengths, parts)
-
-    @classmethod
-    def load(cls, folder: str | Path, model: Model) -> KeyValueCache:
-        """Reads a cache for a model, on that model's layout, whichever it was written on.
-
-        Args:
-            folder: of `save`.
-            model: with the weights that made the cache; all ranks of its layout call this.
-
-        Raises:
-            CheckpointError: on every rank, if another model or other weights made it, or files are
-                missing or damaged. Digests tell damage; they are no signature.
-
-        >>> import tempfile, weft
-        >>> model = weft.compose("tabular")
-        >>> folder = model.fit(torch.zeros(1, 20, 4)).save(tempfile.mkdtemp() + "/cache")
-        >>> KeyValueCache.load(folder, model).lengths
-        {'batch': 1, 'rows': 20, 'features': 4}
-        """
-        layout, made_by = model.layout, model_fingerprint(model)
-        device = next(model.parameters()).device
-        place, expected = functools.partial(placed, layout), functools.partial(_expected, model)
-        metadata, parts = read_cache(
-            Path(folder), layout, made_by, model.spec.name, place, expected
-        )
-        tensors = {n: CachedTensor(t.to(device), tuple(metadata.axes[n])) for n, t in parts.items()}
-        return cls(layout, metadata.axis, metadata.lengths, tensors, made_by)
 
     def _ask_lengths(self) -> None:
         """Learns the lengths that this rank lacks, once; all ranks call this."""
@@ -254,7 +205,7 @@ class KeyValueCache:
         except ShapeError as error:
             raise ShapeError(
                 f"{error}\nthe parts on these ranks do not form one tensor: the cache can be used"
-                " for prediction but not saved or moved"
+                " for prediction but not moved"
             ) from None
         object.__setattr__(self, "lengths", whole)
 
@@ -283,21 +234,6 @@ class KeyValueCache:
         )
         axes = tuple(axis for _, axis in named)
         return placed(layout, axes, self.axis), tuple(i for i, _ in named), lengths
-
-
-def _expected(model: Model, axis: str) -> dict[str, Expected]:
-    """The tensors of a cache of an axis, as `CacheRecording` keeps them."""
-    spec = model.spec
-    tensors: dict[str, Expected] = {name: (axes, ()) for name, axes in model.cached.items()}
-    shared = [a for a in spec.axes[:-1] if a != axis]
-    for number, block in enumerate(spec.blocks):
-        if isinstance(block, AttendBlock) and block.attend == (axis,) and block.context is None:
-            heads = block.heads or spec.sizes.heads
-            kv_heads = block.kv_heads or (None if block.heads else spec.sizes.kv_heads) or heads
-            sizes = (*(None for _ in shared), kv_heads, None, spec.sizes.embed // heads)
-            for label in ("key", "value"):
-                tensors[f"block.{number}.{label}"] = ((*shared, HEADS, axis, None), sizes)
-    return tensors
 
 
 class CacheRecording:

@@ -24,9 +24,9 @@ from weft.declare.mesh import index_at
 from weft.decode.attend import attend_part, merge_parts
 from weft.decode.owners import BLOCK, Held
 from weft.layout import Layout
-from weft.nn.attention import MultiAxisAttention
 from weft.plan.order import shard_spans
 from weft.runtime.autocast import as_autocast
+from weft_axes.nn.attention import MultiAxisAttention
 
 from ..declare.model_file import ModelSpec
 from .encodable import decodable_blocks

@@ -8,8 +8,8 @@ from torch import nn
 
 from weft.errors import DeclarationError, did_you_mean
 from weft.masks import Mask
-from weft.nn.attention import MultiAxisAttention
-from weft.nn.named import build_mask
+from weft_axes.nn.attention import MultiAxisAttention
+from weft_axes.nn.named import build_mask
 
 from ..declare.model_blocks import (
     AttendBlock,

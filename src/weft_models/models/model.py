@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from weft.layout import Layout
@@ -16,5 +14,3 @@ class Model(nn.Module):
 
     spec: ModelSpec
     layout: Layout
-    #: Tensors of the head's own in a cache, by name: their axes.
-    cached: Mapping[str, tuple[str, ...]] = {}

@@ -18,9 +18,12 @@ from safetensors.torch import save_file
 from torch import nn
 
 from weft._opening import replacing
-from weft.checkpoint.folder import CheckpointError, failing, open_tensors
-from weft.checkpoint.same_files import agree_on_file
-from weft.checkpoint.shards import (
+from weft.declare import catalog
+from weft.errors import DeclarationError, did_you_mean
+from weft.layout import Layout
+from weft_axes.checkpoint.folder import CheckpointError, failing, open_tensors
+from weft_axes.checkpoint.same_files import agree_on_file
+from weft_axes.checkpoint.shards import (
     MODEL,
     Shard,
     everywhere,
@@ -30,10 +33,7 @@ from weft.checkpoint.shards import (
     on_first,
     shards,
 )
-from weft.checkpoint.values import decode, encode
-from weft.declare import catalog
-from weft.errors import DeclarationError, did_you_mean
-from weft.layout import Layout
+from weft_axes.checkpoint.values import decode, encode
 
 from ..declare.model_file import ModelSpec
 from .composer import bound_layout, compose

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from weft.comm import collectives
 from weft.declare.layout_file import HEADS
 from weft.layout import Layout
-from weft.nn.parameters import HeadWeight, local
+from weft_axes.nn.parameters import HeadWeight, local
 
 from .blocks import BlockInputs
 

@@ -16,7 +16,7 @@ from weft.comm.consistency import local_tensor as held_here
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks.base import whole_number
-from weft.nn.parameters import embedding, linear, local, replicate
+from weft_axes.nn.parameters import embedding, linear, local, replicate
 
 from ..declare.model_file import ModelSpec
 from .cache import CacheRecording, KeyValueCache, model_fingerprint
@@ -59,7 +59,6 @@ class TableModel(Model):
         _, self.rows, self.features, _ = spec.axes
         assert classes is not None  # a file with this head has them
         self.spec, self.layout, self.unknown = spec, layout, classes
-        self.cached = dict.fromkeys(("mean", "scale"), (spec.axes[0], self.features))
         self.direction = linear(embed, embed, generator, bias=False)
         self.offset = linear(embed, embed, generator, bias=False)
         self.missing = nn.Parameter(torch.empty(embed).normal_(std=0.5, generator=generator))
@@ -109,8 +108,8 @@ class TableModel(Model):
         else:
             statistics = column_statistics(values, known, self.layout, self.rows)
         if isinstance(cache, CacheRecording):
-            for (name, axes), t in zip(self.cached.items(), statistics):
-                cache.keep(name, t, axes)
+            for name, t in zip(("mean", "scale"), statistics):
+                cache.keep(name, t, (self.spec.axes[0], self.features))
         values = standardise_columns(values, *statistics).to(dtype)
         values = values.masked_fill(is_class, 0.0)[..., None]  # b r c 1
         labels = self._labels(cells, known, is_class)[:, :, None]  # b r 1 e

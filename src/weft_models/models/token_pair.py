@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from weft.errors import ShapeError
 from weft.layout import Layout
 from weft.masks import Documents
-from weft.nn.parameters import embedding, linear, replicate
-from weft.nn.sequences import places_of
+from weft_axes.nn.parameters import embedding, linear, replicate
+from weft_axes.nn.sequences import places_of
 
 from ..declare.model_file import ModelSpec
 from .decode_cache import DecodeCache

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from weft.errors import DeclarationError, ShapeError, did_you_mean
 from weft.layout import Layout
 from weft.masks import Mask
-from weft.nn.parameters import replicate
-from weft.nn.sequences import gathered_lengths
+from weft_axes.nn.parameters import replicate
+from weft_axes.nn.sequences import gathered_lengths
 
 from ..declare.model_blocks import (
     AttendBlock,
@@ -28,24 +28,13 @@ from ..declare.model_blocks import (
     TriangleBlock,
 )
 from ..declare.model_file import ModelSpec
-from .blocks import (
-    Attend,
-    BlockInputs,
-    Carry,
-    Convolve,
-    Mlp,
-    Normalize,
-    OnAxes,
-    PoolWindows,
-    ResampleAxes,
-    Triangle,
-    norm,
-)
+from .blocks import Attend, BlockInputs, Carry, Mlp, Triangle, norm
 from .cache import CacheRecording, KeyValueCache
 from .decode_cache import DecodeCache
 from .encodable import encodable_blocks, is_mixed
 from .model import Model
 from .relayout import Lent, lend_inputs
+from .windows import Convolve, Normalize, OnAxes, PoolWindows, ResampleAxes
 
 KINDS: dict[type, Callable[..., nn.Module]] = {
     AttendBlock: Attend,
@@ -360,7 +349,7 @@ def _changes_lengths(block: nn.Module) -> bool:
 def _after(block: nn.Module, given: BlockInputs) -> BlockInputs:
     """The inputs of later blocks, with the lengths that a block leaves."""
     assert isinstance(block, OnAxes)
-    for name in block.run.axis:
+    for name in block.axis:
         if name not in given.lengths:
             raise DeclarationError(f"lengths of an axis that a block changes: give {name!r}, too")
     return dataclasses.replace(given, lengths={**given.lengths, **block.lengths_after(given)})

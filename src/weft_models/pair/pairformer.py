@@ -21,8 +21,8 @@ from weft.comm import collectives
 from weft.declare.layout import LayoutDeclaration
 from weft.declare.mesh import rank_at
 from weft.layout import Layout
-from weft.nn.parameters import LayerNorm, linear, replicate
 from weft.relayout.plan import Placed, Redistribution, plan_redistribution
+from weft_axes.nn.parameters import LayerNorm, linear, replicate
 
 from .plan import pair_at_rest, pair_mesh
 from .product import boxed

@@ -28,12 +28,12 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Mask
 from weft.masks.part import Renumbered
-from weft.nn.attention import MultiAxisAttention
-from weft.nn.parameters import HeadWeight, LayerNorm, linear, replicate
-from weft.nn.sequences import sequence_order
 from weft.plan.lengths import wrong_lengths
 from weft.plan.order import Spans, count, positions
 from weft.plan.plan import score_tile
+from weft_axes.nn.attention import MultiAxisAttention
+from weft_axes.nn.parameters import HeadWeight, LayerNorm, linear, replicate
+from weft_axes.nn.sequences import sequence_order
 
 from .plan import ProductRule, pair_mesh, plan_boxes, plan_product
 from .product import boxed, sharded_product

@@ -17,8 +17,8 @@ from weft.declare.routing import Routing
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Full, Mask
-from weft.nn.attention import MultiAxisAttention
-from weft.nn.geometry import Axis
+from weft_axes.nn.attention import MultiAxisAttention
+from weft_axes.nn.geometry import Axis
 
 from .attention import Routes, routed_attention
 from .geometry import blocks_per_rank, check_routed

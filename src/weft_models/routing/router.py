@@ -28,8 +28,8 @@ from weft._caching import cached
 from weft._uploads import upload
 from weft.layout import Layout
 from weft.masks import Interval, Mask, is_empty
-from weft.nn.parameters import HeadWeight
 from weft.plan.order import Span, Spans, chunk_sizes, count, cut_spans, is_ascending
+from weft_axes.nn.parameters import HeadWeight
 
 STATISTICS = 4
 CPU = torch.device("cpu")

@@ -1,6 +1,6 @@
 """Kinds of columns of text, by their training cells: numbers, truth values, dates or words.
 
-One rule for the cells of CSV files, of DataFrames and of arrays.
+One rule for the cells of DataFrames and of arrays.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weft.errors import printable
-
-from .categories import meanings
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,22 +25,20 @@ _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _LOCAL_DATE = re.compile(r"(\d\d?)([/.-])(\d\d?)\2\d{4}\b")
 #: What may follow such a date: pandas takes other text for times.
 _TIME = r"(?:[T ]+\d\d?:\d\d(?::\d\d(?:\.\d+)?)?(?: ?[AaPp]\.?[Mm]\.?)?)?"
-_NEARLY = r"\W{0,3}\d{1,3}(?:[.,' ]?\d{3})*(?:[.,]\d*)?\W{0,3}"
 
 
 @dataclass(frozen=True)
 class Reader:
     """Reads text cells as a number, truth value, date or duration, the `kind`; others are NaN.
 
-    `signs` are the decimal signs of numbers, `form` is how pandas reads the dates.
+    `form` is how pandas reads the dates.
 
     >>> import pandas as pd
-    >>> Reader("number", ",")(pd.Series(["1,5", "NA"])).tolist()
+    >>> Reader("number")(pd.Series(["1.5", "NA"])).tolist()
     [1.5, nan]
     """
 
     kind: str
-    signs: str = "."
     form: tuple[tuple[str, Any], ...] = (("format", "ISO8601"),)
 
     def __call__(self, cells: pd.Series) -> pd.Series:
@@ -50,40 +46,15 @@ class Reader:
 
         cells = cells.mask(cells.isin(MISSING))
         if self.kind == "number":
-            return _numbers(cells, self.signs)
+            return pd.to_numeric(cells, errors="coerce")
         if self.kind == "truth value":
-            return cells.str.lower().map(TRUTH).fillna(_numbers(cells, self.signs))
+            return cells.str.lower().map(TRUTH).fillna(pd.to_numeric(cells, errors="coerce"))
         if self.kind == "duration":
             return pd.to_timedelta(cells, errors="coerce")
         form = dict(self.form)
         if "dayfirst" in form:
             cells = cells.where(cells.str.fullmatch(_LOCAL_DATE.pattern + _TIME, na=False))
         return pd.to_datetime(cells, errors="coerce", utc=True, **form)
-
-
-def tidy_column(
-    x_train: pd.DataFrame,
-    x_test: pd.DataFrame,
-    column: str,
-    names: Sequence[str],
-    commas: Sequence[bool],
-) -> list[str]:
-    """Brings a column, in place, to the kind that it has in the training table; returns notes.
-
-    Cells are text. `names` are those of the two files; `commas` says of each whether commas in it
-    may be decimal signs.
-    """
-    read = reader_of(x_train[column], commas)
-    if read is None:
-        return _tidy_words(x_train, x_test, column, names)
-    notes = []
-    for frame, name in zip((x_train, x_test), names):
-        cells, found = frame[column], read(frame[column])
-        odd = cells[found.isna() & cells.notna() & ~cells.isin(MISSING)]
-        frame[column] = found
-        if len(odd):
-            notes.append(f"{name}: {other_cells(column, read.kind, odd, len(frame))}")
-    return notes
 
 
 def other_cells(column: str, kind: str, odd: pd.Series, count: int) -> str:
@@ -95,31 +66,12 @@ def other_cells(column: str, kind: str, odd: pd.Series, count: int) -> str:
     )
 
 
-def _tidy_words(
-    x_train: pd.DataFrame, x_test: pd.DataFrame, column: str, names: Sequence[str]
-) -> list[str]:
-    for frame in (x_train, x_test):
-        frame[column] = frame[column].mask(frame[column].eq(""))
-    values, given = x_train[column].dropna(), x_test[column].dropna()
-    notes = [f"column {column!r} is text{why}" for why in _doubts(values[~values.isin(MISSING)])]
-    known = meanings(values.unique())
-    unknown = given[[known(cell) is None for cell in given]]
-    if 0 < len(unknown) < len(given):  # of a column without a known category `predict` warns
-        notes.append(
-            f"{names[1]}: column {column!r}: categories that {names[0]} lacks are missing:"
-            f" {len(unknown)} of {len(x_test)} cells ({listed(list(map(repr, unknown.unique())))})"
-        )
-    return notes
-
-
-def reader_of(cells: pd.Series, commas: Sequence[bool] = (False, False)) -> Reader | None:
+def reader_of(cells: pd.Series) -> Reader | None:
     """The reader of training cells and of all others of their column; None for words.
 
-    `commas` says of the training and of the test table whether commas may be decimal signs.
-
     >>> import pandas as pd
-    >>> read = reader_of(pd.Series(["1,5", "2", "NA"]), (True, True))
-    >>> read.kind, read(pd.Series(["3,5", "many"])).tolist()
+    >>> read = reader_of(pd.Series(["1.5", "2", "NA"]))
+    >>> read.kind, read(pd.Series(["3.5", "many"])).tolist()
     ('number', [3.5, nan])
     >>> reader_of(pd.Series(["NA", "DE"])) is None
     True
@@ -129,7 +81,7 @@ def reader_of(cells: pd.Series, commas: Sequence[bool] = (False, False)) -> Read
     def mostly(read: Reader) -> bool:
         return not len(values) or read(values).notna().mean() >= MOSTLY
 
-    numbers = Reader("number", _decimal_signs(values, commas))
+    numbers = Reader("number")
     if mostly(numbers):
         return numbers
     if values.str.lower().isin(list(TRUTH)).all():
@@ -139,50 +91,6 @@ def reader_of(cells: pd.Series, commas: Sequence[bool] = (False, False)) -> Read
     if not form or form.get("dayfirst", False) is None or not mostly(dates):
         return None
     return dates
-
-
-def _decimal_signs(values: pd.Series, commas: Sequence[bool]) -> str:
-    """The decimal signs of a column's numbers; `commas`: those of the two files may be."""
-    ours, theirs = commas
-    if not ours:
-        return ".," if theirs else "."
-    numbers = values[_numbers(values, ".,").notna()]
-    if numbers.str.contains(".", regex=False).any():
-        return "."
-    return "," if theirs and numbers.str.contains(",", regex=False).any() else ".,"
-
-
-def _numbers(cells: pd.Series, signs: str) -> pd.Series:
-    import pandas as pd
-
-    if "." not in signs:
-        cells = cells.mask(cells.str.contains(".", regex=False, na=False))
-    if "," in signs:
-        cells = cells.str.replace(",", ".", regex=False)
-    return pd.to_numeric(cells, errors="coerce")
-
-
-def _doubts(values: pd.Series) -> list[str]:
-    """Doubts about a column of text, as notes to the user."""
-    form = _date_form(values)
-    if values.str.fullmatch(_NEARLY).mean() >= MOSTLY:
-        return [
-            f", though it looks like numbers ({values.iloc[0]!r}); plain numbers, such as 1234.5,"
-            " would say more"
-        ]
-    if form and form.get("dayfirst", False) is None:
-        return [
-            f": whether the day or the month of {values.iloc[0]!r} is first cannot be told; dates"
-            " such as 2024-01-31 would say more"
-        ]
-    if form:
-        return [
-            f", though it begins like dates ({values.iloc[0]!r}); dates such as 2024-01-31, or"
-            " 2024-01-31 13:00, would say more"
-        ]
-    if len(values) > 20 and values.nunique() > len(values) // 2:
-        return [" that differs in most rows; if it names rows, --drop or --id"]
-    return []
 
 
 def _date_form(values: pd.Series) -> dict[str, Any]:

@@ -17,11 +17,10 @@ EVERY = 10.0
 
 
 @contextlib.contextmanager
-def progress(label: str, total: int | None, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress(label: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     """Shows on stderr how much of some work is done; yields a function to call with amounts of it.
 
-    `label` is done, such as "predicting". Where the `total` amount is unknown (None), the bar goes
-    when the work is done.
+    `label` is done, such as "predicting", and `total` the amount.
 
     >>> with progress("predicting", 10, shown=False) as advance:
     ...     advance(10)
@@ -46,14 +45,13 @@ def progress(label: str, total: int | None, shown: bool) -> Iterator[Callable[[i
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
     times = (TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, *times, console=console, transient=total is None) as bar:
+    with Progress(*columns, *times, console=console) as bar:
         task = bar.add_task(escape(label), total=total)
         yield lambda work: bar.advance(task, work)
-        if total is not None:
-            bar.update(task, completed=total)
+        bar.update(task, completed=total)
 
 
-def _lines(console: Terminal, label: str, total: int | None) -> Callable[[int], None]:
+def _lines(console: Terminal, label: str, total: int) -> Callable[[int], None]:
     begin = printed = time.monotonic()
     done = 0
 
@@ -62,7 +60,7 @@ def _lines(console: Terminal, label: str, total: int | None) -> Callable[[int], 
         done, now = done + work, time.monotonic()
         if now - printed >= EVERY:
             printed = now
-            share = f"{done:,}" if total is None else f"{done / max(1, total):.0%}"
-            console.print(f"{escape(label)}: {share} after {now - begin:.0f} s", highlight=False)
+            share, seconds = done / max(1, total), now - begin
+            console.print(f"{escape(label)}: {share:.0%} after {seconds:.0f} s", highlight=False)
 
     return advance

@@ -139,8 +139,7 @@ def bind_layout(layout: Layout | str | None, device: str | None = None) -> Layou
     if ranks > 1 and already_launched() is None and not dist.is_initialized():
         raise DeclarationError(
             f"{found.source} has {ranks} ranks, and this is one process; start it with `torchrun"
-            f" --nproc-per-node {ranks} your_script.py`, or use `weft predict --layout`, which"
-            " starts the ranks itself"
+            f" --nproc-per-node {ranks} your_script.py`"
         )
     return _built(found, device, dist.group.WORLD if dist.is_initialized() else None)
 

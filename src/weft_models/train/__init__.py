@@ -1,7 +1,7 @@
 """Training: data drawn on the fly, data parallelism, clipping, the loop and its records."""
 
-from weft.gradients.clip import clip_grad_norm_
-from weft.gradients.data_parallel import data_parallel
+from weft_axes.gradients.clip import clip_grad_norm_
+from weft_axes.gradients.data_parallel import data_parallel
 
 from .batches import PackedBatch, PackedReader, TokenDataset, TokenFile
 from .data import TrainingBatch, stream

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from weft.gradients.clip import clip_grad_norm_
 from weft.inspect.traffic import traffic
 from weft.layout import Layout
+from weft_axes.gradients.clip import clip_grad_norm_
 
 from ..declare.model_file import TrainSpec
 from ..routing import routing_penalty

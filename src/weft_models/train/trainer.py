@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from weft.checkpoint.folder import CheckpointError
-from weft.checkpoint.run import Checkpoints, missing, notes_of, step_folder
-from weft.checkpoint.shards import everywhere, on_first
 from weft.errors import WeftError
-from weft.gradients.data_parallel import data_parallel
 from weft.inspect.picture import writing
 from weft.launch.environment import launch_id, restarted
 from weft.layout import Layout
+from weft_axes.checkpoint.folder import CheckpointError
+from weft_axes.checkpoint.run import Checkpoints, missing, notes_of, step_folder
+from weft_axes.checkpoint.shards import everywhere, on_first
+from weft_axes.gradients.data_parallel import data_parallel
 
 from ..declare.model_file import TrainSpec
 from ..declare.run_file import RUN_FILE, WEIGHTS

@@ -40,13 +40,7 @@ def schedule(
 ) -> Program:
     """The quickest of the greedy program and its variants, by `timing.duration`.
 
-    Variants receive the two sides in another order, send partial results before they receive, or
-    wait for a transfer that is about to end rather than start a block. A tile may also gather
-    everything first, so it is never slower than a gather.
-
-    Where one side travels, chunks wait while `_OUTSTANDING` results are complete and not yet with
-    their owners. If that costs no more than `_SLACK`, they wait while any such result is there,
-    because a real link serves one message better than two.
+    A tile may also gather everything first, so it is never slower than a gather.
     """
     events = Sides(*map(arrivals, CHUNKS, dims, relayed, sub_chunks))
     results = (Payload.result(side, backward) for side in Side)
@@ -91,10 +85,8 @@ def _programs(
 def choose_sub_chunks(dims: MovingDims, costs: Costs, backward: bool) -> Sides[int]:
     """Into how many sub-chunks chunks are cut: one, or two where that is clearly quicker.
 
-    Nothing overlaps with the first chunk to arrive and the last block to be computed. With two
-    ranks each receives a single chunk, so only halves of it overlap with blocks. It matters
-    where chunks are few and take about as long as their blocks. It does not pay where a block is
-    short.
+    Nothing overlaps with the first chunk to arrive and the last block to be computed: halves matter
+    where chunks are few and take about as long as their blocks, and blocks are not short.
     """
     every = [d for along in dims for d in along]
     halves = Sides(*(2 if along else 1 for along in dims))
@@ -129,8 +121,7 @@ def live_bound(dims: MovingDims, sub_chunks: Sides[int] = UNCUT) -> int:
     """The most chunks (or sub-chunks) of other ranks that a pass holds or receives at any one time.
 
     Where only one side travels, that is two per ring (one in use, one arriving), and one more where
-    rings turn inside rings. Otherwise it is the whole prefix rectangle, all remote chunks of both
-    sides.
+    rings turn inside rings; else all remote chunks of both sides.
     """
     a, b = (math.prod(d.size for d in along) for along in dims)
     rings = [d for along in dims for d in along if d.size > 1]

@@ -180,8 +180,8 @@ class Scheduler(Board):
 class Lanes:
     """One side's arrivals in order; those along different mesh dims may overtake each other.
 
-    An arrival may begin once its sources are here, the arrival before it on its mesh dim has ended,
-    and all before that one have ended, too. So it is early by one turn of the inner ring at most.
+    An arrival may begin once its sources are here, and the one before it on its mesh dim and all
+    before that have ended: it is early by one turn of the inner ring at most.
     """
 
     def __init__(self, events: list[Arrival]) -> None:

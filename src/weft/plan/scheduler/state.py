@@ -14,20 +14,14 @@ from ..timing import Costs
 
 
 class ProgramParts(NamedTuple):
-    """The transfers of a program, and what they and its blocks take.
+    """The transfers of a program, and what they and its blocks take."""
 
-    events: by side, the arrivals of its chunks, in order.
-    returns: by side, the transfers of partial results of its chunks, by relative number.
-    costs: of blocks and sub-chunks.
-    shape: numbers of query and of key chunks, or sub-chunks.
-    sub_chunks: per query chunk and per key chunk.
-    """
-
-    events: Sides[list[Arrival]]
+    events: Sides[list[Arrival]]  # by side, the arrivals of its chunks, in order
+    #: by side, the transfers of partial results of its chunks, by relative number
     returns: Sides[dict[int, Transfer]]
     costs: Costs
-    shape: Sides[int]
-    sub_chunks: Sides[int]
+    shape: Sides[int]  # numbers of query and of key chunks, or sub-chunks
+    sub_chunks: Sides[int]  # per query chunk and per key chunk
 
 
 class Board:

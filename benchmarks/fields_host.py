@@ -1,0 +1,121 @@
+"""Time of the CPU per function of torch on fields, and of a layer of Llama without its kernel.
+
+    python -m benchmarks.fields_host              # a table; --write makes results/fields_host.md
+
+Tiny tensors on one thread, so that Python is all there is. Time of the thread, not of the clock:
+fields and their local tensors take turns, the least and the median of 15 runs of 40 calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import weft
+
+from .common import RESULTS
+
+RUNS, CALLS, TOKENS = 15, 40, 32
+
+
+def llama_layer() -> nn.Module:
+    """A decoder layer whose attention gives its queries back."""
+
+    def no_kernel(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Any:
+        return q.transpose(1, 2).contiguous(), None
+
+    transformers.AttentionInterface.register("no_kernel", no_kernel)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    config._attn_implementation = "no_kernel"
+    return transformers.LlamaForCausalLM(config).eval().model.layers[0]
+
+
+def times(run: Callable[..., object], fields: tuple, local: tuple) -> tuple[float, ...]:
+    """Least and median microseconds of both kinds of arguments, which take turns."""
+    found: tuple[list[float], list[float]] = ([], [])
+    for _ in range(RUNS):
+        for taken, args in zip(found, (fields, local)):
+            run(*args)
+            start = time.thread_time()
+            for _ in range(CALLS):
+                run(*args)
+            taken.append((time.thread_time() - start) / CALLS * 1e6)
+    return tuple(of(side) for side in found for of in (min, statistics.median))
+
+
+def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
+    """By name: a function, its arguments on fields, and the same on local tensors."""
+    layer = llama_layer()
+    # As in a model that weft.parallelize has split: places know where functions run whole.
+    split = weft.parallelize(nn.Identity(), layout, dims={"tokens": 1}, output="field")
+    x, angles = split(torch.ones(1, TOKENS, 32)), split(torch.ones(1, TOKENS, 8))
+    y, cos, sin = x * 2, angles.cos(), angles.sin()
+    weight = layer.mlp.gate_proj.weight
+
+    def in_layer(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return layer(x, position_embeddings=(cos, sin))
+
+    every: dict[str, tuple[Callable, tuple]] = {
+        "x + y": (lambda x, y: x + y, (x, y)),
+        "linear": (lambda x: F.linear(x, weight), (x,)),
+        "view": (lambda x: x.view(1, x.shape[1], 4, 8), (x,)),
+        "mean of features": (lambda x: x.mean(-1, keepdim=True), (x,)),
+        "slice of features": (lambda x: x[..., :16], (x,)),
+        "cat of features": (lambda x, y: torch.cat((x, y), -1), (x, y)),
+        "MLP": (layer.mlp, (x,)),
+        "RMSNorm": (layer.input_layernorm, (x,)),
+        "layer without kernel": (in_layer, (x, cos, sin)),
+    }
+    return {
+        name: (run, args, tuple(a.to_local() for a in args)) for name, (run, args) in every.items()
+    }
+
+
+def measured(layout: weft.Layout) -> list[tuple[str, tuple[float, ...]]]:
+    """The times of every function on the first rank."""
+    rows: list[tuple[str, tuple[float, ...]]] = []
+    with torch.no_grad():
+        made = functions(layout)  # whose calls ranks compare
+        for name, (run, fields, local) in made.items() if layout.rank == 0 else ():
+            rows.append((name, times(run, fields, local)))
+    return rows
+
+
+def main() -> None:
+    """Print, or write, the table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    layout = weft.Layout.parse("tokens: ring=2")
+    lines = ["| | field, least | median | plain, least | median | ratio of least | above plain |"]
+    lines += ["| --- " * 7 + "|"]
+    for name, (a, b, c, d) in weft.on_threads(layout, measured)[0]:
+        row = f"{a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} | {a / c:.1f} | {a - c:.1f}"
+        lines.append(f"| {name} | {row} |")
+    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
+    text = f"# {(__doc__ or '').partition(chr(10))[0]}\n\n`python -m benchmarks.fields_host`, in us"
+    text += f" of the CPU; torch {torch.__version__}, {load}.\n\n" + "\n".join(lines) + "\n"
+    print(text)
+    if args.write:
+        (RESULTS / "fields_host.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

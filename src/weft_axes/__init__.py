@@ -1,0 +1,1 @@
+"""Whatever but attention happens along axes that ranks split."""
