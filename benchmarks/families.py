@@ -356,17 +356,17 @@ def compared(row: Row, model: torch.nn.Module, call: Any, layouts: tuple[str, ..
 @contextlib.contextmanager
 def counted() -> Iterator[set[str]]:
     """The functions of torch that are called on fields."""
-    rules, names = Field._rules, set()
+    rules, names = vars(Field)["__torch_function__"], set()
 
-    def run(func: Any, args: tuple, kwargs: dict) -> Any:
+    def run(cls: type, func: Any, *others: Any) -> Any:
         names.add(function_name(func))
-        return rules(func, args, kwargs)
+        return rules.__func__(cls, func, *others)
 
-    Field._rules = run
+    Field.__torch_function__ = classmethod(run)  # type: ignore[assignment]
     try:
         yield names
     finally:
-        Field._rules = rules
+        Field.__torch_function__ = rules
 
 
 def case_of(kind: str, family: str) -> tuple[torch.nn.Module, dict[str, Any] | None]:
