@@ -93,14 +93,12 @@ def verify(
     ()
     """
     check_kind(model)
-    by_tokens = not splits_fields(layout)
-    if by_tokens:
-        check_layout(layout, axis)
     for name, p in model.named_parameters():
         if p.is_meta or isinstance(p, DTensor):
             kind = "on the meta device" if p.is_meta else "a DTensor"
             raise DeclarationError(f"{name} is {kind}: verify a model whose weights are there")
-    if by_tokens:
+    if not splits_fields(layout):
+        check_layout(layout, axis)
         _check_heads(model, layout, axis)
     few = _few_ranks(layout, recurrent(model))
     with torch.random.fork_rng([]):

@@ -158,7 +158,7 @@ def attend(
         )
     if strange:
         why = f"it passes {', '.join(strange)} to attention"
-        return _by_itself(call, module, query, key, value, attention_mask, options, why)
+        return _by_itself(call, module, (query, key, value), attention_mask, options, why)
     where: Any = attention_mask
     if where is None:
         where = _without_mask(call, module, query, key, is_causal, sliding_window)
@@ -174,7 +174,7 @@ def attend(
     if isinstance(where, Tensor) or (whole and plain and not where.refusal and not where.cached):
         if not plain:
             why = f"it passes a mask of type {type(where).__name__}"
-            return _by_itself(call, module, query, key, value, where, options, why)
+            return _by_itself(call, module, (query, key, value), where, options, why)
         mask = where if isinstance(where, Tensor) else None
         plainly: dict[str, Any] = {"scaling": scaling, "is_causal": False}
         return sdpa_attention_forward(module, query, key, value, mask, **plainly)
@@ -231,18 +231,12 @@ def attend(
 
 
 def _by_itself(
-    call: ModelCall,
-    module: Foreign,
-    query: Tensor,
-    key: Any,
-    value: Any,
-    mask: Any,
-    options: dict[str, Any],
-    why: str,
+    call: ModelCall, module: Foreign, qkv: tuple, mask: Any, options: dict[str, Any], why: str
 ) -> tuple[Tensor, None]:
     """The attention that a layer had before, on fields, where weft's does not know what it asks."""
     name = type(module).__name__
     behind_cache = isinstance(mask, OfCache) or (isinstance(mask, Sharded) and mask.cached)
+    query, (key, value, _) = qkv[0], latents.taken(*qkv[1:], whole=True)
     pairs = query.shape[2] * key.shape[2]
     if call.report is None or call.held or behind_cache or pairs > MOST_PAIRS:
         raise UnsupportedError(f"{name}: {why}, which weft cannot honour")
@@ -252,7 +246,6 @@ def _by_itself(
             " fallback='refuse' refuses it",
             stacklevel=2,
         )
-    key, value, _ = latents.taken(key, value, whole=True)
     mask = mask._tensor("its own attention") if isinstance(mask, Sharded) else mask
     eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
     run = eager if call.eager and eager is not None else sdpa_attention_forward
