@@ -236,7 +236,7 @@ def _by_itself(
     """The attention that a layer had before, on fields, where weft's does not know what it asks."""
     name = type(module).__name__
     behind_cache = isinstance(mask, OfCache) or (isinstance(mask, Sharded) and mask.cached)
-    query, (key, value, _) = qkv[0], latents.taken(*qkv[1:], whole=True)
+    query, (key, value, _) = qkv[0], latents.taken(qkv[1], qkv[2], whole=True)
     pairs = query.shape[2] * key.shape[2]
     if call.report is None or call.held or behind_cache or pairs > MOST_PAIRS:
         raise UnsupportedError(f"{name}: {why}, which weft cannot honour")
