@@ -131,10 +131,7 @@ class Run:
 
 
 def _children(pid: int) -> list[int]:
-    listed = subprocess.run(
-        ["ps", "--ppid", str(pid), "-o", "pid="], capture_output=True, text=True
-    )
-    return [int(word) for word in listed.stdout.split()]
+    return [int(word) for word in os.popen(f"ps --ppid {pid} -o pid=").read().split()]
 
 
 def kill_one(number: int, wanted: dict, back: bool) -> tuple[list[str], bool]:
@@ -161,25 +158,17 @@ def kill_one(number: int, wanted: dict, back: bool) -> tuple[list[str], bool]:
             run.until(lambda: run.steps() == steps and _all_done(run), end)
             codes = [a.poll() for i, a in enumerate(run.agents) if back or i != victim]
             sizes = [size for size, _ in _by_size(notes(run.folder))]
-            error, drawn = (
-                weights_error(run.folder, steps, wanted),
-                drawn_once(notes(run.folder), steps),
-            )
+            error = weights_error(run.folder, steps, wanted)
+            drawn = drawn_once(notes(run.folder), steps)
         finally:
             run.close()
-        ok = (
-            codes == [0] * len(codes) and error < 1e-10 and drawn and sizes == [4, 3, 4][: 2 + back]
-        )
+        ok = not any(codes) and error < 1e-10 and drawn and sizes == [4, 3, 4][: 2 + back]
         if not ok:
             for log in sorted(run.folder.glob("agent*.log")):
                 print(log.name, log.read_text()[-2500:], sep="\n", file=sys.stderr)
     row = [f"{number + 1}", f"{victim}", f"{then}", f"{recovered:.0f}", grown]
-    row += [
-        " -> ".join(map(str, sizes)),
-        f"{error:.1e}",
-        "once" if drawn else "NOT ONCE",
-        f"{codes}",
-    ]
+    row += [" -> ".join(map(str, sizes)), f"{error:.1e}"]
+    row += ["once" if drawn else "NOT ONCE", f"{codes}"]
     return row, ok
 
 
@@ -251,8 +240,7 @@ def elastic(given: argparse.Namespace) -> str:
         rows.append(row)
         given.failed |= not ok
         print(*row, f"load {os.getloadavg()[0]:.0f}", flush=True)
-    command = f"`python -m benchmarks.campaigns {' '.join(sys.argv[1:])}`"
-    about = f"{command}: {__doc__.splitlines()[0]}"
+    about = f"`python -m benchmarks.campaigns {' '.join(sys.argv[1:])}`: {__doc__.splitlines()[0]}"
     return f"# Kills of one agent of four\n\n{about}\n\n{table(HEAD, rows)}\n"
 
 

@@ -52,6 +52,8 @@ ABOUT = {
 VERDICTS = ("exact", "refused", "not tried", "WRONG", "FAILED")
 LAYOUTS = ("tokens(zigzag): ring=2", "tokens: tile=2x2")
 OF_IMAGES = ("height: ring=2",)
+#: Encoders and decoders that take no example of others: of padding, or of labels.
+OWN_CALLS = ("fsmt", "prophetnet")
 #: Bytes that a family may take: a configuration that is not tiny.
 MEMORY = 40 << 30
 KINDS = {
@@ -385,6 +387,8 @@ def case_of(kind: str, family: str) -> tuple[torch.nn.Module, dict[str, Any] | N
         return built(family, model_name(kind, family)), None
     known = family in encoder_families.OPTIONS
     model = encoder_families.built(family) if known else built(family, model_name(kind, family))
+    if family in OWN_CALLS:
+        return model, None
     return model.float(), encoder_families.example(family if known else "bart")
 
 

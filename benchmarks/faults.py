@@ -256,11 +256,8 @@ def _alive(pid: int) -> bool:
 
 
 def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    for pid in filter(_alive, pids):
+        os.kill(pid, signal.SIGKILL)
 
 
 def _names(text: str, rank: int) -> bool:
@@ -296,9 +293,8 @@ def faults(given: argparse.Namespace) -> str:
         if given.only in (None, number):
             outcomes.append(last := run(fault))
             took = "not ended" if last.seconds is None else f"{last.seconds:.1f} s"
-            print(
-                f"{number}: {fault}: {took}, named by {last.named} of {last.survivors}", flush=True
-            )
+            named = f"named by {last.named} of {last.survivors}"
+            print(f"{number}: {fault}: {took}, {named}", flush=True)
             if not last.ok:
                 print(last.output[-6000:])
     return f"# Kills and freezes\n\n{report(outcomes)}\n"

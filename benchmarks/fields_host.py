@@ -8,9 +8,9 @@ fields and their local tensors take turns, the least and the median of 15 runs o
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +21,7 @@ import transformers
 from torch import Tensor, nn
 
 import weft
+from weft.fields.islands import proven_islands
 
 from .common import RESULTS
 
@@ -61,26 +62,30 @@ def times(run: Callable[..., object], fields: tuple, local: tuple) -> tuple[floa
 
 def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
     """By name: a function, its arguments on fields, and the same on local tensors."""
-    layer = llama_layer()
+    layer, islands = llama_layer(), llama_layer()
+    for module, forward in proven_islands(islands):
+        module.forward = forward  # type: ignore[method-assign]  # as weft.parallelize does
     # As in a model that weft.parallelize has split: places know where functions run whole.
     split = weft.parallelize(nn.Identity(), layout, dims={"tokens": 1}, output="field")
     x, angles = split(torch.ones(1, TOKENS, 32)), split(torch.ones(1, TOKENS, 8))
     y, cos, sin = x * 2, angles.cos(), angles.sin()
     weight = layer.mlp.gate_proj.weight
 
-    def in_layer(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return layer(x, position_embeddings=(cos, sin))
+    def of(layer: nn.Module) -> Callable:
+        return lambda x, cos, sin: layer(x, position_embeddings=(cos, sin))
 
     every: dict[str, tuple[Callable, tuple]] = {
         "x + y": (lambda x, y: x + y, (x, y)),
         "linear": (lambda x: F.linear(x, weight), (x,)),
         "view": (lambda x: x.view(1, x.shape[1], 4, 8), (x,)),
-        "mean of features": (lambda x: x.mean(-1, keepdim=True), (x,)),
         "slice of features": (lambda x: x[..., :16], (x,)),
         "cat of features": (lambda x, y: torch.cat((x, y), -1), (x, y)),
         "MLP": (layer.mlp, (x,)),
         "RMSNorm": (layer.input_layernorm, (x,)),
-        "layer without kernel": (in_layer, (x, cos, sin)),
+        "layer without kernel": (of(layer), (x, cos, sin)),
+        "MLP, an island": (islands.mlp, (x,)),
+        "RMSNorm, an island": (islands.input_layernorm, (x,)),
+        "layer with islands": (of(islands), (x, cos, sin)),
     }
     return {
         name: (run, args, tuple(a.to_local() for a in args)) for name, (run, args) in every.items()
@@ -89,19 +94,13 @@ def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
 
 def measured(layout: weft.Layout) -> list[tuple[str, tuple[float, ...]]]:
     """The times of every function on the first rank."""
-    rows: list[tuple[str, tuple[float, ...]]] = []
     with torch.no_grad():
         made = functions(layout)  # whose calls ranks compare
-        for name, (run, fields, local) in made.items() if layout.rank == 0 else ():
-            rows.append((name, times(run, fields, local)))
-    return rows
+        return [(name, times(*one)) for name, one in made.items() if layout.rank == 0]
 
 
 def main() -> None:
     """Print, or write, the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--write", action="store_true")
-    args = parser.parse_args()
     torch.set_num_threads(1)
     layout = weft.Layout.parse("tokens: ring=2")
     lines = ["| | field, least | median | plain, least | median | ratio of least | above plain |"]
@@ -109,11 +108,11 @@ def main() -> None:
     for name, (a, b, c, d) in weft.on_threads(layout, measured)[0]:
         row = f"{a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} | {a / c:.1f} | {a - c:.1f}"
         lines.append(f"| {name} | {row} |")
-    load = f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
-    text = f"# {(__doc__ or '').partition(chr(10))[0]}\n\n`python -m benchmarks.fields_host`, in us"
-    text += f" of the CPU; torch {torch.__version__}, {load}.\n\n" + "\n".join(lines) + "\n"
+    head = (__doc__ or "").partition("\n")[0]
+    made = f"`python -m benchmarks.fields_host`, in us of the CPU; torch {torch.__version__}"
+    text = "\n".join([f"# {head}", "", f"{made}, load {os.getloadavg()[0]:.1f}.", "", *lines, ""])
     print(text)
-    if args.write:
+    if "--write" in sys.argv:
         (RESULTS / "fields_host.md").write_text(text)
 
 

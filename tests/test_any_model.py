@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -340,3 +341,158 @@ def test_slices_joins_rolls_and_flips_move_nothing():
 
     found = weft.on_threads(Layout.parse("tokens(zigzag): ring=3"), rank)
     assert sum(found) == 10 + 7 + 3
+
+
+class Norm(nn.Module):
+    """Several functions of rows."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(d, dtype=torch.float64)), 1e-6
+
+    def scaled(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        y = self.scaled(x.double()).type_as(x)
+        return (1.0 + self.weight) * y
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = Norm(8), nn.SiLU()
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 6)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def mixed(x: Tensor) -> Tensor:
+    return x + x.cumsum(1)
+
+
+class Mixing(nn.Linear):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(a, b)
+        nn.init.constant_(self.weight, 0.1)
+        nn.init.constant_(self.bias, 0.1)
+
+    def forward(self, x):
+        return mixed(super().forward(x))
+
+
+class Around(nn.Module):
+    """No island, as it asks for a size."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x) if x.shape[1] else x
+
+
+class OfAll(nn.Module):
+    def forward(self, x):
+        return x - x.mean(1, keepdim=True)
+
+
+class OfTheFirst(nn.Module):
+    def forward(self, x):
+        return x * x[:, :1]
+
+
+class OfSizes(nn.Module):
+    def forward(self, x):
+        return x / x.shape[1]
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight) * 2
+
+    @property
+    def weight(self):
+        return torch.eye(12, dtype=torch.float64)
+
+
+def _hooked(m: Gated) -> None:
+    m.up.register_forward_hook(lambda _, args, y: mixed(y))
+
+
+def _hooked_before(m: Gated) -> None:
+    m.up.register_forward_pre_hook(lambda _, args: (mixed(args[0]),))
+
+
+def _put(name: str, make: Callable[[], object]) -> Callable[[Gated], None]:
+    owner, _, attribute = name.rpartition(".")
+    return lambda m: setattr(m.get_submodule(owner), attribute, make())
+
+
+#: A change of an island, before or after it is installed, and whether it is one still.
+PLANTED: dict[str, tuple[Callable[[Gated], object], bool]] = {
+    "nothing": (lambda m: None, True),
+    "its own hook": (lambda m: m.register_forward_hook(lambda _, args, y: mixed(y)), True),
+    "a number": (_put("norm.eps", lambda: 0.5), True),
+    "a hook": (_hooked, False),
+    "a hook before": (_hooked_before, False),
+    "a forward": (
+        _put("up.forward", lambda: lambda x: mixed(F.linear(x, torch.ones(12, 8).double()))),
+        False,
+    ),
+    "a method": (_put("norm.scaled", lambda: mixed), False),
+    "a module of a subclass": (_put("up", lambda: Mixing(8, 12)), False),
+    "a mean of all": (_put("act", OfAll), False),
+    "the first position": (_put("act", OfTheFirst), False),
+    "a size": (_put("act", OfSizes), False),
+    "a property": (_put("act", Scaled), False),
+    "a softmax over positions": (_put("act", lambda: nn.Softmax(1)), False),
+    "a function in its place": (lambda m: vars(m).update(act=mixed), False),
+    "a norm over positions": (_put("act", lambda: nn.LayerNorm((11, 12))), False),
+    "a number that is a tensor": (
+        _put("norm.eps", lambda: torch.arange(11.0).view(1, 11, 1).double()),
+        False,
+    ),
+    "a parametrization": (
+        lambda m: nn.utils.parametrize.register_parametrization(m.up, "weight", nn.Tanh()),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", PLANTED)
+def test_islands_are_one_step_and_mixers_in_them_are_noticed(what, late):
+    plant, is_island = PLANTED[what]
+    torch.manual_seed(0)
+    alone = Gated().double()
+    x = torch.randn(2, 11, 8, dtype=torch.float64)
+
+    def changed(model: nn.Module) -> nn.Module:
+        plant(model)
+        return model.double()
+
+    def rank(layout: Layout) -> tuple[Tensor, list[Tensor]]:
+        model = copy.deepcopy(alone)
+        model = model if late else changed(model)
+        split = weft.parallelize(Around(model), layout, dims={"tokens": 1})
+        model = changed(model) if late else model
+        given = x.clone().requires_grad_()
+        y = split(given)
+        y.square().sum().backward()
+        layout.sync_gradients(split)
+        regions = vars(layout)["_regions"].values()
+        on_fields = any(key[0] is F.linear for region in regions for key in region.recipes)
+        assert on_fields != is_island
+        return y.detach(), [given.grad, *(p.grad for p in split.parameters())]
+
+    whole = changed(copy.deepcopy(alone))
+    leaf = x.clone().requires_grad_()
+    wanted = whole(leaf)
+    wanted.square().sum().backward()
+    found, gradients = weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), rank)[1]
+    torch.testing.assert_close(found, wanted.detach())
+    for one, other in zip(gradients, [leaf.grad, *(p.grad for p in whole.parameters())]):
+        torch.testing.assert_close(one, other)

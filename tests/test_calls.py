@@ -495,6 +495,19 @@ def test_plans_kept_by_value_and_least_recently_used_goes_first():
     assert info.misses == 1 + 2 * cache.SIZE
 
 
+def test_what_is_known_of_a_mask_that_is_a_function_goes_with_its_plans():
+    from weft.masks.slices import Slices
+    from weft.plan import cache
+
+    q = torch.zeros(1, 1, 8, 4)
+    for bits in range(1, 2 * cache.SIZE):
+        mask = weft.MaskMod(lambda b, h, q, k, bits=bits: bits >> k & 1 > 0)
+        weft.attention(q, q, q, Layout.single(), "tokens", mask)
+    gc.collect()
+    alive = sum(isinstance(kept, Slices) for kept in gc.get_objects())
+    assert alive <= cache.SIZE + 30, f"{alive} are kept"
+
+
 # -- what users bring -----------------------------------------------------------------------------
 
 

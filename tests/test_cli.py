@@ -344,6 +344,19 @@ def test_a_proof_takes_a_batch_that_its_layout_divides():
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("explain call field-2x2 --mask near:7:7", "of 500,000,000 queries takes more than 16,384"),
+        ("check field-2x2 --symbolic --mask near:7:7", "than the 16,777,216 of a rank"),
+        ("check y:ring=65537 --symbolic", "65,537 ranks are more than the 65,536 whose plans"),
+    ],
+)
+def test_what_is_too_large_to_be_planned_or_proven_is_refused(words: str, said: str):
+    of = "height=1000000000,width=1000000000" if "field" in words else "37"
+    assert said in cli(*words.split(), "--length", of, code=1)
+
+
 @pytest.mark.parametrize("words", ["check", "check --symbolic", "explain call", "rates"])
 def test_a_layout_that_attends_nothing_is_no_exact_one(words: str):
     shown = cli(*words.split(), "heads: ring=2", code=1)

@@ -1,6 +1,5 @@
 """Training: one loss curve per seed whatever the layout, resumable, and better than guessing."""
 
-import itertools
 import math
 
 import pytest
@@ -17,8 +16,6 @@ from weft_models.tables.evaluation import (
     Score,
     curves,
     evaluate,
-    results_figure,
-    results_markdown,
     results_table,
 )
 from weft_models.train import clip_grad_norm_, fit, stream, trainer
@@ -227,9 +224,6 @@ def test_trial_on_real_tables_is_progress_and_goes_to_tensorboard(tmp_path, caps
     assert "on real tables: digits (4/8)" in shown
     events = EventAccumulator(str(tmp_path))
     events.Reload()
-    assert events.Tags()["images"] == ["real tables"]
-    (text,) = events.Tensors("real tables/text_summary")
-    assert text.tensor_proto.string_val[0].decode() == results_markdown(run.results)
     ours = [r.scores["this run"].accuracy for r in run.results]
     assert [e.value for e in events.Scalars("accuracy/mean")] == pytest.approx([sum(ours) / 4])
 
@@ -243,14 +237,3 @@ def test_results_are_shown_in_percent_with_their_mean():
     assert list(ours.cells) == ["90.0 0.990", "80.0 0.970", "85.0 0.980"]
     assert list(shipped.cells) == ["95.0 1.000", "85.0 0.900", "90.0 0.950"]
     assert curves(found)["AUC/mean"] == pytest.approx(0.98)
-    lines = results_markdown(found).splitlines()
-    assert lines[0] == "| table | size | this run | shipped |"
-    assert lines[2:] == [
-        "| iris | 150×4 | 90.0 0.990 | 95.0 1.000 |",
-        "| wine | 178×13 | 80.0 0.970 | 85.0 0.900 |",
-        "| mean | | 85.0 0.980 | 90.0 0.950 |",
-    ]
-    bars = results_figure(found).axes[0].patches
-    assert [bar.get_height() for bar in bars] == [0.9, 0.8, 0.95, 0.85]
-    ends = sorted((bar.get_x(), bar.get_x() + bar.get_width()) for bar in bars)
-    assert all(a[1] <= b[0] + 1e-9 for a, b in itertools.pairwise(ends))  # no bar hides another

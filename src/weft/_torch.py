@@ -274,6 +274,14 @@ def dispatched(*tensors: Tensor) -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_hooked(module: torch.nn.Module) -> bool:
+    """True if a hook sees what a module takes or gives, or its gradients."""
+    own = vars(module)
+    after = own["_forward_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]
+    return bool(after or own["_forward_pre_hooks"] or _has_any_global_hook())
+
+
+_has_any_global_hook = torch.nn.modules.module._has_any_global_hook
 _wrapper = Tensor._make_wrapper_subclass
 
 

@@ -30,7 +30,7 @@ from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.fields import Field, WholeReport, distributed
 from weft.fields.exchange import is_made_whole
-from weft.fields.islands import on_positions
+from weft.fields.islands import on_positions, proven_islands
 from weft.fields.units import let_fields_through
 from weft.gradients import is_averaged, is_summed_by_ddp
 from weft.layout import Layout
@@ -126,10 +126,10 @@ def parallelize_fields(
     for name in METHODS:
         if callable(getattr(model, name, None)):
             state.wrap(name, placed_model)
-    for module in model.modules():
-        if is_experts(module):
-            module.__dict__["forward"] = types.MethodType(by_positions, module)
-            placed_model.steps.append(functools.partial(vars(module).pop, "forward", None))
+    for module in filter(is_experts, model.modules()):
+        _install_island(module, types.MethodType(by_positions, module), placed_model)
+    for module, forward in proven_islands(model):
+        _install_island(module, forward, placed_model)
     placed_model.ran_whole = state.report
     placed_model.put_on(model)
     return model
@@ -144,6 +144,12 @@ def by_positions(self: Foreign, *args: Any, **kwargs: Any) -> Any:
     """`forward` of experts, which treat tokens one by one, on this rank's."""
     stock = functools.partial(type(self).forward, self)
     return on_positions(f"{type(self).__name__}.forward", stock, args, kwargs)
+
+
+def _install_island(module: nn.Module, forward: Callable, placed: Parallelized) -> None:
+    """Have a module that treats positions one by one run on local tensors."""
+    module.__dict__["forward"] = forward
+    placed.steps.append(lambda: vars(module).pop("forward", None))
 
 
 class _Calls:

@@ -5,9 +5,6 @@
 Per layout the most of all its ranks: memory of four layers, forward and backward, with the GPU as
 far as the CPU and 1,000 launches behind it; of one layer how often the CPU waits for the GPU, the
 kernels launched, the most kinds of a Triton kernel. Below, what a strict replay of all calls finds.
-Its NCCL does not know how many ranks a split communicator has: torch's uneven all-to-alls on two
-of four ranks, as of tabular-axial-2x2, then read past their sizes, and what is said of them means
-nothing.
 `bash .ci/run-null-gpu` makes the environment, and runs this and the tests.
 """
 

@@ -223,8 +223,6 @@ class _Replay:
     def _called(self, rank: _Rank, what: str, of: dict[str, str]) -> None:
         places = (("src", "r"), ("dst", "w"))
         memory = tuple((int(of[k], 16), access) for k, access in places if of[k] != "(nil)")
-        if of["bytes"] == "0":
-            self._say("an empty message", f"{rank.where}: {what}")
         numbers = int(of["peer"]), int(of["bytes"])
         call = _Call(what, of["comm"], *numbers, memory, of["stream"])
         if rank.group is None:

@@ -37,7 +37,9 @@ def test_memory_waits_and_kinds_of_a_layout(name: str, tmp_path: Path) -> None:
 
 
 @on_null_gpu
-@pytest.mark.parametrize("name", ["ring-zigzag-4", "tile-2x2", "gather-4", "head-x-ring"])
+@pytest.mark.parametrize(
+    "name", ["ring-zigzag-4", "tile-2x2", "gather-4", "head-x-ring", "tabular-axial-2x2"]
+)
 def test_a_strict_replay_finds_nothing(name: str, tmp_path: Path) -> None:
     assert replayed([name], tmp_path) == []
 

@@ -1,16 +1,23 @@
-"""Islands: modules that promise to treat positions one by one, on local tensors in one step."""
+"""Islands: modules that treat positions one by one, on local tensors in one step.
+
+Routed experts promise it; of others their code proves it. A hook, a replaced `forward` or another
+module within has an island run on fields, as all other modules do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from .._digest import number_of
 from ..errors import UnsupportedError
 from .dims import Dim, is_split_dim, whole
 from .field import Field, settled
 from .index import FieldsAtHand, dims_of
+from .place import FieldPlace
+from .proof import Proof, proof_of
 
 
 def on_positions(name: str, run: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -52,4 +59,43 @@ def on_positions(name: str, run: Callable, args: tuple, kwargs: dict[str, Any]) 
     return back(result)
 
 
-__all__ = ["on_positions"]
+def proven_islands(model: nn.Module) -> Iterator[tuple[nn.Module, Callable]]:
+    """Modules of more than one function whose code proves it, and what is to be their `forward`."""
+    within: set[nn.Module] = set()
+    for module in model.modules():
+        if module in within or "forward" in vars(module):
+            continue
+        proof = proof_of(module)
+        if proof is not None and proof.functions > 1:
+            within |= {inner for inner, *_ in proof.modules}
+            yield module, _on_rows(module.forward, proof)
+
+
+def _on_rows(run: Callable, proof: Proof) -> Callable:
+    """A `forward` of rows, on those that a rank holds where its proof holds."""
+    digest = number_of(f"{type(proof.modules[0][0]).__name__}.forward")
+    places: dict[Any, FieldPlace] = {}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if type(x) is not Field or not x.dim() or is_split_dim(x._dims[-1]):
+            return run(*args, **kwargs)
+        trail = hash((digest, x._trail))
+        if x._copied is None and not x._is_unpacked and proof.holds():
+            y = run(x._checked()._local)
+            key = x._place, y.shape[-1]
+            place = places.get(key)
+            if place is None:
+                place = x._region.place([*x._dims[:-1], whole(y.shape[-1])])
+                places[key] = place
+            made = Field(y, place)
+        else:
+            made = run(x)
+        if type(made) is Field:  # ranks may have other hooks, and agree nevertheless
+            made._trail = trail
+        return made
+
+    return forward
+
+
+__all__ = ["on_positions", "proven_islands"]

@@ -412,8 +412,11 @@ class KeptRecipe:
         if recipe.writes and out is not None and self.results[0].place.dims != parts[0].dims:
             self.back = self.results[0].place.dims, parts[0].dims
         self.has_plain = not all(p.is_field for p in parts)
-        #: whether there is one result, which is no view and is placed as it is
-        self.is_new = several == [out] and self.results[0].is_new
+        #: whether there is one result, which is placed as it is
+        first = self.results[0]
+        placed = first.place is not None and first.is_known and not first.copies
+        self.is_simple = placed and several == [out]
+        self.base = first.base
         #: whether local tensors are given as they are
         self.is_plain = not (self.wider or self.moves or recipe.writes)
 
@@ -450,20 +453,29 @@ class KeptRecipe:
         result = recipe.run(locals_ if self.is_plain else self._placed(locals_, tensors[0]))
         if recipe.writes:
             return self._written(result, tensors[0], trail)
-        if self.is_new and type(result) is Tensor and result._base is None:
-            for x in locals_:
-                if result is x:
-                    break
-            else:
-                field = Field.__new__(Field, result, self.results[0].place)
-                field._trail = trail
-                return field
+        if self.is_simple and type(result) is Tensor and self._is_known(result, locals_, tensors):
+            field = Field.__new__(Field, result, self.results[0].place)
+            field._trail = trail
+            return field
         if isinstance(result, Tensor):
             return self._field(result, 0, locals_, tensors, trail)
         if isinstance(result, list | tuple):
             made = [self._field(t, i, locals_, tensors, trail) for i, t in enumerate(result)]
             return type(result)(made)
         return result
+
+    def _is_known(self, t: Tensor, locals_: list[Any], tensors: list[Any]) -> bool:
+        """True of a view, or a tensor of its own, as torch has it, where nothing is to be done."""
+        root = t._base
+        if self.base is None:
+            for x in locals_:
+                if t is x:
+                    return False
+            return root is None
+        x, source = locals_[self.base], tensors[self.base]
+        if type(source) is Field and source._copied is not None:
+            return False
+        return root is not None and (root is x or root is x._base)
 
     def _placed(self, locals_: list[Any], first: Any) -> list[Any]:
         """The local tensors where the recipe wants them."""
@@ -547,11 +559,6 @@ class _Result(NamedTuple):
     is_known: bool
     base: int | None
     copies: bool
-
-    @property
-    def is_new(self) -> bool:
-        """True if it is no view, and placed as it is."""
-        return self.place is not None and self.is_known and self.base is None and not self.settles
 
 
 def _are_several(out: Any) -> bool:

@@ -115,7 +115,7 @@ def check_grids(mask: Mask, sizes: tuple[int, ...]) -> None:
         )
 
 
-@cached(1 << 14)
+@cached(1 << 11)
 def _intervals(mask: _Grid, low: int, high: int, keys: bool) -> Intervals:
     """The positions that a range of them sees, or that see one of it, as exact intervals."""
     low, high = max(low, 0), min(high, math.prod(mask.lengths) - 1)
@@ -264,29 +264,38 @@ class Near(_Grid):
             residue, count = first % dilation, -(-(length - first % dilation) // dilation)
             yield residue, first // dilation, (high - residue) // dilation, count
 
-    def _seen(self, axis: int, low: int, high: int) -> Iterable[Interval]:
+    def _around(self, axis: int, low: int, high: int, before: int) -> Iterable[Interval] | None:
+        """What is up to `before` steps before low to high, or after; None: as an end moves it."""
         length, kernel, dilation = self._of(axis)
+        if not self.circular[axis]:
+            return [(0, length - 1)] if min(high - low, dilation) > MOST_INTERVALS else None
+        low, high = low - before * dilation, high - before * dilation
+        if high - low + 1 >= dilation or kernel > MOST_INTERVALS:
+            return _wrapped(low, high + (kernel - 1) * dilation, length)
+        steps = range(0, kernel * dilation, dilation)
+        return itertools.chain(*(_wrapped(low + step, high + step, length) for step in steps))
+
+    def _seen(self, axis: int, low: int, high: int) -> Iterable[Interval]:
+        _, kernel, dilation = self._of(axis)
         before = kernel // 2
-        if self.circular[axis]:
-            for step in range(-before, kernel - before):
-                yield from _wrapped(low + step * dilation, high + step * dilation, length)
+        if (around := self._around(axis, low, high, before)) is not None:
+            yield from around
             return
         for residue, a, b, count in self._by_residue(axis, low, high):
             first, last = (min(max(i - before, 0), count - kernel) for i in (a, b))
-            yield from _every(residue, dilation, first, last + kernel - 1)
+            yield from _every(residue, dilation, first, last + kernel - 1, high - low)
 
     def _seeing(self, axis: int, low: int, high: int) -> Iterable[Interval]:
-        length, kernel, dilation = self._of(axis)
+        _, kernel, dilation = self._of(axis)
         before = kernel // 2
-        if self.circular[axis]:
-            for step in range(-before, kernel - before):
-                yield from _wrapped(low - step * dilation, high - step * dilation, length)
+        if (around := self._around(axis, low, high, kernel - 1 - before)) is not None:
+            yield from around
             return
         for residue, a, b, count in self._by_residue(axis, low, high):
             begins = a - kernel + 1  # the first neighbourhood that holds a, if not moved inwards
             first = begins + before if begins > 0 else 0
             last = b + before if b < count - kernel else count - 1
-            yield from _every(residue, dilation, first, last)
+            yield from _every(residue, dilation, first, last, high - low)
 
     def _all_seen(self, axis: int, q: Interval, k: Interval) -> bool:
         length, kernel, dilation = self._of(axis)
@@ -300,10 +309,10 @@ class Near(_Grid):
         return last <= k[0] and k[1] < first + kernel
 
 
-def _every(residue: int, dilation: int, first: int, last: int) -> list[Interval]:
-    """The coordinates with some indices of a residue."""
-    if dilation == 1:
-        return [(first, last)]
+def _every(residue: int, dilation: int, first: int, last: int, others: int) -> list[Interval]:
+    """The coordinates with some indices of a residue, one of several; of too many, their hull."""
+    if dilation == 1 or (last - first) * min(dilation, others + 1) > MOST_INTERVALS:
+        return [(residue + first * dilation, residue + last * dilation)]
     return [(residue + i * dilation, residue + i * dilation) for i in range(first, last + 1)]
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._caching import cached
+from .._caching import remembered
 from .base import FAR, NOTHING, Interval, Intervals, Mask, common
 
 #: Rows and columns of a block, in which noise is kept.
@@ -91,9 +91,11 @@ class Slices(Mask):
             np.clip(found[:, :2], *q, out=found[:, :2])
             yield found
 
+    @remembered  # as long as the mask is: others come with every step
     def key_intervals(self, q: Interval) -> Intervals:
         return _intervals(self, q, True)
 
+    @remembered
     def query_intervals(self, k: Interval) -> Intervals:
         return _intervals(self, k, False)
 
@@ -144,7 +146,6 @@ class Slices(Mask):
         return total
 
 
-@cached(1 << 14)
 def _intervals(mask: Slices, positions: Interval, of_keys: bool) -> Intervals:
     """The positions that an interval sees, or that see one of it, as exact intervals."""
     lows, highs = [], []

@@ -16,13 +16,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from .._caching import cached
-from ..masks import Causal, Interval, Mask, Window, is_empty, merge_intervals
+from ..errors import UnsupportedError
+from ..masks import Causal, Interval, Mask, Window, describe, is_empty, merge_intervals
 from .intervals import MAX_SPANS, few, hull, visible
 from .order import Span, Spans, bounds, count, cut_spans, is_ascending
 
 #: Rows of an explicitly masked call, where the kernel does not say: bounds the mask, and lets
 #: windows skip keys.
 ROW_BLOCK = 512
+#: Calls with a mask that one tile makes.
+MOST_ROW_BLOCKS = 1 << 14
 #: More spans than `MAX_SPANS` are treated as one partial tile; more than these, where a kernel
 #: computes many parts in one call.
 MAX_PACKED_SPANS = 4096
@@ -364,6 +367,11 @@ def _row_blocks(
     """A masked rectangle in row blocks, each trimmed to the keys that it can see."""
     calls = []
     q0, q1, k0, k1 = rectangle
+    if q1 - q0 > MOST_ROW_BLOCKS * row_block:
+        raise UnsupportedError(
+            f"{describe(mask)}: a tile of {q1 - q0:,} queries takes more than {MOST_ROW_BLOCKS:,}"
+            " kernel calls with a mask; more ranks make smaller tiles"
+        )
     keys = cut_spans(k, k0, k1)
     for low in range(q0, q1, row_block):
         high = min(low + row_block, q1)

@@ -36,8 +36,8 @@ from . import options
 
 #: Every rank computes the dense reference: limits of ranks, and of its bytes.
 MOST_RANKS, MOST_BYTES = 256, 8 << 30
-#: Ranks whose plans are proven.
-MOST_PROVEN = 1 << 16
+#: Ranks whose plans are proven, and queries of one of them: counted row by row.
+MOST_PROVEN, MOST_ROWS = 1 << 16, 1 << 24
 
 
 def check(
@@ -211,6 +211,11 @@ def _prove(layout: Layout, cases: list[Case], choose: int | None) -> None:
     out, good = console(), True
     for case in cases:
         options.refuse_routed_axis(layout, case.axis)
+        if case.queries > MOST_ROWS * layout.world_size:
+            raise UnsupportedError(
+                f"--length: {case.queries:,} queries on {layout.world_size:,} ranks are more than"
+                f" the {MOST_ROWS:,} of a rank that are proven; a shorter one shows the same"
+            )
         start = time.perf_counter()
         with still_here(f"proving {case.axis}, {case.name}"):
             problem = case.problem

@@ -78,17 +78,6 @@ def hit_rate(how: Routes, sources: Tensor) -> float:
     return right[counted].float().mean().item()
 
 
-def figures(model: nn.Module) -> dict[str, Figure]:
-    """A heat map of the routing weights and a picture of the scores computed, per attention."""
-    named = enumerate(m.last for m in routed_modules(model))
-    pictures = {}
-    for i, how in named:
-        if how is not None and len(how.matrix):
-            pictures[f"routing/weights {i}"] = weights_figure(how)
-            pictures[f"routing/scores {i}"] = scores_figure(how)
-    return pictures
-
-
 def weights_figure(how: Routes, sample: int = 0) -> Figure:
     """Routing weights of one sample (first route), its choices marked, and the fan-out below."""
     weights, chosen = how.weights[sample, 0].cpu(), how.chosen[sample, 0].cpu()

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 from rich import box
 from rich.table import Table
 from torch import nn
 
-from weft.inspect.picture import WONG
-
 from .ensemble import Settings
 from .many_classes import Hierarchy
 from .scores import auc
 from .source import Source
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 TABLES = ("breast_cancer", "wine", "iris", "digits")
 MEMBERS = 4
@@ -224,43 +219,6 @@ def results_table(results: list[Result]) -> Table:
     means = [_mean([r.scores[who] for r in results]) for who in sides]
     table.add_row("mean", "", *map(_shown, means))
     return table
-
-
-def results_markdown(results: list[Result]) -> str:
-    """The results of `evaluate` as a Markdown table, for TensorBoard.
-
-    >>> print(results_markdown([Result("iris", 150, 4, 3, {"this run": Score(0.95, 0.99)})]))
-    | table | size | this run |
-    |---|---|---|
-    | iris | 150×4 | 95.0 0.990 |
-    | mean | | 95.0 0.990 |
-    """
-    sides = list(results[0].scores)
-    rows = [("table", "size", *sides), ("---",) * (2 + len(sides))]
-    rows += [
-        (r.name, f"{r.rows}×{r.features}", *(_shown(r.scores[who]) for who in sides))
-        for r in results
-    ]
-    rows.append(("mean", "", *(_shown(_mean([r.scores[who] for r in results])) for who in sides)))
-    text = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return text.replace("|  |", "| |").replace(" --- ", "---")
-
-
-def results_figure(results: list[Result]) -> Figure:
-    """The accuracies of `evaluate` as bars, a group for each table."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axes, sides = figure.subplots(), list(results[0].scores)
-    width = 0.8 / len(sides)
-    for i, who in enumerate(sides):
-        places = np.arange(len(results)) + (i - (len(sides) - 1) / 2) * width
-        heights = [r.scores[who].accuracy for r in results]
-        axes.bar(places, heights, width, label=who, color=WONG[i])
-    axes.set_xticks(range(len(results)), [r.name for r in results])
-    axes.set(ylabel="accuracy on test rows", ylim=(0, 1))
-    axes.legend(fontsize=7, ncols=len(sides))
-    return figure
 
 
 def _shown(score: Score) -> str:

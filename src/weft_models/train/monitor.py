@@ -24,10 +24,7 @@ from weft._terminal import Terminal
 from weft.errors import WeftError
 from weft.layout import Layout
 
-from ..tables.evaluation import Result, curves, results_figure, results_markdown
-
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from torch.utils.tensorboard import SummaryWriter
 
 SMOOTHING = 0.95
@@ -118,20 +115,12 @@ class Monitor:
         return due
 
     def due(self, step: int) -> bool:
-        """True if pictures are drawn of this step."""
+        """True if routing is observed in this step."""
         return (step + 1) % self.every == 0
 
-    def pictures(self, figures: Mapping[str, Figure], step: int) -> None:
-        """Adds pictures to TensorBoard."""
-        for name, figure in figures.items():
-            if self.writer is not None:
-                self.writer.add_figure(name, figure, step)
-
     def scores(self, named: Mapping[str, float], step: int) -> None:
-        """Adds numbers of a trial after so many steps to TensorBoard; prints means as one line."""
-        if self.writer is not None:
-            for name, value in named.items():
-                self.writer.add_scalar(name, value, step - 1)  # curves count from 0
+        """Adds numbers of a trial after so many steps; prints their means as one line."""
+        self.results(named, step)
         means = [f"{n.removesuffix('/mean')} {v:.3f}" for n, v in named.items() if "/mean" in n]
         line = f"step {step}/{self.steps}  on real tables: {', '.join(means)}"
         self.console.print(line, highlight=False)
@@ -154,14 +143,11 @@ class Monitor:
         yield begins
         self.progress.update(task, completed=total, status=label)
 
-    def results(self, results: list[Result], step: int) -> None:
-        """Adds a trial on real tables to TensorBoard: curves, a picture and a table."""
-        if self.writer is None:
-            return
-        for name, value in curves(results).items():
-            self.writer.add_scalar(name, value, step - 1)
-        self.writer.add_figure("real tables", results_figure(results), step - 1)
-        self.writer.add_text("real tables", results_markdown(results), step - 1)
+    def results(self, named: Mapping[str, float], step: int) -> None:
+        """Adds numbers of a trial after so many steps to TensorBoard."""
+        if self.writer is not None:
+            for name, value in named.items():
+                self.writer.add_scalar(name, value, step - 1)  # curves count from 0
 
     def print(self, content: RenderableType) -> None:
         """Prints on rank 0, below the progress line."""

@@ -26,7 +26,7 @@ from ..declare.run_file import RUN_FILE, WEIGHTS
 from ..models import ModelSpec, compose, save_pretrained
 from ..models.cache import spec_digest
 from ..routing import set_progress
-from ..routing.report import figures, observe
+from ..routing.report import observe
 from ..tables.evaluation import TABLES, Result, curves, evaluate, results_table
 from .data import stream
 from .monitor import Monitor, Record
@@ -143,8 +143,6 @@ def fit(
             observe(inner, monitor.due(step))
             run.records.append(take_step(model, layout, optimizer, data, step))
             monitor.show(run.records[-1])
-            if monitor.due(step):
-                monitor.pictures(figures(inner), step)
             if checkpoints and _is_due(step + 1, plan.steps, plan.checkpoint_every):
                 checkpoints.save(step + 1, model, optimizer, facts | {LAUNCH: launch})
             if spec.head == "table" and _is_due(step + 1, None, plan.evaluate_every):
@@ -156,7 +154,7 @@ def fit(
             both = 2 * len(TABLES)
             with monitor.also("on real tables", both) as begins:
                 run.results = evaluate(inner, splits=1, seed=seed, begins=begins)
-            monitor.results(run.results, plan.steps)
+            monitor.results(curves(run.results), plan.steps)
             monitor.print(results_table(run.results))
     return run
 

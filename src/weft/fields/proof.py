@@ -1,0 +1,260 @@
+"""What code proves of a module: that it treats positions one by one, whatever class it is of.
+
+    def forward(self, x):                                           x: rows (..., d)
+        return self.down(self.act(self.gate(x)) * self.up(x))       rows (..., d)
+
+Source is read as arithmetic of rows, of which a rank may have some: functions of single numbers,
+means over the last dim, vectors and matrices of weights. All else, such as a condition, an index, a
+size or a write, proves nothing, and the module runs on fields.
+"""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+import linecache
+import math
+import operator
+import threading
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .._caching import cached
+from .._torch import is_hooked
+from .positions import POSITIONWISE
+
+_OPERATORS: dict[type, Any] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.Pow: operator.pow,
+    ast.USub: operator.neg,
+}
+#: Functions of the last dim, if that is theirs, which keep it.
+_OVER_LAST = ("mean", "sum", "amax", "amin", "var", "std")
+#: What may not be a class's own.
+_AS_ALL = ("__call__", "__getattr__", "__getattribute__")
+#: Values that stay what they are while they are equal.
+_CONSTANTS = (int, float, bool, str, tuple, type(None), torch.dtype)
+
+#: Python 3.11 cannot parse on two threads at a time.
+_PARSING = threading.Lock()
+
+
+class Unproven(Exception):
+    """Code does not say what it does to rows."""
+
+
+class _Kind(enum.Enum):
+    """What is known of a value that is no constant."""
+
+    ROWS, VECTOR, MATRIX, DTYPE = range(4)
+
+
+def proof_of(module: nn.Module) -> Proof | None:
+    """What its code proves of a module, if it does."""
+    try:
+        return Proof(module)
+    except (Unproven, ArithmeticError, AttributeError, TypeError, ValueError):
+        return None
+
+
+class Proof:
+    """That a module treats positions one by one, while what it is made of stays what it is.
+
+    Attributes:
+        functions: how many functions of torch it calls.
+        modules: it and those in it, with their classes, these' `forward`, and how many are in them.
+        reads: what their code reads: (module, where it has it, name, what it was).
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.functions = 0
+        self.modules: list[tuple[nn.Module, Any, Any, int]] = []
+        self.reads: list[tuple[nn.Module, Any, str, Any]] = []
+        self.called(module)
+
+    def holds(self) -> bool:
+        """True if nothing was replaced since, and no hook sees what is within."""
+        for i, (module, kind, forward, n) in enumerate(self.modules):
+            if type(module) is not kind or kind.forward is not forward or len(module._modules) != n:
+                return False
+            if i and ("forward" in vars(module) or is_hooked(module)):
+                return False
+        for module, table, name, seen in self.reads:
+            value = getattr(module, name, None) if table is None else table.get(name)
+            if table is not None and table is not vars(module) and name in vars(module):
+                return False
+            if value is not seen and not _is(_known(value), seen):
+                return False
+        return True
+
+    def called(self, module: nn.Module) -> _Kind:
+        """Rows, of a module that is called with rows."""
+        kind: Any = type(module)
+        if any(getattr(kind, name) is not getattr(nn.Module, name) for name in _AS_ALL):
+            raise Unproven
+        self.modules.append((module, kind, kind.forward, len(module._modules)))
+        if kind is nn.Sequential:
+            for name in module._modules:
+                self.called(self.read(module, name))
+            return _Kind.ROWS
+        return self.result(module, kind.forward, [_Kind.ROWS])
+
+    def read(self, module: nn.Module, name: str) -> Any:
+        """An attribute of a module: a constant, a function, a module, or a kind of weight."""
+        if isinstance(getattr(type(module), name, None), property):
+            raise Unproven
+        own, value = vars(module), _known(getattr(module, name))
+        if not isinstance(value, (*_CONSTANTS, nn.Module, _Kind)) and not callable(value):
+            raise Unproven
+        tables = own, module._parameters, module._modules
+        self.reads.append((module, next((t for t in tables if name in t), None), name, value))
+        return value
+
+    def result(self, module: nn.Module, function: Any, args: list[Any]) -> Any:
+        """What a function of a module's class returns."""
+        code = _definition(function)
+        names = [a.arg for a in code.args.args]
+        if len(names) != len(args) + 1 or code.args.kwonlyargs or code.args.defaults:
+            raise Unproven
+        known = dict(zip(names, [module, *args]))
+        reader = _Reader(self, module, function.__globals__, known)
+        for line in code.body:
+            if isinstance(line, ast.Return) and line.value is not None:
+                return reader.value(line.value)
+            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
+                known[line.targets[0].id] = reader.value(line.value)
+            elif not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)):
+                break
+        raise Unproven
+
+
+class _Reader:
+    """Values of the expressions of a function."""
+
+    def __init__(self, proof: Proof, module: nn.Module, outside: dict, known: dict) -> None:
+        self.proof, self.module, self.outside, self.known = proof, module, outside, known
+
+    def value(self, node: ast.expr) -> Any:
+        """What an expression is."""
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name) and (node.id in self.known or node.id in self.outside):
+            return self.known.get(node.id, self.outside.get(node.id))
+        if isinstance(node, ast.Attribute):
+            of = self.value(node.value)
+            if of is self.module:
+                return self.proof.read(self.module, node.attr)
+            if of is _Kind.ROWS and node.attr == "dtype":
+                return _Kind.DTYPE
+            if isinstance(of, types.ModuleType):
+                return getattr(of, node.attr)
+        if isinstance(node, ast.BinOp | ast.UnaryOp) and type(node.op) in _OPERATORS:
+            sides = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.operand]
+            return self.arithmetic(_OPERATORS[type(node.op)], [self.value(s) for s in sides])
+        if isinstance(node, ast.Call) and all(k.arg for k in node.keywords):
+            args = [self.value(a) for a in node.args]
+            named = {str(k.arg): self.value(k.value) for k in node.keywords}
+            return self.call(node.func, args, named)
+        raise Unproven
+
+    def arithmetic(self, function: Any, values: list[Any]) -> Any:
+        """Rows, if there are some among values; else a vector, or a number."""
+        kinds = [v for v in values if isinstance(v, _Kind)]
+        self.proof.functions += bool(kinds)
+        others = [v for v in values if not isinstance(v, (*_CONSTANTS, _Kind))]
+        if _Kind.MATRIX in kinds or others or not values:
+            raise Unproven
+        if not kinds and function is not None:
+            return function(*values)
+        return _Kind.ROWS if _Kind.ROWS in kinds else _Kind.VECTOR
+
+    def call(self, func: ast.expr, args: list[Any], named: dict[str, Any]) -> Any:
+        """What a call returns."""
+        if isinstance(func, ast.Attribute):
+            of = self.value(func.value)
+            if of in (_Kind.ROWS, _Kind.VECTOR):
+                return self.function(getattr(Tensor, func.attr, None), [of, *args], named)
+        found = self.value(func)
+        if isinstance(found, nn.Module) and args == [_Kind.ROWS] and not named:
+            return self.proof.called(found)
+        if isinstance(found, types.MethodType) and found.__self__ is self.module and not named:
+            return self.proof.result(self.module, found.__func__, args)
+        return self.function(found, args, named)
+
+    def function(self, found: Any, args: list[Any], named: dict[str, Any]) -> Any:
+        """What a function of torch gives, which every rank may call on its rows."""
+        values = [*args, *named.values()]
+        if found in (Tensor.to, Tensor.type_as) or found in POSITIONWISE:
+            if any(v is True for v in values):  # it may be that of inplace
+                raise Unproven
+            return self.arithmetic(None, values)
+        self.proof.functions += 1
+        if found is F.linear and args[:2] == [_Kind.ROWS, _Kind.MATRIX]:
+            if all(v in (_Kind.VECTOR, None) for v in values[2:]):
+                return _Kind.ROWS
+        elif found in (F.layer_norm, F.rms_norm) and args[:1] == [_Kind.ROWS]:
+            over = args[1] if len(args) > 1 else ()
+            if isinstance(over, tuple) and len(over) == 1 and _Kind.ROWS not in values[1:]:
+                return _Kind.ROWS
+        elif getattr(found, "__name__", "") in _OVER_LAST and args[:1] == [_Kind.ROWS]:
+            over = args[1:] or [named.get("dim")]
+            if found is getattr(Tensor, found.__name__) and over == [-1] and named.get("keepdim"):
+                return _Kind.ROWS
+        elif found in vars(math).values() and not any(isinstance(v, _Kind) for v in values):
+            return found(*values)
+        raise Unproven
+
+
+def _known(value: Any) -> Any:
+    """A value, or of a weight its kind."""
+    if type(value) is nn.Parameter and value.ndim < 3:
+        return _Kind.MATRIX if value.ndim == 2 else _Kind.VECTOR
+    return value
+
+
+def _is(value: Any, seen: Any) -> bool:
+    """True of an equal constant, or of another real number, which no function's dim is."""
+    constant = isinstance(seen, (*_CONSTANTS, types.MethodType))
+    same = constant and type(value) is type(seen)
+    return value is seen or (same and (type(seen) is float or value == seen))
+
+
+def _definition(function: Any) -> ast.FunctionDef:
+    """The source of a function, if it is that of its code."""
+    own = getattr(function, "__code__", None)
+    if type(function) is not types.FunctionType or own is None or function.__closure__:
+        raise Unproven
+    node, code = _definitions(own.co_filename).get((own.co_name, own.co_firstlineno), (None, None))
+    if node is None or code != own:
+        raise Unproven
+    return node
+
+
+@cached(16)
+def _definitions(file: str) -> dict[tuple[str, int], tuple[ast.FunctionDef, types.CodeType]]:
+    """The functions of a file, by name and line, and what they compile to."""
+    text = "".join(linecache.getlines(file))
+    try:
+        with _PARSING:
+            tree, waiting = ast.parse(text), [compile(text, file, "exec", dont_inherit=True)]
+    except SyntaxError:
+        return {}
+    codes = {}
+    while waiting:
+        code = waiting.pop()
+        codes[code.co_name, code.co_firstlineno] = code
+        waiting += filter(inspect.iscode, code.co_consts)
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and not n.decorator_list)
+    keys = ((n, (n.name, n.lineno)) for n in nodes)
+    return {key: (n, codes[key]) for n, key in keys if key in codes}
+
+
+__all__ = ["Proof", "proof_of"]
