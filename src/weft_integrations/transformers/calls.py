@@ -431,9 +431,8 @@ class Calls:
             fused_head_by_rows()
         if self.takes_use_cache:
             kwargs["use_cache"] = False
-        call = ModelCall(
-            self.layout, self.axis, report=self.report, as_tuple=as_tuple, eager=self.eager
-        )
+        how: Any = {"report": self.report, "as_tuple": as_tuple, "eager": self.eager}
+        call = ModelCall(self.layout, self.axis, **how)
         if self.splits_inside:
             call.ahead = True
             return call, kwargs

@@ -73,7 +73,7 @@ def make_mask(
         past = OfCache(mask_function, batch_size, q_length, call.past, keys, call.padding)
         kv_length = q_length
     makes = not call.past and q_length * kv_length <= MOST_PAIRS
-    options = sizes | kwargs | dict.fromkeys(_SKIPS, False)
+    options = sizes | kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     stock: Any = masking_utils.eager_mask if call.eager else masking_utils.sdpa_mask
     make = functools.partial(
         stock, mask_function=mask_function, attention_mask=attention_mask, **options
@@ -93,8 +93,6 @@ def make_mask(
         return replace(call.sharded(Full(), (q_length, kv_length)), refusal=str(error))
 
 
-#: Options of mask functions that have None stand for a mask.
-_SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 _find_packed = masking_utils.find_packed_sequence_indices
 
 

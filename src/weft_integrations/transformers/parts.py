@@ -53,8 +53,7 @@ def encodes(model: Foreign) -> bool:
 
 def by_layer(config: Any) -> list[Any]:
     """A configuration, or that of every layer where layers' differ."""
-    differ = getattr(config, "per_layer_attributes", None)
-    return [*config.per_layer_config] if differ else [config]
+    return [*config.per_layer_config] if getattr(config, "per_layer_attributes", 0) else [config]
 
 
 def window_of(model: nn.Module) -> int | None:
