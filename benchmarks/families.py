@@ -31,7 +31,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from weft import Field, Layout
 from weft.errors import WeftError
-from weft.fields.registry import function_name
+from weft_axes.fields.registry import function_name
 from weft_integrations.transformers import verify
 
 from . import encoder_families, image_families

@@ -98,6 +98,37 @@ def test_a_decoder_of_torch_alone_equals_one_device(line):
     assert max(found) < 1e-12, found
 
 
+class Stacks(nn.Module):
+    """Torch's own encoder and decoder, padded on the right and causal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"dropout": 0.0, "batch_first": True, "dtype": torch.float64}
+        encoder = nn.TransformerEncoderLayer(16, 4, 32, norm_first=True, **options)
+        self.encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoderLayer(16, 2, 32, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        causal = nn.Transformer.generate_square_subsequent_mask(n, dtype=x.dtype)
+        padded = torch.arange(n) >= torch.tensor([[n], [n - 4]])
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(3)
+        states = self.encoder(x, hidden, padded)
+        return self.decoder(x, states, causal, tgt_is_causal=True, memory_key_padding_mask=padded)
+
+
+@pytest.mark.parametrize("line", LAYOUTS[:2])
+def test_torchs_own_layers_equal_one_device(line):
+    torch.manual_seed(0)
+    x = torch.randn(2, 23, 16, dtype=torch.float64)
+
+    def run(model: nn.Module) -> tuple[Tensor, Tensor]:
+        out = model(x)
+        return out.square().mean(), out.full_tensor() if isinstance(out, weft.Field) else out
+
+    assert max(errors(Stacks(), line, run)) < 1e-12
+
+
 def _transformers(name: str) -> nn.Module:
     import transformers as t
 

@@ -626,3 +626,15 @@ def test_a_model_of_shapes_alone_has_all_its_weights(name):
     }
     assert {t.device.type for t in shapes.state_dict().values()} == {"meta"}
     assert sum(p.numel() for p in made.parameters()) >= made.spec.least_weights > 0
+
+
+def test_convolutions_of_one_axis_and_of_single_channels_are_counted():
+    declared = ModelSpec.load("causal_lm").model_dump(exclude_unset=True)
+    declared.pop("repeat", None)
+    more = {"conv": ["tokens"], "kernel": 3, "depthwise": True}
+    counts = [
+        ModelSpec.from_dict(declared | {"block": [*declared["block"], block]}).least_weights
+        for block in (more | {"depthwise": False}, more)
+    ]
+    embed = declared["sizes"]["embed"]
+    assert counts[0] - counts[1] == 3 * embed * (embed - 1)

@@ -357,3 +357,27 @@ def test_a_penalty_of_weights_counts_once_whole_or_sharded(pool, way):
     for gap, message in pool.run(_penalized, way):
         assert gap < 1e-5
         assert ("before the model is called" in message) == (way == "fsdp"), message
+
+
+def _skips(rank: int, way: str) -> str:
+    """Rank 1 skips its optimizer's first step."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WEFT_CHECK", "step")
+        layout = built(RING)
+        model = data_parallel(attending(layout), layout, way)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        try:
+            for step in range(3):
+                model(torch.ones(1, 2, WIDTH)).square().sum().backward()
+                if step or layout.rank != 1:
+                    optimizer.step()
+                optimizer.zero_grad()
+        except ShapeError as error:
+            return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_checked_steps_name_weights_that_differ(pool, way):
+    for message in pool.run(_skips, way):
+        assert ("skipped its optimizer's step" in message) == (way == "ddp"), message

@@ -73,8 +73,8 @@ def errors(
 
 def in_chunks(field: Field, dim: int, axis: str, starts: tuple[int, ...]) -> Field:
     """A field in other chunks of an axis, some of them empty."""
-    from weft.fields.dims import contiguous, split_dim
-    from weft.fields.exchange import placed_like
+    from weft_axes.fields.dims import contiguous, split_dim
+    from weft_axes.fields.exchange import placed_like
 
     if axis not in field.chunks:
         return field

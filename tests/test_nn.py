@@ -445,6 +445,8 @@ def _model_file(**changes) -> dict:
         ({"axes": ["batch", "rows", "embed"]}, r"needs 4 different axes"),
         ({"axes": ["batch", "heads", "features", "embed"]}, r"'heads' is reserved"),
         ({"sizes": {"embed": 8, "heads": 3, "classes": 3}}, r"sizes: embed = 8 is not a multiple"),
+        ({"block": [{"attend": "rows", "heads": 3}]}, r"embed = 8 must be a multiple of heads = 3"),
+        ({"block": [{"attend": "rows", "kv_heads": 3}]}, r"and that of kv_heads = 3"),
         ({"sizes": {"embed": 8, "heads": 2}}, r"needs sizes\.classes"),
         ({"block": [{"attend": "lines"}]}, r"no axis 'lines'.*'rows', 'features'"),
         (

@@ -150,20 +150,47 @@ def test_an_error_of_torch_names_the_rank_that_was_lost(trace, start, monkeypatc
 
 #: Rank 1 raises an error of its own while rank 0 waits in torch.
 RAISES = """
-import torch.distributed as dist, weft
+import sys, torch, torch.distributed as dist, weft
 layout = weft.Layout.parse("tokens: ring=2").build("cpu", timeout=60)
-if layout.rank == 1:
-    raise KeyError("a user's own")
-dist.barrier()
+def fails():
+    if layout.rank == 1:
+        raise KeyError("a user's own")
+x, model = torch.ones(1, 4), torch.nn.Linear(4, 4)
 """
+WAITS = {
+    "barrier": "fails(), dist.barrier()",
+    "fsdp": """
+from torch.distributed.fsdp import fully_shard
+fully_shard(model, mesh=layout.device_mesh)
+model(x), fails(), model(x).sum().backward()
+""",
+    "accelerate": """
+import accelerate
+model = accelerate.Accelerator(cpu=True).prepare(model)
+model(x).sum().backward(), fails(), model(x).sum().backward()
+""",
+    "trainer": """
+import transformers as hf
+sizes = dict.fromkeys(["hidden_size", "intermediate_size", "vocab_size"], 16)
+model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_hidden_layers=1, num_attention_heads=2))
+class Fails(hf.TrainerCallback):
+    def on_step_end(self, *_, **__): fails()
+given = hf.TrainingArguments(sys.argv[1], use_cpu=True, max_steps=4, report_to=[])
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 64
+hf.Trainer(model, given, train_dataset=rows, callbacks=[Fails()]).train()
+""",
+}
 
 
-def test_an_error_of_one_rank_is_named_where_others_wait_in_torch(tmp_path):
+@pytest.mark.parametrize(
+    "waits", ["barrier", *(pytest.param(w, marks=pytest.mark.slow) for w in [*WAITS][1:])]
+)
+def test_an_error_of_one_rank_is_named_where_others_wait_in_torch(waits, tmp_path):
     environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     environ |= {"WORLD_SIZE": "2", "WEFT_BLACKBOX": str(tmp_path)}
     first, second = (
         subprocess.Popen(
-            [sys.executable, "-c", RAISES],
+            [sys.executable, "-c", RAISES + WAITS[waits], str(tmp_path)],
             env=environ | {"RANK": rank, "LOCAL_RANK": rank},
             stderr=subprocess.PIPE,
             text=True,
@@ -172,7 +199,7 @@ def test_an_error_of_one_rank_is_named_where_others_wait_in_torch(tmp_path):
     )
     said = first.communicate(timeout=90)[1]
     second.communicate(timeout=90)
-    assert 'weft: rank 1 failed first: KeyError: "a user\'s own"' in said
+    assert 'weft: rank 1 failed first: KeyError: "a user\'s own"' in said, said
 
 
 def test_a_process_number_that_is_taken_again_is_gone(trace, start):

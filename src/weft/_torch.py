@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 if TYPE_CHECKING:
@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 #: torch has no public names for these.
 pytree = torch.utils._pytree
+one_hot = torch._C._nn.one_hot
+tensor_is_all_true = Tensor._is_all_true
+local_scalar = torch.ops.aten._local_scalar_dense.default
+grouped_mm = torch.ops.aten._grouped_mm
 without_modes = torch.utils._python_dispatch._disable_current_modes
 
 Fn = TypeVar("Fn", bound=Callable)

@@ -39,13 +39,14 @@ def parallelize(
     | transformers, PEFT | "tokens" | `embeddings`, `images`, `latents` | averaged |
     | diffusers | "tokens" | `text`, `tokenwise` | `layout.sync_gradients(model)` |
     | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
-    | VAEs, UNets, Swin, ... | of the layout | `dims`, `output` | `layout.sync_gradients(model)` |
+    | any module | of the layout, `dims` | `dims`, `output` | `layout.sync_gradients(model)` |
     | weft's own | that of its modules | | `weft.data_parallel` or `layout.sync_gradients` |
 
     Each package's function, in `weft_integrations`, documents its options and refusals:
     `parallelize_transformers`, `parallelize_diffusers`, `parallelize_tabpfn`,
-    `parallelize_tabicl`, and `parallelize_fields` for any model on a layout that splits `height`,
-    `width` or `time`. A model of weft's modules is made on a layout and returned as it is.
+    `parallelize_tabicl`, and `parallelize_fields` for any model: by `dims`, or on a layout that
+    splits `height`, `width` or `time` (VAEs, UNets, Swin). A model of weft's modules is made on a
+    layout and returned as it is.
     FSDP2 and DDP come afterwards: `weft.data_parallel(model, layout)`.
 
     Args:
@@ -140,8 +141,8 @@ def _package(model: nn.Module) -> str:
         return "weft"
     raise UnsupportedError(
         f"{type(model).__name__} of {type(model).__module__.partition('.')[0]} is a model of none "
-        f"of {', '.join(_PACKAGES)} or weft's modules: give its attention weft.MultiAxisAttention "
-        "or weft.attention, or run it within weft.context_parallel or weft.sdpa"
+        f"of {', '.join(_PACKAGES)} or weft's modules: say where the layout's axes are, such as "
+        "dims={'tokens': 1}, or give its attention weft.MultiAxisAttention or weft.attention"
     )
 
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from weft._torch import memory_of
+from weft._torch import TorchDispatchMode, local_scalar, memory_of, one_hot
 from weft.errors import UnsupportedError, shown
 
 from .config_file import few_modules, of_transformers, read_config
@@ -265,7 +264,7 @@ class _NoNumbers(TorchDispatchMode):
 
     def one_hot(self, tensor: Tensor, num_classes: int = -1) -> Tensor:
         """torch's, whose result is remembered."""
-        out = torch._C._nn.one_hot(tensor, num_classes)
+        out = one_hot(tensor, num_classes)
         return self._remembered(out, self.classes, num_classes) if out.is_meta else out
 
     def __torch_dispatch__(
@@ -279,7 +278,7 @@ class _NoNumbers(TorchDispatchMode):
             )
         given = args[0] if args else None
         if isinstance(given, Tensor) and given.is_meta:
-            if func is torch.ops.aten._local_scalar_dense.default:
+            if func is local_scalar:
                 place = given.storage_offset() if memory_of(given)[0] in self.places else 0
                 return torch.tensor(place, dtype=given.dtype).item()
             if func is torch.ops.aten.nonzero.default:
@@ -316,7 +315,7 @@ def on_meta() -> Iterator[None]:
             yield
     finally:
         masking_utils.find_packed_sequence_indices = stock
-        functional.one_hot = torch._C._nn.one_hot
+        functional.one_hot = one_hot
 
 
 __all__ = ["HFModel", "on_meta"]

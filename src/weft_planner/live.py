@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from weft._torch import memory_of
+from weft._torch import TorchDispatchMode, grouped_mm, memory_of
 from weft.comm.consistency import local_tensor
 from weft.errors import UnsupportedError
 
@@ -112,7 +111,7 @@ def product_flops(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
     >>> product_flops(torch.ops.aten.mm.default, (a, a.T), {}, a @ a.T)
     72
     """
-    if func.overloadpacket is torch.ops.aten._grouped_mm:
+    if func.overloadpacket is grouped_mm:
         groups = len(out) if args[0].dim() == args[1].dim() == 2 else 1
         return 2 * out.numel() * args[0].shape[-1] // groups
     formula = flop_registry.get(func.overloadpacket)

@@ -131,6 +131,10 @@ class HeadWeight(nn.Module):
         self.register_load_state_dict_pre_hook(_place_given)
         self.register_load_state_dict_pre_hook(_cut_given)
 
+    def extra_repr(self) -> str:
+        rows, columns = self.local.shape
+        return f"weight=({rows * self.layout.size(HEADS)}, {columns})"  # of all ranks
+
     @property
     def local(self) -> Tensor:
         """The weight of this rank's heads, a plain tensor: (h_local*d, e)."""

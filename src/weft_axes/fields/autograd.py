@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import as_torch_does
+from weft._torch import as_torch_does, tensor_is_all_true
+
 from .field import Field
 from .registry import DIRECT, attribute, both, direct, refused
 
@@ -78,7 +79,7 @@ def formatted(x: Field, spec: str) -> str:
     return format(x.full_tensor().detach(), spec) if x.dim() == 0 else repr(x)
 
 
-@direct(Tensor._is_all_true)
+@direct(tensor_is_all_true)
 def is_all_true(x: Field) -> Any:
     return torch.all(x)
 

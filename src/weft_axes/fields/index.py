@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._digest import number_of
-from ..errors import UnsupportedError
-from ..plan.order import Span, Spans, join
+from weft._digest import number_of
+from weft.errors import UnsupportedError
+from weft.plan.order import Span, Spans, join
+
 from .dims import Chunks, Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
 from .exchange import at_spans, of_shares, placed_like, sharing_more, take_positions
 from .field import Field, settled

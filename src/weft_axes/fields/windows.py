@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .._caching import cached
-from .._uploads import uploaded
-from ..comm.once_differentiable import once
-from ..relayout.windows import Windows, bordered
+from weft._caching import cached
+from weft._uploads import uploaded
+from weft.comm.once_differentiable import once
+from weft.relayout.windows import Windows, bordered
+
 from .dims import (
     Chunks,
     Dim,

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.order import Span
+from weft.plan.order import Span
+
 from .dims import (
     Chunks,
     Dim,

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import attention
-from ..bias_tiles import bias_tile
-from ..declare.strategy import Role
-from ..errors import DeclarationError, UnsupportedError
-from ..masks import Causal
+from weft.attention import attention
+from weft.bias_tiles import bias_tile
+from weft.declare.strategy import Role
+from weft.errors import DeclarationError, UnsupportedError
+from weft.masks import Causal
+
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, split_dim, whole
-from .registry import NoRule, Part, Recipe, broadcast, refused, rule
+from .registry import NoRule, Part, Recipe, broadcast, composite, refused, rule
 
 
 @rule(F.scaled_dot_product_attention)
@@ -45,6 +46,69 @@ def scaled_dot_product_attention(
     if not query.is_split(n):
         raise refused("attention of whole queries to split keys", key)
     return _over_split(query, key, value, attn_mask, is_causal, scale)
+
+
+@composite(F.multi_head_attention_forward)
+def _multi_head_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> Any:
+    unusual = (bias_k, bias_v, static_k, static_v)
+    if need_weights or add_zero_attn or query.dim() != 3 or any(x is not None for x in unusual):
+        return NotImplemented
+    causal = is_causal and key_padding_mask is None
+    if is_causal and attn_mask is None:
+        return NotImplemented
+    weights: Any = (q_proj_weight, k_proj_weight, v_proj_weight)
+    if not use_separate_proj_weight:
+        assert in_proj_weight is not None
+        weights = in_proj_weight.chunk(3)
+    biases = (None,) * 3 if in_proj_bias is None else in_proj_bias.chunk(3)
+    q, k, v = (
+        F.linear(x, w, b).unflatten(-1, (num_heads, -1)).permute(1, 2, 0, 3)  # (n b e) to (b h n d)
+        for x, w, b in zip((query, key, value), weights, biases)
+    )
+    masks = []  # what is added to scores
+    if key_padding_mask is not None:
+        masks.append(_added(key_padding_mask, q)[:, None, None])
+    if attn_mask is not None and not causal:
+        masks.append(
+            _added(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, q.shape[:2]), q)
+        )
+    seen = None if not masks else masks[0] + masks[1] if len(masks) == 2 else masks[0]
+    rate = dropout_p if training else 0.0
+    out = F.scaled_dot_product_attention(q, k, v, seen, rate, is_causal=causal)
+    return F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), None
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """What a mask of torch's adds to scores: nothing or minus infinity where it is boolean."""
+    if mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, float("-inf"))
 
 
 def _to_whole_keys(
