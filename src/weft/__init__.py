@@ -13,7 +13,6 @@ from .choosing import choose
 from .declare.placements import AffinePartial, SoftmaxPartial, TopKPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
-from .fields import Field
 from .inspect.traffic import traffic
 from .layout import Layout
 from .masks import (
@@ -83,7 +82,7 @@ __all__ = [
 
 
 #: Modules of the engine that are imported when first used, so that attention alone stays light.
-_LATE = ("losses", "testing")
+_LATE = ("testing",)
 _doors.hang()
 
 

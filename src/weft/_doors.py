@@ -21,9 +21,10 @@ PACKAGES = (
 )
 #: Modules of `weft` that are others by another name: `weft.train` is `weft_models.train`.
 MODULES = {name: f"weft_models.{name}" for name in ("models", "pair", "routing", "tables", "train")}
-MODULES |= {name: f"weft_axes.{name}" for name in ("carry", "checkpoint", "nn")}
+MODULES |= {name: f"weft_axes.{name}" for name in ("carry", "checkpoint", "fields", "losses", "nn")}
 #: Names of `weft`, and the modules that define them.
 NAMES = {
+    "Field": "weft_axes.fields",
     "MultiAxisAttention": "weft_axes.nn",
     "TabularClassifier": "weft_models.tables.classifier",
     "choose_layout": "weft_planner.search",

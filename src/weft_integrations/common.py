@@ -16,9 +16,9 @@ from weft.comm.once_differentiable import once
 from weft.declare.layout_file import HEADS
 from weft.declare.mesh import index_at
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.fields import WholeReport
 from weft.layout import Layout
 from weft.plan.order import Spans, count, positions, shard_spans
+from weft_axes.fields import WholeReport
 
 #: Packages of layers whose scales are of whole tensors: `torch.ao.quantization.quantize_dynamic`.
 _SCALED_BY_TENSOR = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")

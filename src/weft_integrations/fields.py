@@ -27,12 +27,12 @@ from weft._uploads import download
 from weft.comm.collectives import invariant_to_replicate, scale_backward
 from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.fields import Field, WholeReport, distributed
-from weft.fields.exchange import is_made_whole
-from weft.fields.islands import on_positions, proven_islands
-from weft.fields.units import let_fields_through
 from weft.gradients import is_averaged, is_summed_by_ddp
 from weft.layout import Layout
+from weft_axes.fields import Field, WholeReport, distributed
+from weft_axes.fields.exchange import is_made_whole
+from weft_axes.fields.islands import on_positions, proven_islands
+from weft_axes.fields.units import let_fields_through
 
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
 
@@ -284,6 +284,14 @@ class _Calls:
 
     def _refuse_state(self) -> None:
         refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
+        for name, module in self.model.named_modules():
+            compiled = vars(module).get("_compiled_call_impl") or "_orig_mod" in module._modules
+            if name and compiled:
+                raise UnsupportedError(
+                    f"{type(self.model).__name__}: {name} is compiled, and a graph has no numbers"
+                    " for ranks to exchange; compile the model that weft.parallelize returns, which"
+                    " runs as it is, or none of its modules"
+                )
         for flag in ("use_tiling", "use_slicing"):
             if getattr(self.model, flag, False):
                 raise UnsupportedError(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from weft._torch import fake_ranks
 from weft.layout import Layout
-from weft.losses import cross_entropy
 from weft.plan.plan import Plan
+from weft_axes.losses import cross_entropy
 from weft_integrations import Foreign
 from weft_integrations.parallelize import parallelize
 

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from weft.errors import DeclarationError
-from weft.fields import Field
 from weft.layout import Layout
+from weft_axes.fields import Field
 
 from . import refused
 from .groups import ContextGroup, compare_arguments

@@ -28,8 +28,8 @@ from weft.comm.channel import Channel
 from weft.declare.mesh import coordinates, index_at
 from weft.decode.owners import Held
 from weft.errors import DeclarationError
-from weft.fields import own_chunk
 from weft.layout import Layout
+from weft_axes.fields import own_chunk
 
 from ..common import chunks
 

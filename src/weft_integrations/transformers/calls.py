@@ -22,13 +22,13 @@ from weft._torch import active_ddp, is_fsdp, outside_graphs
 from weft.comm.channel import Channel
 from weft.comm.collectives import invariant_to_replicate, scale_backward
 from weft.errors import UnsupportedError, WeftError
-from weft.fields import Field, WholeReport, cut
-from weft.fields.units import let_fields_through
 from weft.layout import Layout
-from weft.losses.labels import IGNORED, shift_labels
 from weft.masks import Documents
 from weft.plan.call import reach
 from weft_axes.carry.pieces import LocalPieces
+from weft_axes.fields import Field, WholeReport, cut
+from weft_axes.fields.units import let_fields_through
+from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign
 from ..common import named_arguments, refuse_scaled_by_tensor, tokens_per_chunk

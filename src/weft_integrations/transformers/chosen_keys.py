@@ -24,8 +24,8 @@ from torch import Tensor
 
 from weft.choice import ChosenKeys
 from weft.errors import UnsupportedError
-from weft.fields import Field, of_chunk, on_chunks
 from weft.masks import Full
+from weft_axes.fields import Field, of_chunk, on_chunks
 
 from .. import Foreign
 from ..common import chunk_places, of_all_ranks

@@ -25,9 +25,9 @@ from torch import Tensor
 from weft.attention import attention
 from weft.choice import ChosenKeys
 from weft.decode.attend import merged_parts
-from weft.fields import on_chunks
 from weft.layout import Layout
 from weft_axes.carry.pieces import LocalPieces, Piece
+from weft_axes.fields import on_chunks
 
 from .. import Foreign
 from ..common import chunk_places, of_all_ranks

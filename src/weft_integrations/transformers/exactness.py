@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from weft.errors import DeclarationError, UnsupportedError, WeftError
-from weft.fields import Field
 from weft.layout import Layout
 from weft.plan.rest import head_shares
 from weft.threads import on_threads
+from weft_axes.fields import Field
 
 from .. import Foreign
 from .defaults import CACHES

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from weft.fields import Field
-from weft.fields.islands import on_positions
+from weft_axes.fields import Field
+from weft_axes.fields.islands import on_positions
 
 from .. import Foreign
 

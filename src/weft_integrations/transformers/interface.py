@@ -20,10 +20,10 @@ from weft.bias_tiles import bias_tile
 from weft.choice import ChosenKeys
 from weft.decode.attend import merged_parts
 from weft.errors import DeclarationError, UnsupportedError
-from weft.fields import Field, cut, of_chunk, own_chunk, split_at
 from weft.layout import Layout
 from weft.masks import Causal, Full
 from weft.sinks import with_sinks
+from weft_axes.fields import Field, cut, of_chunk, own_chunk, split_at
 
 from .. import Foreign
 from . import decoding, latents

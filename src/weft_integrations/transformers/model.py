@@ -14,8 +14,8 @@ from typing import Literal
 from torch import nn
 
 from weft.errors import DeclarationError
-from weft.fields import WholeReport
 from weft.layout import Layout
+from weft_axes.fields import WholeReport
 
 from . import refused
 from .hooks import check_context_group, check_kind, check_layout, install, without_adapters

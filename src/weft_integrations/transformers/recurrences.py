@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from weft.errors import UnsupportedError
-from weft.fields import on_chunks
 from weft.layout import Layout
 from weft_axes.carry.by_heads import traded
 from weft_axes.carry.pieces import Apply, LocalPieces
+from weft_axes.fields import on_chunks
 
 from .running import now, running
 from .shapes import by_shapes

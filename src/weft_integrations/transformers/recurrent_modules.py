@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft.errors import UnsupportedError
-from weft.fields import on_chunks
 from weft_axes.carry.pieces import LocalPieces
+from weft_axes.fields import on_chunks
 
 from .. import Foreign
 from .recurrences import completed, over_heads, recurrence

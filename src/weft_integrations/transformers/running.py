@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from weft.choice import ChosenKeys
 from weft.errors import DeclarationError, UnsupportedError
-from weft.fields import Field, WholeReport
 from weft.layout import Layout
 from weft.masks import Documents, Mask
 from weft.torch_interop.equal_masks import kept
 from weft_axes.carry.pieces import LocalPieces
+from weft_axes.fields import Field, WholeReport
 
 from .cache import ShardedCache
 from .facts import RowFacts, padding_mask

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from weft._torch import outside_graphs
 from weft.errors import ShapeError
-from weft.fields import Field
 from weft.layout import Layout
+from weft_axes.fields import Field
 from weft_axes.nn.parameters import local
 from weft_axes.nn.sequences import check_held
 

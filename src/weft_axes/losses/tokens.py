@@ -10,12 +10,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-from .._uploads import uploaded
-from ..comm import collectives
-from ..errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
-from ..layout import Layout
-from ..masks import Documents
-from ..runtime.autocast import as_autocast
+from weft._uploads import uploaded
+from weft.comm import collectives
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
+from weft.layout import Layout
+from weft.masks import Documents
+from weft.runtime.autocast import as_autocast
+
 from .call import Options, agreed
 from .head import LossHead, LossNumbers, numbers
 from .labels import IGNORED, as_documents

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.threads import ThreadTransport
-from ..errors import UnsupportedError
+from weft.comm.threads import ThreadTransport
+from weft.errors import UnsupportedError
+
 from .place import FieldRegion
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layout import Layout
+from weft.layout import Layout
+
 from .dims import Dim, dim_size, split_axes, split_dim, whole
 from .exchange import own_part, placed_like
 from .field import Field, _region

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .._caching import cached
-from .._torch import is_hooked
+from weft._caching import cached
+from weft._torch import is_hooked
+
 from .positions import POSITIONWISE
 
 _OPERATORS: dict[type, Any] = {

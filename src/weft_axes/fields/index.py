@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._digest import number_of
-from ..errors import UnsupportedError
-from ..plan.order import Span, Spans, join
+from weft._digest import number_of
+from weft.errors import UnsupportedError
+from weft.plan.order import Span, Spans, join
+
 from .dims import Chunks, Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
 from .exchange import at_spans, of_shares, placed_like, sharing_more, take_positions
 from .field import Field, settled
@@ -432,6 +433,19 @@ def _index_rule(func: Any) -> Any:
 for _name in ("index_add", "index_copy", "index_fill"):
     for _func in both(_name):
         rule(_func)(_index_rule(_func))
+
+
+@rule(torch.isin)
+def isin(
+    elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
+) -> Recipe:
+    if not isinstance(elements, Part):
+        raise refused("isin of a number", test_elements)
+    goals = {}
+    if isinstance(test_elements, Part):
+        goals = {test_elements.index: [whole(n) for n in test_elements.shape]}
+    options = {"assume_unique": assume_unique, "invert": invert}
+    return on_locals(torch.isin, (elements, test_elements), elements.dims, goals, options)
 
 
 @composite(*both("index_select"))

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..comm import Transport
-from ..comm.collectives import gather_flat, spread_flat
-from ..comm.once_differentiable import once
-from ..declare.mesh import index_at
-from ..runtime.autocast import without_autocast
+from weft.comm import Transport
+from weft.comm.collectives import gather_flat, spread_flat
+from weft.comm.once_differentiable import once
+from weft.declare.mesh import index_at
+from weft.runtime.autocast import without_autocast
 
 
 @dataclass(frozen=True)

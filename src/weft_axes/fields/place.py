@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShapeError, UnsupportedError
-from ..layout import Layout
-from ..plan.order import Spans, shard_spans
+from weft.errors import ShapeError, UnsupportedError
+from weft.layout import Layout
+from weft.plan.order import Spans, shard_spans
+
 from .dims import Chunks, Dim, Factor, dim_size, fused_factors, split_axes, text_of
 
 #: Recipes that a region keeps; as many kinds of calls as a model has.

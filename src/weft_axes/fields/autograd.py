@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import as_torch_does, tensor_is_all_true
+from weft._torch import as_torch_does, tensor_is_all_true
+
 from .field import Field
 from .registry import DIRECT, attribute, both, direct, refused
 

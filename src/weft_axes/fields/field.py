@@ -21,13 +21,14 @@ from typing import Any, NoReturn, Self
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import OF_UNPACKED, as_torch_does, wrapper
-from .._uploads import uploaded
-from ..comm.collectives import scale_backward
-from ..errors import DeclarationError, ShapeError, UnsupportedError
-from ..layout import Layout
-from ..plan.lengths import check_axis_lengths
-from ..plan.order import each_position
+from weft._torch import OF_UNPACKED, as_torch_does, wrapper
+from weft._uploads import uploaded
+from weft.comm.collectives import scale_backward
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.layout import Layout
+from weft.plan.lengths import check_axis_lengths
+from weft.plan.order import each_position
+
 from .dims import Dim, dim_size, is_split_dim, split_dim, text_of, whole
 from .exchange import entered, placed_like, whole_tensor
 from .place import FieldPlace, FieldRegion, WholeReport, region_of

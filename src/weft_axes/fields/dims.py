@@ -24,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from .._caching import cached
-from ..plan.order import Span, Spans, count, join, product
+from weft._caching import cached
+from weft.plan.order import Span, Spans, count, join, product
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import function_of_node
-from .._uploads import uploaded
-from ..comm.collectives import Sum, invariant_to_replicate, scale_backward
-from ..comm.once_differentiable import once
-from ..comm.origin import origin
-from ..plan.order import Span, Spans, each_position
-from ..relayout.take import TakePassing
-from ..relayout.windows import RangePlan, TakePass, Wanted, plan_ranges
-from ..runtime import handles
-from ..runtime.exchange import Exchange
+from weft._torch import function_of_node
+from weft._uploads import uploaded
+from weft.comm.collectives import Sum, invariant_to_replicate, scale_backward
+from weft.comm.once_differentiable import once
+from weft.comm.origin import origin
+from weft.plan.order import Span, Spans, each_position
+from weft.relayout.take import TakePassing
+from weft.relayout.windows import RangePlan, TakePass, Wanted, plan_ranges
+from weft.runtime import handles
+from weft.runtime.exchange import Exchange
+
 from .dims import Chunks, Dim, contiguous, dim_size, is_split_dim, text_of, whole
 from .place import FieldRegion
 

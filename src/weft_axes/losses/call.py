@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._digest import number_of
-from ..declare.mesh import coordinates
-from ..errors import ShapeError
-from ..layout import Layout
+from weft._digest import number_of
+from weft.declare.mesh import coordinates
+from weft.errors import ShapeError
+from weft.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from .._torch import fsdp_hooks, pytree
+from weft._torch import fsdp_hooks, pytree
+
 from .field import Field
 
 

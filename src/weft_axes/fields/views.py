@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..plan.order import Span
+from weft.plan.order import Span
+
 from .dims import (
     Chunks,
     Dim,
@@ -276,6 +277,15 @@ def repeat_interleave(
     d, dims = at(dim, x.ndim), list(x.dims)
     dims[d] = (*dims[d], Factor(repeats)) if repeats else whole(0)
     return on_locals(torch.repeat_interleave, (x, repeats, d), dims)
+
+
+@rule(Tensor.unfold)
+def unfold(x: Part, dimension: int, size: int, step: int) -> Recipe:
+    d, dims = at(dimension, x.ndim), [*x.dims, whole(size)]
+    if not x.ndim or x.is_split(d):
+        raise refused(f"unfold along dim {dimension}", x)
+    dims[d] = whole((x.shape[d] - size) // max(step, 1) + 1)
+    return on_locals(Tensor.unfold, (x, d, size, step), dims)
 
 
 @composite(*both("pixel_shuffle"))

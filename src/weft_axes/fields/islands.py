@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .._digest import number_of
-from ..errors import UnsupportedError
+from weft._digest import number_of
+from weft.errors import UnsupportedError
+
 from .dims import Dim, is_split_dim, whole
 from .field import Field, settled
 from .index import FieldsAtHand, dims_of

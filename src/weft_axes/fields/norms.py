@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..comm.once_differentiable import once
-from ..errors import ShapeError
-from ..kernels import accumulate_dtype
-from ..runtime.autocast import autocast_is_on
+from weft.comm.once_differentiable import once
+from weft.errors import ShapeError
+from weft.kernels import accumulate_dtype
+from weft.runtime.autocast import autocast_is_on
+
 from .dims import Dim, dim_size, whole
 from .exchange import gathered_chunks, summed
 from .place import FieldRegion

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..attention import attention
-from ..bias_tiles import bias_tile
-from ..declare.strategy import Role
-from ..errors import DeclarationError, UnsupportedError
-from ..masks import Causal
+from weft.attention import attention
+from weft.bias_tiles import bias_tile
+from weft.declare.strategy import Role
+from weft.errors import DeclarationError, UnsupportedError
+from weft.masks import Causal
+
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, split_dim, whole
 from .registry import NoRule, Part, Recipe, broadcast, composite, refused, rule
 

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..declare.strategy import Role
-from ..kernels import accumulate_dtype
-from ..runtime.autocast import without_autocast
+from weft.declare.strategy import Role
+from weft.kernels import accumulate_dtype
+from weft.runtime.autocast import without_autocast
+
 from .dims import Dim, dim_size, is_split_dim, split_axes, whole
 from .exchange import summed
 from .registry import (

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._uploads import uploaded
-from ..comm.once_differentiable import once
-from ..kernels import accumulate_dtype
-from ..plan.order import each_position
+from weft._uploads import uploaded
+from weft.comm.once_differentiable import once
+from weft.kernels import accumulate_dtype
+from weft.plan.order import each_position
+
 from .dims import Dim, is_split_dim, split_axes, whole
 from .exchange import gathered_chunks, summed
 from .field import Field

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._caching import cached
-from .._digest import number_of
-from .._torch import shares_storage, without_modes
-from ..errors import UnsupportedError
-from ..runtime.autocast import autocast_is_on
+from weft._caching import cached
+from weft._digest import number_of
+from weft._torch import shares_storage, without_modes
+from weft.errors import UnsupportedError
+from weft.runtime.autocast import autocast_is_on
+
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whole
 from .draws import generator_state
 from .exchange import broadcasts, of_shares, placed_like, sharing_more

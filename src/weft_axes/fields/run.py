@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._torch import any_autocast, as_torch_does, past_classes
-from ..errors import UnsupportedError
+from weft._torch import any_autocast, as_torch_does, past_classes
+from weft.errors import UnsupportedError
+
 from . import (  # noqa: F401 (they register their rules)
     attention,
     autograd,
