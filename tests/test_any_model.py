@@ -527,3 +527,64 @@ def test_islands_are_one_step_and_mixers_in_them_are_noticed(what, late):
     torch.testing.assert_close(found, wanted.detach())
     for one, other in zip(gradients, [leaf.grad, *(p.grad for p in whole.parameters())]):
         torch.testing.assert_close(one, other)
+
+
+def test_a_compiled_model_runs_as_it_is_and_compiled_modules_in_it_are_refused():
+    torch.manual_seed(0)
+    model, ids = Decoder().double(), torch.randint(0, 50, (2, 11))
+
+    def rank(layout: Layout) -> Tensor:
+        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
+        compiled = torch.compile(split, backend="eager")(ids, ids).detach()
+        split.blocks[1].mlp.compile(backend="eager")
+        with pytest.raises(UnsupportedError, match=r"blocks\.1\.mlp is compiled"):
+            split(ids)
+        split.blocks[1].mlp = torch.compile(copy.deepcopy(model).blocks[1].mlp, backend="eager")
+        with pytest.raises(UnsupportedError, match=r"blocks\.1\.mlp is compiled"):
+            split(ids)
+        return compiled
+
+    (found, _) = weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), rank)
+    torch.testing.assert_close(found, model(ids, ids).detach())
+
+
+def test_sizes_that_are_tensors_run_whole_or_are_refused_by_name():
+    def rank(layout: Layout) -> None:
+        x = Field.distribute(torch.ones(1, 6, 4), layout, {"tokens": 1})
+        n = (x[0, :, 0] > 0).sum()
+        for name, run in {
+            "a view": lambda: x.view(1, n, 4),
+            "new_zeros": lambda: x.new_zeros((n, 4)),
+        }.items():
+            with pytest.raises(UnsupportedError, match=f"{name} of sizes that are tensors"):
+                run()
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+#: Name -> a function of x (1, 12, 3) fp32, split in zigzag order over two ranks, and the bytes that
+#: rank 0, which has positions 0 1 2 9 10 11, receives in its forward pass.
+TRAFFIC: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "a shift": (lambda x: x[:, 1:] - x[:, :-1], 4 * 3),
+    "arithmetic": (lambda x: x * x + 1, 0),
+    "features": (lambda x: x.softmax(-1) @ torch.ones(3, 3), 0),
+    "a whole tensor": (lambda x: x.full_tensor(), 4 * 3 * 6),
+    "windows": (lambda x: F.max_pool1d(x.mT, 1), 4 * 3 * 3),
+    "one position, of another rank": (lambda x: x[:, 4], 4 * 3),
+    "one position of its own": (lambda x: x[:, 0], 0),
+    "a sum": (lambda x: x.sum(1), 4 * 3),
+    "all keys": (lambda x: x @ x.mT, 4 * 3 * 6),
+}
+
+
+@pytest.mark.parametrize("name", TRAFFIC)
+def test_bytes_are_those_counted_by_hand(name):
+    run, wanted = TRAFFIC[name]
+
+    def rank(layout: Layout) -> int:
+        x = Field.distribute(torch.randn(1, 12, 3), layout, {"tokens": 1})
+        with weft.traffic(layout) as moved:
+            run(x)
+        return sum(moved.received.values())
+
+    assert weft.on_threads(Layout.parse("tokens(zigzag): gather=2"), rank)[0] == wanted

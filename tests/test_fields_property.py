@@ -94,6 +94,12 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, Options], Any]] = {
     "mask": lambda x, y, o: x[x > o.a],
     "gather": lambda x, y, o: x.gather(o.d, torch.zeros_like(x, dtype=torch.long)),
     "index_select": lambda x, y, o: x.index_select(o.d, torch.tensor([o.p, 0])),
+    "isin": lambda x, y, o: torch.isin(x, y, invert=o.b),
+    "scatter_add": lambda x, y, o: put(
+        x, lambda z: z.scatter_add_(o.d, torch.zeros_like(x, dtype=torch.long), x)
+    ),
+    "unfold": lambda x, y, o: x.unfold(o.d, o.k, o.s),
+    "repeat_interleave": lambda x, y, o: x.repeat_interleave(o.k, o.d),
     "narrow": lambda x, y, o: x.narrow(o.d, o.i, o.k),
     "split": lambda x, y, o: torch.cat(x.split(o.k, o.d), o.d),
     "chunk": lambda x, y, o: torch.stack([t.sum() for t in x.chunk(o.k, o.d)]),

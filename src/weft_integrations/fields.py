@@ -287,6 +287,14 @@ class _Calls:
 
     def _refuse_state(self) -> None:
         refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
+        for name, module in self.model.named_modules():
+            compiled = vars(module).get("_compiled_call_impl") or "_orig_mod" in module._modules
+            if name and compiled:
+                raise UnsupportedError(
+                    f"{type(self.model).__name__}: {name} is compiled, and a graph has no numbers"
+                    " for ranks to exchange; compile the model that weft.parallelize returns, which"
+                    " runs as it is, or none of its modules"
+                )
         for flag in ("use_tiling", "use_slicing"):
             if getattr(self.model, flag, False):
                 raise UnsupportedError(

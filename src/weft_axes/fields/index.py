@@ -435,6 +435,19 @@ for _name in ("index_add", "index_copy", "index_fill"):
         rule(_func)(_index_rule(_func))
 
 
+@rule(torch.isin)
+def isin(
+    elements: Any, test_elements: Any, *, assume_unique: bool = False, invert: bool = False
+) -> Recipe:
+    if not isinstance(elements, Part):
+        raise refused("isin of a number", test_elements)
+    goals = {}
+    if isinstance(test_elements, Part):
+        goals = {test_elements.index: [whole(n) for n in test_elements.shape]}
+    options = {"assume_unique": assume_unique, "invert": invert}
+    return on_locals(torch.isin, (elements, test_elements), elements.dims, goals, options)
+
+
 @composite(*both("index_select"))
 def index_select(x: Tensor, dim: int, index: Tensor, *, out: None = None) -> Tensor:
     if x.dim() and (index.dim() > 1 or index.dtype not in (torch.int32, torch.int64)):

@@ -279,6 +279,15 @@ def repeat_interleave(
     return on_locals(torch.repeat_interleave, (x, repeats, d), dims)
 
 
+@rule(Tensor.unfold)
+def unfold(x: Part, dimension: int, size: int, step: int) -> Recipe:
+    d, dims = at(dimension, x.ndim), [*x.dims, whole(size)]
+    if not x.ndim or x.is_split(d):
+        raise refused(f"unfold along dim {dimension}", x)
+    dims[d] = whole((x.shape[d] - size) // max(step, 1) + 1)
+    return on_locals(Tensor.unfold, (x, d, size, step), dims)
+
+
 @composite(*both("pixel_shuffle"))
 def pixel_shuffle(x: Tensor, upscale_factor: int) -> Tensor:
     r, (*b, c, h, w) = upscale_factor, x.shape

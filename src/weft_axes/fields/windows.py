@@ -196,6 +196,8 @@ def _with_batch(convolution: Callable, nd: int) -> Callable:
             raise refused("a convolution by weights that are a field", weight)
         if not given.is_field or given.ndim not in (nd + 1, nd + 2):
             raise refused("a convolution", given)
+        if 0 in given.shape[-nd:]:
+            raise refused("a convolution of no positions", given)
         if given.ndim == nd + 2:
             return convolution(given, weight, *args, **kwargs)
         if given.shape[0] == 0:
