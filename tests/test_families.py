@@ -19,8 +19,14 @@ SAMPLE = [
         ("causal", name)
         for name in ("glm4_moe", "phi3", "falcon_mamba", "qwen3_next", "bloom", "rwkv")
     ],
-    *[("masked", name) for name in ("modernbert", "xlm-roberta", "distilbert", "deberta-v2")],
-    *[("vision", name) for name in ("vit", "siglip", "resnet")],
+    *[
+        ("masked", name)
+        for name in ("modernbert", "xlm-roberta", "distilbert", "deberta-v2", "neomme")
+    ],
+    # whose attention weft's does not stand in for, or is asked what it does not know
+    *[("causal", name) for name in ("falcon", "inkling2_text", "qwen4_exp_text")],
+    *[("encoder-decoder", name) for name in ("bigbird_pegasus", "switch_transformers")],
+    *[("vision", name) for name in ("vit", "siglip", "resnet", "cvt")],
 ]
 #: Each takes as long as all others together.
 LONG = ("siglip", "qwen3_next")
@@ -49,10 +55,3 @@ def test_every_family_has_a_row():
     for names in families.KINDS.values():
         for family in names:
             assert f"\n| {family} |" in TABLE.read_text()
-
-
-def test_what_cannot_be_exact_is_not():
-    """Layers that carry a state which does not compose, or mix tokens by Fourier transforms."""
-    lines = {line.split(" | ")[0].strip("| "): line for line in TABLE.read_text().splitlines()}
-    for family in ("xlstm", "rwkv", "fnet"):
-        assert "| refused |" in lines[family], lines[family]

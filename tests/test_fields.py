@@ -73,8 +73,8 @@ def errors(
 
 def in_chunks(field: Field, dim: int, axis: str, starts: tuple[int, ...]) -> Field:
     """A field in other chunks of an axis, some of them empty."""
-    from weft.fields.dims import contiguous, split_dim
-    from weft.fields.exchange import placed_like
+    from weft_axes.fields.dims import contiguous, split_dim
+    from weft_axes.fields.exchange import placed_like
 
     if axis not in field.chunks:
         return field
@@ -359,6 +359,21 @@ def test_norms_lose_no_digits_where_the_mean_is_large():
 
     for found in weft.on_threads(Layout.load("field-2x2"), rank):
         assert float((found - right).abs().max()) <= 2 * alone
+
+
+def test_gradients_of_one_row_through_batch_norm_in_evaluation():
+    """Which come back in the strides of a transposed view."""
+    x, w = torch.randn(2, 1, 8, 4, 4, dtype=torch.float64)
+    norm, scale = torch.nn.BatchNorm2d(8).double().eval(), (1 + 1e-5) ** -0.5
+
+    def rank(layout: Layout) -> Tensor:
+        given = x.clone().requires_grad_()
+        y = norm(Field.distribute(given, layout, {"height": 2}))
+        out = y.view(1, 8, 16).permute(0, 2, 1).sin().full_tensor()
+        return torch.autograd.grad((out * w.view(1, 8, 16).mT.contiguous()).sum(), given)[0]
+
+    for found in weft.on_threads(Layout.parse("height: ring=2"), rank):
+        torch.testing.assert_close(found, w * (x * scale).cos() * scale)
 
 
 def test_running_statistics_are_those_of_all_positions():

@@ -90,10 +90,6 @@ NOT_PLANNED = {
     "dbrx": "IndexError",  # its loop counts on an expert that nobody chooses
     "jetmoe": "does not support activation checkpointing",
     "dots3_note_text": "per-layer attribute",
-    "inkling2_loop_text": "passes sinks",
-    "inkling2_text": "passes sinks",
-    "inkling_text": "passes position_bias",
-    "qwen4_exp_text": "chooses or compresses the keys",
 }
 MIXTURES = sorted(
     kind.model_type

@@ -213,7 +213,8 @@ def test_refuses_calls_with_images_by_name():
     ends = torch.tensor([0, 15, call["input_ids"].shape[1]])
     refused(model, LAYOUTS[0], "cu_seq_lens_q with pixel_values", call | {"cu_seq_lens_q": ends})
     for other in (torch.ones(3, 7), [torch.ones(3)]):
-        refused(model, LAYOUTS[0], "passes times to attention", call | {"times": other})
+        strange, options = call | {"times": other}, {"fallback": "refuse"}
+        refused(model, LAYOUTS[0], "passes times to attention", strange, **options)
 
 
 def test_images_in_another_order_on_a_rank_are_an_error():

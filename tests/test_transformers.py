@@ -20,7 +20,7 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from transformers import masking_utils
 
-from weft_integrations.transformers import parallelize, restore
+from weft_integrations.transformers import ShardedCache, parallelize, restore
 from weft_integrations.transformers.masks import translate
 from weft_integrations.transformers.model import parallelize_transformers
 
@@ -256,9 +256,7 @@ MODELS = {
         None,
     ),
     "states of another sequence": (
-        made(
-            hf.BertLMHeadModel, hf.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True)
-        ),
+        made(hf.BertLMHeadModel, hf.BertConfig(**SMALL, is_decoder=True, add_cross_attention=True)),
         {"input_ids": IDS24, "encoder_hidden_states": torch.ones(2, 5, 32).double()},
         None,
     ),
@@ -422,10 +420,32 @@ def test_refuses_a_model_without_a_layout():
         model(input_ids=IDS)
 
 
-def test_refuses_models_outside_the_attention_interface():
-    config = hf.XLNetConfig(vocab_size=97, d_model=32, n_layer=1, n_head=4, d_inner=48)
-    with pytest.raises(UnsupportedError, match="XLNetModel"):
-        parallelize(hf.XLNetModel(config), Layout.single())
+def test_a_model_that_attends_by_itself_packs_and_generates_as_one_device():
+    config = hf.FalconConfig(
+        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = hf.FalconForCausalLM(config).eval()
+    at = torch.cat([torch.arange(5), torch.arange(8)])[None]
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    ids = torch.arange(13)[None] % 7 + 3
+    with torch.no_grad():
+        packed = model(input_ids=ids, position_ids=at, use_cache=False).logits
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    def work(layout):
+        own = parallelize(copy.deepcopy(model), layout)
+        with torch.no_grad():
+            found = own(input_ids=ids, position_ids=at, use_cache=False).logits + 0
+        with pytest.raises(UnsupportedError, match="attends by itself"):
+            ShardedCache(own)
+        return found, own.generate(ids, attention_mask=torch.ones_like(ids), **options)
+
+    for logits, tokens in weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), work):
+        torch.testing.assert_close(logits, packed, rtol=0, atol=1e-5)
+        assert torch.equal(tokens, made)
+
+
+def test_refuses_other_modules():
     with pytest.raises(UnsupportedError, match="not a transformers model"):
         parallelize_transformers(torch.nn.Linear(2, 2), Layout.single())
 

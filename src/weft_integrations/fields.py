@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 import math
+import types
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -34,6 +35,7 @@ from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import on_positions, proven_islands
 from weft_axes.fields.units import let_fields_through
 
+from . import Foreign
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
@@ -125,8 +127,7 @@ def parallelize_fields(
         if callable(getattr(model, name, None)):
             state.wrap(name, placed_model)
     for module in filter(is_experts, model.modules()):
-        name = f"{type(module).__name__}.forward"
-        _install_island(module, functools.partial(_by_promise, name, module.forward), placed_model)
+        _install_island(module, types.MethodType(by_positions, module), placed_model)
     for module, forward in proven_islands(model):
         _install_island(module, forward, placed_model)
     placed_model.ran_whole = state.report
@@ -139,8 +140,10 @@ def is_experts(module: nn.Module) -> bool:
     return hasattr(module, "_is_expert_parallel") and "forward" not in vars(module)
 
 
-def _by_promise(name: str, run: Callable, *args: Any, **kwargs: Any) -> Any:
-    return on_positions(name, run, args, kwargs)
+def by_positions(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+    """`forward` of experts, which treat tokens one by one, on this rank's."""
+    stock = functools.partial(type(self).forward, self)
+    return on_positions(f"{type(self).__name__}.forward", stock, args, kwargs)
 
 
 def _install_island(module: nn.Module, forward: Callable, placed: Parallelized) -> None:

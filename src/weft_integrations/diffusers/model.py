@@ -216,29 +216,17 @@ def _check(transformer: nn.Module, layout: Layout, axis: str) -> None:
 
 #: Packages whose modules and processors belong into a diffusers transformer: each treats tokens as
 #: the module does that it stands for.
-_KNOWN: tuple[str, ...] = (
-    "diffusers",
-    "torch",
-    "transformers",
-    "peft",
-    "accelerate",
-    "bitsandbytes",
-    "torchao",
+_KNOWN = (
+    *("diffusers", "torch", "transformers", "peft", "accelerate", "bitsandbytes", "torchao"),
+    *("optimum", "gguf", "builtins", "typing", "abc", "collections"),
 )
-_KNOWN += ("optimum", "gguf", "builtins", "typing", "abc", "collections")
 
 
 #: Where torch has modules that make of one token something else than of the same among others.
-_MIXING: tuple[str, ...] = (
-    "batchnorm",
-    "channelshuffle",
-    "conv",
-    "fold",
-    "instancenorm",
-    "padding",
-    "pixelshuffle",
+_MIXING = (
+    *("batchnorm", "channelshuffle", "conv", "fold", "instancenorm", "padding", "pixelshuffle"),
+    *("pooling", "rnn", "transformer", "upsampling"),
 )
-_MIXING += ("pooling", "rnn", "transformer", "upsampling")
 
 
 def _mixes(part: object) -> bool:

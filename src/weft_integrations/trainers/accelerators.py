@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 
 #: Settings of an accelerator by which ranks make other calls.
 _ALIKE = (
-    "gradient_accumulation_steps",
-    "mixed_precision",
-    "split_batches",
-    "even_batches",
-    "step_scheduler_with_optimizer",
-    "rng_types",
+    *("gradient_accumulation_steps", "mixed_precision", "split_batches", "even_batches"),
+    *("step_scheduler_with_optimizer", "rng_types"),
 )
 
 

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 #: TRL's trainers that were compared with one process.
-TRIED = (
-    "SFTTrainer",
-    "DPOTrainer",
-    "KTOTrainer",
-    "RewardTrainer",
-    "GRPOTrainer",
-    "RLOOTrainer",
-)
+TRIED = tuple(f"{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
 T = TypeVar("T", bound="type[Trainer]")
 
 

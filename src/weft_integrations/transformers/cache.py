@@ -112,6 +112,11 @@ class ShardedCache(DynamicCache):
                 f"{type(model).__name__} has an encoder and a decoder, whose caches have no parts"
                 " on ranks: model.generate without cache= runs whole on every rank"
             )
+        if installed.calls.attends_by_itself:
+            raise UnsupportedError(
+                f"{type(model).__name__} attends by itself, to keys that have no parts on ranks:"
+                " model.generate without cache= runs whole on every rank"
+            )
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "recurrent_kv_cache_mode", None) is not None:
             raise UnsupportedError(

@@ -80,7 +80,7 @@ _NO_LAST_STATES = (
 #: Caches that hold a prompt only if `generate` made them, or weft did.
 _OF_GENERATE = ShardedCache, EncoderDecoderCache
 #: Why the cache of an output that one device would have is not there.
-_MAKE_ONE = "cache=weft.ShardedCache(model) in every call of a loop gives one"
+_MAKE_ONE = "cache=ShardedCache(model) in every call of a loop gives one"
 _NOT_MADE = "a call makes none"
 _IN_A_GRAPH = (
     "a call that may be differentiated is split without one; call the model within"
@@ -126,8 +126,9 @@ class Calls:
         # For padding that sees no token, eager functions and masks that a bias is added to take the
         # mean of all tokens, and other functions give 0.
         self.biases = any(map(biases_distances, model.modules()))
-        eager = "eager" in own_implementations(model, model._weft.own)
-        self.fills_padding = eager or self.biases
+        self.eager = "eager" in own_implementations(model, model._weft.own)
+        self.attends_by_itself = self.implementation == model._weft.implementation
+        self.fills_padding = not self.attends_by_itself and (self.eager or self.biases)
         skips = {"apply_mask_to_padding_states": None}
         self.states_of_padding = bool(self.recurrent) and not any(
             calls_of(module, skips) for module in self.recurrent
@@ -430,7 +431,8 @@ class Calls:
             fused_head_by_rows()
         if self.takes_use_cache:
             kwargs["use_cache"] = False
-        call = ModelCall(self.layout, self.axis, report=self.report, as_tuple=as_tuple)
+        how: Any = {"report": self.report, "as_tuple": as_tuple, "eager": self.eager}
+        call = ModelCall(self.layout, self.axis, **how)
         if self.splits_inside:
             call.ahead = True
             return call, kwargs
@@ -441,6 +443,8 @@ class Calls:
                 f"few tokens: {call.length} leave a rank of mesh {dict(self.layout.mesh)} without"
                 " any"
             )
+        if self.attends_by_itself and (facts.documents is not None or facts.by_positions):
+            raise UnsupportedError("documents packed in a row: the model makes masks by itself")
         self._check_padding(kwargs, module)
         refused.padding_of_choices(self.choosers, facts)
         if self.recurrent:

@@ -6,6 +6,7 @@ it of a model of their own, and finds a rule that is wrong.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,13 +25,15 @@ from weft.threads import on_threads
 from weft_axes.fields import Field
 
 from .. import Foreign
+from ..fields import splits_fields
+from ..parallelize import parallelize
 from .defaults import CACHES
 from .hooks import check_kind, check_layout, recurrent, run_on_cpu
-from .model import parallelize_transformers
+from .parts import by_layer
 from .replicated import configurations
 
-#: Relative, in fp64 all through.
-TOLERANCE = 1e-6
+#: Relative, in fp64 all through; in fp32 for models that do not run in it.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 #: Options by which few tokens are attended: those of more tokens than are tried are cut down.
 _WINDOWS = "sliding_window", "attention_chunk_size", "local_attention"
 
@@ -75,7 +78,7 @@ def verify(
 
     Args:
         model: a transformers model, not parallelized.
-        layout: built or not; any number of ranks.
+        layout: built or not; any number of ranks. Of images one that splits `height` or `width`.
         axis: the layout's name for the tokens.
         batch: a call of your own to compare instead, such as one with images.
 
@@ -90,15 +93,19 @@ def verify(
     ()
     """
     check_kind(model)
-    check_layout(layout, axis)
     for name, p in model.named_parameters():
         if p.is_meta or isinstance(p, DTensor):
             kind = "on the meta device" if p.is_meta else "a DTensor"
             raise DeclarationError(f"{name} is {kind}: verify a model whose weights are there")
-    _check_heads(model, layout, axis)
+    if not splits_fields(layout):
+        check_layout(layout, axis)
+        _check_heads(model, layout, axis)
     few = _few_ranks(layout, recurrent(model))
     with torch.random.fork_rng([]):
-        return _Comparison(model, few, axis, batch).run(layout)
+        try:
+            return _Comparison(model, few, axis, batch, torch.float64).run(layout)
+        except _NotRun:
+            return _Comparison(model, few, axis, batch, torch.float32).run(layout)
 
 
 @dataclass
@@ -111,18 +118,28 @@ class _Run:
     ran_whole: tuple[str, ...] = ()
 
 
+class _NotRun(UnsupportedError):
+    """One device could not run the model."""
+
+
 class _Comparison:
-    def __init__(self, model: Foreign, layout: Layout, axis: str, batch: Any) -> None:
-        self.layout, self.axis, self.name = layout, axis, type(model).__name__
+    def __init__(
+        self, model: Foreign, layout: Layout, axis: str, batch: Any, dtype: torch.dtype
+    ) -> None:
+        self.dtype = dtype
+        self.layout, self.name = layout, type(model).__name__
+        self.options = {} if splits_fields(layout) else {"axis": axis}
         self.length = 13 * layout.size(axis) * (2 if layout.order.get(axis) == "zigzag" else 1)
-        self.model = copy.deepcopy(model).double().eval()
+        self.model = copy.deepcopy(model).to(dtype).eval()
         for config in configurations(self.model):
             config._experts_implementation = "eager"  # grouped products know no fp64
+            config.use_cache = False
         for owner in (*configurations(self.model), *self.model.modules()):
             for option in _WINDOWS:
                 if isinstance(n := owner.__dict__.get(option), int) and n > self.length // 3:
                     setattr(owner, option, self.length // 3)
-        self.calls = [_doubled(batch)] if batch is not None else _random(self.model, self.length)
+        given = [batch] if batch is not None else _random(self.model, self.length)
+        self.calls = [{n: _cast(v, dtype) for n, v in call.items()} for call in given]
 
     def run(self, declared: Layout) -> Verified:
         """Compare one device with ranks, and once more by module where they differ."""
@@ -131,10 +148,11 @@ class _Comparison:
         outputs = _gaps(alone.outputs, on_ranks.outputs)
         gradients = _gaps(alone.gradients, on_ranks.gradients)
         (out, which), (off, weight) = max(outputs), max(gradients, default=(0.0, ""))
-        if not max(out, off) <= TOLERANCE:
+        limit = TOLERANCES[self.dtype]
+        if not max(out, off) <= limit:
             again = _gaps(self._alone(True).modules, self._on_ranks(True).modules)
-            first = next((name for gap, name in again if not gap <= TOLERANCE), None)
-            wrong = f"its output {which} by {out:.1e}" if not out <= TOLERANCE else ""
+            first = next((name for gap, name in again if not gap <= limit), None)
+            wrong = f"its output {which} by {out:.1e}" if not out <= limit else ""
             wrong = wrong or f"the gradient of {weight} by {off:.1e}"
             where = f"; {first!r} is the first module whose output differs" if first else ""
             raise UnsupportedError(
@@ -155,7 +173,7 @@ class _Comparison:
                 return _ran(model, call, by_module)
             except Exception as error:  # labels of another shape, which the next call has
                 if len(self.calls) == 1:
-                    raise UnsupportedError(
+                    raise _NotRun(
                         f"{self.name} could not be run on a random input, so nothing was compared;"
                         f" give a call, batch=: {type(error).__name__}: {error}"
                     ) from error
@@ -163,9 +181,9 @@ class _Comparison:
 
     def _on_ranks(self, by_module: bool) -> _Run:
         def rank(layout: Layout) -> _Run:
-            model: Foreign = parallelize_transformers(self._copy(), layout, self.axis)
+            model: Foreign = parallelize(self._copy(), layout, **self.options)
             run = _ran(model, self.calls[0], by_module, layout)
-            if model._weft.calls.warned:
+            if self.options and model._weft.calls.warned:
                 kinds = ", ".join(model._weft.calls.warned)
                 raise UnsupportedError(f"every rank computes all of a call of the model: {kinds}")
             run.ran_whole = (*model._weft.ran_whole.calls,)
@@ -195,7 +213,8 @@ def _ran(model: Foreign, call: dict, by_module: bool, layout: Layout | None = No
 
     for name, module in model.named_modules() if by_module else ():
         module.register_forward_hook(keep(name))
-    with InFP64(), torch.autograd.set_multithreading_enabled(False):
+    mode = InFP64() if next(model.parameters()).dtype is torch.float64 else contextlib.nullcontext()
+    with mode, torch.autograd.set_multithreading_enabled(False):
         outputs = dict(_floating({k: v for k, v in model(**call).items() if k not in CACHES}))
         generator = torch.Generator().manual_seed(1)
         objective: Any = 0.0
@@ -247,8 +266,8 @@ class InFP64(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.float and args[0].dtype is torch.float64:
-            return args[0]
+        if func is Tensor.float and args[0].dtype is not torch.float32:
+            return args[0].double() if args[0].dtype is not torch.float64 else args[0].clone()
         if func in (Tensor.to, Tensor.type):
             args = tuple(torch.float64 if a is torch.float32 else a for a in args)
         if kwargs.get("dtype") is torch.float32:
@@ -256,11 +275,8 @@ class InFP64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _doubled(batch: Mapping[str, Any]) -> dict[str, Any]:
-    def one(v: Any) -> Any:
-        return v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-
-    return {name: one(value) for name, value in batch.items()}
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def _random(model: Foreign, length: int) -> list[dict[str, Any]]:
@@ -287,7 +303,7 @@ def _random(model: Foreign, length: int) -> list[dict[str, Any]]:
             getattr(vision, "num_channels", 3),
             *(size if type(size) in (list, tuple) else (size, size)),
         )
-        call = {"pixel_values": torch.randn(shape, generator=generator).double().to(device)}
+        call = {"pixel_values": torch.randn(shape, generator=generator).to(device)}
     else:
         raise UnsupportedError(f"{type(model).__name__} takes no input_ids: give a call, batch=")
     labels = ids(length)
@@ -314,12 +330,12 @@ def _with_mesh(layout: Layout, mesh: dict[str, int]) -> Layout:
 
 def _check_heads(model: Foreign, layout: Layout, axis: str) -> None:
     """Raise where the declared layout, not the small one, cannot split the model's heads."""
-    config = model.config.get_text_config()
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int) and layout.mesh:
-        keys = getattr(config, "num_key_value_heads", None) or heads
-        mesh = {d: max(1, n) for d, n in layout.mesh.items()}
-        head_shares(_with_mesh(layout, mesh).rules(axis), mesh, heads, keys)
+    for config in by_layer(model.config.get_text_config()):
+        heads = getattr(config, "num_attention_heads", None)
+        if isinstance(heads, int) and layout.mesh:
+            keys = getattr(config, "num_key_value_heads", None) or heads
+            mesh = {d: max(1, n) for d, n in layout.mesh.items()}
+            head_shares(_with_mesh(layout, mesh).rules(axis), mesh, heads, keys)
 
 
 __all__ = ["InFP64", "Verified", "verify"]

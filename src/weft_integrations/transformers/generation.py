@@ -66,7 +66,12 @@ def _with_cache(
 
     implementation = setting("cache_implementation")
     cache = next((options[n] for n in CACHES if options.get(n) is not None), None)
-    whole = self._weft.calls.crosses or type(self).generate is not GenerationMixin.generate
+    calls = self._weft.calls
+    whole = (
+        calls.crosses
+        or calls.attends_by_itself
+        or type(self).generate is not GenerationMixin.generate
+    )
     _check_cache(cache, implementation, name, whole)
     if setting("output_attentions"):
         raise UnsupportedError(f"{name}: output_attentions: no rank ever holds the weights")

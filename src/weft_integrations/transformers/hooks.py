@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -23,18 +22,16 @@ from weft.gradients import AVERAGED
 from weft.layout import Layout
 from weft_axes.carry.fragments import fragments
 from weft_axes.fields import WholeReport
-from weft_axes.fields.islands import on_positions
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
-from ..fields import is_experts
+from ..fields import by_positions, is_experts
 from . import calls, chosen_keys, generation, interface, latents, parts, refused, towers
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, WITHOUT_STATE, of_device
 from .recurrent_modules import MODULES
 from .replicated import Own, configurations, own_attention, with_nested
-from .running import running
 
 
 @dataclass(kw_only=True)
@@ -135,6 +132,44 @@ def _put_in(
     spread = towers.methods(model, decoder) if images == "spread" else []
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
+    if not _attends_by_itself(model):
+        _take_attention(model, installed, name, travel)
+        if decoder is not None:
+            _keep_towers(decoder, installed)
+    for module, function, method in spread if layout.size(axis) > 1 else ():
+        put(module, function, method)
+        installed.of_rows.append(module)
+    for module in filter(is_experts, model.modules()):
+        put(module, by_positions)
+        installed.of_rows.append(module)
+    installed.put_on(model)
+    _hook(model, layout, axis, embeddings, installed, decoder)
+    setattr(model, AVERAGED, True)
+    if hasattr(model, "generate"):
+        for attribute, function in generation.REPLACED.items():
+            _replace(model, attribute, types.MethodType(function, model), installed)
+
+
+#: Attributes of modules that choose keys for attention, or compress them.
+_CHOICES = ("indexer", "compress_rate", "keep_window_size")
+
+
+def _attends_by_itself(model: Foreign) -> bool:
+    """True if a model's own attention runs on fields: it asks no interface, or chooses keys.
+
+    Of keys that models choose, or compress, weft's attention knows some.
+    """
+    found = [(m, getattr(m, name, None)) for m in model.modules() for name in _CHOICES]
+    choosers = (c if isinstance(c, nn.Module) else m for m, c in found if c is not None)
+    known = all(map(chosen_keys.chooses_over_ranks, choosers))
+    return not (known and model._can_set_attn_implementation())
+
+
+def _take_attention(
+    model: Foreign, installed: _Installed, name: str, travel: latents.Latents
+) -> None:
+    """Have the model's attention, and what reads masks for it, be weft's."""
+    layout, axis = installed.layout, installed.axis
     for module in model.modules():
         if parts.biases_distances(module):
             put(module, parts.bias_of_tile, "compute_bias")
@@ -145,30 +180,6 @@ def _put_in(
         for module in installed.expanding:
             latents.hand_on(module, layout, axis, travel)
     model.set_attn_implementation(name)
-    if decoder is not None:
-        _keep_towers(decoder, installed)
-    for module, function, method in spread if layout.size(axis) > 1 else ():
-        put(module, function, method)
-        installed.of_rows.append(module)
-    if model.config._attn_implementation != name:
-        raise _outside(model)
-    for module in filter(is_experts, model.modules()):
-        put(module, _by_positions)
-        installed.of_rows.append(module)
-    installed.put_on(model)
-    _hook(model, layout, axis, embeddings, installed, decoder)
-    setattr(model, AVERAGED, True)
-    if hasattr(model, "generate"):
-        for attribute, function in generation.REPLACED.items():
-            _replace(model, attribute, types.MethodType(function, model), installed)
-
-
-def _by_positions(self: Foreign, *args: Any, **kwargs: Any) -> Any:
-    """`forward` of experts, which treat tokens one by one, on this rank's."""
-    stock, call = functools.partial(type(self).forward, self), running()
-    if call is None or call.whole:
-        return stock(*args, **kwargs)
-    return on_positions(f"{type(self).__name__}.forward", stock, args, kwargs)
 
 
 def _keep_towers(decoder: nn.Module, installed: _Installed) -> None:
@@ -214,20 +225,9 @@ def without_adapters(model: Foreign) -> nn.Module:
 
 def check_kind(model: Foreign) -> None:
     """Raise unless weft can be put into a model."""
-    name = type(model).__name__
     if not hasattr(model, "set_attn_implementation"):
-        raise UnsupportedError(f"{name} is not a transformers model")
+        raise UnsupportedError(f"{type(model).__name__} is not a transformers model")
     check_not_placed(model)
-    if not model._can_set_attn_implementation():
-        raise _outside(model)
-    refused.chosen_keys(model)
-
-
-def _outside(model: Foreign) -> UnsupportedError:
-    return UnsupportedError(
-        f"{type(model).__name__} does not take its attention from transformers' attention "
-        "interface, so it cannot be given weft's"
-    )
 
 
 def find_embeddings(model: Foreign) -> nn.Module | None:

@@ -7,6 +7,8 @@ layout, to every layer as its `attention_mask`.
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -70,6 +72,12 @@ def make_mask(
         keys = kv_length, kwargs.get("kv_offset", 0)
         past = OfCache(mask_function, batch_size, q_length, call.past, keys, call.padding)
         kv_length = q_length
+    makes = not call.past and q_length * kv_length <= MOST_PAIRS
+    options = sizes | kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    stock: Any = masking_utils.eager_mask if call.eager else masking_utils.sdpa_mask
+    make = functools.partial(
+        stock, mask_function=mask_function, attention_mask=attention_mask, **options
+    )
     try:
         extra = None if attention_mask is None or call.past else call.padding_of(attention_mask)
         looks, call.looked = call.looked, False
@@ -77,13 +85,12 @@ def make_mask(
             raise UnsupportedError("position_ids: rows have documents of different lengths")
         packed = call.facts.documents is not None
         mask = behind(translate(mask_function, kv_length, packed), call.past)
-        return call.sharded(mask, (q_length, kv_length), extra, past, looks)
+        found = call.sharded(mask, (q_length, kv_length), extra, past, looks)
+        return found if packed or not makes else replace(found, make=make)
     except UnsupportedError as error:
-        if call.past or q_length * kv_length > MOST_PAIRS:
-            refused = call.sharded(Full(), (q_length, kv_length))
-            return replace(refused, refusal=str(error))
-        make: Any = masking_utils.sdpa_mask
-        return make(mask_function=mask_function, attention_mask=attention_mask, **sizes, **kwargs)
+        if makes:
+            return make()
+        return replace(call.sharded(Full(), (q_length, kv_length)), refusal=str(error))
 
 
 _find_packed = masking_utils.find_packed_sequence_indices
@@ -113,50 +120,50 @@ _HARMLESS = frozenset(
 )
 
 
+#: Those that weft's attention understands.
+_UNDERSTOOD = (
+    *("scaling", "is_causal", "sliding_window", "softcap", "s_aux", "indices", "block_indices"),
+    *("position_bias", "dropout"),
+)
+
+
 def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Mark | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    is_causal: bool | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Registered with `AttentionInterface`: q (b h n d), k and v (b g n d) to (b n h d)."""
+    scaling, is_causal, sliding_window, softcap, s_aux, indices, blocks, position_bias, dropout = (
+        options.get(option) for option in _UNDERSTOOD
+    )
     name = type(module).__name__
     if dropout:
-        option = (
-            "dropout_rate"
-            if hasattr(getattr(module, "config", None), "dropout_rate")
-            else "attention_dropout"
-        )
+        has_rate = hasattr(getattr(module, "config", None), "dropout_rate")
+        option = "dropout_rate" if has_rate else "attention_dropout"
         raise UnsupportedError(f"{name}: dropout={dropout} in attention; set {option}=0")
+    known = _HARMLESS.union(_UNDERSTOOD)
+    strange = [k for k, v in options.items() if k not in known and v is not None and v is not False]
     if position_bias is not None and not _has_known_bias(module):
-        kwargs["position_bias"] = position_bias
-    for key_, option in kwargs.items():
-        if option is not None and option is not False and key_ not in _HARMLESS:
-            raise UnsupportedError(f"{name} passes {key_} to attention, which weft cannot honour")
+        strange.append("position_bias")
     call = running()
     if call is None:
         raise DeclarationError(
             f"{name} attends outside of a parallelized model's forward pass: call the model, and"
             " recompute layers by model.gradient_checkpointing_enable()"
         )
+    if strange:
+        why = f"it passes {', '.join(strange)} to attention"
+        return _by_itself(call, module, (query, key, value), attention_mask, options, why)
     where: Any = attention_mask
     if where is None:
         where = _without_mask(call, module, query, key, is_causal, sliding_window)
-    if isinstance(where, Field) and where.dim() == 4 and where.shape[1:3] == (1, 1):
+    if isinstance(where, Tensor) and where.dim() == 4 and where.shape[1:3] == (1, 1):
         lengths = query.shape[2], key.shape[2]
         where = call.sharded(Full(), lengths, call.padding_of(where[:, 0, 0]))
-    choice = _choice(module, call.axis, indices, block_indices)
+    choice = _choice(module, call.axis, indices, blocks)
     weights = None
     if isinstance(where, Weighed):
         weights, where, choice = where.weights, where.where, where.choice
@@ -164,12 +171,16 @@ def attend(
     whole = _is_whole(key, call.axis) and isinstance(where, Sharded) and where.mask == Full()
     if isinstance(where, Tensor) or (whole and plain and not where.refusal and not where.cached):
         if not plain:
-            raise UnsupportedError(refused_mask(name, where))
+            why = f"it passes a mask of type {type(where).__name__}"
+            return _by_itself(call, module, (query, key, value), where, options, why)
         mask = where if isinstance(where, Tensor) else None
-        options: dict[str, Any] = {"scaling": scaling, "is_causal": False}
-        return sdpa_attention_forward(module, query, key, value, mask, **options)
+        plainly: dict[str, Any] = {"scaling": scaling, "is_causal": False}
+        return sdpa_attention_forward(module, query, key, value, mask, **plainly)
     if not isinstance(where, Sharded | OfCache):
-        raise UnsupportedError(refused_mask(name, where))
+        raise UnsupportedError(
+            f"{name} passes a mask of type {type(where).__name__}; weft takes only masks it can"
+            " place: causal, sliding windows, chunks, documents, padding"
+        )
     if where.refusal:
         raise UnsupportedError(f"{name}: {where.refusal}")
     if choice is not None and (isinstance(where, OfCache) or where.cached):
@@ -217,17 +228,32 @@ def attend(
     return of_chunk(out, query, call.axis, 1, query.shape[2]), None
 
 
-def refused_mask(layer: str, mask: object) -> str:
-    """The refusal of a layer's mask, in words."""
-    return (
-        f"{layer} passes a mask of type {type(mask).__name__}; weft takes only masks "
-        "it can place: causal, sliding windows, chunks, documents, padding"
-    )
+def _by_itself(
+    call: ModelCall, module: Foreign, qkv: tuple, mask: Any, options: dict[str, Any], why: str
+) -> tuple[Tensor, None]:
+    """The attention that a layer had before, on fields, where weft's does not know what it asks."""
+    name = type(module).__name__
+    behind_cache = isinstance(mask, OfCache) or (isinstance(mask, Sharded) and mask.cached)
+    query, (key, value, _) = qkv[0], latents.taken(qkv[1], qkv[2], whole=True)
+    pairs = query.shape[2] * key.shape[2]
+    if call.report is None or call.held or behind_cache or pairs > MOST_PAIRS:
+        raise UnsupportedError(f"{name}: {why}, which weft cannot honour")
+    if call.report.count(f"attention of {name}", pairs):
+        warnings.warn(
+            f"{name}: {why}, so its own attention runs on fields, of all pairs of tokens;"
+            " fallback='refuse' refuses it",
+            stacklevel=2,
+        )
+    mask = mask._tensor("its own attention") if isinstance(mask, Sharded) else mask
+    eager = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
+    run = eager if call.eager and eager is not None else sdpa_attention_forward
+    options = {"scaling": None} | {k: v for k, v in options.items() if v is not None}
+    return run(module, query, key, value, mask, **options)[0], None
 
 
 def _is_whole(key: Any, axis: str) -> bool:
-    """True of keys that every rank has."""
-    return isinstance(key, Tensor) and split_at(key, axis) is None
+    """True where every rank has all keys of its queries, which may be no tokens."""
+    return isinstance(key, Tensor) and split_at(key, axis) != 2
 
 
 def _field(x: Any, call: ModelCall) -> Any:

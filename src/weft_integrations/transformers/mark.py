@@ -1,22 +1,23 @@
-"""The `attention_mask` that layers get: masks of weft that refuse to be used as a tensor."""
+"""The `attention_mask` that layers get: masks of weft, which become tensors where used as such."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import Tensor
 
 from weft._doors import PACKAGES
+from weft._torch import pytree
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.masks import Mask
 
 
 class Marked(type):
-    """Gives a class every operator that tensors have, all of which refuse."""
+    """Gives a class every operator that tensors have: of the tensor that it is, or they refuse."""
 
     def __new__(cls, name: str, bases: tuple[type, ...], space: dict[str, Any]) -> Marked:
         operators = (
@@ -24,16 +25,12 @@ class Marked(type):
             *("rsub", "mul", "rmul", "truediv", "and", "rand", "or", "ror", "lt", "le", "gt", "ge"),
         )
         for operator in operators:
-            space.setdefault(f"__{operator}__", _refusing(f"__{operator}__"))
+            space.setdefault(f"__{operator}__", _of_tensor(f"__{operator}__"))
         return super().__new__(cls, name, bases, space)
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        touched(name, self.subject)
-
-    refuse.__name__ = name
-    return refuse
+def _of_tensor(name: str) -> Callable:
+    return lambda self, *args, **kwargs: getattr(self._tensor(name), name)(*args, **kwargs)
 
 
 _MASK = (
@@ -65,16 +62,25 @@ class Untouchable(metaclass=Marked):
 
     subject: tuple[str, str]
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def _tensor(self, name: str) -> Tensor:
+        """The tensor that it is."""
+        touched(name, self.subject)
+
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        touched(f".{name}", self.subject)
+        return getattr(self._tensor(f".{name}"), name)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> NoReturn:
-        touched(getattr(func, "__name__", str(func)), cls.subject)
+    ) -> Any:
+        name = getattr(func, "__name__", str(func))
+
+        def tensor(x: Any) -> Any:
+            return x._tensor(name) if isinstance(x, Untouchable) else x
+
+        return func(*pytree.tree_map(tensor, args), **pytree.tree_map(tensor, kwargs or {}))
 
 
 class Mark(Untouchable):
@@ -118,6 +124,7 @@ class Sharded(Mark):
         cached: keys and values go into a cache.
         past: the mask of keys that were in the cache before.
         refusal: why this mask cannot be honoured: raised by the first layer to use it.
+        make: the tensor that transformers makes of it, for code that uses it as one.
     """
 
     layout: Layout
@@ -127,9 +134,13 @@ class Sharded(Mark):
     cached: bool = False
     past: OfCache | None = None
     refusal: str = ""
+    make: Callable[[], Tensor] | None = field(default=None, compare=False)
 
-    def __getitem__(self, index: object) -> Sharded:
+    def __getitem__(self, index: Any) -> Any:
         """The same for the mask of one head, as all heads have: an indexer asks for it."""
-        if index not in ((slice(None), 0), (slice(None), 0, slice(None), slice(None))):
-            touched("__getitem__", self.subject)
-        return self
+        if index in ((slice(None), 0), (slice(None), 0, slice(None), slice(None))):
+            return self
+        return self._tensor("__getitem__")[index]
+
+    def _tensor(self, name: str) -> Tensor:
+        return super()._tensor(name) if self.make is None or self.refusal else self.make()

@@ -51,12 +51,17 @@ def encodes(model: Foreign) -> bool:
     return True
 
 
+def by_layer(config: Any) -> list[Any]:
+    """A configuration, or that of every layer where layers' differ."""
+    return [*config.per_layer_config] if getattr(config, "per_layer_attributes", 0) else [config]
+
+
 def window_of(model: nn.Module) -> int | None:
     """The fewest keys that a query of a layer sees, with its own; None: no layer has a window.
 
     A chunk may begin at the query, and so may windows that are counted in another way.
     """
-    configs = [m.config for m in model.modules() if hasattr(m, "config")]
+    configs = [c for m in model.modules() if hasattr(m, "config") for c in by_layer(m.config)]
     names = ("attention_chunk_size", "local_attention", "window_size")
     if any(isinstance(getattr(c, name, None), int) for c in configs for name in names):
         return 1
@@ -105,6 +110,7 @@ __all__ = [
     "base",
     "bias_of_tile",
     "biases_distances",
+    "by_layer",
     "encodes",
     "rotates",
     "text_decoder",

@@ -70,22 +70,6 @@ def adalora(model: Foreign) -> None:
             )
 
 
-#: Attributes of modules that choose keys for attention, or compress them.
-_CHOICES = ("indexer", "compress_rate", "keep_window_size")
-
-
-def chosen_keys(model: Foreign) -> None:
-    """Raise for attention that chooses keys by what other ranks hold: learned sparse attention."""
-    for path, module in model.named_modules():
-        found = [name for name in _CHOICES if _unknown_choice(module, name)]
-        if found:
-            raise UnsupportedError(
-                f"{type(model).__name__} chooses or compresses the keys of each query: {found[0]} "
-                f"of {path!r} ({type(module).__name__}). Every rank would choose among the keys "
-                "that it holds; run this model on one device"
-            )
-
-
 def lists_of_keys(model: Foreign, layout: Layout, axis: str) -> None:
     """Raise for lists of keys where a model picks its keys from whole rows of scores."""
     lists = layout.list_dims(axis)
@@ -96,12 +80,6 @@ def lists_of_keys(model: Foreign, layout: Layout, axis: str) -> None:
             f" {type(chooser).__name__} of {type(model).__name__} picks keys by its own topk of"
             " whole rows, which lists do not give where scores are equal; leave [choose] out"
         )
-
-
-def _unknown_choice(module: Foreign, name: str) -> bool:
-    value = getattr(module, name, None)
-    chooser = value if isinstance(value, nn.Module) else module
-    return value is not None and not chooses_over_ranks(chooser)
 
 
 def caches(kwargs: dict, model: Foreign) -> None:

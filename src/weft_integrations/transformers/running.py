@@ -42,6 +42,7 @@ class ModelCall:
     report: WholeReport | None = None  # what runs whole for want of a rule
     model: nn.Module | None = None
     as_tuple: bool = False
+    eager: bool = False  # attention of the model before
     replicated: str = ""  # why this call is not split
     cache: ShardedCache | None = None  # keys and values that it attends to, and that it adds to
     held: bool = False  # whole tokens on every rank, attending to the cache
@@ -91,7 +92,7 @@ class ModelCall:
         times: they are known by how they were made.
         """
         if not isinstance(mask, Field):
-            return padding_mask(mask)
+            return padding_mask(_seen(mask))
         local = mask._local
         if self.given is not None and not local.is_floating_point():
             known, found = self.given
@@ -99,12 +100,7 @@ class ModelCall:
                 return found
         made = mask._trail, mask.shape
         if made not in self.paddings:
-            seen = mask.full_tensor()
-            if seen.is_floating_point():
-                if not ((seen == 0) | (seen <= _HIDES)).all():
-                    raise UnsupportedError("a mask of padding with numbers other than 0 and -inf")
-                seen = seen == 0
-            self.paddings[made] = padding_mask(seen)
+            self.paddings[made] = padding_mask(_seen(mask.full_tensor()))
         return self.paddings[made]
 
     def sharded(
@@ -125,6 +121,15 @@ class ModelCall:
             mask = mask & Documents(documents)
         mask = mask if extra is None else mask & extra
         return Sharded(self.layout, self.axis, kept(mask), lengths, self.cache is not None, past)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """The keys that a mask of padding leaves, be it of numbers that are added to scores."""
+    if not mask.is_floating_point():
+        return mask
+    if not ((mask == 0) | (mask <= _HIDES)).all():
+        raise UnsupportedError("a mask of padding with numbers other than 0 and -inf")
+    return mask == 0
 
 
 _running: contextvars.ContextVar[ModelCall | None] = contextvars.ContextVar("weft", default=None)
