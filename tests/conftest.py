@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 from few import beyond
 from one_core import keep_ranks_together
@@ -22,6 +23,8 @@ from pool import Pool
 
 import weft
 
+# Files of tests, which stand in folders as those of the packages, may take names from each other.
+sys.path.extend(str(path) for path in sorted(HERE.iterdir()) if path.is_dir())
 torch.set_num_threads(1)
 keep_ranks_together()
 # Modules and tests are no garbage: to look through them again and again is a tenth of the time.
