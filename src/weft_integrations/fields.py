@@ -282,11 +282,8 @@ class _Calls:
 
     def _refuse_state(self) -> None:
         refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
-        inner = (name for name, m in self.model.named_modules() if name and is_compiled(m))
-        if name := next(inner, None):
-            raise UnsupportedError(
-                f"{name} is compiled, where ranks exchange numbers; {ASK}"
-            )
+        for name in (n for n, m in self.model.named_modules() if n and is_compiled(m)):
+            raise UnsupportedError(f"{name} is compiled, where ranks exchange numbers; {ASK}")
         for flag in ("use_tiling", "use_slicing"):
             if getattr(self.model, flag, False):
                 raise UnsupportedError(
