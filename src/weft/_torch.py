@@ -278,6 +278,12 @@ def dispatched(*tensors: Tensor) -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
+def is_compiled(module: torch.nn.Module) -> bool:
+    """True of a module that torch.compile made, or that was told to compile itself."""
+    own = vars(module)
+    return own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]
+
+
 def is_hooked(module: torch.nn.Module) -> bool:
     """True if a hook sees what a module takes or gives, or its gradients."""
     own = vars(module)

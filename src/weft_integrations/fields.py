@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft._torch import active_ddp, fsdp_groups, is_fsdp, outside_graphs
+from weft._torch import active_ddp, fsdp_groups, is_compiled, is_fsdp, outside_graphs
 from weft._uploads import download
 from weft.comm.collectives import invariant_to_replicate, scale_backward
 from weft.comm.consistency import sums_of_bits
@@ -44,6 +44,7 @@ AXES = {"time": -3, "height": -2, "width": -1}
 METHODS = ("forward", "encode", "decode")
 #: Calls from one comparison of all weights to the next.
 EVERY = 64
+ASK = "compile the model that weft.parallelize returns, which runs as it is"
 OF_RANKS = (
     "ranks compare the calls of a model on fields, whose functions have rules of their own: compile"
     " without fullgraph=True"
@@ -126,10 +127,10 @@ def parallelize_fields(
     for name in METHODS:
         if callable(getattr(model, name, None)):
             state.wrap(name, placed_model)
-    for module in filter(is_experts, model.modules()):
-        _install_island(module, types.MethodType(by_positions, module), placed_model)
-    for module, forward in proven_islands(model):
-        _install_island(module, forward, placed_model)
+    promised = ((m, types.MethodType(by_positions, m)) for m in filter(is_experts, model.modules()))
+    for module, forward in (*promised, *proven_islands(model)):
+        module.__dict__["forward"] = forward
+        placed_model.steps.append(functools.partial(vars(module).pop, "forward", None))
     placed_model.ran_whole = state.report
     placed_model.put_on(model)
     return model
@@ -142,14 +143,8 @@ def is_experts(module: nn.Module) -> bool:
 
 def by_positions(self: Foreign, *args: Any, **kwargs: Any) -> Any:
     """`forward` of experts, which treat tokens one by one, on this rank's."""
-    stock = functools.partial(type(self).forward, self)
-    return on_positions(f"{type(self).__name__}.forward", stock, args, kwargs)
-
-
-def _install_island(module: nn.Module, forward: Callable, placed: Parallelized) -> None:
-    """Have a module that treats positions one by one run on local tensors."""
-    module.__dict__["forward"] = forward
-    placed.steps.append(lambda: vars(module).pop("forward", None))
+    name, stock = type(self).__name__, functools.partial(type(self).forward, self)
+    return on_positions(f"{name}.forward", stock, args, kwargs)
 
 
 class _Calls:
@@ -287,14 +282,8 @@ class _Calls:
 
     def _refuse_state(self) -> None:
         refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
-        for name, module in self.model.named_modules():
-            compiled = vars(module).get("_compiled_call_impl") or "_orig_mod" in module._modules
-            if name and compiled:
-                raise UnsupportedError(
-                    f"{type(self.model).__name__}: {name} is compiled, and a graph has no numbers"
-                    " for ranks to exchange; compile the model that weft.parallelize returns, which"
-                    " runs as it is, or none of its modules"
-                )
+        for name in (n for n, m in self.model.named_modules() if n and is_compiled(m)):
+            raise UnsupportedError(f"{name} is compiled, where ranks exchange numbers; {ASK}")
         for flag in ("use_tiling", "use_slicing"):
             if getattr(self.model, flag, False):
                 raise UnsupportedError(
