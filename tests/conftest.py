@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 
 from few import beyond
 from one_core import keep_ranks_together
@@ -24,7 +23,7 @@ from pool import Pool
 import weft
 
 # Files of tests, which stand in folders as those of the packages, may take names from each other.
-sys.path.extend(str(path) for path in sorted(HERE.iterdir()) if path.is_dir())
+sys.path.extend(str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir())
 torch.set_num_threads(1)
 keep_ranks_together()
 # Modules and tests are no garbage: to look through them again and again is a tenth of the time.
