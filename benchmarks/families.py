@@ -412,7 +412,8 @@ def page(rows: list[Row]) -> str:
         'gradients agree to 1e-6 in fp64. "refused": the function that it names has no rule. "not '
         "tried\": this page's tiny configuration made no model that runs here. whole: functions of"
         " torch without a rule, which ran whole on every rank, of all that the model called."
-        " Models that choose their keys have choices of fewer keys than a row has.",
+        " Models that choose their keys have choices of fewer keys than a row has."
+        " FSMT is tried with `use_cache=False`: with it, its default, it makes no causal mask.",
         f"The columns of uses: on `{LAYOUT}` with full rows, by `python -m benchmarks.families "
         "--uses`. labels: the loss and gradients of labels; default cache: a prompt in two calls, "
         "the second with the cache that the first gives by default; packed rows: documents by "

@@ -372,6 +372,62 @@ def test_position_ids_are_no_documents_where_masks_are_given_none(name):
     assert max((got - want).abs().max() for got in ranks) < 8 * FP32 * want.abs().max()
 
 
+def in_a_row(mask):
+    row = mask[0]
+    row[-9:] = 0
+    return mask
+
+
+CHANGED = {
+    "a copy": lambda mask: mask * (torch.arange(LENGTH) < LENGTH - 9),
+    "in place": lambda mask: mask.index_fill_(1, torch.arange(LENGTH - 9, LENGTH), 0),
+    "in a row of it": in_a_row,
+    "in a row of its bools": lambda mask: in_a_row(mask.bool()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_masks_of_padding_that_a_model_changes_in_one_ranks_tokens(change):
+    """The other ranks' parts are as the caller's: all ranks gather it, or none."""
+
+    def step(model):
+        def hook(module, args, kwargs):
+            return args, kwargs | {"attention_mask": change(kwargs["attention_mask"])}
+
+        model.model.register_forward_pre_hook(hook, with_kwargs=True)
+        with torch.no_grad():
+            return plain(model(IDS, RIGHT.long(), use_cache=False).logits)[RIGHT]
+
+    model = build("llama").eval()
+    want = step(copy.deepcopy(model))
+    ranks = weft.on_threads(
+        Layout.parse("tokens: ring=2"), lambda la: step(parallelize(copy.deepcopy(model), la))
+    )
+    assert max((got - want).abs().max() for got in ranks) < FP32 * want.abs().max()
+
+
+def test_fsmt_makes_no_causal_mask_with_a_cache_and_is_not_split_then():
+    sides = {f"{side}coder_{n}": 1 for side in ("en", "de") for n in ("layers", "attention_heads")}
+    torch.manual_seed(0)
+    sides |= {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "langs": ["a", "b"]}
+    config = hf.FSMTConfig(**sides, d_model=32, max_position_embeddings=64)
+    model = hf.FSMTForConditionalGeneration(config).eval()
+    batch = {"input_ids": IDS, "decoder_input_ids": IDS}
+
+    def step(model):
+        return [plain(model(**batch, use_cache=c).logits).detach() for c in (None, False)]
+
+    want = step(model)
+    with pytest.warns(UserWarning, match="use_cache=True, the default of FSMT"):
+        ranks = weft.on_threads(
+            Layout.parse("tokens: ring=2"), lambda la: step(parallelize(copy.deepcopy(model), la))
+        )
+    assert (want[0] - want[1]).abs().max() > 1000 * FP32 * want[0].abs().max()
+    for got in ranks:
+        for g, w in zip(got, want, strict=True):
+            assert (g - w).abs().max() < FP32 * w.abs().max()
+
+
 BERT = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"} | {"type_vocab_size": 2}
 ENCODERS = {
     "bert": (hf.BertModel, hf.BertConfig(**BERT)),

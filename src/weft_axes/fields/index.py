@@ -286,6 +286,8 @@ def _into(
     elif isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
         # Gradients pass on every rank, or others wait for this one in their backward pass.
         x._local.add_(value.reshape(-1)[:0].sum())
+    else:
+        x._local[:0] = 0  # counted as written on every rank
     x._trail = hash((x._trail, look.trail))
 
 

@@ -430,6 +430,7 @@ class Calls:
         if kwargs.get("fused_lm_head"):
             fused_head_by_rows()
         if self.takes_use_cache:
+            refused.masks_of_caches(kwargs, module)
             kwargs["use_cache"] = False
         how: Any = {"report": self.report, "as_tuple": as_tuple, "eager": self.eager}
         call = ModelCall(self.layout, self.axis, **how)
@@ -470,10 +471,14 @@ class Calls:
         for name in masks:
             if isinstance(made[name], Field):
                 made[name]._trail = number_of(name)
-        if masks == ["attention_mask"] and isinstance(made["attention_mask"], Field):
-            padding, local = call.facts.padding, made["attention_mask"]._local.bool()
+        mask = made["attention_mask"] if masks == ["attention_mask"] else None
+        if isinstance(mask, Field) and not mask._local.is_inference():
+            call.given, padding = mask, call.facts.padding
             with contextlib.suppress(UnsupportedError):  # of padding that only a tensor says
-                call.given = local, None if padding is None else padding_mask(padding)
+                known = None if padding is None else padding_mask(padding)
+                alike: Any = mask, mask.bool(), mask.to(device=mask.device, dtype=torch.bool)
+                ways = [call.history(x) for x in alike if not x.is_floating_point()]
+                call.paddings = dict.fromkeys(ways, known)
         return made
 
     def _field(self, call: ModelCall, name: str, value: Any) -> Any:

@@ -12,13 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from torch import Tensor
-from transformers import (
-    Cache,
-    EncoderDecoderCache,
-    GenerationMixin,
-    QuantizedCache,
-    StaticCache,
-)
+from transformers import Cache, EncoderDecoderCache, GenerationMixin, QuantizedCache, StaticCache
 
 from weft.comm.channel import refused_everywhere
 from weft.comm.consistency import fingerprint
@@ -67,11 +61,8 @@ def _with_cache(
     implementation = setting("cache_implementation")
     cache = next((options[n] for n in CACHES if options.get(n) is not None), None)
     calls = self._weft.calls
-    whole = (
-        calls.crosses
-        or calls.attends_by_itself
-        or type(self).generate is not GenerationMixin.generate
-    )
+    own = type(self).generate is not GenerationMixin.generate
+    whole = own or calls.crosses or calls.attends_by_itself
     _check_cache(cache, implementation, name, whole)
     if setting("output_attentions"):
         raise UnsupportedError(f"{name}: output_attentions: no rank ever holds the weights")
@@ -84,8 +75,7 @@ def _with_cache(
             )
         kwargs = {n: v for n, v in kwargs.items() if n not in CACHES}
         renamed = CACHES[-1] in inspect.signature(type(self).forward).parameters
-        made_cache = ShardedCache(self, offloading=implementation == "offloaded")
-        kwargs[CACHES[renamed]] = made_cache
+        kwargs[CACHES[renamed]] = ShardedCache(self, offloading=implementation == "offloaded")
         if implementation is not None:
             kwargs["cache_implementation"] = None
     return kwargs

@@ -128,6 +128,16 @@ def padding_of_choices(choosers: Sequence[Foreign], facts: RowFacts) -> None:
             )
 
 
+def masks_of_caches(kwargs: dict, model: Foreign) -> None:
+    """Raise for FSMT with `use_cache`, where it makes its decoder no masks on one device."""
+    decodes = kwargs.get("decoder_input_ids") is not None and kwargs.get("labels") is None
+    if model.config.model_type == "fsmt" and decodes and asked(model, kwargs, "use_cache"):
+        raise UnsupportedError(
+            "use_cache=True, the default of FSMT, which then makes its decoder no causal mask and"
+            " none of padding; pass use_cache=False or labels for a causal decoder, which is split"
+        )
+
+
 def arguments(kwargs: dict, model: Foreign) -> None:
     """Raise for arguments of a call that cannot be split over ranks, by name."""
     if kwargs.get("use_cache") or any(kwargs.get(name) is not None for name in CACHES):

@@ -62,9 +62,9 @@ class ModelCall:
     made_mask: Mark | None = None  # that the model made ahead of its decoder
     scope: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     conclude: Callable[[], None] | None = None  # compares what a GPU makes, when all is launched
-    given: tuple[Tensor, Mask | None] | None = None  # this rank's part of the caller's only mask
+    given: Field | None = None  # the caller's only mask
     #: masks of padding, by how the field that the model has of it was made
-    paddings: dict[tuple[int, torch.Size], Mask | None] = field(default_factory=dict)
+    paddings: dict[tuple[int, ...], Mask | None] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -89,19 +89,19 @@ class ModelCall:
         """The mask of keys of a tensor (b, m) that says which are no padding; None: all are.
 
         One of numbers is added to scores. Ranks gather others than that of the call at the same
-        times: they are known by how they were made.
+        times: they are known by how they were made, not by the parts that ranks have of them.
         """
         if not isinstance(mask, Field):
             return padding_mask(_seen(mask))
-        local = mask._local
-        if self.given is not None and not local.is_floating_point():
-            known, found = self.given
-            if known.shape == local.shape and bool((known == local.bool()).all()):
-                return found
-        made = mask._trail, mask.shape
+        made = self.history(mask)
         if made not in self.paddings:
             self.paddings[made] = padding_mask(_seen(mask.full_tensor()))
         return self.paddings[made]
+
+    def history(self, mask: Field) -> tuple[int, ...]:
+        """How a mask was made; torch counts what is written through views, of which it has none."""
+        locals_ = (x._local for x in (mask, self.given) if x is not None)
+        return mask._trail, *mask.shape, *(0 if t.is_inference() else t._version for t in locals_)
 
     def sharded(
         self,
