@@ -22,6 +22,8 @@ from pool import Pool
 
 import weft
 
+# Files of tests, which stand in folders as those of the packages, may take names from each other.
+sys.path.extend(str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir())
 torch.set_num_threads(1)
 keep_ranks_together()
 # Modules and tests are no garbage: to look through them again and again is a tenth of the time.

@@ -3,7 +3,7 @@
 Each bug is one change of one expression or statement, of the kind that people make: an index off
 by one, a wait left out, groups swapped, a merge in the wrong dtype, a gradient or a refusal lost.
 It stands in `tests/mutants.toml`, anchored by its function and the expression in it, wherever they
-stand and however their lines are broken (`tests/test_mutants.py` holds that each is found). It is
+stand and however their lines are broken (`test_mutants.py` holds that each is found). It is
 planted in a copy of the source, on which run the test files that should notice it; the test that
 noticed it last, as recorded beside it, before the others. The test that notices a bug must pass
 without it. A bug that survives is a hole in the tests. Options: a word, to plant only bugs whose
@@ -129,6 +129,15 @@ def _comparable(node: ast.AST) -> str:
     return re.sub(r"ctx=(Load|Store|Del)\(\)", "", ast.dump(node))
 
 
+_FOLDERS = re.compile(r"^(\w+/)+")
+
+
+def test_file(test: str) -> str:
+    """A test, or a file of tests, with the folder that has it."""
+    (found,) = (ROOT / "tests").rglob(test.partition("::")[0])
+    return f"{found.parent.relative_to(ROOT)}/{test}"
+
+
 class Failures:
     """A plugin of pytest that keeps the names of the tests that fail; processes run last."""
 
@@ -185,7 +194,7 @@ def outcome(copy: Path, tests: list[str]) -> str:
             os.killpg(process.pid, signal.SIGKILL)
         process.join()
     if code == 1 and names:
-        return f"caught by {names[0].removeprefix('tests/')}"
+        return f"caught by {_FOLDERS.sub('', names[0])}"
     return "SURVIVED" if code == 0 else f"broken run: {(copy / 'output').read_text()[-300:]}"
 
 
@@ -210,7 +219,7 @@ def copied() -> Iterator[Path]:
 def without_bug(test: str) -> str:
     """The outcome of a test on a copy without any bug: "SURVIVED" if it is a good one."""
     with copied() as copy:
-        return outcome(copy, [f"tests/{test}"])
+        return outcome(copy, [test_file(test)])
 
 
 def planted(bug: Bug, before: str = "") -> str:
@@ -220,9 +229,9 @@ def planted(bug: Bug, before: str = "") -> str:
         if len(places) != 1:
             return f"not planted: {bug.old!r} stands {len(places)} times in {bug.function}"
         places[0].path.write_bytes(places[0].planted(bug.new))
-        files = [f"tests/test_{name}.py" for name in bug.tests.split()]
+        files = [test_file(f"test_{name}.py") for name in bug.tests.split()]
         noticed = before.removeprefix("caught by ")
-        attempts = [files] if noticed == before else [[f"tests/{noticed}"], files]
+        attempts = [files] if noticed == before else [[test_file(noticed)], files]
         for tests in attempts:
             result = outcome(copy, tests)
             test = result.removeprefix("caught by ")

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+FOLDERS = (HERE, *sorted(path for path in HERE.iterdir() if path.is_dir()))
 
 #: Seconds that processes may take to start; three on an idle machine.
 PATIENCE = 240.0
@@ -36,8 +37,8 @@ PATIENCE = 240.0
 # The launcher imports this file as a module, so that what it pickles has the same name here.
 _START = """
 import sys
-folder, address = sys.argv[1:]
-sys.path.insert(0, folder)
+folders, address = sys.argv[1:]
+sys.path[:0] = folders.split(":")
 import pool
 pool._launch(address)
 """
@@ -148,7 +149,7 @@ def _launcher() -> mpc.Connection:
     with mpc.Listener(address, "AF_UNIX") as listener:
         listener._listener._socket.settimeout(PATIENCE)
         subprocess.Popen(
-            [sys.executable, "-c", _START, str(HERE), address],
+            [sys.executable, "-c", _START, ":".join(map(str, FOLDERS)), address],
             start_new_session=True,
             cwd=HERE.parent,
             env=os.environ | {"OMP_NUM_THREADS": "1"},

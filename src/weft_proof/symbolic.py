@@ -25,7 +25,7 @@ ranks whose blocks are, up to symmetry, all blocks there are (`weft_proof.repres
 blocks are the same up to symmetry if their chunks, in order of position, have the same lengths and
 steps, are adjacent or not, and each part of the one's queries sees each part of its keys
 as the other's does: no mask of these asks more of positions
-(`tests/test_symbolic.py` compares the calls of all such blocks).
+(`tests/proof/test_symbolic.py` compares the calls of all such blocks).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Predicted traffic, memory and work of a plan: no tensors, and no other rank.
 
 The numbers are those that transports count: bytes and messages of one rank per (mesh dim, tensor),
-forward and backward. `tests/test_plan_predict.py` holds the two equal on every shipped layout.
+forward and backward. `tests/plan/test_plan_predict.py` holds the two equal on every shipped layout.
 """
 
 from __future__ import annotations
