@@ -1,11 +1,10 @@
 # %% [markdown]
 # # 7. Bring your own model
 #
-# You have a model already, and it knows nothing of weft. It should stay that way. There are two
-# ways:
+# You have a model already, and it knows nothing of weft. It should stay that way:
 #
-# - your code calls `F.scaled_dot_product_attention`: run it inside `with weft.sdpa(layout, axis):`,
-# - the model comes from Hugging Face transformers: `parallelize(model, layout)`, and that is all.
+# - a module of your own: `weft.parallelize(model, layout, dims={"tokens": 1})`,
+# - a model from Hugging Face transformers: `weft.parallelize(model, layout)`.
 #
 # Both keep the model's file, its weights and its state dict as they are. For the second part you
 # need `pip install "weft-attention[transformers]"`. Nothing is downloaded: models are made from
@@ -13,6 +12,7 @@
 
 # %%
 import copy
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -27,74 +27,153 @@ torch.set_num_threads(1)
 # %% [markdown]
 # ## A model of your own
 #
-# Here is a small one, in plain PyTorch.
+# Here is a small one, in plain PyTorch: torch's own layers, a causal mask and a loss. First on one
+# device.
 
 
 # %%
-class Tiny(nn.Module):
-    def __init__(self, vocabulary=50, embed=32, heads=4, length=64):
+class Small(nn.Module):
+    def __init__(self, vocabulary=50, width=32, length=64):
         super().__init__()
-        self.heads = heads
-        self.token = nn.Embedding(vocabulary, embed)
-        self.place = nn.Embedding(length, embed)
-        self.qkv = nn.Linear(embed, 3 * embed)
-        self.out = nn.Linear(embed, embed)
-        self.head = nn.Linear(embed, vocabulary)
+        self.token = nn.Embedding(vocabulary, width)
+        self.place = nn.Embedding(length, width)
+        layer = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2)
+        self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, ids, positions):
-        x = self.token(ids) + self.place(positions)
-        split = self.qkv(x).unflatten(-1, (3, self.heads, -1))  # batch, tokens, 3, heads, dim
-        q, k, v = (t.transpose(1, 2) for t in split.unbind(2))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.head(x + self.out(attended.transpose(1, 2).flatten(2)))
+    def forward(self, ids):
+        n = ids.shape[1]
+        x = self.token(ids) + self.place(torch.arange(n))
+        causal = nn.Transformer.generate_square_subsequent_mask(n)
+        return self.loss(self.layers(x, mask=causal, is_causal=True), ids)
+
+    def loss(self, x, ids):
+        return F.cross_entropy(self.head(x)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
-model = Tiny().double()
+def on_one_device(model):
+    alone = copy.deepcopy(model)
+    loss = alone(ids)
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in alone.named_parameters()}
+
+
+small = Small().double()
 ids = torch.randint(50, (2, 64))
-expected = model(ids, torch.arange(64))
+loss, grads = on_one_device(small)
+print(f"loss on one device: {loss:.12f}")
 
 # %% [markdown]
-# Everything in it works on one token at a time, but for attention. So ranks can each run it on
-# their own tokens, if attention looks beyond them. Inside `weft.sdpa` it does. One more thing is
-# needed that is true of every sequence-parallel model: a token must know its **global** position.
-# `layout.positions` gives it.
-
-# %%
-layout = weft.Layout.load("ring-zigzag-4")
-
-
-def forward(layout):
-    my_ids = layout.shard(ids, {"tokens": 1})
-    my_positions = layout.positions("tokens", 64)
-    with weft.sdpa(layout, "tokens"):
-        my_logits = model(my_ids, my_positions)
-    return my_positions.tolist(), layout.gather(my_logits, {"tokens": 1})
-
-
-results = weft.on_threads(layout, forward)
-for _, logits in results:
-    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-13)
-print("rank 0 held tokens", results[0][0])
-
-# %% [markdown]
-# Inside the `with` block `is_causal=True` means causal in global positions. Nothing in PyTorch is
-# patched: outside of the block, and in other threads, the function is what it always was. What weft
-# cannot do exactly, it refuses by name:
+# Then on four ranks, here threads of this process. `dims` says which dim of the tensors is which
+# axis. The model takes whole rows on every rank and gives the loss of whole rows. A rank's
+# gradients are its share of the whole; `layout.sync_gradients` adds the shares up.
+#
+# What is split? Inside of the model tensors are `weft.Field`s. They have the shape of whole rows,
+# so the model's code reads as before, and each rank holds its own tokens. A hook looks at one.
 
 
 # %%
-def masked(layout):
-    q = torch.randn(1, 4, 16, 8)
-    with weft.sdpa(layout, "tokens"):
-        F.scaled_dot_product_attention(q, q, q, attn_mask=torch.ones(16, 16).bool())
+def step(layout, model, fallback="whole"):
+    split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1}, fallback=fallback)
+    seen = []
+    split.layers.register_forward_hook(
+        lambda _, inputs, x: seen.append(f"{tuple(x.to_local().shape)} of {x}")
+    )
+    with weft.traffic() as moved:
+        loss = split(ids)
+        loss.backward()
+    layout.sync_gradients(split)
+    grads = {name: p.grad for name, p in split.named_parameters()}
+    return loss.item(), grads, seen[0], split._weft.ran_whole.calls, moved.by_tensor()
 
 
+def same(result, loss, grads):
+    assert abs(result[0] - loss) < 1e-12
+    for name, grad in grads.items():
+        torch.testing.assert_close(result[1][name], grad, rtol=0, atol=1e-12)
+
+
+tile = weft.Layout.parse("tokens(zigzag): tile=2x2")
+results = weft.on_threads(tile, step, small)
+for result in results:
+    same(result, loss, grads)
+_, _, seen, whole, received = results[0]
+assert not whole
+print(f"loss on four ranks: {results[0][0]:.12f}, all {len(grads)} gradients agree")
+print("rank 0 held", seen)
+print("rank 0 received bytes", received)
+
+# %% [markdown]
+# Nothing in the model says where a token is, and yet it is right. Plain tensors that meet a field,
+# such as the embeddings of `torch.arange(n)`, are cut to each rank's positions. `is_causal=True`
+# means causal in global positions. The shift by one brings each rank the labels that it lacks
+# (`align`), and of the loss only sums travel. What costs is attention: queries, keys, values and
+# outputs, and the gradients of these (`dq`, `dkv`). Other layers send nothing.
+#
+# ## A function that weft does not know
+#
+# Functions of torch are split by rules. One without a rule runs whole on every rank: its fields are
+# gathered first. That is exact. A warning names it, once, and `model._weft.ran_whole` counts it.
+# Here the loss also asks for smooth rows, by a Fourier transform along tokens.
+
+
+# %%
+class Smooth(Small):
+    def loss(self, x, ids):
+        waves = torch.fft.rfft(x, dim=1)
+        return super().loss(x, ids) + waves[:, 8:].abs().mean() / 64
+
+
+smooth = Smooth().double()
+loss, grads = on_one_device(smooth)
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    results = weft.on_threads(tile, step, smooth)
+for result in results:
+    same(result, loss, grads)
+_, _, _, whole, more = results[0]
+assert [*whole] == ["torch's fft_rfft"]
+print(said[0].message)
+print(f"loss {results[0][0]:.12f} of {loss:.12f}, ran whole: {whole}")
+added = {name: n - received.get(name, 0) for name, n in more.items()}
+print("more bytes:", {name: n for name, n in added.items() if n})
+assert added["align"] == added["dalign"] == 2 * 64 * 32 * 8  # all tokens, numbers, bytes
+
+# %% [markdown]
+# It costs the bytes of all tokens, there and back, and in this function each rank needs the time
+# and memory of one device. For a long row that may be what you wanted to avoid.
+# `fallback="refuse"` makes it an error, by name, on every rank:
+
+# %%
 try:
-    weft.on_threads(layout, masked)
+    weft.on_threads(tile, step, smooth, "refuse")
 except weft.UnsupportedError as error:
     message = str(error)
 print(message)
-assert "attn_mask" in message
+assert "fft_rfft" in message
+
+# %% [markdown]
+# `docs/any_model.md` has the rest: what is refused in any case, and what fields cost in Python.
+#
+# ## Attention by hand
+#
+# Code that holds plain tensors, each rank its own tokens, runs inside `with weft.sdpa(layout,
+# axis):`. There `F.scaled_dot_product_attention` looks beyond the rank, and `is_causal=True` means
+# causal in global positions. All else is yours to place, such as positions:
+# `layout.positions("tokens", 64)`.
+
+
+# %%
+def by_hand(layout):
+    mine = [layout.shard(t, {"tokens": 2}) for t in (q, k, v)]
+    with weft.sdpa(layout, "tokens"):
+        out = F.scaled_dot_product_attention(*mine, is_causal=True)
+    return layout.gather(out, {"tokens": 2})
+
+
+q, k, v = torch.randn(3, 1, 4, 64, 8).double()
+for out in weft.on_threads(tile, by_hand):
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, is_causal=True))
 
 # %% [markdown]
 # ## A Llama, sequence-parallel
@@ -139,13 +218,13 @@ def step(layout):
     out.loss.backward()
     layout.sync_gradients(model)
     grads = {name: p.grad for name, p in model.named_parameters()}
-    logits = out.logits.detach() + 0  # logits are gathered only where all of them are asked for
-    return out.loss.item(), logits, grads, layout.positions("tokens", 48)
+    logits = out.logits.detach().full_tensor()  # a field, gathered only where one asks for all
+    return out.loss.item(), logits, grads
 
 
 for line in ("tokens(zigzag): ring=2", "tokens(striped): tile=2x2", "tokens: ulysses=2 x ring=2"):
     results = weft.on_threads(weft.Layout.parse(line), step)
-    for loss, logits, grads, _ in results:
+    for loss, logits, grads in results:
         assert abs(loss - expected.loss.item()) < 1e-5
         torch.testing.assert_close(logits, expected.logits, rtol=0, atol=1e-5)
         for name, parameter in alone.named_parameters():
@@ -156,31 +235,6 @@ for line in ("tokens(zigzag): ring=2", "tokens(striped): tile=2x2", "tokens: uly
 # (The tolerance is that of single precision, because Llama's own code computes rotary angles, norms
 # and its softmax in it, whatever its weights are.)
 #
-# Where were the tokens? In the last layout each rank has twelve neighbours; in the striped tile
-# they were dealt out. Here is the loss of each token, colored by the rank that computed it.
-
-# %%
-labels = ids[0, 1:]
-per_token = F.cross_entropy(expected.logits[0, :-1], labels, reduction="none").detach()
-
-fig, axes = plt.subplots(2, 1, figsize=(7, 3.6), sharex=True)
-for ax, line in zip(axes, ("tokens(zigzag): ring=2", "tokens(striped): tile=2x2")):
-    for rank, (_, logits, _, mine) in enumerate(weft.on_threads(weft.Layout.parse(line), step)):
-        mine = mine[mine < 47]  # the last token has no label
-        losses = F.cross_entropy(logits[0, mine], labels[mine], reduction="none")
-        torch.testing.assert_close(losses, per_token[mine], rtol=0, atol=1e-5)
-        ax.bar(
-            mine.tolist(),
-            losses.tolist(),
-            color=plt.get_cmap("Set2").colors[rank],
-            label=f"rank {rank}",
-        )
-    ax.set(title=line, ylabel="loss", ylim=(4, None))
-    ax.legend(ncols=4, fontsize=7, loc="upper left")
-axes[-1].set_xlabel("token")
-fig.tight_layout()
-
-# %% [markdown]
 # ## Packed documents
 #
 # Several short documents in one row: position ids start anew in each of them, as in transformers,
@@ -294,10 +348,10 @@ ax.legend(fontsize=7)
 #
 # ## To remember
 #
-# - `with weft.sdpa(layout, axis):` for code that calls PyTorch's attention.
-# - `parallelize` for models from transformers: full rows in, full rows out, gradients averaged.
+# - `weft.parallelize(model, layout, dims=...)` for a module of your own: gradients are added up.
+# - `weft.parallelize(model, layout)` for models from transformers: gradients are averaged.
+# - What has no rule runs whole, exactly, and is named; or is refused, if you say so.
 # - Keys that a model chooses are chosen among those of all ranks.
-# - Whatever runs on single tokens needs no change; what asks *where am I* needs
-#   `layout.positions`.
+# - `with weft.sdpa(layout, axis):` where you place tokens yourself.
 #
 # So far ranks were threads. Last: [from a laptop to a cluster](08_laptop_to_cluster.ipynb).
