@@ -18,6 +18,7 @@ import copy
 
 import torch
 from diffusers import AutoencoderKL
+from matplotlib import pyplot as plt
 from torch import nn
 
 import weft
@@ -92,13 +93,13 @@ for hook in hooks:
     hook.remove()
 
 _, moved = ranks[0]
-by_kind = {}
-for (_, kind), nbytes in moved.received.items():
-    by_kind[kind] = by_kind.get(kind, 0) + nbytes
-for kind, nbytes in by_kind.items():
-    print(f"{kind:10s} {nbytes / 1e3:8.1f} kB")
-print(f"gathering the inputs of convolutions: {gathered / 1e3:.1f} kB")
-assert by_kind["halo"] * 10 < gathered
+received = moved.by_tensor()
+assert received["halo"] * 10 < gathered
+fig, ax = plt.subplots(figsize=(6, 2.2))
+bars = {**received, "all inputs of convolutions": gathered}
+ax.bar_label(ax.barh([*bars], [n / 1e3 for n in bars.values()]), fmt="%.1f", padding=3)
+ax.set(xlabel="kB that rank 0 received, and what gathering would take")
+ax.margins(x=0.15)
 
 # %% [markdown]
 # Strips grow with the edge of an image, and what is gathered with its area: at 512 x 512 the ratio

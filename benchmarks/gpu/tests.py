@@ -14,7 +14,8 @@ def run(where: Where) -> Iterator[str]:
     """What pytest says at the end."""
     where.only_cuda("pytest -m gpu")
     root = Path(__file__).parent.parent.parent
-    command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-m", "gpu", "tests/gpu/test_gpu.py"]
+    command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-m", "gpu"]
+    command.append("tests/gpu/test_gpu.py")
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     last = ""
     with subprocess.Popen(command, cwd=root, **options) as process:
