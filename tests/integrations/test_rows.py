@@ -146,7 +146,7 @@ def one_device(model, step):
 
 
 def own_loss(model, **extra):
-    out = model(input_ids=IDS, labels=LABELS, **extra)
+    out = model(**{"input_ids": IDS, "labels": LABELS, **extra})
     out.loss.backward()
     return out.loss.item()
 
@@ -370,62 +370,6 @@ def test_position_ids_are_no_documents_where_masks_are_given_none(name):
         lambda la: step(parallelize(copy.deepcopy(model), la)),
     )
     assert max((got - want).abs().max() for got in ranks) < 8 * FP32 * want.abs().max()
-
-
-def in_a_row(mask):
-    row = mask[0]
-    row[-9:] = 0
-    return mask
-
-
-CHANGED = {
-    "a copy": lambda mask: mask * (torch.arange(LENGTH) < LENGTH - 9),
-    "in place": lambda mask: mask.index_fill_(1, torch.arange(LENGTH - 9, LENGTH), 0),
-    "in a row of it": in_a_row,
-    "in a row of its bools": lambda mask: in_a_row(mask.bool()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_masks_of_padding_that_a_model_changes_in_one_ranks_tokens(change):
-    """The other ranks' parts are as the caller's: all ranks gather it, or none."""
-
-    def step(model):
-        def hook(module, args, kwargs):
-            return args, kwargs | {"attention_mask": change(kwargs["attention_mask"])}
-
-        model.model.register_forward_pre_hook(hook, with_kwargs=True)
-        with torch.no_grad():
-            return plain(model(IDS, RIGHT.long(), use_cache=False).logits)[RIGHT]
-
-    model = build("llama").eval()
-    want = step(copy.deepcopy(model))
-    ranks = weft.on_threads(
-        Layout.parse("tokens: ring=2"), lambda la: step(parallelize(copy.deepcopy(model), la))
-    )
-    assert max((got - want).abs().max() for got in ranks) < FP32 * want.abs().max()
-
-
-def test_fsmt_makes_no_causal_mask_with_a_cache_and_is_not_split_then():
-    sides = {f"{side}coder_{n}": 1 for side in ("en", "de") for n in ("layers", "attention_heads")}
-    torch.manual_seed(0)
-    sides |= {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "langs": ["a", "b"]}
-    config = hf.FSMTConfig(**sides, d_model=32, max_position_embeddings=64)
-    model = hf.FSMTForConditionalGeneration(config).eval()
-    batch = {"input_ids": IDS, "decoder_input_ids": IDS}
-
-    def step(model):
-        return [plain(model(**batch, use_cache=c).logits).detach() for c in (None, False)]
-
-    want = step(model)
-    with pytest.warns(UserWarning, match="use_cache=True, the default of FSMT"):
-        ranks = weft.on_threads(
-            Layout.parse("tokens: ring=2"), lambda la: step(parallelize(copy.deepcopy(model), la))
-        )
-    assert (want[0] - want[1]).abs().max() > 1000 * FP32 * want[0].abs().max()
-    for got in ranks:
-        for g, w in zip(got, want, strict=True):
-            assert (g - w).abs().max() < FP32 * w.abs().max()
 
 
 BERT = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"} | {"type_vocab_size": 2}
@@ -781,31 +725,43 @@ def with_attentions(model):
 
 
 def with_few_tokens(model):
-    out = model(input_ids=IDS[:, :3], labels=IDS[:, :3])
-    out.loss.backward()
-    return out.loss.item()
+    return own_loss(model, input_ids=IDS[:, :3], labels=IDS[:, :3])
 
 
 def with_a_mask_of_four_dims(model):
     seen = torch.ones(LENGTH, LENGTH).tril(-1).bool() | torch.eye(LENGTH).bool()
     mask = torch.zeros(ROWS, 1, LENGTH, LENGTH).double().masked_fill(~seen, -1e9)
-    out = model(input_ids=IDS, attention_mask=mask, labels=LABELS)
-    out.loss.backward()
-    return out.loss.item()
+    return own_loss(model, attention_mask=mask)
 
 
 def with_padding_between(model):
     mask = torch.arange(LENGTH) % 5 != 3
-    out = model(input_ids=IDS, attention_mask=mask.expand(ROWS, -1), labels=LABELS)
-    out.loss.backward()
-    return out.loss.item()
+    return own_loss(model, attention_mask=mask.expand(ROWS, -1))
+
+
+def last_of_a_row(mask):
+    row = mask[0]
+    row[-9:] = 0
+    return mask
+
+
+def with_padding_changed_in_one_ranks_tokens(model):
+    """The other ranks' parts are as the caller's: all ranks gather it, or none."""
+    losses = []
+    copied, bools = lambda m: last_of_a_row(m.clone()), lambda m: last_of_a_row(m.bool())
+    for change in (lambda m: m * (torch.arange(LENGTH) < 38), copied, bools, last_of_a_row):
+
+        def hook(module, args, kwargs, change=change):
+            return args, kwargs | {"attention_mask": change(kwargs["attention_mask"])}
+
+        with model.model.register_forward_pre_hook(hook, with_kwargs=True):
+            losses.append(own_loss(model, attention_mask=RIGHT.long()))
+    return tuple(losses)
 
 
 def with_documents_of_each_row(model):
     rows = torch.stack([torch.arange(LENGTH) % 13, torch.arange(LENGTH) % 20])
-    out = model(input_ids=IDS, position_ids=rows, labels=LABELS, use_cache=False)
-    out.loss.backward()
-    return out.loss.item()
+    return own_loss(model, position_ids=rows, use_cache=False)
 
 
 def with_some_logits(model):
@@ -824,6 +780,7 @@ WITHOUT_PARTS = [with_attentions, with_few_tokens, of_a_part]
 OF_TENSORS = [
     with_a_mask_of_four_dims,
     with_padding_between,
+    with_padding_changed_in_one_ranks_tokens,
     with_documents_of_each_row,
     with_some_logits,
 ]
@@ -861,17 +818,29 @@ def test_calls_without_parts_are_those_of_one_device(step, recompute):
     assert gap(grads, expected) < FP64
 
 
-def left_padded(model, labels):
-    out = model(input_ids=IDS, labels=labels, attention_mask=LEFT.long())
-    out.loss.backward()
-    return out.loss.item()
+def test_fsmt_makes_no_causal_mask_with_a_cache_and_is_not_split_then():
+    sides = {f"{side}coder_{n}": 1 for side in ("en", "de") for n in ("layers", "attention_heads")}
+    sides |= {"src_vocab_size": VOCABULARY, "tgt_vocab_size": VOCABULARY, "langs": ["a", "b"]}
+    torch.manual_seed(0)
+    config = hf.FSMTConfig(**sides, d_model=32, max_position_embeddings=64)
+    model = hf.FSMTForConditionalGeneration(config).eval()
+
+    def step(model):
+        made = (model(IDS, decoder_input_ids=IDS, use_cache=c).logits for c in (None, False))
+        return torch.stack([plain(logits).detach() for logits in made])
+
+    want = step(model)
+    assert want.diff(dim=0).abs().max() > 1000 * FP32 * want.abs().max()
+    with pytest.warns(UserWarning, match="use_cache=True, the default of FSMT"):
+        got, _ = on_ranks(model, "tokens: ring=2", step)
+    assert max((g - want).abs().max() for g in got) < FP32 * want.abs().max()
 
 
 def test_labels_that_padding_predicts_are_one_device_s():
     model = build("llama").float()
     model.set_attn_implementation("eager")
     labels = IDS.where(LEFT, -100)  # the first token of a row is predicted by padding
-    step = functools.partial(left_padded, labels=labels)
+    step = functools.partial(own_loss, labels=labels, attention_mask=LEFT.long())
     want, expected = one_device(model, step)
     with pytest.warns(UserWarning, match="every rank computes all of this call.*eager"):
         got, grads = on_ranks(model, "tokens: ring=2", step)
@@ -879,7 +848,7 @@ def test_labels_that_padding_predicts_are_one_device_s():
     assert gap(grads, expected) < FP32
 
     # No label of theirs counts: such a call is split.
-    step = functools.partial(left_padded, labels=labels.where(LEFT.roll(1, 1), -100))
+    step = functools.partial(step, labels=labels.where(LEFT.roll(1, 1), -100))
     want, expected = one_device(model, step)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -889,10 +858,8 @@ def test_labels_that_padding_predicts_are_one_device_s():
 
 
 def windowed():
-    """A row of 26 tokens padded on the right, further than the window of Mistral's layers."""
-    seen = torch.ones_like(IDS)
-    seen[1, 11:] = 0
-    return build("mistral").float(), seen
+    """A row padded on the right, further than the window of Mistral's layers."""
+    return build("mistral").float(), RIGHT.long()
 
 
 def token_classifier():
@@ -906,9 +873,7 @@ def encoder_of_windows():
     sizes = {n: v for n, v in SMALL.items() if n != "num_key_value_heads"}
     special = dict.fromkeys(("cls_token_id", "sep_token_id", "bos_token_id", "eos_token_id"), 1)
     config = hf.ModernBertConfig(**sizes, **special, pad_token_id=0, local_attention=4)
-    seen = torch.ones_like(IDS)
-    seen[1, 11:] = 0
-    return hf.ModernBertForMaskedLM(config).eval(), seen
+    return hf.ModernBertForMaskedLM(config).eval(), RIGHT.long()
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
@@ -922,18 +887,12 @@ def test_tokens_that_see_none_are_counted(window):
 READ = [windowed, token_classifier, encoder_of_windows]
 
 
-def labelled_padding(model, labels, seen, **options):
-    out = model(input_ids=IDS, labels=labels, attention_mask=seen, **options)
-    out.loss.backward()
-    return out.loss.item()
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("made", READ, ids=lambda made: made.__name__)
 def test_labels_of_padding_that_sees_no_token(made, implementation):
     model, seen = made()
     model.set_attn_implementation(implementation)
-    step = functools.partial(labelled_padding, labels=IDS, seen=seen)
+    step = functools.partial(own_loss, labels=IDS, attention_mask=seen)
     want, expected = one_device(model, step)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
