@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import weft
 from weft import DeclarationError, Layout, ShapeError
+from weft.comm import step_check
 
 RANKS, RANK, STEP = 4, 2, 3
 SIGNALS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
@@ -36,6 +37,15 @@ class Model(nn.Module):
         if here and self.plant == "nan-backward":
             out.register_hook(lambda grad: grad * float("nan"))
         return out
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """Modules are not looked at any more when a test ends."""
+    yield
+    monkeypatch.delenv("WEFT_CHECK", raising=False)
+    step_check.is_on()
+    assert not torch.nn.modules.module._global_forward_hooks
 
 
 def train(layout, plant, steps=5):
@@ -141,6 +151,15 @@ def test_models_of_others_and_of_weft_are_checked(train, line, monkeypatch):
     weft.on_threads(layout, train, False)
     with pytest.raises(ShapeError, match=r"^step 2: weight |weights .* \(rank 1\)"):
         weft.on_threads(layout, train, True)
+
+
+def test_compiled_modules_are_not_looked_at(monkeypatch):
+    monkeypatch.setenv("WEFT_CHECK", "step")
+    assert step_check.is_on()
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(2, 4)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), model(x))
+    torch._dynamo.reset()
 
 
 def test_another_value_is_refused(monkeypatch):

@@ -33,7 +33,7 @@ _here = threading.local()  # ranks may be threads
 
 
 def is_on() -> bool:
-    """Whether steps are checked; from the first time on, modules are, too.
+    """Whether steps are checked; while they are, modules are, too.
 
     Raises `DeclarationError` for another value than "step".
     """
@@ -42,12 +42,15 @@ def is_on() -> bool:
         raise DeclarationError(f"{VARIABLE}={shown(given)}: known is {VARIABLE}=step, or unset it")
     if given:
         _watch_modules()
+    elif _watch_modules.cache_info().currsize:
+        _watch_modules().remove()
+        _watch_modules.cache_clear()
     return bool(given)
 
 
 @functools.cache
-def _watch_modules() -> None:
-    nn.modules.module.register_module_forward_hook(_look)
+def _watch_modules() -> Any:
+    return nn.modules.module.register_module_forward_hook(_look)
 
 
 def _step() -> int:
@@ -56,7 +59,9 @@ def _step() -> int:
 
 def _look(module: nn.Module, _: Any, output: Any) -> None:
     """Raise where the output of a module has a NaN, the first of this rank in its step."""
-    if is_traced() or not torch.is_grad_enabled() or os.environ.get(VARIABLE) != "step":
+    if torch.compiler.is_dynamo_compiling() or is_traced() or not torch.is_grad_enabled():
+        return
+    if os.environ.get(VARIABLE) != "step":
         return
     if any(_has_nan(t) for t in pytree.tree_leaves(output) if isinstance(t, Tensor)):
         where = origin() or type(module).__name__
