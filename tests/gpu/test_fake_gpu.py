@@ -346,7 +346,7 @@ def llama_on_gpu(order: list[str]) -> Iterator[tuple]:
 
 #: Arguments of a call beside ids, and how often it waits for the GPU with nothing launched yet:
 #: padding and documents are part of the plan.
-GIVEN = {"ids": 0, "labels": 0, "attention_mask": 3, "position_ids": 1}
+GIVEN = {"ids": 0, "labels": 0, "attention_mask": 1, "position_ids": 1}
 
 
 def model_waits() -> dict[str, tuple]:
