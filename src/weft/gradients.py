@@ -324,7 +324,7 @@ def _refuse_parts(
         query.weight    rank 0: g     rank 1: g      whole: dq is summed by attention
         key.weight      rank 0: g0    rank 1: g1     of own keys: whole is g0 + g1, on no rank
 
-    No sum of all of them is right, and a rank does not know which made keys.
+    No sum is right, as a rank does not know which made keys.
     """
     ranks = math.prod(transport.sizes[d] for d in dims)
     apart = []

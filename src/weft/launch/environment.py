@@ -157,8 +157,7 @@ def slurm_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _port(job: int, step: int) -> int:
     """A port from 20000 to 31999, below those that Linux gives out itself (32768 and up).
 
-    Steps of a job, and the first steps of jobs, have distinct ports up to 12000 of them; jobs
-    of adjacent numbers get distant ports, so that the later steps of one miss the other's.
+    Steps of a job differ; jobs of adjacent numbers get distant ports for their later steps.
 
     >>> [_port(71234, step) for step in (0, 1)], _port(71235, 0)
     ([26578, 26579], 21995)

@@ -61,6 +61,8 @@ def balanced_runs(
         found.append(_one_sided(mask, sizes, queries if any(queries) else keys, any(keys), slack))
     fullest = [_fullest(work_of(mask, runs, shares)) for runs in found]
     equal = [runs for runs, most in zip(found, fullest) if most <= 1.005 + LEVEL * slack]
+    if len(equal) == 1:
+        return equal[0]
     if equal:
         return min(equal, key=lambda runs: travel_of(mask, runs, shares))
     found.append(balanced_blocks(mask, sizes, shares))

@@ -4,7 +4,7 @@
     conv2d(x, weight, padding=1)                    rows 7 and 6 travel; the result is a field, too
 
 Models run on fields unmodified: shapes, masks and views that they compute are those of one device.
-Every function of torch has a rule (`rules.py`), or is refused by name, on every rank.
+A function of torch has a rule (in a file of this room), or is refused by name, on every rank.
 
 A field has no storage of its own: code that reads tensors past torch, such as a kernel bound in
 C++, raises instead of taking a part for the whole. Autograd records what happens to the local
