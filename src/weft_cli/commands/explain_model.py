@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from weft.declare.hardware import Hardware
-from weft.errors import WeftError
+from weft.errors import DeclarationError, WeftError
 from weft.inspect import words
 from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
@@ -21,6 +22,7 @@ from weft_planner.work import lengths_of_model
 
 from ..inspect.printer import console, print_table, say, working
 from . import options
+from .explain_split import show
 
 #: What bytes are for, in the order of the columns.
 PARTS = ("attention", "resharding", "sums", "weights", "gradients")
@@ -37,7 +39,16 @@ class Row:
 
 
 def model(
-    model: options.ModelName,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model file: its name (see `weft list models`), or a path to a .toml. Or a "
+            "transformers model: its folder, or its config.json. Or one of your own, "
+            "package.module:function.",
+            show_default=False,
+        ),
+    ],
     layouts: Annotated[
         list[str],
         typer.Argument(
@@ -65,7 +76,19 @@ def model(
     its time on --hardware. The model's own code is counted, on tensors without
     numbers.
 
+    Of a transformers model, and of one of yours, it shows what weft.parallelize
+    splits, by module: functions of torch that have a rule, that run in islands
+    (on a rank's own tensors), and that run whole on every rank, and the bytes
+    that each module sends. Your function returns the model, the arguments of a
+    call, and options of weft.parallelize:
+
+        def mine(): return Decoder(), {"ids": ids}, {"dims": {"tokens": 1}}
+
     Examples:
+
+        weft explain model ./llama 'tokens(zigzag): ring=4' --length tokens=32768
+
+        weft explain model package.module:mine 'tokens: ulysses=2 x ring=2'
 
         weft explain model weather weather-dp-x-ring weather-axial-2x2
 
@@ -73,8 +96,16 @@ def model(
 
         weft explain model mine.toml 'tokens: ring=8' --gradients fsdp --ranks-per-node 8
     """
-    spec = ModelSpec.load(model)
     resolved = [options.resolved(name, nproc) for name in layouts]
+    if ":" in model or model.endswith(".json") or Path(model).is_dir():
+        kind = options.dtype_named(dtype)
+        if any(option is not None for option in (gradients, hardware, ranks_per_node)):
+            raise DeclarationError(
+                "--gradients, --hardware, --ranks-per-node: of a model file; `weft plan config`"
+                " predicts times of transformers models"
+            )
+        return show(model, resolved, options.lengths_of_axes(length), batch, kind)
+    spec = ModelSpec.load(model)
     machine = None if hardware is None else Hardware.load(hardware)
     lengths = lengths_of_model(spec, options.lengths_of_axes(length))
     batch = batch or max([spec.train.batch, *(each.size(spec.axes[0]) for each in resolved)])
