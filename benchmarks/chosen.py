@@ -34,7 +34,7 @@ from benchmarks.latents import DTYPE, HEADS, LATENT, NOPE, ROPE, VALUES, Project
 from weft import Expansion, Layout
 from weft._torch import fake_ranks
 from weft.inspect.words import nbytes
-from weft.relayout.windows import TakePass, Windows
+from weft.move.windows import TakePass, Windows
 from weft_integrations.transformers import chosen_keys, compressed, running
 
 RESULT = Path(__file__).parent / "results" / "chosen.md"

@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from ._torch import outside_graphs
 from .choice import ChosenKeys
 from .comm.channel import refused_everywhere
-from .comm.collectives import gather_slices, spread_flat
 from .comm.origin import origin
 from .comm.transport import Messages
 from .declare.placements import merge_top_k
@@ -35,13 +34,14 @@ from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
 from .kernels import accumulate_dtype
 from .layout import Layout
 from .masks import FULL, Full, Mask, check_mask
+from .move.gather import gather_slices, spread_flat
+from .move.passing import Exchange
 from .plan.call import Call
 from .plan.choices import NUMBER
 from .plan.lengths import Length, read_length
 from .plan.lists import IndexSizes, ListPlan, list_plan
 from .plan.order import Spans, count, positions
 from .runtime.autocast import without_autocast
-from .runtime.exchange import Exchange
 
 #: Scores, over sequences, index heads, rows and keys, that exist at one time.
 AT_ONCE = 1 << 26

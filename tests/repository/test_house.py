@@ -33,16 +33,16 @@ ROOMS = (
     ("comm",),
     ("kernels",),
     ("plan.order",),
-    ("relayout.plan",),
-    ("relayout.windows",),
+    ("move.plan",),
+    ("move.windows",),
     ("plan",),
     ("decode.owners", "packing"),
-    ("relayout.fetch",),
+    ("move",),
     ("runtime",),
-    ("relayout", "decode"),
+    ("decode",),
     ("gradients",),
     ("layout",),
-    ("dtensors", "relayout.bind_on_same_ranks", "sinks", "bias_tiles"),
+    ("dtensors", "same_ranks", "sinks", "bias_tiles"),
     ("fetching", "asked"),
     ("attention", "choosing", "threads"),
     ("inspect",),
@@ -90,7 +90,7 @@ BELOW_PLANS = (
     "plan",
 )
 #: And parts of a room above them, which are plans too: messages of listed positions.
-PLANS_BELOW = ("weft.relayout.plan", "weft.relayout.windows")
+PLANS_BELOW = ("weft.move.plan", "weft.move.windows")
 
 
 def module_of(path: Path) -> str:
@@ -178,6 +178,14 @@ def test_plans_are_made_of_declarations_masks_and_kernels():
         if ".".join(target.split(".")[:2]) not in allowed and target not in PLANS_BELOW
     }
     assert not found
+
+
+def test_messages_are_posted_in_one_room():
+    """Carriers have what they carry, rates measure them; everything else is a movement's."""
+    posted = re.compile(r"\b(P2PBatch|Shuffle)\(")
+    found = {m for m, path in SOURCES.items() if posted.search(path.read_text())}
+    kinds = {f"weft.move.{kind}" for kind in ("rotate", "trade", "gather", "hand_on")}
+    assert {m for m in found if not m.startswith(("weft.comm.", "weft_planner."))} == kinds
 
 
 def test_a_room_imports_lower_rooms_only():

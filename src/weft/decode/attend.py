@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from ..comm.channel import Channel
-from ..comm.collectives import gather_flat, gather_slices, spread_flat
 from ..declare.placements import merge_softmax
+from ..move.gather import gather_flat, gather_slices, spread_flat
 from ..runtime.rectangles import Rectangle, Rectangles
 
 #: Rows of a masked part that are computed at once, whose mask is a tensor.

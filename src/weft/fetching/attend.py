@@ -26,10 +26,10 @@ from .._torch import outside_graphs
 from .._uploads import upload
 from ..choice import ChosenKeys
 from ..comm.channel import refused_everywhere
-from ..comm.collectives import gather_flat
 from ..comm.transport import Messages
 from ..errors import UnsupportedError
 from ..masks import Full, Mask
+from ..move.gather import gather_flat
 from ..plan.order import positions
 from ..plan.plan import Plan
 from ..plan.sides import Side

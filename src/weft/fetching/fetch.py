@@ -27,11 +27,11 @@ from einops import rearrange
 from torch import Tensor
 
 from .._uploads import upload
-from ..comm.collectives import trade_rows
 from ..comm.once_differentiable import once
 from ..comm.transport import Messages
 from ..declare.traffic import Traffic, add_messages, add_rows
 from ..kernels import accumulate_dtype
+from ..move.trade import trade_rows
 from ..plan.choices import gathers_of
 from ..plan.order import count
 from ..plan.plan import Plan
