@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.choosing import ChosenKeys
+from weft import ChosenKeys
 from weft.comm import processes
 from weft.errors import WeftError
-from weft.fetching.rules import fetches
+from weft_axes.fetching.rules import fetches
 from weft.kernels import fused
 from weft.testing.cases import Case
 from weft.testing.check import local_part

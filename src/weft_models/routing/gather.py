@@ -11,7 +11,7 @@ from torch import Tensor
 from weft.comm import Transport
 from weft.comm.collectives import gather_slices, spread_flat
 from weft.comm.once_differentiable import once
-from weft.fetching.fetch import Partition
+from weft_axes.fetching.fetch import Partition
 
 
 class GatherBlocks(torch.autograd.Function):

@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.channel import Channel
-from ..comm.collectives import gather_flat, gather_slices, spread_flat
-from ..declare.placements import merge_softmax
-from ..runtime.rectangles import Rectangle, Rectangles
+from weft.comm.channel import Channel
+from weft.comm.collectives import gather_flat, gather_slices, spread_flat
+from weft.declare.placements import merge_softmax
+
+from ..fetching.rectangles import Rectangle, Rectangles
 
 #: Rows of a masked part that are computed at once, whose mask is a tensor.
 _ROWS = 512
