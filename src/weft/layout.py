@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import gradients
 from ._compile import Traceable
+from ._doors import opened
 from ._torch import in_local_tensor_mode, is_fake, outside_graphs
 from .comm import Alone, ProcessTransport, Transport, step_check
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
@@ -899,7 +899,7 @@ class Layout(LayoutDeclaration, Traceable):
         if self.device_mesh is not None and ranks > 1:
             dims = self.device_dims([d for d in self.mesh if d in along])
             line = self.device_mesh[dims].mesh.flatten().tolist()
-            sharded = gradients.is_of_shards(x, line)
+            sharded = opened("is_of_shards")(x, line)
             x = x.full_tensor() if isinstance(x, DTensor) else x
             if sharded:
                 return x
@@ -943,7 +943,7 @@ class Layout(LayoutDeclaration, Traceable):
         """
         check_same_data_ranks(module, self)
         same_dims = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
-        gradients.sync(module, self.data_dims, same_dims, self.keys_only_dims, self.bound)
+        opened("sync")(module, self.data_dims, same_dims, self.keys_only_dims, self.bound)
 
     def _data_ranks(self) -> list[int]:
         """Numbers in the world of the ranks whose data differ from each other's, with this one."""

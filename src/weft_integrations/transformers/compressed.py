@@ -24,9 +24,9 @@ from torch import Tensor
 
 from weft.attention import attention
 from weft.choice import ChosenKeys
-from weft.decode.attend import merged_parts
 from weft.layout import Layout
 from weft_axes.carry.pieces import LocalPieces, Piece
+from weft_axes.decode.attend import merged_parts
 from weft_axes.fields import on_chunks
 
 from .. import Foreign

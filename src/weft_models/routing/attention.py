@@ -31,8 +31,6 @@ from weft.comm.channel import refused_everywhere
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
 from weft.errors import ShapeError, UnsupportedError
-from weft.fetching.fetch import Fetch, FetchPass, fetch_plan, slot_rows
-from weft.fetching.resharding import FetchedCall
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full, Mask
@@ -45,7 +43,9 @@ from weft.plan.plan import Plan
 from weft.plan.sides import Side
 from weft.runtime import calls
 from weft.runtime.autocast import as_autocast, without_autocast
-from weft.runtime.rectangles import Rectangle, RectangleAttention, Rectangles
+from weft_axes.fetching.fetch import Fetch, FetchPass, fetch_plan, slot_rows
+from weft_axes.fetching.rectangles import Rectangle, RectangleAttention, Rectangles
+from weft_axes.fetching.resharding import FetchedCall
 
 from . import router as routes
 from .geometry import (

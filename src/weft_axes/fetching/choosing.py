@@ -24,24 +24,24 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ._torch import outside_graphs
-from .choice import ChosenKeys
-from .comm.channel import refused_everywhere
-from .comm.origin import origin
-from .comm.transport import Messages
-from .declare.placements import merge_top_k
-from .errors import DeclarationError, ShapeError, UnsupportedError, WeftError
-from .kernels import accumulate_dtype
-from .layout import Layout
-from .masks import FULL, Full, Mask, check_mask
-from .move.gather import gather_slices, spread_flat
-from .move.passing import Exchange
-from .plan.call import Call
-from .plan.choices import NUMBER
-from .plan.lengths import Length, read_length
-from .plan.lists import IndexSizes, ListPlan, list_plan
-from .plan.order import Spans, count, positions
-from .runtime.autocast import without_autocast
+from weft._torch import outside_graphs
+from weft.choice import ChosenKeys
+from weft.comm.channel import refused_everywhere
+from weft.comm.origin import origin
+from weft.comm.transport import Messages
+from weft.declare.placements import merge_top_k
+from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftError
+from weft.kernels import accumulate_dtype
+from weft.layout import Layout
+from weft.masks import FULL, Full, Mask, check_mask
+from weft.move.gather import gather_slices, spread_flat
+from weft.move.passing import Exchange
+from weft.plan.call import Call
+from weft.plan.choices import NUMBER
+from weft.plan.lengths import Length, read_length
+from weft.plan.lists import IndexSizes, ListPlan, list_plan
+from weft.plan.order import Spans, count, positions
+from weft.runtime.autocast import without_autocast
 
 #: Scores, over sequences, index heads, rows and keys, that exist at one time.
 AT_ONCE = 1 << 26

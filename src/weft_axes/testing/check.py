@@ -19,12 +19,13 @@ import torch
 from einops import reduce
 from torch import Tensor
 
-from ..attention import attention
-from ..choice import ChosenKeys
-from ..declare.strategy import Role
-from ..kernels import accumulate_dtype
-from ..kernels.base import finite_lse
-from ..layout import Layout
+from weft.attention import attention
+from weft.choice import ChosenKeys
+from weft.declare.strategy import Role
+from weft.kernels import accumulate_dtype
+from weft.kernels.base import finite_lse
+from weft.layout import Layout
+
 from .cases import SIDES, Case, shard
 from .reference import reference, relative_error, visible_pairs
 

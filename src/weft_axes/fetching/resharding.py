@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.channel import Channel
-from ..comm.once_differentiable import once
-from ..comm.transport import Messages
-from ..plan.plan import Plan
-from ..runtime import resharding
-from ..runtime.calls import BoundCall
+from weft.comm.channel import Channel
+from weft.comm.once_differentiable import once
+from weft.comm.transport import Messages
+from weft.plan.plan import Plan
+from weft.runtime import resharding
+from weft.runtime.calls import BoundCall
 
 
 @dataclass(eq=False)

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..choice import ChoiceKind
-from ..declare.mesh import index_at
-from ..declare.placements import SEQ
-from ..layout import Layout
-from ..masks import Causal, Full, KeyPadding, Mask, MaskMod
-from ..plan.order import chunk_sizes, positions, shard_spans
-from ..plan.problem import Problem
+from weft.choice import ChoiceKind
+from weft.declare.mesh import index_at
+from weft.declare.placements import SEQ
+from weft.layout import Layout
+from weft.masks import Causal, Full, KeyPadding, Mask, MaskMod
+from weft.plan.order import chunk_sizes, positions, shard_spans
+from weft.plan.problem import Problem
+
 from .reference import reference
 
 #: Which side of attention a tensor is sharded like.

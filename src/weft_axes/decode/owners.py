@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from .._caching import cached
-from ..plan.order import Span, Spans, join, positions
+from weft._caching import cached
+from weft.plan.order import Span, Spans, join, positions
 
 #: Consecutive decoded tokens that one rank holds.
 BLOCK = 32

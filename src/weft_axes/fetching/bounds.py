@@ -15,15 +15,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..declare.layout import LayoutDeclaration
-from ..errors import UnsupportedError
-from ..masks import Interval
-from ..plan.choices import gathers_of
-from ..plan.order import positions
-from ..plan.plan import Plan
-from ..plan.predict import forecast_of, plan_for
-from ..plan.problem import Problem
-from ..plan.sides import Side
+from weft.declare.layout import LayoutDeclaration
+from weft.errors import UnsupportedError
+from weft.masks import Interval
+from weft.plan.choices import gathers_of
+from weft.plan.order import positions
+from weft.plan.plan import Plan
+from weft.plan.predict import forecast_of, plan_for
+from weft.plan.problem import Problem
+from weft.plan.sides import Side
+
 from .fetch import Partition
 from .rules import check_fetched
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..declare.layout_file import HEADS
-from ..errors import ShapeError
-from ..layout import Layout
-from ..plan.order import positions, shard_spans
+from weft.declare.layout_file import HEADS
+from weft.errors import ShapeError
+from weft.layout import Layout
+from weft.plan.order import positions, shard_spans
+
 from .cases import SIDES, Case, RankCall, shard, standard_cases
 from .check import EXACT as EXACT_ERROR
 from .processes import Processes, follows
@@ -148,7 +149,7 @@ class _Job:
 
 
 def _threads(job: _Job, layout: Layout, case: Case, timeout: float) -> list:
-    from ..threads import on_threads
+    from weft.threads import on_threads
 
     results: list[CaseResult | str] = [f"no answer in {timeout:.0f} s"] * job.ranks
 

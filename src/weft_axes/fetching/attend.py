@@ -21,24 +21,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .._digest import is_plain
-from .._torch import outside_graphs
-from .._uploads import upload
-from ..choice import ChosenKeys
-from ..comm.channel import refused_everywhere
-from ..comm.transport import Messages
-from ..errors import UnsupportedError
-from ..masks import Full, Mask
-from ..move.gather import gather_flat
-from ..plan.order import positions
-from ..plan.plan import Plan
-from ..plan.sides import Side
-from ..runtime import choices
-from ..runtime.autocast import without_autocast
-from ..runtime.calls import BoundCall
-from ..runtime.expand import heads_of, picked
-from ..runtime.rectangles import Rectangle, RectangleAttention, Rectangles
+from weft._digest import is_plain
+from weft._torch import outside_graphs
+from weft._uploads import upload
+from weft.choice import ChosenKeys
+from weft.comm.channel import refused_everywhere
+from weft.comm.transport import Messages
+from weft.errors import UnsupportedError
+from weft.masks import Full, Mask
+from weft.move.gather import gather_flat
+from weft.plan.order import positions
+from weft.plan.plan import Plan
+from weft.plan.sides import Side
+from weft.runtime import choices
+from weft.runtime.autocast import without_autocast
+from weft.runtime.calls import BoundCall
+from weft.runtime.expand import heads_of, picked
+
 from .fetch import Fetch, FetchPass, FetchPlan, Partition, fetch_plan, slot_rows
+from .rectangles import Rectangle, RectangleAttention, Rectangles
 from .resharding import FetchedCall
 from .rules import check_fetched
 

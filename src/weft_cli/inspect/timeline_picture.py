@@ -12,9 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from . import picture
-from .events import COMPUTE, Event
-from .picture import NORMAL, SMALL
+from weft.inspect import picture
+from weft.inspect.events import COMPUTE, Event
+from weft.inspect.picture import NORMAL, SMALL
 
 #: Ranks drawn; more would be too small to read.
 MAX_RANKS = 16

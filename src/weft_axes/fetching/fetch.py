@@ -26,16 +26,16 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from .._uploads import upload
-from ..comm.once_differentiable import once
-from ..comm.transport import Messages
-from ..declare.traffic import Traffic, add_messages, add_rows
-from ..kernels import accumulate_dtype
-from ..move.trade import trade_rows
-from ..plan.choices import gathers_of
-from ..plan.order import count
-from ..plan.plan import Plan
-from ..plan.sides import Side
+from weft._uploads import upload
+from weft.comm.once_differentiable import once
+from weft.comm.transport import Messages
+from weft.declare.traffic import Traffic, add_messages, add_rows
+from weft.kernels import accumulate_dtype
+from weft.move.trade import trade_rows
+from weft.plan.choices import gathers_of
+from weft.plan.order import count
+from weft.plan.plan import Plan
+from weft.plan.sides import Side
 
 
 @dataclass(frozen=True, eq=False)

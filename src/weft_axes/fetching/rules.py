@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch.distributed.tensor import Shard
 
-from ..declare.layout import LayoutDeclaration
-from ..declare.placements import SEQ
-from ..declare.strategy import Role
-from ..errors import UnsupportedError
+from weft.declare.layout import LayoutDeclaration
+from weft.declare.placements import SEQ
+from weft.declare.strategy import Role
+from weft.errors import UnsupportedError
 
 
 def check_fetched(layout: LayoutDeclaration, axes: tuple[str, ...]) -> tuple[str, ...]:

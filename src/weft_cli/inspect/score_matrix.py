@@ -16,11 +16,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.patheffects import withStroke
 
-from ..declare.strategy import Role
-from ..plan.order import Spans, count, positions
-from ..plan.plan import Plan
-from ..plan.sides import Side
-from . import picture
+from weft.declare.strategy import Role
+from weft.inspect import picture
+from weft.plan.order import Spans, count, positions
+from weft.plan.plan import Plan
+from weft.plan.sides import Side
 
 #: Positions drawn per side; a longer axis is sampled evenly.
 RESOLUTION = 640

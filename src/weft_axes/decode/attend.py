@@ -15,10 +15,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..comm.channel import Channel
-from ..declare.placements import merge_softmax
-from ..move.gather import gather_flat, gather_slices, spread_flat
-from ..runtime.rectangles import Rectangle, Rectangles
+from weft.comm.channel import Channel
+from weft.declare.placements import merge_softmax
+from weft.move.gather import gather_flat, gather_slices, spread_flat
+
+from ..fetching.rectangles import Rectangle, Rectangles
 
 #: Rows of a masked part that are computed at once, whose mask is a tensor.
 _ROWS = 512

@@ -9,10 +9,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from ..errors import DeclarationError
-from ..layout import Layout
-from ..masks import Mask
-from ..plan.lengths import Length
+from weft.errors import DeclarationError
+from weft.layout import Layout
+from weft.masks import Mask
+from weft.plan.lengths import Length
+
 from .sdpa import sdpa
 
 

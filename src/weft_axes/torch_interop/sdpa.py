@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.overrides import TorchFunctionMode
 
-from .._torch import (
+from weft._torch import (
     HigherOrderOperator,
     constant_in_graphs,
     other_attention,
@@ -27,14 +27,15 @@ from .._torch import (
     reentrant_checkpoints,
     sdpa_forms,
 )
-from ..attention import attention
-from ..declare.layout_file import Entry, bind
+from weft.attention import attention
+from weft.declare.layout_file import Entry, bind
+from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.layout import Layout
+from weft.masks import And, Causal, Full, Mask, describe
+from weft.plan.call import Call, axis_names
+from weft.plan.lengths import Length, read_length
+
 from ..decode.attend import merged_parts
-from ..errors import DeclarationError, ShapeError, UnsupportedError
-from ..layout import Layout
-from ..masks import And, Causal, Full, Mask, describe
-from ..plan.call import Call, axis_names
-from ..plan.lengths import Length, read_length
 from .equal_masks import kept
 
 _SDPA = F.scaled_dot_product_attention

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from ..attention import attention
-from ..errors import UnsupportedError
-from ..layout import Layout
+from weft.attention import attention
+from weft.errors import UnsupportedError
+from weft.layout import Layout
 
 try:
     import spmd_types as spmd

@@ -115,7 +115,7 @@ class Report:
 
     def __str__(self) -> str:
         text = io.StringIO()
-        from .._terminal import Terminal
+        from weft._terminal import Terminal
 
         Terminal(file=text, width=140).print(self.table(), markup=False)
         return text.getvalue()

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import DeclarationError, ShapeError
-from ..layout import Layout
+from weft.errors import DeclarationError, ShapeError
+from weft.layout import Layout
+
 from .sdpa import sdpa
 
 #: The name that axes and mesh dims have here.

@@ -9,9 +9,9 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .._caching import cached
-from .._digest import beside_fields, is_frozen, is_plain
-from ..masks import Mask
+from weft._caching import cached
+from weft._digest import beside_fields, is_frozen, is_plain
+from weft.masks import Mask
 
 #: Parts of a mask that holds functions and tensors -> the first such mask, while it lives.
 _alive: WeakValueDictionary[tuple, Mask] = WeakValueDictionary()

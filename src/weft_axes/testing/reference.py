@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..masks import Full, Mask
+from weft.masks import Full, Mask
 
 
 def visible_pairs(mask: Mask, batch: int, heads: int, n: int, m: int) -> Tensor:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.once_differentiable import once
-from ..kernels import Kernel, Request, TileView, accumulate_dtype, choose_kernel
-from .autocast import without_autocast
-from .merging import PartialOutput, PartialSum
+from weft.comm.once_differentiable import once
+from weft.kernels import Kernel, Request, TileView, accumulate_dtype, choose_kernel
+from weft.runtime.autocast import without_autocast
+from weft.runtime.merging import PartialOutput, PartialSum
 
 
 @dataclass(frozen=True)

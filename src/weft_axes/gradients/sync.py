@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ._torch import active_ddp, is_fsdp, version
-from ._uploads import download
-from .comm import Transport, step_check
-from .comm.consistency import (
+from weft._torch import active_ddp, is_fsdp, version
+from weft._uploads import download
+from weft.comm import Transport, step_check
+from weft.comm.consistency import (
     compare_names,
     compare_weights,
     is_partial,
@@ -22,7 +22,7 @@ from .comm.consistency import (
     local_tensor,
     same_along,
 )
-from .errors import ShapeError, UnsupportedError
+from weft.errors import ShapeError, UnsupportedError
 
 #: On a gradient: the writes to its parameter when it was summed.
 #: On a module: its weights were compared.
