@@ -95,7 +95,7 @@ def test_functions_by_rule_in_islands_and_whole_are_told_apart():
         ("mine:alone", "return the model, the arguments of a call by name, and options"),
         ("mine:not_split", "say where the layout's axes are, such as dims="),
         ("mine:mine --length tokens=4", "makes the arguments of its call itself"),
-        ("llama --length rows=4", "a transformers model takes tokens=N, found rows"),
+        ("llama --length rows=4", "a transformers model takes tokens=N, not rows"),
         ("llama --hardware h100-8", "`weft plan config` predicts times"),
     ],
 )

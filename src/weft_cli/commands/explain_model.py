@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -21,8 +20,9 @@ from weft_planner.step_time import StepTime, step_time
 from weft_planner.work import lengths_of_model
 
 from ..inspect.printer import console, print_table, say, working
+from ..inspect.rule_words import PAYLOAD
 from . import options
-from .explain_split import show
+from .explain_split import maker, show
 
 #: What bytes are for, in the order of the columns.
 PARTS = ("attention", "resharding", "sums", "weights", "gradients")
@@ -97,20 +97,22 @@ def model(
         weft explain model mine.toml 'tokens: ring=8' --gradients fsdp --ranks-per-node 8
     """
     resolved = [options.resolved(name, nproc) for name in layouts]
-    if ":" in model or model.endswith(".json") or Path(model).is_dir():
-        kind = options.dtype_named(dtype)
+    kind = options.dtype_named(dtype)
+    make = maker(model, options.lengths_of_axes(length), batch, kind)
+    if make is not None:
         if any(option is not None for option in (gradients, hardware, ranks_per_node)):
             raise DeclarationError(
                 "--gradients, --hardware, --ranks-per-node: of a model file; `weft plan config`"
                 " predicts times of transformers models"
             )
-        return show(model, resolved, options.lengths_of_axes(length), batch, kind)
+        for layout in resolved:
+            show(model, layout, make)
+        return
     spec = ModelSpec.load(model)
     machine = None if hardware is None else Hardware.load(hardware)
     lengths = lengths_of_model(spec, options.lengths_of_axes(length))
     batch = batch or max([spec.train.batch, *(each.size(spec.axes[0]) for each in resolved)])
     way = gradients or spec.train.gradients
-    kind = options.dtype_named(dtype)
     sizes = ", ".join(f"{axis} {n:,}" for axis, n in lengths.items())
     console().print(
         f"[bold]{escape(spec.name)}[/]  a training step of {batch} examples, {sizes}; "
@@ -151,7 +153,7 @@ def _show_messages(row: Row) -> None:
             (
                 each.when,
                 each.mesh_dim,
-                words.PAYLOAD.get((each.what, each.when == "backward"), each.what)
+                PAYLOAD.get((each.what, each.when == "backward"), each.what)
                 if each.attention
                 else each.what,
                 part_of(each),

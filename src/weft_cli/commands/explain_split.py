@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from weft.inspect import words
 from weft.inspect.traffic import traffic
 from weft.layout import Layout
 from weft_integrations.parallelize import parallelize
-from weft_integrations.shares import Part, parts_of_call, strategies
+from weft_integrations.shares import COUNTED, ModuleShare, shares, strategies
 from weft_planner.config_file import of_transformers
 from weft_planner.hf_config import HFModel, on_meta
 
@@ -27,55 +27,44 @@ from ..inspect.printer import console, print_table, say, working
 
 #: Tokens of a row of a transformers model where nobody says how many.
 LENGTH = 4096
-#: A model, the arguments of a call, and options of `weft.parallelize`.
-Made = tuple[nn.Module, Mapping[str, Any], Mapping[str, Any]]
+#: Makes a model, the arguments of a call, and options of `weft.parallelize`.
+Maker = Callable[[], tuple[nn.Module, Mapping[str, Any], Mapping[str, Any]]]
 
 
-def show(
-    model: str,
-    layouts: Sequence[Layout],
-    lengths: Mapping[str, int],
-    batch: int | None,
-    dtype: torch.dtype,
-) -> None:
-    """A table for every layout: modules, their functions, and the bytes that they send."""
+def maker(
+    model: str, lengths: Mapping[str, int], batch: int | None, dtype: torch.dtype
+) -> Maker | None:
+    """What makes the model of a config.json, or the function that a user named; else None."""
     if ":" in model:
         if lengths or batch:
             raise ShapeError(f"--length, --batch: {model} makes the arguments of its call itself")
-        make = _factory(model)
-    elif {*lengths} - {"tokens"}:
-        raise ShapeError(
-            f"--length: a transformers model takes tokens=N, found {', '.join(lengths)}"
-        )
-    else:
-        make = _of_config(HFModel.load(model), lengths.get("tokens", LENGTH), batch or 1, dtype)
-    for layout in layouts:
-        _show(model, layout, make)
+        return _of_user(model)
+    if not (model.endswith(".json") or os.path.isdir(model)):
+        return None
+    if {*lengths} - {"tokens"}:
+        raise ShapeError(f"--length: a transformers model takes tokens=N, not {', '.join(lengths)}")
+    config = HFModel.load(model)
 
-
-def _of_config(model: HFModel, length: int, batch: int, dtype: torch.dtype) -> Callable[[], Made]:
-    def make() -> Made:
-        ids = torch.zeros(batch, length, dtype=torch.long, device="meta")
-        return model.build(dtype).eval(), {"input_ids": ids, "labels": ids}, {}
+    def make() -> Any:
+        shape = batch or 1, lengths.get("tokens", LENGTH)
+        ids = torch.zeros(shape, dtype=torch.long, device="meta")
+        return config.build(dtype).eval(), {"input_ids": ids, "labels": ids}, {}
 
     return make
 
 
-def _factory(name: str) -> Callable[[], Made]:
-    """The function that a user names as package.module:function."""
+def _of_user(name: str) -> Maker:
     module, _, function = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise DeclarationError(f"{name}: {error}; write package.module:function") from None
-    finally:
-        sys.path.remove(os.getcwd())
 
-    def make() -> Made:
+    def make() -> Any:
         with torch.device("meta"):
             made = found()
-        kinds = nn.Module, Mapping, Mapping
+        kinds = [nn.Module, Mapping, Mapping]
         if isinstance(made, tuple) and [*map(isinstance, made, kinds)] == [True] * 3:
             return made
         raise DeclarationError(
@@ -86,17 +75,18 @@ def _factory(name: str) -> Callable[[], Made]:
     return make
 
 
-def _show(name: str, layout: Layout, make: Callable[[], Made]) -> None:
+def show(name: str, layout: Layout, make: Maker) -> None:
+    """Print a table of modules: their functions, and the bytes that they send."""
     what = f"{name}: a call on tensors without numbers"
     with working("counting a call"), of_transformers(what), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")  # of what runs whole, which the table says
         with fake_ranks(0, layout.world_size), on_meta():
             bound = layout.build("cpu")
             model, call, options = make()
             parallelize(model, bound, **options)
             with traffic(bound) as moved:
-                parts = parts_of_call(model, bound, lambda: _loss(model(**call)))
-    if not any(part.functions["by rule"] for part in parts):
+                found = shares(model, bound, lambda: _loss(model(**call)))
+    if not any(share.counts["by rule"] for share in found):
         raise UnsupportedError(f"{what}: nothing is split, so every rank computes all of it")
     sizes = ", ".join(f"{n} {tuple(t.shape)}" for n, t in call.items() if isinstance(t, Tensor))
     console().print(
@@ -106,45 +96,29 @@ def _show(name: str, layout: Layout, make: Callable[[], Made]) -> None:
     )
     print_table(
         "functions of torch that give tensors, and bytes sent, of one each",
-        ("module", "class", ">x", "attention", ">by rule", ">in islands", ">whole", ">forward")
-        + (">backward",),
-        [_row(part, layout) for part in parts],
-        _caption(moved.predicted.sent.total(), moved.as_predicted),
+        ("module", "class", ">x", "attention", *(f">{label}" for label in COUNTED[:5])),
+        [_row(share, strategies(layout)) for share in found],
+        f"of all, {words.nbytes(moved.predicted.sent.total())} predicted by plans, "
+        f"{'as counted' if moved.as_predicted else 'which is NOT what was counted'}; sums of"
+        " weights' gradients are in neither. In islands: on a rank's own tensors, in one step.",
     )
-    for part in parts:
-        for function, numbers in part.whole.items():
-            where = part.path or "the rest"
-            say(f"whole: {function} in {where}, {numbers:,} numbers to every rank")
+    for share in found:
+        for function in share.counts.keys() - {*COUNTED}:
+            numbers = f"{share.counts[function]:,} numbers to every rank"
+            say(f"whole: {function} in {share.path or 'the rest'}, {numbers}")
 
 
-def _row(part: Part, layout: Layout) -> tuple[str, ...]:
-    functions = (str(part.functions[kind]) for kind in ("by rule", "in islands", "whole"))
-    sent = (words.nbytes(part.sent[phase]) for phase in ("forward", "backward"))
-    how = strategies(layout) if part.attends else "-"
-    return (
-        part.path or part.kind,
-        part.kind if part.path else "",
-        str(part.times),
-        how,
-        *functions,
-        *sent,
-    )
-
-
-def _caption(predicted: int, as_counted: bool) -> str:
-    counted = "as counted" if as_counted else "which is NOT what was counted"
-    return (
-        f"of all, {words.nbytes(predicted)} predicted by plans, {counted}; sums of weights'"
-        " gradients are in neither. In islands: on a rank's own tensors, in one step."
-    )
+def _row(share: ModuleShare, how: str) -> tuple[str, ...]:
+    functions = (str(share.counts[label]) for label in COUNTED[:3])
+    sent = (words.nbytes(share.counts[label]) for label in COUNTED[3:5])
+    named = (share.path, share.kind) if share.path else (share.kind, "")
+    attends = how if share.counts["attention"] else "-"
+    return *named, str(share.times), attends, *functions, *sent
 
 
 def _loss(out: Any) -> Tensor:
     """The loss that a model gives, or the sum of all floating-point numbers that it gives."""
     if isinstance(getattr(out, "loss", None), Tensor):
         return out.loss
-    if isinstance(out, Tensor):
-        return out if not out.dim() else out.sum()
-    values = out.values() if isinstance(out, Mapping) else out
-    sums = [v.sum() for v in values if isinstance(v, Tensor) and v.is_floating_point()]
-    return torch.stack(sums).sum()
+    values = [out] if isinstance(out, Tensor) else [*getattr(out, "values", lambda: out)()]
+    return sum(v.sum() for v in values if isinstance(v, Tensor) and v.is_floating_point())  # type: ignore[return-value]
