@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from ._compile import Traceable
 from ._doors import opened
 from ._torch import in_local_tensor_mode, is_fake, outside_graphs
-from .comm import Alone, ProcessTransport, Transport, collectives, step_check
+from .comm import Alone, ProcessTransport, Transport, step_check
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
@@ -30,12 +30,13 @@ from .launch.environment import wait_limit
 from .masks import Causal, Documents, Mask, check_mask
 from .masks.given import mask_of
 from .masks.slices import sliced
+from .move import collectives
+from .move.redistribute import redistribute
 from .packing.assignment import Assignment, fragments_of, slices_of_documents
 from .packing.balance import SLACK, balanced_runs
 from .packing.blocks import work_of
 from .packing.groups import Shares, balance_shares
 from .plan import order as sequence
-from .relayout.redistribute import redistribute
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan

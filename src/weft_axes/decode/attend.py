@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.comm.channel import Channel
-from weft.comm.collectives import gather_flat, gather_slices, spread_flat
 from weft.declare.placements import merge_softmax
+from weft.move.gather import gather_flat, gather_slices, spread_flat
 
 from ..fetching.rectangles import Rectangle, Rectangles
 

@@ -26,10 +26,10 @@ from weft._torch import outside_graphs
 from weft._uploads import upload
 from weft.choice import ChosenKeys
 from weft.comm.channel import refused_everywhere
-from weft.comm.collectives import gather_flat
 from weft.comm.transport import Messages
 from weft.errors import UnsupportedError
 from weft.masks import Full, Mask
+from weft.move.gather import gather_flat
 from weft.plan.order import positions
 from weft.plan.plan import Plan
 from weft.plan.sides import Side

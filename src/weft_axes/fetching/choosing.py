@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 from weft._torch import outside_graphs
 from weft.choice import ChosenKeys
 from weft.comm.channel import refused_everywhere
-from weft.comm.collectives import gather_slices, spread_flat
 from weft.comm.origin import origin
 from weft.comm.transport import Messages
 from weft.declare.placements import merge_top_k
@@ -35,13 +34,14 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError, WeftErro
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import FULL, Full, Mask, check_mask
+from weft.move.gather import gather_slices, spread_flat
+from weft.move.passing import Exchange
 from weft.plan.call import Call
 from weft.plan.choices import NUMBER
 from weft.plan.lengths import Length, read_length
 from weft.plan.lists import IndexSizes, ListPlan, list_plan
 from weft.plan.order import Spans, count, positions
 from weft.runtime.autocast import without_autocast
-from weft.runtime.exchange import Exchange
 
 #: Scores, over sequences, index heads, rows and keys, that exist at one time.
 AT_ONCE = 1 << 26

@@ -27,11 +27,11 @@ from einops import rearrange
 from torch import Tensor
 
 from weft._uploads import upload
-from weft.comm.collectives import trade_rows
 from weft.comm.once_differentiable import once
 from weft.comm.transport import Messages
 from weft.declare.traffic import Traffic, add_messages, add_rows
 from weft.kernels import accumulate_dtype
+from weft.move.trade import trade_rows
 from weft.plan.choices import gathers_of
 from weft.plan.order import count
 from weft.plan.plan import Plan

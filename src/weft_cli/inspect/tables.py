@@ -12,10 +12,10 @@ from rich.text import Text
 from weft.declare.layout_file import HEADS
 from weft.inspect import words
 from weft.layout import Layout
+from weft.move.plan import placement, plan_redistribution
+from weft.move.windows import TakePass, Windows
 from weft.plan.predict import Forecast
 from weft.plan.problem import LocalProblem
-from weft.relayout.plan import placement, plan_redistribution
-from weft.relayout.windows import TakePass, Windows
 from weft_axes.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
 from weft_axes.carry.pieces import MOST_GATHERED
 from weft_axes.testing.check import Comparison

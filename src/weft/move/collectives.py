@@ -16,20 +16,19 @@ replicate, as is what enters such a computation. Mixing the two counts gradients
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .._digest import number_of
-from ..declare.mesh import index_at
-from . import P2PBatch, Shuffle, Transport
-from .channel import disagreed
-from .once_differentiable import once
-from .origin import after, origin, together
-from .transport import NUMBERS, Messages, call_in_words
+from ..comm import Transport
+from ..comm.channel import disagreed
+from ..comm.once_differentiable import once
+from ..comm.origin import after, origin, together
+from ..comm.transport import NUMBERS, call_in_words
+from .gather import gather_slices
 
 #: What a rank does in a gather, in words.
 _GATHER = "a gather of shards (as of logits that are read)"
@@ -166,125 +165,3 @@ def _agreed_counts(
         shown = {r: call_in_words(t) for r, t in texts.items()}
         raise disagreed(transport, "gather", shown)
     return [rows[transport.peer_rank(mesh_dim, i)][2] for i in range(size)]
-
-
-def gather_flat(
-    buffer: Tensor,
-    sizes: Sequence[int],
-    dims: Sequence[str],
-    transport: Messages,
-    label: str,
-) -> list[Tensor]:
-    """The flat buffers of all ranks along mesh dims (outermost first), in row-major order.
-
-    `sizes` are those of every rank's buffer.
-    """
-    parts, inner = [buffer], 1
-    first = index_at(transport.sizes, dims, transport.coords)  # the number of the first of `parts`
-    for mesh_dim in reversed(dims):
-        size, here = transport.sizes[mesh_dim], transport.coords[mesh_dim]
-        if size > 1:
-            start = first - here * inner
-            lengths = [sizes[start + i * inner : start + (i + 1) * inner] for i in range(size)]
-            joined = parts[0] if inner == 1 else torch.cat(parts)
-            rows = [
-                buffer.new_empty(sum(n)) if i != here else joined for i, n in enumerate(lengths)
-            ]
-            _trade(transport, mesh_dim, label, [joined] * size, rows)
-            parts = [p for i in range(size) for p in rows[i].split(list(lengths[i]))]
-            first = start
-        inner *= size
-    return parts
-
-
-def spread_flat(
-    parts: Sequence[Tensor],
-    dims: Sequence[str],
-    transport: Messages,
-    label: str,
-    combine: Callable[[list[Tensor]], Tensor],
-) -> Tensor:
-    """This rank's part, combined of those that all ranks have for it: the adjoint of `gather_flat`.
-
-        before    rank 0: a0, b0        rank 1: a1, b1      parts of ranks 0 and 1, row-major
-        after     rank 0: a0 + a1       rank 1: b0 + b1
-
-    Along one mesh dim after the other, innermost first: outer links carry what is combined.
-    """
-    for mesh_dim in reversed(dims):
-        size, here = transport.sizes[mesh_dim], transport.coords[mesh_dim]
-        if size == 1:
-            continue
-        groups = [parts[i::size] for i in range(size)]
-        away = [g[0].contiguous() if len(g) == 1 else torch.cat([*g]) for g in groups]
-        came = [away[here] if i == here else torch.empty_like(away[here]) for i in range(size)]
-        _trade(transport, mesh_dim, label, away, came)
-        sizes = [part.numel() for part in groups[here]]
-        parts = [combine([*same]) for same in zip(*(t.split(sizes) for t in came))]
-    return parts[0]
-
-
-def _trade(
-    transport: Messages, mesh_dim: str, label: str, away: Sequence[Tensor], came: Sequence[Tensor]
-) -> None:
-    """Send to every other coordinate along a mesh dim its tensor, and receive those for this."""
-    here, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
-    peers = [(here + i) % size for i in range(1, size)]  # not all to the same one at a time
-    sends, receives = ([(i, side[i]) for i in peers] for side in (away, came))
-    transport.start(P2PBatch(mesh_dim, label, sends, receives))()
-
-
-def trade_rows(
-    x: Tensor,
-    sends: Sequence[int],
-    receives: Sequence[int],
-    mesh_dim: str,
-    transport: Messages,
-    label: str,
-) -> Tensor:
-    """Rows (k, ...), ordered by their destination along a mesh dim, as they come from every rank.
-
-    before  rank 0: a0 a1        rank 1: b0 b1      `sends` and `receives` count the rows
-    after   rank 0: a0 b0        rank 1: a1 b1      adjoint: the same with both exchanged
-    """
-    width = math.prod(x.shape[1:])
-    out, back = ([n * width for n in rows] for rows in (sends, receives))
-    flat = transport.all_to_all(Shuffle(mesh_dim, label, x.contiguous().view(-1), out, back))
-    return flat.view(sum(receives), *x.shape[1:])
-
-
-class TradeRows(torch.autograd.Function):
-    """`trade_rows`, differentiable: gradients go back to where the rows came from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        sends: Sequence[int],
-        receives: Sequence[int],
-        mesh_dim: str,
-        transport: Messages,
-        label: str,
-    ) -> Tensor:
-        ctx.back = receives, sends, mesh_dim, transport, f"d{label}"
-        return trade_rows(x.detach(), sends, receives, mesh_dim, transport, label)
-
-    @staticmethod
-    @once("rows that went to other ranks")
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return trade_rows(grad, *ctx.back), None, None, None, None, None
-
-
-def gather_slices(
-    x: Tensor,
-    dim: int,
-    rows: Sequence[int],
-    dims: Sequence[str],
-    transport: Messages,
-    label: str,
-) -> Tensor:
-    """The slices along `dim`, `rows` of every rank along mesh dims: contiguous with `dim` first."""
-    front = x.movedim(dim, 0).contiguous()
-    sizes = [n * math.prod(front.shape[1:]) for n in rows]
-    parts = gather_flat(front.flatten(), sizes, dims, transport, label)
-    return torch.cat(parts).view(sum(rows), *front.shape[1:]).movedim(0, dim)

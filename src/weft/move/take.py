@@ -10,8 +10,8 @@ from torch import Tensor
 from ..comm.channel import Channel
 from ..kernels import accumulate_dtype
 from ..plan.order import count
-from ..runtime.exchange import Passing, pass_op
 from .fetch import collect, fetch
+from .passing import Passing, pass_op
 from .plan import Redistribution
 from .windows import TakePass
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import weft
 from weft import Layout, ShapeError, UnsupportedError
+from weft.move.windows import Wanted, Windows, bordered, plan_ranges
 from weft.plan.order import Span
-from weft.relayout.windows import Wanted, Windows, bordered, plan_ranges
 from weft_proof.takes import take_defects
 from weft_proof.windows import prove_windows, window_defects
 

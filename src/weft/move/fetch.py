@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .._uploads import uploaded
-from ..comm.collectives import trade_rows
 from ..comm.transport import Messages
 from .plan import Overlap, Redistribution
+from .trade import trade_rows
 
 #: The overlaps that go to, or come from, each coordinate along a mesh dim.
 Sides = tuple[tuple[Overlap, ...], ...]

@@ -18,9 +18,9 @@ from ..comm.origin import origin
 from ..declare.layout import LayoutDeclaration
 from ..errors import DeclarationError, ShapeError
 from ..plan.lengths import check_axis_lengths
-from ..runtime import handles
-from ..runtime.exchange import Exchange, Passing, pass_op
+from . import handles
 from .fetch import REDISTRIBUTE, fetch
+from .passing import Exchange, Passing, pass_op
 from .plan import Placed, RedistributionPass, placement, plan_redistribution
 
 
