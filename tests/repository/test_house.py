@@ -33,6 +33,7 @@ ROOMS = (
     ("comm",),
     ("kernels",),
     ("plan.order",),
+    ("plan.held",),
     ("move.plan",),
     ("move.windows",),
     ("plan",),
