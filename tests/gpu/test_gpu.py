@@ -14,7 +14,7 @@ from weft.kernels import KERNELS, Request, choose_kernel, named
 from weft.kernels.base import surrogate_out
 from weft.plan.memory import ALIGNMENT
 from weft.plan.steps import form_of
-from weft.runtime import buffers, merging
+from weft.move import rotate, merging
 
 pytestmark = pytest.mark.gpu
 WHERE = Where("cuda")

@@ -35,9 +35,9 @@ from weft.move.fetch import fetch
 from weft.move.windows import Wanted
 from weft.plan.held import Held
 from weft.plan.order import Spans, shard_spans
-from weft.same_ranks import bind_on_same_ranks
 from weft_axes.checkpoint.blocks import numbers_at
 from weft_axes.decode.owners import BLOCK, Owners
+from weft_axes.same_ranks import bind_on_same_ranks
 
 from .. import Foreign
 from ..common import check_axis

@@ -14,13 +14,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import coordinates, index_at, places
-from ..declare.traffic import Traffic, add_rows
-from ..errors import DeclarationError
-from .choices import NUMBER, gathers_of, spreads_of
-from .held import Held
-from .order import Spans, count
+from weft.declare.layout import LayoutDeclaration
+from weft.declare.mesh import coordinates, index_at, places
+from weft.declare.traffic import Traffic, add_rows
+from weft.errors import DeclarationError
+from weft.plan.choices import NUMBER, gathers_of, spreads_of
+from weft.plan.held import Held
+from weft.plan.order import Spans, count
 
 #: Bytes of a position in a list.
 PLACE = NUMBER.itemsize
