@@ -122,5 +122,3 @@ def test_every_tutorial_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for notebook in (ROOT / "tutorials").glob("*.ipynb"):
         assert f"tutorials/{notebook.stem}.md" in navigation
-
-

@@ -124,5 +124,3 @@ def is_long(text: str) -> bool:
 
 def test_internal_docstrings_are_a_sentence_and_why():
     assert not [where for where, text in internal() if is_long(text)]
-
-

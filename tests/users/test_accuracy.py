@@ -169,5 +169,3 @@ def test_text_columns_become_categories_and_rows_without_class_left_out(monkeypa
     assert table.x["0"].dtype == "category"
     assert table.x["1"].tolist() == [1.0, 3.0]
     assert table.facts["missing"] == 0
-
-

@@ -76,7 +76,7 @@ class Field(Tensor):
     ndim: Any = property(lambda self: len(self._place.shape))
 
     @staticmethod
-    def __new__(cls, local: Tensor, place: FieldPlace) -> Field:
+    def __new__(cls, local: Tensor, place: FieldPlace, trail: int = 0) -> Field:
         """The field of a rank's local tensor; for users, `from_local` checks what this takes."""
         if local.shape != place.local_shape:
             raise ShapeError(
@@ -84,7 +84,7 @@ class Field(Tensor):
                 f" {tuple(place.local_shape)}, found {tuple(local.shape)}"
             )
         made = wrapper(cls, place.shape, local, place.strides, local.requires_grad)
-        made._local, made._place, made._trail = local, place, 0
+        made._local, made._place, made._trail = local, place, trail
         return made
 
     @property

@@ -424,6 +424,7 @@ class KeptRecipe:
         self.base = first.base
         #: whether local tensors are given as they are
         self.is_plain = not (self.wider or self.moves or recipe.writes)
+        self.is_short = self.is_plain and not self.has_plain and recipe.draws is False
 
     def _result(self, dims: Any, fact: WholeResult | None) -> _Result:
         if dims is None:
@@ -441,33 +442,35 @@ class KeptRecipe:
 
     def __call__(self, tensors: list[Any], locals_: list[Any], trails: list[int]) -> Any:
         region, recipe = self.region, self.recipe
-        trails.append(self.digest)
-        if self.has_plain:
-            for i, x in enumerate(tensors):
-                if type(x) is not Field:
-                    if x.grad_fn is not None:
-                        locals_[i] = of_shares(x, region)
-                    if region.watch is not None:
-                        region.watch(x)
-        if recipe.draws is not False:
-            alone = recipe.out is None or not self.results[0].place.is_split
-            draws = recipe.draws, alone
-            trails.append(generator_state(self.name, region, locals_[0], *draws))
-        trail = hash(tuple(trails))
-        region.trail, region.function = trail, self.name
+        if not self.is_short:
+            self._prepare(tensors, locals_, trails)
+        region.trail = trail = hash((self.digest, *trails))
+        region.function = self.name
         result = recipe.run(locals_ if self.is_plain else self._placed(locals_, tensors[0]))
         if recipe.writes:
             return self._written(result, tensors[0], trail)
         if self.is_simple and type(result) is Tensor and self._is_known(result, locals_, tensors):
-            field = Field.__new__(Field, result, self.results[0].place)
-            field._trail = trail
-            return field
+            return Field.__new__(Field, result, self.results[0].place, trail)
         if isinstance(result, Tensor):
             return self._field(result, 0, locals_, tensors, trail)
         if isinstance(result, list | tuple):
             made = [self._field(t, i, locals_, tensors, trail) for i, t in enumerate(result)]
             return type(result)(made)
         return result
+
+    def _prepare(self, tensors: list[Any], locals_: list[Any], trails: list[int]) -> None:
+        """Gradients of plain tensors, and random generators."""
+        region, recipe = self.region, self.recipe
+        for i, x in enumerate(tensors) if self.has_plain else ():
+            if type(x) is not Field:
+                if x.grad_fn is not None:
+                    locals_[i] = of_shares(x, region)
+                if region.watch is not None:
+                    region.watch(x)
+        if recipe.draws is not False:
+            alone = recipe.out is None or not self.results[0].place.is_split
+            draws = recipe.draws, alone
+            trails.append(generator_state(self.name, region, locals_[0], *draws))
 
     def _is_known(self, t: Tensor, locals_: list[Any], tensors: list[Any]) -> bool:
         """True of a view, or a tensor of its own, as torch has it, where nothing is to be done."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft._torch import any_autocast, as_torch_does, past_classes
+from weft._torch import any_autocast, as_torch_does, function_modes, past_classes
 from weft.errors import UnsupportedError
 
 from . import (  # noqa: F401 (they register their rules)
@@ -304,6 +305,23 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
     return Recipe(run, goals[0] if of_field else None, goals, writes=of_field, draws=draws)
 
 
+def _method(func: Any) -> Callable:
+    """A method of fields past torch's dispatch, which takes 1 us and which modes see."""
+
+    def method(self: Field, *args: Any, **kwargs: Any) -> Any:
+        if function_modes():
+            return func(self, *args, **kwargs)
+        return run_function(Field, func, (), (self, *args), kwargs)
+
+    return functools.wraps(func)(method)
+
+
 Field.__torch_function__ = classmethod(run_function)  # type: ignore[assignment]
+for _name, _function in {
+    **{f"__{name}__": getattr(Tensor, name) for name in ("add", "mul", "neg")},
+    **{n: getattr(Tensor, n) for n in ("view", "transpose", "unsqueeze", "reshape", "contiguous")},
+    "__getitem__": Tensor.__getitem__,
+}.items():
+    setattr(Field, _name, _method(_function))
 
 __all__ = ["FieldRegion", "run_function"]
