@@ -26,13 +26,16 @@ import torch
 from torch import Tensor
 
 import weft
+from weft._uploads import upload
 from weft.choosing import ChosenKeys
 from weft.comm import processes
 from weft.errors import WeftError
+from weft.fetching import attend
 from weft.fetching.rules import fetches
 from weft.kernels import fused
 from weft.testing.cases import Case
 from weft.testing.check import local_part
+from weft_models.routing import attention as routing
 from weft_models.routing.attention import routed_attention
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options
@@ -84,6 +87,7 @@ def _rank(rank: int, folder: str, what: str, names: str, plant: str) -> Any:
             _note_memory()
             _note_agreements()
         torch.cuda.set_device(rank)
+        _choose()
         _plant(plant, rank)
         for name in names.split(","):
             mark(f"layout {name}")
@@ -131,6 +135,23 @@ def _note_agreements() -> None:
         return texts(self, text, dims)
 
     of._vote, of._all_gather_text = noted_vote, noted_texts
+
+
+def _choose() -> None:
+    """Every rank takes one key of 32, or the next block: this GPU's own choices mean nothing."""
+    unpacked, choose_keys = attend._unpacked, routing.routes.choose_keys
+
+    def keys(packed, shape):
+        wanted = unpacked(packed, shape).fill_(False)
+        wanted[..., ::32] = True
+        return wanted
+
+    def blocks(shares, eligible, *numbers):
+        found = choose_keys(shares, eligible, *numbers)
+        following = torch.eye(found.shape[-1], dtype=torch.bool).roll(1, 1)
+        return upload(following.expand(found.shape).contiguous(), found.device)
+
+    attend._unpacked, routing.routes.choose_keys = keys, blocks
 
 
 def _plant(fault: str, rank: int) -> None:
@@ -187,6 +208,7 @@ class Calls:
             mask = weft.Causal() if len(axes) == 1 and not self._routed(axes) else weft.Full()
             self.cases.append((case, mask))
         self.leaves = [self._leaves(case) for case, _ in self.cases]
+        self.routers = [self._router(case) for case, _ in self.cases]
         self.others = torch.zeros(64, device="cuda")
 
     def _routed(self, axes: list[str]) -> bool:
@@ -202,23 +224,30 @@ class Calls:
             for b, h, n, d in (shapes[name] for name in "qkv")
         ]
 
+    def _router(self, case: Case) -> Router | None:
+        if not self._routed(list(case.axes)):
+            return None
+        width = routing_options(self.layout, case.axes).summary_dim
+        sizes = (case.dim, case.heads, case.kv_heads, width)
+        return Router(*sizes, self.layout, device="cuda", dtype=case.dtype)
+
     def forward(self, layers: int) -> list[Tensor]:
         """The outputs of some layers, each along every axis."""
         outs = []
         for _ in range(layers):
             for _ in range(OTHERS):  # the launches of the rest of a layer
                 self.others.add_(1)
-            for (case, mask), leaves in zip(self.cases, self.leaves):
-                outs.append(self._attend(case, mask, leaves))
+            for (case, mask), leaves, router in zip(self.cases, self.leaves, self.routers):
+                outs.append(self._attend(case, mask, leaves, router))
         return outs
 
-    def _attend(self, case: Case, mask: weft.Mask, leaves: list[Tensor]) -> Tensor:
+    def _attend(
+        self, case: Case, mask: weft.Mask, leaves: list[Tensor], router: Router | None
+    ) -> Tensor:
         length = case.length
         q, k, v = (leaf.transpose(1, 2) for leaf in leaves)  # by token
-        if self._routed(list(case.axes)):
+        if router is not None:
             options = routing_options(self.layout, case.axes)
-            sizes = (case.dim, case.heads, case.kv_heads, options.summary_dim)
-            router = Router(*sizes, self.layout, device="cuda", dtype=case.dtype)
             return routed_attention(
                 q, k, v, router, self.layout, case.axes, options, mask, length=length
             )[0]
@@ -226,7 +255,7 @@ class Calls:
         if fetches(self.layout, case.axes):
             of_rows = q.shape[0], 1, q.shape[2], 64
             chosen = torch.zeros(of_rows, device="cuda", dtype=torch.int32)
-            choice = ChosenKeys(chosen, check=False)  # no number of this GPU means anything
+            choice = ChosenKeys(chosen, check=False)  # `_choose` says which come
         return weft.attention(q, k, v, self.layout, case.axes, mask, length=length, choice=choice)
 
     def backward(self, outs: list[Tensor]) -> None:
