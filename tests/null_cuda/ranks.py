@@ -47,7 +47,7 @@ ROOT = Path(__file__).parent.parent.parent
 #: Seconds that a run may take; some on an idle machine.
 SECONDS = 900
 #: Attention calls that are in memory at once, and launches of the rest of a layer, as of a model.
-LAYERS, OTHERS = 4, 40
+LAYERS, OTHERS = 16, 40
 
 
 def world(size: int, folder: Path, what: str, names: list[str], *plant: str) -> list[dict]:
@@ -194,8 +194,6 @@ class Calls:
         self.cases = []
         for axis in declared.attend or ("tokens",):
             axes = axis.split("+")
-            if self._routed(axes) or fetches(self.layout, tuple(axes)):
-                tokens = 512  # their choices are many small steps
             parts = math.prod(mesh[d] for a in axes for d in declared.shard_dims(a)) or 1
             n = tokens * parts
             if len(axes) > 1:  # twice as long as it is high
