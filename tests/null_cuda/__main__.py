@@ -3,10 +3,10 @@
     python -m tests.null_cuda [LAYOUT ...] [--write]    of all layouts, to results/null_gpu.md
 
 Per layout the most of all its ranks: memory of sixteen layers of attention, forward and backward,
-with the GPU as far as the CPU and 1,000 launches behind it; of one layer how often the CPU waits for
-the GPU, the kernels launched, the most kinds of a Triton kernel. Below, what a strict replay of all
-calls finds. What is reserved beyond the allocated is so at no lag, too: blocks of transient tensors
-that lie idle, whole, or split by tensors that are kept, as of the fp32 copies of routed layouts.
+with the GPU as far as the CPU and 1,000 launches behind it; of one layer how often the CPU waits
+for the GPU, the kernels launched, the most kinds of a Triton kernel. Below, what a strict replay of
+all calls finds. What is reserved beyond the allocated is so at no lag, too: blocks of transient
+tensors that lie idle, whole, or split by tensors that are kept (fp32 copies of routed layouts).
 `bash .ci/run-null-gpu` makes the environment, and runs this and the tests.
 """
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.masks import FirstKeys
-from weft.torch_interop.sdpa import sdpa
+from weft_axes.torch_interop.sdpa import sdpa
 
 from .. import Foreign
 from ..common import (
