@@ -31,7 +31,7 @@ from weft.layout import Layout
 from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft_axes.fields import Field, WholeReport, distributed
 from weft_axes.fields.exchange import is_made_whole
-from weft_axes.fields.islands import on_positions, proven_islands
+from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_islands
 from weft_axes.fields.units import let_fields_through
 from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
@@ -127,10 +127,11 @@ def parallelize_fields(
     for name in METHODS:
         if callable(getattr(model, name, None)):
             state.wrap(name, placed_model)
-    promised = ((m, types.MethodType(by_positions, m)) for m in filter(is_experts, model.modules()))
-    for module, forward in (*promised, *proven_islands(model)):
-        module.__dict__["forward"] = forward
-        placed_model.steps.append(functools.partial(vars(module).pop, "forward", None))
+    promised = ((m, by_positions) for m in filter(is_experts, model.modules()))
+    for module, forward in (*promised, *((m, on_rows) for m in proven_islands(model))):
+        vars(module)["forward"] = types.MethodType(forward, module)
+        for name in ("forward", PROOF):
+            placed_model.steps.append(functools.partial(vars(module).pop, name, None))
     placed_model.ran_whole = state.report
     placed_model.put_on(model)
     return model
