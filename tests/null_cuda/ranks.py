@@ -203,31 +203,23 @@ class Calls:
                 lengths = n
             batch, of = 2 * mesh.get("dp", 1), {"heads": heads, "kv_heads": heads // 4, "dim": dim}
             case = Case(name, lengths, batch=batch, axis=axis, dtype=torch.bfloat16, **of)
-            mask = weft.Causal() if len(axes) == 1 and not self._routed(axes) else weft.Full()
-            self.cases.append((case, mask))
-        self.leaves = [self._leaves(case) for case, _ in self.cases]
-        self.routers = [self._router(case) for case, _ in self.cases]
+            options = {"device": "cuda", "dtype": case.dtype}
+            mask, router = weft.Full(), None
+            if is_routed(self.layout, case.axes):
+                width = routing_options(self.layout, case.axes).summary_dim
+                sizes = (dim, heads, heads // 4, width)
+                router = Router(*sizes, self.layout, **options)
+            elif len(axes) == 1:
+                mask = weft.Causal()
+            shapes = [
+                local_part(self.layout, case, torch.empty(case.shapes[x], device="meta"), x).shape
+                for x in "qkv"
+            ]
+            leaves = [
+                torch.zeros(b, n, h, d, requires_grad=True, **options) for b, h, n, d in shapes
+            ]
+            self.cases.append((case, mask, leaves, router))
         self.others = torch.zeros(64, device="cuda")
-
-    def _routed(self, axes: list[str]) -> bool:
-        return is_routed(self.layout, tuple(axes))
-
-    def _leaves(self, case: Case) -> list[Tensor]:
-        shapes = {
-            name: local_part(self.layout, case, torch.empty(shape, device="meta"), name).shape
-            for name, shape in case.shapes.items()
-        }
-        return [
-            torch.zeros(b, n, h, d, device="cuda", dtype=case.dtype, requires_grad=True)
-            for b, h, n, d in (shapes[name] for name in "qkv")
-        ]
-
-    def _router(self, case: Case) -> Router | None:
-        if not self._routed(list(case.axes)):
-            return None
-        width = routing_options(self.layout, case.axes).summary_dim
-        sizes = (case.dim, case.heads, case.kv_heads, width)
-        return Router(*sizes, self.layout, device="cuda", dtype=case.dtype)
 
     def forward(self, layers: int) -> list[Tensor]:
         """The outputs of some layers, each along every axis."""
@@ -235,33 +227,30 @@ class Calls:
         for _ in range(layers):
             for _ in range(OTHERS):  # the launches of the rest of a layer
                 self.others.add_(1)
-            for (case, mask), leaves, router in zip(self.cases, self.leaves, self.routers):
-                outs.append(self._attend(case, mask, leaves, router))
+            outs += [self._attend(*of) for of in self.cases]
         return outs
 
     def _attend(
         self, case: Case, mask: weft.Mask, leaves: list[Tensor], router: Router | None
     ) -> Tensor:
-        length = case.length
         q, k, v = (leaf.transpose(1, 2) for leaf in leaves)  # by token
+        given: tuple = q, k, v, self.layout, case.axes, mask
         if router is not None:
             options = routing_options(self.layout, case.axes)
-            return routed_attention(
-                q, k, v, router, self.layout, case.axes, options, mask, length=length
-            )[0]
+            given = q, k, v, router, self.layout, case.axes, options, mask
+            return routed_attention(*given, length=case.length)[0]
         choice = None
         if fetches(self.layout, case.axes):
-            of_rows = q.shape[0], 1, q.shape[2], 64
-            chosen = torch.zeros(of_rows, device="cuda", dtype=torch.int32)
+            chosen = q.new_zeros((q.shape[0], 1, q.shape[2], 64), dtype=torch.int32)
             choice = ChosenKeys(chosen, check=False)  # `_choose` says which come
-        return weft.attention(q, k, v, self.layout, case.axes, mask, length=length, choice=choice)
+        return weft.attention(*given, length=case.length, choice=choice)
 
     def backward(self, outs: list[Tensor]) -> None:
         """The gradients of all of them, the last first."""
         while outs:
             out = outs.pop()
             out.backward(torch.zeros_like(out))
-            for leaves in self.leaves:
+            for _, _, leaves, _ in self.cases:
                 for leaf in leaves:
                     leaf.grad = None
 

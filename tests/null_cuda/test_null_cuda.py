@@ -34,7 +34,7 @@ def test_memory_waits_and_kinds_of_a_layout(name: str, waits: int, tmp_path: Pat
     """Freed messages can be used again though the CPU is 1,000 launches ahead."""
     row = merged([row[name] for row in world(4, tmp_path, "measured", [name])])
     assert row["reserved 1000"] <= MOST_RESERVED * row["allocated 0"], row
-    assert row["allocated 1000"] == row["allocated 0"]
+    assert row["allocated 1000"] <= 1.01 * row["allocated 0"]
     assert len(row["waits"]) == waits, row["waits"]
     # 4: what is read first and what is written are each of the accumulation dtype or of the inputs'
     assert all(kinds <= 4 for kinds in row["kinds"].values()), row["kinds"]
