@@ -23,11 +23,11 @@ from weft.errors import ShapeError, WeftError
 from weft.launch import environment as place
 from weft.launch import launcher as launch
 from weft.launch.environment import slurm_variables
-from weft.masks.names import MASKS
 from weft.testing.reference import relative_error
 from weft_cli.cli import COMMANDS, parser_of
 from weft_cli.commands.options import device_for, lengths_of, ranks_of
 from weft_cli.inspect import printer
+from weft_cli.mask_names import MASKS
 from weft_models.declare.run_file import layout_for
 from weft_models.models import from_pretrained
 from weft_models.train import monitor

@@ -192,9 +192,8 @@ def _over_split(
         per_sample = attn_mask.ndim > 3 and math.prod(attn_mask.shape[:-3]) > 1
         several = attn_mask.ndim > 2 and attn_mask.shape[-3] > 1
         rules = region.layout.rules(axes)
-        moved = any(
-            rules[m].role is Role.BATCH for a in split_axes(sides[0]) for m, _ in region.mesh(a)
-        )
+        over = [m for a in split_axes(sides[0]) for m in region.layout.shard_dims(a)]
+        moved = any(rules[m].role is Role.BATCH for m in over)
         if (per_sample and moved) or (any(map(is_split_dim, lead)) and (per_sample or several)):
             raise refused("attention with a mask per sample over split samples", attn_mask)
         goals[attn_mask.index] = [whole(n) for n in attn_mask.shape]

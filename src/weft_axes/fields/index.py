@@ -12,7 +12,7 @@ from weft._digest import number_of
 from weft.errors import UnsupportedError
 from weft.plan.order import Span, Spans, join
 
-from .dims import Chunks, Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
+from .dims import Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
 from .exchange import at_spans, of_shares, placed_like, sharing_more, take_positions
 from .field import Field, settled
 from .place import FieldRegion
@@ -201,7 +201,7 @@ def _at_mask(x: Tensor, mask: Tensor) -> Field:
         join(Span(p, 1) for p in at_spans(number, d, own)[at_spans(every, d, own)].tolist())
         for own in chunks.spans
     ]
-    return look.field(t[m], [split_dim(Chunks(chunks.axis, tuple(spans))), *rest])
+    return look.field(t[m], [split_dim(chunks.having(spans)), *rest])
 
 
 # -- writes ---------------------------------------------------------------------------------------
