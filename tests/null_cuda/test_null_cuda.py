@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,10 @@ from .gpu import environment, missing
 from .ranks import ROOT, world
 from .replay import MOST, faults, logs_of
 
-needs_null_gpu = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing()), reason=f"NO NULL GPU, UNTESTED: {missing()} is missing"),
-]
-on_null_gpu = lambda test: [test := mark(test) for mark in needs_null_gpu][-1]  # noqa: E731
+
+def on_null_gpu(test: Callable) -> Callable:
+    reason = f"NO NULL GPU, UNTESTED: {missing()} is missing"
+    return pytest.mark.slow(pytest.mark.skipif(bool(missing()), reason=reason)(test))
 
 
 @on_null_gpu
