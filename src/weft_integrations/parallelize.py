@@ -21,9 +21,9 @@ from .fields import parallelize_fields, splits_fields
 #: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
 _PACKAGES = {
     "transformers": "transformers.model",
-    "diffusers": "diffusers.model",
-    "tabpfn": "tabular.tabpfn",
-    "tabicl": "tabular.tabicl",
+    "diffusers": "diffusers",
+    "tabpfn": "tabular",
+    "tabicl": "tabular",
 }
 
 
@@ -37,7 +37,7 @@ def parallelize(
     | model | axis | options | gradients after `backward` |
     | --- | --- | --- | --- |
     | transformers, PEFT | "tokens" | `embeddings`, `images`, `latents` | averaged |
-    | diffusers | "tokens" | `text`, `tokenwise` | `layout.sync_gradients(model)` |
+    | diffusers | "tokens" | `text`, `fallback` | `layout.sync_gradients(model)` |
     | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
     | any module | of the layout, `dims` | `dims`, `output` | `layout.sync_gradients(model)` |
     | weft's own | that of its modules | | `weft.data_parallel` or `layout.sync_gradients` |

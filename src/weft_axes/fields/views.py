@@ -353,8 +353,7 @@ def indexed(x: Part, index: Any) -> Recipe:
             steps.append(i)
             out.append(dim if is_split_dim(dim) else whole(len(taken_)))
         else:
-            chunks = x.one_factor("a slice", d).chunks
-            assert chunks is not None
+            chunks = x.as_one("a slice", d)
             new, kept = sliced_chunks(chunks, taken_.start, taken_.stop, taken_.step)
             copies = copies or any(
                 len(spans) > 1 or any(s.step < 1 for s in spans) for spans in kept
@@ -554,6 +553,8 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
             piece = t.one_factor("concatenating", d).chunks
         else:
             piece = alone(axis, t.region.layout.size(axis), _owner(parts, i, d), t.shape[d])
+            if t.shape[d] >= len(piece.spans):
+                piece = t.region.chunks_like(axis, t.shape[d])
         assert piece is not None
         pieces.append(piece)
         goals[t.index] = [q if k != d else split_dim(piece) for k, q in enumerate(goal)]
