@@ -34,7 +34,9 @@ from benchmarks.latents import DTYPE, HEADS, LATENT, NOPE, ROPE, VALUES, Project
 from weft import Expansion, Layout
 from weft._torch import fake_ranks
 from weft.inspect.words import nbytes
-from weft.relayout.windows import TakePass, Windows
+from weft.move.windows import TakePass, Windows
+from weft.plan.choices import spreads_of
+from weft_integrations.common import chunk_places
 from weft_integrations.transformers import chosen_keys, compressed, running
 
 RESULT = Path(__file__).parent / "results" / "chosen.md"
@@ -118,8 +120,8 @@ def entries(line: str, tokens: int, kind: type[nn.Module]) -> Bytes:
     """Bytes that a compressor of DeepSeek V4 receives in both passes, with those of its indexer.
 
     Of n tokens, a window for m of them: (n - n/P) d / m numbers of entries, as many of d_i of index
-    entries, and the projections of the columns left of every piece. Backward a sum of the gradients
-    of all entries, twice the part of the others, and those of the columns; none of the indexer's.
+    entries, and the projections of the columns left of every piece. Backward the gradients that the
+    others have for its entries, and those of the columns; none of the indexer's.
     """
     with _call(line, tokens) as call:
         compressor = _module(kind, V4)
@@ -127,20 +129,18 @@ def entries(line: str, tokens: int, kind: type[nn.Module]) -> Bytes:
         inputs = compressor, hidden, residual, torch.zeros(1, 1), None, 0
         found = _received(call, lambda: compressed.compress(*inputs)[0].sum().backward())
         rest = compressed.OfRanks(call, compressor.compress_rate, kind is CSA)
-        pieces, columns, sizes = rest.pieces, rest.columns, call.layout.mesh.values()
-        local = sum(len(rest.windows(piece)) for piece in pieces.pieces)
+        pieces, columns, layout = rest.pieces, rest.columns, call.layout
+        rows = [len(rest.closing(each)) for each in chunk_places(layout, "tokens", tokens)]
+        spread = spreads_of(layout.mesh, tuple(layout.mesh), layout.coords, rows)
+        back = sum(received for _, _, received, _ in spread)
         left = pieces.plan.around(Windows(columns + 1, 1, -columns, tokens, columns))
-        chunk = pieces.chunk
+        chunk, others = pieces.chunk, sum(rows) - rows[pieces.chunk]
     size, of_index = (d * DTYPE.itemsize for d in (V4.head_dim, V4.index_head_dim))
-    all_entries = tokens // rest.ratio
     per_column = (4 if rest.overlap else 2) * size  # projections and gates, of two windows
     passes = [TakePass(left, chunk, per_column)] * 2
-    wanted = {
-        "entries": (all_entries - local) * size,
-        "sum": sum(2 * (n - 1) * all_entries * size // n for n in sizes),
-    }
+    wanted = {"entries": others * size, "dentries": back * size}
     if rest.overlap:
-        wanted["index"] = (all_entries - local) * of_index
+        wanted["index"] = others * of_index
         passes[0] = TakePass(left, chunk, per_column + 4 * of_index)
     for backward, name in enumerate(("halo", "dhalo")):
         wanted[name] = passes[backward].traffic(bool(backward)).bytes
@@ -254,8 +254,8 @@ def page(rows: list[Row], queries: list[tuple[int, int, int]]) -> str:
     for r in rows:
         names = [f"`{r.line}`", f"{r.tokens:,}"]
         first.append([*names, *map(_bytes, (r.keys, r.latents, r.index, r.lists, r.choice))])
-        sparse = [r.sparse.get(name, 0) for name in ("entries", "index", "halo", "sum")]
-        heavy = [r.heavy.get(name, 0) for name in ("entries", "halo", "sum")]
+        sparse = [r.sparse.get(name, 0) for name in ("entries", "index", "halo", "dentries")]
+        heavy = [r.heavy.get(name, 0) for name in ("entries", "halo", "dentries")]
         second.append([*names, *map(nbytes, (*sparse, *heavy, r.window))])
     return "\n\n".join(
         [

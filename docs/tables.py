@@ -6,7 +6,7 @@ import re
 
 from weft import Layout, Strategy
 from weft.declare import catalog
-from weft.inspect.words import rule_in_words
+from weft_cli.inspect.rule_words import rule_in_words
 
 
 def strategies() -> str:

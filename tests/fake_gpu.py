@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import weft
-import weft.relayout.take
+import weft.move.take
 from weft._torch import trace_on_threads
 from weft.comm import P2PBatch, Shuffle, Transport, channel
 from weft.kernels import fused

@@ -9,7 +9,6 @@ from .attention import attention
 from .bias import Bias, alibi
 from .bias_tiles import bias_tile
 from .choice import ChosenKeys
-from .choosing import choose
 from .declare.placements import AffinePartial, SoftmaxPartial, TopKPartial
 from .declare.strategy import Rule, Strategy
 from .errors import DeclarationError, RankError, ShapeError, UnsupportedError, WeftError
@@ -81,13 +80,11 @@ __all__ = [
 ]
 
 
-#: Modules of the engine that are imported when first used, so that attention alone stays light.
-_LATE = ("testing",)
 _doors.hang()
 
 
 def __getattr__(name: str) -> object:
-    if name in _LATE or name in _doors.MODULES:
+    if name in _doors.MODULES:
         return _import_module(f"{__name__}.{name}")
     if name in _doors.NAMES:
         return getattr(_import_module(_doors.NAMES[name]), name)
@@ -95,4 +92,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_LATE, *_doors.MODULES})
+    return sorted({*globals(), *__all__, *_doors.MODULES})

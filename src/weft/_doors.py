@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 #: The packages of this distribution: the engine, and those that stand beside it.
 PACKAGES = (
@@ -21,24 +22,42 @@ PACKAGES = (
 )
 #: Modules of `weft` that are others by another name: `weft.train` is `weft_models.train`.
 MODULES = {name: f"weft_models.{name}" for name in ("models", "pair", "routing", "tables", "train")}
-MODULES |= {name: f"weft_axes.{name}" for name in ("carry", "checkpoint", "fields", "losses", "nn")}
+MODULES |= {
+    name: f"weft_axes.{name}"
+    for name in ("carry", "checkpoint", "fields", "losses", "nn", "testing", "torch_interop")
+}
 #: Names of `weft`, and the modules that define them.
 NAMES = {
     "Field": "weft_axes.fields",
     "MultiAxisAttention": "weft_axes.nn",
     "TabularClassifier": "weft_models.tables.classifier",
+    "choose": "weft_axes.fetching.choosing",
     "choose_layout": "weft_planner.search",
     "clip_grad_norm_": "weft_axes.gradients.clip",
     "compose": "weft_models.models",
-    "context_parallel": "weft.torch_interop.context_parallel",
+    "context_parallel": "weft_axes.torch_interop.context_parallel",
     "data_parallel": "weft_axes.gradients.data_parallel",
     "halo": "weft_axes.carry.scan",
     "parallelize": "weft_integrations.parallelize",
     "register_head": "weft_models.declare.heads",
     "restore": "weft_integrations.parallelize",
     "scan": "weft_axes.carry.scan",
-    "sdpa": "weft.torch_interop.sdpa",
+    "sdpa": "weft_axes.torch_interop.sdpa",
 }
+#: What functions of `weft` hand on to the packages beside it.
+INNER = {
+    "attend_fetched": "weft_axes.fetching.attend",
+    "draw_score_matrix": "weft_cli.inspect.score_matrix",
+    "draw_timeline": "weft_cli.inspect.timeline_picture",
+    "is_of_shards": "weft_axes.gradients.sync",
+    "owners": "weft_cli.inspect.score_matrix",
+    "sync": "weft_axes.gradients.sync",
+}
+
+
+def opened(name: str) -> Any:
+    """One of `INNER`, imported as it is called."""
+    return getattr(import_module(INNER[name]), name)
 
 
 class _Doors(MetaPathFinder, Loader):

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ._compile import flattened, restored
+from ._doors import opened
 from ._torch import constant_in_graphs, in_graph, in_transform, outside_graphs
 from .asked import Asked, check_given_layout
 from .bias import Bias
@@ -32,7 +33,6 @@ from .comm.channel import refused_everywhere
 from .comm.once_differentiable import transformed
 from .dtensors import attend_dtensors, check_dtensors
 from .errors import UnsupportedError, WeftError
-from .fetching.attend import attend_fetched
 from .layout import Layout
 from .masks import Mask
 from .plan.call import reach
@@ -307,7 +307,8 @@ def _fetched(
         with refused_everywhere(bound.refuse):
             sizes = expansion.tried(k, v).sizes
         bound = asked._replace(expanded=sizes).bound()
-    return attend_fetched(bound, q, k, v, choice, expansion)
+    out, lse = opened("attend_fetched")(bound, q, k, v, choice, expansion)
+    return out, lse
 
 
 @constant_in_graphs

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from . import gradients
 from ._compile import Traceable
+from ._doors import opened
 from ._torch import in_local_tensor_mode, is_fake, outside_graphs
-from .comm import Alone, ProcessTransport, Transport, collectives, step_check
+from .comm import Alone, ProcessTransport, Transport, step_check
 from .comm.world import check_inside_node, compare_over_world, init_process_group, world_mesh
 from .declare.layout import LayoutDeclaration
 from .declare.layout_file import HEADS
@@ -30,12 +30,13 @@ from .launch.environment import wait_limit
 from .masks import Causal, Documents, Mask, check_mask
 from .masks.given import mask_of
 from .masks.slices import sliced
+from .move import collectives
+from .move.redistribute import redistribute
 from .packing.assignment import Assignment, fragments_of, slices_of_documents
 from .packing.balance import SLACK, balanced_runs
 from .packing.blocks import work_of
 from .packing.groups import Shares, balance_shares
 from .plan import order as sequence
-from .relayout.redistribute import redistribute
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
@@ -898,7 +899,7 @@ class Layout(LayoutDeclaration, Traceable):
         if self.device_mesh is not None and ranks > 1:
             dims = self.device_dims([d for d in self.mesh if d in along])
             line = self.device_mesh[dims].mesh.flatten().tolist()
-            sharded = gradients.is_of_shards(x, line)
+            sharded = opened("is_of_shards")(x, line)
             x = x.full_tensor() if isinstance(x, DTensor) else x
             if sharded:
                 return x
@@ -942,7 +943,7 @@ class Layout(LayoutDeclaration, Traceable):
         """
         check_same_data_ranks(module, self)
         same_dims = [d for d in self.mesh if d not in self.shard_dims(HEADS)]
-        gradients.sync(module, self.data_dims, same_dims, self.keys_only_dims, self.bound)
+        opened("sync")(module, self.data_dims, same_dims, self.keys_only_dims, self.bound)
 
     def _data_ranks(self) -> list[int]:
         """Numbers in the world of the ranks whose data differ from each other's, with this one."""

@@ -11,12 +11,11 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from weft.comm.collectives import gather_slices, partial_to_replicate, scale_backward
-from weft.comm.once_differentiable import once
 from weft.declare.layout_file import HEADS
-from weft.declare.mesh import index_at
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
+from weft.move.collectives import partial_to_replicate, scale_backward
+from weft.move.gather import GatherSlices
 from weft.plan.order import Spans, count, positions, shard_spans
 from weft_axes.fields import WholeReport
 
@@ -192,37 +191,15 @@ def of_all_ranks(
     Where x has a gradient on one rank it has one on all.
     """
     dims = layout.shard_dims(axis)
-    return _OfAll.apply(x, dim, tuple(places), layout, dims, label) if dims else x
+    if not dims:
+        return x
+    rows = GatherSlices.apply(x, dim, [*map(len, places)], dims, layout.bound, label)
+    return rows.index_select(dim, torch.cat([*places]).argsort().to(x.device))
 
 
 def chunk_places(layout: Layout, axis: str, length: int) -> list[Tensor]:
     """The positions of every chunk of an axis of some length, (n,) each."""
     return [positions(spans, "cpu") for spans in chunks(layout, axis, length)]
-
-
-class _OfAll(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dim: int,
-        places: tuple[Tensor, ...],
-        layout: Layout,
-        dims: tuple[str, ...],
-        label: str,
-    ) -> Tensor:
-        rows = gather_slices(x, dim, [*map(len, places)], dims, layout.bound, label).movedim(dim, 0)
-        order = torch.cat(places).to(x.device)
-        ctx.dim, ctx.layout, ctx.dims = dim, layout, dims
-        ctx.own = places[index_at(layout.mesh, dims, layout.coords)]
-        return torch.empty_like(rows).index_copy_(0, order, rows).movedim(0, dim)
-
-    @staticmethod
-    @once("a gather of ranks")
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        apart = grad.clone(memory_format=torch.contiguous_format)
-        total = ctx.layout.bound.all_reduce(apart, ctx.dims)
-        return total.index_select(ctx.dim, ctx.own.to(grad.device)), *[None] * 5
 
 
 def scale_gradient(x: Any, factor: float) -> Any:

@@ -25,15 +25,15 @@ from torch.distributed.tensor import DTensor
 
 from weft._torch import active_ddp, fsdp_groups, is_compiled, is_fsdp, outside_graphs
 from weft._uploads import download
-from weft.comm.collectives import invariant_to_replicate, scale_backward
 from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.gradients import is_averaged, is_summed_by_ddp
 from weft.layout import Layout
+from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft_axes.fields import Field, WholeReport, cut, distributed
 from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import on_positions, proven_islands
 from weft_axes.fields.units import let_fields_through
+from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
 from . import Foreign
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor

@@ -21,10 +21,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from weft._torch import fake_ranks, memory_of
 from weft.comm.consistency import local_tensor
 from weft.errors import DeclarationError, UnsupportedError
-from weft.fetching.rules import fetches
 from weft.inspect.traffic import TrafficReport, traffic
 from weft.layout import Layout
 from weft.plan.plan import Plan
+from weft_axes.fetching.rules import fetches
 from weft_models.declare.model_file import ModelSpec
 
 from .live import Live

@@ -17,9 +17,9 @@ from weft.declare.layout_file import HEADS
 from weft.declare.mesh import coordinates, index_at
 from weft.layout import Layout
 from weft.masks import Documents
+from weft.move.plan import Placed, Redistribution, placement, plan_redistribution
+from weft.move.windows import Windows
 from weft.plan.order import Span, join
-from weft.relayout.plan import Placed, Redistribution, placement, plan_redistribution
-from weft.relayout.windows import Windows
 from weft_axes.carry.fragments import Fragments, by_heads, fragments
 
 from .rendezvous import Wait, stuck_ranks

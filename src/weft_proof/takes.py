@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from weft.declare.mesh import coordinates, index_at, places
+from weft.move.windows import Wanted
 from weft.plan.order import Span, count, each_position
 from weft.plan.plan import Pass, Plan
 from weft.plan.sides import Side
-from weft.relayout.windows import Wanted
 
 from .coverage import count_visible, positions_of, visible_ranges
 

@@ -8,8 +8,8 @@ from itertools import pairwise
 
 from weft.errors import ShapeError
 from weft.layout import Layout
+from weft.move.windows import BORDERS, Windows, plan_ranges
 from weft.plan.order import count, each_position, shard_spans
-from weft.relayout.windows import BORDERS, Windows, plan_ranges
 
 from .symbolic import Claim
 from .takes import take_defects

@@ -28,7 +28,7 @@ from weft.declare.orders import TokenOrder
 from weft.declare.strategy import Strategy
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.relayout.windows import TakePass, Windows
+from weft.move.windows import TakePass, Windows
 
 HEADS, KEY, VALUE, TAPS = 2, 3, 4, 4
 WIDTH = HEADS * (2 * KEY + VALUE)

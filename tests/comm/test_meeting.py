@@ -24,8 +24,8 @@ from weft.comm.channel import Channel
 from weft.comm.processes import ProcessTransport
 from weft.errors import RankError
 from weft.launch import failures, trace
-from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
-from weft.relayout.redistribute import _moving, placement
+from weft.move.redistribute import _moving, placement
+from weft.same_ranks import bind_on_same_ranks
 
 
 def _guessed_lengths(rank: int, after: str) -> list[str]:

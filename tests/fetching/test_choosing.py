@@ -11,11 +11,11 @@ from covering import covering
 from torch import Tensor
 
 import weft
-from weft import choosing
 from weft.comm import Transport, run_threads
 from weft.declare.choice_rule import ChoiceRule
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.plan.lists import IndexSizes, list_plan
+from weft_axes.fetching import choosing
 
 BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 3
 LINES = (

@@ -15,9 +15,9 @@ from torch import Tensor
 import weft
 from weft.comm import Transport, run_threads
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.fetching import attend
-from weft.fetching.bounds import chosen_bounds
 from weft.plan.problem import Problem
+from weft_axes.fetching import attend
+from weft_axes.fetching.bounds import chosen_bounds
 
 #: Name -> (mesh dims with their strategies, order of tokens).
 MESHES = {

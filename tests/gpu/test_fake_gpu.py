@@ -18,11 +18,11 @@ from fake_gpu import OneOf, backward, both_passes, fake_gpu
 import weft
 import weft.pair
 from weft import _uploads
-from weft import gradients as sums
 from weft.errors import UnsupportedError
 from weft.losses.tokens import sequence_sums
 from weft.plan.call import Call
 from weft.runtime.calls import BoundCall
+from weft_axes.gradients import sync as sums
 from weft_models.models import cache
 
 N = 77

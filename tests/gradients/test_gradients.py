@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 
 import weft
 from weft import DeclarationError, Layout, ShapeError, UnsupportedError
-from weft import gradients as sums
 from weft.checkpoint import Checkpoints
 from weft.comm import Transport
 from weft.layout import check_same_data_ranks
+from weft_axes.gradients import sync as sums
 from weft_models.models import ModelSpec, compose
 from weft_models.train import clip_grad_norm_, data_parallel, stream
 

@@ -14,12 +14,12 @@ from fp64 import whole
 
 import weft
 from weft.checkpoint.folder import CheckpointError
-from weft.decode import attend as held
-from weft.decode.owners import Held
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.plan.order import shard_spans
-from weft.runtime import rectangles
+from weft_axes.decode import attend as held
+from weft_axes.decode.owners import Held
+from weft_axes.fetching import rectangles
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip(

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 
 import weft
-from weft.choosing import ChosenKeys
+from weft import ChosenKeys
 from weft.comm import processes
 from weft.errors import WeftError
-from weft.fetching.rules import fetches
 from weft.kernels import fused
 from weft.testing.cases import Case
 from weft.testing.check import local_part
+from weft_axes.fetching.rules import fetches
 from weft_models.routing.attention import routed_attention
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options

@@ -21,7 +21,6 @@ from weft.comm import run_threads
 from weft.declare import catalog
 from weft.declare.strategy import Strategy
 from weft.errors import UnsupportedError
-from weft.inspect import score_matrix, timeline_picture, words
 from weft.inspect.events import COMPUTE
 from weft.inspect.recording import record
 from weft.inspect.timeline import from_plans
@@ -30,6 +29,8 @@ from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 from weft.runtime import tile_run
 from weft.testing.check import Comparison
+from weft_cli.inspect import score_matrix, timeline_picture
+from weft_cli.inspect.rule_words import rule_in_words
 from weft_cli.inspect.tables import comparisons_table
 from weft_proof.symbolic import prove
 
@@ -419,15 +420,15 @@ def test_nothing_is_recorded_where_nothing_runs():
 @pytest.mark.parametrize("name", catalog.names("strategies"))
 def test_every_shipped_rule_has_words(name: str):
     for rule in Strategy.load(name).rules.values():
-        expected = words.rule_in_words(rule)
+        expected = rule_in_words(rule)
         assert expected.endswith(".")
         assert ("Backward" in expected) == (rule.backward_role != rule.role)
 
 
 def test_transports_are_named_in_words():
     ring = Strategy.load("ring").rules["ring"]
-    assert "a chunk at a time" in words.rule_in_words(ring)
-    assert "all at once" in words.rule_in_words(replace(ring, transport="gather"))
+    assert "a chunk at a time" in rule_in_words(ring)
+    assert "all at once" in rule_in_words(replace(ring, transport="gather"))
 
 
 def test_a_table_of_comparisons_marks_the_wrong_tensor():

@@ -48,7 +48,7 @@ PUBLIC = public()
 ON_RANKS = {
     "weft.data_parallel",
     "weft_models.train.data_parallel",
-    "weft.torch_interop.module_styles.AttentionParallel",
+    "weft_axes.torch_interop.module_styles.AttentionParallel",
 }
 
 

@@ -26,8 +26,6 @@ DRAWN = {"typer", "rich", "matplotlib"}
 #: Modules of optional packages, loaded only by those who have them.
 OPTIONAL = {
     "weft/_terminal": {"rich"},
-    "weft/inspect/score_matrix": {"matplotlib"},
-    "weft/inspect/timeline_picture": {"matplotlib"},
     "weft_cli/": DRAWN,
     "weft_models/tables/": {"rich"},
     "weft_models/train/monitor": DRAWN,

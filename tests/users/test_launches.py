@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import weft
 from weft.comm import Transport, run_threads
+from weft.move.trade import all_to_all
 from weft.plan.call import Call
 from weft.runtime import executor
-from weft.runtime.buffers import all_to_all
 from weft.runtime.calls import BoundCall
 
 #: layout, mask, kernel, options of the case, and whether a rank makes delta

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
+from .._doors import opened
 from ..declare.layout import LayoutDeclaration
 from ..declare.traffic import Traffic
 from ..errors import DeclarationError, ShapeError, UnsupportedError, shown
@@ -145,9 +146,8 @@ class ScoreMatrix:
 
     @functools.cached_property
     def _found(self) -> tuple[np.ndarray, list[list[int]]]:
-        from .score_matrix import owners
-
-        return owners(self._made, self.backward)
+        found: tuple[np.ndarray, list[list[int]]] = opened("owners")(self._made, self.backward)
+        return found
 
     @property
     def owners(self) -> np.ndarray:
@@ -169,9 +169,7 @@ class ScoreMatrix:
         Raises:
             WeftError: a path of another ending, or in a folder that does not exist.
         """
-        from .score_matrix import draw_score_matrix
-
-        draw_score_matrix(self._made, path, title, self.backward)
+        opened("draw_score_matrix")(self._made, path, title, self.backward)
 
 
 def plan_call(

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._doors import opened
 from ..declare.traffic import Traffic
 from ..plan.order import count
 from ..plan.plan import Pass, Plan
@@ -50,9 +51,7 @@ class Timeline:
         Raises:
             WeftError: a path of another ending, or in a folder that does not exist.
         """
-        from .timeline_picture import draw_timeline
-
-        draw_timeline(self.events, self.unit, path, title)
+        opened("draw_timeline")(self.events, self.unit, path, title)
 
     def chrome(self, path: str | Path) -> None:
         """A Chrome trace: a process per rank, a thread per lane; a step lasts a millisecond.

@@ -22,8 +22,8 @@ from ..declare.mesh import index_at, places
 from ..declare.strategy import Rule
 from ..errors import UnsupportedError
 from ..masks import Intervals, Mask, merge_intervals
-from ..relayout.plan import Redistribution
-from ..relayout.windows import Wanted
+from ..move.plan import Redistribution
+from ..move.windows import Wanted
 from .intervals import hull
 from .order import Span, Spans, ascending, count, join, positions
 from .problem import LocalProblem

@@ -24,12 +24,13 @@ from ..declare.mesh import coordinates
 from ..errors import ShapeError, UnsupportedError, WeftError
 from ..masks.grid import check_grids
 from ..masks.slices import Slices, knows_nothing, varies
+from ..move import handles
 from ..plan.cache import plan_for_rank
 from ..plan.call import Call, reach, refuse_routed
 from ..plan.plan import Plan
 from ..plan.problem import LocalProblem
 from ..plan.travel import Travel, choose_travel
-from . import checks, handles
+from . import checks
 from .asking import slices_of
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..comm.collectives import gather_slices
 from ..comm.transport import Messages
+from ..move.gather import gather_slices
 from ..plan.choices import NUMBER, row_moves
 from ..plan.plan import Plan
 from .marks import mark_move

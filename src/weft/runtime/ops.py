@@ -1,6 +1,6 @@
 """The op behind `weft.attention`, and its backward: reshard, run the tile program, reshard back.
 
-The op takes a call by its handle (`runtime.handles`). After its results it returns what its
+The op takes a call by its handle (`move.handles`). After its results it returns what its
 backward pass needs: the numbers that ranks agreed on, by which it finds the plan, and,
 where a rule trades one split for another (Ulysses, axial), the tensors in their compute placement.
 So a policy of activation checkpointing that keeps this op's outputs repeats no communication. Fake
@@ -24,11 +24,12 @@ from .._torch import dispatched, memory_of, profiling
 from ..comm.channel import refused_everywhere
 from ..comm.once_differentiable import final, once
 from ..kernels import accumulate_dtype
+from ..move import handles
+from ..move.handles import differentiable, op, shapes_of
 from ..plan.choices import NUMBER, row_moves
 from ..plan.plan import Plan
-from . import calls, checks, choices, executor, handles, resharding
+from . import calls, checks, choices, executor, resharding
 from .expand import Expander
-from .handles import differentiable, op, shapes_of
 from .merging import as_kept, by_token, empty_as_kept, empty_by_token, empty_like_query, like_query
 
 Tensors = TypeVar("Tensors", bound=tuple[Tensor, ...])

@@ -20,16 +20,16 @@ from torch import Tensor
 
 from .._caching import cached
 from .._uploads import upload
-from ..comm.collectives import gather_flat, spread_flat
 from ..comm.transport import Messages
 from ..declare.placements import merge_softmax
+from ..move.fetch import collect_together, fetch_together
+from ..move.gather import gather_flat, spread_flat
+from ..move.trade import all_to_all
 from ..plan.heads import HeadShares
 from ..plan.order import Spans, ascending, chunk_sizes, positions
 from ..plan.plan import Plan
 from ..plan.seen import SeenKeys, Stretch
 from ..plan.sides import Side
-from ..relayout.fetch import collect_together, fetch_together
-from .buffers import all_to_all
 from .marks import mark_move
 
 _QKV = Side.QUERY, Side.KEY, Side.KEY

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .._torch import profiling
-from ..comm import P2PBatch
 from ..comm.transport import Messages
 from ..errors import RankError
 from ..kernels import Kernel
+from ..move.rotate import TransferBatch
 from ..plan.call import Call
 from ..plan.memory import held_bytes
 from ..plan.plan import Pass, Plan
@@ -31,28 +31,6 @@ from .buffers import pack, unpack
 from .expand import ExpandedChunk, Expander
 from .marks import mark
 from .views import Views
-
-
-class TransferBatch:
-    """Transfers of one payload along one mesh dim that begin and end together: one launch."""
-
-    def __init__(self, mesh_dim: str, label: str, step: int) -> None:
-        self.sends: list[tuple[int, Tensor]] = []
-        self.receives: list[tuple[int, Tensor]] = []
-        self._p2p = P2PBatch(mesh_dim, label, self.sends, self.receives, step)
-        self._wait: Callable[[], None] | None = None
-
-    def start(self, transport: Messages) -> None:
-        """Begin to move all of them."""
-        self._wait = transport.start(self._p2p)
-
-    def wait(self) -> None:
-        """Wait for all of them, the first time; then release the buffers that were sent."""
-        if self._wait is not None:
-            self._wait()
-            self._wait = None
-            self.sends.clear()
-            self.receives.clear()
 
 
 class TileRun(abc.ABC):

@@ -17,7 +17,7 @@ from weft._compile import flattened, restored
 from weft._torch import constant_in_graphs
 from weft.declare.layout_file import HEADS
 from weft.errors import ShapeError
-from weft.relayout.redistribute import redistribute
+from weft.move.redistribute import redistribute
 
 from .fragments import by_heads
 

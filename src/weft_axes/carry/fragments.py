@@ -33,10 +33,10 @@ from weft.declare.placements import HEAD
 from weft.declare.traffic import Traffic, add_messages, add_rows
 from weft.errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from weft.masks import Documents
+from weft.move.plan import Sizes
+from weft.move.windows import Wanted, Windows, bordered, cut_run, runs
 from weft.plan.choices import gathers_of, spreads_of
 from weft.plan.order import Span, Spans, join, shard_spans
-from weft.relayout.plan import Sizes
-from weft.relayout.windows import Wanted, Windows, bordered, cut_run, runs
 
 #: Fragments per rank. Each is a call of a kernel and a map to send: orders with more want another
 #: way of computing.

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from weft.comm.channel import Channel
-from weft.comm.collectives import gather_slices, spread_flat
-from weft.kernels import accumulate_dtype
-from weft.runtime.exchange import Passing, pass_op
-from weft.runtime.handles import op
+from weft.move.gather import gather_slices, spread_slices
+from weft.move.handles import op
+from weft.move.passing import Passing, pass_op
 
 from .fragments import StateExchange
 
@@ -38,20 +37,11 @@ class StatesPassing(Passing):
     def backward(
         self, grad: Tensor, x: object, out: object, shape: Sequence[int], channel: Channel
     ) -> Tensor:
-        parts = [part.reshape(-1) for part in grad.split(list(self.plan.fragments.counts))]
-        dims, label = self.plan.fragments.mesh_dims, f"d{self.plan.label}"
-        return spread_flat(parts, dims, channel, label, _sum).view(*shape).clone()
+        counts, dims = self.plan.fragments.counts, self.plan.fragments.mesh_dims
+        return spread_slices(grad, 0, counts, dims, channel, f"d{self.plan.label}").clone()
 
     def shape(self, x: Tensor) -> Sequence[int]:
         return len(self.plan.fragments.slots), x.shape[1]
-
-
-def _sum(summands: list[Tensor]) -> Tensor:
-    """In one order on all ranks, in fp32 or better."""
-    total = summands[0].to(accumulate_dtype(summands[0].dtype))
-    for summand in summands[1:]:
-        total = total + summand
-    return total.to(summands[0].dtype)
 
 
 pass_op("states", "weft.scan")

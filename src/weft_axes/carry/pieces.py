@@ -27,10 +27,10 @@ from weft.comm.channel import refused_everywhere
 from weft.comm.origin import origin
 from weft.errors import ShapeError
 from weft.masks import Documents
-from weft.relayout.take import TakePassing
-from weft.relayout.windows import TakePass, Windows, cut_run
-from weft.runtime import handles
-from weft.runtime.exchange import Exchange, Passing
+from weft.move import handles
+from weft.move.passing import Exchange, Passing
+from weft.move.take import TakePassing
+from weft.move.windows import TakePass, Windows, cut_run
 
 from .chain import Step, chained
 from .fragments import (

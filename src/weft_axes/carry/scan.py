@@ -15,8 +15,8 @@ from weft.dtensors import on_local_tensors
 from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from weft.layout import Layout
 from weft.masks import Documents
+from weft.move.windows import BORDERS, Windows, cut_run
 from weft.plan.call import axis_names
-from weft.relayout.windows import BORDERS, Windows, cut_run
 
 from .pieces import LocalPieces
 

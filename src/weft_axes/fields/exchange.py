@@ -11,14 +11,14 @@ from torch import Tensor
 
 from weft._torch import function_of_node
 from weft._uploads import uploaded
-from weft.comm.collectives import Sum, invariant_to_replicate, scale_backward
 from weft.comm.once_differentiable import once
 from weft.comm.origin import origin
+from weft.move import handles
+from weft.move.collectives import Sum, invariant_to_replicate, scale_backward
+from weft.move.passing import Exchange
+from weft.move.take import TakePassing
+from weft.move.windows import RangePlan, TakePass, Wanted, plan_ranges
 from weft.plan.order import Span, Spans, each_position
-from weft.relayout.take import TakePassing
-from weft.relayout.windows import RangePlan, TakePass, Wanted, plan_ranges
-from weft.runtime import handles
-from weft.runtime.exchange import Exchange
 
 from .dims import Chunks, Dim, contiguous, dim_size, is_split_dim, text_of, whole
 from .place import FieldRegion

@@ -23,9 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from weft._torch import OF_UNPACKED, as_torch_does, wrapper
 from weft._uploads import uploaded
-from weft.comm.collectives import scale_backward
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
+from weft.move.collectives import scale_backward
 from weft.plan.lengths import check_axis_lengths
 from weft.plan.order import each_position
 

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.comm.collectives import scale_backward
 from weft.errors import UnsupportedError
 from weft.layout import Layout
+from weft.move.collectives import scale_backward
 
 from ..losses import cross_entropy as cross_entropy_in_chunks
 from .chunked import cut, own_chunk

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from weft._caching import cached
 from weft._uploads import uploaded
 from weft.comm.once_differentiable import once
-from weft.relayout.windows import Windows, bordered
+from weft.move.windows import Windows, bordered
 
 from .dims import (
     Chunks,

@@ -18,8 +18,9 @@ from weft.comm import step_check
 from weft.comm.consistency import compare_names, compare_weights
 from weft.declare.layout_file import HEADS
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.gradients import BY_DDP, is_averaged
 from weft.layout import Layout, check_same_data_ranks
+
+from .sync import BY_DDP, is_averaged
 
 Way = Literal["fsdp", "ddp"]
 

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from weft.comm import Transport
-from weft.comm.collectives import gather_flat, spread_flat
 from weft.comm.once_differentiable import once
 from weft.declare.mesh import index_at
+from weft.move.gather import gather_flat, spread_flat
 from weft.runtime.autocast import without_autocast
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.comm import collectives
 from weft.errors import ShapeError
 from weft.layout import Layout
 from weft.masks import Documents
+from weft.move import collectives
 
 #: Labels that count for nothing, as everywhere in torch and transformers.
 IGNORED = -100

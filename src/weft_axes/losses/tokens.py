@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from weft._uploads import uploaded
-from weft.comm import collectives
 from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
 from weft.layout import Layout
 from weft.masks import Documents
+from weft.move import collectives
 from weft.runtime.autocast import as_autocast
 
 from .call import Options, agreed

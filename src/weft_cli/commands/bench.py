@@ -18,7 +18,7 @@ from weft.launch import launcher as launch
 from weft.launch.environment import already_launched
 from weft.layout import Layout
 from weft.plan.predict import plan_for
-from weft.testing.cases import Case
+from weft_axes.testing.cases import Case
 
 from ..inspect.printer import print_table, working
 from . import options

@@ -15,14 +15,14 @@ from rich.markup import escape
 from weft.choice import ChoiceKind
 from weft.comm import run_threads
 from weft.errors import DeclarationError, UnsupportedError
-from weft.fetching.rules import fetches
 from weft.inspect.recording import record
 from weft.inspect.timeline import Timeline
 from weft.launch import launcher as launch
 from weft.layout import Layout
 from weft.plan.predict import plan_for
-from weft.testing.cases import Case
-from weft.testing.check import Comparison, attend_once, check_rank
+from weft_axes.fetching.rules import fetches
+from weft_axes.testing.cases import Case
+from weft_axes.testing.check import Comparison, attend_once, check_rank
 from weft_models.routing.check import attend_routed_once, check_routed_rank
 from weft_models.routing.check import refuse_early as refuse_routed_early
 from weft_models.routing.geometry import is_routed

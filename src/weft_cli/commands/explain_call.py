@@ -20,8 +20,6 @@ from weft.declare.orders import TokenOrder
 from weft.declare.placements import SEQ
 from weft.declare.rates import rates_for, rates_of
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.fetching.bounds import ByteBounds, chosen_bounds
-from weft.fetching.rules import fetches
 from weft.inspect import words
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
@@ -33,6 +31,8 @@ from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
 from weft.plan.sides import TRAVELS, Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
+from weft_axes.fetching.bounds import ByteBounds, chosen_bounds
+from weft_axes.fetching.rules import fetches
 from weft_models.routing.attention import blocks_per_rank, check_routed
 from weft_models.routing.bounds import routed_bounds
 from weft_models.routing.geometry import is_routed
@@ -43,6 +43,7 @@ from weft_planner.shares import choose_shares
 from ..inspect import tables
 from ..inspect.printer import console, print_table, say, still_here, working, wrote
 from ..inspect.ranks import Reading, reading
+from ..inspect.rule_words import PAYLOAD, limit
 from . import options
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
@@ -250,7 +251,7 @@ def _write_page(
 
 def _draw(plans: list[Plan], title: str, score_matrix: Path | None, timeline: Path | None) -> None:
     if score_matrix is not None:
-        from weft.inspect.score_matrix import draw_score_matrix
+        from ..inspect.score_matrix import draw_score_matrix
 
         draw_score_matrix(plans, score_matrix, title)
         wrote("score matrix", score_matrix)
@@ -284,7 +285,7 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     for name in ("forward", "backward"):
         bounds = [memory_bound(getattr(plan, name)) for plan in plans]
         if any(b.nbytes for b in bounds):
-            out.print(f"{name}, held for others at one time: at most {words.limit(bounds)}")
+            out.print(f"{name}, held for others at one time: at most {limit(bounds)}")
 
 
 def _print_rules(layout: Layout, axis: str, transports: dict[str, str]) -> None:
@@ -513,7 +514,7 @@ def _print_bounds(layout: Layout, bounds_of: Callable[[int], list[ByteBounds]]) 
             [
                 (
                     mesh_dim,
-                    words.PAYLOAD.get((label, backward), label),
+                    PAYLOAD.get((label, backward), label),
                     _between(*rows[0]),
                     _between(min(least for least, _ in rows), max(most for _, most in rows)),
                 )

@@ -20,6 +20,7 @@ from weft_planner.step_time import StepTime, step_time
 from weft_planner.work import lengths_of_model
 
 from ..inspect.printer import console, print_table, say, working
+from ..inspect.rule_words import PAYLOAD
 from . import options
 
 #: What bytes are for, in the order of the columns.
@@ -120,7 +121,7 @@ def _show_messages(row: Row) -> None:
             (
                 each.when,
                 each.mesh_dim,
-                words.PAYLOAD.get((each.what, each.when == "backward"), each.what)
+                PAYLOAD.get((each.what, each.when == "backward"), each.what)
                 if each.attention
                 else each.what,
                 part_of(each),

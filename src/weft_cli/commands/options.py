@@ -30,7 +30,7 @@ from weft.layout import Layout
 from weft.masks.names import MASKS, mask_named, sequences_named
 from weft.plan.call import Expanded
 from weft.plan.problem import Problem
-from weft.testing.cases import Case
+from weft_axes.testing.cases import Case
 
 #: The largest seed that torch takes on every device.
 MOST_SEED = 2**63 - 1

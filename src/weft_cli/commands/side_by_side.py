@@ -25,8 +25,8 @@ from weft.attention import attention
 from weft.comm.consistency import local_tensor
 from weft.inspect.traffic import traffic
 from weft.layout import Layout
-from weft.testing.cases import Case
-from weft.testing.check import local_part
+from weft_axes.testing.cases import Case
+from weft_axes.testing.check import local_part
 from weft_planner.work import Work
 
 

@@ -19,7 +19,6 @@ import numpy as np
 from weft.declare.hardware import Hardware
 from weft.errors import DeclarationError
 from weft.inspect.picture import writing
-from weft.inspect.score_matrix import colours, owners, sampled
 from weft.layout import Layout
 from weft.plan.memory import memory_bound
 from weft.plan.order import Spans, positions
@@ -28,6 +27,8 @@ from weft.plan.predict import forecast_of
 from weft.plan.problem import Problem
 from weft_planner.flow import replayed
 from weft_planner.played import play
+
+from .score_matrix import colours, owners, sampled
 
 #: Cells per side of the score matrix, and ranks that are played one by one.
 SIDE, MOST = 64, 64

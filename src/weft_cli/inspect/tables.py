@@ -12,16 +12,17 @@ from rich.text import Text
 from weft.declare.layout_file import HEADS
 from weft.inspect import words
 from weft.layout import Layout
+from weft.move.plan import placement, plan_redistribution
+from weft.move.windows import TakePass, Windows
 from weft.plan.predict import Forecast
 from weft.plan.problem import LocalProblem
-from weft.relayout.plan import placement, plan_redistribution
-from weft.relayout.windows import TakePass, Windows
-from weft.testing.check import Comparison
 from weft_axes.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
 from weft_axes.carry.pieces import MOST_GATHERED
+from weft_axes.testing.check import Comparison
 from weft_proof.symbolic import Claim
 
 from .printer import table, verdict
+from .rule_words import LISTS, PAYLOAD, rule_in_words
 
 
 def mesh(layout: Layout, axes: Sequence[str]) -> Table:
@@ -56,11 +57,11 @@ def rules_in_words(
     lines = []
     for mesh_dim, rule in layout.rules(axes).items():
         rule = replace(rule, transport=transports.get(mesh_dim, rule.transport))
-        line = Text.assemble((mesh_dim, "bold cyan"), "  ", words.rule_in_words(rule))
+        line = Text.assemble((mesh_dim, "bold cyan"), "  ", rule_in_words(rule))
         if mesh_dim in layout.shard_dims(HEADS):
             line.append(" Its heads are those of tensor-parallel projections.")
         if any(mesh_dim in layout.list_dims(axis) for axis in axes):
-            line.append(" " + words.LISTS)
+            line.append(" " + LISTS)
         lines.append(line)
     return lines
 
@@ -87,7 +88,7 @@ def traffic_table(forecasts: Sequence[Forecast], backward: bool, unit: float) ->
         f"{name}: bytes that each rank receives",
         ("mesh dim", "what", ">rank 0", ">min", ">max", ">u", ">sends"),
         [
-            row(key[0], words.PAYLOAD.get((key[1], backward), key[1]), received, calls[key])
+            row(key[0], PAYLOAD.get((key[1], backward), key[1]), received, calls[key])
             for key, received in rows.items()
             if any(received)
         ],

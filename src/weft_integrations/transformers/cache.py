@@ -29,14 +29,14 @@ from transformers.cache_utils import (
 
 from weft._digest import number_of
 from weft.comm.channel import Channel
-from weft.decode.owners import BLOCK, Held
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
+from weft.move.fetch import fetch
+from weft.move.windows import Wanted
 from weft.plan.order import Spans, shard_spans
-from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
-from weft.relayout.fetch import fetch
-from weft.relayout.windows import Wanted
+from weft.same_ranks import bind_on_same_ranks
 from weft_axes.checkpoint.blocks import numbers_at
+from weft_axes.decode.owners import BLOCK, Held
 
 from .. import Foreign
 from ..common import check_axis

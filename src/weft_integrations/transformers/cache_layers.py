@@ -1,7 +1,7 @@
 """The layers of a `ShardedCache`, with the interface of transformers' cache layers.
 
     layer of               on a rank
-    full attention         its keys and values, of positions that `weft.decode.owners` knows
+    full attention         its keys and values, of positions that `weft_axes.decode.owners` knows
     a window, chunks       the last ones, all of them: there are few
     a recurrence           its state after the last token, and the last columns of its convolution
 
@@ -26,9 +26,9 @@ from transformers.cache_utils import (
 
 from weft.comm.channel import Channel
 from weft.declare.mesh import coordinates, index_at
-from weft.decode.owners import Held
 from weft.errors import DeclarationError
 from weft.layout import Layout
+from weft_axes.decode.owners import Held
 from weft_axes.fields import own_chunk
 
 from ..common import chunks

@@ -20,10 +20,10 @@ from transformers import EncoderDecoderCache
 from weft._digest import number_of
 from weft._torch import active_ddp, is_fsdp, outside_graphs
 from weft.comm.channel import Channel
-from weft.comm.collectives import invariant_to_replicate, scale_backward
 from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
 from weft.masks import Documents
+from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft.plan.call import reach
 from weft_axes.carry.pieces import LocalPieces
 from weft_axes.fields import Field, WholeReport, cut

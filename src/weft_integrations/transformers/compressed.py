@@ -24,9 +24,9 @@ from torch import Tensor
 
 from weft.attention import attention
 from weft.choice import ChosenKeys
-from weft.decode.attend import merged_parts
 from weft.layout import Layout
 from weft_axes.carry.pieces import LocalPieces, Piece
+from weft_axes.decode.attend import merged_parts
 from weft_axes.fields import on_chunks
 
 from .. import Foreign
@@ -128,7 +128,7 @@ class OfRanks:
     def gather(self) -> None:
         """Bring the entries of all ranks to every rank; their gradients come back and add up."""
         layout, axis = self.call.layout, self.call.axis
-        places = [self._closing(each) for each in chunk_places(layout, axis, self.call.length)]
+        places = [self.closing(each) for each in chunk_places(layout, axis, self.call.length)]
         for name, kind in self.kinds.items():
             dim = kind.made[0].shape[-1]
             none = (kind.kv[:, :0, :dim] + kind.gate[:, :0, :dim]).to(kind.made[0].dtype)
@@ -136,7 +136,7 @@ class OfRanks:
             counted_as = "entries" if name == "compressor" else "index"
             kind.whole = of_all_ranks(entries, 1, places, layout, axis, counted_as)
 
-    def _closing(self, positions: Tensor) -> Tensor:
+    def closing(self, positions: Tensor) -> Tensor:
         """The windows whose last token is at one of some positions."""
         last = positions[(positions + 1) % self.ratio == 0]
         return torch.div(last, self.ratio, rounding_mode="floor")

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils as hf
 
-from weft.decode.attend import attend_part, gathered_parts, merge_parts, merge_rows
 from weft.plan.order import positions
 from weft.runtime.autocast import as_autocast
 from weft.sinks import with_sinks
+from weft_axes.decode.attend import attend_part, gathered_parts, merge_parts, merge_rows
 
 from ..common import chunks
 from .cache import ShardedCache

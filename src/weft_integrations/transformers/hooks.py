@@ -18,10 +18,10 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from weft.errors import DeclarationError, UnsupportedError
-from weft.gradients import AVERAGED
 from weft.layout import Layout
 from weft_axes.carry.fragments import fragments
 from weft_axes.fields import WholeReport
+from weft_axes.gradients.sync import AVERAGED
 
 from .. import Foreign
 from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads

@@ -20,11 +20,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from weft.attention import attention
 from weft.bias_tiles import bias_tile
 from weft.choice import ChosenKeys
-from weft.decode.attend import merged_parts
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Causal, Full
 from weft.sinks import with_sinks
+from weft_axes.decode.attend import merged_parts
 from weft_axes.fields import Field, cut, of_chunk, own_chunk, split_at
 
 from .. import Foreign

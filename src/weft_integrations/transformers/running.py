@@ -17,9 +17,9 @@ from weft.choice import ChosenKeys
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Documents, Mask
-from weft.torch_interop.equal_masks import kept
 from weft_axes.carry.pieces import LocalPieces
 from weft_axes.fields import Field, WholeReport
+from weft_axes.torch_interop.equal_masks import kept
 
 from .cache import ShardedCache
 from .facts import RowFacts, padding_mask

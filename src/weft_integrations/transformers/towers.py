@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from weft.comm.collectives import TradeRows
 from weft.errors import ShapeError, UnsupportedError
 from weft.layout import Layout
+from weft.move.trade import TradeRows
 
 from .. import Foreign
 from ..common import chunk_places

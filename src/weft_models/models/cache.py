@@ -19,9 +19,9 @@ from torch import Tensor
 from weft.declare.layout_file import HEADS
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
-from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
-from weft.relayout.fetch import fetch
-from weft.relayout.plan import Placed, plan_redistribution
+from weft.move.fetch import fetch
+from weft.move.plan import Placed, plan_redistribution
+from weft.same_ranks import bind_on_same_ranks
 from weft_axes.checkpoint.shards import gathered, shards
 from weft_axes.nn.sequences import gathered_lengths
 

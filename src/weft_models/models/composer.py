@@ -11,7 +11,7 @@ import torch
 
 from weft.errors import DeclarationError, WeftError, did_you_mean
 from weft.layout import Layout
-from weft.relayout.bind_on_same_ranks import bind_on_same_ranks
+from weft.same_ranks import bind_on_same_ranks
 from weft_axes.carry.fragments import by_heads, check_carried
 from weft_axes.nn.attention import check_heads
 

@@ -21,11 +21,11 @@ from weft._digest import number_of
 from weft.comm.channel import Channel
 from weft.comm.consistency import fingerprint
 from weft.declare.mesh import index_at
-from weft.decode.attend import attend_part, merge_parts
-from weft.decode.owners import BLOCK, Held
 from weft.layout import Layout
 from weft.plan.order import shard_spans
 from weft.runtime.autocast import as_autocast
+from weft_axes.decode.attend import attend_part, merge_parts
+from weft_axes.decode.owners import BLOCK, Held
 from weft_axes.nn.attention import MultiAxisAttention
 
 from ..declare.model_file import ModelSpec

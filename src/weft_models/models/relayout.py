@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from weft.comm import collectives
 from weft.declare.layout_file import HEADS
 from weft.layout import Layout
+from weft.move import collectives
 from weft_axes.nn.parameters import HeadWeight, local
 
 from .blocks import BlockInputs

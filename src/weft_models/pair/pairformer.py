@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from weft._caching import cached
 from weft.attention import attention
-from weft.comm import collectives
 from weft.declare.layout import LayoutDeclaration
 from weft.declare.mesh import rank_at
 from weft.layout import Layout
-from weft.relayout.plan import Placed, Redistribution, plan_redistribution
+from weft.move import collectives
+from weft.move.plan import Placed, Redistribution, plan_redistribution
 from weft_axes.nn.parameters import LayerNorm, linear, replicate
 
 from .plan import pair_at_rest, pair_mesh

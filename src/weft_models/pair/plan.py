@@ -23,8 +23,8 @@ from weft.declare.layout import LayoutDeclaration
 from weft.declare.mesh import rank_at
 from weft.declare.orders import TokenOrder
 from weft.errors import DeclarationError
+from weft.move.plan import Placed, Redistribution, Sizes, plan_redistribution
 from weft.plan.order import Spans, count
-from weft.relayout.plan import Placed, Redistribution, Sizes, plan_redistribution
 
 _EQUATION = re.compile(r"([a-z])([a-z]),([a-z])([a-z])->([a-z])([a-z])")
 

@@ -11,8 +11,8 @@ from weft._torch import outside_graphs
 from weft.comm import Transport
 from weft.comm.once_differentiable import once
 from weft.kernels import accumulate_dtype
-from weft.relayout.fetch import collect, fetch
-from weft.relayout.plan import Redistribution
+from weft.move.fetch import collect, fetch
+from weft.move.plan import Redistribution
 
 from .plan import ProductPlan, factors
 

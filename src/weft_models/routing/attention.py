@@ -27,16 +27,15 @@ from torch.distributed.tensor import DTensor
 from weft._digest import describe_value, number_of
 from weft._torch import traced
 from weft._uploads import upload, uploaded
-from weft.comm import collectives
 from weft.comm.channel import refused_everywhere
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
 from weft.errors import ShapeError, UnsupportedError
-from weft.fetching.fetch import Fetch, FetchPass, fetch_plan, slot_rows
-from weft.fetching.resharding import FetchedCall
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.masks import Full, Mask
+from weft.move import collectives
+from weft.move.gather import GatherSlices
 from weft.plan.call import Call, axis_names
 from weft.plan.lengths import read_length
 from weft.plan.order import count, positions
@@ -44,10 +43,11 @@ from weft.plan.plan import Plan
 from weft.plan.sides import Side
 from weft.runtime import calls
 from weft.runtime.autocast import as_autocast, without_autocast
-from weft.runtime.rectangles import Rectangle, RectangleAttention, Rectangles
+from weft_axes.fetching.fetch import Fetch, FetchPass, fetch_plan, slot_rows
+from weft_axes.fetching.rectangles import Rectangle, RectangleAttention, Rectangles
+from weft_axes.fetching.resharding import FetchedCall
 
 from . import router as routes
-from .gather import GatherBlocks
 from .geometry import (
     all_blocks,
     block_partition,
@@ -239,7 +239,7 @@ class _Run:
     ) -> tuple[Tensor, Routes]:
         local, eligible = self.partition.own, self._visibility(q.device).eligible
         shares = self._shares(q, k, router)
-        matrix = GatherBlocks.apply(shares.detach(), self.partition, self.transport, "routes")
+        matrix = self._of_all_ranks(shares.detach(), "routes")
         chosen = routes.choose_keys(matrix, eligible, self.routing.top_k, self.routing.fan_out_cap)
         choice = chosen.cpu()  # the one wait of a call for the device
         wanted = wanted_blocks(self.partition, choice)
@@ -277,7 +277,7 @@ class _Run:
         q_heads, k_heads = self._heads(q.device)
         mine = router.summaries("query", parts, q_heads)  # b h i s
         keys = router.summaries("key", key_parts, k_heads)  # b g j s
-        keys = GatherBlocks.apply(keys, self.partition, self.transport, "summaries")  # b g J s
+        keys = self._of_all_ranks(keys, "summaries")  # b g J s
         mine = reduce(mine, "b (g h) i s -> b g i s", "sum", g=keys.shape[1])
         logits = mine @ keys.mT / math.sqrt(router.summary_dim)  # b g i J, summed over its heads
         logits = self._mean_over_heads(logits, router.heads)
@@ -295,6 +295,11 @@ class _Run:
             found.append(positions(self.plan.compute[side].head_spans, device) - rest)
         sent = uploaded(tuple(self.plan.head_shares.sent), device)
         return found[0], sent[found[1]]
+
+    def _of_all_ranks(self, x: Tensor, label: str) -> Tensor:
+        """Numbers of every rank's blocks (..., blocks, s) -> (..., P blocks, s)."""
+        rows = [x.shape[-2]] * len(self.partition.counts)
+        return GatherSlices.apply(x, -2, rows, self.partition.dims, self.transport, label)
 
     def _mean_over_heads(self, logits: Tensor, heads: int) -> Tensor:
         """One route for all heads, or one per key/value head: (b g i J) -> (b r i J)."""

@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 
 from weft.declare.routing import Routing
 from weft.declare.strategy import Role
-from weft.fetching.bounds import ByteBounds, dense, fetch_bounds
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.plan.choices import gathers_of, spreads_of
 from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
+from weft_axes.fetching.bounds import ByteBounds, dense, fetch_bounds
 
 from . import router as routes
 from .geometry import all_blocks, block_partition, blocks_per_rank, check_routed

@@ -17,9 +17,9 @@ from weft.declare.routing import Routing
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft.plan.order import Spans, chunk_sizes, join, positions, shard_spans
-from weft.testing.cases import Case
-from weft.testing.check import EXACT, Comparison, largest_over_ranks, local_part
-from weft.testing.reference import relative_error
+from weft_axes.testing.cases import Case
+from weft_axes.testing.check import EXACT, Comparison, largest_over_ranks, local_part
+from weft_axes.testing.reference import relative_error
 
 from .attention import Routes, routed_attention
 from .geometry import blocks_per_rank, check_routed

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from weft.declare.routing import Routing
 from weft.errors import DeclarationError, UnsupportedError
-from weft.fetching.fetch import Partition
-from weft.fetching.rules import check_fetched
 from weft.layout import Layout
 from weft.masks import Mask
 from weft.plan.order import Spans, count
 from weft.plan.plan import Plan
 from weft.plan.sides import Side
+from weft_axes.fetching.fetch import Partition
+from weft_axes.fetching.rules import check_fetched
 
 from .router import split_blocks
 

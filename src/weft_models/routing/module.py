@@ -11,12 +11,12 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from weft.bias import Bias
-from weft.comm import collectives
 from weft.declare.explain import explain_validation
 from weft.declare.routing import Routing
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import Full, Mask
+from weft.move import collectives
 from weft_axes.nn.attention import MultiAxisAttention
 from weft_axes.nn.geometry import Axis
 

@@ -14,7 +14,7 @@ from einops import reduce
 from torch import Tensor
 
 from weft.masks import Full, Mask
-from weft.testing.reference import visible_pairs
+from weft_axes.testing.reference import visible_pairs
 
 
 def routed_reference(

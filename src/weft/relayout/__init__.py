@@ -1,1 +1,0 @@
-"""Tensors moved from one placement to another, planned and exchanged."""

@@ -1,0 +1,207 @@
+"""Runs an attention on the standard cases, on threads or processes, and judges its results."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weft.declare.layout_file import HEADS
+from weft.errors import ShapeError
+from weft.layout import Layout
+from weft.plan.order import positions, shard_spans
+
+from .cases import SIDES, Case, RankCall, shard, standard_cases
+from .check import EXACT as EXACT_ERROR
+from .processes import Processes, follows
+from .reference import relative_error
+from .report import EXACT, FAILED, REFUSED, WRONG, Finding, Report
+
+Attend = Callable[[RankCall], Tensor]
+
+
+def conformance(
+    attend: Attend,
+    on: Layout | int,
+    *,
+    dtype: torch.dtype = torch.float64,
+    limit: float | None = None,
+    cases: Iterable[Case] | None = None,
+    order: str = "contiguous",
+    predicted: Callable[[Case], int] | None = None,
+    timeout: float = 30.0,
+    name: str = "",
+) -> Report:
+    """Compare an attention over several ranks with softmax attention on one device.
+
+    Every case of `standard_cases` is run forward and backward with a random gradient of the
+    output: equal and uneven lengths, ranks without tokens, grouped heads, causal and padded keys,
+    fully masked rows, any strides, two calls in flight. Output and all gradients are compared with
+    plain softmax attention in fp64, inputs must be left as they were.
+
+    Args:
+        attend: called on every rank with a `RankCall`; returns this rank's output (b h n d). Ranks
+            that are processes find it by its module and name. A case that it does not support it
+            refuses by raising, on every rank.
+        on: a layout, whose ranks are threads of this process (`call.layout` is bound); or a
+            number of processes that torch.distributed's gloo joins.
+        dtype: of the tensors.
+        limit: the largest error allowed, relative to the largest entry of the full tensor;
+            default 1e-11 in fp64, else 64 roundings of the dtype, 8 in 16 bits.
+        cases: instead of the standard ones.
+        order: in which tokens are dealt to processes: contiguous, zigzag or striped.
+        predicted: the most bytes that a rank sends in a case; compared with the bytes counted.
+        timeout: seconds that a case may take.
+        name: of the attention, for the report.
+
+    Returns:
+        A `Report`: print it, or call `assert_exact()` in a test.
+
+    >>> import weft
+    >>> def attend(call):
+    ...     return weft.attention(call.q, call.k, call.v, call.layout, "tokens", call.mask,
+    ...                           length=(call.n, call.m))
+    >>> conformance(attend, weft.Layout.parse("tokens: ring=2")).ok
+    True
+    """
+    ranks = on.world_size if isinstance(on, Layout) else on
+    cases = standard_cases(ranks) if cases is None else list(cases)
+    if limit is None:
+        roundings = 8 if dtype.itemsize == 2 else 64
+        limit = EXACT_ERROR if dtype == torch.float64 else roundings * torch.finfo(dtype).eps
+    job = _Job(attend, ranks, dtype, order)
+    if isinstance(on, Layout):
+        findings = [_judge(case, job, limit, _threads(job, on, case, timeout)) for case in cases]
+    else:
+        with Processes(job, ranks, timeout) as processes:
+            findings = [_judge(case, job, limit, processes.run(case)) for case in cases]
+    if predicted is not None:
+        findings = [_counted(f, predicted(c)) for f, c in zip(findings, cases)]
+    name = name or getattr(attend, "__name__", str(attend))
+    return Report(name, ranks, limit, tuple(findings))
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One rank's tensors of a case by name, or its exception; `changed` names modified inputs."""
+
+    tensors: list[dict[str, Tensor]]
+    layout: Layout | None = None
+    raised: str = ""
+    changed: str = ""
+    nbytes: int | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything a rank needs to run a case."""
+
+    attend: Attend
+    ranks: int
+    dtype: torch.dtype
+    order: str
+
+    def run(self, case: Case, rank: int, layout: Layout | None = None) -> CaseResult:
+        """A case on one rank; an exception is part of the result."""
+        calls, before = [], []
+        try:
+            for seed in range(1 + case.twice):
+                full = case.draw(self.dtype, seed)
+                local = {n: self._laid_out(case, t, n, rank, layout) for n, t in full.items()}
+                before.append({n: t.clone() for n, t in local.items()})
+                q, k, v = leaves = [local[n].requires_grad_() for n in "qkv"]
+                call = RankCall(
+                    q, k, v, rank, self.ranks, case.queries, case.keys, case.mask, layout
+                )
+                calls.append((leaves, local["dout"], self.attend(call)))
+            tensors, changed = [], ""
+            for (leaves, dout, out), old in zip(calls, before):
+                grads = torch.autograd.grad(out, leaves, dout, allow_unused=True)
+                results = dict(zip(("out", "dq", "dk", "dv"), (out.detach(), *grads)))
+                tensors.append({n: t for n, t in results.items() if t is not None})
+                now = dict(zip(("q", "k", "v", "dout"), (*leaves, dout)))
+                changed += "".join(n for n in now if not torch.equal(now[n], old[n]))
+        except Exception as error:
+            return CaseResult([], raised=f"{type(error).__name__}: {error}"[:500])
+        return CaseResult(tensors, changed=changed)
+
+    def part(self, case: Case, full: Tensor, name: str, rank: int, layout: Layout | None) -> Tensor:
+        """One rank's part of a full tensor (b h n d)."""
+        if layout is None:
+            spans = shard_spans(full.shape[2], (self.ranks,), self.order)[rank]
+            return full.index_select(2, positions(spans))
+        for mesh_dim in layout.shard_dims(HEADS):
+            heads, size = full.shape[1], layout.mesh[mesh_dim]
+            if heads < size:  # raised on every rank, also on those that would have some
+                raise ShapeError(f"{heads} heads cannot be split over {mesh_dim}={size}")
+        return shard(layout, case.axes, case.lengths, full, SIDES[name])
+
+    def _laid_out(
+        self, case: Case, full: Tensor, name: str, rank: int, layout: Layout | None
+    ) -> Tensor:
+        part = self.part(case, full, name, rank, layout)
+        if case.strided:
+            return part.transpose(1, 2).contiguous().transpose(1, 2)
+        return part.contiguous()
+
+
+def _threads(job: _Job, layout: Layout, case: Case, timeout: float) -> list:
+    from weft.threads import on_threads
+
+    results: list[CaseResult | str] = [f"no answer in {timeout:.0f} s"] * job.ranks
+
+    def rank(bound: Layout) -> None:
+        before = sum(bound.bound.sent.values())
+        result = job.run(case, bound.rank, bound)
+        sent = sum(bound.bound.sent.values()) - before
+        results[bound.rank] = replace(result, layout=bound, nbytes=sent)
+        if result.raised:
+            raise _Raised(result.raised)
+
+    with contextlib.suppress(_Raised):
+        on_threads(layout, rank, timeout=timeout)
+    return results
+
+
+class _Raised(Exception):
+    """An exception of `attend` on a rank that is a thread: it ends the waits of the others."""
+
+
+def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
+    """A finding from every rank's result; a text says why a rank gave none."""
+    raised = {r.raised for r in results if not isinstance(r, str) and r.raised}
+    if lost := [f"rank {i}: {r}" for i, r in enumerate(results) if isinstance(r, str)]:
+        also = f"; others raised {sorted(raised)[0]}" if raised else ""
+        return Finding(case.name, FAILED, {}, f"{', '.join(lost)}{also}")
+    if raised:
+        everywhere = all(r.raised and not follows(r.raised) for r in results)
+        causes = sorted(raised, key=lambda text: (follows(text), text))
+        return Finding(case.name, REFUSED if everywhere else FAILED, {}, causes[0])
+    errors: dict[str, float] = {}
+    for seed in range(1 + case.twice):
+        expected = case.wanted(case.draw(job.dtype, seed))
+        del expected["lse"]
+        for name, full in expected.items():
+            for rank, r in enumerate(results):
+                part = job.part(case, full, name, rank, r.layout)
+                actual = r.tensors[seed].get(name, torch.zeros_like(part))
+                error = relative_error(actual, part, full, smallest=1e-30)
+                errors[name] = max(errors.get(name, 0.0), error)
+    changed = "".join(sorted({c for r in results for c in r.changed}))
+    detail = f"inputs were changed: {changed}" if changed else ""
+    missing = [n for n in errors if any(n not in t for r in results for t in r.tensors)]
+    if missing:
+        detail = f"{detail}; no gradient: {', '.join(missing)}".strip("; ")
+    good = not detail and all(value <= limit for value in errors.values())
+    sent = [r.nbytes for r in results if r.nbytes is not None]
+    return Finding(case.name, EXACT if good else WRONG, errors, detail, max(sent, default=None))
+
+
+def _counted(finding: Finding, predicted: int) -> Finding:
+    if finding.verdict != EXACT or finding.nbytes in (None, predicted):
+        return finding
+    detail = f"sent {finding.nbytes} bytes, {predicted} were predicted"
+    return Finding(finding.case, WRONG, finding.errors, detail, finding.nbytes)
