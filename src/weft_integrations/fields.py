@@ -32,11 +32,11 @@ from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft_axes.fields import Field, WholeReport, cut, distributed
 from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import on_positions, proven_islands
-from weft_axes.fields.units import let_fields_through
 from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
 from . import Foreign
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
+from .units import let_fields_through
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
 AXES = {"time": -3, "height": -2, "width": -1}

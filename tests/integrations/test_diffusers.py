@@ -1,6 +1,7 @@
 """diffusers' transformers on a layout: outputs and gradients are those of one process."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -156,160 +157,132 @@ def test_every_family_is_that_of_one_process(name):
         _assert_exact("tokens(zigzag): ulysses=2 x pass_q=2", model, inputs, "whole")
 
 
-def _heads(dim: int = 8, **options) -> dict:
-    return {"attention_head_dim": dim, "num_attention_heads": 2, "num_layers": 2, **options}
-
-
-def _text(name: str, sizes: dict, *image: int, **inputs):
-    """A transformer, with latents of a shape, and text of five tokens."""
-    there = torch.ones(2, 5, dtype=torch.long)
-    there[0, -2:] = 0
-    given = {"hidden_states": _draw(*image), "encoder_hidden_states": _draw(2, 5, 8, seed=1)}
-    given |= {"timestep": torch.tensor([0.3, 0.7]).double(), **inputs}
-    given |= {n: there for n, value in inputs.items() if value == "there"}
-    return getattr(diffusers, name)(**sizes), {n: x for n, x in given.items() if x is not None}
-
-
-_BOTH = {"in_channels": 4, "out_channels": 4}
-_IDS = {"img_ids": 9 * _draw(13, 4).abs(), "txt_ids": torch.zeros(5, 4).double()}
-_SIZES = {n: _draw(2, 2).abs() for n in ("original_size", "target_size", "crop_coords")}
-#: Transformers that nothing in weft names; Z-Image pads a list of images by a function that runs
-#: whole, and those with a limit of their own compute in fp32 within.
+#: Sizes and inputs of transformers that have them; others are in the table.
+_SIZES = {"attention_head_dim": 8, "num_attention_heads": 2, "num_layers": 2, "sample_size": 8}
+_SIZES |= {"in_channels": 4, "out_channels": 4, "joint_attention_dim": 8, "condition_dim": 4}
+_SIZES |= {"caption_projection_dim": 16, "pooled_projection_dim": 8, "pos_embed_max_size": 16}
+_SIZES |= {"cross_attention_dim": 16, "caption_channels": 8, "text_embed_dim": 8, "text_dim": 8}
+_SIZES |= {"num_single_layers": 1, "time_embed_dim": 8, "freq_dim": 16, "ffn_dim": 16}
+_THERE = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+_INPUTS = {n: _draw(2, 2).abs() for n in ("original_size", "target_size", "crop_coords")}
+_INPUTS |= {"encoder_hidden_states": _draw(2, 5, 8, seed=1), "encoder_attention_mask": _THERE}
+_INPUTS |= {"pooled_projections": _draw(2, 8), "timestep": torch.tensor([0.3, 0.7]).double()}
+_INPUTS |= {"img_ids": 9 * _draw(13, 4).abs(), "txt_ids": torch.zeros(5, 4).double()}
+_INPUTS |= {"guidance": torch.tensor([3.0, 7.0]).double()}
+_THREE = {n: _INPUTS[n][:, :3] for n in ("img_ids", "txt_ids")}
+_STEPS = {"timestep": torch.tensor([3, 7])}
+#: Transformers that nothing in weft names: latents, sizes, inputs, and what is next to one process
+#: where they compute in fp32 within.
 OTHERS = {
-    "SD3Transformer2DModel": (
-        _heads(**_BOTH, sample_size=8, joint_attention_dim=8, caption_projection_dim=16)
-        | {"pooled_projection_dim": 8, "pos_embed_max_size": 8},
-        (2, 4, 6, 8),
-        {"pooled_projections": _draw(2, 8, seed=2)},
-    ),
-    "AuraFlowTransformer2DModel": (
-        {"sample_size": 8, "in_channels": 4, "num_mmdit_layers": 1, "num_single_dit_layers": 1}
-        | {"attention_head_dim": 8, "num_attention_heads": 2, "joint_attention_dim": 8}
-        | {"caption_projection_dim": 16, "pos_embed_max_size": 16},
-        (2, 4, 6, 8),
-        {},
-    ),
-    "PixArtTransformer2DModel": (
-        _heads(sample_size=8, cross_attention_dim=16, caption_channels=8, norm_num_groups=1)
-        | {"use_additional_conditions": False},
+    "SD3": ((2, 4, 6, 8), {}, {}, LIMIT),
+    "AuraFlow": ((2, 4, 6, 8), {"num_mmdit_layers": 1, "num_single_dit_layers": 1}, {}, LIMIT),
+    "PixArt": (
         (2, 4, 8, 8),
-        {"encoder_attention_mask": "there"}
-        | {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}},
+        {"norm_num_groups": 1, "use_additional_conditions": False, "out_channels": 8},
+        {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}, "attention_mask": None},
+        LIMIT,
     ),
-    "SanaTransformer2DModel": (
-        _heads(**_BOTH, num_cross_attention_heads=2, cross_attention_head_dim=8, sample_size=8)
-        | {"cross_attention_dim": 16, "caption_channels": 8},
+    "Sana": (
         (2, 4, 6, 8),
-        {"encoder_attention_mask": "there", "limit": 1e-6},
+        {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8},
+        {"guidance": None},
+        1e-6,
     ),
-    "LTXVideoTransformer3DModel": (
-        _heads(**_BOTH, cross_attention_dim=16, caption_channels=8),
-        (2, 18, 4),
-        {"encoder_attention_mask": "there", "num_frames": 2, "height": 3, "width": 3},
-    ),
-    "MochiTransformer3DModel": (
-        _heads(in_channels=4, pooled_projection_dim=8, text_embed_dim=8, time_embed_dim=4),
-        (2, 4, 2, 6, 4),
-        {"encoder_attention_mask": "there", "limit": 1e-5},
-    ),
-    "ChromaTransformer2DModel": (
-        _heads(16, num_single_layers=1, in_channels=4, joint_attention_dim=8)
-        | {"axes_dims_rope": (4, 4, 8), "approximator_num_channels": 8}
+    "LTXVideo": ((2, 18, 4), {}, {"num_frames": 2, "height": 3, "width": 3}, LIMIT),
+    "Mochi": ((2, 4, 2, 6, 4), {"time_embed_dim": 4}, {}, 1e-5),
+    "Chroma": (
+        (2, 13, 4),
+        {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 8}
         | {"approximator_hidden_dim": 16, "approximator_layers": 1},
-        (2, 13, 4),
-        {n: x[:, :3] for n, x in _IDS.items()},
+        _THREE,
+        LIMIT,
     ),
-    "Lumina2Transformer2DModel": (
-        {"sample_size": 8, "in_channels": 4, "hidden_size": 24, "num_layers": 1}
-        | {"num_refiner_layers": 1, "num_attention_heads": 4, "num_kv_heads": 2, "multiple_of": 8}
-        | {"axes_dim_rope": (2, 2, 2), "axes_lens": (32, 32, 32), "cap_feat_dim": 8},
+    "Lumina2": (
         (2, 4, 6, 8),
-        {"encoder_attention_mask": "there"},
-    ),
-    "CogView4Transformer2DModel": (
-        _heads(**_BOTH, text_embed_dim=8, time_embed_dim=8, condition_dim=4, sample_size=8)
-        | {"pos_embed_max_size": 8, "rope_axes_dim": (4, 4)},
-        (2, 4, 6, 8),
-        _SIZES,
-    ),
-    "CogView3PlusTransformer2DModel": (
-        _heads(**_BOTH, text_embed_dim=8, time_embed_dim=8, condition_dim=4, sample_size=8)
-        | {"pos_embed_max_size": 8},
-        (2, 4, 6, 8),
-        _SIZES,
-    ),
-    "HunyuanDiT2DModel": (
-        _heads(in_channels=4, patch_size=2, sample_size=8, hidden_size=16, cross_attention_dim=8)
-        | {"cross_attention_dim_t5": 8, "pooled_projection_dim": 8, "text_len": 5}
-        | {"text_len_t5": 4, "activation_fn": "gelu-approximate"},
-        (2, 4, 8, 8),
-        {"text_embedding_mask": torch.ones(2, 5).bool(), "image_meta_size": _draw(2, 6).abs()}
-        | {"encoder_hidden_states_t5": _draw(2, 4, 8, seed=2), "style": torch.zeros(2).long()}
-        | {"text_embedding_mask_t5": torch.ones(2, 4).bool(), "limit": 1e-5}
-        | {"image_rotary_emb": (_draw(16, 8).cos(), _draw(16, 8).sin())},
-    ),
-    "AllegroTransformer3DModel": (
-        _heads(24, **_BOTH, cross_attention_dim=48, caption_channels=8, sample_frames=2)
-        | {"sample_height": 8, "sample_width": 8},
-        (2, 4, 2, 8, 8),
-        {"attention_mask": torch.ones(2, 2, 8, 8), "encoder_attention_mask": "there"}
-        | {"timestep": torch.tensor([3, 7])},
-    ),
-    "Flux2Transformer2DModel": (
-        _heads(16, num_single_layers=1, in_channels=4, joint_attention_dim=8)
-        | {"timestep_guidance_channels": 8, "axes_dims_rope": (4, 4, 4, 4)},
-        (2, 13, 4),
-        _IDS | {"guidance": torch.tensor([3.0, 7.0]).double()},
-    ),
-    "SkyReelsV2Transformer3DModel": (
-        _heads(12, **_BOTH, text_dim=8, freq_dim=16, ffn_dim=16, rope_max_seq_len=32),
-        (2, 4, 3, 4, 6),
+        {"hidden_size": 24, "num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 4}
+        | {"num_kv_heads": 2, "multiple_of": 8, "axes_dim_rope": (2, 2, 2), "cap_feat_dim": 8}
+        | {"axes_lens": (32, 32, 32)},
         {},
+        LIMIT,
     ),
-    "StableAudioDiTModel": (
-        _heads(**_BOTH, sample_size=16, num_key_value_attention_heads=2, cross_attention_dim=16)
-        | {"time_proj_dim": 8, "global_states_input_dim": 8, "cross_attention_input_dim": 8},
-        (2, 4, 16),
-        {"global_hidden_states": _draw(2, 1, 8)}
-        | {"rotary_embedding": (_draw(17, 4).cos(), _draw(17, 4).sin())},
+    "CogView4": ((2, 4, 6, 8), {"rope_axes_dim": (4, 4)}, {}, LIMIT),
+    "CogView3Plus": ((2, 4, 6, 8), {}, {}, LIMIT),
+    "Allegro": (
+        (2, 4, 2, 8, 8),
+        {"attention_head_dim": 24, "cross_attention_dim": 48, "sample_frames": 2}
+        | {"sample_height": 8, "sample_width": 8},
+        {"attention_mask": torch.ones(2, 2, 8, 8), **_STEPS},
+        LIMIT,
     ),
-    "LatteTransformer3DModel": (
-        _heads(**_BOTH, sample_size=8, patch_size=2, caption_channels=8, cross_attention_dim=16)
-        | {"norm_type": "ada_norm_single", "num_embeds_ada_norm": 10, "video_length": 3}
-        | {"norm_elementwise_affine": False},
-        (2, 4, 3, 8, 8),
-        {"timestep": torch.tensor([3, 7])},
-    ),
-    "BriaTransformer2DModel": (
-        _heads(16, num_single_layers=1, in_channels=4, joint_attention_dim=8)
-        | {"axes_dims_rope": [4, 4, 8]},
+    "Flux2": (
         (2, 13, 4),
-        {n: x[:, :3] for n, x in _IDS.items()},
+        {"attention_head_dim": 16, "timestep_guidance_channels": 8, "axes_dims_rope": (4,) * 4},
+        {},
+        LIMIT,
     ),
-    "ZImageTransformer2DModel": (
-        {"in_channels": 4, "dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2}
-        | {"n_kv_heads": 2, "cap_feat_dim": 8, "axes_dims": [4, 6, 6], "axes_lens": [64] * 3},
+    "SkyReelsV2": (
+        (2, 4, 3, 4, 6),
+        {"attention_head_dim": 12, "rope_max_seq_len": 32},
+        {},
+        LIMIT,
+    ),
+    "StableAudioDiT": (
+        (2, 4, 16),
+        {"sample_size": 16, "num_key_value_attention_heads": 2, "time_proj_dim": 8}
+        | {"global_states_input_dim": 8, "cross_attention_input_dim": 8},
+        {"global_hidden_states": _draw(2, 1, 8), "encoder_attention_mask": None}
+        | {"rotary_embedding": (_draw(17, 4).cos(), _draw(17, 4).sin())},
+        LIMIT,
+    ),
+    "Latte": (
+        (2, 4, 3, 8, 8),
+        {"patch_size": 2, "norm_type": "ada_norm_single", "num_embeds_ada_norm": 10}
+        | {"video_length": 3, "norm_elementwise_affine": False},
+        {"encoder_attention_mask": None, **_STEPS},
+        LIMIT,
+    ),
+    "Bria": (
+        (2, 13, 4),
+        {"attention_head_dim": 16, "axes_dims_rope": [4, 4, 8], "pooled_projection_dim": None},
+        {"guidance": None, **_THREE},
+        LIMIT,
+    ),
+    "ZImage": (
         (1,),
-        {"hidden_states": None, "encoder_hidden_states": None, "timestep": None}
-        | {"x": [_draw(4, 1, 4, 6), _draw(4, 1, 6, 4, seed=5)], "t": torch.tensor([0.3, 0.7])}
+        {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+        | {"cap_feat_dim": 8, "axes_dims": [4, 6, 6], "axes_lens": [64] * 3},
+        {"x": [_draw(4, 1, 4, 6), _draw(4, 1, 6, 4, seed=5)], "t": torch.tensor([0.3, 0.7])}
         | {"cap_feats": [_draw(5, 8, seed=1), _draw(3, 8, seed=4)]},
+        LIMIT,
     ),
 }
+
+
+def _named(name: str):
+    """A transformer of the table, and its inputs."""
+    shape, own, given, _ = OTHERS[name]
+    kinds = (getattr(diffusers, f"{name}{end}", None) for end in _ENDS)
+    kind = next(found for found in kinds if found is not None)
+    sizes, known = (inspect.signature(f).parameters for f in (kind.__init__, kind.forward))
+    inputs = {"hidden_states": _draw(*shape), **_INPUTS}
+    return kind(**{n: x for n, x in _SIZES.items() if n in sizes} | own), {
+        n: x for n, x in inputs.items() if n in known
+    } | given
+
+
+_ENDS = ("Transformer2DModel", "Transformer3DModel", "Model")
 
 
 @pytest.mark.few(2)
 @pytest.mark.filterwarnings("ignore:.*pad_sequence has no rule")
 @pytest.mark.parametrize("name", OTHERS)
 def test_transformers_that_weft_has_never_heard_of(name):
-    sizes, image, inputs = OTHERS[name]
-    limit = inputs.get("limit", LIMIT)
-    inputs = {n: x for n, x in inputs.items() if n != "limit"}
-    model, given = _seeded(_text, name, sizes, *image, **inputs)
+    model, given = _seeded(_named, name)
     for p in model.parameters():
         if not p.any():  # modulations begin at zero, which hides the blocks
             torch.nn.init.normal_(p, std=0.1)
     for line in ("tokens: ring=2", "tokens(zigzag): ulysses=2 x pass_q=2"):
-        _assert_exact(line, model, given, limit=limit)
+        _assert_exact(line, model, given, limit=OTHERS[name][-1])
 
 
 def test_layouts_text_and_lengths_of_all_kinds():

@@ -144,16 +144,11 @@ def _to_whole_keys(
         mask = None if attn_mask is None else t[attn_mask.index]
         q, k, v = (t[p.index] for p in parts)
         if not q.numel() or not k.numel():
-            return _nothing(q, k, v, mask, out, query)
+            zero = (q.sum() + k.sum() + v.sum()) * 0  # on the graph of all
+            return zero + q.new_zeros([query.region.local_size(dim) for dim in out])
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
     return Recipe(run, out, goals)
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, out: Sequence[Dim], x: Part) -> Tensor:
-    """No queries, on the graph of all inputs."""
-    zero = (q.sum() + k.sum() + v.sum()) * 0
-    return zero + q.new_zeros([x.region.local_size(dim) for dim in out])
 
 
 def _over_split(
@@ -170,7 +165,7 @@ def _over_split(
     keys = key.dims[m] if key.is_split(m) else value.dims[m]  # the whole one of two is cut alike
     rows = query.dims[-2]
     if not is_split_dim(rows) and len(keys) == 1:
-        rows = split_dim(region.chunks_like(*split_axes(keys), dim_size(rows)))
+        rows = split_dim(region.chunks_like(split_axes(keys)[0], dim_size(rows)))
     sides = [rows, keys, keys]
     axes = tuple(_name(f, i) for i, f in enumerate(rows))
     if any(axes != tuple(_name(f, i) for i, f in enumerate(side)) for side in sides[1:]):
@@ -221,12 +216,8 @@ def _over_split(
 
 def _is_of_keys(mask: Part, query: Part, m: int) -> bool:
     """True of a boolean mask of m keys alone: (b or 1, 1, 1, m), or fewer dims."""
-    rest = mask.shape[-3:-1].numel()
-    return (
-        mask.dtype == torch.bool
-        and mask.ndim <= query.ndim == 4
-        and (rest, mask.shape[-1]) == (1, m)
-    )
+    sizes = mask.shape[-3:-1].numel(), mask.shape[-1]
+    return mask.dtype == torch.bool and mask.ndim <= query.ndim == 4 and sizes == (1, m)
 
 
 def _check_mask(mask: Part | None, query: Part, axes: tuple[str, ...], lead: Sequence[Dim]) -> None:
@@ -237,9 +228,8 @@ def _check_mask(mask: Part | None, query: Part, axes: tuple[str, ...], lead: Seq
     per_sample = mask.ndim > 3 and math.prod(mask.shape[:-3]) > 1
     several = mask.ndim > 2 and mask.shape[-3] > 1
     rules = region.layout.rules(axes)
-    moved = any(
-        rules[m].role is Role.BATCH for a in split_axes(query.dims[-2]) for m, _ in region.mesh(a)
-    )
+    mesh = [m for a in split_axes(query.dims[-2]) for m, _ in region.mesh(a)]
+    moved = any(rules[m].role is Role.BATCH for m in mesh)
     if (per_sample and moved) or (any(map(is_split_dim, lead)) and (per_sample or several)):
         raise refused("attention with a mask per sample over split samples", mask)
 

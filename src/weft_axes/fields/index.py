@@ -305,7 +305,8 @@ def _write_at_mask(x: Field, mask: Tensor, value: Any) -> None:
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
     """Numbers of a source in the order of a mask's positions: every rank has the source whole."""
     if isinstance(source, Field):
-        source = _gathered(source)
+        goal = [whole(n) for n in source.shape]  # its gradient is a share, as of other whole ones
+        source = placed_like(source._checked()._local, source._dims, goal, source._region, "gather")
     if mask.dtype != torch.bool:
         raise RuntimeError("masked_scatter: the mask must be of booleans")
     look = FieldsAtHand("masked_scatter", x, mask)
@@ -324,13 +325,6 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
     values = flat[own[0]] if flat.numel() else own[0].to(flat.dtype)
     return look.field(
         torch.where(own[1], values, look.placed(x, goal[len(goal) - x.dim() :])), goal
-    )
-
-
-def _gathered(x: Field) -> Tensor:
-    """A whole tensor whose gradient is a share on every rank, as of other whole tensors."""
-    return placed_like(
-        x._checked()._local, x._dims, [whole(n) for n in x.shape], x._region, "gather"
     )
 
 
@@ -389,11 +383,6 @@ def take_along_dim(
     return x.expand(one).gather(d, indices.expand(two))
 
 
-def _scatter(name: str) -> None:
-    for func in both(name):
-        rule(func)(_scatter_rule(func))
-
-
 def _scatter_rule(func: Any) -> Any:
     def scatter(
         x: Part, dim: int, index: Part, src: Any = None, *args: Any, **kwargs: Any
@@ -409,8 +398,8 @@ def _scatter_rule(func: Any) -> Any:
     return scatter
 
 
-for _name in ("scatter", "scatter_add", "scatter_reduce"):
-    _scatter(_name)
+for _func in both("scatter", "scatter_add", "scatter_reduce"):
+    rule(_func)(_scatter_rule(_func))
 
 
 def _index_rule(func: Any) -> Any:
@@ -432,9 +421,8 @@ def _index_rule(func: Any) -> Any:
     return run
 
 
-for _name in ("index_add", "index_copy", "index_fill"):
-    for _func in both(_name):
-        rule(_func)(_index_rule(_func))
+for _func in both("index_add", "index_copy", "index_fill"):
+    rule(_func)(_index_rule(_func))
 
 
 @rule(torch.isin)

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from weft.masks import FULL, NOTHING, Interval, Intervals, Mask, MaskMod, merge_intervals
+from weft._uploads import uploaded
+from weft.masks import FULL, Interval, Intervals, Mask, MaskMod, merge_intervals
 from weft.masks.base import common
 from weft.plan.order import Spans, cut_spans, each_position
 
@@ -43,14 +44,12 @@ class Stored:
 
     def __init__(self, sides: Sequence[tuple[Chunks, Chunks]], region: FieldRegion) -> None:
         (here, queries), (tokens, keys) = sides
-        own = region.chunk(here.axis)
-        self.room = queries.counts[own], keys.counts[own], keys.counts[own]
+        self.room = [c.counts[region.chunk(here.axis)] for c in (queries, keys, keys)]
         self.lengths = {here.axis: (queries.length, keys.length)}
         of_queries, self.of_keys = _filled(here, queries), _filled(tokens, keys)
         self.tokens, self.length = tokens.spans, keys.length
-        self.seen: Mask = FULL
-        if any(tokens.length != chunks.length for tokens, chunks in sides):
-            self.seen = _Numbers(*map(_intervals, (of_queries, self.of_keys)))
+        is_full = all(tokens.length == chunks.length for tokens, chunks in sides)
+        self.seen = FULL if is_full else _Numbers(*map(_intervals, (of_queries, self.of_keys)))
 
     def filled(self, x: Tensor, room: int) -> Tensor:
         """A rank's tokens (..., n, d), and zeros up to the size of its chunk."""
@@ -61,7 +60,7 @@ class Stored:
         if there is None or bool(there.all()):
             return self.seen
         numbers, tokens = (
-            [p for spans in side for p in each_position(spans)]
+            uploaded(tuple(p for spans in side for p in each_position(spans)), there.device)
             for side in (self.of_keys, self.tokens)
         )
         there = there.reshape(-1, there.shape[-1])
@@ -102,22 +101,12 @@ class _Numbers(Mask):
     def query_intervals(self, k: Interval) -> Intervals:
         return self.of_queries if common(self.of_keys, (k,)) else ()
 
-    def keys(self, q: Interval) -> Interval:
-        return _hull(self.key_intervals(q))
-
-    def queries(self, k: Interval) -> Interval:
-        return _hull(self.query_intervals(k))
-
     def is_full(self, q: Interval, k: Interval) -> bool:
         return common(self.of_queries, (q,)) == (q,) and common(self.of_keys, (k,)) == (k,)
 
     def cuts(self, length: int) -> tuple[int, ...]:
         ends = {n for low, high in (*self.of_queries, *self.of_keys) for n in (low, high + 1)}
         return tuple(sorted(ends))
-
-
-def _hull(intervals: Intervals) -> Interval:
-    return (intervals[0][0], intervals[-1][1]) if intervals else NOTHING
 
 
 def _among(x: Tensor, intervals: Intervals) -> Tensor:

@@ -650,11 +650,6 @@ def _diagonal(x: Part, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Recipe:
     return on_locals(torch.diagonal, (x, offset, one, two), [*kept, whole(n)])
 
 
-def _triangle(name: str) -> None:
-    for func in both(name):
-        rule(func)(_triangle_rule(func))
-
-
 def _triangle_rule(func: Any) -> Any:
     def triangle(x: Part, diagonal: int = 0) -> Recipe:
         if x.is_split(x.ndim - 1) or x.is_split(x.ndim - 2):
@@ -664,5 +659,5 @@ def _triangle_rule(func: Any) -> Any:
     return triangle
 
 
-for _name in ("tril", "triu"):
-    _triangle(_name)
+for _func in both("tril", "triu"):
+    rule(_func)(_triangle_rule(_func))
