@@ -93,7 +93,8 @@ def _tried(model: nn.Module, use: Callable[[nn.Module, Tensor], list[Tensor]]) -
         return "none"
 
     def work(layout: Layout) -> list[Tensor]:
-        return use(weft.parallelize(copy.deepcopy(model), layout), ids)
+        found = use(weft.parallelize(copy.deepcopy(model), layout), ids)
+        return [t.full_tensor() if isinstance(t, weft.Field) else t for t in found]
 
     with warnings.catch_warnings(record=True) as raised:
         warnings.simplefilter("always")

@@ -31,7 +31,7 @@ from weft.layout import Layout
 from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft_axes.fields import Field, WholeReport, cut, distributed
 from weft_axes.fields.exchange import is_made_whole
-from weft_axes.fields.islands import on_positions, proven_islands
+from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_islands
 from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
 from . import Foreign
@@ -190,11 +190,11 @@ class _Calls:
         for name in METHODS:
             if callable(getattr(model, name, None)):
                 self.wrap(name, placed)
-        experts = filter(is_experts, model.modules())
-        promised = ((module, types.MethodType(by_positions, module)) for module in experts)
-        for module, forward in (*promised, *proven_islands(model)):
-            module.__dict__["forward"] = forward
-            placed.steps.append(functools.partial(vars(module).pop, "forward", None))
+        promised = ((m, by_positions) for m in filter(is_experts, model.modules()))
+        for module, forward in (*promised, *((m, on_rows) for m in proven_islands(model))):
+            vars(module)["forward"] = types.MethodType(forward, module)
+            for name in ("forward", PROOF):
+                placed.steps.append(functools.partial(vars(module).pop, name, None))
         placed.put_on(model)
         return model
 

@@ -6,7 +6,9 @@ Models are told apart by the packages of their classes; no package is imported f
 from __future__ import annotations
 
 import importlib
+import logging
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +16,13 @@ from torch import nn
 
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
+from weft_axes.fields.islands import PROOF
 
 from .common import Parallelized
 from .fields import parallelize_fields, splits_fields
+from .shares import strategies
 
+LOG = logging.getLogger("weft")
 #: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
 _PACKAGES = {
     "transformers": "transformers.model",
@@ -56,7 +61,7 @@ def parallelize(
         **options: of the package's function.
 
     Returns:
-        The model.
+        The model. One line of the log "weft" says what is split, and how, on rank 0.
 
     Raises:
         UnsupportedError: a model of another package, or one that its package's function refuses.
@@ -74,7 +79,7 @@ def parallelize(
             "'ddp'); weft.parallelize puts models of other packages on a layout"
         )
     if axis is None and not _layouts(model) and (splits_fields(layout) or "dims" in options):
-        return parallelize_fields(model, layout, **options)
+        return _told(parallelize_fields(model, layout, **options), layout)
     package = _package(model)
     if package == "weft":
         _check_own(model, layout, axis, options)
@@ -83,7 +88,24 @@ def parallelize(
         options = {"axis": axis, **options}
     module = importlib.import_module(f".{_PACKAGES[package]}", __package__)
     place: Callable[..., nn.Module] = getattr(module, f"parallelize_{package}")
-    return place(model, layout, **options)
+    return _told(place(model, layout, **options), layout)
+
+
+def _told(model: nn.Module, layout: Layout) -> nn.Module:
+    """Say once, in the log of `weft`, what is split and how; returns the model."""
+    if layout.rank == 0:
+        axes = ", ".join(f"{a} over {layout.size(a)} ranks" for a in layout.sharding)
+        islands = Counter(type(m).__name__ for m in _inner(model).modules() if PROOF in vars(m))
+        LOG.info(
+            "%s on %s: %s, attention by %s; in one step on a rank's own: %s; functions of torch"
+            " without a rule run whole, named; `weft explain model` shows modules and bytes",
+            type(model).__name__,
+            layout.source,
+            axes or "nothing is split",
+            strategies(layout) or "the model itself",
+            ", ".join(f"{n} {name}" for name, n in islands.items()) or "none",
+        )
+    return model
 
 
 def restore(model: nn.Module) -> nn.Module:

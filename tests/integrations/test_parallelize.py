@@ -204,6 +204,25 @@ def test_layers_replaced_after_parallelize_compute_as_on_one_device(kind: str):
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_one_line_of_the_log_says_what_is_split(caplog):
+    caplog.set_level("INFO", "weft")
+    config = hf.LlamaConfig(
+        vocab_size=10,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+
+    def work(layout: Layout) -> None:
+        weft.parallelize(hf.LlamaForCausalLM(config), layout)
+
+    weft.on_threads(Layout.parse("tokens: ulysses=1 x ring=2"), work)
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "weft"]
+    assert "LlamaForCausalLM on layout 'tokens: ulysses=1 x ring=2': tokens over 2 ranks" in line
+    assert "attention by ring; in one step on a rank's own: 2 LlamaMLP, 5 LlamaRMSNorm" in line
+
+
 def test_transformers_model_known_in_adapters_and_by_its_own_class():
     peft = pytest.importorskip("peft")
     layout = Layout.parse("tokens: ring=2")

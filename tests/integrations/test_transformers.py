@@ -475,3 +475,101 @@ def test_refuses_labels_on_one_rank():
         return True
 
     assert all(weft.on_threads(Layout.parse("tokens: ring=2"), work))
+
+
+# -- islands --------------------------------------------------------------------------------------
+
+
+def mixed(_, args, y):
+    return y + y.cumsum(1)
+
+
+class Mixing(torch.nn.Module):
+    def forward(self, x):
+        return mixed(None, (), x)
+
+
+def adapted(module):
+    peft = pytest.importorskip("peft")
+    inner = max(n for n, m in module.named_modules() if isinstance(m, torch.nn.Linear))
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=[inner]), module)
+    for n, p in module.named_parameters():
+        if "lora" in n:
+            torch.nn.init.constant_(p, 0.1)
+
+
+#: What is planted in a module, and whether it is one step still.
+PLANTED = {
+    "nothing": (lambda m: None, True),
+    "a hook": (lambda m: next(m.children()).register_forward_hook(mixed), False),
+    "an activation": (lambda m: setattr(m, ACTIVATIONS[type(m).__name__], Mixing()), False),
+    "an adapter": (adapted, False),
+    "another forward": (lambda m: setattr(m, "forward", Mixing().forward), False),
+}
+ACTIVATIONS = {
+    "LlamaMLP": "act_fn",
+    "GemmaMLP": "act_fn",
+    "Phi3MLP": "activation_fn",
+    "T5LayerFF": "dropout",
+}
+GEMMA = hf.GemmaConfig(**GROUPED, head_dim=8)
+T5 = hf.T5Config(
+    vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0
+)
+T5.decoder_start_token_id = 0
+ISLANDS = {
+    "llama mlp": (hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED), "model.layers.1.mlp"),
+    "llama norm": (hf.LlamaForCausalLM, hf.LlamaConfig(**GROUPED), "model.norm"),
+    "gemma mlp": (hf.GemmaForCausalLM, GEMMA, "model.layers.1.mlp"),
+    "phi3 mlp": (
+        hf.Phi3ForCausalLM,
+        hf.Phi3Config(**GROUPED, pad_token_id=0, resid_pdrop=0.0, attention_dropout=0.0),
+        "model.layers.1.mlp",
+    ),
+    "t5 norm": (hf.T5ForConditionalGeneration, T5, "encoder.block.1.layer.0.layer_norm"),
+    "t5 block": (hf.T5ForConditionalGeneration, T5, "encoder.block.1.layer.1"),
+}
+
+
+@split
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (name, what)
+        for name in ISLANDS
+        for what in PLANTED
+        if "norm" not in name or what in ("nothing", "another forward")
+    ],
+)
+def test_proven_modules_are_one_step_and_mixers_in_them_are_noticed(name, what, late):
+    kind, config, path = ISLANDS[name]
+    plant, is_island = PLANTED[what]
+    torch.manual_seed(0)
+    model, ids = kind(config).double().eval(), draw_ids(2, 29)
+
+    def changed(model):
+        torch.manual_seed(1)
+        plant(model.get_submodule(path))
+        return model.double()
+
+    def rank(layout):
+        placed = copy.deepcopy(model)
+        placed = placed if late else changed(placed)
+        parallelize(placed, layout)
+        placed = changed(placed) if late else placed
+        placed = copy.deepcopy(placed)
+        loss = placed(input_ids=ids, labels=ids).loss
+        loss.backward()
+        layout.sync_gradients(placed)
+        proof = vars(placed.get_submodule(path)).get("_weft_proof")
+        assert (proof is not None and proof.holds() and what != "another forward") == is_island
+        return loss.detach(), [p.grad for p in placed.parameters()]
+
+    alone = changed(copy.deepcopy(model))
+    loss = alone(input_ids=ids, labels=ids).loss
+    loss.backward()
+    found, gradients = weft.on_threads(Layout.parse(LAYOUTS[0]), rank)[1]
+    torch.testing.assert_close(found, loss.detach(), rtol=FP32, atol=FP32)
+    for one, p in zip(gradients, alone.parameters()):
+        torch.testing.assert_close(one, p.grad, rtol=1e-4, atol=1e-6)

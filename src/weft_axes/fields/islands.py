@@ -11,14 +11,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from weft._digest import number_of
 from weft.errors import UnsupportedError
 
 from .dims import Dim, is_split_dim, whole
 from .field import Field, settled
 from .index import FieldsAtHand, dims_of
-from .place import FieldPlace
 from .proof import Proof, proof_of
+
+#: The attribute of an island that has its proof.
+PROOF = "_weft_proof"
 
 
 def on_positions(name: str, run: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -60,8 +61,8 @@ def on_positions(name: str, run: Callable, args: tuple, kwargs: dict[str, Any]) 
     return back(result)
 
 
-def proven_islands(model: nn.Module) -> Iterator[tuple[nn.Module, Callable]]:
-    """Modules of more than one function whose code proves it, and what is to be their `forward`."""
+def proven_islands(model: nn.Module) -> Iterator[nn.Module]:
+    """Modules of more than one function whose code proves it, which are given `on_rows`."""
     within: set[nn.Module] = set()
     for module in model.modules():
         if module in within or "forward" in vars(module):
@@ -69,34 +70,29 @@ def proven_islands(model: nn.Module) -> Iterator[tuple[nn.Module, Callable]]:
         proof = proof_of(module)
         if proof is not None and proof.functions > 1:
             within |= {inner for inner, *_ in proof.modules}
-            yield module, _on_rows(module.forward, proof)
+            vars(module)[PROOF] = proof
+            yield module
 
 
-def _on_rows(run: Callable, proof: Proof) -> Callable:
-    """A `forward` of rows, on those that a rank holds where its proof holds."""
-    digest = number_of(f"{type(proof.modules[0][0]).__name__}.forward")
-    places: dict[Any, FieldPlace] = {}
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        x = args[0] if len(args) == 1 and not kwargs else None
-        if type(x) is not Field or not x.dim() or is_split_dim(x._dims[-1]):
-            return run(*args, **kwargs)
-        trail = hash((digest, x._trail))
-        if x._copied is None and not x._is_unpacked and proof.holds():
-            y = run(x._checked()._local)
-            key = x._place, y.shape[-1]
-            place = places.get(key)
-            if place is None:
-                place = x._region.place([*x._dims[:-1], whole(y.shape[-1])])
-                places[key] = place
-            made = Field(y, place)
-        else:
-            made = run(x)
-        if type(made) is Field:  # ranks may have other hooks, and agree nevertheless
-            made._trail = trail
-        return made
-
-    return forward
+def on_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A module's `forward` of rows, on those that a rank holds where its proof holds."""
+    x = args[0] if len(args) == 1 and not kwargs else None
+    if type(x) is not Field or not x._place.shape or is_split_dim(x._place.dims[-1]):
+        return type(self).forward(self, *args, **kwargs)
+    proof: Proof = vars(self)[PROOF]
+    trail = hash((proof.digest, x._trail))
+    if x._copied is None and not x._is_unpacked and proof.holds():
+        y = type(self).forward(self, x._checked()._local)
+        places, key = x._place.region.places, (x._place, y.shape[-1])
+        place = places.get(key)
+        if place is None:
+            place = places[key] = x._region.place([*x._dims[:-1], whole(y.shape[-1])])
+        made = Field(y, place)
+    else:
+        made = type(self).forward(self, x)
+    if type(made) is Field:  # ranks may have other hooks, and agree nevertheless
+        made._trail = trail
+    return made
 
 
-__all__ = ["on_positions", "proven_islands"]
+__all__ = ["PROOF", "on_positions", "on_rows", "proven_islands"]

@@ -11,7 +11,9 @@ size or a write, proves nothing, and the module runs on fields.
 from __future__ import annotations
 
 import ast
+import builtins
 import enum
+import functools
 import inspect
 import linecache
 import math
@@ -25,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from weft._caching import cached
+from weft._digest import number_of
 from weft._torch import is_hooked
 
 from .positions import POSITIONWISE
@@ -69,16 +72,19 @@ def proof_of(module: nn.Module) -> Proof | None:
 class Proof:
     """That a module treats positions one by one, while what it is made of stays what it is.
 
+    A copy is one of the copied module.
+
     Attributes:
         functions: how many functions of torch it calls.
+        digest: a number of its class, the same on every rank.
         modules: it and those in it, with their classes, these' `forward`, and how many are in them.
-        reads: what their code reads: (module, where it has it, name, what it was).
+        reads: what their code reads: (module, its attribute that has it, name, what it was).
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.functions = 0
+        self.functions, self.digest = 0, number_of(f"{type(module).__name__}.forward")
         self.modules: list[tuple[nn.Module, Any, Any, int]] = []
-        self.reads: list[tuple[nn.Module, Any, str, Any]] = []
+        self.reads: list[tuple[nn.Module, str | None, str, Any]] = []
         self.called(module)
 
     def holds(self) -> bool:
@@ -89,9 +95,13 @@ class Proof:
             if i and ("forward" in vars(module) or is_hooked(module)):
                 return False
         for module, table, name, seen in self.reads:
-            value = getattr(module, name, None) if table is None else table.get(name)
-            if table is not None and table is not vars(module) and name in vars(module):
+            own = vars(module)
+            if table is None:
+                value = getattr(module, name, None)
+            elif table and name in own:
                 return False
+            else:
+                value = (own[table] if table else own).get(name)
             if value is not seen and not _is(_known(value), seen):
                 return False
         return True
@@ -106,7 +116,9 @@ class Proof:
             for name in module._modules:
                 self.called(self.read(module, name))
             return _Kind.ROWS
-        return self.result(module, kind.forward, [_Kind.ROWS])
+        if self.result(module, kind.forward, [_Kind.ROWS]) is not _Kind.ROWS:
+            raise Unproven
+        return _Kind.ROWS
 
     def read(self, module: nn.Module, name: str) -> Any:
         """An attribute of a module: a constant, a function, a module, or a kind of weight."""
@@ -115,8 +127,9 @@ class Proof:
         own, value = vars(module), _known(getattr(module, name))
         if not isinstance(value, (*_CONSTANTS, nn.Module, _Kind)) and not callable(value):
             raise Unproven
-        tables = own, module._parameters, module._modules
-        self.reads.append((module, next((t for t in tables if name in t), None), name, value))
+        tables = ("", own), *((t, own[t]) for t in ("_parameters", "_modules"))
+        table = next((t for t, has in tables if name in has), None)
+        self.reads.append((module, table, name, value))
         return value
 
     def result(self, module: nn.Module, function: Any, args: list[Any]) -> Any:
@@ -126,15 +139,7 @@ class Proof:
         if len(names) != len(args) + 1 or code.args.kwonlyargs or code.args.defaults:
             raise Unproven
         known = dict(zip(names, [module, *args]))
-        reader = _Reader(self, module, function.__globals__, known)
-        for line in code.body:
-            if isinstance(line, ast.Return) and line.value is not None:
-                return reader.value(line.value)
-            if isinstance(line, ast.Assign) and isinstance(line.targets[0], ast.Name):
-                known[line.targets[0].id] = reader.value(line.value)
-            elif not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)):
-                break
-        raise Unproven
+        return _Reader(self, module, function.__globals__, known).returned(code.body)
 
 
 class _Reader:
@@ -143,17 +148,58 @@ class _Reader:
     def __init__(self, proof: Proof, module: nn.Module, outside: dict, known: dict) -> None:
         self.proof, self.module, self.outside, self.known = proof, module, outside, known
 
+    def returned(self, body: list[ast.stmt]) -> Any:
+        """What statements return, None if they only assign."""
+        for line in body:
+            if isinstance(line, ast.Return) and line.value is not None:
+                return self.value(line.value)
+            if isinstance(line, ast.Assign) and len(line.targets) == 1:
+                self.assign(line.targets[0], self.value(line.value))
+            elif isinstance(line, ast.If) and not line.orelse and self.is_of_dtypes(line.test):
+                before = dict(self.known)
+                if self.returned(line.body) is not None or self.known != before:
+                    raise Unproven
+            elif not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)):
+                raise Unproven
+        return None
+
+    def assign(self, target: ast.expr, value: Any) -> None:
+        """A value by its name, or several by theirs."""
+        if isinstance(target, ast.Tuple) and isinstance(value, list):
+            if len(target.elts) != len(value):
+                raise Unproven
+            for each, part in zip(target.elts, value):
+                self.assign(each, part)
+        elif isinstance(target, ast.Name) and not isinstance(value, list):
+            self.known[target.id] = value
+        else:
+            raise Unproven
+
+    def is_of_dtypes(self, node: ast.expr) -> bool:
+        """True of a condition that only asks for dtypes, and whether a weight is a tensor."""
+        inner = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr)]
+        if isinstance(node, ast.BoolOp | ast.List | ast.Tuple | ast.Compare):
+            return all(map(self.is_of_dtypes, inner))
+        if isinstance(node, ast.Call):
+            args = [self.value(a) for a in [node.func, *node.args]]
+            return args[0] is isinstance and args[1] in (_Kind.VECTOR, _Kind.MATRIX)
+        return self.value(node) is _Kind.DTYPE or isinstance(self.value(node), torch.dtype)
+
     def value(self, node: ast.expr) -> Any:
         """What an expression is."""
         if isinstance(node, ast.Constant):
             return node.value
-        if isinstance(node, ast.Name) and (node.id in self.known or node.id in self.outside):
-            return self.known.get(node.id, self.outside.get(node.id))
+        if isinstance(node, ast.Name):
+            found = self.known.get(
+                node.id, self.outside.get(node.id, getattr(builtins, node.id, None))
+            )
+            if found is not None:
+                return found
         if isinstance(node, ast.Attribute):
             of = self.value(node.value)
-            if of is self.module:
-                return self.proof.read(self.module, node.attr)
-            if of is _Kind.ROWS and node.attr == "dtype":
+            if isinstance(of, nn.Module):
+                return self.proof.read(of, node.attr)
+            if of in (_Kind.ROWS, _Kind.VECTOR, _Kind.MATRIX) and node.attr == "dtype":
                 return _Kind.DTYPE
             if isinstance(of, types.ModuleType):
                 return getattr(of, node.attr)
@@ -184,6 +230,9 @@ class _Reader:
             if of in (_Kind.ROWS, _Kind.VECTOR):
                 return self.function(getattr(Tensor, func.attr, None), [of, *args], named)
         found = self.value(func)
+        if type(found) is functools.partial:
+            args, named = [*found.args, *args], {**found.keywords, **named}
+            found = found.func
         if isinstance(found, nn.Module) and args == [_Kind.ROWS] and not named:
             return self.proof.called(found)
         if isinstance(found, types.MethodType) and found.__self__ is self.module and not named:
@@ -198,7 +247,13 @@ class _Reader:
                 raise Unproven
             return self.arithmetic(None, values)
         self.proof.functions += 1
-        if found is F.linear and args[:2] == [_Kind.ROWS, _Kind.MATRIX]:
+        if found is F.dropout and args[:1] == [_Kind.ROWS]:
+            training = args[2] if len(args) > 2 else named.get("training")
+            if training is False and True not in values:
+                return _Kind.ROWS
+        elif found is Tensor.chunk and args[:1] == [_Kind.ROWS] and named == {"dim": -1}:
+            return [_Kind.ROWS] * args[1]
+        elif found is F.linear and args[:2] == [_Kind.ROWS, _Kind.MATRIX]:
             if all(v in (_Kind.VECTOR, None) for v in values[2:]):
                 return _Kind.ROWS
         elif found in (F.layer_norm, F.rms_norm) and args[:1] == [_Kind.ROWS]:

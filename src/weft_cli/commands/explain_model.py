@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from weft.declare.hardware import Hardware
-from weft.errors import WeftError
+from weft.errors import DeclarationError, WeftError
 from weft.inspect import words
 from weft.layout import Layout
 from weft_models.declare.model_file import ModelSpec
@@ -22,6 +22,7 @@ from weft_planner.work import lengths_of_model
 from ..inspect.printer import console, print_table, say, working
 from ..inspect.rule_words import PAYLOAD
 from . import options
+from .explain_split import maker, show
 
 #: What bytes are for, in the order of the columns.
 PARTS = ("attention", "resharding", "sums", "weights", "gradients")
@@ -38,7 +39,16 @@ class Row:
 
 
 def model(
-    model: options.ModelName,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model file: its name (see `weft list models`), or a path to a .toml. Or a "
+            "transformers model: its folder, or its config.json. Or one of your own, "
+            "package.module:function.",
+            show_default=False,
+        ),
+    ],
     layouts: Annotated[
         list[str],
         typer.Argument(
@@ -66,7 +76,19 @@ def model(
     its time on --hardware. The model's own code is counted, on tensors without
     numbers.
 
+    Of a transformers model, and of one of yours, it shows what weft.parallelize
+    splits, by module: functions of torch that have a rule, that run in islands
+    (on a rank's own tensors), and that run whole on every rank, and the bytes
+    that each module sends. Your function returns the model, the arguments of a
+    call, and options of weft.parallelize:
+
+        def mine(): return Decoder(), {"ids": ids}, {"dims": {"tokens": 1}}
+
     Examples:
+
+        weft explain model ./llama 'tokens(zigzag): ring=4' --length tokens=32768
+
+        weft explain model package.module:mine 'tokens: ulysses=2 x ring=2'
 
         weft explain model weather weather-dp-x-ring weather-axial-2x2
 
@@ -74,13 +96,23 @@ def model(
 
         weft explain model mine.toml 'tokens: ring=8' --gradients fsdp --ranks-per-node 8
     """
-    spec = ModelSpec.load(model)
     resolved = [options.resolved(name, nproc) for name in layouts]
+    kind = options.dtype_named(dtype)
+    make = maker(model, options.lengths_of_axes(length), batch, kind)
+    if make is not None:
+        if any(option is not None for option in (gradients, hardware, ranks_per_node)):
+            raise DeclarationError(
+                "--gradients, --hardware, --ranks-per-node: of a model file; `weft plan config`"
+                " predicts times of transformers models"
+            )
+        for layout in resolved:
+            show(model, layout, make)
+        return
+    spec = ModelSpec.load(model)
     machine = None if hardware is None else Hardware.load(hardware)
     lengths = lengths_of_model(spec, options.lengths_of_axes(length))
     batch = batch or max([spec.train.batch, *(each.size(spec.axes[0]) for each in resolved)])
     way = gradients or spec.train.gradients
-    kind = options.dtype_named(dtype)
     sizes = ", ".join(f"{axis} {n:,}" for axis, n in lengths.items())
     console().print(
         f"[bold]{escape(spec.name)}[/]  a training step of {batch} examples, {sizes}; "

@@ -21,6 +21,7 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft_axes.carry.fragments import fragments
 from weft_axes.fields import WholeReport
+from weft_axes.fields.islands import on_rows, proven_islands
 from weft_axes.gradients.sync import AVERAGED
 
 from .. import Foreign
@@ -48,6 +49,7 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         recurrent: modules whose convolution or recurrence goes over ranks.
         of_rows: modules that count tokens or images, or choose keys, of full rows.
+        islands: modules whose code proves that they treat tokens one by one.
         expanding: modules whose latents may travel.
         calls: what begins and ends each forward pass.
     """
@@ -61,6 +63,7 @@ class _Installed(Parallelized):
     own: list[Own] = field(default_factory=list)
     recurrent: list[nn.Module] = field(default_factory=list)
     of_rows: list[nn.Module] = field(default_factory=list)
+    islands: list[nn.Module] = field(default_factory=list)
     expanding: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
@@ -79,7 +82,7 @@ class _Installed(Parallelized):
         """Remove hooks, modules' functions and attributes of weft from a model."""
         for handle in self.hooks:
             handle.remove()
-        for module in (*self.recurrent, *self.of_rows):
+        for module in (*self.recurrent, *self.of_rows, *self.islands):
             put_back(module)
         for module in self.expanding:
             latents.take_back(module)
@@ -142,6 +145,9 @@ def _put_in(
     for module in filter(is_experts, model.modules()):
         put(module, by_positions)
         installed.of_rows.append(module)
+    for module in proven_islands(model):
+        put(module, on_rows)
+        installed.islands.append(module)
     installed.put_on(model)
     _hook(model, layout, axis, embeddings, installed, decoder)
     setattr(model, AVERAGED, True)

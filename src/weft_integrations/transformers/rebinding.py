@@ -14,6 +14,7 @@ from typing import Any
 
 from weft._torch import outside_graphs
 from weft.errors import UnsupportedError
+from weft_axes.fields.islands import PROOF, on_rows
 
 from .. import Foreign
 
@@ -64,9 +65,9 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 def put(module: Foreign, function: Callable, name: str = "forward") -> None:
     """Give one instance another method, under the hooks that accelerate has put on a `forward`.
 
-    The method is no part of a graph of `torch.compile`: what torch compiles belongs to its code,
-    which instances share, and lives in its globals, which they do not. A method that was replaced
-    already, such as by a kernel of the hub, is refused.
+    The method is no part of a graph of `torch.compile`, but for islands: what torch compiles
+    belongs to its code, which instances share, and lives in its globals, which they do not. A
+    method that was replaced already, such as by a kernel of the hub, is refused.
     """
     stock, place = getattr(type(module), name), name
     if name == "forward" and {"_hf_hook", "_old_forward"} <= module.__dict__.keys():
@@ -79,7 +80,8 @@ def put(module: Foreign, function: Callable, name: str = "forward") -> None:
             " weft cannot reach the convolution and the recurrence; load the model with"
             " use_kernels=False, or parallelize it first"
         )
-    function = outside_graphs(function)
+    if function is not on_rows:
+        function = outside_graphs(function)
     setattr(function, _MARK, True)
     module.__dict__[place] = types.MethodType(function, module)
 
@@ -89,6 +91,7 @@ def put_back(module: Foreign) -> None:
     for name, current in list(module.__dict__.items()):
         if not hasattr(getattr(current, "__func__", None), _MARK):
             continue
+        module.__dict__.pop(PROOF, None)
         if name == "_old_forward":
             module.__dict__[name] = types.MethodType(type(module).forward, module)
         else:
