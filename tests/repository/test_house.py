@@ -324,6 +324,8 @@ OTHER_TESTS = [
     "imports",
     "readme",
     "reference_pages",
+    "tabicl",
+    "tabpfn",
     "tutorials",
     "wheel",
 ]

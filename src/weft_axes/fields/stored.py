@@ -26,7 +26,7 @@ from .dims import Chunks, Dim
 from .place import FieldRegion
 
 
-def as_stored(sides: Sequence[Dim], region: FieldRegion) -> Stored | None:
+def as_stored(sides: Sequence[Dim], region: FieldRegion) -> AsStored | None:
     """Queries and keys as they are stored, where one axis splits them and chunks have room."""
     if len(sides[0]) > 1:
         return None
@@ -36,10 +36,10 @@ def as_stored(sides: Sequence[Dim], region: FieldRegion) -> Stored | None:
         rooms = (region.chunks_like(chunks.axis, length) for length in lengths)
         fit = (room for room in rooms if all(map(operator.le, chunks.counts, room.counts)))
         found += ((chunks, room) for room in itertools.islice(fit, 1))
-    return Stored(found, region) if len(found) == len(sides) else None
+    return AsStored(found, region) if len(found) == len(sides) else None
 
 
-class Stored:
+class AsStored:
     """Queries and keys, each as chunks of tokens and chunks of numbers."""
 
     def __init__(self, sides: Sequence[tuple[Chunks, Chunks]], region: FieldRegion) -> None:
@@ -131,4 +131,4 @@ def _intervals(held: Sequence[Spans]) -> Intervals:
     return merge_intervals(run for found in runs for run in found)
 
 
-__all__ = ["Stored", "as_stored"]
+__all__ = ["AsStored", "as_stored"]
