@@ -39,9 +39,9 @@ import torch
 
 import weft
 from weft.launch import launcher
-from weft.masks.names import mask_named
 from weft.testing import Report, standard_cases
 from weft.testing.cases import Case
+from weft_cli.mask_names import mask_named
 from weft_proof.symbolic import prove
 
 from .common import RESULTS, table

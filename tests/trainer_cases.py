@@ -14,7 +14,6 @@ from trained import (
     collate,
     gaps,
     llama,
-    model_of,
     rows,
     run,
     same_folder,
@@ -652,93 +651,3 @@ def without_the_factor(rank, *args):
         return compare(rank, *args)
     finally:
         del FieldRegion.times
-
-
-# What others got wrong
-
-
-def masked(line, per_rank, keep):
-    """A step on rows padded on both sides, and one that sees the padding."""
-
-    def collate_both_sides(batch):
-        made = collate(batch)
-        for i, row in enumerate(batch):
-            by = (made["input_ids"].shape[1] - len(row["input_ids"])) // 2
-            made = {n: t.clone() for n, t in made.items()}
-            for t in made.values():
-                t[i] = t[i].roll(by)
-        if not keep:
-            del made["attention_mask"]
-        return made
-
-    args = arguments(per_device_train_batch_size=per_rank, max_steps=1, **SGD)
-    return run(
-        kind(hf.Trainer, line)(
-            model=llama(), args=args, train_dataset=rows(8), data_collator=collate_both_sides
-        )
-    )
-
-
-def compare_masked(rank):
-    same = compare(rank, masked, RING, 4, True)
-    unmasked = alone(rank, masked, None, 4, False)
-    seen = alone(rank, masked, None, 4, True)
-    return same, None if rank else gaps(seen, unmasked)
-
-
-def without_documents(rank):
-    """Packed rows on one process, and the same with positions that do not start anew."""
-    packed = alone(rank, sft_run, None, 4, *SFT["packing"])
-    before = hf.LlamaModel.forward
-
-    def joined(self, *args, position_ids=None, **kwargs):
-        return before(self, *args, **kwargs)
-
-    hf.LlamaModel.forward = joined
-    try:
-        one_text = alone(rank, sft_run, None, 4, *SFT["packing"])
-    finally:
-        hf.LlamaModel.forward = before
-    return None if rank else gaps(packed, one_text)
-
-
-def logged_losses(rank):
-    one = alone(rank, trainer_run, None, 4, SGD, {})
-    many = together(rank, trainer_run, FOUR, 4, SGD, {})
-    return (many if one is None else one).series("loss"), many.series("loss")
-
-
-# Many steps, other models
-
-
-def window(layers):
-    return {"sliding_window": 8, "layer_types": layers}
-
-
-FAMILIES = {
-    "llama": (hf.LlamaForCausalLM, hf.LlamaConfig, {}),
-    "mistral": (hf.MistralForCausalLM, hf.MistralConfig, {"sliding_window": 8}),
-    "gpt-oss": (
-        hf.GptOssForCausalLM,
-        hf.GptOssConfig,
-        window(["sliding_attention", "full_attention"])
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
-    ),
-    "gemma 3": (
-        hf.Gemma3ForCausalLM,
-        hf.Gemma3TextConfig,
-        window(["sliding_attention", "full_attention"]) | {"head_dim": 8},
-    ),
-}
-
-
-def fifty_steps(line, per_rank, family):
-    cls, config, changes = FAMILIES[family]
-    model = model_of(cls, config(**SMALL | {"attn_implementation": "eager"} | changes))
-    settings = {"learning_rate": 0.02, "max_grad_norm": 1.0, "max_steps": 50, "optim": "sgd"}
-    args = arguments(per_device_train_batch_size=per_rank, **settings)
-    return run(
-        kind(hf.Trainer, line)(
-            model=model, args=args, train_dataset=rows(40), data_collator=collate
-        )
-    )

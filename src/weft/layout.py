@@ -37,6 +37,7 @@ from .packing.balance import SLACK, balanced_runs
 from .packing.blocks import work_of
 from .packing.groups import Shares, balance_shares
 from .plan import order as sequence
+from .plan.held import Held
 
 if TYPE_CHECKING:
     from .inspect.call_plan import CallPlan
@@ -536,9 +537,8 @@ class Layout(LayoutDeclaration, Traceable):
                 have whole where queries are split, or split where queries are whole.
         """
         coords = self.coords if coords is None else coords
-        index = index_at(self.mesh, self._dims(axis, keys), coords)
-        order = self.order.get(axis, "contiguous")
-        return sequence.shard_spans(length, self._parts(axis, keys), order)[index]
+        dims = self._dims(axis, keys)
+        return Held.of(self, axis, length, dims).spans[index_at(self.mesh, dims, coords)]
 
     def chunk(self, axis: str) -> int:
         """The number of this rank's chunk of an axis, among `size(axis)`.

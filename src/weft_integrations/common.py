@@ -16,7 +16,8 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.move.collectives import partial_to_replicate, scale_backward
 from weft.move.gather import GatherSlices
-from weft.plan.order import Spans, count, positions, shard_spans
+from weft.plan.held import Held
+from weft.plan.order import Spans, count, positions
 from weft_axes.fields import WholeReport
 
 #: Packages of layers whose scales are of whole tensors: `torch.ao.quantization.quantize_dynamic`.
@@ -115,8 +116,7 @@ def refuse_split_heads(layout: Layout, axis: str) -> None:
 
 def chunks(layout: Layout, axis: str, length: int) -> tuple[Spans, ...]:
     """The positions of every chunk of an axis of some length."""
-    parts = layout.parts(layout.shard_dims(axis))
-    return shard_spans(length, parts, layout.order.get(axis, "contiguous"))
+    return Held.of(layout, axis, length).spans
 
 
 def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:

@@ -113,11 +113,11 @@ class ModelSearch:
         }
 
     def run(
-        self, counted: int = COUNTED, tell: Callable[[int, int], None] = lambda done, all_: None
+        self, counted: int = COUNTED, tell: Callable[[str], None] = lambda text: None
     ) -> list[ModelChoice]:
         """The layouts of the `counted` most promising candidates, the fastest first.
 
-        `tell` is called with how many were counted, and of how many.
+        `tell` is given the number of the candidate that is counted, and of how many.
         """
         guesses = sorted(
             ((self._guess(uses), self._layout(uses)) for uses in self._candidates()),
@@ -126,8 +126,8 @@ class ModelSearch:
         todo: list[tuple[Layout, dict[str, Layout]]] = [(layout, {}) for _, layout in guesses]
         todo += list(self._resharded())[:counted]
         result = []
-        for number, (layout, layouts) in enumerate(todo):
-            tell(number, len(todo))
+        for number, (layout, layouts) in enumerate(todo, 1):
+            tell(f"{number} of {len(todo)}")
             choice = self._choice(layout, layouts)
             if choice is not None:
                 result.append(choice)

@@ -8,7 +8,7 @@ import numpy as np
 
 from weft.declare.mesh import coordinates, index_at, places
 from weft.move.windows import Wanted
-from weft.plan.order import Span, count, each_position
+from weft.plan.order import Span, each_position
 from weft.plan.plan import Pass, Plan
 from weft.plan.sides import Side
 
@@ -68,7 +68,7 @@ def _lacking(tile: Pass) -> Iterator[str]:
 
 def take_defects(plan: Wanted) -> Iterator[str]:
     """Entries of other positions than are wanted, and messages that are not expected."""
-    held, sizes = [each_position(spans) for spans in plan.held], dict(plan.mesh)
+    held, sizes = [*map(each_position, plan.held.spans)], dict(plan.held.mesh)
     for chunk in _looked_at(plan):
         move, wanted = plan.take(chunk), each_position(plan.wanted[chunk])
         found = {
@@ -101,7 +101,7 @@ def _looked_at(plan: Wanted) -> Sequence[int]:
     chunks = len(plan.held)
     if chunks <= ALL_CHUNKS:
         return range(chunks)
-    sizes = [count(spans) for spans in plan.held]
+    sizes = plan.held.counts
     changes = [c for c in range(1, chunks) if sizes[c] != sizes[c - 1]]
     near = [0, chunks // 2, chunks - 1, *changes]
     return sorted({c + d for c in near for d in (-1, 0, 1) if 0 <= c + d < chunks})

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import cast
 
 from weft.errors import ShapeError
 from weft.layout import Layout
 from weft.move.windows import BORDERS, Windows, plan_ranges
-from weft.plan.order import count, each_position, shard_spans
+from weft.plan.held import Held
+from weft.plan.order import each_position
 
 from .symbolic import Claim
 from .takes import take_defects
@@ -48,11 +49,10 @@ def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
 
 def window_defects(layout: Layout, axis: str, length: int, window: Windows) -> Iterator[str]:
     """Defects of windows over an axis."""
-    mesh = tuple((d, layout.mesh[d]) for d in layout.shard_dims(axis))
-    sizes = [count(spans) for spans in shard_spans(length, tuple(n for _, n in mesh))]
-    starts = tuple(itertools.accumulate(sizes, initial=0))
+    held = Held.of(layout, axis, length, contiguous=True)
+    starts = cast(tuple[int, ...], held.starts)
     edges = window.edges(starts)
-    plan, steps = plan_ranges(mesh, starts, window.ranges(edges), window.border), pairwise(edges)
+    plan, steps = plan_ranges(held, window.ranges(edges), window.border), pairwise(edges)
     if [*edges] != sorted(edges) or (edges[0], edges[-1]) != (0, window.outputs):
         yield f"{window}: chunks compute outputs {edges} of {window.outputs}"
     for chunk, ((first, last), part) in enumerate(zip(steps, plan.parts)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from seeded import run_seeded
 from torch import Tensor
 
 import weft
@@ -80,25 +79,6 @@ def test_outputs_and_gradients_are_those_of_one_device(name, length, documents):
     torch.testing.assert_close(dx, whole.grad, rtol=0, atol=1e-11)
     for weight, grad in weights(one).items():
         torch.testing.assert_close(grads[weight], grad, rtol=1e-11, atol=1e-11, msg=weight)
-
-
-@pytest.mark.parametrize("name", ["ulysses and a chain", "heads within ulysses"])
-@pytest.mark.parametrize("seed", range(3))
-def test_messages_may_be_late_and_in_any_order(name, seed):
-    x = torch.randn(2, 2, 30, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-
-    def rank(layout):
-        module = layer(layout)
-        own, above = (layout.shard(t, {"tokens": 1}) for t in x)
-        own.requires_grad_()
-        (module(own, {"tokens": 30}) * above).sum().backward()
-        return [own.grad, *(p.grad for p in module.parameters())]
-
-    layout = LAYOUTS[name]
-    run = run_seeded(layout.mesh, lambda transport: rank(layout.on(transport)), seed)
-    assert run.errors == [None] * 4
-    for found, wanted in zip(run.results, weft.on_threads(layout, rank)):
-        assert all(torch.equal(a, b) for a, b in zip(found, wanted))
 
 
 def test_a_chain_within_ulysses_hands_states_on(monkeypatch):

@@ -23,14 +23,13 @@ from weft.errors import ShapeError, WeftError
 from weft.launch import environment as place
 from weft.launch import launcher as launch
 from weft.launch.environment import slurm_variables
-from weft.masks.names import MASKS
 from weft.testing.reference import relative_error
 from weft_cli.cli import COMMANDS, parser_of
 from weft_cli.commands.options import device_for, lengths_of, ranks_of
 from weft_cli.inspect import printer
+from weft_cli.mask_names import MASKS
 from weft_models.declare.run_file import layout_for
 from weft_models.models import from_pretrained
-from weft_models.train import monitor
 from weft_proof.symbolic import Claim
 
 ROUTED = [
@@ -54,11 +53,6 @@ def test_diff_names_the_first_tensor_beyond_the_tolerance():
 
 
 # -- help and list --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_teaches_by_example(command: str):
-    assert f"weft {command}" in cli(*command.split(), "--help").split("Examples:")[1]
 
 
 #: Commands that differ from the others in a size, and why they must.
@@ -533,13 +527,6 @@ def test_a_run_s_folder_describes_it_unless_refused(tmp_path):
     assert from_pretrained(tmp_path / "again" / "model.safetensors").spec.name == "causal_lm"
 
 
-def test_train_says_what_a_table_model_s_run_is_for(tmp_path):
-    words = ("train", "tabular", "--steps", "1", "--batch", "2", "--no-evaluate")
-    shown = " ".join(cli(*words, "--log-dir", str(tmp_path)).split())
-    assert "weft.TabularClassifier(checkpoint=...) predicts" in shown
-    assert "that of one process" not in shown  # it is one
-
-
 ELASTIC = ("--checkpoint-dir", "a", "--checkpoint-every", "2", "--restarts", "1")
 
 
@@ -787,18 +774,6 @@ def test_where_there_no_terminal_line_says_how_long_it_takes(capsys, monkeypatch
     ] * 2
     time.sleep(0.1)
     assert not capsys.readouterr().err
-
-
-def test_slow_run_says_its_step_where_there_is_no_terminal(capsys, monkeypatch):
-    monkeypatch.setattr(monitor, "EVERY", 0.0)
-    with monitor.Monitor(Layout.single(), steps=1000) as shown:
-        for step in range(3):
-            shown.show(monitor.Record(step, 1.0, 0.5, 0.1, 1.0, 0, 10, 0.1))
-    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()] == [
-        "1/1000",
-        "2/1000",
-        "3/1000",
-    ]
 
 
 def _helped() -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from weft.comm.processes import ProcessTransport
 from weft.errors import RankError
 from weft.launch import failures, trace
 from weft.move.redistribute import _moving, placement
-from weft.same_ranks import bind_on_same_ranks
+from weft_axes.same_ranks import bind_on_same_ranks
 
 
 def _guessed_lengths(rank: int, after: str) -> list[str]:

@@ -6,15 +6,12 @@ import socket
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 import weft
 from benchmarks.fuzz import run_command
 from weft._opening import PARTIAL, open_to_lock, open_to_read, read_bytes, replacing
-from weft.checkpoint import CheckpointError, Checkpoints, SafetensorsWriter
+from weft.checkpoint import CheckpointError, Checkpoints
 from weft.checkpoint.folder import INDEX
 from weft.inspect.picture import writing
 from weft_models.models import compose, from_pretrained, save_pretrained
@@ -227,17 +224,6 @@ def test_what_a_killed_save_left_is_removed(run):
     checkpoints.save(1, model)
     names = sorted(p.name for p in step.iterdir() if p.is_file())
     assert (len(names), names[0]) == (2, INDEX)
-
-
-def test_a_writer_of_dcp_follows_no_link_of_the_index(tmp_path):
-    (tmp_path / "precious").write_text("precious")
-    folder = tmp_path / "step-000001"
-    folder.mkdir()
-    (folder / INDEX).symlink_to(tmp_path / "precious")
-    writer = SafetensorsWriter(folder)
-    with pytest.raises(CheckpointException, match="it is a link"):
-        dcp.save({"w": torch.ones(2)}, storage_writer=writer, no_dist=True)
-    assert (tmp_path / "precious").read_text() == "precious"
 
 
 def test_weights_reach_no_file_elsewhere(tmp_path):

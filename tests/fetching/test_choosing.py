@@ -14,7 +14,6 @@ import weft
 from weft.comm import Transport, run_threads
 from weft.declare.choice_rule import ChoiceRule
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
-from weft.plan.lists import IndexSizes, list_plan
 from weft_axes.fetching import choosing
 
 BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 3
@@ -150,20 +149,6 @@ def test_bytes_are_those_of_the_formulas() -> None:
                 assert found["lists"] == 3 * 4 * BATCH * count * (size + 4)
             else:
                 assert found == {"index": 12 * BATCH * GROUPS * DIM * size}
-
-
-def test_bytes_of_a_decoded_token_are_those_of_the_page() -> None:
-    sizes = IndexSizes(1, 2048, 128 * 2, 64 * 129 * 2, 4)  # of one token, of DeepSeek V3.2 in bf16
-    found = {}
-    for lists in ("", "all"):
-        layout = layout_of("tokens: ring=64", lists)
-        for queries in (1, 8128, 8192):
-            plans = [list_plan(layout, "tokens", (queries, 1 << 20), r, sizes) for r in (0, 63)]
-            found[lists, queries] = [sum(p.traffic(False).received.values()) for p in plans]
-    assert found["all", 1] == [1_032_192, 16_512]
-    assert found["", 1] == found["", 8192] == [264_241_152] * 2
-    assert found["all", 8128] < found["", 8128]
-    assert found["all", 8192] > found["", 8192]
 
 
 def test_lists_merge_on_the_way_over_an_outer_link() -> None:
@@ -304,18 +289,6 @@ def test_two_pairs_of_index_and_choice_are_legal(words) -> None:
         return
     with pytest.raises(DeclarationError, match=re.escape(REASONS.get(words, "whole sequence"))):
         ChoiceRule.parse(*words)
-
-
-LISTS = {"rule": {"lists": {"index": "S(seq)", "choice": "P(top_k) -> S(seq)"}}}
-
-
-def test_a_strategy_has_one_kind_of_rules() -> None:
-    ring = {"query": "S(seq)", "key": "S(seq) -> R", "out": "S(seq)"}
-    mixed = {"rule": {**LISTS["rule"], "ring": ring}}
-    with pytest.raises(DeclarationError, match=r"for \[attend\] and for \[choose\]"):
-        weft.Strategy.from_dict(mixed)
-    with pytest.raises(DeclarationError, match="own keys only"):
-        weft.Strategy.from_dict({"rule": {"r": {"index": "S(seq)", "choice": "S(seq)"}}})
 
 
 TABLES = {

@@ -73,13 +73,17 @@ def errors(
 
 def in_chunks(field: Field, dim: int, axis: str, starts: tuple[int, ...]) -> Field:
     """A field in other chunks of an axis, some of them empty."""
-    from weft_axes.fields.dims import contiguous, split_dim
+    from weft_axes.fields.dims import split_dim
     from weft_axes.fields.exchange import placed_like
 
     if axis not in field.chunks:
         return field
     place = field._place
-    dims = [*place.dims[:dim], split_dim(contiguous(axis, starts)), *place.dims[dim + 1 :]]
+    dims = [
+        *place.dims[:dim],
+        split_dim(field._region.chunks_like(axis, 0).contiguous(starts)),
+        *place.dims[dim + 1 :],
+    ]
     local = placed_like(field.to_local(), place.dims, dims, place.region)
     return Field(local, place.region.place(dims))
 

@@ -12,9 +12,10 @@ from weft._uploads import download
 from weft.errors import UnsupportedError
 from weft.kernels import KERNELS, Request, choose_kernel, named
 from weft.kernels.base import surrogate_out
+from weft.move import rotate
 from weft.plan.memory import ALIGNMENT
 from weft.plan.steps import form_of
-from weft.runtime import buffers, merging
+from weft.runtime import merging
 
 pytestmark = pytest.mark.gpu
 WHERE = Where("cuda")
@@ -106,7 +107,7 @@ def test_parts_of_packed_buffer_can_be_read_where_they_lie() -> None:
     shapes = [((1, 5, 1001), torch.float32)] * 2 + [((1, 5, 1001, 64), torch.bfloat16)] * 2
     form = form_of(shapes)
     buffer = torch.empty(form.numel, dtype=form.dtype, device="cuda")
-    _, _, q, dout = buffers.unpack(buffer, form)
+    _, _, q, dout = rotate.unpack(buffer, form)
     for t in (q, dout):
         assert t.data_ptr() % ALIGNMENT == 0
     kernel = named("cuda-flash")

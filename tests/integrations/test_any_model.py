@@ -312,7 +312,7 @@ class Diagonal(nn.Module):
 def test_writes_into_a_view_of_what_ran_whole_are_refused():
     def rank(layout: Layout) -> None:
         split = weft.parallelize(Diagonal(), layout, dims={"tokens": 1})
-        with pytest.raises(UnsupportedError, match="diagonal of .*, which is a copy"):
+        with pytest.raises(UnsupportedError, match=r"diagonal of .*, which is a copy"):
             split(torch.ones(2, 4, 4))
 
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)

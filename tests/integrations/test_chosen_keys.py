@@ -289,16 +289,6 @@ def test_bytes_of_entries_are_those_of_others_windows() -> None:
     assert on_ranks("deepseek_v4", act) == received
 
 
-@pytest.mark.parametrize(
-    ("line", "length"),
-    [("tokens(zigzag): ring=4", 509), ("tokens: tile=2x2", 1024), ("tokens: seen=3", 300)],
-)
-def test_bytes_at_sizes_of_deepseek_are_those_of_formulas(line, length) -> None:
-    assert chosen_bytes.index_keys(line, length)["index"] > 0
-    for kind in (chosen_bytes.CSA, chosen_bytes.HCA):
-        assert chosen_bytes.entries(line, length, kind)["dhalo"] > 0
-
-
 def test_a_restored_model_chooses_as_before() -> None:
     model = built("glm_moe_dsa")
     before = {type(m).__name__: m.forward.__func__ for m in model.modules() if hasattr(m, "wq_b")}
@@ -402,36 +392,6 @@ TRACED = {
 def test_modules_make_no_scores_of_all_rows_at_once(module) -> None:
     with one_of_16("tokens(zigzag): ring=16") as call:
         assert TRACED[module](call) <= 4 * running.AT_ONCE  # and with all rows 64 times as much
-
-
-@pytest.mark.parametrize(
-    ("line", "kernel"),
-    [
-        ("tokens: ring=16", None),
-        pytest.param("tokens: ring=16", "math", marks=pytest.mark.slow),
-        pytest.param("tokens: ulysses=16", "math", marks=pytest.mark.slow),
-        pytest.param("tokens: tile=4x4", "math", marks=pytest.mark.slow),
-    ],
-)
-def test_attention_makes_no_scores_of_all_rows_at_once(line, kernel, monkeypatch) -> None:
-    largest = Largest()
-
-    def traced(stock):  # of the op alone: modes end at its door
-        def run(*given):
-            with largest:
-                return stock(*given)
-
-        return run
-
-    for name in ("forward", "backward"):
-        monkeypatch.setattr(executor, name, traced(getattr(executor, name)))
-    q, k = (empty(1, 16, MANY, 64).requires_grad_() for _ in range(2))
-    numbers = torch.empty((1, 1, MANY, 2048), dtype=torch.int32, device="meta")
-    with one_of_16(line) as call:
-        options = {"choice": ChosenKeys(numbers, check=False), "kernel": kernel, "length": KEYS}
-        out = weft.attention(q, k, k, call.layout, "tokens", weft.Causal(), **options)
-        out.sum().backward()
-    assert 0 < largest.nbytes <= 2**26  # of 2^34 bytes of (rows, heads, keys) in fp32
 
 
 def grown(run) -> int:

@@ -16,9 +16,10 @@ import weft
 from weft.checkpoint.folder import CheckpointError
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
+from weft.plan.held import Held
 from weft.plan.order import shard_spans
 from weft_axes.decode import attend as held
-from weft_axes.decode.owners import Held
+from weft_axes.decode.owners import Owners
 from weft_axes.fetching import rectangles
 
 if importlib.util.find_spec("transformers") is None:
@@ -509,8 +510,11 @@ def test_a_forged_prefix_is_refused_in_words(name, tmp_path):
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
 def test_every_position_is_with_one_rank(order):
-    held = Held(3, 4).split(shard_spans(20, (3,), order), 20).grown(17).cropped(31)
-    held = held.split(shard_spans(5, (3,), order), 5).grown(2)
+    def split(length):
+        return Held("tokens", (("ring", 3),), shard_spans(length, (3,), order))
+
+    held = Owners(3, 4).split(split(20)).grown(17).cropped(31)
+    held = held.split(split(5)).grown(2)
     parts = [held.positions(p) for p in range(3)]
     assert torch.cat(parts).sort().values.tolist() == list(range(held.length)) == list(range(38))
     for part in range(3):  # closed forms agree

@@ -198,30 +198,6 @@ def test_stock_functions_in_fp32_err_as_one_device_does(family):
     assert on_layout(model, "tokens: ring=3", ids()).off(exact)[0] < 2 * own
 
 
-def test_half_precision_is_rounded_once():
-    """The delta rule's outputs are those of one device, but where fp32's rounding decides a bit."""
-    make, length, layout = torch.Generator().manual_seed(0), 48, Layout.parse("tokens: ring=3")
-    q, k, v = (torch.randn(1, length, 2, 16, generator=make).bfloat16() for _ in range(3))
-    g = -0.01 * torch.rand(1, length, 2, generator=make)
-    beta = torch.rand(1, length, 2, generator=make).bfloat16()
-    options = {"use_qk_l2norm_in_kernel": True}
-    whole, _ = torch_chunk_gated_delta_rule(q, k, v, g=g, beta=beta, **options)
-
-    def rank(transport):
-        bound = layout.on(transport)
-        call = running.ModelCall(bound, "tokens", length=length)
-        call.state = LocalPieces(bound, "tokens", length)
-        run = recurrences.delta_rule(torch_chunk_gated_delta_rule)
-        local = [bound.shard(t, {"tokens": 1}) for t in (q, k, v, g, beta)]
-        with running.during(call):
-            out, _ = run(*local[:3], g=local[3], beta=local[4], **options)
-        return bound.gather(out, {"tokens": 1})
-
-    for found in run_threads(layout.mesh, rank, timeout=60):
-        assert found.dtype is torch.bfloat16
-        assert (found != whole).float().mean() < 0.01
-
-
 @pytest.mark.parametrize("family", ["bamba", "mamba"])
 def test_half_precision_errs_as_one_device_does(family):
     exact = one_device(build(family), ids())
@@ -387,17 +363,6 @@ def test_heads_that_do_not_divide_are_refused_on_every_rank():
             mine(input_ids=ids(), labels=ids())
 
     run_threads(layout.mesh, rank, timeout=60)
-
-
-def test_striped_order_is_refused_by_heads_too():
-    """A model's own convolution sees neighbouring tokens before any scan."""
-    layout = by_heads("tokens(striped): ring=2", ("ulysses",))
-
-    def rank(transport):
-        with pytest.raises(UnsupportedError, match=r"convolutions of .* see neighbouring tokens"):
-            parallelize(build("lfm2"), layout.on(transport))
-
-    run_threads(layout.mesh, rank)
 
 
 # -- full rows -----------------------------------------------------------------------------------
@@ -613,16 +578,6 @@ def test_what_would_be_wrong_is_seen(family, wrong, monkeypatch):
 
 
 # -- refused --------------------------------------------------------------------------------------
-
-
-def test_striped_order_is_refused():
-    layout = Layout.load("tile-striped-2x2")
-
-    def rank(transport):
-        with pytest.raises(UnsupportedError, match="striped order has a fragment for every token"):
-            parallelize(build("lfm2"), layout.on(transport))
-
-    run_threads(layout.mesh, rank)
 
 
 def test_a_recurrent_layer_by_itself_is_refused():

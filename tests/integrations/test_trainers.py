@@ -265,42 +265,6 @@ def test_the_comparison_sees_a_gradient_that_is_too_small(four):
     assert found["grad_norm"] > 0.4
 
 
-def test_accelerate_4177_masks_of_padding_are_kept(four):
-    """Context parallelism of accelerate drops every attention mask."""
-    same, dropped = four.run(cases.compare_masked)[0]
-    assert_same(same)
-    assert dropped["loss"] > 1e-4
-
-
-def test_trl_6843_packed_documents_do_not_see_each_other(four):
-    """Under context parallelism TRL's packed documents attend to their neighbours."""
-    same = four.run(cases.compare, cases.sft_run, RING, 4, *cases.SFT["packing"])[0]
-    assert_same(same)
-    seen = four.run(cases.without_documents)[0]
-    assert seen["loss"] > 1e-4
-
-
-def test_transformers_46775_loss_is_not_scaled_by_ranks_of_sequence(four):
-    """Sequence parallelism in a Trainer logged a loss that was scaled by its size."""
-    for one, many in four.run(cases.logged_losses):
-        assert many == pytest.approx(one, rel=1e-6)
-
-
-@slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", cases.FAMILIES)
-@pytest.mark.parametrize("line", LAYOUTS.values(), ids=LAYOUTS)
-def test_fifty_steps_on_four_ranks(four, line, family):
-    assert_same(four.run(cases.compare, cases.fifty_steps, line, 4, family, timeout=280)[0])
-
-
-@slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("family", cases.FAMILIES)
-def test_fifty_steps_on_two_ranks(two, family):
-    assert_same(two.run(cases.compare, cases.fifty_steps, RING, 4, family, timeout=280)[0])
-
-
 # Refusals
 
 

@@ -4,8 +4,6 @@ import faulthandler
 import json
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ports import free_port
 
 from weft._opening import open_to_lock
 from weft.launch import trace
@@ -167,75 +164,6 @@ def test_a_restarted_rank_takes_its_file_anew(tmp_path):
     before.step("ring-2", "ring", "q", 1, 0, ZERO, ZERO, 512)
     assert again.path.read_bytes() == again.content()
     assert b'"q"' not in again.content()
-
-
-#: A rank of a run of which rank 1 is killed; what rank 0 is told is printed.
-RUN = """
-import os, signal, sys
-from pathlib import Path
-import torch
-import weft
-from weft.launch import trace
-trace.root = lambda: Path(sys.argv[1])
-x = torch.ones(1, 2, 4, 4)
-attend = lambda layout: weft.attention(x, x, x, layout, "tokens")
-weft.on_threads(weft.Layout.parse("tokens: ring=2"), attend)  # imports, while all can be read
-os.setgroups([])
-os.setgid(int(sys.argv[2]))
-os.setuid(int(sys.argv[2]))
-os.environ["RANK"] = sys.argv[3]
-layout = weft.Layout.parse("tokens: ring=2").build("cpu", timeout=60)
-x = layout.shard(torch.ones(1, 2, 8, 4), {"tokens": 2})
-weft.attention(x, x, x, layout, "tokens")
-print("begun", flush=True)
-sys.stdin.readline()
-if layout.rank == 1:
-    os.kill(os.getpid(), signal.SIGKILL)
-try:
-    weft.attention(x, x, x, layout, "tokens")
-except weft.WeftError as error:
-    print(type(error).__name__, error, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_run_beside_a_hostile_user_ends_as_it_would_alone(shared):
-    """Traps lie there before it begins; its name, which all see, is used for more while it runs."""
-    as_user(ATTACKER, lambda: _lay_traps(shared, shared / "a"))
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    env |= {"TMPDIR": str(shared), "HOME": str(shared), "OMP_NUM_THREADS": "1"}
-    env |= {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(sys.path)}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    command = [sys.executable, "-c", RUN, str(shared), str(VICTIM)]
-    ranks = [subprocess.Popen([*command, str(rank)], env=env, **pipes) for rank in range(2)]
-    try:
-        for rank in ranks:
-            assert rank.stdout.readline() == "begun\n"
-        name = next(p.name for p in shared.glob("weft-steps-*") if p.stat().st_uid == VICTIM)
-        copies = shared / name.replace("steps", "blackbox")
-
-        def attack() -> list[str]:
-            copies.mkdir(mode=0o777)
-            copies.chmod(0o777)
-            found = []
-            for act in (lambda: os.listdir(shared / name), (shared / name).rmdir):
-                try:
-                    act()
-                except PermissionError:
-                    found.append("refused")
-            return found
-
-        assert as_user(ATTACKER, attack) == ["refused", "refused"]
-        said = [rank.communicate("\n", timeout=120)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert said[0].startswith("RankError")
-    assert "rank 1" in said[0]
-    assert not list(copies.iterdir())
-    (made,) = {copy.parent for copy in shared.glob("weft-blackbox-*/weft-rank-1.jsonl")}
-    assert made.stat().st_uid == VICTIM
-    assert f"`weft blackbox {made}`" in said[0]
 
 
 def test_a_black_box_of_another_user_is_not_read_as_our_own(shared):

@@ -278,45 +278,6 @@ def test_verl_5983_rank_whose_shard_is_all_padding_is_ordinary(vocab_dims):
     weft.on_threads(line, _on_ranks, vocab_dims, loss_of, HIDDEN, WEIGHT, wanted)
 
 
-SEAMS = ("tokens: ring=2", "tokens(zigzag): ring=2", "tokens(striped): ring=3")
-
-
-@pytest.mark.parametrize("line", SEAMS)
-def test_mcore_bridge_173_last_tokens_predict_no_next_document(line):
-    """Seams of documents within a rank's chunk, at the chunk's border, and beyond it."""
-    documents = (3, 3, 1, 4)
-    pairs = [(a, a + 1) for a in range(N - 1) if a + 1 not in itertools.accumulate(documents)]
-    tokens = LABELS.clamp_min(0)
-    z = _logits(HIDDEN, WEIGHT).log_softmax(-1)
-    wanted = -torch.stack([z[b, i, tokens[b, j]] for b in range(B) for i, j in pairs]).mean()
-
-    def rank(layout):
-        labels = layout.shard(shift_labels(tokens, documents), TOKENS)
-        found = cross_entropy(layout.shard(HIDDEN, TOKENS), WEIGHT, labels, layout)
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=0)
-
-    weft.on_threads(Layout.parse(line), rank)
-
-
-@pytest.mark.parametrize("line", SEAMS)
-@pytest.mark.parametrize("by", [2, 3])
-def test_miles_2215_a_further_head_predicts_within_its_document(line, by):
-    """Labels of multi-token prediction are made of full rows: no rank shifts its own chunk."""
-    documents = (5, 2, 4)
-    begins = (0, 5, 7)
-    pairs = [(a, a + by) for s, n in zip(begins, documents) for a in range(s, s + n - by)]
-    tokens = LABELS.clamp_min(0)
-    z = _logits(HIDDEN, WEIGHT).log_softmax(-1)
-    wanted = -torch.stack([z[b, i, tokens[b, j]] for b in range(B) for i, j in pairs]).mean()
-
-    def rank(layout):
-        labels = layout.shard(shift_labels(tokens, documents, by), TOKENS)
-        found = cross_entropy(layout.shard(HIDDEN, TOKENS), WEIGHT, labels, layout)
-        torch.testing.assert_close(found, wanted, rtol=1e-11, atol=0)
-
-    weft.on_threads(Layout.parse(line), rank)
-
-
 # -- normalisers -----------------------------------------------------------------------------------
 
 

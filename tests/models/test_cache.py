@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 import weft
-from benchmarks import tables
 from weft import Layout, on_threads
 from weft.errors import DeclarationError, ShapeError
 from weft_models.models import KeyValueCache, ModelSpec, compose
@@ -196,19 +195,6 @@ def test_memory_per_rank_falls_with_ranks_that_split_the_rows():
     whole = 2 * 2 * math.prod(cells.shape) * 96 * 8  # keys and values of 2 blocks, 96 wide, fp64
     for ranks, found in held.items():
         assert [sum(mine) for mine in found] == [whole // ranks] * ranks
-
-
-@pytest.mark.slow
-def test_the_benchmark_measures_reports_and_draws(tmp_path):
-    rows = [
-        {"part": part, "ranks": 1, **getattr(tables, part)("rows: local", 40)}
-        for part in ("train", "predict")
-    ]
-    data = {"command": "python -m benchmarks.tables", "machine": "a laptop", "rows": rows}
-    assert tables.report(data).count("| 1 | `rows: local` | 40 |") == 2
-    assert all(row["error"] < 1e-11 for row in rows)
-    tables.plot(data, tmp_path / "tables.png")
-    torch.set_num_threads(1)  # as all tests have it
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from weft import Layout, traffic
 from weft.comm import run_threads
 from weft.errors import DeclarationError, ShapeError
-from weft.same_ranks import bind_on_same_ranks
+from weft_axes.same_ranks import bind_on_same_ranks
 
 DIMS = {"batch": 0, "rows": 1, "columns": 3}
 LINES = [

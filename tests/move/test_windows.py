@@ -14,9 +14,12 @@ from torch import Tensor
 import weft
 from weft import Layout, ShapeError, UnsupportedError
 from weft.move.windows import Wanted, Windows, bordered, plan_ranges
+from weft.plan.held import Held
 from weft.plan.order import Span
 from weft_proof.takes import take_defects
 from weft_proof.windows import prove_windows, window_defects
+
+SEVEN = Held("rows", (("r", 2),), ((Span(0, 4),), (Span(4, 3),)))
 
 CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 PAD_MODES = {"zeros": "constant", "circular": "circular", "reflect": "reflect"}
@@ -236,7 +239,7 @@ def test_wrong_windows_are_found(wrong):
 
 
 def test_a_chunk_that_sends_nothing_is_found():
-    plan = plan_ranges((("r", 2),), (0, 4, 7), ((-1, 5), (3, 8))).wanted
+    plan = plan_ranges(SEVEN, ((-1, 5), (3, 8))).wanted
     assert not [*take_defects(plan)]
     assert [*take_defects(Unsent(*vars(plan).values()))]
 
@@ -250,9 +253,8 @@ class Unsent(Wanted):
 
 
 def test_positions_run_up_and_down_and_repeat():
-    held, sizes = ((Span(0, 4),), (Span(4, 3),)), (("r", 2),)
     wanted = ((Span(6, 3, -1), Span(2, 2, 0)), (Span(-1, 2, 0), Span(0, 3, 3), *bordered(5, 7, 7)))
-    plan = Wanted(sizes, held, wanted)
+    plan = Wanted(SEVEN, wanted)
     assert not [*take_defects(plan)]
     assert [plan.received(chunk) for chunk in (0, 1)] == [3, 2]
     assert sorted(itertools.chain(*(o.put[0] for o in plan.take(1).arrived))) == [2, 3, 4, 5, 6]

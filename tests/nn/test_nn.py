@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from refusals import refused
 from torch import nn
 
 import weft
@@ -127,6 +128,18 @@ def _check_same(name: str, layout: Layout, example=None, *, all_used: bool = Tru
 def spec_heads(weight: torch.Tensor, model: nn.Module) -> int:
     sizes = model.spec.sizes
     return weight.shape[0] // (sizes.embed // sizes.heads)
+
+
+@pytest.mark.parametrize("line", ["tokens: ring=2", "tokens: ulysses=2"])
+@pytest.mark.parametrize("module", [MultiAxisAttention, weft.nn.GatedDeltaNet])
+def test_lengths_misspelt_on_one_rank_are_refused_on_all(module, line):
+    def rank(layout):
+        layer = module(8, 2, axis="tokens", layout=layout)
+        lengths = {"tokens"[: 6 - layout.rank]: 4}
+        return refused(lambda: layer(torch.zeros(1, 2, 8), lengths=lengths))
+
+    for said in weft.on_threads(Layout.parse(line), rank):
+        assert "ShapeError: lengths has 'token', which is none of the axes" in said
 
 
 def test_attention_of_rows_among_themselves_refused_where_queries_lie_whole():

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from exact import one_per_combination
-from matplotlib.colors import to_rgb
 from matplotlib.image import imread
 from rich.console import Console
 
@@ -29,7 +28,7 @@ from weft.plan.predict import forecast_of, plan_for
 from weft.plan.problem import Problem
 from weft.runtime import tile_run
 from weft.testing.check import Comparison
-from weft_cli.inspect import score_matrix, timeline_picture
+from weft_cli.inspect import score_matrix
 from weft_cli.inspect.rule_words import rule_in_words
 from weft_cli.inspect.tables import comparisons_table
 from weft_proof.symbolic import prove
@@ -317,25 +316,6 @@ def test_pictures_for_papers(draw, tmp_path):
         draw("tile-2x2", tmp_path / "drawn.jpg")
     with pytest.raises(weft.WeftError, match="there is no folder"):
         draw("tile-2x2", tmp_path / "nowhere" / "drawn.png")
-
-
-@pytest.mark.parametrize(
-    "colours",
-    [
-        score_matrix.colours(4),
-        np.array([to_rgb(c) for c in {*timeline_picture.COLOURS.values(), timeline_picture.OTHER}]),
-    ],
-    ids=["four ranks", "what travels"],
-)
-def test_colours_differ_for_colour_blind_readers(colours):
-    """They stay apart, by a twentieth of the range, as simulated without green-sensitive cones.
-
-    The matrix is the usual linear approximation of deuteranopia in RGB.
-    """
-    deuteranopia = np.array([[0.625, 0.375, 0.0], [0.7, 0.3, 0.0], [0.0, 0.3, 0.7]])
-    seen = colours @ deuteranopia.T
-    apart = [np.abs(a - b).max() for i, a in enumerate(seen) for b in seen[:i]]
-    assert min(apart) > 0.05
 
 
 # -- timelines ------------------------------------------------------------------------------------

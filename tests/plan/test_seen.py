@@ -325,7 +325,7 @@ def test_a_key_that_is_lacking_is_found():
     wrong = plans[1].seen
     wanted = wrong.wanted(plans[1].coords)
     short = tuple((Span(s[0].start + 1, s[0].count - 1), *s[1:]) for s in wanted.wanted)
-    wrong._wanted = {key: type(wanted)(wanted.mesh, wanted.held, short) for key in wrong._wanted}
+    wrong._wanted = {key: type(wanted)(wanted.held, short) for key in wrong._wanted}
     plans = [plans[0].at(plan.coords) for plan in plans]
     for plan in plans:
         plan.resharding.key._memo.clear()

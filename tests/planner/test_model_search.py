@@ -88,7 +88,11 @@ def test_candidates_fit_the_model():
 
 
 def too_small() -> None:
-    search(8, 8, memory=10.0).run(counted=1)
+    said: list[str] = []
+    try:
+        search(8, 8, memory=10.0).run(counted=1, tell=said.append)
+    finally:
+        assert said[0].startswith("1 of ")
 
 
 def test_a_limit_of_memory_refuses_the_whole_model(apart):

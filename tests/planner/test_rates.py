@@ -400,12 +400,6 @@ def test_ranks_take_turns_where_they_are_more_than_cores(clock, monkeypatch):
 # -- the command ----------------------------------------------------------------------------------
 
 
-def test_rates_teaches_by_example():
-    shown = cli("rates", "--help")
-    assert "weft rates tile-2x2" in shown.split("Examples:")[1]
-    assert "for a hardware file, and for [rates] of a layout" in shown
-
-
 def test_one_rank_has_flops_only(tmp_path):
     path = tmp_path / "mine.toml"
     shown = cli("rates", "tokens: local", "--length", "256", "--write", str(path))

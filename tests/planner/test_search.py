@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import math
 import re
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -312,34 +309,6 @@ def _imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-
-
-def test_answers_of_ten_searches_are_equal_idle_and_busy():
-    problem, machine = call(tokens=256, mask=Causal()), cluster(rate=1e8)
-    done, answers = threading.Event(), []
-    spinning = threading.Thread(target=lambda: [None for _ in iter(done.is_set, True)])
-    for n in range(10):
-        if n == 5:
-            spinning.start()
-        found = Search(problem, machine, 4, ["ring", "ulysses"]).run(work=2e3)
-        answers.append([(c.layout.name, c.total) for c in found.choices])
-    done.set()
-    assert all(answer == answers[0] for answer in answers)
-
-
-@pytest.mark.slow
-def test_answer_of_a_search_does_not_depend_on_time(monkeypatch):
-    """A machine on which every reading of a clock is an hour later gives the same choices."""
-    problem, machine = call(tokens=8192, mask=Causal()), cluster(rate=1e8)
-    answers = []
-    for later in (0.0, 3600.0):
-        ticks = itertools.count()
-        for name in ("time", "monotonic", "perf_counter", "thread_time", "process_time"):
-            monkeypatch.setattr(time, name, lambda ticks=ticks, by=later: by * next(ticks))
-        found = Search(problem, machine, 64).run(work=5e4)
-        answers.append([(c.layout.name, c.total) for c in found.choices])
-    assert answers[0] == answers[1]
-    assert len(answers[0]) > 5
 
 
 def test_budget_of_work_ends_a_search_with_a_warning():

@@ -13,7 +13,6 @@ from benchmarks.fuzz import run_command
 from weft import Layout
 from weft.carry.fragments import Fragments, by_heads, fragments
 from weft.choice import ChoiceKind
-from weft.masks.names import MASKS, mask_named
 from weft.move.plan import placement, plan_redistribution
 from weft.move.windows import Wanted
 from weft.plan import plan as plan_module
@@ -21,6 +20,7 @@ from weft.plan.order import Span
 from weft.plan.predict import plans_for
 from weft.plan.problem import Problem
 from weft.plan.tiles import KernelCall, Kind
+from weft_cli.mask_names import MASKS, mask_named
 from weft_proof import choices as choice_proof
 from weft_proof import representatives, symbolic
 from weft_proof.coverage import count_visible, tile_defects, visible_ranges

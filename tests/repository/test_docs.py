@@ -6,7 +6,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,21 +84,6 @@ def test_every_example_in_a_docstring_runs(name):
     assert failed == 0
 
 
-def test_the_doctest_run_finds_examples_and_notices_a_wrong_one():
-    finder = doctest.DocTestFinder()
-    found = [
-        test
-        for name in ("weft.masks.kinds", "weft.layout", "weft_models.tables.frames")
-        for test in finder.find(importlib.import_module(name))
-        if test.examples
-    ]
-    assert len(found) >= 5
-    assert {name.partition(".")[0] for name in modules()} == set(PACKAGES)
-    assert {"weft_models.tables.frames", "weft_planner.search"} <= set(modules())
-    wrong = doctest.DocTestParser().get_doctest(">>> 1 + 1\n3\n", {}, "wrong", None, 0)
-    assert doctest.DocTestRunner().run(wrong, out=lambda _: None).failed == 1
-
-
 @pytest.mark.sample
 def test_the_site_builds_without_warnings(tmp_path):
     command = [sys.executable, "docs/build.py", "--site-dir", str(tmp_path)]
@@ -137,10 +121,3 @@ def test_every_tutorial_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for notebook in (ROOT / "tutorials").glob("*.ipynb"):
         assert f"tutorials/{notebook.stem}.md" in navigation
-
-
-def test_what_the_tests_need_is_declared():
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = extras["optional-dependencies"]
-    assert any("docs" in item for item in extras["test"])
-    assert any(item.startswith("zensical") for item in extras["docs"])

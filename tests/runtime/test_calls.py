@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import weft
 from weft import Causal, Documents, Layout, MaskMod
 from weft.move import handles
-from weft.same_ranks import bind_on_same_ranks
+from weft_axes.same_ranks import bind_on_same_ranks
 from weft_models.pair.triangle import TriangleMultiplication
 from weft_models.routing import RoutedAttention
 

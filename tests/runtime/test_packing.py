@@ -10,6 +10,7 @@ from hypothesis import given, settings
 import weft
 from weft.comm import Transport
 from weft.declare.mesh import coordinates
+from weft.move.rotate import pack, unpack
 from weft.plan.memory import ALIGNMENT, payload_bytes
 from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of, plan_for
@@ -17,7 +18,6 @@ from weft.plan.problem import Problem
 from weft.plan.program import Payload
 from weft.plan.steps import _Buffers, form_of, steps_of
 from weft.runtime import resharding, tile_run
-from weft.runtime.buffers import pack, unpack
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 SHAPES = st.lists(

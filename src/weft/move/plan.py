@@ -13,10 +13,11 @@ dim needs a separate connection, and ranks along a dim send nothing where they n
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from .._caching import cached
@@ -24,7 +25,7 @@ from ..declare.layout import LayoutDeclaration
 from ..declare.mesh import coordinates, index_at, rank_at
 from ..declare.orders import TokenOrder
 from ..declare.traffic import Traffic, add_messages
-from ..plan.order import Spans, count, each_position, shard_spans
+from ..plan.order import Spans, count, shard_spans
 
 Sizes = tuple[tuple[str, int], ...]
 
@@ -236,20 +237,75 @@ def _overlaps(before: Placed, after: Placed, lengths: tuple[int, ...]) -> tuple[
 
 def _shared_tokens(before: Placed, after: Placed, axis: int, length: int) -> list[list[tuple]]:
     """Per chunk afterwards: (chunk before, indices in it, indices afterwards) that share tokens."""
-    at: dict[int, tuple[int, int]] = {}
-    for chunk, spans in enumerate(before.chunks(axis, length)):
-        for i, position in enumerate(each_position(spans)):
-            at[position] = chunk, i
-    result = []
-    for spans in after.chunks(axis, length):
-        shared: dict[int, tuple[list[int], list[int]]] = {}
-        for j, position in enumerate(each_position(spans)):
-            chunk, i = at[position]
-            taken, put = shared.setdefault(chunk, ([], []))
-            taken.append(i)
-            put.append(j)
-        result.append([(c, tuple(t), tuple(p)) for c, (t, p) in sorted(shared.items())])
+    wanted = after.chunks(axis, length)
+    result: list[list[tuple]] = [[] for _ in wanted]
+    for (chunk, target), taken, put in shared_entries(before.chunks(axis, length), wanted):
+        result[target].append((chunk, taken, put))
     return result
+
+
+def shared_entries(
+    held: Sequence[Spans], wanted: Sequence[Spans]
+) -> Iterator[tuple[tuple[int, int], tuple[int, ...], tuple[int, ...]]]:
+    """(chunk that holds, chunk that wants) in order, and indices in both of what they share."""
+    at_hand = sorted(
+        (low, high, chunk, offset)
+        for chunk, spans in enumerate(held)
+        for low, high, offset in _with_offsets(spans)
+    )
+    taken: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
+    for target, spans in enumerate(wanted):
+        put = 0
+        for low, high, forward in _stretches(spans):
+            at = low
+            while at < high:
+                start, end, source, offset = at_hand[bisect.bisect_right(at_hand, (at + 1,)) - 1]
+                end = min(end, high)
+                give, places = taken.setdefault((source, target), ([], []))
+                give += range(offset + at - start, offset + end - start)
+                # Of a span that runs down, a later position comes to an earlier place.
+                places += (
+                    range(put + at - low, put + end - low)
+                    if forward
+                    else range(put + high - 1 - at, put + high - 1 - end, -1)
+                )
+                at = end
+            put += high - low if low >= 0 else -low
+    for pair, (give, places) in sorted(taken.items()):
+        yield pair, tuple(give), tuple(places)
+
+
+def _stretches(spans: Spans) -> Iterator[tuple[int, int, bool]]:
+    """(first, last + 1, whether upward) of runs of positions; (-n, -n, ...) of n of nothing."""
+    for s in spans:
+        if s.start < 0:
+            yield -s.count, -s.count, True
+        elif s.step == 1:
+            yield s.start, s.start + s.count, True
+        elif s.step == -1:
+            yield s.last, s.start + 1, False
+        else:
+            for i in range(s.count):
+                yield s.start + i * s.step, s.start + i * s.step + 1, True
+
+
+def runs(spans: Spans) -> list[tuple[int, int]]:
+    """(start, end) of the runs of consecutive positions in spans."""
+    result: list[tuple[int, int]] = []
+    for s in spans:
+        if s.step == 1 or s.count == 1:
+            result.append((s.start, s.start + s.count))
+        else:
+            result += ((s.start + i * s.step, s.start + i * s.step + 1) for i in range(s.count))
+    return result
+
+
+def _with_offsets(spans: Spans) -> Iterator[tuple[int, int, int]]:
+    """Runs of positions, and where in memory they begin."""
+    offset = 0
+    for low, high in runs(spans):
+        yield low, high, offset
+        offset += high - low
 
 
 def _nearest(before: Placed, target: int, chunks: list[int]) -> int:

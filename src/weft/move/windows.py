@@ -13,17 +13,17 @@ borders, rolls, other chunks of the same axis and the whole axis on every rank a
 
 from __future__ import annotations
 
-import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from .._caching import cached
 from ..declare.traffic import Traffic
 from ..errors import ShapeError
-from ..plan.order import Span, Spans, count, join
-from .plan import Overlap, Paths, Redistribution, Sizes
+from ..plan.held import Held
+from ..plan.order import Span, Spans, count
+from .plan import Overlap, Paths, Redistribution, shared_entries
 
 #: What lies beyond the ends of an axis.
 BORDERS = ("zeros", "reflect", "replicate", "circular")
@@ -38,14 +38,13 @@ def nothing(number: int) -> Span:
 class Wanted:
     """The positions of an axis that every chunk holds, and those that it is to receive.
 
-    >>> halo = Wanted((("ring", 2),), ((Span(0, 3),), (Span(3, 3),)), ((), (Span(2, 1),)))
-    >>> halo.take(1).arrived
+    >>> held = Held("tokens", (("ring", 2),), ((Span(0, 3),), (Span(3, 3),)))
+    >>> Wanted(held, ((), (Span(2, 1),))).take(1).arrived
     (Overlap(source=0, target=1, taken=((2,),), put=((0,),)),)
     """
 
-    mesh: Sizes  # the mesh dims that split the axis, outermost first, with their sizes
-    held: tuple[Spans, ...]  # per chunk, in the order of memory
-    wanted: tuple[Spans, ...]  # likewise; `nothing` among them
+    held: Held
+    wanted: tuple[Spans, ...]  # per chunk, in the order of memory; `nothing` among them
 
     def take(self, chunk: int) -> Redistribution:
         """The messages of the rank that holds a chunk, and what arrives."""
@@ -77,7 +76,7 @@ class TakePass:
         """Bytes and messages of this rank."""
         label = f"d{self.label}" if backward else self.label
         move = self.wanted.take(self.chunk)
-        return move.traffic(self.wanted.mesh, self.nbytes, label, backward)
+        return move.traffic(self.wanted.held.mesh, self.nbytes, label, backward)
 
 
 @cached(1024)
@@ -94,71 +93,13 @@ def _routes(plan: Wanted) -> tuple[Paths, dict[int, list[Overlap]]]:
     overlaps = _overlaps(plan)
     for overlap in overlaps:
         arrived.setdefault(overlap.target, []).append(overlap)
-    return Paths(overlaps, plan.mesh), arrived
+    return Paths(overlaps, plan.held.mesh), arrived
 
 
 def _overlaps(plan: Wanted) -> tuple[Overlap, ...]:
     """Entries of every chunk that `target` takes from `source`, as indices in both."""
-    held = sorted(
-        (low, high, chunk, offset)
-        for chunk, spans in enumerate(plan.held)
-        for low, high, offset in _with_offsets(spans)
-    )
-    taken: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
-    for target, spans in enumerate(plan.wanted):
-        put = 0
-        for low, high, forward in _stretches(spans):
-            at = low
-            while at < high:
-                start, end, source, offset = held[bisect.bisect_right(held, (at + 1,)) - 1]
-                end = min(end, high)
-                give, places = taken.setdefault((source, target), ([], []))
-                give += range(offset + at - start, offset + end - start)
-                # Of a span that runs down, a later position comes to an earlier place.
-                places += (
-                    range(put + at - low, put + end - low)
-                    if forward
-                    else range(put + high - 1 - at, put + high - 1 - end, -1)
-                )
-                at = end
-            put += high - low if low >= 0 else -low
-    return tuple(
-        Overlap(source, target, (tuple(give),), (tuple(places),))
-        for (source, target), (give, places) in sorted(taken.items())
-    )
-
-
-def _stretches(spans: Spans) -> Iterator[tuple[int, int, bool]]:
-    """(first, last + 1, whether upward) of runs of positions; (-n, -n, ...) of n of nothing."""
-    for s in spans:
-        if s.start < 0:
-            yield -s.count, -s.count, True
-        elif s.step == 1:
-            yield s.start, s.start + s.count, True
-        elif s.step == -1:
-            yield s.last, s.start + 1, False
-        else:
-            for i in range(s.count):
-                yield s.start + i * s.step, s.start + i * s.step + 1, True
-
-
-def runs(spans: Spans) -> list[tuple[int, int]]:
-    """(start, end) of the runs of consecutive positions in spans."""
-    result: list[tuple[int, int]] = []
-    for s in spans:
-        if s.step == 1 or s.count == 1:
-            result.append((s.start, s.start + s.count))
-        else:
-            result += ((s.start + i * s.step, s.start + i * s.step + 1) for i in range(s.count))
-    return result
-
-
-def _with_offsets(spans: Spans) -> Iterator[tuple[int, int, int]]:
-    """Runs of positions, and where in memory they begin."""
-    offset = 0
-    for low, high in runs(spans):
-        yield low, high, offset
-        offset += high - low
+    shared = shared_entries(plan.held.spans, plan.wanted)
+    return tuple(Overlap(*pair, (taken,), (put,)) for pair, taken, put in shared)
 
 
 def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
@@ -308,25 +249,23 @@ class RangePlan(NamedTuple):
 
 @cached(1024)
 def plan_ranges(
-    mesh: Sizes,
-    starts: tuple[int, ...],
-    ranges: tuple[tuple[int, int], ...],
-    border: str = "zeros",
+    held: Held, ranges: tuple[tuple[int, int], ...], border: str = "zeros"
 ) -> RangePlan:
     """The plan that gives contiguous chunks of an axis other positions than they hold.
 
-    >>> plan = plan_ranges((("ring", 2),), (0, 4, 7), ((-1, 5), (3, 8)))
+    >>> held = Held("rows", (("ring", 2),), ((Span(0, 4),), (Span(4, 3),)))
+    >>> plan = plan_ranges(held, ((-1, 5), (3, 8)))
     >>> plan.parts[1], [(s.start, s.count) for s in plan.wanted.wanted[1]]
     (SeenPart(before=1, low=0, high=3, after=1), [(3, 1), (-1, 1)])
     """
+    assert held.starts is not None
     parts, wanted = [], []
-    for start, end, (low, high) in zip(starts, starts[1:], ranges):
+    for (start, end), (low, high) in zip(itertools.pairwise(held.starts), ranges):
         part = _cut(start, end, low, high)
         parts.append(part)
-        before = bordered(low, low + part.before, starts[-1], border)
-        wanted.append((*before, *bordered(high - part.after, high, starts[-1], border)))
-    held = tuple(join((Span(a, b - a),)) for a, b in itertools.pairwise(starts))
-    return RangePlan(Wanted(mesh, held, tuple(wanted)), tuple(parts))
+        before = bordered(low, low + part.before, held.length, border)
+        wanted.append((*before, *bordered(high - part.after, high, held.length, border)))
+    return RangePlan(Wanted(held, tuple(wanted)), tuple(parts))
 
 
 __all__ = [
@@ -340,5 +279,4 @@ __all__ = [
     "cut_run",
     "nothing",
     "plan_ranges",
-    "runs",
 ]

@@ -24,6 +24,7 @@ from ..errors import UnsupportedError
 from ..masks import Intervals, Mask, merge_intervals
 from ..move.plan import Redistribution
 from ..move.windows import Wanted
+from .held import Held
 from .intervals import hull
 from .order import Span, Spans, ascending, count, join, positions
 from .problem import LocalProblem
@@ -80,7 +81,7 @@ class SeenKeys:
             seen = [self._intervals(place) for place in group]
             mesh = tuple((d, self.sizes[d]) for d in self.dims)
             wanted = tuple(_join(parts.values()) for parts in _foreign(held, seen))
-            self._wanted[key] = Wanted(mesh, held, wanted)
+            self._wanted[key] = Wanted(Held("keys", mesh, held), wanted)
         return self._wanted[key]
 
     def _intervals(self, coords: Coords) -> Intervals:

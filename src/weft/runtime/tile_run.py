@@ -19,7 +19,7 @@ from .._torch import profiling
 from ..comm.transport import Messages
 from ..errors import RankError
 from ..kernels import Kernel
-from ..move.rotate import TransferBatch
+from ..move.rotate import TransferBatch, pack, unpack
 from ..plan.call import Call
 from ..plan.memory import held_bytes
 from ..plan.plan import Pass, Plan
@@ -27,7 +27,6 @@ from ..plan.program import Payload, Transfer
 from ..plan.sides import Side
 from ..plan.steps import BlockSteps, Form, Joined, Packing, RankTransfer, Receive, steps_of
 from ..plan.tiles import Kind
-from .buffers import pack, unpack
 from .expand import ExpandedChunk, Expander
 from .marks import mark
 from .views import Views

@@ -33,9 +33,10 @@ from weft.declare.placements import HEAD
 from weft.declare.traffic import Traffic, add_messages, add_rows
 from weft.errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from weft.masks import Documents
-from weft.move.plan import Sizes
-from weft.move.windows import Wanted, Windows, bordered, cut_run, runs
+from weft.move.plan import Sizes, runs
+from weft.move.windows import Wanted, Windows, bordered, cut_run
 from weft.plan.choices import gathers_of, spreads_of
+from weft.plan.held import Held
 from weft.plan.order import Span, Spans, join, shard_spans
 
 #: Fragments per rank. Each is a call of a kernel and a map to send: orders with more want another
@@ -336,7 +337,7 @@ def _around(plan: Fragments, window: Windows) -> Wanted:
                 for s in bordered(a - document, b - document, length, window.border):
                     spans.append(s if s.start < 0 else s._replace(start=s.start + document))
         wanted.append(tuple(spans))
-    return Wanted(plan.mesh, held, tuple(wanted))
+    return Wanted(Held("", plan.mesh, held), tuple(wanted))
 
 
 def chunk_of(layout: LayoutDeclaration, axis: str, coords: Mapping[str, int]) -> int:

@@ -8,13 +8,13 @@ Nothing is sent to keep the books: every rank makes the same runs of the same ca
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from weft._caching import cached
+from weft.plan.held import Held
 from weft.plan.order import Span, Spans, join, positions
 
 #: Consecutive decoded tokens that one rank holds.
@@ -22,7 +22,7 @@ BLOCK = 32
 
 
 @dataclass(frozen=True)
-class HeldRun:
+class OwnedRun:
     """Positions start..stop-1, which came together."""
 
     start: int
@@ -32,47 +32,48 @@ class HeldRun:
 
 
 @dataclass(frozen=True)
-class Held:
+class Owners:
     """The owners of all positions of a growing axis.
 
-    >>> held = Held(2, 2).grown(5)
-    >>> held.positions(0).tolist(), held.positions(1).tolist(), held.length
+    >>> owners = Owners(2, 2).grown(5)
+    >>> owners.positions(0).tolist(), owners.positions(1).tolist(), owners.length
     ([0, 1, 4], [2, 3], 5)
-    >>> held.cropped(3).positions(1).tolist()
+    >>> owners.cropped(3).positions(1).tolist()
     [2]
     """
 
     parts: int  # among how many ranks
     block: int  # consecutive positions that go to one rank, where they come one at a time
-    runs: tuple[HeldRun, ...] = ()  # ascending and without gaps
+    runs: tuple[OwnedRun, ...] = ()  # ascending and without gaps
 
     @property
     def length(self) -> int:
         """Positions on all ranks together."""
         return self.runs[-1].stop if self.runs else 0
 
-    def split(self, chunks: Sequence[Spans], count: int) -> Held:
-        """With `count` more positions, of which each part gets its chunk."""
+    def split(self, held: Held) -> Owners:
+        """With more positions, of which each part gets its chunk."""
         start = self.length
-        run = HeldRun(start, start + count, tuple(chunks))
+        run = OwnedRun(start, start + held.length, held.spans)
         return replace(self, runs=(*self.runs, run))
 
-    def grown(self, count: int) -> Held:
+    def grown(self, count: int) -> Owners:
         """With `count` more positions in blocks."""
         start, stop = self.length, self.length + count
         runs = self.runs
         if runs and runs[-1].chunks is None:
             start, runs = runs[-1].start, runs[:-1]
-        return replace(self, runs=(*runs, HeldRun(start, stop))) if count else self
+        return replace(self, runs=(*runs, OwnedRun(start, stop))) if count else self
 
-    def cropped(self, length: int) -> Held:
+    def cropped(self, length: int) -> Owners:
         """With the first `length` positions."""
         kept = (replace(r, stop=min(r.stop, length)) for r in self.runs if r.start < length)
         return replace(self, runs=tuple(kept))
 
     def next_positions(self, part: int, count: int) -> Tensor:
         """Positions among the next `count` that a part gets in blocks, counted from the first."""
-        return _in_blocks(self.length, count, self.block, self.parts, part)
+        offsets = torch.arange(self.length, self.length + count)
+        return ((offsets // self.block) % self.parts == part).nonzero().flatten()
 
     def positions(self, part: int) -> Tensor:
         """All positions of a part, in the order in which they came: (m,) int64."""
@@ -84,18 +85,13 @@ class Held:
 
 
 @cached(64)
-def _in_blocks(first: int, count: int, block: int, parts: int, part: int) -> Tensor:
-    offsets = torch.arange(first, first + count)
-    return ((offsets // block) % parts == part).nonzero().flatten()
-
-
 @cached(64)
-def _positions(held: Held, part: int) -> Tensor:
+def _positions(owners: Owners, part: int) -> Tensor:
     pieces = [torch.empty(0, dtype=torch.int64)]
-    for run in held.runs:
+    for run in owners.runs:
         if run.chunks is None:
             every = torch.arange(run.start, run.stop)
-            pieces.append(every[(every // held.block) % held.parts == part])
+            pieces.append(every[(every // owners.block) % owners.parts == part])
         else:
             local = positions(run.chunks[part]) + run.start
             pieces.append(local[local < run.stop])

@@ -39,9 +39,9 @@ from weft.move.passing import Exchange
 from weft.plan.call import Call
 from weft.plan.choices import NUMBER
 from weft.plan.lengths import Length, read_length
-from weft.plan.lists import IndexSizes, ListPlan, list_plan
 from weft.plan.order import Spans, count, positions
 from weft.runtime.autocast import without_autocast
+from weft_axes.fetching.lists import IndexSizes, ListPlan, list_plan
 
 #: Scores, over sequences, index heads, rows and keys, that exist at one time.
 AT_ONCE = 1 << 26

@@ -181,7 +181,11 @@ def _over_split(
     of_keys = attn_mask is None or _is_of_keys(attn_mask, query, dim_size(keys))
     stored = as_stored(sides[:2], region) if of_keys and not is_causal else None
     if stored is None:
-        sides = [_of_layout(side, query) for side in sides]
+        made = (
+            [split_dim(region.chunks(f.chunks.axis, f.size))[0] if f.chunks else f for f in side]
+            for side in sides
+        )
+        sides = [*map(tuple, made)]
     goals: dict[int, Sequence[Dim]] = {}
     for p, side in zip(parts, sides):
         heads = p.dims[:-2]
@@ -228,8 +232,8 @@ def _check_mask(mask: Part | None, query: Part, axes: tuple[str, ...], lead: Seq
     per_sample = mask.ndim > 3 and math.prod(mask.shape[:-3]) > 1
     several = mask.ndim > 2 and mask.shape[-3] > 1
     rules = region.layout.rules(axes)
-    mesh = [m for a in split_axes(query.dims[-2]) for m, _ in region.mesh(a)]
-    moved = any(rules[m].role is Role.BATCH for m in mesh)
+    over = [m for a in split_axes(query.dims[-2]) for m in region.layout.shard_dims(a)]
+    moved = any(rules[m].role is Role.BATCH for m in over)
     if (per_sample and moved) or (any(map(is_split_dim, lead)) and (per_sample or several)):
         raise refused("attention with a mask per sample over split samples", mask)
 
@@ -257,14 +261,6 @@ def _check_attended(query: Part, axes: tuple[str, ...], side: Dim) -> None:
 
 def _name(factor: Factor, place: int) -> str:
     return factor.chunks.axis if factor.chunks is not None else f"whole_{place}"
-
-
-def _of_layout(side: Dim, x: Part) -> Dim:
-    """Tokens in the chunks that the layout makes of their axes."""
-    return tuple(
-        f if f.chunks is None else split_dim(x.region.chunks(f.chunks.axis, f.size))[0]
-        for f in side
-    )
 
 
 def _bias(

@@ -17,100 +17,21 @@ move nothing; arithmetic brings the same labels together, and only that moves da
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from weft._caching import cached
-from weft.plan.order import Span, Spans, count, join, product
-
-
-@dataclass(frozen=True, eq=False)
-class Chunks:
-    """The positions of a dim that each rank holds, one chunk per rank that splits its axis.
-
-    Attributes:
-        axis: the layout's name of the axis.
-        spans: per chunk, its positions in the order of memory; each position is in one chunk.
-    """
-
-    axis: str
-    spans: tuple[Spans, ...]
-
-    def __eq__(self, other: object) -> bool:
-        same = isinstance(other, Chunks) and self.axis == other.axis and self.spans == other.spans
-        return self is other or same
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        return hash((self.axis, self.spans))
-
-    @functools.cached_property
-    def length(self) -> int:
-        """The number of positions."""
-        return sum(self.counts)
-
-    @functools.cached_property
-    def counts(self) -> tuple[int, ...]:
-        """The number of positions of every chunk."""
-        return tuple(map(count, self.spans))
-
-    @functools.cached_property
-    def starts(self) -> tuple[int, ...] | None:
-        """The first position of every chunk, and the length; None unless chunks are contiguous."""
-        starts = [0]
-        for spans, n in zip(self.spans, self.counts):
-            steps = all(s.step == 1 or s.count == 1 for s in spans)
-            if len(spans) > 1 or not steps or (spans and spans[0].start != starts[-1]):
-                return None
-            starts.append(starts[-1] + n)
-        return tuple(starts)
-
-    def times(self, n: int) -> Chunks:
-        """Chunks of runs of n positions in place of one."""
-        inner = (Span(0, n),)
-        return Chunks(self.axis, tuple(join(product(s, inner, n)) for s in self.spans))
-
-    def units(self, n: int) -> Chunks | None:
-        """Chunks of units of n positions, where no unit is cut and each is in its order."""
-        divided = []
-        for spans in self.spans:
-            if any(s.start % n or s.count % n or (s.step != 1 and n > 1) for s in spans):
-                return None
-            divided.append(join(Span(s.start // n, s.count // n) for s in spans))
-        return Chunks(self.axis, tuple(divided)) if n > 1 else self
+from weft.plan.held import Held
+from weft.plan.order import Span, Spans, join
 
 
 @cached(4096)
-def contiguous(axis: str, starts: tuple[int, ...]) -> Chunks:
-    """Contiguous chunks, by the first position of each, and the length.
-
-    >>> contiguous("height", (0, 2, 5)).spans
-    ((Span(start=0, count=2, step=1),), (Span(start=2, count=3, step=1),))
-    """
-    pairs = itertools.pairwise(starts)
-    return Chunks(axis, tuple((Span(a, b - a),) if b > a else () for a, b in pairs))
-
-
-@cached(4096)
-def alone(axis: str, ranks: int, owner: int, n: int) -> Chunks:
-    """Chunks of n positions that one rank holds."""
-    return Chunks(axis, tuple((Span(0, n),) if c == owner and n else () for c in range(ranks)))
-
-
-@cached(4096)
-def sliced_chunks(
-    chunks: Chunks, start: int, stop: int, step: int
-) -> tuple[Chunks, tuple[Spans, ...]]:
+def sliced_chunks(chunks: Held, start: int, stop: int, step: int) -> tuple[Held, tuple[Spans, ...]]:
     """The chunks of a slice, and per chunk the indices in memory of what it keeps.
 
-    >>> kept, taken = sliced_chunks(contiguous("height", (0, 4, 7)), 1, 7, 2)
+    >>> chunks = Held("height", (("r", 2),), ((Span(0, 4),), (Span(4, 3),)))
+    >>> kept, taken = sliced_chunks(chunks, 1, 7, 2)
     >>> kept.starts, taken[1]
     ((0, 2, 3), (Span(start=1, count=1, step=2),))
     """
@@ -128,7 +49,7 @@ def sliced_chunks(
             offset += s.count
         new.append(join(mine))
         kept.append(join(index))
-    return Chunks(chunks.axis, tuple(new)), tuple(kept)
+    return chunks.having(new), tuple(kept)
 
 
 def _within(s: Span, start: int, stop: int, step: int) -> list[tuple[int, int, int]]:
@@ -159,7 +80,7 @@ def _within(s: Span, start: int, stop: int, step: int) -> list[tuple[int, int, i
 
 
 @cached(4096)
-def joined_chunks(parts: tuple[Chunks, ...]) -> Chunks:
+def joined_chunks(parts: tuple[Held, ...]) -> Held:
     """The chunks of a concatenation: every rank joins its own parts."""
     spans: list[list[Span]] = [[] for _ in parts[0].spans]
     at = 0
@@ -167,11 +88,11 @@ def joined_chunks(parts: tuple[Chunks, ...]) -> Chunks:
         for mine, these in zip(spans, part.spans):
             mine += (Span(s.start + at, s.count, s.step) for s in these)
         at += part.length
-    return Chunks(parts[0].axis, tuple(map(join, spans)))
+    return parts[0].having([*map(join, spans)])
 
 
 @cached(4096)
-def rolled(chunks: Chunks, shift: int) -> Chunks:
+def rolled(chunks: Held, shift: int) -> Held:
     """The chunks of a roll."""
     n, new = chunks.length, []
     for spans in chunks.spans:
@@ -185,22 +106,22 @@ def rolled(chunks: Chunks, shift: int) -> Chunks:
                 mine.append(Span(p, k, s.step))
                 at += k
         new.append(join(mine))
-    return Chunks(chunks.axis, tuple(new))
+    return chunks.having(new)
 
 
 @cached(4096)
-def flipped(chunks: Chunks) -> Chunks:
+def flipped(chunks: Held) -> Held:
     """The chunks of a flip."""
     n = chunks.length
-    turned = (join(Span(n - 1 - s.start, s.count, -s.step) for s in t) for t in chunks.spans)
-    return Chunks(chunks.axis, tuple(turned))
+    turned = [join(Span(n - 1 - s.start, s.count, -s.step) for s in t) for t in chunks.spans]
+    return chunks.having(turned)
 
 
 class Factor(NamedTuple):
     """A factor of a dim: its size over all ranks, and its chunks if it is split."""
 
     size: int
-    chunks: Chunks | None = None
+    chunks: Held | None = None
 
 
 Dim = tuple[Factor, ...]
@@ -211,7 +132,7 @@ def whole(size: int) -> Dim:
     return (Factor(size),)
 
 
-def split_dim(chunks: Chunks) -> Dim:
+def split_dim(chunks: Held) -> Dim:
     """A dim that is split."""
     return (Factor(chunks.length, chunks),)
 
@@ -234,7 +155,8 @@ def split_axes(dim: Dim) -> list[str]:
 def fused_factors(dim: Sequence[Factor]) -> Dim:
     """A dim in one form: whole factors inside another belong to it, and none is 1.
 
-    >>> fused_factors((Factor(4, contiguous("height", (0, 2, 4))), Factor(3)))[0].chunks.starts
+    >>> chunks = Held("height", (("r", 2),), ((Span(0, 2),), (Span(2, 2),)))
+    >>> fused_factors((Factor(4, chunks), Factor(3)))[0].chunks.starts
     (0, 6, 12)
     """
     if len(dim) == 1:

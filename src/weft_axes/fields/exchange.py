@@ -18,9 +18,10 @@ from weft.move.collectives import Sum, invariant_to_replicate, scale_backward
 from weft.move.passing import Exchange
 from weft.move.take import TakePassing
 from weft.move.windows import RangePlan, TakePass, Wanted, plan_ranges
+from weft.plan.held import Held
 from weft.plan.order import Span, Spans, each_position
 
-from .dims import Chunks, Dim, contiguous, dim_size, is_split_dim, text_of, whole
+from .dims import Dim, dim_size, is_split_dim, text_of, whole
 from .place import FieldRegion
 
 
@@ -35,7 +36,7 @@ def bring(
         f"along {axis}, {label} in dim {dim}, the others {tail}, {x.dtype}, {x.device.type},"
         f" gradients {'wanted' if wanted_gradient else 'none'}"
     )
-    moving = tuple(d for d, size in plan.mesh if size > 1) if plan.moves else ()
+    moving = tuple(d for d, size in plan.held.mesh if size > 1) if plan.moves else ()
     exchange = Exchange(
         label,
         "a function of a weft.Field",
@@ -64,7 +65,7 @@ def bring(
 def take_positions(
     x: Tensor,
     dim: int,
-    chunks: Chunks,
+    chunks: Held,
     wanted: tuple[Spans, ...],
     region: FieldRegion,
     label: str,
@@ -73,14 +74,14 @@ def take_positions(
     """Any positions of an axis in `dim`, as every chunk wants them."""
     if wanted == chunks.spans:
         return x
-    plan = Wanted(region.mesh(chunks.axis), chunks.spans, wanted)
+    plan = Wanted(chunks, wanted)
     return bring(x, dim, plan, region, chunks.axis, label, fill)
 
 
 def around(
     x: Tensor,
     dim: int,
-    chunks: Chunks,
+    chunks: Held,
     ranges: tuple[tuple[int, int], ...],
     region: FieldRegion,
     label: str,
@@ -88,8 +89,7 @@ def around(
     fill: float = 0.0,
 ) -> tuple[Tensor, int, int, Tensor]:
     """Positions around this rank's part of a range of contiguous chunks, and that part."""
-    assert chunks.starts is not None
-    plan: RangePlan = plan_ranges(region.mesh(chunks.axis), chunks.starts, ranges, border)
+    plan: RangePlan = plan_ranges(chunks, ranges, border)
     part = plan.parts[region.chunk(chunks.axis)]
     strips = bring(x, dim, plan.wanted, region, chunks.axis, label, fill)
     before, after = strips.split([part.before, part.after], dim)
@@ -111,7 +111,7 @@ def at_spans(x: Tensor, dim: int, spans: Spans) -> Tensor:
 def gathered_chunks(x: Tensor, axis: str, region: FieldRegion, label: str) -> Tensor:
     """The tensors of all chunks of an axis, stacked; backward their gradients add up."""
     n = region.layout.size(axis)
-    every = contiguous(axis, tuple(range(n + 1)))
+    every = Held.of(region.layout, axis, n, contiguous=True).contiguous(range(n + 1))
     return take_positions(x[None], 0, every, ((Span(0, n),),) * n, region, label)
 
 

@@ -12,7 +12,7 @@ from weft._digest import number_of
 from weft.errors import UnsupportedError
 from weft.plan.order import Span, Spans, join
 
-from .dims import Chunks, Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
+from .dims import Dim, dim_size, is_split_dim, sliced_chunks, split_axes, split_dim, whole
 from .exchange import at_spans, of_shares, placed_like, sharing_more, take_positions
 from .field import Field, settled
 from .place import FieldRegion
@@ -146,7 +146,8 @@ def by_index(x: Tensor, index: Any) -> Any:
     parts = []
     for d, index_ in zip(places, given):
         i, n = look.placed(index_, goal[len(goal) - index_.dim() :]), dim_size(dims[d])
-        _check_range(i, n, d)
+        if i.numel() and (int(i.max()) >= n or int(i.min()) < -n):
+            raise IndexError(f"index out of range: dim {d} has {n} positions")
         i = torch.where(i < 0, i + n, i)
         if is_split_dim(dims[d]) and not axes and len(dims[d]) == 1:
             t, i = _asked(t, d, dims[d], i, look.region)
@@ -164,11 +165,6 @@ def by_index(x: Tensor, index: Any) -> Any:
     kept = [q for d, q in enumerate(wanted) if d not in places]
     first = places[0] if adjacent else 0
     return look.field(out, [*kept[:first], *goal, *kept[first:]])
-
-
-def _check_range(i: Tensor, n: int, d: int) -> None:
-    if i.numel() and (int(i.max()) >= n or int(i.min()) < -n):
-        raise IndexError(f"index out of range: dim {d} has {n} positions")
 
 
 def _asked(t: Tensor, d: int, dim: Dim, i: Tensor, region: FieldRegion) -> tuple[Tensor, Tensor]:
@@ -201,7 +197,7 @@ def _at_mask(x: Tensor, mask: Tensor) -> Field:
         join(Span(p, 1) for p in at_spans(number, d, own)[at_spans(every, d, own)].tolist())
         for own in chunks.spans
     ]
-    return look.field(t[m], [split_dim(Chunks(chunks.axis, tuple(spans))), *rest])
+    return look.field(t[m], [split_dim(chunks.having(spans)), *rest])
 
 
 # -- writes ---------------------------------------------------------------------------------------
@@ -447,14 +443,10 @@ def index_select(x: Tensor, dim: int, index: Tensor, *, out: None = None) -> Ten
     d = at(dim, x.dim())
     if not isinstance(x, Field) and not isinstance(index, Field):
         return torch.index_select(x, d, index)
-    _check_negative(index)
-    where: Any = (*[slice(None)] * d, index.reshape(-1))
-    return x[where]
-
-
-def _check_negative(index: Tensor) -> None:
     if index.numel() and int(index.min()) < 0:
         raise IndexError("index out of range: negative indices are for x[...]")
+    where: Any = (*[slice(None)] * d, index.reshape(-1))
+    return x[where]
 
 
 @composite(*both("masked_select"))

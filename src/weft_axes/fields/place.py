@@ -11,9 +11,10 @@ from torch import Tensor
 
 from weft.errors import ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.plan.order import Spans, shard_spans
+from weft.plan.held import Held
+from weft.plan.order import Spans
 
-from .dims import Chunks, Dim, Factor, dim_size, fused_factors, split_axes, text_of
+from .dims import Dim, Factor, dim_size, fused_factors, split_axes, text_of
 
 #: Recipes that a region keeps; as many kinds of calls as a model has.
 _KEPT = 8192
@@ -47,29 +48,22 @@ class FieldRegion:
             self.recipes.clear()
         self.recipes[key] = recipe
 
-    def mesh(self, axis: str) -> tuple[tuple[str, int], ...]:
-        """The mesh dims that split an axis, outermost first, with their sizes."""
-        return tuple((d, self.layout.mesh[d]) for d in self.layout.shard_dims(axis))
-
-    def chunks(self, axis: str, length: int) -> Chunks:
+    def chunks(self, axis: str, length: int) -> Held:
         """The chunks that the layout makes of an axis of a length."""
-        layout = self.layout
-        parts = layout.parts(layout.shard_dims(axis))
-        return Chunks(axis, shard_spans(length, parts, layout.order.get(axis, "contiguous")))
+        return Held.of(self.layout, axis, length)
 
-    def chunks_like(self, axis: str, length: int) -> Chunks:
+    def chunks_like(self, axis: str, length: int) -> Held:
         """The same; contiguous ones where the layout's order is data of another length."""
         try:
             return self.chunks(axis, length)
         except ShapeError:
-            parts = self.layout.parts(self.layout.shard_dims(axis))
-            return Chunks(axis, shard_spans(length, parts))
+            return Held.of(self.layout, axis, length, contiguous=True)
 
     def chunk(self, axis: str) -> int:
         """The number of this rank's chunk."""
         return self.layout.chunk(axis)
 
-    def own(self, chunks: Chunks) -> Spans:
+    def own(self, chunks: Held) -> Spans:
         """The positions of this rank's chunk."""
         return chunks.spans[self.layout.chunk(chunks.axis)]
 

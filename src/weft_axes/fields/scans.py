@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .dims import Chunks, Dim, contiguous, split_dim, whole
+from weft.plan.held import Held
+
+from .dims import Dim, split_dim, whole
 from .exchange import gathered_chunks
 from .reduce import crosses_field, reduced_dims
 from .registry import Part, Recipe, both, composite, function_name, on_locals, refused, rule
@@ -127,17 +129,14 @@ def _cumsum(func: Any) -> None:
         return Recipe(_cumsum_of_runs(x, d, runs, kwargs.get("dtype")), goal, {x.index: goal})
 
 
-def _runs(chunks: Chunks) -> Chunks:
+def _runs(chunks: Held) -> Held:
     """Chunks whose spans are runs of positions that go up: those there are, or contiguous ones."""
     if all(s.step == 1 or s.count == 1 for spans in chunks.spans for s in spans):
         return chunks
-    edges = [0]
-    for n in chunks.counts:
-        edges.append(edges[-1] + n)
-    return contiguous(chunks.axis, tuple(edges))
+    return chunks.contiguous()
 
 
-def _cumsum_of_runs(x: Part, d: int, chunks: Chunks, dtype: Any) -> Callable:
+def _cumsum_of_runs(x: Part, d: int, chunks: Held, dtype: Any) -> Callable:
     region, own = x.region, x.region.own(chunks)
     most = max(1, *map(len, chunks.spans))
     before: list[list[tuple[int, int]]] = [

@@ -9,6 +9,7 @@ the chunks that the layout makes of an axis with room for all of them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Sequence
@@ -20,9 +21,10 @@ from torch.nn import functional as F
 from weft._uploads import uploaded
 from weft.masks import FULL, Interval, Intervals, Mask, MaskMod, merge_intervals
 from weft.masks.base import common
-from weft.plan.order import Spans, cut_spans, each_position
+from weft.plan.held import Held
+from weft.plan.order import Span, Spans, cut_spans, each_position
 
-from .dims import Chunks, Dim
+from .dims import Dim
 from .place import FieldRegion
 
 
@@ -30,7 +32,7 @@ def as_stored(sides: Sequence[Dim], region: FieldRegion) -> AsStored | None:
     """Queries and keys as they are stored, where one axis splits them and chunks have room."""
     if len(sides[0]) > 1:
         return None
-    found: list[tuple[Chunks, Chunks]] = []
+    found: list[tuple[Held, Held]] = []
     for chunks in (factor.chunks for side in sides for factor in side if factor.chunks is not None):
         lengths = chunks.length, len(chunks.counts) * max(chunks.counts)
         rooms = (region.chunks_like(chunks.axis, length) for length in lengths)
@@ -42,7 +44,7 @@ def as_stored(sides: Sequence[Dim], region: FieldRegion) -> AsStored | None:
 class AsStored:
     """Queries and keys, each as chunks of tokens and chunks of numbers."""
 
-    def __init__(self, sides: Sequence[tuple[Chunks, Chunks]], region: FieldRegion) -> None:
+    def __init__(self, sides: Sequence[tuple[Held, Held]], region: FieldRegion) -> None:
         (here, queries), (tokens, keys) = sides
         self.room = [c.counts[region.chunk(here.axis)] for c in (queries, keys, keys)]
         self.lengths = {here.axis: (queries.length, keys.length)}
@@ -110,25 +112,20 @@ class _Numbers(Mask):
 
 
 def _among(x: Tensor, intervals: Intervals) -> Tensor:
-    seen = x < 0
-    for low, high in intervals:
-        seen = seen | ((x >= low) & (x <= high))
-    return seen
+    within = ((x >= low) & (x <= high) for low, high in intervals)
+    return functools.reduce(operator.or_, within, x < 0)
 
 
-def _filled(tokens: Chunks, chunks: Chunks) -> list[Spans]:
+def _filled(tokens: Held, chunks: Held) -> list[Spans]:
     """The numbers of tokens: the first of each chunk."""
     return [cut_spans(spans, 0, n) for spans, n in zip(chunks.spans, tokens.counts)]
 
 
 def _intervals(held: Sequence[Spans]) -> Intervals:
     """Numbers as intervals."""
-    runs = (
-        [(s.start, s.last)] if s.step == 1 else [(p, p) for p in each_position((s,))]
-        for spans in held
-        for s in spans
-    )
-    return merge_intervals(run for found in runs for run in found)
+    each = (s for spans in held for s in spans)
+    runs = ([s] if s.step == 1 else [Span(p, 1) for p in each_position((s,))] for s in each)
+    return merge_intervals((s.start, s.last) for run in runs for s in run)
 
 
 __all__ = ["AsStored", "as_stored"]

@@ -10,14 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.plan.held import Held
 from weft.plan.order import Span
 
 from .dims import (
-    Chunks,
     Dim,
     Factor,
-    alone,
-    contiguous,
     dim_size,
     flipped,
     is_split_dim,
@@ -145,10 +143,10 @@ class _Regrouping:
         return Factor(size, units)
 
 
-def _near_units(chunks: Chunks, unit: int, size: int, region: FieldRegion) -> Chunks:
+def _near_units(chunks: Held, unit: int, size: int, region: FieldRegion) -> Held:
     """Chunks of whole units: those nearest to contiguous ones, others in the layout's order."""
     if chunks.starts is not None:
-        return contiguous(chunks.axis, tuple(round(p / unit) for p in chunks.starts))
+        return chunks.contiguous([round(p / unit) for p in chunks.starts])
     return region.chunks_like(chunks.axis, size)
 
 
@@ -552,8 +550,9 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
         if t.is_split(d):
             piece = t.one_factor("concatenating", d).chunks
         else:
-            piece = alone(axis, t.region.layout.size(axis), _owner(parts, i, d), t.shape[d])
-            if t.shape[d] >= len(piece.spans):
+            ranks = Held.of(t.region.layout, axis, 0, contiguous=True)
+            piece = ranks.alone(_owner(parts, i, d), t.shape[d])
+            if t.shape[d] >= len(ranks):
                 piece = t.region.chunks_like(axis, t.shape[d])
         assert piece is not None
         pieces.append(piece)

@@ -15,12 +15,10 @@ from weft._caching import cached
 from weft._uploads import uploaded
 from weft.comm.once_differentiable import once
 from weft.move.windows import Windows, bordered
+from weft.plan.held import Held
 
 from .dims import (
-    Chunks,
     Dim,
-    alone,
-    contiguous,
     dim_size,
     is_split_dim,
     joined_chunks,
@@ -73,7 +71,7 @@ class SeenRange(NamedTuple):
     """A split dim of which every rank sees a range around its part."""
 
     dim: int
-    chunks: Chunks
+    chunks: Held
     ranges: tuple[tuple[int, int], ...]
     label: str = "halo"
     border: str = "zeros"
@@ -99,8 +97,7 @@ def in_neighbours(x: Part, over: Iterable[int]) -> list[Dim]:
         chunks = x.one_factor("a window", d).chunks
         assert chunks is not None
         if chunks.starts is None:
-            edges = itertools.accumulate(chunks.counts, initial=0)
-            dims[d] = split_dim(contiguous(chunks.axis, tuple(edges)))
+            dims[d] = split_dim(chunks.contiguous())
     return dims
 
 
@@ -123,7 +120,7 @@ def windowed(
         assert chunks.starts is not None
         edges = window.edges(chunks.starts)
         reach.append(SeenRange(d, chunks, window.ranges(edges), "halo", window.border, fill))
-        dims[d] = split_dim(contiguous(chunks.axis, edges))
+        dims[d] = split_dim(chunks.contiguous(edges))
     return reach, dims
 
 
@@ -312,7 +309,7 @@ def _transposed(nd: int) -> Callable:
             here = region.chunk(chunks.axis)
             low, high = edges[here], edges[here + 1]
             crops.append((d, low - ranges[here][0] * stride[i] + pads[i], high - low))
-            dims[d], pads[i], extra[i] = split_dim(contiguous(chunks.axis, edges)), 0, 0
+            dims[d], pads[i], extra[i] = split_dim(chunks.contiguous(edges)), 0, 0
         dims[1] = whole(weight.shape[1] * groups)
         shape = [region.local_size(dim) for dim in dims]
         options = (list(stride), pads, list(dilation), True, extra, groups)
@@ -502,7 +499,7 @@ def interpolate(
             reach = SeenRange(d, chunks, ranges)
             here = x.region.chunk(chunks.axis)
             low, high, base = edges[here], edges[here + 1], ranges[here][0]
-            dims[d] = split_dim(contiguous(chunks.axis, edges))
+            dims[d] = split_dim(chunks.contiguous(edges))
         below = tuple(s - base for s in first[low:high])
         above = None if share is None else tuple(s - base for s in second[low:high])
         steps.append((d, reach, below, above, None if share is None else share[low:high]))
@@ -583,7 +580,7 @@ def pad(x: Part, pad: Sequence[int], mode: str = "constant", value: float | None
             ranges = tuple((a - before, b - before) for a, b in itertools.pairwise(edges))
             reach = SeenRange(d, chunks, ranges, "pad", BORDERS[mode], fill)
             steps.append(_joined_reach(x, reach))
-            dims[d] = split_dim(contiguous(chunks.axis, edges))
+            dims[d] = split_dim(chunks.contiguous(edges))
 
     def run(t: list[Any]) -> Tensor:
         y = t[x.index]
@@ -626,11 +623,11 @@ def _pad_of_ends(
     """A constant before the first position and behind the last, on the ranks that hold these."""
     chunks = x.one_factor("pad", d).chunks
     assert chunks is not None
-    ranks, axis, here = len(chunks.spans), chunks.axis, x.region.chunk(chunks.axis)
+    ranks, here = len(chunks), x.region.chunk(chunks.axis)
     held = [[p for s in spans for p in (s.start, s.last)] for spans in chunks.spans]
     first = min(range(ranks), key=lambda c: min(held[c], default=chunks.length))
     last = max(range(ranks), key=lambda c: max(held[c], default=-1))
-    front, back = alone(axis, ranks, first, before), alone(axis, ranks, last, after)
+    front, back = chunks.alone(first, before), chunks.alone(last, after)
     sizes = [front.counts[here], back.counts[here]]
     dim = split_dim(joined_chunks((front, chunks, back)))
     return lambda y: F.pad(y, [0, 0] * i + sizes, value=fill), dim

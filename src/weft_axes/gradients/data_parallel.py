@@ -117,7 +117,9 @@ def data_parallel(
         if options.get("broadcast_buffers", True):
             _check_buffers(model, layout)
         return _ddp(model, mesh.get_group(), options, averaged)
-    chosen = set(_children(model)) if blocks is None else {m for m in model.modules() if blocks(m)}
+    lists = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+    within = {child for part in lists for child in _called(part)}
+    chosen = within if blocks is None else {m for m in model.modules() if blocks(m)}
     chosen = _with_ties_together(model, chosen)
     for part in reversed(list(model.modules())):  # inner ones first
         if part in chosen and part is not model:
@@ -160,12 +162,6 @@ def _check(model: nn.Module, layout: Layout, way: str) -> None:
             "DistributedDataParallel takes no DTensors, which parameters are where heads are "
             "split; use weft.data_parallel(model, layout, 'fsdp'), or layout.sync_gradients(model)"
         )
-
-
-def _children(model: nn.Module) -> Iterator[nn.Module]:
-    for part in model.modules():
-        if isinstance(part, nn.ModuleList | nn.Sequential):
-            yield from _called(part)
 
 
 def _called(part: nn.Module) -> Iterator[nn.Module]:

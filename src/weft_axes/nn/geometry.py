@@ -25,7 +25,9 @@ from weft.declare.layout_file import HEADS
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Mask
+from weft.plan.call import Call
 from weft.plan.lengths import check_axis_lengths
+from weft.runtime.calls import BoundCall
 
 from . import rotary, sequences
 
@@ -141,10 +143,14 @@ class Geometry:
     # -- lengths -------------------------------------------------------------------------------
 
     def check_lengths(self, **given: Mapping[str, int] | None) -> None:
-        """Raise `ShapeError` if an argument of a call names axes that it is not about."""
+        """Raise `ShapeError` on all ranks that attend if an argument names other axes."""
         axes = {"lengths": self.axes[:-1], "context_lengths": self.context_axes[:-1]}
-        for key, numbers in given.items():
-            check_axis_lengths(key, numbers, axes.get(key, self.attended))
+        try:
+            for key, numbers in given.items():
+                check_axis_lengths(key, numbers, axes.get(key, self.attended))
+        except ShapeError as error:
+            BoundCall(self.layout, Call(self.names)).refuse(error)
+            raise
 
     def query_lengths(
         self, shape: Sequence[int], given: Mapping[str, int] | None

@@ -15,6 +15,7 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from weft.comm.channel import refuse
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Documents
@@ -175,7 +176,12 @@ class GatedDeltaNet(nn.Module):
                 f"x must have the axes {self.axes} and {self.axes[-1]} = {embed}, found shape"
                 f" {tuple(x.shape)}"
             )
-        check_axis_lengths("lengths", lengths, self.axes[:-1])
+        try:
+            check_axis_lengths("lengths", lengths, self.axes[:-1])
+        except ShapeError as error:
+            dims = [d for d in self.layout.shard_dims(self.axis) if self.layout.mesh[d] > 1]
+            refuse(self.layout.bound, dims, "state", error)
+            raise
         along = self.axes.index(self.axis)
         turned = x.movedim(along, -2)
         y = self.layout.enter(turned.flatten(0, -3) if x.dim() > 2 else turned[None], "heads")

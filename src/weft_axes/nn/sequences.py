@@ -24,7 +24,8 @@ from weft.errors import ShapeError
 from weft.layout import Layout
 from weft.masks import Indexed, Mask, prepared
 from weft.masks.part import OfPart, Renumbered
-from weft.plan.order import positions, shard_spans
+from weft.plan.held import Held
+from weft.plan.order import positions
 
 Lengths = tuple[tuple[str, int], ...]
 
@@ -137,8 +138,8 @@ def positions_at(
     `length` is global; `dims` split the axis, default those that do so at rest.
     """
     dims = layout.shard_dims(axis) if dims is None else dims
-    spans = shard_spans(length, layout.parts(dims), layout.order.get(axis, "contiguous"))
-    return positions(spans[index_at(layout.mesh, dims, place)], device)
+    held = Held.of(layout, axis, length, dims)
+    return positions(held.spans[index_at(layout.mesh, dims, place)], device)
 
 
 def check_held(

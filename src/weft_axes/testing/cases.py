@@ -16,7 +16,8 @@ from weft.declare.mesh import index_at
 from weft.declare.placements import SEQ
 from weft.layout import Layout
 from weft.masks import Causal, Full, KeyPadding, Mask, MaskMod
-from weft.plan.order import chunk_sizes, positions, shard_spans
+from weft.plan.held import Held
+from weft.plan.order import chunk_sizes, positions
 from weft.plan.problem import Problem
 
 from .reference import reference
@@ -271,8 +272,6 @@ def shard(
     for i, (axis, size) in enumerate(zip(axes, sizes)):
         splitting = {*layout.shard_dims(axis), *(layout.replicate if i == 0 else ())}
         dims = [d for d in layout.mesh if d in splitting and rest[d] == Shard(SEQ)]
-        spans = shard_spans(size, layout.parts(dims), layout.order.get(axis, "contiguous"))[
-            index_at(layout.mesh, dims, coords)
-        ]
-        x = x.index_select(2 + i, positions(spans, x.device))
+        own = Held.of(layout, axis, size, dims).spans[index_at(layout.mesh, dims, coords)]
+        x = x.index_select(2 + i, positions(own, x.device))
     return x.flatten(2, 1 + len(sizes))

@@ -23,7 +23,6 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.inspect import words
 from weft.kernels import accumulate_dtype
 from weft.layout import Layout
-from weft.plan.lists import IndexSizes, list_plan
 from weft.plan.memory import memory_bound
 from weft.plan.order import count
 from weft.plan.plan import Plan
@@ -32,6 +31,7 @@ from weft.plan.problem import Problem
 from weft.plan.sides import TRAVELS, Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_axes.fetching.bounds import ByteBounds, chosen_bounds
+from weft_axes.fetching.lists import IndexSizes, list_plan
 from weft_axes.fetching.rules import fetches
 from weft_models.routing.attention import blocks_per_rank, check_routed
 from weft_models.routing.bounds import routed_bounds

@@ -11,8 +11,8 @@ from weft.declare import catalog
 from weft.declare.hardware import Hardware
 from weft.declare.strategy import Strategy
 from weft.layout import Layout
-from weft.masks.names import MASKS
 from weft_cli.inspect import support as kernel_support
+from weft_cli.mask_names import MASKS
 
 from ..inspect.printer import print_table
 

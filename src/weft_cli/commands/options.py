@@ -27,10 +27,10 @@ from weft.inspect.call_plan import device_type
 from weft.inspect.picture import writable, writable_file
 from weft.launch.environment import already_launched, ranks_here, shown_one_gpu_each
 from weft.layout import Layout
-from weft.masks.names import MASKS, mask_named, sequences_named
 from weft.plan.call import Expanded
 from weft.plan.problem import Problem
 from weft_axes.testing.cases import Case
+from weft_cli.mask_names import MASKS, mask_named, sequences_named
 
 #: The largest seed that torch takes on every device.
 MOST_SEED = 2**63 - 1

@@ -68,7 +68,7 @@ def model(
         highlight=False,
     )
     with working("counting steps of the promising layouts") as tell:
-        choices = search.run(tell=lambda done, most: tell(f"{done + 1} of {most}"))
+        choices = search.run(tell=tell)
     _show(choices, top)
     say(*_why(choices))
     print_refused(search.refused, hardware, devices)

@@ -33,10 +33,11 @@ from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.move.fetch import fetch
 from weft.move.windows import Wanted
+from weft.plan.held import Held
 from weft.plan.order import Spans, shard_spans
-from weft.same_ranks import bind_on_same_ranks
 from weft_axes.checkpoint.blocks import numbers_at
-from weft_axes.decode.owners import BLOCK, Held
+from weft_axes.decode.owners import BLOCK, Owners
+from weft_axes.same_ranks import bind_on_same_ranks
 
 from .. import Foreign
 from ..common import check_axis
@@ -362,7 +363,7 @@ class ShardedCache(DynamicCache):
             if isinstance(layer, ShardedLayer) and layer.is_initialized
         ]
 
-    def moved(self, after: Mapping[Held, Sequence[Spans]]) -> Iterator[tuple[Tensor, Tensor]]:
+    def moved(self, after: Mapping[Owners, Sequence[Spans]]) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values of each of the `sharded` layers, of other positions; all ranks call this.
 
         Args:
@@ -385,7 +386,7 @@ class ShardedCache(DynamicCache):
             held = layer.held
             if held not in routes:
                 before = tuple(held.spans(p) for p in parts)
-                wanted = Wanted(tuple(mesh.items()), before, tuple(after[held]))
+                wanted = Wanted(Held(shards.axis, tuple(mesh.items()), before), tuple(after[held]))
                 routes[held] = wanted.take(self.layout.rank)
             k, v = (fetch(t, (2,), routes[held], channel) for t in (layer.keys, layer.values))
             yield k, v

@@ -28,10 +28,9 @@ from weft.comm.channel import Channel
 from weft.declare.mesh import coordinates, index_at
 from weft.errors import DeclarationError
 from weft.layout import Layout
-from weft_axes.decode.owners import Held
+from weft.plan.held import Held
+from weft_axes.decode.owners import Owners
 from weft_axes.fields import own_chunk
-
-from ..common import chunks
 
 #: Whether recurrent layers say how many columns their convolution needs, or cut them themselves.
 TAKES_COLUMNS = "conv_kernel_size" in (
@@ -79,15 +78,15 @@ class Shards:
         """The mesh dims that split the tokens."""
         return self.layout.shard_dims(self.axis)
 
-    def empty(self) -> Held:
+    def empty(self) -> Owners:
         """Nothing yet, on these ranks."""
-        return Held(self.layout.size(self.axis), self.block)
+        return Owners(self.layout.size(self.axis), self.block)
 
-    def split(self, held: Held, count: int) -> Held:
+    def split(self, owners: Owners, count: int) -> Owners:
         """With `count` more tokens, split as the layout splits them."""
-        return held.split(chunks(self.layout, self.axis, count), count)
+        return owners.split(Held.of(self.layout, self.axis, count))
 
-    def whole(self, length: int) -> Held:
+    def whole(self, length: int) -> Owners:
         """A whole prompt of this many tokens."""
         return self.split(self.empty(), length) if length else self.empty()
 

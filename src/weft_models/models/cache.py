@@ -21,9 +21,9 @@ from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.move.fetch import fetch
 from weft.move.plan import Placed, plan_redistribution
-from weft.same_ranks import bind_on_same_ranks
 from weft_axes.checkpoint.shards import gathered, shards
 from weft_axes.nn.sequences import gathered_lengths
+from weft_axes.same_ranks import bind_on_same_ranks
 
 from ..declare.model_file import ModelSpec
 from .model import Model

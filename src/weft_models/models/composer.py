@@ -11,9 +11,9 @@ import torch
 
 from weft.errors import DeclarationError, WeftError, did_you_mean
 from weft.layout import Layout
-from weft.same_ranks import bind_on_same_ranks
 from weft_axes.carry.fragments import by_heads, check_carried
 from weft_axes.nn.attention import check_heads
+from weft_axes.same_ranks import bind_on_same_ranks
 
 from ..declare.heads import HEADS
 from ..declare.model_file import ModelSpec

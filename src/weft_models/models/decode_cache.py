@@ -22,10 +22,10 @@ from weft.comm.channel import Channel
 from weft.comm.consistency import fingerprint
 from weft.declare.mesh import index_at
 from weft.layout import Layout
-from weft.plan.order import shard_spans
+from weft.plan.held import Held
 from weft.runtime.autocast import as_autocast
 from weft_axes.decode.attend import attend_part, merge_parts
-from weft_axes.decode.owners import BLOCK, Held
+from weft_axes.decode.owners import BLOCK, Owners
 from weft_axes.nn.attention import MultiAxisAttention
 
 from ..declare.model_file import ModelSpec
@@ -52,7 +52,7 @@ class DecodeCache:
         self.group = [d for d in layout.mesh if d not in layout.shard_dims(batch)]
         self.all_rows = layout.size(batch) == 1
         self.part = index_at(layout.mesh, self.dims, layout.coords)
-        self.held = self.after = Held(math.prod(layout.mesh[d] for d in self.dims), BLOCK)
+        self.held = self.after = Owners(math.prod(layout.mesh[d] for d in self.dims), BLOCK)
         self.count = self.room = 0  # positions on this rank, and for how many it has memory
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
@@ -70,9 +70,7 @@ class DecodeCache:
         self.channel, self.new = self.agree(ids), ids.shape[1]
         self.prompt = self.in_chunks and not self.held.length
         if self.prompt:
-            parts = tuple(self.layout.mesh[d] for d in self.dims)
-            chunks = shard_spans(self.new, parts, self.layout.order.get(self.axis, "contiguous"))
-            self.after = self.held.split(chunks, self.new)
+            self.after = self.held.split(Held.of(self.layout, self.axis, self.new, self.dims))
             ids = self.layout.shard(ids, {self.axis: 1})
             self.own = torch.arange(ids.shape[1])
         else:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .comm.processes import ProcessTransport
-from .comm.threads import Post, ThreadTransport
-from .errors import DeclarationError
-from .layout import Layout
+from weft.comm.processes import ProcessTransport
+from weft.comm.threads import Post, ThreadTransport
+from weft.errors import DeclarationError
+from weft.layout import Layout
 
 
 def bind_on_same_ranks(layout: Layout, other: Layout) -> Layout:

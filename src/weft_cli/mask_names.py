@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..errors import ShapeError, did_you_mean
-from .base import Mask
-from .grid import Boxes, Near
-from .kinds import Causal, Documents, FirstKeys, Full, KeyPadding, Window, prefix_lm
+from weft.errors import ShapeError, did_you_mean
+from weft.masks.base import Mask
+from weft.masks.grid import Boxes, Near
+from weft.masks.kinds import Causal, Documents, FirstKeys, Full, KeyPadding, Window, prefix_lm
 
 MASKS = {
     "full": "every query sees every key",

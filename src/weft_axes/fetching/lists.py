@@ -14,12 +14,13 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from ..declare.layout import LayoutDeclaration
-from ..declare.mesh import coordinates, index_at, places
-from ..declare.traffic import Traffic, add_rows
-from ..errors import DeclarationError
-from .choices import NUMBER, gathers_of, spreads_of
-from .order import Spans, count, shard_spans
+from weft.declare.layout import LayoutDeclaration
+from weft.declare.mesh import coordinates, index_at, places
+from weft.declare.traffic import Traffic, add_rows
+from weft.errors import DeclarationError
+from weft.plan.choices import NUMBER, gathers_of, spreads_of
+from weft.plan.held import Held
+from weft.plan.order import Spans, count
 
 #: Bytes of a position in a list.
 PLACE = NUMBER.itemsize
@@ -103,10 +104,8 @@ def list_plan(
             f"{layout.source}: choose.{axis}: keys rest whole along mesh dim {whole[0]!r}, so that"
             " lists of the same keys would merge"
         )
-    order = layout.order.get(axis, "contiguous")
     queries, keys = (
-        shard_spans(n, layout.parts(dims), order)
-        for n, dims in zip(lengths, (query_dims, key_dims))
+        Held.of(layout, axis, n, dims).spans for n, dims in zip(lengths, (query_dims, key_dims))
     )
     return ListPlan(
         tuple(layout.mesh.items()),
@@ -114,8 +113,8 @@ def list_plan(
         query_dims,
         tuple(d for d in key_dims if d not in lists),
         lists,
-        tuple(queries),
-        tuple(keys),
+        queries,
+        keys,
         sizes,
     )
 
