@@ -29,8 +29,6 @@ from .registry import (
     tail_goals,
 )
 
-_REDUCTION = {None: "mean"}
-
 
 def reduced_by(each: Tensor, reduction: str, batch: int | None = None) -> Tensor:
     """The mean or the sum of every position's loss, or these themselves."""
