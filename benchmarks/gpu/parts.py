@@ -34,19 +34,14 @@ class Where:
             raise CannotRun(f"{what} needs a GPU")
 
 
-def table(header: Sequence[str], found: Iterable[Sequence[object]]) -> str:
-    """A markdown table; floats with three digits.
+def rows(header: Sequence[str], found: Iterable[Sequence[object]]) -> Iterator[str]:
+    """The lines of a markdown table, each as soon as its row is found; floats with three digits.
 
-    >>> print(table(["kernel", "share"], [["math", 0.51234]]))
+    >>> print(*rows(["kernel", "share"], [["math", 0.51234]]), sep="\n")
     | kernel | share |
     |---|---|
     | math | 0.512 |
     """
-    return "\n".join(rows(header, found))
-
-
-def rows(header: Sequence[str], found: Iterable[Sequence[object]]) -> Iterator[str]:
-    """The lines of a table, each as soon as its row is found."""
     yield f"| {' | '.join(header)} |"
     yield f"|{'---|' * len(header)}"
     for row in found:

@@ -16,7 +16,7 @@ import torch
 import weft
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import exactness, host, messages, step
-from benchmarks.gpu.parts import CannotRun, Where, table
+from benchmarks.gpu.parts import CannotRun, Where
 from benchmarks.gpu.report import Report
 from weft.kernels import flex
 
@@ -136,10 +136,6 @@ def test_the_report_of_cpu_says_that_no_gpu_ran_it() -> None:
     assert torch.__version__ in command.heading("cpu")
 
 
-def test_a_table() -> None:
-    assert table(["a"], [[0.12345]]).splitlines()[-1] == "| 0.123 |"
-
-
 @pytest.mark.parametrize("name", ["full", "causal", "documents", "window"])
 @pytest.mark.parametrize("line", ["tokens: ring=8", "tokens(zigzag): ulysses=2 x ring=2"])
 def test_a_rank_that_sends_to_itself_ends(line: str, name: str) -> None:
@@ -184,23 +180,6 @@ def test_peaks_are_predicted_in_every_row_of_a_rehearsal() -> None:
         peaks = [predicted[layout, *k] for k in (("chunked", "yes"), ("full", "yes"))]
         peaks += [predicted[layout, *k] for k in (("chunked", "no"), ("full", "no"))]
         assert peaks == sorted({*peaks})
-
-
-def test_what_the_allocator_saw_is_printed_beside_the_prediction(monkeypatch) -> None:
-    """The branch of a GPU, whose allocator is a stand-in: 5 MiB of a step, 1 of weights."""
-    pytest.importorskip("transformers")
-    mib = 1 << 20
-    for name, value in {
-        "memory_allocated": mib, "max_memory_allocated": 6 * mib, "max_memory_reserved": 8 * mib,
-        "mem_get_info": (70 * mib, 80 * mib), "synchronize": None, "empty_cache": None,
-        "reset_peak_memory_stats": None,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    where = type("OnCPU", (Where,), {"rehearsal": False})("cpu")
-    model = step.model_of(Where("cpu"))
-    layout = weft.Layout.parse("tokens: ring=8")
-    seen = step.measured(where, model, layout, 64, "chunked", True)
-    assert seen == [5 * mib, 8 * mib, 4 * mib]
 
 
 def test_parts_that_failed_come_again_after_those_that_did_not_begin(tmp_path) -> None:

@@ -2,13 +2,11 @@
 
     python -m tests.null_cuda [LAYOUT ...] [--write]    of all layouts, to results/null_gpu.md
 
-Per layout the most of all its ranks: memory of four layers, forward and backward, with the GPU as
-far as the CPU and 1,000 launches behind it; of one layer how often the CPU waits for the GPU, the
-kernels launched, the most kinds of a Triton kernel. Below, what a strict replay of all calls finds.
-What is reserved beyond the allocated is so at no lag, too, but for chosen-4, whose messages are not
-reused while the GPU is behind: transient segments that lie idle whole (of ulysses-4 those of 64, 96
-and 128 MiB after a forward pass). With 16 layers in place of 4, seven of eleven rows above 1.1 are
-at 1.10 or less; ulysses-4, the routed ones and chosen-4 are not.
+Per layout the most of all its ranks: memory of sixteen layers of attention, forward and backward,
+with the GPU as far as the CPU and 1,000 launches behind it; of one layer how often the CPU waits
+for the GPU, the kernels launched, the most kinds of a Triton kernel. Below, what a strict replay of
+all calls finds. What is reserved beyond the allocated is so at no lag, too: blocks of transient
+tensors that lie idle, whole, or split by tensors that are kept (fp32 copies of routed layouts).
 `bash .ci/run-null-gpu` makes the environment, and runs this and the tests.
 """
 
@@ -32,7 +30,7 @@ from .ranks import ROOT, world
 from .replay import faults, logs_of
 
 RESULTS = ROOT / "benchmarks" / "results" / "null_gpu.md"
-#: Memory reserved with the GPU behind, of that with the GPU as far as the CPU: at most.
+#: Memory reserved with the GPU behind, of what is allocated: at most.
 MOST_RESERVED = 1.1
 
 

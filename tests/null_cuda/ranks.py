@@ -27,12 +27,15 @@ from torch import Tensor
 
 import weft
 from weft import ChosenKeys
+from weft._uploads import upload
 from weft.comm import processes
 from weft.errors import WeftError
 from weft.kernels import fused
 from weft.testing.cases import Case
 from weft.testing.check import local_part
+from weft_axes.fetching import attend
 from weft_axes.fetching.rules import fetches
+from weft_models.routing import attention as routing
 from weft_models.routing.attention import routed_attention
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options
@@ -44,7 +47,7 @@ ROOT = Path(__file__).parent.parent.parent
 #: Seconds that a run may take; some on an idle machine.
 SECONDS = 900
 #: Attention calls that are in memory at once, and launches of the rest of a layer, as of a model.
-LAYERS, OTHERS = 4, 40
+LAYERS, OTHERS = 16, 40
 
 
 def world(size: int, folder: Path, what: str, names: list[str], *plant: str) -> list[dict]:
@@ -84,6 +87,7 @@ def _rank(rank: int, folder: str, what: str, names: str, plant: str) -> Any:
             _note_memory()
             _note_agreements()
         torch.cuda.set_device(rank)
+        _choose()
         _plant(plant, rank)
         for name in names.split(","):
             mark(f"layout {name}")
@@ -133,6 +137,23 @@ def _note_agreements() -> None:
     of._vote, of._all_gather_text = noted_vote, noted_texts
 
 
+def _choose() -> None:
+    """Every rank takes one key of 32, or the next block: this GPU's own choices mean nothing."""
+    unpacked, choose_keys = attend._unpacked, routing.routes.choose_keys
+
+    def keys(packed, shape):
+        wanted = unpacked(packed, shape).fill_(False)
+        wanted[..., ::32] = True
+        return wanted
+
+    def blocks(shares, eligible, *numbers):
+        found = choose_keys(shares, eligible, *numbers)
+        following = torch.eye(found.shape[-1], dtype=torch.bool).roll(1, 1)
+        return upload(following.expand(found.shape).contiguous(), found.device)
+
+    attend._unpacked, routing.routes.choose_keys = keys, blocks
+
+
 def _plant(fault: str, rank: int) -> None:
     """A planted fault in how a rank posts its messages."""
     of = processes.ProcessTransport
@@ -173,8 +194,6 @@ class Calls:
         self.cases = []
         for axis in declared.attend or ("tokens",):
             axes = axis.split("+")
-            if self._routed(axes) or fetches(self.layout, tuple(axes)):
-                tokens = 512  # their choices are many small steps
             parts = math.prod(mesh[d] for a in axes for d in declared.shard_dims(a)) or 1
             n = tokens * parts
             if len(axes) > 1:  # twice as long as it is high
@@ -184,23 +203,23 @@ class Calls:
                 lengths = n
             batch, of = 2 * mesh.get("dp", 1), {"heads": heads, "kv_heads": heads // 4, "dim": dim}
             case = Case(name, lengths, batch=batch, axis=axis, dtype=torch.bfloat16, **of)
-            mask = weft.Causal() if len(axes) == 1 and not self._routed(axes) else weft.Full()
-            self.cases.append((case, mask))
-        self.leaves = [self._leaves(case) for case, _ in self.cases]
+            options = {"device": "cuda", "dtype": case.dtype}
+            mask, router = weft.Full(), None
+            if is_routed(self.layout, case.axes):
+                width = routing_options(self.layout, case.axes).summary_dim
+                sizes = (dim, heads, heads // 4, width)
+                router = Router(*sizes, self.layout, **options)
+            elif len(axes) == 1:
+                mask = weft.Causal()
+            shapes = [
+                local_part(self.layout, case, torch.empty(case.shapes[x], device="meta"), x).shape
+                for x in "qkv"
+            ]
+            leaves = [
+                torch.zeros(b, n, h, d, requires_grad=True, **options) for b, h, n, d in shapes
+            ]
+            self.cases.append((case, mask, leaves, router))
         self.others = torch.zeros(64, device="cuda")
-
-    def _routed(self, axes: list[str]) -> bool:
-        return is_routed(self.layout, tuple(axes))
-
-    def _leaves(self, case: Case) -> list[Tensor]:
-        shapes = {
-            name: local_part(self.layout, case, torch.empty(shape, device="meta"), name).shape
-            for name, shape in case.shapes.items()
-        }
-        return [
-            torch.zeros(b, n, h, d, device="cuda", dtype=case.dtype, requires_grad=True)
-            for b, h, n, d in (shapes[name] for name in "qkv")
-        ]
 
     def forward(self, layers: int) -> list[Tensor]:
         """The outputs of some layers, each along every axis."""
@@ -208,33 +227,30 @@ class Calls:
         for _ in range(layers):
             for _ in range(OTHERS):  # the launches of the rest of a layer
                 self.others.add_(1)
-            for (case, mask), leaves in zip(self.cases, self.leaves):
-                outs.append(self._attend(case, mask, leaves))
+            outs += [self._attend(*of) for of in self.cases]
         return outs
 
-    def _attend(self, case: Case, mask: weft.Mask, leaves: list[Tensor]) -> Tensor:
-        length = case.length
+    def _attend(
+        self, case: Case, mask: weft.Mask, leaves: list[Tensor], router: Router | None
+    ) -> Tensor:
         q, k, v = (leaf.transpose(1, 2) for leaf in leaves)  # by token
-        if self._routed(list(case.axes)):
+        given: tuple = q, k, v, self.layout, case.axes, mask
+        if router is not None:
             options = routing_options(self.layout, case.axes)
-            sizes = (case.dim, case.heads, case.kv_heads, options.summary_dim)
-            router = Router(*sizes, self.layout, device="cuda", dtype=case.dtype)
-            return routed_attention(
-                q, k, v, router, self.layout, case.axes, options, mask, length=length
-            )[0]
+            given = q, k, v, router, self.layout, case.axes, options, mask
+            return routed_attention(*given, length=case.length)[0]
         choice = None
         if fetches(self.layout, case.axes):
-            of_rows = q.shape[0], 1, q.shape[2], 64
-            chosen = torch.zeros(of_rows, device="cuda", dtype=torch.int32)
-            choice = ChosenKeys(chosen, check=False)  # no number of this GPU means anything
-        return weft.attention(q, k, v, self.layout, case.axes, mask, length=length, choice=choice)
+            chosen = q.new_zeros((q.shape[0], 1, q.shape[2], 64), dtype=torch.int32)
+            choice = ChosenKeys(chosen, check=False)  # `_choose` says which come
+        return weft.attention(*given, length=case.length, choice=choice)
 
     def backward(self, outs: list[Tensor]) -> None:
         """The gradients of all of them, the last first."""
         while outs:
             out = outs.pop()
             out.backward(torch.zeros_like(out))
-            for leaves in self.leaves:
+            for _, _, leaves, _ in self.cases:
                 for leaf in leaves:
                     leaf.grad = None
 

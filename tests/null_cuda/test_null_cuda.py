@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,21 +18,24 @@ from .gpu import environment, missing
 from .ranks import ROOT, world
 from .replay import MOST, faults, logs_of
 
-needs_null_gpu = [
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(missing()), reason=f"NO NULL GPU, UNTESTED: {missing()} is missing"),
-]
-on_null_gpu = lambda test: [test := mark(test) for mark in needs_null_gpu][-1]  # noqa: E731
+
+def on_null_gpu(test: Callable) -> Callable:
+    reason = f"NO NULL GPU, UNTESTED: {missing()} is missing"
+    return pytest.mark.slow(pytest.mark.skipif(bool(missing()), reason=reason)(test))
 
 
 @on_null_gpu
-@pytest.mark.parametrize("name", ["ring-zigzag-4", "tile-2x2", "burst-4", "ulysses-4"])
-def test_memory_waits_and_kinds_of_a_layout(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "waits"),
+    [("ring-zigzag-4", 0), ("tile-2x2", 0), ("burst-4", 0), ("ulysses-4", 0),
+     ("chosen-4", 1)],
+)  # fmt: skip
+def test_memory_waits_and_kinds_of_a_layout(name: str, waits: int, tmp_path: Path) -> None:
     """Freed messages can be used again though the CPU is 1,000 launches ahead."""
     row = merged([row[name] for row in world(4, tmp_path, "measured", [name])])
-    assert row["reserved 1000"] <= MOST_RESERVED * row["reserved 0"], row
-    assert row["allocated 1000"] == row["allocated 0"]
-    assert row["waits"] == []
+    assert row["reserved 1000"] <= MOST_RESERVED * row["allocated 0"], row
+    assert row["allocated 1000"] <= 1.01 * row["allocated 0"]
+    assert len(row["waits"]) == waits, row["waits"]
     # 4: what is read first and what is written are each of the accumulation dtype or of the inputs'
     assert all(kinds <= 4 for kinds in row["kinds"].values()), row["kinds"]
 

@@ -55,8 +55,7 @@ OPTIONAL = {
     "weft_integrations.trainers.accelerators": "accelerate",
     "weft_integrations.trainers.subclass": "transformers",
     "weft_integrations.diffusers": "diffusers",
-    "weft_integrations.tabular.tabicl": "tabicl",
-    "weft_integrations.tabular.tabpfn": "tabpfn",
+    "weft_integrations.tabular": "tabpfn",
     "weft_planner.hf_config": "transformers",
 }
 

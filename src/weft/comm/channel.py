@@ -68,6 +68,8 @@ class Channel:
         self.tag = _tag(digest, self.number) if self.mesh_dims else 0
         self._answer: Callable[[], bool] | None = None
         self._posted: list[Callable[[], None]] = []  # and not waited for yet
+        #: buffers of all-to-alls that were sent, where they are held until the pass ends
+        self.sent: list[Tensor] | None = None
         if self.mesh_dims:
             transport.note_call(label, self.number, self.mesh_dims, self.tag, detail)
             self._answer = transport.vote(
@@ -114,6 +116,7 @@ class Channel:
 
     def finish(self) -> None:
         """The pass has computed its result: it is handed out once ranks agree."""
+        self.sent = None
         if self.deferred and self._answer is not None:
             self.transport.deferred = self
         else:
@@ -146,6 +149,8 @@ class Channel:
         """The chunks that ranks along a mesh dim send to this one, see `Transport.all_to_all`."""
         if not self.deferred:
             self.check()
+        if self.sent is not None:
+            self.sent.append(shuffle.outgoing)
         return self.transport.all_to_all(shuffle, self.tag)
 
     def note_failure(self, error: str) -> None:

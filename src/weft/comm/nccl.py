@@ -27,10 +27,7 @@ def in_batches(
     A rank may have none for some of the others, so its place in a list says nothing: ring offsets
     and how often a pair came before are the same at both ends.
     """
-    every: list[Message] = [
-        *((dist.irecv, *message) for message in receives),
-        *((dist.isend, *message) for message in sends),
-    ]
+    every: list[Message] = [(dist.irecv, *m) for m in receives] + [(dist.isend, *m) for m in sends]
     if 2 * (len(members) - 1) <= MOST and len(every) <= MOST:
         return [every]
     place = {rank: i for i, rank in enumerate(members)}

@@ -172,12 +172,11 @@ class ProcessTransport(Transport):
         if self._on_gpu and not self.fake:  # a fake group has no backend for "meta" to ask for
             members, here = self.ranks_along((p2p.mesh_dim,)), self.coords[p2p.mesh_dim]
             for launch in nccl.in_batches(members, here, receives, sends):
-                works += dist.batch_isend_irecv(
-                    [
-                        dist.P2POp(call, nccl.unheld(buffer), self.world_ranks[peer], group, tag)
-                        for call, peer, buffer in launch
-                    ]
-                )
+                ops = [
+                    dist.P2POp(call, nccl.unheld(buffer), self.world_ranks[peer], group, tag)
+                    for call, peer, buffer in launch
+                ]
+                works += dist.batch_isend_irecv(ops)
             return
         for post, messages in ((group.recv, receives), (group.send, sends)):
             for peer, buffer in messages:

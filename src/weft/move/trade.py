@@ -90,10 +90,9 @@ def _exchange(
     here, size = transport.coords[mesh_dim], transport.sizes[mesh_dim]
     steps = tuple(e for _, e in items)
     form = exchange_of(tuple(tuple(t.shape) for t in tensors), steps, here, size, reverse)
-    outgoing = _outgoing(form, tensors)
-    shuffle = Shuffle(mesh_dim, label, outgoing, form.sends, form.receives, form.even)
+    shuffle = Shuffle(mesh_dim, label, _outgoing(form, tensors), *form[:3])
     incoming = transport.all_to_all(shuffle)
-    del shuffle, outgoing  # frees the sent buffer while parts are joined
+    del shuffle  # frees the sent buffer while parts are joined
     joined = [
         incoming if len(parts) == 1 else torch.cat([incoming[low:high] for low, high in parts])
         for parts in form.groups

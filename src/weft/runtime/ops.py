@@ -94,6 +94,8 @@ def _forward(
     moved = None if chosen is None else choices.to_tile(plan, channel, chosen)
     chosen = chosen if moved is None else moved
     moves = bound.reach.reshards or plan.seen is not None
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        channel.sent = []  # else what is kept for the backward pass would split their memory
     inside = resharding.to_compute(plan, channel, q, k, v) if moves else (q, k, v)
     out, lse = executor.forward(plan, channel, bound.call, *inside, bias, chosen, expander)
     if bound.reach.reshards:

@@ -164,12 +164,10 @@ class _Asked:
         """The fetch, and the units of this rank side by side (b, R, 1, s), on the CPU."""
         local, partition = self.marked(), self.partition
         shape, ranks = local.shape, len(partition.counts)
-        wanted = local.cpu()[None]  # the one wait of a call for the device
-        if ranks > 1:
-            sizes = [self.nbytes] * ranks
-            parts = gather_flat(_packed(local), sizes, partition.dims, messages, "wanted")
-            wanted = _unpacked(torch.cat(parts).cpu(), (ranks, *shape))
-        wanted = wanted.permute(3, 1, 2, 0)  # J b R ranks
+        sizes = [self.nbytes] * ranks
+        parts = gather_flat(_packed(local), sizes, partition.dims, messages, "wanted")
+        bits = torch.cat(parts).cpu()  # the one wait of a call for the device
+        wanted = _unpacked(bits, (ranks, *shape)).permute(3, 1, 2, 0)  # J b R ranks
         sizes_of = partition.sizes
         by_rank = wanted.unflatten(3, sizes_of) if sizes_of else wanted.squeeze(3)
         kv_heads = self.plan.compute.key.heads

@@ -24,6 +24,8 @@ from weft._caching import cached
 from weft._digest import number_of
 from weft._torch import shares_storage, without_modes
 from weft.errors import UnsupportedError
+from weft.plan.held import Held
+from weft.plan.order import Span, product
 from weft.runtime.autocast import autocast_is_on
 
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whole
@@ -118,6 +120,15 @@ class Part:
         if len(self.dims[d]) != 1:
             raise refused(f"{label} along dim {d}, which views merged,", self)
         return self.dims[d][0]
+
+    def as_one(self, label: str, d: int) -> Held:
+        """The chunks of a split dim as one; whole factors around the split one repeat it."""
+        *outer, (n, chunks) = self.dims[d]
+        if chunks is None or any(f.chunks is not None for f in outer):
+            raise refused(f"{label} along dim {d}, which views merged,", self)
+        around = (Span(0, dim_size(tuple(outer))),)
+        spans = [product(around, mine, n) for mine in chunks.spans]
+        return chunks.having(spans) if outer else chunks
 
     def whole_along(self, over: Sequence[int]) -> list[Dim]:
         """The dims, some of them whole."""
@@ -424,7 +435,6 @@ class KeptRecipe:
         self.base = first.base
         #: whether local tensors are given as they are
         self.is_plain = not (self.wider or self.moves or recipe.writes)
-        self.is_short = self.is_plain and not self.has_plain and recipe.draws is False
 
     def _result(self, dims: Any, fact: WholeResult | None) -> _Result:
         if dims is None:
@@ -442,35 +452,31 @@ class KeptRecipe:
 
     def __call__(self, tensors: list[Any], locals_: list[Any], trails: list[int]) -> Any:
         region, recipe = self.region, self.recipe
-        if not self.is_short:
-            self._prepare(tensors, locals_, trails)
+        if self.has_plain:
+            for i, x in enumerate(tensors):
+                if type(x) is not Field:
+                    if x.grad_fn is not None:
+                        locals_[i] = of_shares(x, region)
+                    if region.watch is not None:
+                        region.watch(x)
+        if recipe.draws is not False:
+            alone = recipe.out is None or not self.results[0].place.is_split
+            trails.append(generator_state(self.name, region, locals_[0], recipe.draws, alone))
         region.trail = trail = hash((self.digest, *trails))
         region.function = self.name
         result = recipe.run(locals_ if self.is_plain else self._placed(locals_, tensors[0]))
         if recipe.writes:
             return self._written(result, tensors[0], trail)
         if self.is_simple and type(result) is Tensor and self._is_known(result, locals_, tensors):
-            return Field.__new__(Field, result, self.results[0].place, trail)
+            field = Field.__new__(Field, result, self.results[0].place)
+            field._trail = trail
+            return field
         if isinstance(result, Tensor):
             return self._field(result, 0, locals_, tensors, trail)
         if isinstance(result, list | tuple):
             made = [self._field(t, i, locals_, tensors, trail) for i, t in enumerate(result)]
             return type(result)(made)
         return result
-
-    def _prepare(self, tensors: list[Any], locals_: list[Any], trails: list[int]) -> None:
-        """Gradients of plain tensors, and random generators."""
-        region, recipe = self.region, self.recipe
-        for i, x in enumerate(tensors) if self.has_plain else ():
-            if type(x) is not Field:
-                if x.grad_fn is not None:
-                    locals_[i] = of_shares(x, region)
-                if region.watch is not None:
-                    region.watch(x)
-        if recipe.draws is not False:
-            alone = recipe.out is None or not self.results[0].place.is_split
-            draws = recipe.draws, alone
-            trails.append(generator_state(self.name, region, locals_[0], *draws))
 
     def _is_known(self, t: Tensor, locals_: list[Any], tensors: list[Any]) -> bool:
         """True of a view, or a tensor of its own, as torch has it, where nothing is to be done."""

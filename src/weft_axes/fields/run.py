@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -182,6 +181,9 @@ def _plan(
         if region.whole is None:
             raise
         recipe, facts = _whole(func, name, given, options, parts), None
+        if not recipe.writes:  # results that torch has as views of a field are none
+            with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError):
+                facts = ask_torch(func, given, options, parts)
     kept: Any = recipe
     if not isinstance(recipe, Direct):
         text = f"{name} {_text(given)} {_text(options)} {any_autocast()}"
@@ -306,22 +308,25 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
 
 
 def _method(func: Any) -> Callable:
-    """A method of fields past torch's dispatch, which takes 1 us and which modes see."""
+    """A method of fields past torch's dispatch, which takes 1 us, where no mode is to see it."""
 
     def method(self: Field, *args: Any, **kwargs: Any) -> Any:
+        """torch's method of the same name.
+
+        Args:
+            *args: torch's.
+            **kwargs: torch's.
+        """
         if function_modes():
             return func(self, *args, **kwargs)
         return run_function(Field, func, (), (self, *args), kwargs)
 
-    return functools.wraps(func)(method)
+    return method
 
 
 Field.__torch_function__ = classmethod(run_function)  # type: ignore[assignment]
-for _name, _function in {
-    **{f"__{name}__": getattr(Tensor, name) for name in ("add", "mul", "neg")},
-    **{n: getattr(Tensor, n) for n in ("view", "transpose", "unsqueeze", "reshape", "contiguous")},
-    "__getitem__": Tensor.__getitem__,
-}.items():
-    setattr(Field, _name, _method(_function))
+_OFTEN = "__add__ __mul__ __neg__ __getitem__ view transpose unsqueeze reshape contiguous"
+for _name in _OFTEN.split():
+    setattr(Field, _name, _method(getattr(Tensor, _name.strip("_"), Tensor.__getitem__)))
 
 __all__ = ["FieldRegion", "run_function"]

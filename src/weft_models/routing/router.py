@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from weft._caching import cached
 from weft._uploads import upload
@@ -70,7 +72,9 @@ class Router(nn.Module):
         weight = getattr(self, side).local
         accum_dtype = torch.float64 if blocks[0].dtype == torch.float64 else torch.float32
         weight = weight.unflatten(0, (-1, self.summary_dim)).index_select(0, heads).to(accum_dtype)
-        stats = torch.stack([statistics(block.to(accum_dtype)) for block in blocks], 2)
+        made = lambda block: statistics(block.to(accum_dtype))  # noqa: E731
+        made_again = partial(checkpoint, made, use_reentrant=False, preserve_rng_state=False)
+        stats = torch.stack([*map(made_again, blocks)], 2)  # else they keep twice a block in fp32
         return torch.einsum("bhnf,hsf->bhns", stats, weight)
 
 
