@@ -15,7 +15,6 @@ from weft.comm import Transport, run_threads
 from weft.declare.choice_rule import ChoiceRule
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft_axes.fetching import choosing
-from weft_axes.fetching.lists import IndexSizes, list_plan
 
 BATCH, HEADS, GROUPS, DIM = 2, 4, 2, 3
 LINES = (
