@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -29,14 +29,14 @@ from weft.comm.consistency import sums_of_bits
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.move.collectives import invariant_to_replicate, scale_backward
-from weft_axes.fields import Field, WholeReport, distributed
+from weft_axes.fields import Field, WholeReport, cut, distributed
 from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_islands
-from weft_axes.fields.units import let_fields_through
 from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
 from . import Foreign
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
+from .units import let_fields_through
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
 AXES = {"time": -3, "height": -2, "width": -1}
@@ -110,8 +110,6 @@ def parallelize_fields(
     """
     if output not in ("whole", "field"):
         raise DeclarationError(f"output={output!r}: write 'whole' or 'field'")
-    if fallback not in ("whole", "refuse"):
-        raise DeclarationError(f"fallback={fallback!r}: write 'whole' or 'refuse'")
     check_not_placed(model)
     _ = layout.bound
     placed = dict(AXES if dims is None else dims)
@@ -122,19 +120,31 @@ def parallelize_fields(
             f" is, such as dims={{{missing[0]!r}: 2}}"
         )
     state = _Calls(model, layout, placed, dims is not None, inputs, output == "field")
-    state.report = WholeReport() if fallback == "whole" else None
-    placed_model = Parallelized()
-    for name in METHODS:
-        if callable(getattr(model, name, None)):
-            state.wrap(name, placed_model)
-    promised = ((m, by_positions) for m in filter(is_experts, model.modules()))
-    for module, forward in (*promised, *((m, on_rows) for m in proven_islands(model))):
-        vars(module)["forward"] = types.MethodType(forward, module)
-        for name in ("forward", PROOF):
-            placed_model.steps.append(functools.partial(vars(module).pop, name, None))
-    placed_model.ran_whole = state.report
-    placed_model.put_on(model)
-    return model
+    return state.put_on(model, fallback)
+
+
+def fields_within(
+    model: nn.Module,
+    layout: Layout,
+    axis: str,
+    entries: Mapping[nn.Module, Callable[[int, str, Any], int | None]],
+    fallback: str = "whole",
+    check: Callable[[], None] = lambda: None,
+) -> nn.Module:
+    """Split an axis of a model from some of its modules on; returns the model.
+
+    Whole tensors that these get, at a place by a name, are split along the dim that `entries` says,
+    if any; results do not depend on it. Every call runs `check`, which may refuse it.
+    """
+    check_not_placed(model)
+    state = _Calls(model, layout, {axis: 0}, True, (), False)
+    state.enters_within, state.check = True, check
+    undo = []
+    for module, dim_of in entries.items():
+        names = [*inspect.signature(module.forward).parameters]
+        hook = functools.partial(state.enter, dim_of, names)
+        undo.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+    return state.put_on(model, fallback, undo)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -162,10 +172,43 @@ class _Calls:
     ) -> None:
         self.model, self.layout, self.dims, self.named = model, layout, dims, named
         self.inputs, self.keeps_fields, self.inside = inputs, keeps_fields, False
+        self.axis = next(iter(dims))
         self.mesh_dims = tuple(d for axis in dims for d in layout.shard_dims(axis))
         self.ranks = math.prod(layout.mesh[d] for d in self.mesh_dims)
         self.report: WholeReport | None = None
-        self.calls, self.training = 0, model.training
+        self.calls, self.training, self.enters_within = 0, model.training, False
+        self.check: Callable[[], None] = lambda: None
+
+    def put_on(
+        self, model: nn.Module, fallback: str, undo: Iterable[Callable[[], object]] = ()
+    ) -> nn.Module:
+        """Have the model run on fields; returns it."""
+        if fallback not in ("whole", "refuse"):
+            raise DeclarationError(f"fallback={fallback!r}: write 'whole' or 'refuse'")
+        self.report = WholeReport() if fallback == "whole" else None
+        placed = Parallelized([*undo], self.report)
+        for name in METHODS:
+            if callable(getattr(model, name, None)):
+                self.wrap(name, placed)
+        promised = ((m, by_positions) for m in filter(is_experts, model.modules()))
+        for module, forward in (*promised, *((m, on_rows) for m in proven_islands(model))):
+            vars(module)["forward"] = types.MethodType(forward, module)
+            for name in ("forward", PROOF):
+                placed.steps.append(functools.partial(vars(module).pop, name, None))
+        placed.put_on(model)
+        return model
+
+    def enter(
+        self, dim_of: Callable, names: list[str], module: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
+        """Before a module: whole tensors that it gets become fields."""
+
+        def split(place: int, name: str, x: Any) -> Any:
+            dim = None if isinstance(x, Field) else dim_of(place, name, x)
+            return x if dim is None else cut(x, self.layout, {self.axis: dim}, self.report)
+
+        given = (split(i, name, x) for i, (name, x) in enumerate(zip(names, args)))
+        return tuple(given), {n: split(names.index(n), n, x) for n, x in kwargs.items()}
 
     def wrap(self, name: str, placed: Parallelized) -> None:
         """Have a method of the model take and return whole tensors."""
@@ -233,7 +276,7 @@ class _Calls:
         return lambda: json.dumps(dict(zip(named, (row[0] for row in arrive()))))
 
     def _refuse_unsplit(self, name: str, arguments: Mapping[str, Any]) -> None:
-        split = any(self.layout.size(axis) > 1 for axis in self.dims)
+        split = any(self.layout.size(axis) > 1 for axis in self.dims) and not self.enters_within
         if split and not any(_has_field(value) for value in arguments.values()):
             raise UnsupportedError(
                 f"{type(self.model).__name__}.{name} gets no tensor that is split, so that every"
@@ -283,6 +326,7 @@ class _Calls:
 
     def _refuse_state(self) -> None:
         refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
+        self.check()
         for name in (n for n, m in self.model.named_modules() if n and is_compiled(m)):
             raise UnsupportedError(f"{name} is compiled, where ranks exchange numbers; {ASK}")
         for flag in ("use_tiling", "use_slicing"):
@@ -344,4 +388,4 @@ def _whole(result: Any, ranks: int) -> Any:
     return result
 
 
-__all__ = ["generators", "parallelize_fields"]
+__all__ = ["fields_within", "generators", "parallelize_fields"]

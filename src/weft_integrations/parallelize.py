@@ -26,9 +26,9 @@ LOG = logging.getLogger("weft")
 #: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
 _PACKAGES = {
     "transformers": "transformers.model",
-    "diffusers": "diffusers.model",
-    "tabpfn": "tabular.tabpfn",
-    "tabicl": "tabular.tabicl",
+    "diffusers": "diffusers",
+    "tabpfn": "tabular",
+    "tabicl": "tabular",
 }
 
 
@@ -42,7 +42,7 @@ def parallelize(
     | model | axis | options | gradients after `backward` |
     | --- | --- | --- | --- |
     | transformers, PEFT | "tokens" | `embeddings`, `images`, `latents` | averaged |
-    | diffusers | "tokens" | `text`, `tokenwise` | `layout.sync_gradients(model)` |
+    | diffusers | "tokens" | `text`, `fallback` | `layout.sync_gradients(model)` |
     | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
     | any module | of the layout, `dims` | `dims`, `output` | `layout.sync_gradients(model)` |
     | weft's own | that of its modules | | `weft.data_parallel` or `layout.sync_gradients` |

@@ -257,7 +257,7 @@ def measure(
         )
         blocks.append(MeasuredBlock(compute.shape, compute.kernel, back, True))
     merge = Merge(compute.merged, timed(compute.merge))
-    per_pass = timed(_a_pass(problem), SMALL_REPEATS).median / 2
+    per_pass = timed(_call(Layout.single(), problem, 8), SMALL_REPEATS).median / 2
     moving = [mesh_dim for mesh_dim, size in layout.mesh.items() if size > 1]
     links = tuple(_link(transport, d, device) for d in moving)
     together = _together(transport, links, device) if len(links) > 1 else None
@@ -476,11 +476,6 @@ def _in_turns(
 
 
 # -- calls of a few rows ---------------------------------------------------------------------------
-
-
-def _a_pass(problem: Problem) -> Callable[[], object]:
-    """A call of a few rows on one rank, forward and backward."""
-    return _call(Layout.single(), problem, 8)
 
 
 def _call(layout: Layout, problem: Problem, rows: int) -> Callable[[], object]:

@@ -122,6 +122,7 @@ def functions(rng: random.Random, height: int, width: int) -> dict[str, tuple]:
         ),
         "average pool": (lambda q, x: F.avg_pool2d(x, a, s, half, ceil, counted),),
         "max pool": (lambda q, x: F.max_pool2d(x - 5, a, s, half, 1, ceil),),
+        "wide pool": (lambda q, x: F.avg_pool2d(x, 1 << 15, ceil_mode=True, padding=half),),
         "nearest": (lambda q, x: F.interpolate(x, scale_factor=factor),),
         "nearest exact": (lambda q, x: F.interpolate(x, size=size, mode="nearest-exact"),),
         "linear": (

@@ -299,6 +299,25 @@ def test_fields_are_written_into_plain_tensors_whole():
         torch.testing.assert_close(found, wanted)
 
 
+class Diagonal(nn.Module):
+    """Writes into a view that a function without a rule makes: of what ran whole it is none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * 1.0
+        y.diagonal(0, 1, 2).add_(1)
+        return y
+
+
+@pytest.mark.filterwarnings("ignore:.*diagonal has no rule")
+def test_writes_into_a_view_of_what_ran_whole_are_refused():
+    def rank(layout: Layout) -> None:
+        split = weft.parallelize(Diagonal(), layout, dims={"tokens": 1})
+        with pytest.raises(UnsupportedError, match=r"diagonal of .*, which is a copy"):
+            split(torch.ones(2, 4, 4))
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
 LOSSES = (
     lambda x, whole: (x * whole.mean()).sum(),
     lambda x, whole: x.sum() + whole.square().sum(),

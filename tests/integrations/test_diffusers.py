@@ -1,17 +1,16 @@
 """diffusers' transformers on a layout: outputs and gradients are those of one process."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 
 import weft
 from weft import Layout
-from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.errors import DeclarationError, UnsupportedError
 
 diffusers = pytest.importorskip("diffusers")
-from diffusers.models.transformers.transformer_flux import FluxAttnProcessor  # noqa: E402
-
 from weft import parallelize, restore  # noqa: E402
 
 LIMIT = 1e-11
@@ -108,14 +107,18 @@ def _seeded(make, *args, **options):
 def _step(model, inputs: dict) -> dict[str, torch.Tensor]:
     """Outputs, and gradients of inputs and weights."""
     names = ("hidden_states", "encoder_hidden_states")
-    leaves = {n: inputs[n].clone().requires_grad_() for n in names}
-    out = model(**{**inputs, **leaves}).sample
-    (out * _draw(*out.shape, seed=9)).sum().backward()
+    leaves = {n: inputs[n].clone().requires_grad_() for n in names if n in inputs}
+    outs = model(**{**inputs, **leaves}, return_dict=False)[0]
+    outs = dict(enumerate(outs if isinstance(outs, list) else [outs]))
+    sum((out * _draw(*out.shape, seed=9)).sum() for out in outs.values()).backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    return {"sample": out.detach(), **{f"d{n}": t.grad for n, t in leaves.items()}, **grads}
+    found = {f"out {i}": out.detach() for i, out in outs.items()}
+    return {**found, **{f"d {n}": t.grad for n, t in leaves.items()}, **grads}
 
 
-def _assert_exact(line: str, whole, inputs: dict, text: str = "sharded") -> None:
+def _assert_exact(
+    line: str, whole, inputs: dict, text: str = "sharded", limit: float = LIMIT
+) -> None:
     wanted = _step(copy.deepcopy(whole), inputs)
 
     def rank(layout: Layout) -> None:
@@ -124,10 +127,8 @@ def _assert_exact(line: str, whole, inputs: dict, text: str = "sharded") -> None
         layout.sync_gradients(model)
         assert found.keys() == wanted.keys()
         for name, mine in found.items():
-            if name in ("dhidden_states", "dencoder_hidden_states"):
-                mine = layout.sum(mine, "tokens")
             size = max(1.0, wanted[name].abs().max().item())
-            torch.testing.assert_close(mine, wanted[name], rtol=0, atol=LIMIT * size, msg=name)
+            torch.testing.assert_close(mine, wanted[name], rtol=0, atol=limit * size, msg=name)
 
     weft.on_threads(Layout.parse(line), rank)
 
@@ -156,13 +157,231 @@ def test_every_family_is_that_of_one_process(name):
         _assert_exact("tokens(zigzag): ulysses=2 x pass_q=2", model, inputs, "whole")
 
 
+#: Sizes and inputs of transformers that have them; others are in the table.
+_SIZES = {"attention_head_dim": 8, "num_attention_heads": 2, "num_layers": 2, "sample_size": 8}
+_SIZES |= {"in_channels": 4, "out_channels": 4, "joint_attention_dim": 8, "condition_dim": 4}
+_SIZES |= {"caption_projection_dim": 16, "pooled_projection_dim": 8, "pos_embed_max_size": 16}
+_SIZES |= {"cross_attention_dim": 16, "caption_channels": 8, "text_embed_dim": 8, "text_dim": 8}
+_SIZES |= {"num_single_layers": 1, "time_embed_dim": 8, "freq_dim": 16, "ffn_dim": 16}
+_THERE = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+_INPUTS = {n: _draw(2, 2).abs() for n in ("original_size", "target_size", "crop_coords")}
+_INPUTS |= {"encoder_hidden_states": _draw(2, 5, 8, seed=1), "encoder_attention_mask": _THERE}
+_INPUTS |= {"pooled_projections": _draw(2, 8), "timestep": torch.tensor([0.3, 0.7]).double()}
+_INPUTS |= {"img_ids": 9 * _draw(13, 4).abs(), "txt_ids": torch.zeros(5, 4).double()}
+_INPUTS |= {"guidance": torch.tensor([3.0, 7.0]).double()}
+_THREE = {n: _INPUTS[n][:, :3] for n in ("img_ids", "txt_ids")}
+_STEPS = {"timestep": torch.tensor([3, 7])}
+#: Transformers that nothing in weft names: latents, sizes, inputs, and what is next to one process
+#: where they compute in fp32 within.
+OTHERS = {
+    "SD3": ((2, 4, 6, 8), {}, {}, LIMIT),
+    "AuraFlow": ((2, 4, 6, 8), {"num_mmdit_layers": 1, "num_single_dit_layers": 1}, {}, LIMIT),
+    "PixArt": (
+        (2, 4, 8, 8),
+        {"norm_num_groups": 1, "use_additional_conditions": False, "out_channels": 8},
+        {"added_cond_kwargs": {"resolution": None, "aspect_ratio": None}, "attention_mask": None},
+        LIMIT,
+    ),
+    "Sana": (
+        (2, 4, 6, 8),
+        {"num_cross_attention_heads": 2, "cross_attention_head_dim": 8},
+        {"guidance": None},
+        1e-6,
+    ),
+    "LTXVideo": ((2, 18, 4), {}, {"num_frames": 2, "height": 3, "width": 3}, LIMIT),
+    "Mochi": ((2, 4, 2, 6, 4), {"time_embed_dim": 4}, {}, 1e-5),
+    "Chroma": (
+        (2, 13, 4),
+        {"attention_head_dim": 16, "axes_dims_rope": (4, 4, 8), "approximator_num_channels": 8}
+        | {"approximator_hidden_dim": 16, "approximator_layers": 1},
+        _THREE,
+        LIMIT,
+    ),
+    "Lumina2": (
+        (2, 4, 6, 8),
+        {"hidden_size": 24, "num_layers": 1, "num_refiner_layers": 1, "num_attention_heads": 4}
+        | {"num_kv_heads": 2, "multiple_of": 8, "axes_dim_rope": (2, 2, 2), "cap_feat_dim": 8}
+        | {"axes_lens": (32, 32, 32)},
+        {},
+        LIMIT,
+    ),
+    "CogView4": ((2, 4, 6, 8), {"rope_axes_dim": (4, 4)}, {}, LIMIT),
+    "CogView3Plus": ((2, 4, 6, 8), {}, {}, LIMIT),
+    "Allegro": (
+        (2, 4, 2, 8, 8),
+        {"attention_head_dim": 24, "cross_attention_dim": 48, "sample_frames": 2}
+        | {"sample_height": 8, "sample_width": 8},
+        {"attention_mask": torch.ones(2, 2, 8, 8), **_STEPS},
+        LIMIT,
+    ),
+    "Flux2": (
+        (2, 13, 4),
+        {"attention_head_dim": 16, "timestep_guidance_channels": 8, "axes_dims_rope": (4,) * 4},
+        {},
+        LIMIT,
+    ),
+    "SkyReelsV2": (
+        (2, 4, 3, 4, 6),
+        {"attention_head_dim": 12, "rope_max_seq_len": 32},
+        {},
+        LIMIT,
+    ),
+    "StableAudioDiT": (
+        (2, 4, 16),
+        {"sample_size": 16, "num_key_value_attention_heads": 2, "time_proj_dim": 8}
+        | {"global_states_input_dim": 8, "cross_attention_input_dim": 8},
+        {"global_hidden_states": _draw(2, 1, 8), "encoder_attention_mask": None}
+        | {"rotary_embedding": (_draw(17, 4).cos(), _draw(17, 4).sin())},
+        LIMIT,
+    ),
+    "Latte": (
+        (2, 4, 3, 8, 8),
+        {"patch_size": 2, "norm_type": "ada_norm_single", "num_embeds_ada_norm": 10}
+        | {"video_length": 3, "norm_elementwise_affine": False},
+        {"encoder_attention_mask": None, **_STEPS},
+        LIMIT,
+    ),
+    "Bria": (
+        (2, 13, 4),
+        {"attention_head_dim": 16, "axes_dims_rope": [4, 4, 8], "pooled_projection_dim": None},
+        {"guidance": None, **_THREE},
+        LIMIT,
+    ),
+    "ZImage": (
+        (1,),
+        {"dim": 32, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2}
+        | {"cap_feat_dim": 8, "axes_dims": [4, 6, 6], "axes_lens": [64] * 3},
+        {"x": [_draw(4, 1, 4, 6), _draw(4, 1, 6, 4, seed=5)], "t": torch.tensor([0.3, 0.7])}
+        | {"cap_feats": [_draw(5, 8, seed=1), _draw(3, 8, seed=4)]},
+        LIMIT,
+    ),
+}
+
+
+def _named(name: str):
+    """A transformer of the table, and its inputs."""
+    shape, own, given, _ = OTHERS[name]
+    kinds = (getattr(diffusers, f"{name}{end}", None) for end in _ENDS)
+    kind = next(found for found in kinds if found is not None)
+    sizes, known = (inspect.signature(f).parameters for f in (kind.__init__, kind.forward))
+    inputs = {"hidden_states": _draw(*shape), **_INPUTS}
+    return kind(**{n: x for n, x in _SIZES.items() if n in sizes} | own), {
+        n: x for n, x in inputs.items() if n in known
+    } | given
+
+
+_ENDS = ("Transformer2DModel", "Transformer3DModel", "Model")
+
+
+@pytest.mark.few(2)
+@pytest.mark.filterwarnings("ignore:.*pad_sequence has no rule")
+@pytest.mark.parametrize("name", OTHERS)
+def test_transformers_that_weft_has_never_heard_of(name):
+    model, given = _seeded(_named, name)
+    for p in model.parameters():
+        if not p.any():  # modulations begin at zero, which hides the blocks
+            torch.nn.init.normal_(p, std=0.1)
+    for line in ("tokens: ring=2", "tokens(zigzag): ulysses=2 x pass_q=2"):
+        _assert_exact(line, model, given, limit=OTHERS[name][-1])
+
+
 def test_layouts_text_and_lengths_of_all_kinds():
     for text, image, line, how in (
         (1, 6, "tokens: tile=2x2", "whole"),
         (4, 8, "tokens: gather=4", "sharded"),
         (7, 7, "tokens: ring=3", "sharded"),
+        (2, 3, "tokens: ring=4", "sharded"),
+        (1, 1, "tokens: ring=2", "sharded"),
     ):
         _assert_exact(line, *_seeded(_flux, text, image), how)
+
+
+def test_text_and_image_are_attended_together_as_they_are_stored():
+    whole, inputs = _seeded(_flux, 8, 24)
+
+    def rank(layout: Layout) -> None:
+        model = parallelize(copy.deepcopy(whole), layout)
+        with weft.traffic() as moved, torch.no_grad():
+            model(**inputs)
+        assert moved.by_tensor().keys() == {"kv", "gather"}
+
+    weft.on_threads(Layout.parse("tokens: ring=4"), rank)
+
+
+class _Mixes(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x + x.roll(1, 1))
+
+
+def _mixed(model):
+    model.transformer_blocks[0].ff = _Mixes(model.transformer_blocks[0].ff)
+
+
+#: Name -> (transformer, its options, a change of it, changes of its inputs).
+WAYS = {
+    "recomputed blocks": (
+        _hunyuan_video,
+        {"guidance_embeds": True},
+        lambda model: model.enable_gradient_checkpointing(),
+        {},
+    ),
+    "a ControlNet": (
+        _flux,
+        {},
+        lambda model: None,
+        {
+            "controlnet_block_samples": [_draw(2, 13, 32)],
+            "controlnet_single_block_samples": [_draw(2, 13, 32)],
+        },
+    ),
+    "a module that mixes tokens": (_flux, {}, _mixed, {}),
+    "a first frame of its own": (
+        _hunyuan_video,
+        {"guidance_embeds": True, "image_condition_type": "token_replace"},
+        lambda model: None,
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_users_put_into_a_transformer_is_that_of_one_process(name):
+    make, options, change, changes = WAYS[name]
+    model, inputs = _seeded(make, **options)
+    change(model)
+    _assert_exact("tokens: ring=2", model, {**inputs, **changes})
+
+
+CACHES = {
+    "by values": lambda: diffusers.FirstBlockCacheConfig(threshold=0.5),
+    "by steps": lambda: diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_caches_of_steps_are_those_of_one_process(name):
+    whole, inputs = _seeded(_flux)
+
+    def steps(model) -> torch.Tensor:
+        model.enable_cache(CACHES[name]())
+        scales = (1 + 1e-3 * k for k in range(4))
+        with model.cache_context("cond"), torch.no_grad():
+            each = ({**inputs, "hidden_states": inputs["hidden_states"] * s} for s in scales)
+            return torch.stack([model(**given).sample for given in each])
+
+    wanted = steps(copy.deepcopy(whole))
+
+    def rank(layout: Layout) -> None:
+        found = steps(parallelize(copy.deepcopy(whole), layout))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=LIMIT)
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
 def test_transformer_runs_with_other_sizes_next_and_can_be_restored():
@@ -183,143 +402,28 @@ def test_transformer_runs_with_other_sizes_next_and_can_be_restored():
     weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
-REFUSED = {
-    "ControlNet": ({"controlnet_block_samples": [torch.zeros(2, 13, 32)]}, "controlnet_block"),
-    "image prompt": ({"joint_attention_kwargs": {"ip_adapter_masks": torch.ones(1)}}, "ip_adapter"),
-    "ids with a batch": ({"img_ids": torch.zeros(1, 13, 3)}, "2 dims"),
-    "ids of other tokens": ({"img_ids": torch.zeros(12, 3)}, "not have the tokens of image"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_not_split_is_refused_on_every_rank(name):
-    changes, message = REFUSED[name]
-    whole, inputs = _seeded(_flux)
-
-    def rank(layout: Layout) -> None:
-        model = parallelize(copy.deepcopy(whole), layout)
-        with pytest.raises((ShapeError, UnsupportedError), match=message):
-            model(**{**inputs, **changes})
-        model(**inputs)  # the next call is not disturbed
-
-    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
-
-
-CACHES = {
-    "by values": lambda: diffusers.FirstBlockCacheConfig(threshold=0.1),
-    "by steps": lambda: diffusers.PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2, current_timestep_callback=lambda: 500
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CACHES)
-def test_caches_are_refused_on_every_rank_until_they_are_off(name):
-    whole, inputs = _seeded(_flux)
-
-    def rank(layout: Layout) -> None:
-        model = parallelize(copy.deepcopy(whole), layout)
-        if layout.rank == 1:
-            model.enable_cache(CACHES[name]())
-        refused = pytest.raises((UnsupportedError, ShapeError), match="Hook, which goes by this")
-        with model.cache_context("cond"), torch.no_grad(), refused:
-            model(**inputs)
-        if layout.rank == 1:
-            model.disable_cache()
-        model(**inputs)
-
-    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
-
-
-def test_a_model_or_an_option_that_nobody_tried_is_refused():
+def test_what_cannot_be_split_is_refused():
     layout = Layout.single()
     with pytest.raises(UnsupportedError, match="Linear of torch is a model of none"):
         parallelize(torch.nn.Linear(2, 2), layout)
-    model, _ = _seeded(_hunyuan_video, image_condition_type="token_replace")
-    with pytest.raises(UnsupportedError, match="first frame"):
-        parallelize(model, layout)
+    with pytest.raises(UnsupportedError, match="AutoencoderTiny has no list of blocks"):
+        parallelize(diffusers.AutoencoderTiny(), layout)
     model, inputs = _seeded(_flux, text=1)
     with pytest.raises(DeclarationError, match="nothing else"):
         parallelize(model, Layout.parse("tokens: ring=2; batch: dp=2").on(_transport()))
-    model.enable_gradient_checkpointing()
-    with pytest.raises(UnsupportedError, match="checkpointing"):
-        parallelize(model, layout)(**inputs)
+    with pytest.raises(DeclarationError, match="text='half'"):
+        parallelize(model, layout, text="half")
+    split = parallelize(model, layout)
+    split.transformer_blocks[0].attn.processor._attention_backend = "flash"
+    with pytest.raises(UnsupportedError, match="attention of 'flash', which sees past"):
+        split(**inputs)
+    split.transformer_blocks[0].attn.processor._attention_backend = None
+    split._parallel_config = object()
+    with pytest.raises(UnsupportedError, match="diffusers' own parallelism"):
+        split(**inputs)
 
 
 def _transport():
     from weft.comm.threads import Post, ThreadTransport
 
     return ThreadTransport({"ring": 2, "dp": 2}, 0, Post(4, 1.0))
-
-
-class _Mixes(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return self.inner(x + x.roll(1, 1))
-
-
-class _Scales(_Mixes):
-    def forward(self, x):
-        return 2 * self.inner(x)
-
-
-class _Processor(FluxAttnProcessor):
-    pass
-
-
-def test_modules_of_an_unknown_package_are_refused_by_name():
-    layout = Layout.single()
-    model, _ = _seeded(_flux)
-    model.transformer_blocks[0].ff = _Mixes(model.transformer_blocks[0].ff)
-    with pytest.raises(UnsupportedError, match=r"transformer_blocks\.0\.ff of Flux.* is a _Mixes"):
-        parallelize(model, layout)
-    model, _ = _seeded(_flux)
-    model.transformer_blocks[0].attn.processor = _Processor()
-    with pytest.raises(UnsupportedError, match=r"tokenwise=\(\"transformer_blocks.0.attn.proc"):
-        parallelize(model, layout)
-    with pytest.raises(DeclarationError, match="no such modules"):
-        parallelize(model, layout, tokenwise="transformer_blocks.7")
-    model, _ = _seeded(_flux)
-    model.transformer_blocks[0].ff = torch.nn.Sequential(
-        model.transformer_blocks[0].ff, torch.nn.Conv1d(1, 1, 3)
-    )
-    with pytest.raises(UnsupportedError, match=r"transformer_blocks\.0\.ff\.1 .* is a Conv1d"):
-        parallelize(model, layout)
-
-
-def test_modules_that_are_said_to_be_tokenwise_are_taken():
-    model, inputs = _seeded(_flux)
-    model.transformer_blocks[0].ff = _Scales(model.transformer_blocks[0].ff)
-    model.transformer_blocks[0].attn.processor = _Processor()
-    paths = ["transformer_blocks.0.ff", "transformer_blocks.0.attn.processor"]
-    wanted = model(**inputs).sample
-
-    def rank(layout: Layout) -> None:
-        sharded = parallelize(copy.deepcopy(model), layout, tokenwise=paths)
-        torch.testing.assert_close(sharded(**inputs).sample, wanted, rtol=0, atol=LIMIT)
-
-    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
-
-
-def test_too_few_image_tokens_are_refused_with_alternatives():
-    whole, inputs = _seeded(_flux, text=1, image=8)
-
-    def rank(layout: Layout) -> None:
-        with pytest.raises(ShapeError, match=r"\[3, 3, 3, 0\]; .* 9 image tokens would do"):
-            parallelize(copy.deepcopy(whole), layout, text="whole")(**inputs)
-
-    weft.on_threads(Layout.parse("tokens: ring=4"), rank)
-    _assert_exact("tokens: ring=4", *_seeded(_flux, 1, 9), "whole")
-
-
-def test_fewer_text_tokens_than_ranks_need_whole_text():
-    whole, inputs = _seeded(_flux, text=2)
-
-    def rank(layout: Layout) -> None:
-        with pytest.raises(ShapeError, match="text='whole'"):
-            parallelize(copy.deepcopy(whole), layout)(**inputs)
-
-    weft.on_threads(Layout.parse("tokens: ring=3"), rank)

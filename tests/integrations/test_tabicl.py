@@ -1,13 +1,14 @@
 """TabICL with its rows split over ranks: outputs and gradients of one process."""
 
 import copy
+import functools
 import importlib.util
 
 import pytest
 import torch
 
 import weft
-from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 
 if importlib.util.find_spec("tabicl") is None:
@@ -17,10 +18,11 @@ if importlib.util.find_spec("tabicl") is None:
         allow_module_level=True,
     )
 
+from tabicl._model.inference_config import InferenceConfig
 from tabicl._model.tabicl import TabICL
 
 from weft import parallelize
-from weft_integrations.tabular.tabicl import parallelize_tabicl
+from weft_integrations.tabular import parallelize_tabicl
 
 SMALL = {
     "embed_dim": 16,
@@ -88,31 +90,55 @@ def test_rows_on_ranks_are_rows_on_one_process(line):
             assert off < 10 * TOLERANCE, (name, off)
 
 
-def test_refuses_what_it_cannot_honour():
-    layout = Layout.single()
-    with pytest.raises(UnsupportedError, match="not TabICL"):
-        parallelize_tabicl(torch.nn.Linear(2, 2), layout)
-    with pytest.raises(UnsupportedError, match="dropout"):
-        parallelize(build(dropout=0.1), layout)
-    with pytest.raises(UnsupportedError, match="affine"):
-        parallelize(build(col_affine=True), layout)
-    model = parallelize(build(), layout)
-    table, labels, _ = draw()
-    with pytest.raises(UnsupportedError, match="fewer features"):
-        model(table, labels, d=torch.tensor([4, 2]))
-    with pytest.raises(UnsupportedError, match="inference mode"):
-        model.eval()(table, labels)
+def _all(model, table, labels, **options):
+    return model(table, labels, **options)
 
 
-def test_refuses_layouts_and_tables_that_do_not_fit():
+def _infers(model, table, labels):
+    """In inference mode; without autocast, whose bf16 rounds more than ranks do."""
+    config = InferenceConfig()
+    for part in (config.COL_CONFIG, config.ROW_CONFIG, config.ICL_CONFIG):
+        part.update({"use_amp": False, "use_fa3": False, "device": torch.device("cpu")})
+    return model.eval()(table, labels, inference_config=config)
+
+
+#: Name -> (options of the model, a call of it).
+WAYS = {
+    "affine columns": ({"col_affine": True, "col_feature_group": False}, _all),
+    "recomputed blocks": ({"recompute": True}, _all),
+    "test rows embedded with all": ({}, functools.partial(_all, embed_with_test=True)),
+    "labels among the columns": ({"col_target_aware": True}, _all),
+    "inference": ({}, _infers),
+}
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("name", WAYS)
+def test_options_of_the_package(name):
+    options, call = WAYS[name]
+    model, (table, labels, _) = build(**options), draw()
+    wanted = call(copy.deepcopy(model), table, labels)
+
     def work(layout):
-        with pytest.raises(ShapeError, match=r"3 rows are cut into .* 4 would do"):
-            parallelize(build(), layout)(*draw(rows=3, train=2)[:2])
+        found = call(parallelize(copy.deepcopy(model), layout), table, labels)
+        torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+
+    weft.on_threads(Layout.parse("rows: ring=2"), work)
+
+
+def test_a_table_of_fewer_rows_than_ranks():
+    model, (table, labels, _) = build(), draw(rows=3, train=2)
+    wanted = model(table, labels)
+
+    def work(layout):
+        found = parallelize(copy.deepcopy(model), layout)(table, labels)
+        torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
 
     weft.on_threads(Layout.parse("rows: ring=4"), work)
 
-    def more(layout):
-        with pytest.raises(DeclarationError, match="nothing else"):
-            parallelize(build(), layout)
 
-    weft.on_threads(Layout.parse("batch: dp=2; rows: ring=2"), more)
+def test_refuses_other_models_and_layouts():
+    with pytest.raises(UnsupportedError, match="not TabICL"):
+        parallelize_tabicl(torch.nn.Linear(2, 2), Layout.single())
+    with pytest.raises(DeclarationError, match="nothing else"):
+        parallelize(build(), Layout.parse("batch: dp=2; rows: ring=2"))

@@ -12,9 +12,8 @@ import torch
 
 import weft
 from weft.comm import run_threads
-from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.masks import is_empty
 
 if importlib.util.find_spec("tabpfn") is None:
     pytest.skip(
@@ -26,8 +25,7 @@ if importlib.util.find_spec("tabpfn") is None:
 from tabpfn.architectures import tabpfn_v2, tabpfn_v2_5, tabpfn_v2_6, tabpfn_v3, tabpfn_v3_5
 
 from weft import parallelize
-from weft_integrations.tabular.tabpfn import parallelize_tabpfn
-from weft_integrations.tabular.tabpfn_rows import QueriesFrom
+from weft_integrations.tabular import parallelize_tabpfn
 
 # fp64 throughout: two blocks of two attentions and an MLP, sums of at most 30 rows.
 TOLERANCE = 1e-11
@@ -164,8 +162,9 @@ def test_rows_see_training_rows_on_other_ranks(name):
     assert (predict(model, changed, y) - want).abs().max() > 1e6 * TOLERANCE
 
 
-def test_regression_head_and_recomputed_blocks():
-    model, (x, y) = build("v2.6", classes=0), table()
+@pytest.mark.parametrize("name", ["v2.6", "v3"])
+def test_regression_head_and_recomputed_blocks(name):
+    model, (x, y) = build(name, classes=0), table()
     grad_output = torch.randn(7, 2, 5, dtype=torch.float64)
     want, want_grads = run(copy.deepcopy(model), x, y, grad_output)
     layout = Layout.parse("rows: ring=2")
@@ -205,45 +204,69 @@ def test_on_real_processes(pool):
         assert max(errors) < TOLERANCE
 
 
-def test_queries_from_is_what_it_says():
-    mask, index = QueriesFrom(3), torch.arange(6)
-    seen = mask.allowed(index, index, index[:, None], index)
-    assert seen[3:].all()
-    assert not seen[:3].any()
-    assert is_empty(mask, (0, 2), (0, 5))
-    assert mask.is_full((3, 5), (0, 5))
-    assert not mask.is_full((2, 5), (0, 5))
-
-
-@pytest.mark.parametrize("name", ["v2", "v2.5", "v3"])
-def test_tables_with_too_few_rows_are_refused_with_alternatives(name):
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_tables_of_fewer_rows_than_ranks(name):
     model, (x, y) = build(name), table()
-    rows, wanted = (3, 4) if name == "v2.5" else (5, 7)  # v2.5 has 3 thinking rows
+    wanted = {rows: predict(model, x[:rows], y[:2]) for rows in (3, 5, 7)}
 
     def work(bound):
         sharded = parallelize(copy.deepcopy(model), bound)
-        with pytest.raises(ShapeError, match=r", 0\] over mesh .* 7 would do"):
-            sharded(x[:rows], y[:2])
-        return sharded(x[:wanted], y[:3])
+        for rows, want in wanted.items():
+            out = predict(sharded, x[:rows], y[:2])
+            torch.testing.assert_close(out, want, rtol=0, atol=TOLERANCE)
 
-    for out in weft.on_threads(Layout.parse("rows: ring=4"), work):
-        torch.testing.assert_close(out, model(x[:wanted], y[:3]), rtol=0, atol=TOLERANCE)
+    weft.on_threads(Layout.parse("rows: ring=4"), work)
 
 
-def test_refuses_caches_other_architectures_and_other_splits():
-    layout = Layout.single()
-    x, y = table()
-    with pytest.raises(UnsupportedError, match="return_kv_cache"):
-        parallelize(build("v2.6"), layout)(x, y, return_kv_cache=True)
-    again = tabpfn_v3.TabPFNV3.get_default_performance_options(build("v3"))
-    again = dataclasses.replace(again, force_recompute_layer=True)
-    with pytest.raises(UnsupportedError, match="force_recompute_layer"):
-        parallelize(build("v3"), layout)(x, y, performance_options=again)
-    chunks = parallelize(build("v3"), layout).eval()
-    chunks.inference_chunk_cells = 20
-    with pytest.raises(UnsupportedError, match="chunkwise"):
-        chunks(x, y)
+def by_inference(model, x, y):
+    """Predictions with memory saved, in chunks of rows, and from a cache of training rows."""
+    both = isinstance(model, tabpfn_v3_5.TabPFNV3p5)
+    task = {"task_type": "multiclass"} if both else {}
+    options = model.get_default_performance_options()
+    saving = dataclasses.replace(options, save_peak_memory_factor=3)
+    model.inference_chunk_cells = 40  # of v3
+    with torch.no_grad():
+        found = {"saving": model(x, y, performance_options=saving, **task)}
+        found["whole"], cache = model(x, y, return_kv_cache=True, **task)
+        rest = {"kv_cache": cache, "x_is_test_only": True}
+        found["cached"] = model(x[len(y) :], y, **rest, **task)
+    return found
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_inference_in_chunks_and_from_a_cache(name):
+    model, (x, y) = build(name).eval(), table()
+    wanted = by_inference(copy.deepcopy(model), x, y)
+
+    def work(bound):
+        found = by_inference(parallelize(copy.deepcopy(model), bound), x, y)
+        for way, out in found.items():
+            torch.testing.assert_close(out, wanted[way], rtol=0, atol=TOLERANCE, msg=way)
+
+    weft.on_threads(Layout.parse("rows: ring=2"), work)
+
+
+def test_keys_of_fewer_heads_travel_as_they_are():
+    model, (x, y) = build("v2.6"), table()
+
+    def work(bound):
+        sharded = parallelize(copy.deepcopy(model), bound)
+        with weft.traffic(bound) as moved, torch.no_grad():
+            predict(sharded, x, y)
+        return moved.by_tensor()
+
+    # In two blocks, of 2 x 4 columns, keys and values of 8 fp64 of training rows: 4 heads for
+    # these, and one for test rows, which the second rank has.
+    row = 2 * (2 * 4) * 2 * 8 * 8
+    first, second = weft.on_threads(Layout.parse("rows: ring=2"), work)
+    assert (first["kv"], second["kv"]) == (4 * 4 * row, 12 * 4 * row + 12 * row)
+    assert first.keys() == {"kv", "gather", "truth"}
+
+
+def test_refuses_other_architectures_and_other_splits():
     with pytest.raises(UnsupportedError, match="Linear is not TabPFN"):
-        parallelize_tabpfn(torch.nn.Linear(2, 2), layout)
+        parallelize_tabpfn(torch.nn.Linear(2, 2), Layout.single())
     with pytest.raises(DeclarationError, match="nothing else"):
         parallelize(build("v2.6"), Layout.parse("batch: dp=2; rows: ring=2"))

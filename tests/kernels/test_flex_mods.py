@@ -26,8 +26,7 @@ from weft.kernels.flex_mods import score_mod
 from weft.masks.given import Visible, VisibleBlocks
 from weft.masks.part import OfPart, Renumbered
 from weft.nn.sequences import FunctionOfPart
-from weft_integrations.diffusers.attention import _Keys
-from weft_integrations.tabular.tabpfn_rows import QueriesFrom
+from weft_axes.fields.stored import _Keys, _Numbers
 from weft_integrations.transformers.facts import KeySpans
 from weft_integrations.transformers.masks import Blocks
 
@@ -39,7 +38,7 @@ SPANS = KeySpans(((0, 12), (3, 20)))
 MASKS = {
     "plain": weft.Causal(window=5)
     & weft.Window(9, 2)
-    & (weft.FirstKeys(9) | QueriesFrom(4))
+    & (weft.FirstKeys(9) | _Numbers(((4, 20),), ((0, 5), (8, 30))))
     & (weft.Documents((6, 18)) | weft.KeyPadding((12, 20)))
     & weft.Full(),
     "spans": SPANS | weft.Causal(),

@@ -41,23 +41,6 @@ def test_a_seed_is_one_table_whatever_was_drawn_before():
     assert digest(2) != first == digest(1)
 
 
-def test_tables_differ_in_all_that_real_ones_do():
-    classes = {int(table.y.max()) + 1 for table in TABLES}
-    assert classes >= {2, 3, 4, 5, 6}
-    rarest = np.array([np.bincount(table.y).min() / len(table.y) for table in TABLES])
-    assert (rarest < 0.05).any()
-    assert (rarest > 0.3).any()
-    for share, least, most in (
-        (np.mean([np.isnan(table.x).any() for table in TABLES]), 0.15, 0.35),
-        (np.mean([table.categorical.any() for table in TABLES]), 0.3, 0.7),
-        (np.mean([table.irrelevant.any() for table in TABLES]), 0.2, 0.6),
-        (np.mean([table.redundant.any() for table in TABLES]), 0.15, 0.45),
-    ):
-        assert least < share < most
-    codes = np.concatenate([np.nan_to_num(t.x[:, t.categorical]).ravel() for t in TABLES])
-    assert (codes == np.round(codes)).all()
-
-
 def test_irrelevant_features_say_nothing_and_others_say_much():
     """A decision tree on the relevant features beats guessing; on the others it does not."""
     trees = pytest.importorskip("sklearn.tree")

@@ -169,22 +169,6 @@ def test_work_in_a_window_is_balanced(line):
     assert max(scores) <= 1.05 * sum(scores) / len(scores)
 
 
-@pytest.mark.parametrize("line", ["tokens: gather={}", "tokens: gather={} x ulysses=8"])
-@pytest.mark.parametrize("ranks", [64, pytest.param(1024, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", ["lognormal", "pareto", "books", "uniform"])
-def test_plans_of_many_ranks_are_balanced(name, ranks, line):
-    """The heaviest groups by the assignment, and some others, by the plans of their ranks."""
-    layout = Layout.parse(line.format(ranks // (8 if "ulysses" in line else 1)))
-    lengths = skewed(name, 4096 if ranks > 64 else 1024)
-    work = layout.pack(lengths).work
-    groups = sorted(range(len(work)), key=work.__getitem__)
-    members = layout.world_size // len(work)
-    chosen = [members * group for group in (*groups[-2:], groups[0], groups[len(groups) // 2])]
-    for forward, backward, told, group in computed(layout, lengths, ranks=chosen):
-        assert forward == backward == told == 8 // members * work[group]
-    assert max(work) <= 1.05 * sum(work) / len(work)
-
-
 def test_groups_of_the_outer_mesh_dim_keep_documents_inside():
     """64 chunks, balanced one by one, would send more than ten times the bytes between nodes."""
     drawn = np.random.default_rng(0).lognormal(7.3, 1.3, 170).clip(512, 65536)

@@ -20,7 +20,6 @@ from weft.inspect.traffic import TrafficReport
 from weft.layout import Layout
 from weft.plan import plan as plans
 from weft.plan.memory import memory_bound
-from weft.plan.plan import Pass
 from weft.plan.predict import plan_for
 from weft.plan.problem import Problem
 from weft.plan.replay import live_chunks
@@ -188,23 +187,6 @@ def test_executor_holds_as_many_chunks_as_the_program_replayed_says(name, monkey
 
 
 # -- the count can fail ---------------------------------------------------------------------------
-
-
-def test_a_program_that_gathers_exceeds_the_bound_of_a_ring():
-    ring, gather = (
-        peaks(Layout.parse(f"tokens: {name}=8"), 48, weft.Full())[0] for name in ("ring", "gather")
-    )
-    assert gather.forward > ring.forward_bound
-    assert gather.backward > ring.backward_bound
-
-
-def test_chunks_that_are_never_dropped_exceed_the_bound_of_ring(monkeypatch):
-    layout = Layout.parse("tokens: ring=8")
-    kept = property(lambda tile: tuple(() for _ in tile.program.steps))
-    monkeypatch.setattr(Pass, "drops", kept)
-    for found in peaks(layout, 48, weft.Full()):
-        assert found.forward == 7 * chunk(6) > found.forward_bound
-        assert found.backward > found.backward_bound
 
 
 # -- memory that torch really has -----------------------------------------------------------------

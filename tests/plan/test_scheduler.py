@@ -13,7 +13,6 @@ from weft.declare.hardware import Hardware
 from weft.plan.program import MovingDim, Payload, Program, ProgramStep, Transfer
 from weft.plan.replay import live_chunks
 from weft.plan.scheduler.choose import live_bound, schedule
-from weft.plan.scheduler.greedy import Scheduler
 from weft.plan.shifts import Shifts
 from weft.plan.timing import Costs, duration, timeline
 
@@ -137,30 +136,6 @@ def test_live_chunks_stay_within_the_declared_bound(backward):
         for costs in list(grid(backward))[:: 1 if shape in SHAPES else 5]:
             program = made(tile(*shape), costs, backward)
             assert live_chunks(program) <= live_bound(tile(*shape))
-
-
-def test_look_aheads_that_are_not_tried_would_change_nothing(monkeypatch):
-    run, runs = Scheduler.run, [0]
-
-    def counted(scheduler: Scheduler) -> Program:
-        runs[0] += 1
-        return run(scheduler)
-
-    def programs() -> list[Program]:
-        runs[0] = 0
-        shapes = [(1, 3), (1, 8), (2, 2), (2, 3), (3, 4)]
-        every = itertools.product(shapes, (False, True))
-        return [
-            schedule.__wrapped__(tile(*shape), costs, backward)
-            for shape, backward in every
-            for costs in itertools.islice(grid(backward), 0, None, 3)
-        ]
-
-    monkeypatch.setattr(Scheduler, "run", counted)
-    found, tried = programs(), runs[0]
-    monkeypatch.setattr(Scheduler, "same_with", lambda *_: False)
-    assert programs() == found
-    assert tried < 0.9 * runs[0]
 
 
 def test_a_ring_is_double_buffered():

@@ -8,8 +8,6 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from weft import Causal, DeclarationError, Documents, Full, Layout, Mask, UnsupportedError
 from weft.declare.hardware import Device, Hardware
@@ -135,32 +133,6 @@ def test_node_that_is_no_box_of_mesh_has_no_images():
     assert image_group(shared, {"a": 4, "b": 4}) == 8  # ranks that share cores stay together
     with pytest.raises(ValueError, match="neither all ranks nor one group"):
         time_call(plans("tokens: ring=4")[:3], nodes(2))
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    line=st.sampled_from(LINES),
-    rate=st.floats(1e6, 1e9),
-    uplink=st.floats(1e6, 1e9),
-    latency=st.floats(0, 1e-2),
-    factor=st.floats(1.05, 8),
-    worse=st.sampled_from(["rate", "uplink", "latency", "tokens", "share"]),
-)
-def test_more_bytes_ranks_or_seconds_are_never_quicker(line, rate, uplink, latency, factor, worse):
-    def seconds(rate, uplink, latency, tokens, cards):
-        inner = {"name": "node", "ranks": 2, "rate": rate, "latency": latency, "card_ranks": cards}
-        outer = {"name": "cluster", "through": True, "uplink": uplink, "latency": latency}
-        return time_call(plans(line, tokens=tokens), hardware(inner, outer)).total
-
-    less = {"rate": rate, "uplink": uplink, "latency": latency, "tokens": 256, "cards": 1}
-    more = dict(less)
-    if worse == "tokens":
-        more["tokens"] = 512
-    elif worse == "share":
-        more["cards"] = 2
-    else:
-        more[worse] = less[worse] * factor if worse == "latency" else less[worse] / factor
-    assert seconds(**more) >= seconds(**less) * (1 - 1e-6)
 
 
 def test_cores_that_ranks_share_slow_them_down():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -190,25 +189,6 @@ def test_plans_take_the_latency_of_the_level_that_transfer_crosses():
         took = {t.mesh_dim: costs.transfer(t) for t in plan.forward.program.transfers}
         assert (took["inter"] - took["intra"] > 9e-3) == (latency == 1e-2)
     assert ends[1e-2] - ends[1e-6] == pytest.approx(1e-2, rel=0.1)  # one message along it
-
-
-@pytest.mark.slow
-def test_on_real_clock_slow_link_not_measured_faster_than_it(monkeypatch):
-    """Nor slower than the whole measurement; how well lines are fitted, the made-up clock shows."""
-    monkeypatch.setattr(measure, "SMALL_REPEATS", 5)
-    monkeypatch.setattr(measure, "SMALL_RUN", 2)
-    monkeypatch.setattr(measure, "REPEATS", 3)
-
-    def on_rank(transport: Transport) -> Measured:
-        slow = throttle(transport, time, {"ring": 4e5}, 0.05)
-        return measure.measure(Layout.load("ring-2").on(slow), CALL)
-
-    began = time.perf_counter()
-    link = run_threads({"ring": 2}, on_rank)[0].links[0]
-    took = time.perf_counter() - began
-    assert link.small.median >= 0.05
-    assert 0.05 + link.nbytes / 4e5 <= link.large.median
-    assert measure.SMALL_REPEATS * link.small.quickest + link.large.quickest < took
 
 
 class Stream:

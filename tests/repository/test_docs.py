@@ -55,8 +55,7 @@ OPTIONAL = {
     "weft_integrations.trainers.accelerators": "accelerate",
     "weft_integrations.trainers.subclass": "transformers",
     "weft_integrations.diffusers": "diffusers",
-    "weft_integrations.tabular.tabicl": "tabicl",
-    "weft_integrations.tabular.tabpfn": "tabpfn",
+    "weft_integrations.tabular": "tabpfn",
     "weft_planner.hf_config": "transformers",
 }
 
@@ -122,5 +121,3 @@ def test_every_tutorial_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text()
     for notebook in (ROOT / "tutorials").glob("*.ipynb"):
         assert f"tutorials/{notebook.stem}.md" in navigation
-
-

@@ -21,7 +21,7 @@ SECTION = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n|\n)*)", re.MULTILINE)
 ENTRY = re.compile(r"^    ((?:\*{0,2}\w+(?:, )?)+):", re.MULTILINE)
 PAGES = Path(__file__).parents[2] / "docs" / "api"
 #: Modules that cannot be imported without a package of an optional extra.
-NEED_PACKAGES = ("weft_integrations.transformers", "weft_integrations.tabular.tabpfn")
+NEED_PACKAGES = ("weft_integrations.transformers", "weft_integrations.tabular")
 
 
 def public() -> dict[str, object]:
@@ -124,5 +124,3 @@ def is_long(text: str) -> bool:
 
 def test_internal_docstrings_are_a_sentence_and_why():
     assert not [where for where, text in internal() if is_long(text)]
-
-

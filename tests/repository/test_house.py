@@ -326,6 +326,8 @@ OTHER_TESTS = [
     "imports",
     "readme",
     "reference_pages",
+    "tabicl",
+    "tabpfn",
     "tutorials",
     "wheel",
 ]

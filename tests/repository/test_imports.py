@@ -34,7 +34,7 @@ OPTIONAL = {
     "weft/kernels/sum_triton": {"triton"},
     "weft/kernels/surrogate_triton": {"triton"},
     "weft_integrations/transformers/": {"transformers"},
-    "weft_integrations/tabular/tabpfn": {"tabpfn"},
+    "weft_integrations/tabular": {"tabpfn"},
 }
 
 

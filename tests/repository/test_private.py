@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,25 +44,6 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.endswith("__")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_cpu_flash_kernel_takes_global_outputs_back(dtype):
-    q, k, v, dout = torch.randn(4, 2, 4, 6, 8, dtype=dtype).unbind(0)
-    k, v = k[:, :2], v[:, :2]
-    out, lse = private.cpu_flash_forward(q, k, v, 0.0, True, attn_mask=None, scale=0.5)
-    assert out.shape == q.shape
-    assert lse.shape == q.shape[:3]
-    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    dq, dk, dv = private.cpu_flash_backward(
-        dout, q, k, v, out, lse, 0.0, True, attn_mask=None, scale=0.5
-    )
-    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
-    if dtype == torch.float64:
-        scores = (q @ k.repeat_interleave(2, 1).mT) * 0.5
-        seen = torch.ones(6, 6, dtype=torch.bool).tril()
-        wanted = torch.logsumexp(scores.masked_fill(~seen, float("-inf")), -1)
-        torch.testing.assert_close(lse, wanted, rtol=1e-12, atol=1e-12)
-
-
 def test_cpu_flash_kernel_reports_zero_for_rows_that_see_nothing():
     """Why `CpuFlash` sets those rows itself; if this ever fails, that code can go."""
     q = torch.randn(1, 1, 2, 4)
@@ -85,27 +65,6 @@ def test_the_cuda_ops_have_the_arguments_that_are_passed():
         assert {"dropout_p", "is_causal", "scale"} <= set(names)
 
 
-def _collectives(rank: int) -> tuple:
-    import torch.distributed as dist
-
-    group = dist.group.WORLD
-    tensor = torch.full((2, 3), float(rank))
-    flat = torch.empty(8, 3)
-    private.all_gather_flat(flat, tensor, group)
-    stacked = private.all_gather_stacked(tensor, group)
-    store = private.default_store()
-    store.set(f"here {rank}", str(rank))
-    dist.barrier()
-    others = [int(store.get(f"here {r}")) for r in range(4)]
-    return flat[:, 0].tolist(), stacked[:, 0, 0].tolist(), others
-
-
-def test_collectives_and_the_store_behave(pool):
-    for flat, stacked, others in pool.run(_collectives):
-        assert flat == [0, 0, 1, 1, 2, 2, 3, 3]
-        assert stacked == others == [0, 1, 2, 3]
-
-
 def _own_limits(rank: int) -> list[int]:
     """A limit of an exchange goes before the group's, which is shorter."""
     short, long = (datetime.timedelta(seconds=n) for n in (0.3, 30))
@@ -122,97 +81,11 @@ def test_exchanges_of_a_gloo_group_have_limits_of_their_own(pool):
     assert pool.run(_own_limits) == [[0, 1, 2, 3]] * 4
 
 
-def test_autograd_can_be_on_inside_a_custom_op():
-    seen = []
-
-    @torch.library.custom_op("weft_tests::inside", mutates_args=())
-    def inside(x: torch.Tensor) -> torch.Tensor:
-        with private.recording():
-            y = x.detach().clone().requires_grad_()
-            (grad,) = torch.autograd.grad((y**2).sum(), y)
-        seen.append(grad)
-        return x + 1
-
-    inside(torch.tensor([3.0], requires_grad=True))
-    assert seen[0].item() == 6.0
-
-
-def test_flex_attention_runs_unfused_with_gradients_on_the_cpu():
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    q, k, v = torch.randn(3, 1, 2, 16, 16, dtype=torch.float64).unbind(0)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    block = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 16, 16, device="cpu", BLOCK_SIZE=16)
-
-    def score(s, b, h, i, j, *buffers):
-        return torch.where(i >= j, s * 0.25, float("-inf"))
-
-    out, lse = private.flex_unfused(*leaves, score, block, ())
-    out.sum().backward()
-    scores = ((q @ k.mT) * 0.25).masked_fill(~torch.ones(16, 16).tril().bool(), float("-inf"))
-    torch.testing.assert_close(lse.detach(), torch.logsumexp(scores, -1), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(out.detach(), scores.softmax(-1) @ v, rtol=1e-6, atol=1e-6)
-    assert all(t.grad is not None for t in leaves)
-
-
 def test_the_profiler_is_noticed():
     assert not private.profiling()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert private.profiling()
     assert private.every_thread() is not None
-
-
-def _fake() -> dict:
-    import torch.distributed as dist
-
-    found = {}
-    with private.fake_ranks(2, 64):
-        found["fake"] = private.is_fake(dist.group.WORLD)
-        out = torch.zeros(64)
-        private.all_gather_flat(out, torch.tensor([7.0]), dist.group.WORLD)
-        found["gathered"] = out.tolist()
-        for device in ("cpu", "meta"):
-            kept = torch.full((2,), 5.0, device=device)
-            for work in (dist.irecv(kept, 3), dist.isend(kept, 3)):
-                work.wait()
-            dist.all_to_all_single(torch.empty(64, device=device), torch.ones(64, device=device))
-            found[device] = None if device == "meta" else kept.tolist()
-        try:
-            meta = torch.empty(2, device="meta")
-            dist.batch_isend_irecv([dist.P2POp(dist.irecv, meta, 3)])
-            found["batch"] = "began"
-        except RuntimeError as error:
-            found["batch"] = str(error)
-    found["closed"] = not dist.is_initialized()
-    return found
-
-
-def test_the_fake_process_group_answers_at_once_and_with_nothing(apart):
-    found = apart(_fake)
-    assert found["fake"]
-    assert found["closed"]
-    assert found["gathered"] == [7.0] * 64
-    assert found["cpu"] == [5.0, 5.0]
-    # Why messages are begun one by one there; if this ever fails, that code can go.
-    assert "No backend type associated with device type meta" in found["batch"]
-
-
-def test_a_real_process_group_is_not_fake(pool):
-    assert pool.run(_real) == [False] * 4
-
-
-def _real(rank: int) -> bool:
-    import torch.distributed as dist
-
-    return private.is_fake(dist.group.WORLD)
-
-
-def test_tensors_that_torch_traces_are_known():
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    assert not private.traced(torch.empty(1, device="meta"))
-    with FakeTensorMode():
-        assert private.traced(torch.empty(1))
 
 
 @pytest.mark.slow
@@ -235,18 +108,6 @@ def test_threads_may_trace_one_after_the_other():
             thread.join()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True, timeout=100)
-
-
-def test_constants_in_graphs_are_marked_as_torch_marks_them():
-    def ours():
-        pass
-
-    def theirs():
-        pass
-
-    assert private.constant_in_graphs(ours) is ours
-    assert vars(ours) == vars(torch.compiler.assume_constant_result(theirs))
-    assert vars(ours)
 
 
 def test_method_constant_in_graphs_and_id_of_its_object_guard():
@@ -336,21 +197,6 @@ def test_reentrant_checkpoints_are_found_while_their_forward_passes_run():
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((2,), 5.0))
     assert private.reentrant_checkpoints() == []
-
-
-def test_reentrant_checkpoints_are_seen_before_their_block_runs():
-    class Swaps(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            if func == private.read_by_checkpoints:
-                for context in private.reentrant_checkpoints():
-                    context.run_function = lambda x: 5 * x
-            return func(*args, **(kwargs or {}))
-
-    x = torch.ones(2, requires_grad=True)
-    with Swaps():
-        y = checkpoint(torch.sin, x, use_reentrant=True)
-    y.sum().backward()
-    assert torch.equal(x.grad, torch.full((2,), 5.0))
 
 
 @pytest.mark.filterwarnings("ignore:TF32")  # torch's own, of `flags`

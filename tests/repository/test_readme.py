@@ -281,22 +281,6 @@ def test_the_map_of_the_code_names_files_that_are_there():
             assert re.search(rf"(def|class) {name}\b", source), f"{name} in {path}"
 
 
-def test_the_share_of_work_under_the_picture_is_right():
-    """Rank 3 of the causal 2x4 tile has 2 % contiguous, and an eighth striped."""
-    for order, low, high in ((None, 0.015, 0.025), ("striped", 0.124, 0.126)):
-        layout = options.layout_named("tile-2x4", order)
-        shares = work(layout)
-        assert low <= shares[3] <= high
-
-
-def work(layout: weft.Layout) -> list[float]:
-    from weft.plan.predict import forecast_of, plan_for
-
-    asked = options.problem_of("tokens", [4096], mask="causal")
-    entries = [forecast_of(plan_for(layout, asked, rank)).forward.entries for rank in range(8)]
-    return [n / sum(entries) for n in entries]
-
-
 def test_commands_of_planning_take_what_they_are_given():
     """Options and arguments of every line; the lines themselves were walked by hand."""
     text = "\n".join(blocks("bash", PLANNING)).replace("\\\n", " ")

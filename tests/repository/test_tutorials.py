@@ -55,5 +55,3 @@ def test_every_script_has_a_notebook():
 def test_the_readme_lists_every_tutorial_in_order():
     listed = re.findall(r"\]\((\w+)\.ipynb\)", (TUTORIALS / "README.md").read_text())
     assert listed == [n.stem for n in NOTEBOOKS]
-
-

@@ -1,6 +1,5 @@
 """The benchmark of accuracy: rows of folds, scores and intervals against values found by hand."""
 
-import json
 import math
 
 import numpy as np
@@ -94,28 +93,6 @@ def test_every_side_gets_the_same_rows():
     assert len(one) == 2 * accuracy.FOLDS
 
 
-def test_what_measured_kept_until_what_made_it_or_rows_change():
-    results = {"tables": {}, "sides": {}}
-    notes, kept = [], []
-
-    def ran(made_by: str, **options: bool) -> bool:
-        before = len(notes)
-        sides = {"weft": (lambda x: Noting(notes), made_by)}
-        accuracy.run(sides, ["wine"], results, keep=lambda r: kept.append(json.dumps(r)), **options)
-        return len(notes) > before
-
-    assert ran("first")
-    assert not ran("first")
-    assert ran("first", again=True)
-    assert ran("second")
-    assert results["sides"]["weft"]["wine"]["auc"] == [0.5] * accuracy.FOLDS
-    results["tables"]["wine"]["folds"] = "other rows"
-    results["sides"]["knn"] = {"wine": {"made_by": "then"}}
-    assert ran("second")
-    assert "wine" not in results["sides"]["knn"]
-    assert len(kept) == 4
-
-
 def test_probabilities_that_are_not_of_all_classes_are_refused():
     x = pd.DataFrame({"a": np.arange(40.0)})
     table = RealTable("iris", x, np.arange(40) % 3)
@@ -159,15 +136,5 @@ def test_tables_of_scikit_learn_are_whole():
         assert table.facts["classes"] == len(set(table.y.tolist()))
         model = GaussianNB().fit(table.x, table.y)
         assert model.score(table.x, table.y) > 0.8, "classes do not belong to these rows"
-
-
-def test_text_columns_become_categories_and_rows_without_class_left_out(monkeypatch):
-    x = pd.DataFrame({0: ["u", None, "v"], 1: [1, 2, 3]})
-    monkeypatch.setattr(real_tables, "_sklearn", lambda name: (x, pd.Series(["N", None, "Y"])))
-    table = real_tables.load("iris")
-    assert table.y.tolist() == [0, 1]
-    assert table.x["0"].dtype == "category"
-    assert table.x["1"].tolist() == [1.0, 3.0]
-    assert table.facts["missing"] == 0
 
 

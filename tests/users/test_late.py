@@ -102,5 +102,3 @@ def test_every_shipped_layout_is_exact_with_late_messages(case) -> None:
 def test_a_block_that_computes_before_its_chunks_came_is_noticed(monkeypatch) -> None:
     monkeypatch.setattr(tile_run.TransferBatch, "wait", lambda self: None)
     assert not worst(weft.Layout.parse("tokens: ring=4"), "tokens", *CASES[0]) <= 1e-11
-
-

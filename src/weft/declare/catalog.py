@@ -108,7 +108,7 @@ def parse(path: Path) -> dict[str, Any]:
     except RecursionError:
         why = "arrays or tables are nested too deeply"
     except ValueError as error:  # not TOML, or a number of thousands of digits
-        why = _one_line(error)
+        why = shown(str(error), 300).strip("\"'")
     except OSError as error:
         raise DeclarationError(f"{_named(path)}: cannot be read: {error.strerror}") from None
     raise DeclarationError(f"{_named(path)}: not valid TOML: {why}") from None
@@ -121,7 +121,3 @@ def _is_deep(data: dict[str, Any]) -> bool:
         inner = [x.values() if isinstance(x, dict) else x for x in level]
         level = [y for x in inner for y in x if isinstance(y, dict | list)]
     return bool(level)
-
-
-def _one_line(error: ValueError) -> str:
-    return shown(str(error), 300).strip("\"'")

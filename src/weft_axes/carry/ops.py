@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,14 +63,9 @@ def _(x: Tensor, shape: list[int]) -> Tensor:
     return x.new_empty(shape)
 
 
-def _zeros_before(ctx: Any, grad: Tensor) -> tuple:
-    return torch.ops.weft.zeros_after(grad, ctx.shape), None
-
-
-def _setup_zeros(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.shape = list(inputs[0].shape)
-
-
-_zeros_after.register_autograd(_zeros_before, setup_context=_setup_zeros)
+_zeros_after.register_autograd(
+    lambda ctx, grad: (torch.ops.weft.zeros_after(grad, ctx.shape), None),
+    setup_context=lambda ctx, inputs, output: setattr(ctx, "shape", [*inputs[0].shape]),
+)
 
 __all__ = ["StatesPassing"]

@@ -207,7 +207,8 @@ def _results(
     """Results of `fn` for a run; a dim without a window has one of which nothing is taken."""
     for window, outputs, dim in windows:
         if not outputs:
-            run = torch.cat([run, run.new_zeros(_with(run, dim, window.extent))], dim)
+            shape = [*run.shape[:dim], window.extent, *run.shape[dim + 1 :]]
+            run = torch.cat([run, run.new_zeros(shape)], dim)
     out = fn(run)
     for window, outputs, dim in windows:
         before, after = window.anchor, window.extent - 1 - window.anchor
@@ -343,8 +344,3 @@ def _doubled(
 def _last(x: Tensor, dim: int) -> Tensor:
     """The last token; zeros, as the sum of nothing, where there is none."""
     return x.select(dim, -1) if x.shape[dim] else x.sum(dim)
-
-
-def _with(x: Tensor, dim: int, tokens: int) -> tuple[int, ...]:
-    """The shape of x with another number of tokens."""
-    return (*x.shape[:dim], tokens, *x.shape[dim + 1 :])

@@ -56,7 +56,8 @@ def _encoded(value: Any, where: str, tensors: bool) -> Any:
         return {_BYTES: base64.b64encode(value).decode()}
     if isinstance(value, io.BytesIO):
         return {_BYTESIO: base64.b64encode(value.getvalue()).decode()}
-    if tensors and _is_real(value):
+    is_real = type(value) is Tensor and value.layout is torch.strided and not value.is_complex()
+    if tensors and is_real:
         dtype = str(value.dtype).removeprefix("torch.")
         return {_TENSOR: [dtype, [*value.shape], value.detach().reshape(-1).tolist()]}
     raise CheckpointError(
@@ -64,10 +65,6 @@ def _encoded(value: Any, where: str, tensors: bool) -> Any:
         "numbers, strings, None, bytes, lists, tuples and dicts"
         + (" and real tensors" if tensors else "")
     )
-
-
-def _is_real(value: Any) -> bool:
-    return type(value) is Tensor and value.layout is torch.strided and not value.is_complex()
 
 
 def _mapping(value: Mapping, where: str, tensors: bool) -> dict[str, Any]:

@@ -72,7 +72,8 @@ class Owners:
 
     def next_positions(self, part: int, count: int) -> Tensor:
         """Positions among the next `count` that a part gets in blocks, counted from the first."""
-        return _in_blocks(self.length, count, self.block, self.parts, part)
+        offsets = torch.arange(self.length, self.length + count)
+        return ((offsets // self.block) % self.parts == part).nonzero().flatten()
 
     def positions(self, part: int) -> Tensor:
         """All positions of a part, in the order in which they came: (m,) int64."""
@@ -84,11 +85,6 @@ class Owners:
 
 
 @cached(64)
-def _in_blocks(first: int, count: int, block: int, parts: int, part: int) -> Tensor:
-    offsets = torch.arange(first, first + count)
-    return ((offsets // block) % parts == part).nonzero().flatten()
-
-
 @cached(64)
 def _positions(owners: Owners, part: int) -> Tensor:
     pieces = [torch.empty(0, dtype=torch.int64)]

@@ -1,8 +1,7 @@
 """Fields: tensors with their global shape, split over axes, for unmodified models."""
 
 from . import run as _run  # noqa: F401 (what torch's functions do to fields)
-from .chunked import cut, of_chunk, on_chunks, own_chunk, split_at
-from .field import Field, distributed
+from .field import Field, cut, distributed, own_chunk
 from .place import WholeReport
 
 __all__ = [
@@ -10,8 +9,5 @@ __all__ = [
     "WholeReport",
     "cut",
     "distributed",
-    "of_chunk",
-    "on_chunks",
     "own_chunk",
-    "split_at",
 ]

@@ -14,10 +14,12 @@ from weft.attention import attention
 from weft.bias_tiles import bias_tile
 from weft.declare.strategy import Role
 from weft.errors import DeclarationError, UnsupportedError
-from weft.masks import Causal
+from weft.masks import FULL, Causal, Mask
 
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, split_dim, whole
+from .exchange import placed_like
 from .registry import NoRule, Part, Recipe, broadcast, composite, refused, rule
+from .stored import as_stored
 
 
 @rule(F.scaled_dot_product_attention)
@@ -40,11 +42,9 @@ def scaled_dot_product_attention(
         raise refused("attention over split features", query)
     if attn_mask is not None and is_causal:
         raise RuntimeError("attention: give attn_mask or is_causal, not both")
-    n, m = query.ndim - 2, key.ndim - 2
+    m = key.ndim - 2
     if not key.is_split(m) and not value.is_split(m):
         return _to_whole_keys(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-    if not query.is_split(n):
-        raise refused("attention of whole queries to split keys", key)
     return _over_split(query, key, value, attn_mask, is_causal, scale)
 
 
@@ -144,16 +144,11 @@ def _to_whole_keys(
         mask = None if attn_mask is None else t[attn_mask.index]
         q, k, v = (t[p.index] for p in parts)
         if not q.numel() or not k.numel():
-            return _nothing(q, k, v, mask, out, query)
+            zero = (q.sum() + k.sum() + v.sum()) * 0  # on the graph of all
+            return zero + q.new_zeros([query.region.local_size(dim) for dim in out])
         return F.scaled_dot_product_attention(q, k, v, mask, **options)
 
     return Recipe(run, out, goals)
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor, mask: Any, out: Sequence[Dim], x: Part) -> Tensor:
-    """No queries, on the graph of all inputs."""
-    zero = (q.sum() + k.sum() + v.sum()) * 0
-    return zero + q.new_zeros([x.region.local_size(dim) for dim in out])
 
 
 def _over_split(
@@ -164,53 +159,83 @@ def _over_split(
     is_causal: bool,
     scale: float | None,
 ) -> Recipe:
-    """Attention whose queries and keys are split, on the layout."""
+    """Attention whose keys are split, on the layout; queries that are whole are split for it."""
     region, parts = query.region, (query, key, value)
     m = key.ndim - 2
     keys = key.dims[m] if key.is_split(m) else value.dims[m]  # the whole one of two is cut alike
-    sides = [query.dims[-2], keys, keys]
-    axes = tuple(_name(f, i) for i, f in enumerate(sides[0]))
+    rows = query.dims[-2]
+    if not is_split_dim(rows) and len(keys) == 1:
+        rows = split_dim(region.chunks_like(split_axes(keys)[0], dim_size(rows)))
+    sides = [rows, keys, keys]
+    axes = tuple(_name(f, i) for i, f in enumerate(rows))
     if any(axes != tuple(_name(f, i) for i, f in enumerate(side)) for side in sides[1:]):
         raise refused("attention of queries to keys that other axes split", query)
-    lengths = {a: (q.size, k.size) for a, q, k in zip(axes, *sides[:2])}
-    causal = any(a != b for a, b in lengths.values()) and is_causal
+    causal = is_causal and dim_size(rows) != dim_size(keys)
     if causal and len(axes) > 1:
         raise refused("causal attention over several axes to another number of keys", query)
-    _check_attended(query, axes, sides[0])
+    _check_attended(query, axes, rows)
     lead = broadcast([p.dims[:-2] for p in parts])
-    if {*split_axes(sides[0])} & {axis for q in lead for axis in split_axes(q)}:
+    if {*split_axes(rows)} & {axis for q in lead for axis in split_axes(q)}:
         raise refused("attention whose batch and tokens one axis splits", query)
-    tokens = [_of_layout(side, query) for side in sides]
+    _check_mask(attn_mask, query, axes, lead)
+    of_keys = attn_mask is None or _is_of_keys(attn_mask, query, dim_size(keys))
+    stored = as_stored(sides[:2], region) if of_keys and not is_causal else None
+    if stored is None:
+        made = (
+            [split_dim(region.chunks(f.chunks.axis, f.size))[0] if f.chunks else f for f in side]
+            for side in sides
+        )
+        sides = [*map(tuple, made)]
     goals: dict[int, Sequence[Dim]] = {}
-    for p, side in zip(parts, tokens):
+    for p, side in zip(parts, sides):
         heads = p.dims[:-2]
         own = lead[len(lead) - len(heads) :]
         fit = [o if dim_size(o) == dim_size(h) else h for o, h in zip(own, heads)]
         goals[p.index] = [*fit, side, p.dims[-1]]
     out = [*goals[query.index][:-1], value.dims[-1]]
     if attn_mask is not None:
-        per_sample = attn_mask.ndim > 3 and math.prod(attn_mask.shape[:-3]) > 1
-        several = attn_mask.ndim > 2 and attn_mask.shape[-3] > 1
-        rules = region.layout.rules(axes)
-        over = [m for a in split_axes(sides[0]) for m in region.layout.shard_dims(a)]
-        moved = any(rules[m].role is Role.BATCH for m in over)
-        if (per_sample and moved) or (any(map(is_split_dim, lead)) and (per_sample or several)):
-            raise refused("attention with a mask per sample over split samples", attn_mask)
         goals[attn_mask.index] = [whole(n) for n in attn_mask.shape]
-    mask = Causal(offset=0) if causal else Causal() if is_causal else None
+    mask: Mask = Causal(offset=0) if causal else Causal() if is_causal else FULL
+    lengths = {a: (q.size, k.size) for a, q, k in zip(axes, *sides[:2])}
 
     def run(t: list[Any]) -> Tensor:
-        tensors = [t[p.index] for p in parts]
-        before = tensors[0].shape[:-2]
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in tensors))
-        q, k, v = (_four_dims(x, batch) for x in tensors)
-        bias = None
-        if attn_mask is not None:
-            bias = _bias(t[attn_mask.index], q, query, axes, lengths, batch)
-        y = attention(q, k, v, region.layout, axes, mask, scale, lengths, bias=bias)
-        return y.reshape(*before, *y.shape[-2:])
+        q, k, v = (t[p.index] for p in parts)
+        before, n = q.shape[:-2], q.shape[-2]
+        seen, length, bias = mask, lengths, None
+        given = None if attn_mask is None else t[attn_mask.index]
+        if stored is not None:
+            length, seen = stored.lengths, stored.mask(given)
+            q, k, v = map(stored.filled, (q, k, v), stored.room)
+        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+        q, k, v = (_four_dims(x, batch) for x in (q, k, v))
+        if given is not None and stored is None:
+            bias = _bias(given, q, query, axes, lengths, batch)
+        y = attention(q, k, v, region.layout, axes, seen, scale, length, bias=bias)
+        return placed_like(y[..., :n, :].reshape(*before, n, y.shape[-1]), out, settled, region)
 
-    return Recipe(run, out, goals)
+    # Queries that are whole have outputs that are.
+    settled = out if query.is_split(query.ndim - 2) else [*out[:-2], query.dims[-2], out[-1]]
+    return Recipe(run, settled, goals)
+
+
+def _is_of_keys(mask: Part, query: Part, m: int) -> bool:
+    """True of a boolean mask of m keys alone: (b or 1, 1, 1, m), or fewer dims."""
+    sizes = mask.shape[-3:-1].numel(), mask.shape[-1]
+    return mask.dtype == torch.bool and mask.ndim <= query.ndim == 4 and sizes == (1, m)
+
+
+def _check_mask(mask: Part | None, query: Part, axes: tuple[str, ...], lead: Sequence[Dim]) -> None:
+    """Raise for a mask per sample where samples are split, or another rank computes them."""
+    if mask is None:
+        return
+    region = query.region
+    per_sample = mask.ndim > 3 and math.prod(mask.shape[:-3]) > 1
+    several = mask.ndim > 2 and mask.shape[-3] > 1
+    rules = region.layout.rules(axes)
+    over = [m for a in split_axes(query.dims[-2]) for m in region.layout.shard_dims(a)]
+    moved = any(rules[m].role is Role.BATCH for m in over)
+    if (per_sample and moved) or (any(map(is_split_dim, lead)) and (per_sample or several)):
+        raise refused("attention with a mask per sample over split samples", mask)
 
 
 def _four_dims(x: Tensor, batch: Sequence[int]) -> Tensor:
@@ -236,14 +261,6 @@ def _check_attended(query: Part, axes: tuple[str, ...], side: Dim) -> None:
 
 def _name(factor: Factor, place: int) -> str:
     return factor.chunks.axis if factor.chunks is not None else f"whole_{place}"
-
-
-def _of_layout(side: Dim, x: Part) -> Dim:
-    """Tokens in the chunks that the layout makes of their axes."""
-    return tuple(
-        f if f.chunks is None else split_dim(x.region.chunks(f.chunks.axis, f.size))[0]
-        for f in side
-    )
 
 
 def _bias(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 import torch
@@ -27,19 +27,10 @@ _OF_SHAPE = {
 }
 
 
-def _of_shape(func: Callable) -> Callable:
-    return lambda *args, **kwargs: as_torch_does(func, *args, **kwargs)
-
-
-def _of_local(func: Callable) -> Callable:
-    """Asked of the local tensor, whose graph is that of autograd."""
-    return lambda x, *args: func(x._local, *args)
-
-
 for _func in _OF_SHAPE:
-    DIRECT[_func] = _of_shape(_func)
-for _name in ("requires_grad", "grad_fn", "output_nr"):
-    DIRECT[attribute(_name)] = _of_local(attribute(_name))
+    DIRECT[_func] = functools.partial(as_torch_does, _func)
+for _func in map(attribute, ("requires_grad", "grad_fn", "output_nr")):
+    DIRECT[_func] = lambda x, *args, _of=_func: _of(x._local, *args)  # its graph is autograd's
 
 
 def _local_of(x: Any) -> Any:

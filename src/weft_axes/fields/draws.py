@@ -29,17 +29,15 @@ def generator_state(name: str, region: FieldRegion, x: Tensor, generator: Any, a
         )
     if generator is not None:
         state = generator.get_state()
+    elif x.device.type == "cpu":
+        state = torch.get_rng_state()
     else:
-        state = torch.get_rng_state() if x.device.type == "cpu" else _of_device(x)
+        state = torch.get_device_module(x.device).get_rng_state(x.device)
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).hexdigest()
     if alone:
         dims = tuple(d for axis in region.axes for d in region.layout.shard_dims(axis))
         bound.agree(f"the generator of {name}: give ranks one seed; its state", digest, dims)
     return int(digest, 16)
-
-
-def _of_device(x: Tensor) -> Tensor:
-    return torch.get_device_module(x.device).get_rng_state(x.device)
 
 
 __all__ = ["generator_state"]

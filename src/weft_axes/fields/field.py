@@ -298,12 +298,34 @@ def distributed(
     x: Tensor, layout: Layout, dims: Mapping[str, int], report: WholeReport | None = None
 ) -> Field:
     """The field of a whole tensor; of functions without a rule a report takes note, if given."""
-    region, at = _region(layout, dims, x.dim(), report, whole_on=layout.sharding)
+    region, placed = _chunked(x, layout, dims, report)
+    return Field(entered(x, tuple(placed), region), region.place(placed, x.stride()))
+
+
+def cut(
+    x: Tensor,
+    layout: Layout,
+    dims: Mapping[str, int],
+    report: WholeReport | None = None,
+    averaged: bool = False,
+) -> Field:
+    """The field of a tensor that every rank made whole; its gradients are shares of one.
+
+    With `averaged`, gradients of plain tensors are shares of as many as there are ranks.
+    """
+    region, placed = _chunked(x, layout, dims, report, averaged)
+    y = placed_like(x, [whole(n) for n in x.shape], placed, region)
+    return Field(y.clone() if y is not x else y.view_as(y), region.place(placed, x.stride()))
+
+
+def _chunked(x: Tensor, layout: Layout, dims: Mapping[str, int], *rest: Any) -> tuple:
+    """A region, and the dims of a whole tensor that is split; one of one position is whole."""
+    region, at = _region(layout, dims, x.dim(), layout.sharding, *rest)
     placed: list[Dim] = [whole(n) for n in x.shape]
     for axis in at.keys() & {*region.axes}:
         if x.shape[at[axis]] != 1:
             placed[at[axis]] = split_dim(region.chunks(axis, x.shape[at[axis]]))
-    return Field(entered(x, tuple(placed), region), region.place(placed, x.stride()))
+    return region, placed
 
 
 def settled(
@@ -323,8 +345,8 @@ def _region(
     layout: Layout,
     dims: Mapping[str, int],
     ndim: int,
-    report: WholeReport | None = None,
     whole_on: Iterable[str] = (),
+    report: WholeReport | None = None,
     averaged: bool = False,
 ) -> tuple[FieldRegion, dict[str, int]]:
     """The region of the axes that a layout splits, and the dims of all axes.
@@ -343,6 +365,18 @@ def _region(
         raise ShapeError(f"dims {dict(dims)}: two axes have one dim")
     others = (a for a in whole_on if a not in ("batch", "heads"))
     return region_of(layout, (*dims, *others), report, averaged), at
+
+
+def own_chunk(x: Tensor, axis: str, dim: int) -> Tensor:
+    """This rank's part of a field, split as its layout splits an axis along `dim` alone."""
+    if not isinstance(x, Field):
+        return x
+    region = x._region
+    region.trail, region.function = x._trail, "an engine on chunks"
+    goal: list[Dim] = [whole(dim_size(d)) for d in x._dims]
+    if x.shape[dim] != 1 and axis in region.axes:
+        goal[dim] = split_dim(region.chunks(axis, x.shape[dim]))
+    return placed_like(x._checked()._local, x._dims, goal, region, "align")
 
 
 __all__ = ["Field"]

@@ -146,7 +146,8 @@ def by_index(x: Tensor, index: Any) -> Any:
     parts = []
     for d, index_ in zip(places, given):
         i, n = look.placed(index_, goal[len(goal) - index_.dim() :]), dim_size(dims[d])
-        _check_range(i, n, d)
+        if i.numel() and (int(i.max()) >= n or int(i.min()) < -n):
+            raise IndexError(f"index out of range: dim {d} has {n} positions")
         i = torch.where(i < 0, i + n, i)
         if is_split_dim(dims[d]) and not axes and len(dims[d]) == 1:
             t, i = _asked(t, d, dims[d], i, look.region)
@@ -164,11 +165,6 @@ def by_index(x: Tensor, index: Any) -> Any:
     kept = [q for d, q in enumerate(wanted) if d not in places]
     first = places[0] if adjacent else 0
     return look.field(out, [*kept[:first], *goal, *kept[first:]])
-
-
-def _check_range(i: Tensor, n: int, d: int) -> None:
-    if i.numel() and (int(i.max()) >= n or int(i.min()) < -n):
-        raise IndexError(f"index out of range: dim {d} has {n} positions")
 
 
 def _asked(t: Tensor, d: int, dim: Dim, i: Tensor, region: FieldRegion) -> tuple[Tensor, Tensor]:
@@ -305,7 +301,8 @@ def _write_at_mask(x: Field, mask: Tensor, value: Any) -> None:
 def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
     """Numbers of a source in the order of a mask's positions: every rank has the source whole."""
     if isinstance(source, Field):
-        source = _gathered(source)
+        goal = [whole(n) for n in source.shape]  # its gradient is a share, as of other whole ones
+        source = placed_like(source._checked()._local, source._dims, goal, source._region, "gather")
     if mask.dtype != torch.bool:
         raise RuntimeError("masked_scatter: the mask must be of booleans")
     look = FieldsAtHand("masked_scatter", x, mask)
@@ -324,13 +321,6 @@ def masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Field:
     values = flat[own[0]] if flat.numel() else own[0].to(flat.dtype)
     return look.field(
         torch.where(own[1], values, look.placed(x, goal[len(goal) - x.dim() :])), goal
-    )
-
-
-def _gathered(x: Field) -> Tensor:
-    """A whole tensor whose gradient is a share on every rank, as of other whole tensors."""
-    return placed_like(
-        x._checked()._local, x._dims, [whole(n) for n in x.shape], x._region, "gather"
     )
 
 
@@ -389,11 +379,6 @@ def take_along_dim(
     return x.expand(one).gather(d, indices.expand(two))
 
 
-def _scatter(name: str) -> None:
-    for func in both(name):
-        rule(func)(_scatter_rule(func))
-
-
 def _scatter_rule(func: Any) -> Any:
     def scatter(
         x: Part, dim: int, index: Part, src: Any = None, *args: Any, **kwargs: Any
@@ -409,8 +394,8 @@ def _scatter_rule(func: Any) -> Any:
     return scatter
 
 
-for _name in ("scatter", "scatter_add", "scatter_reduce"):
-    _scatter(_name)
+for _func in both("scatter", "scatter_add", "scatter_reduce"):
+    rule(_func)(_scatter_rule(_func))
 
 
 def _index_rule(func: Any) -> Any:
@@ -432,9 +417,8 @@ def _index_rule(func: Any) -> Any:
     return run
 
 
-for _name in ("index_add", "index_copy", "index_fill"):
-    for _func in both(_name):
-        rule(_func)(_index_rule(_func))
+for _func in both("index_add", "index_copy", "index_fill"):
+    rule(_func)(_index_rule(_func))
 
 
 @rule(torch.isin)
@@ -459,14 +443,10 @@ def index_select(x: Tensor, dim: int, index: Tensor, *, out: None = None) -> Ten
     d = at(dim, x.dim())
     if not isinstance(x, Field) and not isinstance(index, Field):
         return torch.index_select(x, d, index)
-    _check_negative(index)
-    where: Any = (*[slice(None)] * d, index.reshape(-1))
-    return x[where]
-
-
-def _check_negative(index: Tensor) -> None:
     if index.numel() and int(index.min()) < 0:
         raise IndexError("index out of range: negative indices are for x[...]")
+    where: Any = (*[slice(None)] * d, index.reshape(-1))
+    return x[where]
 
 
 @composite(*both("masked_select"))

@@ -13,9 +13,8 @@ from weft.layout import Layout
 from weft.move.collectives import scale_backward
 
 from ..losses import cross_entropy as cross_entropy_in_chunks
-from .chunked import cut, own_chunk
 from .dims import split_axes, whole
-from .field import Field
+from .field import Field, cut, own_chunk
 from .reduce import crosses_field
 from .registry import (
     Part,
@@ -29,8 +28,6 @@ from .registry import (
     rule,
     tail_goals,
 )
-
-_REDUCTION = {None: "mean"}
 
 
 def reduced_by(each: Tensor, reduction: str, batch: int | None = None) -> Tensor:

@@ -70,13 +70,10 @@ def contracted(
         if kind.is_floating_point:
             wide = accumulate_dtype(kind)
             tensors = [x.to(wide) for x in tensors]
-        return summed(_exactly(product, *tensors), shared, region).to(kind)
+        exact = without_autocast(lambda *t: product(*t))(*tensors)
+        return summed(exact, shared, region).to(kind)
 
     return Recipe(run, placed, goals)
-
-
-def _exactly(product: _Product, *tensors: Tensor) -> Tensor:
-    return without_autocast(lambda *t: product(*t))(*tensors)
 
 
 def _dims_of_letters(

@@ -339,12 +339,6 @@ def crosses_field(x: Any, dim: Any) -> bool:
     return any(is_split_dim(dims[at(d, len(dims))]) for d in over if dims)
 
 
-def _moments(name: str, results: int) -> None:
-    for func in both(name):
-        rule(func)(_local_moments(func, results))
-        composite(func)(functools.partial(_split_moments, name))
-
-
 def _local_moments(func: Any, results: int) -> Callable:
     def moments(x: Part, *args: Any, **kwargs: Any) -> Recipe:
         dim, keepdim = _spread_arguments(*args, **kwargs)[:2]
@@ -394,7 +388,9 @@ def _split_moments(name: str, x: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 for _name, _results in (("var", 1), ("std", 1), ("var_mean", 2), ("std_mean", 2)):
-    _moments(_name, _results)
+    composite(*both(_name))(functools.partial(_split_moments, _name))
+    for _func in both(_name):
+        rule(_func)(_local_moments(_func, _results))
 
 
 def _local_norm(func: Any, at_dim: int) -> Callable:

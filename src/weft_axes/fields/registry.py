@@ -24,6 +24,8 @@ from weft._caching import cached
 from weft._digest import number_of
 from weft._torch import shares_storage, without_modes
 from weft.errors import UnsupportedError
+from weft.plan.held import Held
+from weft.plan.order import Span, product
 from weft.runtime.autocast import autocast_is_on
 
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, text_of, whole
@@ -118,6 +120,15 @@ class Part:
         if len(self.dims[d]) != 1:
             raise refused(f"{label} along dim {d}, which views merged,", self)
         return self.dims[d][0]
+
+    def as_one(self, label: str, d: int) -> Held:
+        """The chunks of a split dim as one; whole factors around the split one repeat it."""
+        *outer, (n, chunks) = self.dims[d]
+        if chunks is None or any(f.chunks is not None for f in outer):
+            raise refused(f"{label} along dim {d}, which views merged,", self)
+        around = (Span(0, dim_size(tuple(outer))),)
+        spans = [product(around, mine, n) for mine in chunks.spans]
+        return chunks.having(spans) if outer else chunks
 
     def whole_along(self, over: Sequence[int]) -> list[Dim]:
         """The dims, some of them whole."""

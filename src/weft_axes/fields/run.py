@@ -181,6 +181,9 @@ def _plan(
         if region.whole is None:
             raise
         recipe, facts = _whole(func, name, given, options, parts), None
+        if not recipe.writes:  # results that torch has as views of a field are none
+            with contextlib.suppress(RuntimeError, IndexError, TypeError, ValueError):
+                facts = ask_torch(func, given, options, parts)
     kept: Any = recipe
     if not isinstance(recipe, Direct):
         text = f"{name} {_text(given)} {_text(options)} {any_autocast()}"

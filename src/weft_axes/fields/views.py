@@ -351,8 +351,7 @@ def indexed(x: Part, index: Any) -> Recipe:
             steps.append(i)
             out.append(dim if is_split_dim(dim) else whole(len(taken_)))
         else:
-            chunks = x.one_factor("a slice", d).chunks
-            assert chunks is not None
+            chunks = x.as_one("a slice", d)
             new, kept = sliced_chunks(chunks, taken_.start, taken_.stop, taken_.step)
             copies = copies or any(
                 len(spans) > 1 or any(s.step < 1 for s in spans) for spans in kept
@@ -553,6 +552,8 @@ def cat(tensors: Sequence[Part], dim: int = 0, *, out: None = None, **named: Any
         else:
             ranks = Held.of(t.region.layout, axis, 0, contiguous=True)
             piece = ranks.alone(_owner(parts, i, d), t.shape[d])
+            if t.shape[d] >= len(ranks):
+                piece = t.region.chunks_like(axis, t.shape[d])
         assert piece is not None
         pieces.append(piece)
         goals[t.index] = [q if k != d else split_dim(piece) for k, q in enumerate(goal)]
@@ -648,11 +649,6 @@ def _diagonal(x: Part, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Recipe:
     return on_locals(torch.diagonal, (x, offset, one, two), [*kept, whole(n)])
 
 
-def _triangle(name: str) -> None:
-    for func in both(name):
-        rule(func)(_triangle_rule(func))
-
-
 def _triangle_rule(func: Any) -> Any:
     def triangle(x: Part, diagonal: int = 0) -> Recipe:
         if x.is_split(x.ndim - 1) or x.is_split(x.ndim - 2):
@@ -662,5 +658,5 @@ def _triangle_rule(func: Any) -> Any:
     return triangle
 
 
-for _name in ("tril", "triu"):
-    _triangle(_name)
+for _func in both("tril", "triu"):
+    rule(_func)(_triangle_rule(_func))

@@ -374,6 +374,9 @@ def _pool(nd: int, kind: str) -> Callable:
         stride = kernel if stride is None or stride == [] else tuple_of(stride, nd)
         dilation, ceil = tuple_of(options.get("dilation", 1), nd), options.get("ceil_mode", False)
         first, fill = x.ndim - nd, float("-inf") if kind == "max" else 0.0
+        if ceil and dilation == (1,) * nd:  # a window wider than all there is sees all there is
+            room = (n + 2 * p for n, p in zip(x.shape[first:], padding))
+            kernel = tuple(map(min, kernel, room))
         if not x.dtype.is_floating_point or not math.prod(x.shape):
             raise refused(f"{kind}_pool of integers, or of nothing", x)
         goal = in_neighbours(x, range(first, x.ndim))

@@ -117,8 +117,9 @@ def data_parallel(
         if options.get("broadcast_buffers", True):
             _check_buffers(model, layout)
         return _ddp(model, mesh.get_group(), options, averaged)
-    chosen = set(_children(model)) if blocks is None else {m for m in model.modules() if blocks(m)}
-    chosen = _with_ties_together(model, chosen)
+    chosen = {m for m in model.modules() if blocks(m)} if blocks else set(_of_lists(model))
+    while apart := _sharing(model, chosen):  # FSDP2 would make a parameter that they share two
+        chosen = chosen - apart
     for part in reversed(list(model.modules())):  # inner ones first
         if part in chosen and part is not model:
             fully_shard(part, mesh=mesh, **options)
@@ -162,7 +163,7 @@ def _check(model: nn.Module, layout: Layout, way: str) -> None:
         )
 
 
-def _children(model: nn.Module) -> Iterator[nn.Module]:
+def _of_lists(model: nn.Module) -> Iterator[nn.Module]:
     for part in model.modules():
         if isinstance(part, nn.ModuleList | nn.Sequential):
             yield from _called(part)
@@ -174,16 +175,6 @@ def _called(part: nn.Module) -> Iterator[nn.Module]:
         lists = isinstance(child, nn.ModuleList | nn.ModuleDict)
         bare = lists and type(child).forward is nn.Module.forward
         yield from _called(child) if bare else (child,)
-
-
-def _with_ties_together(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:
-    """The units without those that share a parameter with another: FSDP2 would make it two.
-
-    Their parameters belong to the unit around them, at last to the model.
-    """
-    while apart := _sharing(model, chosen):
-        chosen = chosen - apart
-    return chosen
 
 
 def _sharing(model: nn.Module, chosen: set[nn.Module]) -> set[nn.Module]:

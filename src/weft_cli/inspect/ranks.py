@@ -67,7 +67,7 @@ def reading(layout: Layout, problem: Problem) -> Reading:
     """The ranks to read of a call, whose batch and heads are those of all ranks together."""
     total = layout.world_size
     first, last = (plan_for(layout, problem, rank) for rank in (0, total - 1))
-    if not _same_shares(first, last):
+    if not (first.problem == last.problem and _shapes(first) == _shapes(last)):
         return Reading(_spread(range(total), first), 1, total)
     if isinstance(problem.mask, Full):
         return Reading((0,), total, total)
@@ -75,14 +75,6 @@ def reading(layout: Layout, problem: Problem) -> Reading:
     places = ((rank, coordinates(layout.mesh, rank)) for rank in range(total))
     ranks = [rank for rank, coords in places if not any(coords[d] for d in rest)]
     return Reading(_spread(ranks, first), total // len(ranks), total)
-
-
-def _same_shares(first: Plan, last: Plan) -> bool:
-    """True if all ranks hold equally much at every step, given the first and the last rank's plans.
-
-    Of whatever is split the first rank has the largest share, and the last the smallest.
-    """
-    return first.problem == last.problem and _shapes(first) == _shapes(last)
 
 
 def _shapes(plan: Plan) -> list[tuple[int, ...]]:

@@ -27,12 +27,12 @@ from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft.plan.call import reach
 from weft_axes.carry.pieces import LocalPieces
 from weft_axes.fields import Field, WholeReport, cut
-from weft_axes.fields.units import let_fields_through
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign
 from ..common import named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
 from ..fields import generators
+from ..units import let_fields_through
 from . import consistency, refused
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS

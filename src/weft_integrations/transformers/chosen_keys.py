@@ -25,9 +25,10 @@ from torch import Tensor
 from weft.choice import ChosenKeys
 from weft.errors import UnsupportedError
 from weft.masks import Full
-from weft_axes.fields import Field, of_chunk, on_chunks
+from weft_axes.fields import Field
 
 from .. import Foreign
+from ..chunked import of_chunk, on_chunks
 from ..common import chunk_places, of_all_ranks
 from .compressed import COMPRESSORS, WITHIN, compress
 from .mark import Mark, Sharded

@@ -27,9 +27,9 @@ from weft.choice import ChosenKeys
 from weft.layout import Layout
 from weft_axes.carry.pieces import LocalPieces, Piece
 from weft_axes.decode.attend import merged_parts
-from weft_axes.fields import on_chunks
 
 from .. import Foreign
+from ..chunked import on_chunks
 from ..common import chunk_places, of_all_ranks
 from .running import ModelCall, now
 

@@ -25,9 +25,10 @@ from weft.layout import Layout
 from weft.masks import Causal, Full
 from weft.sinks import with_sinks
 from weft_axes.decode.attend import merged_parts
-from weft_axes.fields import Field, cut, of_chunk, own_chunk, split_at
+from weft_axes.fields import Field, cut, own_chunk
 
 from .. import Foreign
+from ..chunked import of_chunk, split_at
 from . import decoding, latents
 from .chosen_keys import Weighed, as_scores
 from .compressed import attend_with_entries

@@ -36,8 +36,8 @@ from weft.errors import UnsupportedError
 from weft.layout import Layout
 from weft_axes.carry.by_heads import traded
 from weft_axes.carry.pieces import Apply, LocalPieces
-from weft_axes.fields import on_chunks
 
+from ..chunked import on_chunks
 from .running import now, running
 from .shapes import by_shapes
 

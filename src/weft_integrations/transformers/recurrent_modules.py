@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from weft.errors import UnsupportedError
 from weft_axes.carry.pieces import LocalPieces
-from weft_axes.fields import on_chunks
 
 from .. import Foreign
+from ..chunked import on_chunks
 from .recurrences import completed, over_heads, recurrence
 from .running import now, running
 

@@ -2,38 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
-from weft.layout import Layout
-
-from .dims import Dim, dim_size, split_axes, split_dim, whole
-from .exchange import own_part, placed_like
-from .field import Field, _region
-from .place import WholeReport
-
-
-def cut(
-    x: Tensor,
-    layout: Layout,
-    dims: Mapping[str, int],
-    report: WholeReport | None = None,
-    averaged: bool = False,
-) -> Field:
-    """The field of a tensor that every rank made whole; its gradients are shares of one.
-
-    With `averaged`, gradients of plain tensors are shares of as many as there are ranks.
-    """
-    region, at = _region(layout, dims, x.dim(), report, layout.sharding, averaged)
-    placed: list[Dim] = [whole(n) for n in x.shape]
-    y = x
-    for axis in at.keys() & {*region.axes}:
-        if x.shape[at[axis]] != 1:
-            placed[at[axis]] = split_dim(region.chunks(axis, x.shape[at[axis]]))
-            y = own_part(y, at[axis], placed[at[axis]], region)
-    return Field(y.clone() if y is not x else y.view_as(y), region.place(placed, x.stride()))
+from weft_axes.fields import Field, own_chunk
+from weft_axes.fields.dims import dim_size, split_axes, split_dim, whole
+from weft_axes.fields.exchange import placed_like
 
 
 def split_at(x: Any, axis: str) -> int | None:
@@ -41,18 +17,6 @@ def split_at(x: Any, axis: str) -> int | None:
     if not isinstance(x, Field):
         return None
     return next((d for d, dim in enumerate(x._dims) if axis in split_axes(dim)), None)
-
-
-def own_chunk(x: Tensor, axis: str, dim: int) -> Tensor:
-    """This rank's part of a field, split as its layout splits an axis along `dim` alone."""
-    if not isinstance(x, Field):
-        return x
-    region = x._region
-    region.trail, region.function = x._trail, "an engine on chunks"
-    goal: list[Dim] = [whole(dim_size(d)) for d in x._dims]
-    if x.shape[dim] != 1 and axis in region.axes:
-        goal[dim] = split_dim(region.chunks(axis, x.shape[dim]))
-    return placed_like(x._checked()._local, x._dims, goal, region, "align")
 
 
 def of_chunk(local: Tensor, like: Field, axis: str, dim: int, length: int) -> Field:
@@ -115,4 +79,4 @@ def _whole(x: Field) -> Tensor:
     )
 
 
-__all__ = ["cut", "of_chunk", "on_chunks", "own_chunk", "split_at"]
+__all__ = ["of_chunk", "on_chunks", "split_at"]

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft._torch import fsdp_hooks, pytree
-
-from .field import Field
+from weft_axes.fields import Field
 
 
 def let_fields_through(unit: Any) -> None:

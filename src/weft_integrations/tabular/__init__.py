@@ -1,1 +1,0 @@
-"""TabPFN and TabICL on a layout: their rows split over ranks."""
