@@ -477,7 +477,7 @@ def local_numbers(call, part, queries):
 
 def fewer(self, *inputs, **options):
     """Each rank's share of K."""
-    return chosen_keys.choose_tokens(self, *inputs, **options)[..., ::2]
+    return _choose(self, *inputs, **options)[..., ::2]
 
 
 def no_columns(pieces, x, columns, dim):
@@ -509,6 +509,7 @@ def without_gradients_of_others(run, transfer, receive, tensors):
 
 
 _numbers, _merge, _seen = compressed._numbers, executor._Backward._merge, chosen_keys._seen
+_choose = chosen_keys.choose_tokens
 
 
 def order_of_ranks() -> Tensor:
@@ -522,7 +523,7 @@ def seen_by_rank(where, queries, keys, batch):
 
 def ties_by_rank(self, *inputs, **options):
     """Of equal scores the first in the order of ranks; other scores are as they were."""
-    places = chosen_keys.choose_tokens(self, *inputs, **options)
+    places = _choose(self, *inputs, **options)
     return order_of_ranks()[places.long()].int()
 
 
@@ -535,7 +536,7 @@ WRONG = {
         "deepseek_v32",
         (chosen_keys, "of_all_ranks", in_order_of_ranks),
         (chosen_keys, "_seen", seen_by_rank),
-        (chosen_keys.INDEXERS, "DeepseekV32Indexer", ties_by_rank),
+        (chosen_keys, "choose_tokens", ties_by_rank),
     ),
     "no causal mask": (
         "axk2",
@@ -543,7 +544,7 @@ WRONG = {
     ),
     "local positions": ("minimax_m3_vl_text", planted_rows(local_numbers)),
     "local positions, shared": ("hy_v4", planted_rows(local_numbers)),
-    "fewer keys": ("deepseek_v32", (chosen_keys.INDEXERS, "DeepseekV32Indexer", fewer)),
+    "fewer keys": ("deepseek_v32", (chosen_keys, "choose_tokens", fewer)),
     "whole pages": ("glm_moe_dsa", (interface, "_choice", of_pages)),
     "no sinks": ("hy_v4", (ALL_ATTENTION_FUNCTIONS._global_mapping, interface.NAME, without_sinks)),
     "no gradients of latents": (
