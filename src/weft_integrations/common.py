@@ -139,9 +139,9 @@ def check_axis(layout: Layout, axis: str) -> None:
         )
 
 
-def named_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """A module's arguments, all by name."""
-    signature = inspect.signature(module.forward)
+def named_arguments(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call, all by name."""
+    signature = inspect.signature(function)
     arguments = signature.bind(*args, **kwargs).arguments
     extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
     return arguments | arguments.pop(extra, {})

@@ -198,7 +198,7 @@ class Calls:
         call = running()
         if call is None or call.replicated:
             return None
-        arguments = named_arguments(decoder, args, kwargs)
+        arguments = named_arguments(decoder.forward, args, kwargs)
         mask = arguments.get("attention_mask")
         if isinstance(mask, Mark):
             call.made_mask, arguments["attention_mask"] = mask, None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,7 @@ from weft_axes.fields.exchange import take_positions
 from weft_axes.fields.place import region_of
 
 from .. import Foreign
-from ..common import chunk_places
+from ..common import chunk_places, named_arguments
 from .running import ModelCall, running
 
 #: Families whose towers see one image at a time, and one video, or one frame of it.
@@ -70,11 +70,7 @@ def _spreading(stock: Callable, label: str, by_frames: bool) -> Callable:
         call = running()
         if call is None or not call.ahead or call.spreading:
             return stock(self, *args, **kwargs)
-        signature = inspect.signature(stock)
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        arguments.pop("self", None)
-        extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-        arguments |= arguments.pop(extra, {})
+        arguments = named_arguments(types.MethodType(stock, self), args, kwargs)
         call.spreading = True
         try:
             with _own_random_numbers(call.layout.chunk(call.axis), self.training):
