@@ -1,10 +1,12 @@
-"""What tests share: a command, as somebody types it."""
+"""What tests share: a command, as somebody types it, and numbers."""
 
 from __future__ import annotations
 
 import re
 from typing import Any
 
+import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from weft_cli.cli import app
@@ -21,3 +23,8 @@ def cli(*words: str, code: int = 0, columns: int = 200) -> str:
     """What a command prints, both streams, without colours or line breaks."""
     shown = typed(*words, code=code, columns=columns).output
     return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m", "", shown))
+
+
+def draw(*shape: Any, seed: int = 0) -> Tensor:
+    """Normal numbers in fp64, the same wherever they are drawn."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

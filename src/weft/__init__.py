@@ -1,6 +1,7 @@
 """weft: attention parallelism as DTensor placement rules on an N-D device mesh."""
 
 from importlib import import_module as _import_module
+from typing import Any
 
 from . import _doors
 from ._caching import clear_caches
@@ -83,7 +84,7 @@ __all__ = [
 _doors.hang()
 
 
-def __getattr__(name: str) -> object:
+def __getattr__(name: str) -> Any:
     if name in _doors.MODULES:
         return _import_module(f"{__name__}.{name}")
     if name in _doors.NAMES:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from world import draw
 
 import weft
 from weft.errors import ShapeError
@@ -22,11 +23,7 @@ B, N, E, V = 4, 11, 8, 13
 TOKENS = {"batch": 0, "tokens": 1}
 
 
-def _draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-X, REFERENCE, ADVANTAGES = _draw(B, N, E, seed=0), _draw(B, N, seed=1) - 3, _draw(B, seed=2)
+X, REFERENCE, ADVANTAGES = draw(B, N, E, seed=0), draw(B, N, seed=1) - 3, draw(B, seed=2)
 LABELS = torch.randint(V, (B, N), generator=torch.Generator().manual_seed(3))
 #: Real tokens of every sequence: the rest is padding, and whole shards of it.
 REAL = torch.arange(N) < torch.tensor([11, 2, 7, 5])[:, None]
@@ -42,7 +39,7 @@ class _Model(nn.Module):
         self.attend = weft.MultiAxisAttention(E, 2, layout=layout, **options).double()
         self.head = nn.Linear(E, V, bias=False, dtype=torch.float64)
         with torch.no_grad():
-            self.head.weight.copy_(_draw(V, E, seed=6))
+            self.head.weight.copy_(draw(V, E, seed=6))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.attend(x, lengths={"tokens": N})

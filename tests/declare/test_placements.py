@@ -6,6 +6,7 @@ import pytest
 import torch
 from reference import attention
 from torch.distributed.tensor import Replicate, Shard
+from world import draw
 
 from weft.declare.placements import (
     AffinePartial,
@@ -101,8 +102,7 @@ def _redistribute(rank: int, length: int) -> dict[str, float]:
     layout = Layout.load("pass-q-4")
     layout = layout.build("cpu", timeout=20)
     mesh = layout.device_mesh
-    make = torch.Generator().manual_seed(0)
-    q, k, v = torch.randn(3, 2, 2, length, 4, dtype=torch.float64, generator=make).unbind(0)
+    q, k, v = draw(3, 2, 2, length, 4).unbind(0)
     mine = [layout.shard(t, {"tokens": 2}) for t in (k, v)]
     packed = torch.cat([(part := attention(q, *mine))[0], part[1].unsqueeze(-1)], -1)
     partial = DTensor.from_local(packed, mesh, [SoftmaxPartial()], run_check=False)
@@ -149,7 +149,7 @@ def _compose(rank: int) -> list[float]:
 
     layout = Layout.load("tile-2x2").build("cpu", timeout=20)
     mesh = layout.device_mesh
-    maps = torch.randn(4, 6, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    maps = draw(4, 6, 3, 5)
     whole, kinds = merge_affine(maps), [AffinePartial(), AffinePartial()]
     # The inner mesh dim is composed first, so that ranks are in their order.
     partial = DTensor.from_local(maps[rank], mesh, kinds, run_check=False)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from fp64 import whole
+from tiny import SMALL, draw_ids, on_ranks, seeded
 
 import weft
 from weft.checkpoint.folder import CheckpointError
@@ -37,12 +38,7 @@ from weft_integrations.transformers import ShardedCache, decoding, parallelize
 
 hf.logging.set_verbosity_error()
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+SIZES = SMALL | {
     "num_key_value_heads": 2,
     "max_position_embeddings": 1024,
     "initializer_range": 0.4,  # so that tokens are many different ones
@@ -85,15 +81,14 @@ OPTIONS = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new
 
 
 def build(name):
-    torch.manual_seed(0)
-    model = MODELS[name]().double().eval()
+    model = seeded(MODELS[name])
     if name in ("gpt_oss", "deepseek_v3"):  # torch's grouped product has no fp64
         model.set_experts_implementation("eager")
     return model
 
 
 def draw(rows=1, length=37):
-    return torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(1))
+    return draw_ids(rows, length, 3)
 
 
 def padded(lengths, length=37):
@@ -102,20 +97,11 @@ def padded(lengths, length=37):
     return draw(len(lengths), length) * mask, mask
 
 
-def on_ranks(layout, model, work):
-    """`work(parallelized copy)` on every rank."""
-
-    def rank(bound):
-        return work(parallelize(copy.deepcopy(model), bound))
-
-    return weft.on_threads(layout, rank)
-
-
 def assert_same(model, layout, ids, **options):
     options = OPTIONS | options
     want = model.generate(ids, **copy.deepcopy(options))
     assert len(set(want[0, ids.shape[1] :].tolist())) > 3
-    got = on_ranks(layout, model, lambda mine: mine.generate(ids, **copy.deepcopy(options)))
+    got = on_ranks(model, layout, lambda mine: mine.generate(ids, **copy.deepcopy(options)))
     for tokens in got:
         assert torch.equal(tokens, want)
 
@@ -253,7 +239,7 @@ def test_prompts_of_hybrids_split_and_every_rank_gets_last_states(family, line, 
         assert all(torch.equal(a, b[:1]) for a, b in zip(states(cache), kept, strict=True))
         return got[: len(want)]
 
-    for got in on_ranks(layout, model, work):
+    for got in on_ranks(model, layout, work):
         assert len(got) == len(want) > 0
         for mine, expected in zip(got, want):
             torch.testing.assert_close(mine, expected, rtol=1e-9, atol=1e-11)
@@ -309,7 +295,7 @@ def test_streamers_and_stopping_criteria_see_one_device_s_values():
     want = generate(model)
     assert want[-1] == "end"
     assert len(want) == 1 + 13 + 1
-    assert on_ranks(RING, model, generate) == [want, want]
+    assert on_ranks(model, RING, generate) == [want, want]
 
 
 def test_strings_that_stop_a_text():
@@ -325,7 +311,7 @@ def test_strings_that_stop_a_text():
     options = {"stop_strings": [stop], "tokenizer": tokenizer}
     want = model.generate(draw(), **options, **OPTIONS)
     assert want.shape[1] < 37 + OPTIONS["max_new_tokens"]
-    for got in on_ranks(RING, model, lambda mine: mine.generate(draw(), **options, **OPTIONS)):
+    for got in on_ranks(model, RING, lambda mine: mine.generate(draw(), **options, **OPTIONS)):
         assert torch.equal(got, want)
 
 
@@ -342,7 +328,7 @@ def test_a_conversation_goes_on_with_one_cache():
         return ids
 
     want = talk(model)
-    for ids in on_ranks(LAYOUTS["tile"], model, talk):
+    for ids in on_ranks(model, LAYOUTS["tile"], talk):
         assert torch.equal(ids, want)
 
 
@@ -377,7 +363,7 @@ def test_position_ids_with_gaps_no_documents_where_keys_are_cached():
             start += count
         return torch.cat(logits, 1)
 
-    for logits in on_ranks(RING, model, steps):
+    for logits in on_ranks(model, RING, steps):
         torch.testing.assert_close(logits, steps(model), rtol=0, atol=1e-11)
 
 
@@ -406,7 +392,7 @@ def test_prefix_is_forked_cropped_moved_and_continues_as_cold_run(tmp_path):
         made.append(mine.generate(ids, past_key_values=back, **OPTIONS))
         return made, sizes
 
-    ranks = on_ranks(Layout.parse("tokens(zigzag): ring=4"), model, work)
+    ranks = on_ranks(model, Layout.parse("tokens(zigzag): ring=4"), work)
     for made, _ in ranks:
         for tokens in made:
             assert torch.equal(tokens, want)
@@ -417,7 +403,7 @@ def test_prefix_is_forked_cropped_moved_and_continues_as_cold_run(tmp_path):
         return mine.generate(ids, past_key_values=cache, **OPTIONS)
 
     for line in ("tokens: tile=2x2", "tokens(striped): ring=3"):
-        for tokens in on_ranks(Layout.parse(line), model, again):
+        for tokens in on_ranks(model, Layout.parse(line), again):
             assert torch.equal(tokens, want)
 
 
@@ -451,8 +437,8 @@ def test_keys_lie_where_their_positions_say(tmp_path):
         check(ShardedCache.load(tmp_path / "keys", mine))
         return True
 
-    assert all(on_ranks(Layout.parse("tokens(zigzag): ring=4"), model, work))
-    assert all(on_ranks(Layout.parse("tokens(striped): ring=3"), model, again))
+    assert all(on_ranks(model, Layout.parse("tokens(zigzag): ring=4"), work))
+    assert all(on_ranks(model, Layout.parse("tokens(striped): ring=3"), again))
 
 
 def test_a_prefix_of_another_model_is_not_loaded(tmp_path):
@@ -465,11 +451,11 @@ def test_a_prefix_of_another_model_is_not_loaded(tmp_path):
         read(mine, draw(), cache)
         return cache.save(tmp_path)
 
-    on_ranks(RING, model, write)
+    on_ranks(model, RING, write)
     model.lm_head.weight.data += 1.0
     for other in (model, build("qwen2")):
         with pytest.raises(CheckpointError, match="other weights"):
-            on_ranks(RING, other, lambda mine: ShardedCache.load(tmp_path, mine))
+            on_ranks(other, RING, lambda mine: ShardedCache.load(tmp_path, mine))
 
 
 #: The number of layer 0 and of its tokens; None for that which it has.
@@ -493,7 +479,7 @@ def test_a_forged_prefix_is_refused_in_words(name, tmp_path):
         read(mine, draw(), cache)
         return cache.save(tmp_path)
 
-    on_ranks(layout, model, write)
+    on_ranks(model, layout, write)
     index = tmp_path / "index.json"
     content = json.loads(index.read_text())["index"]
     lengths, tensors = content["values"]["prefix"]["lengths"], content["tensors"]
@@ -505,7 +491,7 @@ def test_a_forged_prefix_is_refused_in_words(name, tmp_path):
     digest = hashlib.sha256(text.encode()).hexdigest()
     index.write_text(f'{{"sha256":"{digest}","index":{text}}}')
     with pytest.raises(CheckpointError, match="holds no prefix: layer"):
-        on_ranks(layout, model, lambda mine: ShardedCache.load(tmp_path, mine))
+        on_ranks(model, layout, lambda mine: ShardedCache.load(tmp_path, mine))
 
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag", "striped"])
@@ -536,7 +522,7 @@ def test_memory_per_rank_is_a_share_and_a_block():
         mine.generate(ids, past_key_values=cache, **options)
         return cache.nbytes
 
-    for each in on_ranks(Layout.parse("tokens(zigzag): ring=4"), model, work):
+    for each in on_ranks(model, Layout.parse("tokens(zigzag): ring=4"), work):
         assert each <= nbytes / 4 + block
 
 
@@ -569,7 +555,7 @@ def test_bytes_of_a_token_are_the_formula_whatever_is_cached():
         return moved
 
     wanted = 2 * (ways - 1) * heads * (dim + 1) * 8  # two layers, fp64
-    assert on_ranks(RING, model, work) == [[wanted, wanted]] * 2
+    assert on_ranks(model, RING, work) == [[wanted, wanted]] * 2
 
 
 def test_the_page_about_it_runs(capsys):
@@ -594,7 +580,7 @@ def refuses(model, error, match, call, layout=RING):
             call(mine)
         return True
 
-    assert all(on_ranks(layout, model, work))
+    assert all(on_ranks(model, layout, work))
 
 
 def test_refuses_caches_that_have_no_parts():
@@ -670,7 +656,7 @@ def test_refuses_a_cache_of_another_model_or_dtype():
                 mine.generate(ids, past_key_values=ShardedCache(stranger), **OPTIONS)
         return True
 
-    assert all(on_ranks(RING, model, call))
+    assert all(on_ranks(model, RING, call))
     with pytest.raises(DeclarationError, match="not parallelized"):
         ShardedCache(model)
 
@@ -740,7 +726,7 @@ def test_ranks_that_choose_other_tokens_are_told_at_once():
         return True
 
     for step in (7, OPTIONS["max_new_tokens"] - 1):
-        assert all(on_ranks(RING, model, lambda mine, s=step: work(mine, s)))
+        assert all(on_ranks(model, RING, lambda mine, s=step: work(mine, s)))
 
 
 # -- processes ------------------------------------------------------------------------------------

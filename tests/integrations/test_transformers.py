@@ -5,6 +5,8 @@ import importlib.util
 
 import pytest
 import torch
+from fp64 import whole
+from tiny import SMALL, draw_ids, on_ranks
 
 import weft
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
@@ -30,15 +32,6 @@ hf.logging.set_verbosity_error()
 # fp32 (eps 2^-23) whatever their weights are. Sixteen roundings: two layers of a handful each.
 FP32, FP64 = 16 * 2.0**-23, 64 * 2.0**-52
 
-VOCABULARY = 97
-SMALL = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 GROUPED = SMALL | {"num_key_value_heads": 2}
 NO_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 
@@ -66,7 +59,7 @@ LANGUAGE_MODELS = {
     "gpt2": (
         hf.GPT2LMHeadModel,
         hf.GPT2Config(
-            vocab_size=VOCABULARY,
+            vocab_size=97,
             n_embd=32,
             n_layer=2,
             n_head=4,
@@ -97,15 +90,6 @@ def made(kind, config, **changes):
     if "router_aux_loss_coef" in changes:
         model.set_experts_implementation("eager")  # which knows fp64
     return model
-
-
-def draw_ids(batch, length):
-    generator = torch.Generator().manual_seed(1)
-    return torch.randint(0, VOCABULARY, (batch, length), generator=generator)
-
-
-def whole(t):
-    return t.full_tensor() if isinstance(t, weft.Field) else t
 
 
 def step(model, batch, kept=None):
@@ -400,8 +384,7 @@ def set_in_a_layer(model):
 def test_refuses_another_attention_after_parallelize(change):
     model, _ = build("llama")
 
-    def work(bound):
-        own = parallelize(copy.deepcopy(model), bound)
+    def work(own):
         own(input_ids=IDS, logits_to_keep=0)
         change(own)
         with pytest.raises(UnsupportedError, match=r"restore\(model\) first"):
@@ -409,8 +392,8 @@ def test_refuses_another_attention_after_parallelize(change):
         restore(own)
         return own(input_ids=IDS).logits.shape
 
-    shapes = weft.on_threads(Layout.parse("tokens: ring=2"), work)
-    assert shapes == [(2, 8, VOCABULARY)] * 2
+    shapes = on_ranks(model, "tokens: ring=2", work)
+    assert shapes == [(2, 8, 97)] * 2
 
 
 def test_refuses_a_model_without_a_layout():
@@ -422,7 +405,7 @@ def test_refuses_a_model_without_a_layout():
 
 def test_a_model_that_attends_by_itself_packs_and_generates_as_one_device():
     config = hf.FalconConfig(
-        vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
     )
     model = hf.FalconForCausalLM(config).eval()
     at = torch.cat([torch.arange(5), torch.arange(8)])[None]
@@ -432,15 +415,14 @@ def test_a_model_that_attends_by_itself_packs_and_generates_as_one_device():
         packed = model(input_ids=ids, position_ids=at, use_cache=False).logits
     made = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
-    def work(layout):
-        own = parallelize(copy.deepcopy(model), layout)
+    def work(own):
         with torch.no_grad():
             found = own(input_ids=ids, position_ids=at, use_cache=False).logits + 0
         with pytest.raises(UnsupportedError, match="attends by itself"):
             ShardedCache(own)
         return found, own.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
-    for logits, tokens in weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), work):
+    for logits, tokens in on_ranks(model, "tokens(zigzag): ring=2", work):
         torch.testing.assert_close(logits, packed, rtol=0, atol=1e-5)
         assert torch.equal(tokens, made)
 
@@ -514,7 +496,7 @@ ACTIVATIONS = {
 }
 GEMMA = hf.GemmaConfig(**GROUPED, head_dim=8)
 T5 = hf.T5Config(
-    vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0
+    vocab_size=97, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0
 )
 T5.decoder_start_token_id = 0
 ISLANDS = {

@@ -4,12 +4,12 @@ import copy
 import importlib.util
 
 import pytest
+import tiny
 import torch
 from fp64 import whole
+from tiny import SMALL, draw_ids, on_ranks, seeded
 
-import weft
 from weft.errors import ShapeError
-from weft.layout import Layout
 from weft.masks import Causal, is_empty
 
 if importlib.util.find_spec("transformers") is None:
@@ -17,7 +17,7 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft_integrations.transformers import consistency, parallelize
+from weft_integrations.transformers import consistency
 from weft_integrations.transformers.hooks import find_embeddings
 from weft_integrations.transformers.masks import Blocks
 
@@ -27,12 +27,7 @@ hf.logging.set_verbosity_error()
 FP32 = 16 * 2.0**-23
 LENGTH, IMAGE = 29, 90
 LAYOUTS = "tokens(zigzag): ring=2", "tokens: tile=2x2"
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
+TEXT = SMALL | {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 128,
@@ -44,14 +39,7 @@ SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size"),
     *("num_hidden_layers", "num_attention_heads"),
 )
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "image_size": 32,
-    "patch_size": 8,
-}
+VISION = tiny.SIZES | {"num_hidden_layers": 1, "image_size": 32, "patch_size": 8}
 MARKS = {"image_token_id": IMAGE, "video_token_id": 91}
 
 
@@ -92,16 +80,7 @@ def llava():
     return hf.LlavaForConditionalGeneration(config)
 
 
-def build(make):
-    torch.manual_seed(0)
-    return make().double().eval()
-
-
 GEMMAS = {"gemma3": (gemma3, "token_type_ids"), "gemma4": (gemma4, "mm_token_type_ids")}
-
-
-def draw_ids(rows=2):
-    return torch.randint(3, 80, (rows, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
 def step(model, **batch):
@@ -110,13 +89,6 @@ def step(model, **batch):
     out.loss.backward()
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return out.loss.item(), whole(out.logits).detach(), grads
-
-
-def on_ranks(model, line, run):
-    def work(layout):
-        return run(parallelize(copy.deepcopy(model), layout))
-
-    return weft.on_threads(Layout.parse(line), work)
 
 
 def check_step(model, line, batch):
@@ -139,17 +111,17 @@ split = pytest.mark.filterwarnings("error:.*every rank computes all")
 @pytest.mark.parametrize("family", GEMMAS)
 def test_text_alone_with_the_processors_token_types(family):
     make, name = GEMMAS[family]
-    ids = draw_ids()
+    ids = draw_ids(2, LENGTH, 3, 80)
     batch = {"input_ids": ids, "labels": ids, name: torch.zeros_like(ids)}
-    check_step(build(make), LAYOUTS[0], batch)
+    check_step(seeded(make), LAYOUTS[0], batch)
 
 
 @split
 @pytest.mark.parametrize(("family", "line"), list(zip(GEMMAS, LAYOUTS)))
 def test_embedded_images_see_themselves_across_ranks(family, line):
     make, name = GEMMAS[family]
-    ids = draw_ids()
-    model = build(make)
+    ids = draw_ids(2, LENGTH, 3, 80)
+    model = seeded(make)
     types = torch.zeros_like(ids)
     types[0, 5:9] = types[0, 12:17] = types[1, 20:26] = 1  # on borders of both layouts
     batch = {"labels": ids, name: types}
@@ -162,13 +134,13 @@ def test_embedded_images_see_themselves_across_ranks(family, line):
 
 @split
 def test_blocks_of_padded_rows():
-    ids = draw_ids()
+    ids = draw_ids(2, LENGTH, 3, 80)
     types, padding = torch.zeros_like(ids), torch.ones_like(ids)
     types[0, 5:9] = types[1, 12:17] = 1
     padding[1, 22:] = 0
     labels = ids.where(padding == 1, -100)
     batch = {"input_ids": ids, "token_type_ids": types, "attention_mask": padding, "labels": labels}
-    check_step(build(gemma3), LAYOUTS[0], batch)
+    check_step(seeded(gemma3), LAYOUTS[0], batch)
 
 
 def test_blocks_answer_as_their_ids_do():
@@ -206,7 +178,7 @@ def test_blocks_answer_as_their_ids_do():
 @split
 @pytest.mark.parametrize(("make", "tokens"), [(llava, 16), (gemma3, 4)])
 def test_generation_with_images_gives_one_devices_tokens(make, tokens):
-    ids = draw_ids(1)
+    ids = draw_ids(1, LENGTH, 3, 80)
     ids[0, 6 : 6 + tokens] = IMAGE
     pixels = torch.randn(1, 3, 32, 32, generator=torch.Generator().manual_seed(2)).double()
     batch = {"input_ids": ids, "pixel_values": pixels}
@@ -217,7 +189,7 @@ def test_generation_with_images_gives_one_devices_tokens(make, tokens):
     def run(model):
         return model.generate(**batch, suppress_tokens=[IMAGE], **options)
 
-    model = build(make)
+    model = seeded(make)
     want = run(model)
     assert want.shape == (1, LENGTH + 6)
     got = on_ranks(model, LAYOUTS[0], run)
@@ -225,14 +197,14 @@ def test_generation_with_images_gives_one_devices_tokens(make, tokens):
 
 
 def test_text_is_generated_by_split_prompts():
-    ids = draw_ids(1)
+    ids = draw_ids(1, LENGTH, 3, 80)
     zeros = torch.zeros_like(ids)
     options = {"do_sample": False, "max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0}
 
     def run(model):
         return model.generate(input_ids=ids, token_type_ids=zeros, **options)
 
-    model = build(gemma3)
+    model = seeded(gemma3)
     want = run(model)
     assert all(torch.equal(tokens, want) for tokens in on_ranks(model, LAYOUTS[0], run))
 
@@ -254,7 +226,7 @@ def test_a_text_decoders_vision_tower_is_not_split():
         num_query_tokens=6,
         image_token_index=IMAGE,
     )
-    model = build(lambda: hf.Blip2ForConditionalGeneration(config))
+    model = seeded(lambda: hf.Blip2ForConditionalGeneration(config))
     assert find_embeddings(model) is None
     assert find_embeddings(model.vision_model) is model.vision_model.embeddings
 
@@ -263,9 +235,9 @@ def test_a_text_decoders_vision_tower_is_not_split():
 def test_images_beyond_the_first_numbers_are_compared(nested, monkeypatch):
     monkeypatch.setattr(consistency, "_LOOKED_AT", 64)  # of gradients, which are many more
     pixels = torch.randn(3, 3, 32, 32, generator=torch.Generator().manual_seed(2)).double()
-    ids = draw_ids(1).repeat(1, 2)
+    ids = draw_ids(1, LENGTH, 3, 80).repeat(1, 2)
     ids[0, 3:51] = IMAGE
-    model = build(llava)
+    model = seeded(llava)
     name = "mm_encoder_outputs" if nested else "pixel_values"
 
     def run(own):
@@ -286,5 +258,5 @@ def test_towers_of_two_encoders_are_split():
     """Their text configuration is of an encoder that the classifier of images does not have."""
     vision, text = VISION | {"projection_dim": 32}, {k: TEXT[k] for k in SIZES}
     config = hf.CLIPConfig(vision_config=vision, text_config=text, projection_dim=32)
-    model = build(lambda: hf.CLIPForImageClassification(config))
+    model = seeded(lambda: hf.CLIPForImageClassification(config))
     assert find_embeddings(model) is model.vision_model.embeddings

@@ -6,6 +6,8 @@ import pickle
 
 import pytest
 import torch
+from fp64 import whole
+from tiny import SMALL, seeded
 
 import weft
 from weft.errors import DeclarationError
@@ -23,14 +25,6 @@ hf.logging.set_verbosity_error()
 
 # Sixteen roundings of fp32, in which transformers makes its losses.
 FP32 = 16 * 2.0**-23
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
 LLAMA = hf.LlamaConfig(**SMALL, num_key_value_heads=2, num_labels=3)
 MODERN = hf.ModernBertConfig(
     **SMALL,
@@ -43,8 +37,7 @@ RING = Layout.parse("tokens(zigzag): ring=2")
 
 
 def build(kind, config=LLAMA):
-    torch.manual_seed(0)
-    return kind(copy.deepcopy(config)).double().eval()
+    return seeded(lambda: kind(copy.deepcopy(config)))
 
 
 def step(model, batch, layout=None):
@@ -56,8 +49,7 @@ def step(model, batch, layout=None):
     if layout is not None:
         layout.sync_gradients(model)
     grads = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    loss = loss.full_tensor() if isinstance(loss, weft.Field) else loss
-    return loss.detach(), grads.clone()
+    return whole(loss).detach(), grads.clone()
 
 
 def assert_same(got, want):

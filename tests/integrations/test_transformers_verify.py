@@ -5,6 +5,7 @@ import importlib.util
 import json
 
 import pytest
+import tiny
 import torch
 from torch import nn
 
@@ -26,15 +27,7 @@ from weft_integrations.transformers.calls import Calls
 hf.logging.set_verbosity_error()
 
 RING = Layout.parse("tokens(zigzag): ring=2")
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
+SMALL = tiny.SMALL | {"pad_token_id": 0}
 GROUPED = SMALL | {"num_key_value_heads": 2}
 
 

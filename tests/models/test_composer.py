@@ -6,6 +6,7 @@ import re
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from world import draw
 
 import weft
 from weft import Layout, on_threads
@@ -22,11 +23,7 @@ SIZES = {"batch": 2, "time": 5, "lat": 3, "lon": 4}
 DIMS = {name: i for i, name in enumerate(SIZES)}
 
 
-def _random(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-X = _random(*SIZES.values(), 16)
+X = draw(*SIZES.values(), 16)
 
 
 def _dense(module: MultiAxisAttention, q_in, k_in, allowed=None, bias=None, q_rope=None):
@@ -96,7 +93,7 @@ def _grid(flat):
 
 def test_axes_that_a_context_lacks_see_the_same_keys():
     module = _attention(axis="time", context_axes=("batch", "time", "notes"), context_dim=6)
-    context = _random(2, 7, 6, seed=1)
+    context = draw(2, 7, 6, seed=1)
     spread = context[:, None, None].expand(2, 3, 4, 7, 6).flatten(0, 2)
     wanted = _dense(module, X.permute(0, 2, 3, 1, 4).flatten(0, 2), spread)
     _same(module(X, context), _grid(wanted))
@@ -108,13 +105,13 @@ def test_axes_that_a_context_lacks_see_the_same_keys():
 
 def test_every_token_attends_to_axis_that_only_the_context_has():
     module = _attention(axis="notes", context_axes=("notes", "batch", "width"), context_dim=6)
-    context = _random(7, 2, 6, seed=1)
+    context = draw(7, 2, 6, seed=1)
     wanted = _dense(module, X.flatten(1, 3), context.transpose(0, 1))
     _same(module(X, context), wanted.reshape(X.shape))
     with pytest.raises(ShapeError, match=r"takes its keys from a context .*give context"):
         module(X)
     with pytest.raises(ShapeError, match="axis 'batch' is 2 long in x and 3 in the context"):
-        module(X, _random(7, 3, 6))
+        module(X, draw(7, 3, 6))
 
 
 def test_keys_and_values_of_a_context_are_projected_once():
@@ -122,7 +119,7 @@ def test_keys_and_values_of_a_context_are_projected_once():
     seen = []
     split = module.key.split
     module.key.split = lambda t: seen.append(t.shape) or split(t)
-    module(X, _random(2, 7, 16))
+    module(X, draw(2, 7, 16))
     assert seen == [(2, 7, 16)]
 
 
@@ -204,16 +201,16 @@ def _run(layout: Layout, layouts=None, spec=SPEC):
     with torch.no_grad():
         for i, (name, p) in enumerate(model.named_parameters()):
             if "bias." in name:
-                local(p).copy_(_random(*p.shape, seed=i))
+                local(p).copy_(draw(*p.shape, seed=i))
     x = layout.shard(X, DIMS).clone().requires_grad_()
-    notes, past, z = _random(2, 7, 6, seed=5), _random(2, 5, 16, seed=6), _random(5, 5, 3, seed=7)
+    notes, past, z = draw(2, 7, 6, seed=5), draw(2, 5, 16, seed=6), draw(5, 5, 3, seed=7)
     contexts = {
         "notes": layout.shard(notes, {"batch": 0}),
         "past": layout.shard(past, {"batch": 0, "time": 1}),
     }
     lengths = {name: SIZES[name] for name in ("time", "lat", "lon")}
     out = model(x, contexts, lengths=lengths, masks={"documents": (2, 3)}, biases={"z": z})
-    weights = layout.shard(_random(*X.shape, seed=8), DIMS)
+    weights = layout.shard(draw(*X.shape, seed=8), DIMS)
     (out * weights).sum().backward()
     layout.sync_gradients(model)
     return model, out.detach(), x.grad
@@ -406,7 +403,7 @@ def test_a_mask_of_a_grid_is_not_of_a_context():
 
 def test_what_the_call_must_give_is_asked_for_by_name():
     model = compose(ModelSpec.from_dict(SPEC, name="all"), dtype=torch.float64)
-    contexts, z = {"notes": _random(2, 7, 6), "past": _random(2, 5, 16)}, _random(5, 5, 3)
+    contexts, z = {"notes": draw(2, 7, 6), "past": draw(2, 5, 16)}, draw(5, 5, 3)
     with pytest.raises(ShapeError, match=r"takes the contexts \['notes', 'past'\], found \[\]"):
         model(X)
     with pytest.raises(DeclarationError, match=r"masks=\{'documents': ...\}"):
@@ -436,7 +433,7 @@ def test_masks_over_a_context_mean_whole_tensors_wherever_they_lie(line, axes, m
         "context": {"far": {"axes": list(axes)}},
         "block": [{"attend": "k", "context": "far", "mask": mask}],
     }
-    x, far = _random(3, 5, 2, 8, seed=1), _random(*(sizes[a] for a in axes[:-1]), 8, seed=2)
+    x, far = draw(3, 5, 2, 8, seed=1), draw(*(sizes[a] for a in axes[:-1]), 8, seed=2)
     sequences = math.prod(sizes[a] for a in axes[:-2])
     masks = (
         {"padding": [i % 8 for i in range(sequences)]} if mask == "padding" else {"mine": THIRDS}
@@ -482,22 +479,22 @@ def _over_a_context(layout: Layout, axes: str, kind, lengths=("batch", "t", "y")
     with torch.no_grad():
         for i, (name, p) in enumerate(model.named_parameters()):
             if "bias." in name:
-                p.copy_(_random(*p.shape, seed=i))
+                p.copy_(draw(*p.shape, seed=i))
     dims, far_dims = (
         {a: i for i, a in enumerate(part) if a in ("batch", "t", "y")}
         for part in (names, of_context)
     )
-    x, far = (_random(*(sizes[a] for a in part), seed=len(part)) for part in (names, of_context))
+    x, far = (draw(*(sizes[a] for a in part), seed=len(part)) for part in (names, of_context))
     x = layout.shard(x, dims).clone().requires_grad_()
     far = layout.shard(far, far_dims)
     queries = math.prod(sizes[a] for a in names[:-1] if a not in of_context)
     keys = math.prod(sizes[a] for a in of_context if a not in names)
     sequences = math.prod(sizes[a] for a in names[:-1] if a in of_context)
-    z = torch.nn.Parameter(_random(sequences, queries, keys, 3, seed=3))
+    z = torch.nn.Parameter(draw(sequences, queries, keys, 3, seed=3))
     given = {"biases": {"z": z}} if "pair" in kind else {}
     known = {a: sizes[a] for a in lengths if a in names}
     out = model(x, {"far": far}, lengths=known, **given)
-    weights = _random(*(sizes[a] for a in names), seed=4)
+    weights = draw(*(sizes[a] for a in names), seed=4)
     out.backward(layout.shard(weights, dims))
     layout.sync_gradients(model)
     if given:
@@ -568,15 +565,15 @@ def test_biases_over_a_context_know_heads_by_their_numbers(bias, line):
         "context": {"far": {"axes": ["batch", "k", "embed"]}},
         "block": [{"attend": "k", "context": "far", "bias": bias}],
     }
-    x, far = _random(2, 6, 8, seed=1), _random(2, 7, 8, seed=2)
-    biases = {"z": _random(6, 7, 3, seed=3)} if "pair" in bias else {}
+    x, far = draw(2, 6, 8, seed=1), draw(2, 7, 8, seed=2)
+    biases = {"z": draw(6, 7, 3, seed=3)} if "pair" in bias else {}
 
     def run(layout):
         model = compose(ModelSpec.from_dict(spec), layout, dtype=torch.float64)
         learned = [p for name, p in model.named_parameters() if ".bias." in name]
         for p in learned:
             with torch.no_grad():
-                p.copy_(_random(*p.shape, seed=4))
+                p.copy_(draw(*p.shape, seed=4))
         here = {"batch": 0, "t": 1}
         context = layout.shard(far, {"batch": 0})
         out = model(layout.shard(x, here), {"far": context}, biases=biases)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from world import draw
 
 import weft
 from benchmarks.common import saving
@@ -30,11 +31,6 @@ OTHERS = (
 )
 
 
-def _draw(*shape: int, seed: int) -> torch.Tensor:
-    make = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=make, dtype=torch.float64)
-
-
 def _block(layout: Layout) -> PairformerBlock:
     options = {"single_heads": 3, "pair_heads": 4, "hidden": 6}
     make = torch.Generator().manual_seed(1)
@@ -44,11 +40,11 @@ def _block(layout: Layout) -> PairformerBlock:
 def _step(layout: Layout, samples: int, objects: int) -> dict[str, torch.Tensor]:
     """This rank's outputs and gradients; its loss weighs its own part of both outputs."""
     block = _block(layout)
-    single = layout.shard(_draw(samples, objects, 12, seed=0), SINGLE).requires_grad_()
-    pair = layout.shard(_draw(samples, objects, objects, 8, seed=1), PAIR).requires_grad_()
+    single = layout.shard(draw(samples, objects, 12, seed=0), SINGLE).requires_grad_()
+    pair = layout.shard(draw(samples, objects, objects, 8, seed=1), PAIR).requires_grad_()
     out, pairs = block(single, pair, dict.fromkeys(("rows", "columns"), objects))
-    by_single = layout.shard(_draw(samples, objects, 12, seed=2), SINGLE)
-    by_pair = layout.shard(_draw(samples, objects, objects, 8, seed=3), PAIR)
+    by_single = layout.shard(draw(samples, objects, 12, seed=2), SINGLE)
+    by_pair = layout.shard(draw(samples, objects, objects, 8, seed=3), PAIR)
     # The single vectors are the same on all ranks that split columns.
     loss = (out * by_single).sum() / layout.size("columns") + (pairs * by_pair).sum()
     loss.backward()
@@ -123,8 +119,8 @@ def test_a_rank_keeps_its_share_for_the_backward_pass(ranks):
 
     def kept(layout: Layout) -> int:
         block, seen = _block(layout), {}
-        single = layout.shard(_draw(1, 24, 12, seed=0), SINGLE)
-        pair = layout.shard(_draw(1, 24, 24, 8, seed=1), PAIR)
+        single = layout.shard(draw(1, 24, 12, seed=0), SINGLE)
+        pair = layout.shard(draw(1, 24, 24, 8, seed=1), PAIR)
         with saving(block, seen):
             block(single, pair)
         return sum(seen.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from world import draw
 
 import weft
 from weft import Bias, KeyPadding, Layout, MaskMod, compose
@@ -26,10 +27,6 @@ LINES = [
     "batch: dp=2; features: ring=2; rows: ring=2",
     "features: ring=2; rows: ulysses=2",
 ]
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 X = draw(2, 6, 5, 8)

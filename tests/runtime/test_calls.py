@@ -19,6 +19,7 @@ from refusals import refused
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
+from world import draw
 
 import weft
 from weft import Causal, Documents, Layout, MaskMod
@@ -28,10 +29,6 @@ from weft_models.pair.triangle import TriangleMultiplication
 from weft_models.routing import RoutedAttention
 
 F64 = torch.float64
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def dense(q, k, v, visible, scores=0.0):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from refusals import refused
 from torch import nn
 from torch.autograd import forward_ad
+from world import draw
 
 import weft
 from weft import Causal, Full, Layout, MaskMod
@@ -21,10 +22,6 @@ from weft.comm.channel import Channel
 
 F64 = torch.float64
 DIMS = {"tokens": 2}
-
-
-def draw(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 # -- tensors --------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.utils.checkpoint import checkpoint
+from world import draw
 
 import weft
 from weft import Causal, Documents, Layout
@@ -39,10 +40,6 @@ class Block(nn.Module):
 def blocks(count: int, layout: Layout | None, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*(Block(layout) for _ in range(count))).to(F64)
-
-
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=F64, generator=torch.Generator().manual_seed(seed))
 
 
 def worst(pairs) -> float:

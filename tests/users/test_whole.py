@@ -6,16 +6,13 @@ import importlib.util
 import pytest
 import torch
 from fp64 import whole
-
-import weft
-from weft.layout import Layout
+from tiny import SIZES as SMALL
+from tiny import on_ranks, seeded
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("NOT RUN: transformers is not installed", allow_module_level=True)
 
 import transformers as hf
-
-from weft_integrations.transformers import parallelize
 
 hf.logging.set_verbosity_error()
 
@@ -23,12 +20,6 @@ hf.logging.set_verbosity_error()
 FP32, FP64 = 16 * 2.0**-23, 1e-11
 LAYOUTS = "tokens(zigzag): ring=2", "tokens: tile=2x2"
 split = pytest.mark.filterwarnings("error:.*every rank computes all")
-SMALL = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 IMAGES = SMALL | {"image_size": 32, "patch_size": 8, "hidden_act": "gelu"}
 TOWERS = {
     "dinov2": lambda: hf.Dinov2Model(hf.Dinov2Config(**IMAGES, mlp_ratio=2)),
@@ -40,8 +31,7 @@ TOWERS = {
 
 
 def built(make):
-    torch.manual_seed(0)
-    model = make().double().eval()
+    model = seeded(make)
     for p in model.parameters():
         torch.nn.init.normal_(p, mean=0.0 if p.dim() > 1 else 0.5, std=0.2)
     return model
@@ -60,10 +50,7 @@ def check(model, run, line, bound):
 
     want, grads = step(copy.deepcopy(model))
 
-    def work(layout):
-        return step(parallelize(copy.deepcopy(model), layout))
-
-    ranks = weft.on_threads(Layout.parse(line), work)
+    ranks = on_ranks(model, line, step)
     for outputs, _ in ranks:
         for seen, wanted in zip(outputs, want, strict=True):
             assert (seen - wanted).abs().max() < bound * wanted.abs().max()
