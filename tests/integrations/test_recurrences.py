@@ -26,8 +26,6 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
 from weft import on_threads, parallelize, restore
-from weft.carry import ops as state_ops
-from weft.carry.fragments import Fragments
 from weft.carry.pieces import LocalPieces
 from weft_integrations.transformers import recurrences, running
 
@@ -521,63 +519,6 @@ def test_hooks_of_accelerate_stay(first):
 
 
 # -- what would be wrong is seen -------------------------------------------------------------------
-
-
-def _forgets(monkeypatch):
-    """A = 0: a fragment hands on no more than its own tokens left behind."""
-    stock = LocalPieces.states
-
-    def states(self, maps, apply, of=()):
-        return stock(self, [(0.0 * a, b) for a, b in maps], apply, of)
-
-    monkeypatch.setattr(LocalPieces, "states", states)
-
-
-def _no_halo(monkeypatch):
-    stock = LocalPieces.left
-    monkeypatch.setattr(
-        LocalPieces, "left", lambda self, *args: [0.0 * x for x in stock(self, *args)]
-    )
-
-
-def _backwards(monkeypatch):
-    """Maps compose in another order than that of their tokens."""
-    order = property(lambda self: tuple(range(len(self.slots)))[::-1])
-    monkeypatch.setattr(Fragments, "order", order)
-
-
-def _own_gradient(monkeypatch):
-    """The backward pass of a gather for what all ranks compute alike."""
-
-    def backward(self, grad, *_):
-        plan, chunk = self.plan.fragments, self.plan.chunk
-        low = sum(plan.counts[:chunk])
-        return grad[low : low + plan.counts[chunk]].clone()
-
-    monkeypatch.setattr(state_ops.StatesPassing, "backward", backward)
-
-
-def _padding_enters(monkeypatch):
-    stays = "apply_mask_to_padding_states"
-    monkeypatch.setitem(recurrences.FUNCTIONS, stays, lambda stock: stock)
-
-
-WRONG = (_forgets, _no_halo, _backwards, _own_gradient, _padding_enters)
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize(
-    ("family", "wrong"), [*(("qwen3_5", wrong) for wrong in WRONG), ("bamba", _forgets)]
-)
-def test_what_would_be_wrong_is_seen(family, wrong, monkeypatch):
-    tokens = ids()
-    seen = torch.arange(43) >= torch.tensor([[0], [9]])
-    labels = tokens.masked_fill(~seen | (seen.cumsum(1) == 1), -100)
-    batch = {"attention_mask": seen.long(), "labels": labels}
-    model = build(family)
-    want = one_device(model, tokens, **batch)
-    wrong(monkeypatch)
-    assert on_layout(model, "tokens: ring=4", tokens, **batch).off(want, seen)[0] > 1e4 * EXACT
 
 
 # -- refused --------------------------------------------------------------------------------------
