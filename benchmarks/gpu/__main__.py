@@ -9,7 +9,8 @@
 Every part is a process with a limit of 150 s at most, so that one that fails, hangs or spoils the
 GPU's memory does not take the others with it. Every row is in results/gpu.md as soon as it is
 known: whatever ends the command, finished rows stay. The last line names parts that failed or took
-too long; a later call repeats them, after those that no call began. Without a GPU the parts that a
+too long, and those that found something wrong; a later call repeats the first, after those that no
+call began. Without a GPU the parts that a
 CPU can run are rehearsed at tiny sizes, and results/gpu-rehearsal.md says which were left out.
 """
 
@@ -98,9 +99,9 @@ def main() -> None:
         if deadline - time.monotonic() < PARTS[name].seconds:
             break
         run_apart(name, PARTS[name], report)
-    left, failed = report.missing(), report.failed()
-    more = f"; missing, call the command again: {', '.join(left)}" if left else ""
-    more += f"; FAILED: {', '.join(failed)}" if failed else ""
+    said = {"missing, call the command again": report.missing(), "FAILED": report.failed()}
+    said["WRONG"] = report.wrong()
+    more = "".join(f"; {what}: {', '.join(names)}" for what, names in said.items() if names)
     print(f"\nwritten to {path}{more}")
 
 

@@ -42,6 +42,10 @@ class Report:
         """Parts that failed, or took too long, in order."""
         return [name for name in self.order if self._state(name) == FAILED]
 
+    def wrong(self) -> list[str]:
+        """Parts that found something wrong, in order."""
+        return [name for name, (_, text) in self.sections.items() if "**WRONG**" in text]
+
     def _state(self, name: str) -> str:
         return self.sections.get(name, ("", ""))[0]
 

@@ -51,7 +51,7 @@ def run(where: Where) -> Iterator[str]:
         "layout", "loss", "recomputed", "predicted MiB", "max_memory_allocated MiB", "error",
         "reserved MiB", "of the device MiB",
     ]  # fmt: skip
-    with warnings.catch_warnings(), nullcontext() if where.rehearsal else alone_with_nccl():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield from rows(header, _peaks(where, model, tokens))
     yield (
@@ -76,7 +76,10 @@ def _peaks(where: Where, model: HFModel, tokens: int) -> Iterator[tuple]:
         predicted = count_model(model, layout, ranks * tokens, **options).peak  # type: ignore[arg-type]
         name = f"`{layout.name}`", loss, "yes" if recompute else "no", predicted / MIB
         try:
-            peak, *beside = measured(where, model, layout, tokens, loss, recompute)
+            with (
+                nullcontext() if where.rehearsal else alone_with_nccl()
+            ):  # the count starts its own
+                peak, *beside = measured(where, model, layout, tokens, loss, recompute)
         except torch.cuda.OutOfMemoryError:
             yield (*name, "out of memory", "-", "-", "-")
             continue

@@ -1,4 +1,4 @@
-"""The tests that need a GPU: `pytest -m gpu`."""
+"""The tests that need a GPU, `pytest -m gpu`, without those that are parts of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def run(where: Where) -> Iterator[str]:
     where.only_cuda("pytest -m gpu")
     root = Path(__file__).parent.parent.parent
     command = [sys.executable, "-m", "pytest", "-v", "-n", "0", "-m", "gpu"]
-    command.append("tests/gpu/test_gpu.py")
+    command += ["tests/gpu/test_gpu.py", "-k", "not kernel_is_within and not many_kinds"]
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     last = ""
     with subprocess.Popen(command, cwd=root, **options) as process:

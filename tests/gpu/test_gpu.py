@@ -9,8 +9,7 @@ import weft
 from benchmarks.gpu import compiled, exactness, host, messages
 from benchmarks.gpu.parts import Where
 from weft._uploads import download
-from weft.errors import UnsupportedError
-from weft.kernels import KERNELS, Request, choose_kernel, named
+from weft.kernels import KERNELS, named
 from weft.kernels.base import surrogate_out
 from weft.move import rotate
 from weft.plan.memory import ALIGNMENT
@@ -42,17 +41,9 @@ def test_fused_surrogate_on_the_gpu_has_the_row_sums(dtype) -> None:
 @pytest.mark.parametrize("dtype", exactness.LIMIT, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.name)
 def test_a_kernel_is_within_its_limit_of_fp64(kernel, dtype) -> None:
-    wrong = []
-    for case in exactness.cases(WHERE, kernel.name):
-        request = Request("cuda", dtype, *case.dims, lse_grad=case.how == "lse")
-        try:
-            choose_kernel(request, kernel.name)
-        except UnsupportedError:
-            continue
-        found = exactness.error_of(kernel, case, 500, dtype, "cuda")
-        if not found <= exactness.LIMIT[dtype]:
-            wrong.append((case, found))
-    assert not wrong
+    notes: list[str] = []
+    list(exactness._checked(WHERE, [(kernel, dtype)], notes))
+    assert not [note for note in notes if "WRONG" in note]
 
 
 def test_flex_of_many_kinds() -> None:

@@ -324,6 +324,7 @@ API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(int* n, c
 }
 API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* a, const void*) {
   memset(a, 0, sizeof *a);
+  a->ptxVersion = a->binaryVersion = capability();  // CUB asks for it
   return a->maxThreadsPerBlock = 1024, a->numRegs = 64, cudaSuccess;
 }
 static thread_local struct { dim3 grid, block; size_t shared; void* stream; } pushed[8];

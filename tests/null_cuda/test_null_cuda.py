@@ -78,6 +78,18 @@ def test_a_step_of_a_llama_waits_for_nothing(tmp_path: Path) -> None:
 
 
 @on_null_gpu
+def test_benchmarks_find_peaks_as_predicted_and_no_kernel_exact(tmp_path: Path) -> None:
+    parts = ["--only", "exactness", "--only", "step", "--results", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *parts]
+    env = environment(80) | {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert "WRONG: exactness" in done.stdout, done.stdout + done.stderr
+    rows = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("| `tokens")]
+    assert [row[5] for row in rows if row[5] not in ("+0.0%", "-0.0%")] == []
+    assert len(rows) == 8
+
+
+@on_null_gpu
 def test_kernels_run_on_the_device_of_their_tensors() -> None:
     script = """
 import torch
