@@ -483,8 +483,10 @@ class Calls:
     def _field(self, call: ModelCall, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, Field) or value.dim() < 2:
             return value
-        if name.startswith(OTHER_INPUTS):
-            return value
+        if name.startswith(OTHER_INPUTS) or (name == "labels" and not self.stacks):
+            return (
+                value  # of labels every rank takes those of its logits: none travel as they shift
+            )
         if name == "position_ids":
             dim = value.dim() - 1
             return cut(value, self.layout, {self.axis: dim}, self.report, True)
