@@ -121,6 +121,7 @@ REFORMER = {
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 #: By family, or by model where one family has several kinds.
 EXTRA: dict[str, dict] = {
+    "dory": {"n_input_layers": 2, "n_output_layers": 1},
     "falcon_h1": MAMBA,
     "bamba": MAMBA | {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
@@ -389,6 +390,8 @@ def case_of(kind: str, family: str) -> tuple[torch.nn.Module, dict[str, Any] | N
     model = encoder_families.built(family) if known else built(family, model_name(kind, family))
     if family in OWN_CALLS:
         return model, None
+    if getattr(model.config, "decoder_start_token_id", None) is None:
+        model.config.decoder_start_token_id = model.config.pad_token_id = 0
     return model.float(), encoder_families.example(family if known else "bart")
 
 

@@ -104,13 +104,14 @@ def _tried(model: nn.Module, use: Callable[[nn.Module, Tensor], list[Tensor]]) -
             return "refused"
         except Exception as error:
             return f"differs: {type(error).__name__}"
-    scale = max(float(w.abs().max()) for w in wanted[1:] or wanted)
+    scale = max(float(w.abs().max()) for w in wanted[1:] or wanted if w.numel())
     if use is labels:  # gradients are averaged
         ranks = [
             [g[0] for g in ranks][:1] + [sum(g) / len(g) for g in zip(*(r[1:] for r in ranks))]
         ]
     for got in ranks:
-        off = max(float((g - w).abs().max()) for g, w in zip(got, wanted, strict=True))
+        pairs = zip(got, wanted, strict=True)
+        off = max(float((g - w).abs().max()) for g, w in pairs if w.numel())
         if not off <= TOLERANCE * max(scale, 1e-3):
             return f"differs: {off / scale:.0e}"
     whole = any("every rank computes all" in str(w.message) for w in raised)

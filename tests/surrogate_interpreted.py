@@ -1,4 +1,4 @@
-"""Run by `test_surrogate_triton` with TRITON_INTERPRET=1, set before Triton is imported.
+"""Run by `test_merge_triton` with TRITON_INTERPRET=1, set before Triton is imported.
 
 Prints one word per part that held. The interpreter's sums over a row are numpy's, of the width to
 which Triton pads a row; the formula is given the same, and then every bit must agree.

@@ -640,14 +640,3 @@ def other_advantages(rank):
     model = DistributedDataParallel(parallelize(llama(), trainers.layout(RING, "cpu", timeout=30)))
     for _ in range(2):
         (model(**collate(rows(2))).loss * (1.0 + rank)).backward()
-
-
-def without_the_factor(rank, *args):
-    """Gradients as a sum over ranks would need them, and averaged nevertheless."""
-    from weft.fields.place import FieldRegion
-
-    FieldRegion.times = property(lambda _: 1, lambda *_: None)
-    try:
-        return compare(rank, *args)
-    finally:
-        del FieldRegion.times

@@ -307,6 +307,8 @@ def wrapper(
     return _wrapper(kind, *made, requires_grad)
 
 
+#: How many modes see functions of torch.
+function_modes = torch._C._len_torch_function_stack
 #: A block past `__torch_function__` of the tensors' classes.
 past_classes = torch._C.DisableTorchFunctionSubclass
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
@@ -12,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from weft.declare.layout_file import HEADS
-from weft.errors import DeclarationError, ShapeError, UnsupportedError
+from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
-from weft.move.collectives import partial_to_replicate, scale_backward
 from weft.move.gather import GatherSlices
 from weft.plan.held import Held
 from weft.plan.order import Spans, count, positions
@@ -128,24 +126,6 @@ def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:
     return [count(spans) for spans in chunks(layout, axis, length)]
 
 
-def check_rows(layout: Layout, axis: str, rows: int, noun: str = "rows") -> None:
-    """Refuses tables that leave a rank without rows, which the models' own maps cannot take.
-
-    >>> check_rows(Layout.parse("rows: ring=4"), "rows", 5)
-    Traceback (most recent call last):
-    weft.errors.ShapeError: 5 rows are cut into [2, 2, 1, 0] over mesh {'ring': 4}, and every rank \
-needs one; 7 would do, or fewer ranks
-    """
-    sizes = tokens_per_chunk(layout, axis, rows)
-    if min(sizes) > 0:
-        return
-    enough = next(n for n in itertools.count(rows) if min(tokens_per_chunk(layout, axis, n)) > 0)
-    raise ShapeError(
-        f"{rows} {noun} are cut into {sizes} over mesh {dict(layout.mesh)}, and every rank needs "
-        f"one; {enough} would do, or fewer ranks"
-    )
-
-
 def check_axis(layout: Layout, axis: str) -> None:
     """Refuses an axis that a layout of other axes does not have, and so would leave whole.
 
@@ -159,24 +139,12 @@ def check_axis(layout: Layout, axis: str) -> None:
         )
 
 
-def named_arguments(module: nn.Module, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """A module's arguments, all by name."""
-    signature = inspect.signature(module.forward)
+def named_arguments(function: Callable, args: tuple, kwargs: dict) -> dict[str, Any]:
+    """The arguments of a call, all by name."""
+    signature = inspect.signature(function)
     arguments = signature.bind(*args, **kwargs).arguments
     extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
     return arguments | arguments.pop(extra, {})
-
-
-def joined(x: Tensor, index: Tensor, length: int, dim: int, layout: Layout, axis: str) -> Tensor:
-    """All tokens or rows along `dim` on every rank, from each rank's, which are those of `index`.
-
-    before  rank 0: x0        rank 1: x1
-    after   both:   [x0 | x1]            backward: rank i gets (g0 + g1)'s part i
-    """
-    shape = list(x.shape)
-    shape[dim] = length
-    placed = x.new_zeros(shape).index_copy(dim, index, x)
-    return partial_to_replicate(placed, layout.shard_dims(axis), layout.bound)
 
 
 def of_all_ranks(
@@ -200,18 +168,3 @@ def of_all_ranks(
 def chunk_places(layout: Layout, axis: str, length: int) -> list[Tensor]:
     """The positions of every chunk of an axis of some length, (n,) each."""
     return [positions(spans, "cpu") for spans in chunks(layout, axis, length)]
-
-
-def scale_gradient(x: Any, factor: float) -> Any:
-    """The same tensor, or tensors in a dict or tuple, with gradients multiplied by a factor.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> scale_gradient(x, 0.5).sum().backward()
-    >>> x.grad
-    tensor([0.5000, 0.5000])
-    """
-    if isinstance(x, dict):
-        return {name: scale_gradient(t, factor) for name, t in x.items()}
-    if type(x) is tuple:
-        return tuple(scale_gradient(t, factor) for t in x)
-    return scale_backward(x, factor) if isinstance(x, Tensor) else x

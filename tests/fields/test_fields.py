@@ -621,3 +621,13 @@ def test_four_processes_do_the_same_under_ddp_and_fsdp():
         for way in ("ddp", "fsdp"):
             for found in pool.run(_on_processes, way):
                 assert max(found.values()) < 1e-11, (way, found)
+
+
+def test_ranks_of_which_one_has_a_view_agree_on_how_values_were_made():
+    def rank(layout: Layout) -> Tensor:
+        local = torch.arange(6.0)[:3] if layout.rank else torch.arange(3.0)
+        x = Field.from_local(local, layout, {"a": 0}, {"a": 6})
+        return x.to(x.dtype).full_tensor()
+
+    whole = weft.on_threads(Layout.parse("a: ring=2"), rank)[0]
+    torch.testing.assert_close(whole, torch.tensor([0.0, 1, 2, 0, 1, 2]))

@@ -26,10 +26,6 @@ from benchmarks import families
 from weft import ChosenKeys, Layout
 from weft._torch import fake_ranks
 from weft.errors import UnsupportedError
-from weft.fields import own_chunk
-from weft.plan.program import Payload
-from weft.runtime import executor
-from weft_integrations import common
 from weft_integrations.transformers import chosen_keys, compressed, interface, running
 
 #: Families whose tiny models take less than a second.
@@ -442,125 +438,6 @@ def test_memory_is_a_fraction_of_all_scores(run) -> None:
     assert grown(run) < MANY * KEYS * 4 * 4 / 4  # 0.7 and 0.4 GiB of 4 GiB
 
 
-# -- planted mistakes ------------------------------------------------------------------------------
-
-
-def planted_rows(change):
-    """Replaces the positions by which rows are scored."""
-    stock = running.ModelCall.rows_at_once
-
-    def rows_at_once(call, device, per_row):
-        for part, queries in stock(call, device, per_row):
-            yield part, change(call, part, queries)
-
-    return running.ModelCall, "rows_at_once", rows_at_once
-
-
-def of_own_rank(x, dim, places, layout, axis, label):
-    """Index keys of this rank alone; others are as if they were zero."""
-    shape = [*x.shape[:dim], sum(map(len, places)), *x.shape[dim + 1 :]]
-    return x.new_zeros(shape).index_copy(dim, places[layout.rank], x)
-
-
-def in_order_of_ranks(x, dim, places, layout, axis, label):
-    found = common.of_all_ranks(x, dim, places, layout, axis, label)
-    return found.index_select(dim, torch.cat(places))
-
-
-def without_sinks(module, *qkv, s_aux=None, **options):
-    return interface.attend(module, *qkv, **options)
-
-
-def local_numbers(call, part, queries):
-    return torch.arange(part.start, part.stop)
-
-
-def fewer(self, *inputs, **options):
-    """Each rank's share of K."""
-    return chosen_keys.choose_tokens(self, *inputs, **options)[..., ::2]
-
-
-def no_columns(pieces, x, columns, dim):
-    shape = [*x.shape[:dim], columns, *x.shape[dim + 1 :]]
-    return [x.new_zeros(shape) + 0 * x.sum() for _ in pieces.pieces]
-
-
-def of_pages(module, axis, tokens, blocks):
-    """Pages of four keys, of each of which a key was chosen."""
-    return ChosenKeys(own_chunk(tokens, axis, 1).unsqueeze(1) // 4, 4, check=False)
-
-
-def a_window_early(bias, count, rows):
-    """Each query sees the entry behind those that it may see."""
-    before = torch.nn.functional.pad(bias[..., :-1], (1, 0))  # the first entry is seen by all
-    return _numbers(torch.maximum(bias, before), bias.shape[-1], rows)
-
-
-def every_entry(bias, count, rows):
-    """A rank of one token sees every entry, as a step of decoding does."""
-    every = torch.arange(bias.shape[-1], dtype=torch.int32).expand(len(bias), 1, 1, -1)
-    return every if rows == 1 else _numbers(bias, count, rows)
-
-
-def without_gradients_of_others(run, transfer, receive, tensors):
-    """Gradients of this rank's keys that other ranks made are lost."""
-    if transfer.payload is not Payload.DKV:
-        _merge(run, transfer, receive, tensors)
-
-
-_numbers, _merge, _seen = compressed._numbers, executor._Backward._merge, chosen_keys._seen
-
-
-def order_of_ranks() -> Tensor:
-    call = running.now()
-    return torch.cat(common.chunk_places(call.layout, call.axis, call.length))
-
-
-def seen_by_rank(where, queries, keys, batch):
-    return _seen(where, queries, keys, batch)[..., order_of_ranks()]
-
-
-def ties_by_rank(self, *inputs, **options):
-    """Of equal scores the first in the order of ranks; other scores are as they were."""
-    places = chosen_keys.choose_tokens(self, *inputs, **options)
-    return order_of_ranks()[places.long()].int()
-
-
-#: A mistake -> family, and what is replaced by what.
-WRONG = {
-    "dense": ("deepseek_v32", (ALL_ATTENTION_FUNCTIONS._global_mapping, interface.NAME, dense)),
-    "own keys only": ("deepseek_v32", (chosen_keys, "of_all_ranks", of_own_rank)),
-    "keys by rank": ("glm_moe_dsa", (chosen_keys, "of_all_ranks", in_order_of_ranks)),
-    "ties by rank": (
-        "deepseek_v32",
-        (chosen_keys, "of_all_ranks", in_order_of_ranks),
-        (chosen_keys, "_seen", seen_by_rank),
-        (chosen_keys.INDEXERS, "DeepseekV32Indexer", ties_by_rank),
-    ),
-    "no causal mask": (
-        "axk2",
-        (chosen_keys, "_seen", lambda w, q, k, b: torch.ones(1, len(q), k).bool()),
-    ),
-    "local positions": ("minimax_m3_vl_text", planted_rows(local_numbers)),
-    "local positions, shared": ("hy_v4", planted_rows(local_numbers)),
-    "fewer keys": ("deepseek_v32", (chosen_keys.INDEXERS, "DeepseekV32Indexer", fewer)),
-    "whole pages": ("glm_moe_dsa", (interface, "_choice", of_pages)),
-    "no sinks": ("hy_v4", (ALL_ATTENTION_FUNCTIONS._global_mapping, interface.NAME, without_sinks)),
-    "no gradients of latents": (
-        "deepseek_v32",
-        (executor._Backward, "_merge", without_gradients_of_others),
-    ),
-    "no halo": ("deepseek_v4", (compressed.LocalPieces, "left", no_columns)),
-    "window before": ("deepseek_v4", (compressed.OfRanks, "_extra", lambda cache, windows: 0)),
-    "first window of zeros": (
-        "deepseek_v4",
-        (compressed.OfRanks, "_extra", lambda cache, windows: int(cache.overlap)),
-    ),
-    "a window early": ("deepseek_v4", (compressed, "_numbers", a_window_early)),
-    "a rank of one token": ("deepseek_v4", (compressed, "_numbers", every_entry)),
-}
-
-
 def few_scores(model) -> torch.nn.Module:
     """The same model, whose indexers often score equally: small whole numbers, many of them 0."""
     for module in model.modules():
@@ -568,28 +445,3 @@ def few_scores(model) -> torch.nn.Module:
             for p in (module.wq_b.weight, module.wk.weight, module.weights_proj.weight):
                 p.data.copy_(p.data.sign() * (p.data.abs() > p.data.abs().median()))
     return model
-
-
-def planted(mistake, monkeypatch) -> tuple:
-    """A model in which a mistake shows, the layout, and a call."""
-    family, line, batch = WRONG[mistake][0], "tokens(zigzag): ring=2", rows(29)
-    if mistake == "ties by rank":
-        monkeypatch.setitem(families.TINY, "index_n_heads", 1)
-        return few_scores(built(family)), line, batch
-    if mistake == "a rank of one token":
-        rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 2}
-        options = families.EXTRA[family] | {"compress_rates": rates}
-        monkeypatch.setitem(families.EXTRA, family, options)
-        line, batch = "tokens: hierarchical=2x2", rows(4)
-    return built(family), line, batch
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", WRONG)
-def test_wrong_choices_are_seen(mistake, monkeypatch) -> None:
-    given = planted(mistake, monkeypatch)
-    assert largest_gap(*given) < 1e-11
-    for owner, name, wrong in WRONG[mistake][1:]:
-        put = monkeypatch.setitem if isinstance(owner, dict) else monkeypatch.setattr
-        put(owner, name, wrong)
-    assert not largest_gap(*given) < 1e-6

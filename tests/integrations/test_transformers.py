@@ -555,3 +555,18 @@ def test_proven_modules_are_one_step_and_mixers_in_them_are_noticed(name, what, 
     torch.testing.assert_close(found, loss.detach(), rtol=FP32, atol=FP32)
     for one, p in zip(gradients, alone.parameters()):
         torch.testing.assert_close(one, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_chunks_of_documents_are_refused_and_not_those_of_a_row():
+    config = hf.Llama4TextConfig(
+        **GROUPED, head_dim=8, intermediate_size_mlp=48, num_local_experts=2, attention_chunk_size=8
+    )
+    model, ids = made(hf.Llama4ForCausalLM, config).float(), draw_ids(1, 29)
+    starts = torch.cat([torch.arange(13), torch.arange(16)])[None]
+
+    def rank(layout):
+        placed = parallelize(copy.deepcopy(model), layout)
+        placed(input_ids=ids, position_ids=starts, use_cache=False)
+
+    with pytest.raises(UnsupportedError, match="chunked attention over packed documents"):
+        weft.on_threads(Layout.parse(LAYOUTS[0]), rank)

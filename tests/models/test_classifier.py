@@ -129,18 +129,6 @@ def test_a_row_s_probabilities_do_not_depend_on_other_rows():
     np.testing.assert_allclose(one, whole, rtol=1e-11)
 
 
-@pytest.mark.slow
-def test_other_seeds_are_other_views():
-    x, y = _table()
-    found = [
-        _classifier(random_state=seed).fit(x[:20], y[:20]).predict_proba(x[20:])
-        for seed in (0, 0, 1, np.random.RandomState(0))
-    ]
-    assert (found[0] == found[1]).all()
-    assert (found[0] == found[3]).all()
-    assert (found[0] != found[2]).any()
-
-
 # -- any number of classes -------------------------------------------------------------------------
 
 

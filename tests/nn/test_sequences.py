@@ -368,27 +368,6 @@ def test_masks_and_biases_over_context_know_heads_by_their_numbers(line, kind):
             assert (a - b).abs().max() <= 1e-11 * b.abs().max()
 
 
-@pytest.mark.slow
-def test_compiled_module_knows_heads_of_a_context_by_their_numbers():
-    def run(layout):
-        attend = MultiAxisAttention(
-            8,
-            4,
-            axis="notes",
-            axes=AXES,
-            context_axes=("batch", "notes", "embed"),
-            layout=layout,
-            bias=weft.alibi(4),
-            generator=torch.Generator().manual_seed(0),
-            dtype=F64,
-        )
-        return torch.compile(attend, backend="eager")(X, draw(2, 4, 8, seed=1)).detach()
-
-    wanted = run(Layout.single())
-    for out in weft.on_threads(Layout.parse("heads: tp=2"), run):
-        assert (out - wanted).abs().max() < 1e-11
-
-
 # -- pair tensors ---------------------------------------------------------------------------------
 
 

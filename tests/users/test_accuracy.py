@@ -136,5 +136,3 @@ def test_tables_of_scikit_learn_are_whole():
         assert table.facts["classes"] == len(set(table.y.tolist()))
         model = GaussianNB().fit(table.x, table.y)
         assert model.score(table.x, table.y) > 0.8, "classes do not belong to these rows"
-
-

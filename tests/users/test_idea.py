@@ -100,8 +100,3 @@ def stored_order(layout: weft.Layout, axis: str, length: int) -> torch.Tensor:
     return torch.cat([positions(spans) for spans in chunks])
 
 
-def test_a_wrong_merge_would_be_noticed(monkeypatch: pytest.MonkeyPatch):
-    names = idea().attend.__globals__
-    monkeypatch.setitem(names, "merge", lambda parts: sum(out for out, _ in parts) / len(parts))
-    with pytest.raises(AssertionError):
-        test_the_idea_is_what_the_engine_does(("tile-2x2", "tokens"), "full")

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..comm import Shuffle
-from ..comm.once_differentiable import once
 from ..comm.transport import Messages
 from ..plan.exchange import FlatExchange, exchange_of
 from ..plan.resharding import AllToAll
@@ -34,28 +32,6 @@ def trade_rows(
     out, back = ([n * width for n in rows] for rows in (sends, receives))
     flat = transport.all_to_all(Shuffle(mesh_dim, label, x.contiguous().view(-1), out, back))
     return flat.view(sum(receives), *x.shape[1:])
-
-
-class TradeRows(torch.autograd.Function):
-    """`trade_rows`, differentiable: gradients go back to where the rows came from."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        sends: Sequence[int],
-        receives: Sequence[int],
-        mesh_dim: str,
-        transport: Messages,
-        label: str,
-    ) -> Tensor:
-        ctx.back = receives, sends, mesh_dim, transport, f"d{label}"
-        return trade_rows(x.detach(), sends, receives, mesh_dim, transport, label)
-
-    @staticmethod
-    @once("rows that went to other ranks")
-    def backward(ctx: Any, grad: Tensor) -> tuple:
-        return trade_rows(grad, *ctx.back), None, None, None, None, None
 
 
 def all_to_all(

@@ -16,7 +16,7 @@ from weft.errors import UnsupportedError
 from .dims import Dim, is_split_dim, whole
 from .field import Field, settled
 from .index import FieldsAtHand, dims_of
-from .proof import Proof, proof_of
+from .proof import proof_of
 
 #: The attribute of an island that has its proof.
 PROOF = "_weft_proof"
@@ -48,10 +48,8 @@ def on_positions(name: str, run: Callable, args: tuple, kwargs: dict[str, Any]) 
     here = tuple(map(look.region.local_size, lead))
 
     def back(t: Any) -> Any:
-        if isinstance(t, list | tuple):
-            return type(t)(map(back, t))
         if not isinstance(t, Tensor):
-            return t
+            return type(t)(map(back, t)) if isinstance(t, list | tuple) else t
         if tuple(t.shape[:n]) != here:
             raise UnsupportedError(f"{name} gave {tuple(t.shape)} of {here} rows: no island")
         made = settled(t, [*lead, *(whole(m) for m in t.shape[n:])], look.region)
@@ -79,19 +77,17 @@ def on_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
     x = args[0] if len(args) == 1 and not kwargs else None
     if type(x) is not Field or not x._place.shape or is_split_dim(x._place.dims[-1]):
         return type(self).forward(self, *args, **kwargs)
-    proof: Proof = vars(self)[PROOF]
-    trail = hash((proof.digest, x._trail))
+    proof, trail = vars(self)[PROOF], x._trail
     if x._copied is None and not x._is_unpacked and proof.holds():
         y = type(self).forward(self, x._checked()._local)
-        places, key = x._place.region.places, (x._place, y.shape[-1])
-        place = places.get(key)
-        if place is None:
-            place = places[key] = x._region.place([*x._dims[:-1], whole(y.shape[-1])])
-        made = Field(y, place)
+        places, key = x._region.places, (x._place, y.shape[-1])
+        if key not in places:
+            places[key] = x._region.place([*x._dims[:-1], whole(y.shape[-1])])
+        made = Field(y, places[key])
     else:
         made = type(self).forward(self, x)
     if type(made) is Field:  # ranks may have other hooks, and agree nevertheless
-        made._trail = trail
+        made._trail = hash((proof.digest, trail))
     return made
 
 

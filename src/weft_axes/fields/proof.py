@@ -128,8 +128,7 @@ class Proof:
         if not isinstance(value, (*_CONSTANTS, nn.Module, _Kind)) and not callable(value):
             raise Unproven
         tables = ("", own), *((t, own[t]) for t in ("_parameters", "_modules"))
-        table = next((t for t, has in tables if name in has), None)
-        self.reads.append((module, table, name, value))
+        self.reads.append((module, next((t for t, n in tables if name in n), None), name, value))
         return value
 
     def result(self, module: nn.Module, function: Any, args: list[Any]) -> Any:
@@ -154,7 +153,13 @@ class _Reader:
             if isinstance(line, ast.Return) and line.value is not None:
                 return self.value(line.value)
             if isinstance(line, ast.Assign) and len(line.targets) == 1:
-                self.assign(line.targets[0], self.value(line.value))
+                target, value = line.targets[0], self.value(line.value)
+                pairs = [(target, value)]
+                if isinstance(target, ast.Tuple) and isinstance(value, list):
+                    pairs = [*zip(target.elts, value, strict=True)]
+                if not all(isinstance(n, ast.Name) and type(v) is not list for n, v in pairs):
+                    raise Unproven
+                self.known.update((n.id, v) for n, v in pairs)  # type: ignore[attr-defined]
             elif isinstance(line, ast.If) and not line.orelse and self.is_of_dtypes(line.test):
                 before = dict(self.known)
                 if self.returned(line.body) is not None or self.known != before:
@@ -162,18 +167,6 @@ class _Reader:
             elif not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant)):
                 raise Unproven
         return None
-
-    def assign(self, target: ast.expr, value: Any) -> None:
-        """A value by its name, or several by theirs."""
-        if isinstance(target, ast.Tuple) and isinstance(value, list):
-            if len(target.elts) != len(value):
-                raise Unproven
-            for each, part in zip(target.elts, value):
-                self.assign(each, part)
-        elif isinstance(target, ast.Name) and not isinstance(value, list):
-            self.known[target.id] = value
-        else:
-            raise Unproven
 
     def is_of_dtypes(self, node: ast.expr) -> bool:
         """True of a condition that only asks for dtypes, and whether a weight is a tensor."""

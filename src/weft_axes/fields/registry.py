@@ -266,11 +266,12 @@ def pointwise(func: Callable, args: tuple, kwargs: dict) -> Recipe:
 
 
 class WholeResult(NamedTuple):
-    """What torch says of a result of whole tensors: `base` is the tensor that it is a view of."""
+    """What torch says of a result of whole tensors: `base` is the tensor that it is, or shows."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     base: int | None
+    is_base: bool
 
 
 class _Whole(NamedTuple):
@@ -382,7 +383,8 @@ def _asked(func: Callable, args: Any, kwargs: Any, n: int) -> Any:
     def result(value: Any) -> Any:
         if isinstance(value, Tensor):
             base = next((i for i, m in enumerate(metas) if shares_storage(value, m)), None)
-            return WholeResult(tuple(value.shape), tuple(value.stride()), base)
+            same = base is not None and value is metas[base]
+            return WholeResult(tuple(value.shape), tuple(value.stride()), base, same)
         if isinstance(value, list | tuple):
             return [result(v) for v in value]
         return None
@@ -428,7 +430,7 @@ class KeptRecipe:
         self.has_plain = not all(p.is_field for p in parts)
         #: whether there is one result, which is placed as it is
         first = self.results[0]
-        placed = first.place is not None and first.is_known and not first.copies
+        placed = first.place is not None and first.is_known and not (first.copies or first.is_base)
         self.is_simple = placed and several == [out]
         self.base = first.base
         #: whether local tensors are given as they are
@@ -444,13 +446,12 @@ class KeptRecipe:
             if fact is not None and fact.shape != tuple(place.shape):
                 found = f"{tuple(place.shape)}, torch {fact.shape}"
                 raise NoRule(f"{self.name}: its rule gives {found}")
-        base = None if fact is None else fact.base
+        base, is_base = (None, False) if fact is None else (fact.base, fact.is_base)
         copies = settles is not None or self.recipe.copies or base in self.moved
-        return _Result(place, settles, fact is not None, base, copies)
+        return _Result(place, settles, fact is not None, base, copies, is_base)
 
     def __call__(self, tensors: list[Any], locals_: list[Any], trails: list[int]) -> Any:
         region, recipe = self.region, self.recipe
-        trails.append(self.digest)
         if self.has_plain:
             for i, x in enumerate(tensors):
                 if type(x) is not Field:
@@ -460,10 +461,9 @@ class KeptRecipe:
                         region.watch(x)
         if recipe.draws is not False:
             alone = recipe.out is None or not self.results[0].place.is_split
-            draws = recipe.draws, alone
-            trails.append(generator_state(self.name, region, locals_[0], *draws))
-        trail = hash(tuple(trails))
-        region.trail, region.function = trail, self.name
+            trails.append(generator_state(self.name, region, locals_[0], recipe.draws, alone))
+        region.trail = trail = hash((self.digest, *trails))
+        region.function = self.name
         result = recipe.run(locals_ if self.is_plain else self._placed(locals_, tensors[0]))
         if recipe.writes:
             return self._written(result, tensors[0], trail)
@@ -530,8 +530,10 @@ class KeptRecipe:
         of_rule = self.recipe.out is not None
         if of_rule and at >= len(self.results):
             raise NoRule(f"{self.name}: its rule has no place for result {at}")
-        place, settles, is_known, base, copies = (
-            self.results[at] if at < len(self.results) else _Result(None, None, False, None, False)
+        place, settles, is_known, base, copies, is_base = (
+            self.results[at]
+            if at < len(self.results)
+            else _Result(None, None, False, None, False, False)
         )
         if not of_rule:
             if any(t is x for x in tensors):
@@ -545,9 +547,11 @@ class KeptRecipe:
             if copies or not _is_view_of(t, x):
                 copied = Copied(self.name, x)
             elif type(source) is Field:
-                if t is x and place is source._place:
+                if is_base and t is x and place is source._place:
                     return source
                 copied = source._copied
+            if is_base and type(source) is Field:  # on some ranks it may be a copy
+                trail = source._trail
         elif is_known:
             t = _apart(t, locals_)
         field = Field(t, place)
@@ -566,6 +570,7 @@ class _Result(NamedTuple):
         is_known: whether torch was asked of it.
         base: the tensor that it is a view of, if it is one.
         copies: whether it is a copy nevertheless.
+        is_base: whether it is that tensor itself.
     """
 
     place: Any
@@ -573,6 +578,7 @@ class _Result(NamedTuple):
     is_known: bool
     base: int | None
     copies: bool
+    is_base: bool
 
 
 def _are_several(out: Any) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft._torch import any_autocast, as_torch_does, past_classes
+from weft._torch import any_autocast, as_torch_does, function_modes, past_classes
 from weft.errors import UnsupportedError
 
 from . import (  # noqa: F401 (they register their rules)
@@ -307,6 +307,26 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
     return Recipe(run, goals[0] if of_field else None, goals, writes=of_field, draws=draws)
 
 
+def _method(func: Any) -> Callable:
+    """A method of fields past torch's dispatch, which takes 1 us, where no mode is to see it."""
+
+    def method(self: Field, *args: Any, **kwargs: Any) -> Any:
+        """torch's method of the same name.
+
+        Args:
+            *args: torch's.
+            **kwargs: torch's.
+        """
+        if function_modes():
+            return func(self, *args, **kwargs)
+        return run_function(Field, func, (), (self, *args), kwargs)
+
+    return method
+
+
 Field.__torch_function__ = classmethod(run_function)  # type: ignore[assignment]
+_OFTEN = "__add__ __mul__ __neg__ __getitem__ view transpose unsqueeze reshape contiguous"
+for _name in _OFTEN.split():
+    setattr(Field, _name, _method(getattr(Tensor, _name.strip("_"), Tensor.__getitem__)))
 
 __all__ = ["FieldRegion", "run_function"]

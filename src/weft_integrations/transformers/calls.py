@@ -53,7 +53,6 @@ from .mark import Mark
 from .parts import base, biases_distances, encodes, rotates, window_of
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
-from .recurrent_modules import GIVE_NO_STATES
 from .replicated import own_implementations, recomputed_within
 from .running import ModelCall, during, running
 
@@ -199,7 +198,7 @@ class Calls:
         call = running()
         if call is None or call.replicated:
             return None
-        arguments = named_arguments(decoder, args, kwargs)
+        arguments = named_arguments(decoder.forward, args, kwargs)
         mask = arguments.get("attention_mask")
         if isinstance(mask, Mark):
             call.made_mask, arguments["attention_mask"] = mask, None
@@ -484,8 +483,10 @@ class Calls:
     def _field(self, call: ModelCall, name: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or isinstance(value, Field) or value.dim() < 2:
             return value
-        if name.startswith(OTHER_INPUTS):
-            return value
+        if name.startswith(OTHER_INPUTS) or (name == "labels" and not self.stacks):
+            return (
+                value  # of labels every rank takes those of its logits: none travel as they shift
+            )
         if name == "position_ids":
             dim = value.dim() - 1
             return cut(value, self.layout, {self.axis: dim}, self.report, True)
@@ -520,8 +521,6 @@ class Calls:
     def _gives_states(self, cache: ShardedCache, past: int) -> bool:
         """True if recurrent layers, split over ranks, hand a cache the states of full rows."""
         numbers = {getattr(module, "layer_idx", None) for module in self.recurrent}
-        if any(type(module).__name__ in GIVE_NO_STATES for module in self.recurrent):
-            return False
         if past and any(calls_of(module, WITHOUT_STATE) for module in self.recurrent):
             return False
         return TAKES_COLUMNS and cache.recurrent <= numbers

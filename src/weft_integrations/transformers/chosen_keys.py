@@ -15,6 +15,7 @@ weight, of which a query keeps the largest. That weight is added to the scores, 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,7 +142,7 @@ def _choose_tokens(
 
 
 def choose_blocks(self: Foreign, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`MiniMaxM3VLIndexer.forward`: numbers of the best blocks (b, h, n, K), -1 for none."""
+    """`forward` of an indexer of blocks: numbers of the best blocks (b, h, n, K), -1 for none."""
     run, axis = functools.partial(_choose_blocks, self), _axis(self)
     chosen = on_chunks(run, axis, (hidden_states, *args), kwargs, results=0)
     if isinstance(hidden_states, Field):
@@ -175,7 +176,7 @@ def _cut(position_embeddings: tuple[Tensor, Tensor], part: slice) -> tuple[Tenso
 
 
 def weigh(self: Foreign, *args: Any, **kwargs: Any) -> Any:
-    """`DogeAttention.prepare_dynamic_mask`: weights (b, g, m) of keys, and the largest by query."""
+    """`prepare_dynamic_mask`: weights (b, g, m) of keys, and the largest by query."""
     return on_chunks(functools.partial(_weigh, self), _axis(self), args, kwargs, results=0)
 
 
@@ -186,7 +187,7 @@ def _weigh(
     keep_window_size: int = 2048,
     attention_mask: Any = None,
 ) -> Any:
-    call = now("DogeAttention")
+    call = now(type(self).__name__)
     if call.whole or not isinstance(attention_mask, Sharded | None):
         stock = type(self).prepare_dynamic_mask
         return stock(self, hidden_states, dt_states, keep_window_size, attention_mask)
@@ -221,41 +222,47 @@ def as_scores(
     return torch.cat([query * scale, one], -1), torch.cat([key, weights[..., None]], -1), 1.0
 
 
-#: Class of an indexer, or of a compressor -> its method's replacement.
-INDEXERS: dict[str, Callable] = {
-    "AXK2Indexer": choose_tokens,
-    "DeepseekV32Indexer": choose_tokens,
-    "Dots3NoteTextIndexer": choose_tokens,
-    "GlmMoeDsaIndexer": choose_tokens,
-    "HYV4Indexer": choose_tokens,
-    "MiniMaxM3VLIndexer": choose_blocks,
-    **dict.fromkeys(COMPRESSORS, compress),
-}
-#: Classes that count blocks in places of a row, and not from the first token of a document.
-IN_PLACES = frozenset({"MiniMaxM3VLIndexer", *COMPRESSORS})
+_OF_TOKENS = "hidden_states q_resid position_embeddings attention_mask position_ids cache"
+_OF_BLOCKS = "hidden_states position_embeddings cache position_ids"
+
+
+def _chooses(module: Foreign) -> Callable | None:
+    """What stands for `forward` of a module that chooses keys; None if it chooses none.
+
+    Indexers are known by what they take, and by what they ask of a cache, see `OtherRanks`.
+    """
+    if type(module).__name__ in COMPRESSORS:
+        return compress
+    stock = inspect.unwrap(type(module).forward)
+    asked = getattr(stock, "__code__", _chooses.__code__).co_names
+    for name, takes, function in (
+        ("update_indexer", _OF_TOKENS, choose_tokens),
+        ("update_index", _OF_BLOCKS, choose_blocks),
+    ):
+        if name in asked and [*inspect.signature(stock).parameters][1:] == takes.split():
+            return function
+    return None
 
 
 def replaced_methods(module: Foreign) -> Iterator[tuple[Foreign, Callable, str]]:
     """Replaced methods of a module that chooses keys: (module, function, method)."""
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    for kind in kinds & INDEXERS.keys():
-        yield module, INDEXERS[kind], "forward"
-    if "DogeAttention" in kinds:
+    function = _chooses(module)
+    if function is not None:
+        yield module, function, "forward"
+    if hasattr(type(module), "prepare_dynamic_mask"):
         unrepeated = {"repeat_kv": lambda mark, times: mark}
         yield module, rebound(type(module).forward, unrepeated), "forward"
         yield module, weigh, "prepare_dynamic_mask"
 
 
 def in_places(module: Foreign) -> bool:
-    """True if a module counts blocks of keys from the first place of a row."""
-    return any(kind.__name__ in IN_PLACES for kind in type(module).__mro__)
+    """True if a module counts blocks of keys from the first place of a row, not of a document."""
+    return _chooses(module) in (choose_blocks, compress)
 
 
 def chooses_over_ranks(module: Foreign) -> bool:
     """True if a module's choice of keys goes over ranks, or that of the module around it."""
-    if type(module).__name__ in WITHIN:
-        return True
-    return next(replaced_methods(module), None) is not None
+    return type(module).__name__ in WITHIN or next(replaced_methods(module), None) is not None
 
 
 __all__ = ["Weighed", "as_scores", "chooses_over_ranks", "in_places", "replaced_methods"]

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,9 +139,7 @@ def _put_in(
         _take_attention(model, installed, name, travel)
         if decoder is not None:
             _keep_towers(decoder, installed)
-    for module, function, method in spread if layout.size(axis) > 1 else ():
-        put(module, function, method)
-        installed.of_rows.append(module)
+    installed.of_rows += _put_all(spread if layout.size(axis) > 1 else ())
     for module in filter(is_experts, model.modules()):
         put(module, by_positions)
         installed.of_rows.append(module)
@@ -180,7 +178,8 @@ def _take_attention(
         if parts.biases_distances(module):
             put(module, parts.bias_of_tile, "compute_bias")
             installed.of_rows.append(module)
-    installed.of_rows += _choose_over_ranks(model, layout)
+    choosing = (c for module in model.modules() for c in chosen_keys.replaced_methods(module))
+    installed.of_rows += dict.fromkeys(_put_all(choosing))
     if travel != "keys":
         installed.expanding = latents.modules(model)
         for module in installed.expanding:
@@ -286,19 +285,15 @@ def _rebind(model: Foreign, layout: Layout, axis: str) -> list[nn.Module]:
     changes = [change for module in model.modules() for change in _changes(module)]
     if changes:
         _check_carried(model, layout, axis)
-    for module, function, name in changes:
-        put(module, function, name)
-    return [module for module, _, _ in changes]
+    return _put_all(changes)
 
 
-def _choose_over_ranks(model: Foreign, layout: Layout) -> list[nn.Module]:
-    """Give modules that choose keys functions that go over ranks; returns these modules."""
-    changes = [
-        change for module in model.modules() for change in chosen_keys.replaced_methods(module)
-    ]
-    for module, function, name in changes:
-        put(module, function, name)
-    return list(dict.fromkeys(module for module, _, _ in changes))
+def _put_all(changes: Iterable[tuple[nn.Module, Callable, str]]) -> list[nn.Module]:
+    """Replace methods of modules: (module, function, method); returns the modules."""
+    given = list(changes)
+    for change in given:
+        put(*change)
+    return [module for module, *_ in given]
 
 
 def _check_carried(model: Foreign, layout: Layout, axis: str) -> None:

@@ -89,7 +89,7 @@ def make_mask(
         found = call.sharded(mask, (q_length, kv_length), extra, past, looks)
         return found if packed or not makes else replace(found, make=make)
     except UnsupportedError as error:
-        if makes:
+        if makes and call.facts.documents is None:  # else the model found no documents
             return make()
         return replace(call.sharded(Full(), (q_length, kv_length)), refusal=str(error))
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from weft.errors import UnsupportedError
 from weft_axes.carry.pieces import LocalPieces
 
 from .. import Foreign
@@ -105,7 +104,7 @@ def lru(
 ) -> tuple[Tensor, Tensor | None]:
     """`RecurrentGemmaRglru._rnn_scan` over a rank's tokens: S and A are (b, d)."""
     stock = type(self)._rnn_scan.__get__(self)
-    state = recurrence("RecurrentGemmaRglru")
+    state = recurrence("_rnn_scan")
     if state is None:
         return stock(hidden_states, recurrent_gate, reset, **kwargs)
     rows = reset.expand(len(hidden_states), -1, -1).to(hidden_states.dtype)
@@ -146,30 +145,6 @@ def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:
     return state.join(-1, result, left)
 
 
-def convolved_heads(
-    self: Foreign, hidden_states: Tensor, cache: Any = None, conv_mask: Any = None
-) -> tuple[Tensor, ...]:
-    """`ZayaCCAProjection.forward` over a rank's tokens: q, k, v of a few tokens to the left.
-
-    Of each piece it computes these tokens, too, and leaves their outputs out.
-    """
-    state, stock = recurrence("ZayaCCAProjection"), type(self).forward
-    if state is None:
-        return stock(self, hidden_states, cache, conv_mask)
-    if state.documents is not None:
-        raise UnsupportedError(
-            "cu_seq_lens_q: convolutions of ZayaCCAProjection see earlier documents on one device;"
-            " give each document a row"
-        )
-    hidden_states, columns = _without_padding(hidden_states), self.conv_kernel_size
-    left, parts = state.left(hidden_states, columns, 1), []
-    for piece, halo, (x,) in zip(state.pieces, left, state.split(1, hidden_states)):
-        before = min(columns, piece.start)  # of a row's first tokens it pads what it convolves
-        wide = torch.cat([halo[:, columns - before :], x], 1)
-        parts.append([t[:, before:] for t in stock(self, wide, None, None)])
-    return tuple(state.join(1, each, left) for each in zip(*parts))
-
-
 def _of_chunks(method: Callable, results: int = 1) -> Callable:
     """The same method, which takes fields and gives some."""
 
@@ -190,9 +165,5 @@ MODULES: dict[str, tuple[tuple[str, str, Callable], ...]] = {
         ("rg_lru", "forward", _of_chunks(gated)),
         ("rg_lru", "_rnn_scan", lru),
     ),
-    "ZayaCCAProjection": (("", "forward", _of_chunks(convolved_heads, 3)),),
 }
-#: Classes that, split, give a cache no last states.
-GIVE_NO_STATES = frozenset({"ZayaCCAProjection"})
-
-__all__ = ["GIVE_NO_STATES", "MODULES"]
+__all__ = ["MODULES"]

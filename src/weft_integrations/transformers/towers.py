@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,10 +23,13 @@ from torch import Tensor, nn
 
 from weft.errors import ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.move.trade import TradeRows
+from weft.plan.held import Held
+from weft.plan.order import Span, Spans, count
+from weft_axes.fields.exchange import take_positions
+from weft_axes.fields.place import region_of
 
 from .. import Foreign
-from ..common import chunk_places
+from ..common import chunk_places, named_arguments
 from .running import ModelCall, running
 
 #: Families whose towers see one image at a time, and one video, or one frame of it.
@@ -67,11 +70,7 @@ def _spreading(stock: Callable, label: str, by_frames: bool) -> Callable:
         call = running()
         if call is None or not call.ahead or call.spreading:
             return stock(self, *args, **kwargs)
-        signature = inspect.signature(stock)
-        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
-        arguments.pop("self", None)
-        extra = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
-        arguments |= arguments.pop(extra, {})
+        arguments = named_arguments(types.MethodType(stock, self), args, kwargs)
         call.spreading = True
         try:
             with _own_random_numbers(call.layout.chunk(call.axis), self.training):
@@ -310,8 +309,8 @@ def _agreed(
 ) -> list[int]:
     """Features of all images, of which a rank knows its own: one small sum."""
     every = torch.zeros(units, dtype=torch.long)
-    for unit, count in zip(here, counts):
-        every[unit] = count
+    for unit, features in zip(here, counts):
+        every[unit] = features
     return layout.bound.all_reduce(every.to(device), layout.shard_dims(axis)).tolist()
 
 
@@ -321,7 +320,7 @@ def _agreed(
 def to_owners(
     x: Tensor, source: Tensor, goal: Tensor, layout: Layout, axis: str
 ) -> tuple[Tensor, Tensor]:
-    """Rows of which this rank has those with its `source`, to the ranks of `goal`, dim by dim.
+    """Rows of which this rank has those with its `source`, to the ranks of `goal`, and in order.
 
     Further rows of x, of an image that a rank without any computed, are left out.
 
@@ -330,28 +329,19 @@ def to_owners(
 
     Returns this rank's rows, and their numbers.
     """
-    dims = layout.shard_dims(axis)
-    sizes = [layout.mesh[d] for d in dims]
-    here = coordinates_of(torch.tensor(layout.chunk(axis)), sizes)
-    where, goals = coordinates_of(source, sizes), coordinates_of(goal, sizes)
-    for i, dim in enumerate(dims):
-        held = (where == here).all(1).nonzero().flatten()
-        to = goals[held, i]
-        order = to.argsort(stable=True)
-        # Of rows that arrive, those from each rank along this dim, in order.
-        arriving = []
-        for peer in range(sizes[i]):
-            there = here.clone()
-            there[i] = peer
-            arrives = (where == there).all(1) & (goals[:, i] == here[i])
-            arriving.append(arrives.nonzero().flatten())
-        sends = to.bincount(minlength=sizes[i]).tolist()
-        receives = [len(rows) for rows in arriving]
-        rows = x[order.to(x.device)]
-        x = TradeRows.apply(rows, sends, receives, dim, layout.bound, "features")
-        x = x[torch.cat(arriving).argsort().to(x.device)]
-        where[:, i] = goals[:, i]
-    return x, (goal == layout.chunk(axis)).nonzero().flatten()
+    ranks = Held.of(layout, axis, 0)
+    held, wanted = ([_runs(of == r) for r in range(len(ranks))] for of in (source, goal))
+    mine = x[: count(held[layout.chunk(axis)])]
+    region = region_of(layout, (axis,))
+    got = take_positions(mine, 0, ranks.having(held), tuple(wanted), region, "features")
+    return got, (goal == layout.chunk(axis)).nonzero().flatten()
+
+
+def _runs(here: Tensor) -> Spans:
+    """Numbers of the rows that are here, as runs."""
+    rows = here.nonzero().flatten()
+    runs = rows.tensor_split(((rows.diff() != 1).nonzero().flatten() + 1).tolist())
+    return tuple(Span(int(run[0]), len(run)) for run in runs if len(run))
 
 
 __all__ = ["balanced", "coordinates_of", "methods", "to_owners"]
