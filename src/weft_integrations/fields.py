@@ -205,10 +205,13 @@ class _Calls:
 
         def split(place: int, name: str, x: Any) -> Any:
             dim = None if isinstance(x, Field) else dim_of(place, name, x)
+            self.entered |= dim is not None or isinstance(x, Field)
             return x if dim is None else cut(x, self.layout, {self.axis: dim}, self.report)
 
-        given = (split(i, name, x) for i, (name, x) in enumerate(zip(names, args)))
-        return tuple(given), {n: split(names.index(n), n, x) for n, x in kwargs.items()}
+        places = {name: place for place, name in enumerate(names)}
+        padded = (*names, *("" for _ in args))  # of *args
+        given = tuple(split(i, name, x) for i, (name, x) in enumerate(zip(padded, args)))
+        return given, {name: split(places.get(name, -1), name, x) for name, x in kwargs.items()}
 
     def wrap(self, name: str, placed: Parallelized) -> None:
         """Have a method of the model take and return whole tensors."""
@@ -258,7 +261,13 @@ class _Calls:
             raise UnsupportedError(failure.removeprefix("refused: "))
         numbers = self._numbers(tensors)
         before = generators()
+        self.entered = not self.enters_within or self.ranks == 1
         result = run(*bound.args, **bound.kwargs)
+        if not self.entered:
+            raise UnsupportedError(
+                f"{type(self.model).__name__}.{name}: none of its blocks got tokens that could be"
+                " split, so that every rank computed all of it"
+            )
         result = result if self.keeps_fields else _whole(result, self.ranks)
         drawn = "" if before == generators() else f"generators {before}"
         what = f"weights, arguments or random generators of {label}"

@@ -12,6 +12,7 @@ from weft.errors import DeclarationError, UnsupportedError
 
 diffusers = pytest.importorskip("diffusers")
 from weft import parallelize, restore  # noqa: E402
+from weft_integrations.diffusers import parallelize_diffusers  # noqa: E402
 
 LIMIT = 1e-11
 SHARED = {"num_attention_heads": 2, "num_layers": 1}
@@ -421,6 +422,25 @@ def test_what_cannot_be_split_is_refused():
     split._parallel_config = object()
     with pytest.raises(UnsupportedError, match="diffusers' own parallelism"):
         split(**inputs)
+
+
+class _Blocks(torch.nn.Module):
+    """Blocks of rows (b, e), which are no tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+
+    def forward(self, x):
+        return self.blocks[0](x)
+
+
+def test_blocks_that_get_no_tokens_are_refused():
+    def rank(layout: Layout) -> None:
+        with pytest.raises(UnsupportedError, match="none of its blocks got tokens"):
+            parallelize_diffusers(_Blocks(), layout)(torch.ones(2, 4))
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 
 def _transport():

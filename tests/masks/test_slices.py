@@ -254,6 +254,11 @@ def test_masks_that_people_have_are_exact(mask, line):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
+def test_a_rank_without_sequences_asks_for_nothing():
+    mask = sliced(MaskMod(lambda b, h, q, k: b + q >= k), 4, 4, 0, 1)
+    assert mask.key_intervals((0, 3)) == mask.query_intervals((0, 3)) == mask.cuts(4) == ()
+
+
 def test_random_blocks_are_computed_one_by_one():
     """Nothing hidden is computed, however many blocks there are."""
     mask, layout = noise(3, 64, 2048, 2048), Layout.parse("tokens: ring=2")

@@ -29,6 +29,11 @@ LINES = [
 ]
 
 
+def attends(layout, heads=2, **more):
+    given = {"axis": "rows", "axes": AXES, "layout": layout, "dtype": F64} | more
+    return MultiAxisAttention(8, heads, generator=torch.Generator().manual_seed(0), **given)
+
+
 X = draw(2, 6, 5, 8)
 PADDING = KeyPadding([1 + i % 6 for i in range(SEQUENCES)])
 BY_SEQUENCE = MaskMod(lambda b, h, q, k: (q * 7 + k * 3 + b) % 5 != 0)
@@ -38,10 +43,7 @@ LEARNED = draw(SEQUENCES, 1, 6, 6, seed=3)
 
 def _run(layout: Layout, given: dict, learned: bool) -> list[torch.Tensor]:
     """The output and the gradients of x and of a learned bias, whole."""
-    weights = torch.Generator().manual_seed(0)
-    attend = MultiAxisAttention(
-        8, 2, axis="rows", axes=AXES, layout=layout, generator=weights, dtype=F64
-    )
+    attend = attends(layout)
     x = layout.shard(X, DIMS).clone().requires_grad_()
     bias = nn.Parameter(LEARNED.clone()) if learned else None
     given = given | ({"bias": bias} if learned else {})
@@ -84,9 +86,7 @@ def test_sequences_are_numbered_alike_on_real_ranks(pool):
 @pytest.mark.slow
 def test_a_compiled_module_numbers_them_too():
     def run(layout):
-        attend = MultiAxisAttention(
-            8, 2, axis="rows", axes=AXES, layout=layout, generator=torch.Generator().manual_seed(0)
-        )
+        attend = attends(layout, dtype=torch.float32)
         x = layout.shard(X.float(), DIMS)
         eager = attend(x, mask=PADDING, lengths=SIZES)
         compiled = torch.compile(attend, backend="eager")(x, mask=PADDING, lengths=SIZES)
@@ -112,7 +112,7 @@ def test_the_first_axis_is_outermost_whatever_the_order_of_context():
 
 def test_chunks_that_are_uneven_need_their_lengths():
     def run(layout):
-        attend = MultiAxisAttention(8, 2, axis="rows", axes=AXES, layout=layout, dtype=F64)
+        attend = attends(layout)
         return attend(layout.shard(X, DIMS), mask=PADDING)
 
     with pytest.raises(weft.ShapeError, match="lengths"):
@@ -131,10 +131,7 @@ def test_biases_over_a_context_mean_whole_tensors(line, learned):
     bias = whole if learned else Bias(lambda b, h, q, k: 0.1 * (b + 1) * q - 0.3 * k)
 
     def run(layout):
-        weights = torch.Generator().manual_seed(0)
-        attend = MultiAxisAttention(
-            8, 2, axis="notes", layout=layout, generator=weights, dtype=F64, **axes
-        )
+        attend = attends(layout, axis="notes", **axes)
         far = layout.shard(context, {"batch": 0})
         out = attend(layout.shard(X, DIMS), far, bias=bias, lengths=SIZES)
         return layout.gather(out.detach(), DIMS)
@@ -144,7 +141,7 @@ def test_biases_over_a_context_mean_whole_tensors(line, learned):
         assert (out - wanted).abs().max() < 1e-11
 
 
-NOTES = {"axis": "notes", "axes": AXES, "context_axes": ("batch", "notes", "embed"), "dtype": F64}
+NOTES = {"axis": "notes", "context_axes": ("batch", "notes", "embed")}
 GRID = MaskMod(lambda b, h, q, k: (q + k) % 3 != 0)
 POSITIONS = {
     "mask": {"mask": GRID},
@@ -157,9 +154,7 @@ POSITIONS = {
 
 def _to_notes(layout, rows: int, given: dict, lengths=None, batch: int = 2):
     """What every token gets from notes; the layout splits rows, samples, or both."""
-    attend = MultiAxisAttention(
-        8, 2, layout=layout, generator=torch.Generator().manual_seed(0), **NOTES
-    )
+    attend = attends(layout, **NOTES)
     x = layout.shard(draw(batch, rows, 3, 8), {"batch": 0, "rows": 1})
     far = layout.shard(draw(batch, 4, 8, seed=1), {"batch": 0})
     return attend(x, far, lengths=lengths, **given).detach()
@@ -251,8 +246,7 @@ def _chunks_of_samples(layout, held, kind) -> None:
     mine = slice(sum(held[:at]), sum(held[: at + 1]))
 
     def out(layout, x, far):
-        weights = torch.Generator().manual_seed(0)
-        return MultiAxisAttention(8, 2, layout=layout, generator=weights, **NOTES)(x, far, **given)
+        return attends(layout, **NOTES)(x, far, **given)
 
     wanted = layout.shard(out(Layout.single(), x, far)[mine], {"rows": 1})
     found = out(layout, layout.shard(x[mine], {"rows": 1}), far[mine])
@@ -272,7 +266,7 @@ def test_ranks_hold_any_samples_of_a_context(kind, line, held):
 def test_samples_of_context_that_ranks_share_are_refused_where_unequal():
     def rank(layout):
         n = 3 if layout.rank == 0 else 2
-        attend = MultiAxisAttention(8, 2, layout=layout, **NOTES)
+        attend = attends(layout, **NOTES)
         with pytest.raises(weft.ShapeError, match=r"same part of axis 'batch'.*\[3, 2, 2, 2\]"):
             attend(draw(n, 2, 3, 8), draw(n, 4, 8), GRID)
 
@@ -286,10 +280,7 @@ def test_sequences_of_several_axes_of_context_numbered_at_any_lengths(line):
     mask = MaskMod(lambda b, h, q, k: (b + q + k) % 4 != 0)
 
     def run(layout):
-        weights = torch.Generator().manual_seed(0)
-        attend = MultiAxisAttention(
-            8, 2, axis="notes", layout=layout, generator=weights, dtype=F64, **axes
-        )
+        attend = attends(layout, axis="notes", **axes)
         here = layout.shard(x, {"batch": 0, "features": 2})
         return attend(here, layout.shard(far, {"batch": 0, "features": 1}), mask).detach()
 
@@ -306,7 +297,7 @@ def test_chunks_of_order_refused_where_they_are_not_its_own():
     def rank(layout):
         n = 1 + 3 * layout.rank
         axes = {"axes": AXES, "context_axes": ("batch", "features", "notes", "embed")}
-        attend = MultiAxisAttention(8, 2, axis="notes", layout=layout, dtype=F64, **axes)
+        attend = attends(layout, axis="notes", **axes)
         with pytest.raises(weft.ShapeError, match=r"hold \[1, 4\]; layout.shard gives them"):
             attend(draw(2, 2, n, 8), draw(2, n, 4, 8), GRID)
 
@@ -344,15 +335,7 @@ def test_masks_and_biases_over_context_know_heads_by_their_numbers(line, kind):
     axes = {"axes": AXES, "context_axes": ("batch", "notes", "embed"), "kv_heads": 2}
 
     def run(layout):
-        attend = MultiAxisAttention(
-            8,
-            4,
-            axis="notes",
-            layout=layout,
-            generator=torch.Generator().manual_seed(0),
-            dtype=F64,
-            **axes,
-        )
+        attend = attends(layout, 4, axis="notes", **axes)
         x, given = layout.shard(X, DIMS).clone().requires_grad_(), HEADED[kind]()
         out = attend(x, layout.shard(context, {"batch": 0}), lengths=SIZES, **given)
         out.backward(layout.shard(weights, DIMS))
@@ -426,7 +409,7 @@ def test_a_composed_model_takes_padding_of_its_sequences():
 @pytest.mark.parametrize("count", [2, 9, 11, 20])
 def test_a_learned_bias_of_other_sequences_is_refused(line, count):
     def run(layout):
-        attend = MultiAxisAttention(8, 2, axis="rows", axes=AXES, layout=layout, dtype=F64)
+        attend = attends(layout)
         with pytest.raises(weft.ShapeError, match=f"bias of {count} sequences|make 10|long here"):
             attend(layout.shard(X, DIMS), bias=draw(count, 1, 6, 6), lengths=SIZES)
 
@@ -438,10 +421,7 @@ def test_a_learned_bias_says_how_many_samples_there_are():
     x, bias = draw(3, 6, 2, 8), draw(6, 1, 6, 6, seed=2)
 
     def run(layout):
-        weights = torch.Generator().manual_seed(0)
-        attend = MultiAxisAttention(
-            8, 2, axis="rows", axes=AXES, layout=layout, generator=weights, dtype=F64
-        )
+        attend = attends(layout)
         return layout.gather(attend(layout.shard(x, DIMS), bias=bias).detach(), DIMS)
 
     wanted = run(Layout.single())
@@ -457,15 +437,7 @@ def test_axes_not_named_by_a_module_are_outermost(line):
     dims = {"other": 0, "batch": 1}
 
     def run(layout):
-        attend = MultiAxisAttention(
-            8,
-            2,
-            axis="rows",
-            axes=("batch", "rows", "embed"),
-            layout=layout,
-            generator=torch.Generator().manual_seed(0),
-            dtype=F64,
-        )
+        attend = attends(layout, axes=("batch", "rows", "embed"))
         if not layout.mesh:
             return attend(y.flatten(0, 1), mask=pad).unflatten(0, (2, 4)).detach()
         return layout.gather(attend(layout.shard(y, dims)[0], mask=pad)[None].detach(), dims)

@@ -37,5 +37,3 @@ def notes(ranks: int, steps, shift: int = 0) -> list[dict]:
         for s in steps
         for r in range(ranks)
     ]
-
-

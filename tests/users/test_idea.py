@@ -98,5 +98,3 @@ def stored_order(layout: weft.Layout, axis: str, length: int) -> torch.Tensor:
     places = itertools.product(*(range(layout.mesh[d]) for d in dims))
     chunks = [layout.spans(axis, length, dict(zip(dims, place))) for place in places]
     return torch.cat([positions(spans) for spans in chunks])
-
-

@@ -123,8 +123,8 @@ class Slices(Mask):
         return bands.pop() if len(bands) == 1 else None
 
     def cuts(self, length: int) -> tuple[int, ...]:
-        found = np.concatenate([table[:, :4] + [0, 1, 0, 1] for table, _ in self._parts])
-        edges = np.unique(found)
+        found = [table[:, :4] + [0, 1, 0, 1] for table, _ in self._parts]
+        edges = np.unique(np.concatenate([np.empty((0, 4), np.int64), *found]))
         edges = edges[(edges > 0) & (edges < max(self.n, self.m))]
         return tuple(edges.tolist()) if len(edges) <= MOST_CUTS else ()
 
@@ -160,7 +160,8 @@ def _intervals(mask: Slices, positions: Interval, of_keys: bool) -> Intervals:
         q0, q1, k0, k1, below, above, _ = found.T
         lows.append(np.maximum(k0, q0 + below))
         highs.append(np.minimum(k1, q1 + above))
-    first, last = np.concatenate(lows), np.concatenate(highs)
+    none = np.empty(0, np.int64)  # no sequence, as a rank may hold none
+    first, last = np.concatenate([none, *lows]), np.concatenate([none, *highs])
     order = np.argsort(first[first <= last], kind="stable")
     first, last = first[first <= last][order], last[first <= last][order]
     if not len(first):
