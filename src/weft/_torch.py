@@ -111,11 +111,17 @@ def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[P
     The mark breaks the graph, and torch's own keeps what `fn` calls out of graphs.
     """
 
+    kept: list[Callable[Params, Result]] = []
+
     @functools.wraps(fn)
     def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        compiler = sys.modules.get("torch._dynamo")  # another thread may be importing it
-        disable = getattr(compiler, "disable", None)
-        return (fn if disable is None else disable(fn))(*args, **kwargs)
+        if not kept:
+            compiler = sys.modules.get("torch._dynamo")  # another thread may be importing it
+            disable = getattr(compiler, "disable", None)
+            if disable is None:
+                return fn(*args, **kwargs)
+            kept.append(disable(fn))
+        return kept[0](*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     if reason:

@@ -14,7 +14,7 @@ from typing import Any
 
 from weft._torch import outside_graphs
 from weft.errors import UnsupportedError
-from weft_axes.fields.islands import PROOF, on_rows
+from weft_axes.fields.islands import PROOF
 
 from .. import Foreign
 
@@ -65,9 +65,9 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 def put(module: Foreign, function: Callable, name: str = "forward") -> None:
     """Give one instance another method, under the hooks that accelerate has put on a `forward`.
 
-    The method is no part of a graph of `torch.compile`, but for islands: what torch compiles
-    belongs to its code, which instances share, and lives in its globals, which they do not. A
-    method that was replaced already, such as by a kernel of the hub, is refused.
+    The method is no part of a graph of `torch.compile`: what torch compiles belongs to its code,
+    which instances share, and lives in its globals, which they do not. A method that was replaced
+    already, such as by a kernel of the hub, is refused.
     """
     stock, place = getattr(type(module), name), name
     if name == "forward" and {"_hf_hook", "_old_forward"} <= module.__dict__.keys():
@@ -80,8 +80,7 @@ def put(module: Foreign, function: Callable, name: str = "forward") -> None:
             " weft cannot reach the convolution and the recurrence; load the model with"
             " use_kernels=False, or parallelize it first"
         )
-    if function is not on_rows:
-        function = outside_graphs(function)
+    function = outside_graphs(function)
     setattr(function, _MARK, True)
     module.__dict__[place] = types.MethodType(function, module)
 
