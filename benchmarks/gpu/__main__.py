@@ -157,7 +157,7 @@ def run_apart(name: str, part: Part, report: Report) -> None:
     taken = time.monotonic() - start
     verdict = f"*{taken:.0f} s*"
     if late.is_set():
-        verdict = f"**FAILED**: not done within {part.seconds} s; the rows above are right."
+        verdict = f"**FAILED**: not done within {part.seconds} s; the rows above stand."
     elif code == _LEFT_OUT:
         verdict = f"Left out: {last}."
     elif code:

@@ -206,11 +206,9 @@ class _Nothing:
 
 
 def test_a_device_that_computes_nothing_is_not_exact() -> None:
-    where, dtype = Where("cpu"), torch.float32
-    case = next(exactness.cases(where, "math"))
-    wrong = exactness._against_the_cpu(_Nothing(), case, 96, dtype, "cpu")
-    assert any("from the CPU's" in text for text in wrong)
-    math = exactness.named("math")
-    assert exactness._against_the_cpu(math, case, 96, dtype, "cpu") == []
-    planted = exactness.error_of(math, case, 96, dtype, "cpu", planted=True)
-    assert planted > exactness.LIMIT[dtype]
+    dtype = torch.float32
+    given = next(exactness.cases(Where("cpu"), "math")), 96, dtype, "cpu", "cpu"
+    math, limit = exactness.named("math"), exactness.LIMIT[dtype]
+    assert exactness.error_of(math, *given) <= limit
+    assert exactness.error_of(_Nothing(), *given) > limit
+    assert exactness.error_of(math, *given, planted=True) > limit

@@ -322,7 +322,7 @@ def llama(name: str) -> dict:
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "vocab_size": 128}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads)).to(torch.bfloat16).cuda()
-    weft.parallelize(model, layout, verify=False)
+    weft.parallelize(model, layout)
     ids = torch.randint(0, 100, (1, 512), device="cuda")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     waits = Waits()
