@@ -656,7 +656,7 @@ def test_what_a_layer_before_made_is_compared_to_rounding():
     torch.testing.assert_close(weft.on_threads(Layout.parse("tokens: ring=2"), rank)[1], model(x))
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 2])
+@pytest.mark.parametrize("tokens", [1, 2])
 def test_fewer_tokens_than_ranks(tokens):
     gaps = errors(Part().double(), "tokens: ring=3", lambda m: [m(_TINY[:, :tokens]).sin().sum()])
     assert max(gaps) < 1e-12
