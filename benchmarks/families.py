@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -31,6 +32,7 @@ from transformers.models.auto import modeling_auto as auto
 
 from weft import Field, Layout
 from weft.errors import WeftError
+from weft_axes.fields import run
 from weft_axes.fields.registry import function_name
 from weft_integrations.transformers import verify
 
@@ -359,17 +361,15 @@ def compared(row: Row, model: torch.nn.Module, call: Any, layouts: tuple[str, ..
 @contextlib.contextmanager
 def counted() -> Iterator[set[str]]:
     """The functions of torch that are called on fields."""
-    rules, names = vars(Field)["__torch_function__"], set()
+    rules, names = run.run_function, set()
 
-    def run(cls: type, func: Any, *others: Any) -> Any:
+    def counting(cls: type, func: Any, *others: Any) -> Any:
         names.add(function_name(func))
-        return rules.__func__(cls, func, *others)
+        return rules(cls, func, *others)
 
-    Field.__torch_function__ = classmethod(run)  # type: ignore[assignment]
-    try:
+    methods = patch.object(run, "run_function", counting)
+    with methods, patch.object(Field, "__torch_function__", classmethod(counting)):
         yield names
-    finally:
-        Field.__torch_function__ = rules
 
 
 def case_of(kind: str, family: str) -> tuple[torch.nn.Module, dict[str, Any] | None]:

@@ -110,9 +110,8 @@ def _tried(model: nn.Module, use: Callable[[nn.Module, Tensor], list[Tensor]]) -
             [g[0] for g in ranks][:1] + [sum(g) / len(g) for g in zip(*(r[1:] for r in ranks))]
         ]
     for got in ranks:
-        pairs = zip(got, wanted, strict=True)
-        off = max(float((g - w).abs().max()) for g, w in pairs if w.numel())
+        off = max((g - w).abs().max() for g, w in zip(got, wanted, strict=True) if w.numel())
         if not off <= TOLERANCE * max(scale, 1e-3):
             return f"differs: {off / scale:.0e}"
     whole = any("every rank computes all" in str(w.message) for w in raised)
-    return "equal, whole" if whole else "equal"
+    return "equal" + ", whole" * whole

@@ -72,9 +72,6 @@ def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
     y, cos, sin = x * 2, angles.cos(), angles.sin()
     weight = layer.mlp.gate_proj.weight
 
-    def of(layer: nn.Module) -> Callable:
-        return lambda x, cos, sin: layer(x, position_embeddings=(cos, sin))
-
     every: dict[str, tuple[Callable, tuple]] = {
         "x + y": (lambda x, y: x + y, (x, y)),
         "linear": (lambda x: F.linear(x, weight), (x,)),
@@ -83,10 +80,10 @@ def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
         "cat of features": (lambda x, y: torch.cat((x, y), -1), (x, y)),
         "MLP": (layer.mlp, (x,)),
         "RMSNorm": (layer.input_layernorm, (x,)),
-        "layer without kernel": (of(layer), (x, cos, sin)),
+        "layer without kernel": (lambda x, *cs: layer(x, position_embeddings=cs), (x, cos, sin)),
         "MLP, an island": (islands.mlp, (x,)),
         "RMSNorm, an island": (islands.input_layernorm, (x,)),
-        "layer with islands": (of(islands), (x, cos, sin)),
+        "layer with islands": (lambda x, *cs: islands(x, position_embeddings=cs), (x, cos, sin)),
     }
     return {
         name: (run, args, tuple(a.to_local() for a in args)) for name, (run, args) in every.items()
@@ -96,8 +93,8 @@ def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
 def measured(layout: weft.Layout) -> list[tuple[str, tuple[float, ...]]]:
     """The times of every function on the first rank."""
     with torch.no_grad():
-        made = functions(layout)  # whose calls ranks compare
-        return [(name, times(*one)) for name, one in made.items() if layout.rank == 0]
+        every = functions(layout).items()  # whose calls ranks compare
+        return [(name, times(*one)) for name, one in every if layout.rank == 0]
 
 
 def main() -> None:
@@ -107,8 +104,7 @@ def main() -> None:
     lines = ["| | field, least | median | plain, least | median | ratio of least | above plain |"]
     lines += ["| --- " * 7 + "|"]
     for name, (a, b, c, d) in weft.on_threads(layout, measured)[0]:
-        row = f"{a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} | {a / c:.1f} | {a - c:.1f}"
-        lines.append(f"| {name} | {row} |")
+        lines += [f"| {name} | {a:.1f} | {b:.1f} | {c:.1f} | {d:.1f} | {a / c:.1f} | {a - c:.1f} |"]
     head = (__doc__ or "").partition("\n")[0]
     made = f"`python -m benchmarks.fields_host`, in us of the CPU; torch {torch.__version__}"
     text = "\n".join([f"# {head}", "", f"{made}, load {os.getloadavg()[0]:.1f}.", "", *lines, ""])
