@@ -530,7 +530,7 @@ class Calls:
         ids = tokens_of(local)
         config = self.model.config.get_text_config(decoder=True)
         chunked = getattr(config, "attention_chunk_size", None) is not None
-        if ids is None or chunked or not self.rotates:
+        if ids is None or chunked or not (self.rotates or cache.recurrent):
             return False
         if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis):
             return False
