@@ -29,11 +29,11 @@ from weft_axes.carry.pieces import LocalPieces
 from weft_axes.fields import Field, WholeReport, cut
 from weft_axes.losses.labels import IGNORED, shift_labels
 
-from .. import Foreign
+from .. import Foreign, consistency
 from ..common import named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
 from ..fields import generators
 from ..units import let_fields_through
-from . import consistency, refused
+from . import refused
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
 from .chosen_keys import chooses_over_ranks
