@@ -36,10 +36,11 @@ def model_of(where: Where) -> HFModel:
     """The model of a machine."""
     try:
         from transformers import LlamaConfig
-    except ImportError:
-        raise CannotRun("transformers is not installed") from None
-    from weft_planner.hf_config import HFModel
 
+        import weft_integrations.transformers  # noqa: F401
+        from weft_planner.hf_config import HFModel
+    except ImportError as error:
+        raise CannotRun(f"transformers is missing or too old ({error})") from None
     return HFModel(LlamaConfig(**(SMALL if where.rehearsal else LARGE)), "llama")
 
 

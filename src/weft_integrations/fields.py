@@ -16,16 +16,24 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft._torch import active_ddp, fsdp_groups, is_compiled, is_fsdp, outside_graphs
+from weft._torch import (
+    active_ddp,
+    fsdp_groups,
+    in_transform,
+    is_compiled,
+    is_fsdp,
+    outside_graphs,
+)
 from weft._uploads import download
 from weft.comm.consistency import sums_of_bits
+from weft.comm.once_differentiable import transformed
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.move.collectives import invariant_to_replicate, scale_backward
@@ -34,7 +42,7 @@ from weft_axes.fields.exchange import is_made_whole
 from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_islands
 from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
-from . import Foreign
+from . import Foreign, consistency
 from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
 from .units import let_fields_through
 
@@ -253,13 +261,15 @@ class _Calls:
             self._refuse_unsplit(name, bound.arguments)
         except (UnsupportedError, ShapeError) as error:
             failure = f"refused: {error}"
-        tensors = {k: v for k, v in given.items() if isinstance(v, Tensor)}
-        shapes = {k: f"{tuple(v.shape)} of {v.dtype}" for k, v in tensors.items()}
+        shapes = {
+            k: f"{tuple(v.shape)} of {v.dtype}{', made' if v.grad_fn is not None else ''}"
+            for k, v in consistency.tensors_of(given)
+        }
         label = f"a call of {type(self.model).__name__}.{name}"
         self.layout.bound.agree(label, failure or str(shapes), self.mesh_dims)
         if failure:
             raise UnsupportedError(failure.removeprefix("refused: "))
-        numbers = self._numbers(tensors)
+        numbers = self._numbers(given)
         before = generators()
         self.entered = not self.enters_within or self.ranks == 1
         result = run(*bound.args, **bound.kwargs)
@@ -275,18 +285,32 @@ class _Calls:
         self.calls, self.training = self.calls + 1, self.model.training
         return result
 
-    def _numbers(self, tensors: Mapping[str, Tensor]) -> Callable[[], str]:
+    def _numbers(self, given: Mapping[str, Any]) -> Callable[[], str]:
         """Sums of bits of arguments and, at times, of weights, as a text once they are there."""
-        named = {k: t for k, t in tensors.items() if t.grad_fn is None and _is_plain(t)}
+        arguments = {k: t for k, t in consistency.tensors_of(given) if _is_plain(t)}
+        named = {k: t for k, t in arguments.items() if t.grad_fn is None}
+        made = {k: t for k, t in arguments.items() if t.grad_fn is not None and t.numel()}
+        if made and self.ranks > 1:
+            self._compare_made(made)
         if self.calls % EVERY == 0 or self.training != self.model.training:
             state = (*self.model.named_parameters(), *self.model.named_buffers())
             named |= {name: t for name, t in state if _is_plain(t)}
         arrive = download([row for t in named.values() for row in sums_of_bits([t])])
         return lambda: json.dumps(dict(zip(named, (row[0] for row in arrive()))))
 
+    def _compare_made(self, made: Mapping[str, Tensor]) -> None:
+        """Refuses arguments that layers before made, where they differ by more than rounding."""
+        state = consistency.of_arguments(made).arrive()
+        texts = self.layout.bound.share("arguments", json.dumps(state.numbers), self.mesh_dims)
+        every = {rank: json.loads(text) for rank, text in texts.items()}
+        consistency.check_close(every, state, self.layout.bound.world_ranks)
+
     def _refuse_unsplit(self, name: str, arguments: Mapping[str, Any]) -> None:
         split = any(self.layout.size(axis) > 1 for axis in self.dims) and not self.enters_within
-        if split and not any(_has_field(value) for value in arguments.values()):
+        fields = [f for value in arguments.values() for f in _fields(value)]
+        # Of one position every rank computes all: it is whole.
+        alone = self.named and any(1 in [*map(f.size, self.dims.values())] for f in fields)
+        if split and not alone and not any(f._place.is_split for f in fields):
             raise UnsupportedError(
                 f"{type(self.model).__name__}.{name} gets no tensor that is split, so that every"
                 f" rank would compute all of it: name those that are by inputs=, of"
@@ -336,6 +360,14 @@ class _Calls:
     def _refuse_state(self) -> None:
         refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
         self.check()
+        if in_transform():
+            raise transformed(type(self.model).__name__)
+        for name, module in self.model.named_modules():
+            if name and (module._backward_hooks or module._backward_pre_hooks):
+                raise UnsupportedError(
+                    f"{name} has a backward hook, which torch gives tensors of its own graph and no"
+                    " field: hook the tensor that a forward hook gets, or weights"
+                )
         for name in (n for n, m in self.model.named_modules() if n and is_compiled(m)):
             raise UnsupportedError(f"{name} is compiled, where ranks exchange numbers; {ASK}")
         for flag in ("use_tiling", "use_slicing"):
@@ -352,12 +384,13 @@ def _is_plain(t: Tensor) -> bool:
     return plain and t.device.type != "meta" and t.numel() > 0
 
 
-def _has_field(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_has_field, value))
-    if isinstance(value, Mapping):
-        return any(map(_has_field, value.values()))
-    return isinstance(value, Field) and value._place.is_split
+def _fields(value: Any) -> Iterator[Field]:
+    """The fields in nested lists and mappings."""
+    if isinstance(value, Field):
+        yield value
+    items: Any = value.values() if isinstance(value, Mapping) else ()
+    for each in value if isinstance(value, list | tuple) else items:
+        yield from _fields(each)
 
 
 def generators() -> str:

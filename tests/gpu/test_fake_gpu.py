@@ -403,7 +403,7 @@ def test_decoding_compares_the_token_alone_and_awaits_no_vote(apart) -> None:
 
 def gradients() -> tuple[list[str], int, list[str]]:
     """Waits in a backward pass, whose engine is a stand-in."""
-    from weft_integrations.transformers import consistency
+    from weft_integrations import consistency
 
     order: list[str] = []
     ends: list[Callable] = []

@@ -607,3 +607,94 @@ def test_bytes_are_those_counted_by_hand(name):
         return sum(moved.received.values())
 
     assert weft.on_threads(Layout.parse("tokens(zigzag): gather=2"), rank)[0] == wanted
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.w = nn.Linear(8, 8), nn.Parameter(torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor, given: dict | None = None) -> Tensor:
+        y = F.softmax(self.q(x) * self.w, 1).cumsum(1)
+        return y if given is None else y * given["scale"]
+
+
+def _flip(p: Tensor) -> None:
+    p.data.copy_(p.data.flip(0).clone())
+
+
+#: What rank 1 passes, or does to its model, of x.
+OTHER: dict[str, Callable[[nn.Module, Tensor, bool], Tensor]] = {
+    "rows in another order": lambda m, x, other: m(x.flip(0) if other else x),
+    "tokens in another order": lambda m, x, other: m(x.flip(1) if other else x),
+    "features in another order": lambda m, x, other: m(x.flip(2) if other else x),
+    "rows of a weight in another order": lambda m, x, other: (other and _flip(m.q.weight), m(x))[1],
+    "a tensor in a dict": lambda m, x, other: m(x, {"scale": torch.ones(8) + other}),
+    "what a layer before made": lambda m, x, other: m(x.requires_grad_() * (1 + other)),
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_ranks_with_other_numbers_are_refused(name):
+    model, x = Part(), torch.randn(4, 7, 8)
+
+    def rank(layout: Layout) -> Tensor:
+        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
+        return OTHER[name](split, x.clone(), bool(layout.rank))
+
+    with pytest.raises(ShapeError, match=r"same on every rank|differs between"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+def test_what_a_layer_before_made_is_compared_to_rounding():
+    model, x = Part().double(), torch.randn(4, 7, 8, dtype=torch.float64)
+
+    def rank(layout: Layout) -> Tensor:
+        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
+        return split(x.clone().requires_grad_() * (1 + 1e-15 * layout.rank)).detach()
+
+    torch.testing.assert_close(weft.on_threads(Layout.parse("tokens: ring=2"), rank)[1], model(x))
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_fewer_tokens_than_ranks(tokens):
+    gaps = errors(Part().double(), "tokens: ring=3", lambda m: [m(_TINY[:, :tokens]).sin().sum()])
+    assert max(gaps) < 1e-12
+
+
+_TINY = torch.linspace(-2, 2, 48, dtype=torch.float64).view(2, 3, 8)
+
+#: What becomes of a model, and what a refusal says.
+REFUSED: dict[str, tuple[Callable, Callable, str]] = {
+    "a backward hook": (
+        lambda m: m.q.register_full_backward_hook(lambda *given: None),
+        lambda m, x: m(x),
+        "q has a backward hook",
+    ),
+    "a map around it": (lambda m: None, lambda m, x: torch.func.vmap(m)(x[None]), "torch.func"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_fields_do_not_reach_is_refused_by_name(name):
+    change, call, words = REFUSED[name]
+
+    def rank(layout: Layout) -> None:
+        model = Part().double()
+        change(model)
+        call(weft.parallelize(model, layout, dims={"tokens": 1}), _TINY)
+
+    with pytest.raises(UnsupportedError, match=words):
+        weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+def test_a_function_in_the_place_of_torchs_is_refused(monkeypatch):
+    """It would run around the one of torch, and around what that one is on a rank."""
+    softmax = F.softmax
+    monkeypatch.setattr(F, "softmax", lambda x, *given: softmax(x / 2, *given))
+
+    def rank(layout: Layout) -> None:
+        weft.parallelize(Part().double(), layout, dims={"tokens": 1})(_TINY)
+
+    with pytest.raises(UnsupportedError, match=r"softmax is <function .* not torch's"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), rank)

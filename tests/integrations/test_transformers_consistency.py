@@ -23,7 +23,8 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft_integrations.transformers import ShardedCache, consistency
+from weft_integrations import consistency
+from weft_integrations.transformers import ShardedCache
 
 RING = Layout.parse("tokens: ring=2")
 IDS = torch.arange(2, 48).view(2, 23)

@@ -17,7 +17,7 @@ if importlib.util.find_spec("transformers") is None:
 
 import transformers as hf
 
-from weft_integrations.transformers import consistency
+from weft_integrations import consistency
 from weft_integrations.transformers.hooks import find_embeddings
 from weft_integrations.transformers.masks import Blocks
 

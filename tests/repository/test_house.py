@@ -281,67 +281,6 @@ def test_a_public_name_is_defined_once():
     assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
 
 
-#: Files of tests that have more than one module in view, and so are named after none.
-OTHER_TESTS = [
-    "any_model",
-    "rows",
-    "seam",
-    "stacks",
-    "whole",
-    "budgets",
-    "calls_of_users",
-    "idea",
-    "faults",
-    "composition",
-    "inference",
-    "input",
-    "packed",
-    "language_model",
-    "not_finite",
-    "order_of_groups",
-    "late",
-    "launches",
-    "precision",
-    "properties",
-    "weather",
-    "torchtitan",
-    "fake_gpu",
-    "null_cuda",
-    "flex_compiled",
-    "fake_ranks",
-    "gpu",
-    "two_nodes",
-    "private",
-    "mutants",
-    "seeded",
-    "accuracy",
-    "clusters",
-    "families",
-    "gpu_benchmark",
-    "elastic",
-    "kills",
-    "docs",
-    "docstrings",
-    "house",
-    "imports",
-    "readme",
-    "reference_pages",
-    "tabicl",
-    "tabpfn",
-    "tutorials",
-    "wheel",
-]
-
-
-def test_files_of_tests_are_named_after_modules():
-    """CONTRIBUTING.md has the rule."""
-    rooms = {path.name for path in SRC.rglob("*") if path.is_dir()}
-    homes = rooms | {path.stem.lstrip("_") for path in SRC.rglob("*.py")}
-    names = {path.stem.removeprefix("test_") for path in (ROOT / "tests").rglob("test_*.py")}
-    other = {n for n in names - homes if not n.startswith(tuple(f"{room}_" for room in rooms))}
-    assert other == {*OTHER_TESTS}
-
-
 def test_few_cases_have_every_value_of_their_parameters():
     """Three of nine pairs have all six values; of one parameter, both ends and the middle."""
     pairs = [{"mask": mask, "layout": line} for mask in "abc" for line in "xyz"]
@@ -355,13 +294,13 @@ def test_few_cases_have_every_value_of_their_parameters():
 #: them; who needs more, finds what can go.
 BUDGET = {
     "src/weft": 16_930,
-    "src/weft_axes": 11_330,
+    "src/weft_axes": 11_350,
     "src/weft_models": 6_220,
-    "src/weft_integrations": 6_400,
+    "src/weft_integrations": 5_750,
     "src/weft_planner": 3_340,
     "src/weft_proof": 1_130,
     "src/weft_cli": 4_330,
-    "tests": 42_300,
+    "tests": 41_240,
     "benchmarks": 9_100,
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -93,12 +94,12 @@ class FieldRegion:
         return found
 
 
+@dataclass(eq=False)
 class WholeReport:
     """What ran whole on every rank for want of a rule: function -> calls and numbers."""
 
-    def __init__(self) -> None:
-        self.calls: dict[str, int] = {}
-        self.numbers: dict[str, int] = {}
+    calls: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
 
     def count(self, name: str, numbers: int) -> bool:
         """Count a call that brought some numbers to every rank; true at the first of a name."""

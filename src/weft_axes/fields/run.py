@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -218,9 +219,24 @@ def _text(value: Any) -> str:
     return type(value).__name__
 
 
+def _is_torchs(func: Any) -> bool:
+    """True of a function of C, or of one that a module of torch defines, whatever it is called."""
+    if not isinstance(func, types.FunctionType):
+        return type(func).__module__ == "builtins"
+    return str(func.__globals__.get("__name__")).startswith("torch")
+
+
 def _recipe(
     func: Callable, args: tuple, kwargs: dict, parts: list[Part], name: str
 ) -> Recipe | Direct:
+    if not _is_torchs(func):
+        for place in (torch.nn.functional, torch.functional):
+            for name, found in vars(place).items():
+                if found is func:
+                    raise UnsupportedError(
+                        f"{place.__name__}.{name} is {func!r}, which is not torch's, and would run"
+                        " twice on a weft.Field: put torch's back, and call yours by its own name"
+                    )
     if func in RULES:
         return RULES[func](*args, **kwargs)
     if func in POSITIONWISE:

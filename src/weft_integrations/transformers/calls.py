@@ -29,11 +29,11 @@ from weft_axes.carry.pieces import LocalPieces
 from weft_axes.fields import Field, WholeReport, cut
 from weft_axes.losses.labels import IGNORED, shift_labels
 
-from .. import Foreign
+from .. import Foreign, consistency
 from ..common import named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
 from ..fields import generators
 from ..units import let_fields_through
-from . import consistency, refused
+from . import refused
 from .cache import ShardedCache
 from .cache_layers import TAKES_COLUMNS
 from .chosen_keys import chooses_over_ranks
@@ -530,7 +530,7 @@ class Calls:
         ids = tokens_of(local)
         config = self.model.config.get_text_config(decoder=True)
         chunked = getattr(config, "attention_chunk_size", None) is not None
-        if ids is None or chunked or not self.rotates:
+        if ids is None or chunked or not (self.rotates or cache.recurrent):
             return False
         if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis):
             return False

@@ -184,6 +184,11 @@ def of_call(model: nn.Module, kwargs: Mapping[str, Any], weights_of: AllWeights)
     return replace(_of(kwargs, heads, weights_of.due(model)), mode=_mode(model))
 
 
+def of_arguments(tensors: Mapping[str, Tensor]) -> Compared:
+    """The state of arguments that layers before a model made."""
+    return _of(tensors, [], [])
+
+
 def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
     """The state of a token of `generate`, which made the rest of the same tokens."""
     names = [f"{part}{n}" for part in ("", "decoder_") for n in ("input_ids", "inputs_embeds")]
@@ -192,7 +197,7 @@ def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
 
 def _of(kwargs: Mapping[str, Any], heads: list[Tensor], every: list[Tensor]) -> Compared:
     """The state of rows, of the first numbers of weights, and of sums of all weights."""
-    tensors = dict(_tensors(kwargs))
+    tensors = dict(tensors_of(kwargs))
     real = {n: t for n, t in tensors.items() if t.is_floating_point()}
     integers = {n: t for n, t in tensors.items() if n not in real}
     shapes = {n: f"{tuple(t.shape)}" for n, t in tensors.items()}
@@ -284,7 +289,7 @@ def _folded(tensor: Tensor) -> Tensor:
     return total
 
 
-def _tensors(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Tensor]]:
+def tensors_of(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Tensor]]:
     """The tensors of a call by name, with those in lists and outputs of towers."""
     for name, value in values.items():
         path = f"{within}{name}"
@@ -292,9 +297,9 @@ def _tensors(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str,
             if not value.is_meta:
                 yield path, value
         elif isinstance(value, Mapping):
-            yield from _tensors(value, f"{path}.")
+            yield from tensors_of(value, f"{path}.")
         elif isinstance(value, list | tuple):
-            yield from _tensors({str(i): item for i, item in enumerate(value)}, f"{path}.")
+            yield from tensors_of({str(i): item for i, item in enumerate(value)}, f"{path}.")
 
 
 def _is_plain(p: Tensor) -> bool:
