@@ -609,6 +609,21 @@ def test_bytes_are_those_counted_by_hand(name):
     assert weft.on_threads(Layout.parse("tokens(zigzag): gather=2"), rank)[0] == wanted
 
 
+@pytest.mark.parametrize("part", ["a layer", "the model", "around it"])
+def test_a_compiled_model_of_transformers_is_refused_by_name(part):
+    def rank(layout: Layout) -> None:
+        model = weft.parallelize(_transformers("llama"), layout)
+        ids = torch.arange(14)[None]
+        model(input_ids=ids)
+        if part != "around it":
+            (model.model.layers[1] if part == "a layer" else model).compile(backend="eager")
+        call = torch.compile(model, backend="eager") if part == "around it" else model
+        call(input_ids=ids)
+
+    with pytest.raises(UnsupportedError, match="is compiled, where ranks exchange numbers"):
+        rank(Layout.single())
+
+
 class Part(nn.Module):
     def __init__(self) -> None:
         super().__init__()

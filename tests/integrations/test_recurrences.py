@@ -21,7 +21,6 @@ if importlib.util.find_spec("transformers") is None:
 import transformers as hf
 from fp64 import whole
 from hybrids import build, ids, on_layout, one_device, packed
-from pool import Pool
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.modeling_qwen3_5 import torch_chunk_gated_delta_rule
 
@@ -460,29 +459,6 @@ def test_kernel_that_runs_on_no_cpu_is_not_called_there(monkeypatch):
     assert on_layout(model, "tokens: ring=3", ids()).off(want)[0] < 1e-2
     mine = parallelize(model, Layout.single()).eval()
     assert mine.generate(ids(1, 8), max_new_tokens=3).shape == (1, 11)
-
-
-def _compiled(rank: int, layers: bool) -> float:
-    """The largest difference that it makes to a gradient to compile layers, or the model."""
-    layout = Layout.parse("tokens: ring=2").build("cpu", timeout=60)
-    model = parallelize(build("qwen3_5", torch.float32), layout)
-    batch, found = {"input_ids": ids(), "labels": ids()}, []
-    for compiles in (False, True):
-        # Two layers of the same code, and one that attends.
-        for part in (model.model.layers[1:] if layers else [model]) if compiles else ():
-            part.compile(backend="aot_eager")
-        model.zero_grad()
-        model(**batch).loss.backward()
-        layout.sync_gradients(model)
-        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
-    return max(((g - found[1][n]).norm() / g.norm()).item() for n, g in found[0].items())
-
-
-@pytest.mark.slow
-def test_layers_and_models_that_are_compiled_are_the_same():
-    with Pool(2, gloo_timeout=240.0) as pair:
-        for layers in (True, False):
-            assert max(pair.run(_compiled, layers, timeout=280.0)) < 1e-5, layers
 
 
 @pytest.mark.parametrize("first", ["hooks", "weft"])

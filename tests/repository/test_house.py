@@ -296,7 +296,7 @@ BUDGET = {
     "src/weft": 16_930,
     "src/weft_axes": 11_350,
     "src/weft_models": 6_220,
-    "src/weft_integrations": 5_750,
+    "src/weft_integrations": 5_770,
     "src/weft_planner": 3_340,
     "src/weft_proof": 1_130,
     "src/weft_cli": 4_330,

@@ -23,8 +23,7 @@ def trainer_arguments(args: TrainingArguments) -> None:
     if args.torch_compile:
         _refuse(
             "torch_compile=True",
-            "the model's hooks ask the other ranks, which a graph of the whole model cannot; "
-            "compile its layers, layer.compile(fullgraph=True)",
+            "the functions of the model ask the other ranks, which a graph cannot",
         )
     if args.auto_find_batch_size:
         _refuse(
@@ -82,7 +81,7 @@ def accelerator(instance: Accelerator, group: ContextGroup) -> None:
     if plugin is not None and str(plugin.backend.value) not in ("NO", "no"):
         _refuse(
             f"accelerate's dynamo backend {plugin.backend.value}",
-            "compile the model's layers, layer.compile(fullgraph=True)",
+            "leave the model as it is, whose functions ask the other ranks",
         )
 
 

@@ -150,6 +150,8 @@ class Calls:
         compared = consistency.Compared()
         try:
             refused.transform(type(module).__name__)
+            if not self.generating:
+                refused.compiled(module)
             refused.another_attention(self.configured, self.implementation)
             refused.masked_sound(self.sound_maskers, self.layout, self.axis)
             refused.replaced_layers([*self.recurrent, *self.of_rows])

@@ -29,7 +29,7 @@ from weft_axes.fields import Field, cut, own_chunk
 
 from .. import Foreign
 from ..chunked import of_chunk, split_at
-from . import decoding, latents
+from . import decoding, latents, refused
 from .chosen_keys import Weighed, as_scores
 from .compressed import attend_with_entries
 from .defaults import CACHES
@@ -56,6 +56,7 @@ def make_mask(
     """
     call = running()
     if call is None:
+        refused.while_compiling()
         raise DeclarationError(
             f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
@@ -151,6 +152,7 @@ def attend(
         strange.append("position_bias")
     call = running()
     if call is None:
+        refused.while_compiling()
         raise DeclarationError(
             f"{name} attends outside of a parallelized model's forward pass: call the model, and"
             " recompute layers by model.gradient_checkpointing_enable()"
