@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
 
@@ -168,3 +168,26 @@ def of_all_ranks(
 def chunk_places(layout: Layout, axis: str, length: int) -> list[Tensor]:
     """The positions of every chunk of an axis of some length, (n,) each."""
     return [positions(spans, "cpu") for spans in chunks(layout, axis, length)]
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists, tuples and mappings.
+
+    >>> [len(x) for x in tensors_in({"a": [torch.ones(2)], "b": (1, torch.ones(3))})]
+    [2, 3]
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each)
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Raise where a module within a model has a backward hook, which fields do not reach."""
+    for name, module in model.named_modules():
+        if name and (module._backward_hooks or module._backward_pre_hooks):
+            raise UnsupportedError(
+                f"{name} has a backward hook, which torch gives tensors of its own graph and no"
+                " field: hook the tensor that a forward hook gets, or weights"
+            )

@@ -181,21 +181,18 @@ def of_call(model: nn.Module, kwargs: Mapping[str, Any], weights_of: AllWeights)
     trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     heads = [bits_of(p.detach().reshape(-1)[:_OF_A_WEIGHT]).long() for p in chosen]
-    return replace(_of(kwargs, heads, weights_of.due(model)), mode=_mode(model))
-
-
-def of_arguments(tensors: Mapping[str, Tensor]) -> Compared:
-    """The state of arguments that layers before a model made."""
-    return _of(tensors, [], [])
+    return replace(of_arguments(kwargs, heads, weights_of.due(model)), mode=_mode(model))
 
 
 def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
     """The state of a token of `generate`, which made the rest of the same tokens."""
     names = [f"{part}{n}" for part in ("", "decoder_") for n in ("input_ids", "inputs_embeds")]
-    return _of({n: kwargs[n] for n in names if kwargs.get(n) is not None}, [], [])
+    return of_arguments({n: kwargs[n] for n in names if kwargs.get(n) is not None})
 
 
-def _of(kwargs: Mapping[str, Any], heads: list[Tensor], every: list[Tensor]) -> Compared:
+def of_arguments(
+    kwargs: Mapping[str, Any], heads: Sequence[Tensor] = (), every: Sequence[Tensor] = ()
+) -> Compared:
     """The state of rows, of the first numbers of weights, and of sums of all weights."""
     tensors = dict(tensors_of(kwargs))
     real = {n: t for n, t in tensors.items() if t.is_floating_point()}

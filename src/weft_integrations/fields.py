@@ -16,7 +16,7 @@ import inspect
 import json
 import math
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -43,7 +43,13 @@ from weft_axes.fields.islands import PROOF, on_positions, on_rows, proven_island
 from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
 from . import Foreign, consistency
-from .common import Parallelized, check_not_placed, refuse_scaled_by_tensor
+from .common import (
+    Parallelized,
+    check_hooks,
+    check_not_placed,
+    refuse_scaled_by_tensor,
+    tensors_in,
+)
 from .units import let_fields_through
 
 #: The axes of images and fields, and the dims that they have in tensors of four dims or more.
@@ -300,14 +306,14 @@ class _Calls:
 
     def _compare_made(self, made: Mapping[str, Tensor]) -> None:
         """Refuses arguments that layers before made, where they differ by more than rounding."""
-        state = consistency.of_arguments(made).arrive()
-        texts = self.layout.bound.share("arguments", json.dumps(state.numbers), self.mesh_dims)
+        state, bound = consistency.of_arguments(made).arrive(), self.layout.bound
+        texts = bound.share("arguments", json.dumps(state.numbers), self.mesh_dims)
         every = {rank: json.loads(text) for rank, text in texts.items()}
-        consistency.check_close(every, state, self.layout.bound.world_ranks)
+        consistency.check_close(every, state, bound.world_ranks)
 
     def _refuse_unsplit(self, name: str, arguments: Mapping[str, Any]) -> None:
         split = any(self.layout.size(axis) > 1 for axis in self.dims) and not self.enters_within
-        fields = [f for value in arguments.values() for f in _fields(value)]
+        fields = [t for t in tensors_in(arguments) if isinstance(t, Field)]
         # Of one position every rank computes all: it is whole.
         alone = self.named and any(1 in [*map(f.size, self.dims.values())] for f in fields)
         if split and not alone and not any(f._place.is_split for f in fields):
@@ -362,12 +368,7 @@ class _Calls:
         self.check()
         if in_transform():
             raise transformed(type(self.model).__name__)
-        for name, module in self.model.named_modules():
-            if name and (module._backward_hooks or module._backward_pre_hooks):
-                raise UnsupportedError(
-                    f"{name} has a backward hook, which torch gives tensors of its own graph and no"
-                    " field: hook the tensor that a forward hook gets, or weights"
-                )
+        check_hooks(self.model)
         for name in (n for n, m in self.model.named_modules() if n and is_compiled(m)):
             raise UnsupportedError(f"{name} is compiled, where ranks exchange numbers; {ASK}")
         for flag in ("use_tiling", "use_slicing"):
@@ -382,15 +383,6 @@ def _is_plain(t: Tensor) -> bool:
     """True of a tensor whose numbers are on this rank."""
     plain = not isinstance(t, DTensor | Field) and t.layout == torch.strided
     return plain and t.device.type != "meta" and t.numel() > 0
-
-
-def _fields(value: Any) -> Iterator[Field]:
-    """The fields in nested lists and mappings."""
-    if isinstance(value, Field):
-        yield value
-    items: Any = value.values() if isinstance(value, Mapping) else ()
-    for each in value if isinstance(value, list | tuple) else items:
-        yield from _fields(each)
 
 
 def generators() -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,8 @@ from weft.layout import Layout
 from weft.plan.plan import Plan
 from weft_axes.fields import Field, WholeReport
 from weft_axes.fields.islands import PROOF
+
+from .common import tensors_in
 
 #: What is counted beside numbers of functions that ran whole, by their names: functions of torch
 #: that give tensors, bytes sent, passes of attention.
@@ -138,7 +140,7 @@ class _Watch(TorchFunctionMode):
 
     def when_gradient(self, values: Any, hook: Callable) -> None:
         """A hook of the first tensor that gets a gradient."""
-        locals_ = (x._local if isinstance(x, Field) else x for x in _tensors(values))
+        locals_ = (x._local if isinstance(x, Field) else x for x in tensors_in(values))
         if (first := next((x for x in locals_ if x.grad_fn is not None), None)) is not None:
             first.register_hook(hook)
 
@@ -147,20 +149,11 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         whole = sum(self.report.calls.values())
         result = func(*args, **(kwargs or {}))
-        of_field = any(isinstance(x, Field) for x in _tensors([args, kwargs]))
-        if sum(self.report.calls.values()) == whole and next(_tensors(result), None) is not None:
+        of_field = any(isinstance(x, Field) for x in tensors_in([args, kwargs]))
+        if sum(self.report.calls.values()) == whole and next(tensors_in(result), None) is not None:
             kind = "by rule" if of_field else "in islands" if self.in_islands else ""
             self.now.counts += Counter([kind] if kind else [])
         return result
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    items: Any = value.values() if isinstance(value, Mapping) else ()
-    for each in value if isinstance(value, list | tuple) else items:
-        yield from _tensors(each)
 
 
 def _modules(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -609,6 +609,13 @@ def test_bytes_are_those_counted_by_hand(name):
     assert weft.on_threads(Layout.parse("tokens(zigzag): gather=2"), rank)[0] == wanted
 
 
+def test_a_backward_hook_in_a_model_of_transformers_is_refused_by_name():
+    model = weft.parallelize(_transformers("llama"), Layout.single())
+    model.model.layers[0].mlp.register_full_backward_hook(lambda *given: None)
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp has a backward hook"):
+        model(input_ids=torch.arange(14)[None])
+
+
 @pytest.mark.parametrize("part", ["a layer", "the model", "around it"])
 def test_a_compiled_model_of_transformers_is_refused_by_name(part):
     def rank(layout: Layout) -> None:

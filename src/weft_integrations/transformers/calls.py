@@ -30,7 +30,7 @@ from weft_axes.fields import Field, WholeReport, cut
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
-from ..common import named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
+from ..common import check_hooks, named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
 from ..fields import generators
 from ..units import let_fields_through
 from . import refused
@@ -152,6 +152,7 @@ class Calls:
             refused.transform(type(module).__name__)
             if not self.generating:
                 refused.compiled(module)
+                check_hooks(module if self.decoder is None else self.decoder)
             refused.another_attention(self.configured, self.implementation)
             refused.masked_sound(self.sound_maskers, self.layout, self.axis)
             refused.replaced_layers([*self.recurrent, *self.of_rows])
