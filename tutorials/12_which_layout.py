@@ -5,7 +5,7 @@
 # and the links. `weft plan` answers from sizes and a description of the hardware, before you have
 # the machines. This tutorial
 #
-# - plans a call for four laptops on Ethernet, and asks what would change the answer,
+# - plans a call for four laptops on Ethernet,
 # - plans for a cluster of GPUs that you do not have,
 # - checks the plan, and counts its bytes on this machine,
 # - compares layouts for a full model, sums around its projections included.
@@ -44,7 +44,7 @@ print(f"of {laptops.considered} candidates, {len(laptops.choices)} on the clock"
 # %% [markdown]
 # `gap` says how much faster a layout that was not put on the clock may be, at most: a promise
 # about the clock's own model, not about your machine. `weft plan call` prints the same,
-# and says why the best one is, what would change it, and what was refused.
+# and says what bounds the best one, what is second, and what was refused.
 
 # %%
 assert laptops.gap <= 0.01 or len(laptops.choices) >= 10
