@@ -13,7 +13,7 @@ from weft.declare.layout_file import HEADS
 from weft.inspect import words
 from weft.layout import Layout
 from weft.move.plan import placement, plan_redistribution
-from weft.move.windows import TakePass, Windows
+from weft.move.windows import TakePass
 from weft.plan.predict import Forecast
 from weft.plan.problem import LocalProblem
 from weft_axes.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
@@ -165,7 +165,7 @@ def states(layout: Layout, axis: str, problem: LocalProblem, taps: int = 4) -> T
             passing = ChainExchange(plan, chunk, (state,))
         else:
             passing = StateExchange(plan, chunk, state + matrix)
-        left = plan.around(Windows(taps, 1, 1 - taps, problem.n, taps - 1))
+        left = plan.left(taps - 1)
         halo = TakePass(left, chunk, problem.batch * column)
         for name, traffic in zip(moved, (passing.traffic, halo.traffic)):
             moved[name].append((traffic(False).bytes, traffic(True).bytes))
