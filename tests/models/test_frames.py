@@ -100,7 +100,7 @@ def test_what_no_number_can_stand_for_is_refused():
         numbers(pd.DataFrame({"age": ["old", "3"]}))
     with pytest.raises(ValueError, match=r"'x' holds datetime64.* skrub's TableVectorizer"):
         Numbers(pd.DataFrame({"x": pd.to_datetime(["1970-01-02"])}))
-    with pytest.raises(TypeError, match="'x': argument must be a string or a number .*'dict'"):
+    with pytest.raises(TypeError, match=r"'x': argument must be a string or a number .*'dict'"):
         Numbers(pd.DataFrame({"x": [{"a": 1}, 2]}))
     with pytest.raises(ValueError, match="Complex data not supported"):
         Numbers(pd.DataFrame({"x": [1j]}))
