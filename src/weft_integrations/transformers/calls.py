@@ -130,7 +130,9 @@ class Calls:
         self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         # For padding that sees no token, eager functions and masks that a bias is added to take the
         # mean of all tokens, and other functions give 0.
-        self.biases = any(map(biases_distances, model.modules()))
+        self.biases = any(
+            biases_distances(m) or hasattr(type(m), "prepare_dynamic_mask") for m in model.modules()
+        )
         self.eager = "eager" in own_implementations(model, model._weft.own)
         self.attends_by_itself = self.implementation == model._weft.implementation
         self.fills_padding = not self.attends_by_itself and (self.eager or self.biases)

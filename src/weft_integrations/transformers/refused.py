@@ -219,7 +219,7 @@ def padding_that_is_read(name: str, read: str, biased: bool) -> NoReturn:
     `read` says by what, and `biased` that a bias is added to the masks of any implementation.
     """
     eager, sdpa = "attn_implementation='eager'", "attn_implementation='sdpa'"
-    means = "attention with a bias of distances" if biased else eager
+    means = "attention that adds a bias to its mask" if biased else eager
     zero = "" if biased else ", as 'sdpa' does"
     instead = "" if biased else f", or load the model with {sdpa}"
     unread = "set its labels to -100, ask for no states, pad on the right"
