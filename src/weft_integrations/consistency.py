@@ -137,7 +137,7 @@ class Entered:
 
     def meet(self, t: Tensor) -> None:
         """Take a plain tensor that outputs met into the comparison of this or the next pass."""
-        if not (self.inside() or isinstance(t, nn.Parameter) or t.is_complex()) and is_plain(t):
+        if not (self.inside() or isinstance(t, nn.Parameter) or t.is_complex()) and has_numbers(t):
             met = self.met if backward_pass() < 0 else self.begun_now()
             met.append(_arriving(t) if t.is_floating_point() else _mark(t))
 
@@ -193,7 +193,7 @@ class AllWeights:
         """Sums of all plain weights, one row per device, in a call that compares them."""
         due = self.calls % EVERY == 0 or model.training != self.training
         state = (*model.parameters(), *(model.buffers() if self.buffers else ()))
-        return sums_of_bits(filter(is_plain, state)) if due else []
+        return sums_of_bits(filter(has_numbers, state)) if due else []
 
     def count(self, model: nn.Module) -> None:
         """Count a call in which ranks agreed: of others they may remember different ones."""
@@ -207,7 +207,7 @@ def of_call(
     rounds: Callable[[Tensor], bool] = Tensor.is_floating_point,
 ) -> Compared:
     """The state of a call with full rows: those, a few weights, at times all of them."""
-    trained = [p for p in model.parameters() if p.requires_grad and is_plain(p)]
+    trained = [p for p in model.parameters() if p.requires_grad and has_numbers(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     heads = [bits_of(p.detach().reshape(-1)[:_OF_A_WEIGHT]).long() for p in chosen]
     state = of_arguments(kwargs, heads, weights_of.due(model), rounds)
@@ -230,7 +230,7 @@ def of_arguments(
 
     Rows of tensors that `rounds` tells may differ by rounding; others have the same bits.
     """
-    tensors = {n: t for n, t in tensors_of(kwargs) if is_plain(t)}
+    tensors = {n: t for n, t in tensors_of(kwargs) if has_numbers(t)}
     real = {n: t for n, t in tensors.items() if rounds(t)}
     integers = {n: t for n, t in tensors.items() if n not in real}
     shapes = {n: f"{tuple(t.shape)}" for n, t in tensors.items()}
@@ -334,7 +334,7 @@ def tensors_of(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[st
             yield from tensors_of({str(i): item for i, item in enumerate(value)}, f"{path}.")
 
 
-def is_plain(t: Tensor) -> bool:
+def has_numbers(t: Tensor) -> bool:
     """True of a tensor whose numbers are on this rank."""
     plain = not isinstance(t, DTensor | Field) and t.layout == torch.strided
     return plain and not t.is_meta and t.numel() > 0

@@ -110,6 +110,7 @@ def parallelize_fields(
         ShapeError: on every rank, if ranks call with other shapes, numbers, weights or options; in
             backward, if they make another loss of the outputs.
 
+    >>> import copy
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.GroupNorm(2, 4))
     >>> layout = Layout.parse("height: gather=2; width: gather=2")
     >>> def shape(layout):
@@ -292,13 +293,13 @@ class _Calls:
         Of plain tensors, such as penalties of weights, every rank has the whole gradient: its share
         is one of as many as there are ranks.
         """
-        is_field = isinstance(x, Field)
-        if self.keeps_fields and not (is_field and self.ranks > 1):
-            return x
-        if self.ranks == 1:
-            return x.full_tensor() if is_field else x
-        if x.requires_grad and torch.is_grad_enabled() and not is_field and not is_made_whole(x):
-            x = scale_backward(x, 1 / self.ranks)
+        if not isinstance(x, Field):
+            if self.keeps_fields or self.ranks == 1:
+                return x
+            if x.requires_grad and torch.is_grad_enabled() and not is_made_whole(x):
+                x = scale_backward(x, 1 / self.ranks)
+        elif self.ranks == 1:
+            return x if self.keeps_fields else x.full_tensor()
         return self.gradients.hand_out(x, self.keeps_fields)
 
     def _compare_gradients(self, arrive: Callable[[], consistency.GroupState]) -> None:
