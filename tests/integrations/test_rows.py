@@ -949,7 +949,11 @@ DIFFERENT = {
     ),
     "weights of tokens": (
         {"loss": lambda out, rank: (out.logits[..., 0] * IDS.roll(rank, 1)).mean()},
-        "gradients that entered",
+        "how a loss was made",
+    ),
+    "a mean that a rank scales": (
+        {"loss": lambda out, rank: out.logits.square().mean() * (1 + rank / 10)},
+        "how a loss was made",
     ),
     "a loss of one rank": (
         {"loss": lambda out, rank: out.loss * float(rank == 0)},
