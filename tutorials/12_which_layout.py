@@ -138,14 +138,8 @@ for rank, moved in enumerate(weft.on_threads(layout, count)):
 # %%
 layouts = ["heads: tp=2; tokens: ring=2", "tokens: ulysses=2 x ring=2", "tokens(zigzag): ring=4"]
 report = command(
-    "explain",
-    "model",
-    "causal_lm",
-    *layouts,
-    "--length",
-    "tokens=1024",
-    "--hardware",
-    "ethernet-laptops",
+    "explain", "model", "causal_lm", *layouts, "--length", "tokens=1024",
+    "--hardware", "ethernet-laptops",
 )
 assert "sums" in report
 print(report)
