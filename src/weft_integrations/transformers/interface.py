@@ -56,7 +56,6 @@ def make_mask(
     """
     call = running()
     if call is None:
-        refused.while_compiling()
         raise DeclarationError(
             f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
@@ -152,7 +151,6 @@ def attend(
         strange.append("position_bias")
     call = running()
     if call is None:
-        refused.while_compiling()
         raise DeclarationError(
             f"{name} attends outside of a parallelized model's forward pass: call the model, and"
             " recompute layers by model.gradient_checkpointing_enable()"
