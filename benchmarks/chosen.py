@@ -34,7 +34,7 @@ from benchmarks.latents import DTYPE, HEADS, LATENT, NOPE, ROPE, VALUES, Project
 from weft import Expansion, Layout
 from weft._torch import fake_ranks
 from weft.inspect.words import nbytes
-from weft.move.windows import TakePass, Windows
+from weft.move.windows import TakePass
 from weft.plan.choices import spreads_of
 from weft_integrations.common import chunk_places
 from weft_integrations.transformers import chosen_keys, compressed, running
@@ -133,7 +133,7 @@ def entries(line: str, tokens: int, kind: type[nn.Module]) -> Bytes:
         rows = [len(rest.closing(each)) for each in chunk_places(layout, "tokens", tokens)]
         spread = spreads_of(layout.mesh, tuple(layout.mesh), layout.coords, rows)
         back = sum(received for _, _, received, _ in spread)
-        left = pieces.plan.around(Windows(columns + 1, 1, -columns, tokens, columns))
+        left = pieces.plan.left(columns)
         chunk, others = pieces.chunk, sum(rows) - rows[pieces.chunk]
     size, of_index = (d * DTYPE.itemsize for d in (V4.head_dim, V4.index_head_dim))
     per_column = (4 if rest.overlap else 2) * size  # projections and gates, of two windows

@@ -5,9 +5,9 @@
 # and the links. `weft plan` answers from sizes and a description of the hardware, before you have
 # the machines. This tutorial
 #
-# - plans a call for four laptops on Ethernet, and asks what would change the answer,
+# - plans a call for four laptops on Ethernet,
 # - plans for a cluster of GPUs that you do not have,
-# - checks the plan, and measures it on this machine,
+# - checks the plan, and counts its bytes on this machine,
 # - compares layouts for a full model, sums around its projections included.
 #
 # [Tutorial 5](05_what_moves.ipynb) shows what a plan is made of.
@@ -44,7 +44,7 @@ print(f"of {laptops.considered} candidates, {len(laptops.choices)} on the clock"
 # %% [markdown]
 # `gap` says how much faster a layout that was not put on the clock may be, at most: a promise
 # about the clock's own model, not about your machine. `weft plan call` prints the same,
-# and says why the best one is, what would change it, and what was refused.
+# and says what bounds the best one, what is second, and what was refused.
 
 # %%
 assert laptops.gap <= 0.01 or len(laptops.choices) >= 10
@@ -88,12 +88,10 @@ axes.legend()
 plt.show()
 
 # %% [markdown]
-# ## Check it, and measure it
+# ## Check it
 #
-# A choice is a layout like any other. It is written as a file, checked, and timed next to others
-# on this machine, whose four ranks share its cores and memory: no network limits them, so other
-# layouts may come out closer than on four laptops. That is what `weft rates` is for: it writes a
-# hardware file of the machine at hand.
+# A choice is a layout like any other. It is written as a file, and proven from its plans. Times are
+# those of the four laptops; `weft rates` writes a hardware file of the machine at hand.
 
 
 # %%
@@ -110,14 +108,8 @@ plan = Path(tempfile.mkdtemp()) / "plan.toml"
 plan.write_text(best.layout.to_toml())
 print(command("check", str(plan), "--symbolic", "--mask", "causal", "--length", "64"))
 
-# %%
-print(
-    command("bench", "call", str(plan), "tokens: ulysses=4", "--mask", "causal", "--length", "1024",
-            "--heads", "8", "--kv-heads", "2", "--rounds", "3", "--device", "cpu")
-)  # fmt: skip
-
 # %% [markdown]
-# The bytes in that table were counted by the transports. They are those that the plan predicts:
+# The bytes that the transports count are those that the plan predicts:
 
 # %%
 layout = weft.Layout.load(plan)

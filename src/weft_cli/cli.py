@@ -21,8 +21,6 @@ COMMANDS = {
     "plan config": "Find how to train, or serve, a transformers model on a machine.",
     "check": "Run a layout, and compare it with softmax attention on one device.",
     "rates": "Measure this machine or cluster: for a hardware file, and for \\[rates] of a layout.",
-    "bench call": "Time an attention call on layouts side by side: which is the fastest here?",
-    "bench model": "Time a model file's step on layouts side by side: which is the fastest here?",
     "train": "Train a model on a layout.",
     "verify": "Compare a transformers model on a layout with itself on one device.",
     "diff": "Name the first tensor that two layouts compute otherwise.",
@@ -31,14 +29,13 @@ COMMANDS = {
 GROUPS = {
     "explain": "Show what a layout moves, holds and computes. Starts nothing.",
     "plan": "Find the layout for the machine that you have, or may get. Starts nothing.",
-    "bench": "Time layouts side by side: which is the fastest here?",
 }
 
 
 def function_of(name: str) -> Callable[..., Any]:
     """The function behind a command, whose module is imported when it runs."""
-    group, _, own = name.rpartition(" ")
-    module = "listing" if own == "list" else group if group == "bench" else name.replace(" ", "_")
+    own = name.rpartition(" ")[2]
+    module = "listing" if own == "list" else name.replace(" ", "_")
     found = import_module(f".commands.{module}", __package__)
     return getattr(found, "list_" if own == "list" else own)
 

@@ -142,11 +142,6 @@ class Search:
         self._clocked: dict[Candidate, Choice | None] = {}
         self.spent = 0.0
 
-    @property
-    def work_each(self) -> float:
-        """Work of a replay so far, mean."""
-        return self.spent / max(1, len(self._clocked))
-
     def run(
         self,
         least: int = LEAST,
@@ -347,12 +342,3 @@ def choose_layout(
     )
     mask.check(length, length, batch)
     return Search(problem, machine, devices, only, memory, forward_only).run(gap=gap)
-
-
-def slower(hardware: Hardware, level: int, times: float) -> Hardware:
-    """The same hardware with the links of one level so many times as slow."""
-    levels = list(hardware.level)
-    old = levels[level]
-    rate = None if old.rate is None else old.rate / times
-    levels[level] = old.model_copy(update={"rate": rate, "uplink": old.uplink / times})
-    return hardware.model_copy(update={"level": tuple(levels)})

@@ -18,7 +18,6 @@ from weft.declare.mesh import coordinates, index_at
 from weft.layout import Layout
 from weft.masks import Documents
 from weft.move.plan import Placed, Redistribution, placement, plan_redistribution
-from weft.move.windows import Windows
 from weft.plan.order import Span, join
 from weft_axes.carry.fragments import Fragments, by_heads, fragments
 
@@ -193,9 +192,8 @@ def chain_defects(plan: Fragments) -> Iterator[str]:
 def halo_defects(plan: Fragments) -> Iterator[str]:
     """Defects of the columns to the left."""
     starts = _documents(plan)
-    length = sum(piece.count for pieces in plan.chunks for piece in pieces)
     for columns in _COLUMNS:
-        left = plan.around(Windows(columns + 1, 1, -columns, length, columns))
+        left = plan.left(columns)
         for chunk, pieces in enumerate(plan.chunks):
             expected: list[int] = []
             for piece in pieces:

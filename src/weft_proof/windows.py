@@ -38,8 +38,8 @@ def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
     for kernel, stride, padding, dilation in WINDOWS:
         for border in BORDERS:
             try:
-                window = Windows.over(length, kernel, stride, padding, dilation, border)
-                defects += window_defects(layout, axis, length, window)
+                window = Windows.over(length, kernel, stride, padding, dilation)
+                defects += window_defects(layout, axis, length, window, border)
             except ShapeError:  # a border that needs a longer axis is refused before it is planned
                 continue
     label = "windows: every output once; every entry of its position; borders at the ends alone"
@@ -47,12 +47,14 @@ def prove_windows(layout: Layout, axis: str, length: int) -> list[Claim]:
     return [Claim(label, how, tuple(defects[:3]))]
 
 
-def window_defects(layout: Layout, axis: str, length: int, window: Windows) -> Iterator[str]:
+def window_defects(
+    layout: Layout, axis: str, length: int, window: Windows, border: str = "constant"
+) -> Iterator[str]:
     """Defects of windows over an axis."""
     held = Held.of(layout, axis, length, contiguous=True)
     starts = cast(tuple[int, ...], held.starts)
     edges = window.edges(starts)
-    plan, steps = plan_ranges(held, window.ranges(edges), window.border), pairwise(edges)
+    plan, steps = plan_ranges(held, window.ranges(edges), border), pairwise(edges)
     if [*edges] != sorted(edges) or (edges[0], edges[-1]) != (0, window.outputs):
         yield f"{window}: chunks compute outputs {edges} of {window.outputs}"
     for chunk, ((first, last), part) in enumerate(zip(steps, plan.parts)):
@@ -63,7 +65,7 @@ def window_defects(layout: Layout, axis: str, length: int, window: Windows) -> I
         found = [*wanted[: part.before], *local, *wanted[part.before :]]
         begin = window.first + first * window.stride
         end = window.first + (last - 1) * window.stride + window.extent
-        if found != [_bordered(p, length, window.border) for p in range(begin, end)]:
+        if found != [_bordered(p, length, border) for p in range(begin, end)]:
             yield f"{window}: chunk {chunk} has positions {found} for outputs {first} to {last}"
     yield from take_defects(plan.wanted)
 
@@ -72,7 +74,7 @@ def _bordered(position: int, length: int, border: str) -> int:
     """The position that stands at another, which may be beyond the ends; -1 for none."""
     if 0 <= position < length:
         return position
-    if border == "zeros":
+    if border == "constant":
         return -1
     if border == "circular":
         return position % length

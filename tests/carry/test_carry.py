@@ -28,7 +28,7 @@ from weft.declare.orders import TokenOrder
 from weft.declare.strategy import Strategy
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.move.windows import TakePass, Windows
+from weft.move.windows import TakePass
 
 HEADS, KEY, VALUE, TAPS = 2, 3, 4, 4
 WIDTH = HEADS * (2 * KEY + VALUE)
@@ -361,7 +361,7 @@ def test_what_is_no_recurrence_is_refused():
     for length in (3.0, True, "3"):
         with pytest.raises(ShapeError, match="whole number, found"):
             weft.scan(update, update, layout, "tokens", length=length)
-    with pytest.raises(ShapeError, match="one per window: a convolution of 2 taps"):
+    with pytest.raises(ShapeError, match="one per token: a convolution of 2 taps"):
         weft.halo(torch.relu, update, 1, layout, "tokens")
     with pytest.raises(DeclarationError, match=r"weft\.Layout\.single"):
         weft.scan(update, update, None, "tokens")
@@ -627,7 +627,7 @@ def test_bytes_do_not_grow_with_the_sequence(line, per_rank):
         states, halos = [], []
         for chunk in range(4):
             state = StateExchange(plan, chunk, map_bytes)
-            left = plan.around(Windows(TAPS, 1, 1 - TAPS, length, TAPS - 1))
+            left = plan.left(TAPS - 1)
             halo = TakePass(left, chunk, column_bytes)
             states += [state.traffic(backward).bytes for backward in (False, True)]
             halos.append(halo.traffic(False).bytes)

@@ -15,7 +15,6 @@ from weft.layout import Layout
 from weft.models import compose, from_pretrained, save_pretrained
 from weft.threads import on_threads
 from weft.train import PackedReader, TokenFile
-from weft_integrations.transformers import cache_files
 
 LAYOUT = Layout.parse("rows: ring=2")
 
@@ -34,16 +33,6 @@ def _tokens(folder, number):
     np.full(300_000, number, "uint16").tofile(folder / "tokens.bin")
 
 
-def _prefix(folder, number):
-    facts = cache_files.Facts(model="m", name="Llama", lengths={"0": 2})
-    shape = (1, 1, 2, 4)
-    blocks = {
-        f"layer.0.{name}": (torch.full(shape, float(number)), [0] * 4, shape)
-        for name in ("key", "value")
-    }
-    cache_files.write(folder / "prefix", Layout.single(), facts, blocks)
-
-
 #: By what is read: how it is written, and read by a rank of a layout.
 READERS = {
     "weights": (_weights, lambda folder, on: from_pretrained(folder / "w.safetensors", on)),
@@ -52,12 +41,6 @@ READERS = {
         _tokens,
         lambda folder, on: PackedReader(
             TokenFile(folder / "tokens.bin", [300_000]), on, 8, axis="rows"
-        ),
-    ),
-    "prefix": (
-        _prefix,
-        lambda folder, on: cache_files.read(
-            folder / "prefix", on, "m", "Llama", [True], lambda facts, index: None
         ),
     ),
 }

@@ -55,22 +55,9 @@ def test_diff_names_the_first_tensor_beyond_the_tolerance():
 # -- help and list --------------------------------------------------------------------------------
 
 
-#: Commands that differ from the others in a size, and why they must.
-EXCEPTIONS = {
-    ("check", "length"): "every rank computes dense scores of the full length",
-    ("check", "dtype"): "a wrong layout cannot hide in the rounding of fp64",
-    ("rates", "length"): "None: longer on GPUs",
-    ("diff", "length"): "None: a model's",
-} | {
-    (name, "dtype"): "nothing runs, so no device decides"
-    for name in COMMANDS
-    if name.startswith(("explain", "plan"))
-}
-
-
 @pytest.mark.parametrize(
     "size",
-    ["heads", "kv_heads", "head_dim", "batch", "mask", "keys", "order", "length", "dtype"],
+    ["heads", "kv_heads", "head_dim", "batch", "mask", "keys", "order"],
 )
 def test_a_size_has_one_default_in_all_commands(size: str):
     commands = {name: parser_of(name) for name in COMMANDS}
@@ -78,14 +65,14 @@ def test_a_size_has_one_default_in_all_commands(size: str):
         name: (parameter.default, parameter.show_default)
         for name, command in commands.items()
         for parameter in command.params
-        if parameter.name == size and (name, size) not in EXCEPTIONS
+        if parameter.name == size
         if name != "train" and "model" not in name  # sizes of their files
     }
-    assert len(defaults) > 1 or size == "length"
+    assert len(defaults) > 1
     assert len(set(defaults.values())) <= 1, defaults
 
 
-@pytest.mark.parametrize("words", ["--heads 4", "--mask causal", "--axis rows", "--state"])
+@pytest.mark.parametrize("words", ["--heads 4", "--mask causal", "--axis rows"])
 def test_a_model_refuses_options_of_a_call(words: str):
     shown = cli("explain", "model", "causal_lm", "ring-2", *words.split(), code=2)
     assert f"No such option: {words.split()[0]}" in shown
@@ -165,28 +152,6 @@ def test_explain_bounds_the_bytes_of_fetched_keys():
     assert "made of latents" in cli(
         "explain", "call", "chosen-4", *sizes, "--choose", "16", *latents
     )
-
-
-def test_explain_counts_the_states_of_a_recurrent_layer():
-    sizes = ("--length", "64", "--heads", "2", "--head-dim", "8", "--dtype", "float32")
-    shown = cli("explain", "call", "tokens: ring=4", "--state", *sizes)
-    # 2 heads x 8 x (8 + 8) numbers of fp32 from each of 3 others, 3 columns of 2 x 3 x 8 numbers.
-    assert "of all ranks to all" in shown
-    assert re.search(r"state +3\.0 KiB +3\.0 KiB +3\.0 KiB", shown)
-    assert re.search(r"columns to the left +0 B +576 B +576 B", shown)
-    shown = cli(
-        "explain", "call", "tokens: local; rows: ring=2", "--axis", "tokens", "--state", *sizes
-    )
-    assert "nothing is carried along tokens" in shown
-
-
-def test_explain_names_the_order_that_makes_fewer_kernel_calls():
-    sizes = "--length", "512", "--heads", "8", "--mask", "causal"
-    shown = cli("explain", "call", "tokens(zigzag): ulysses=4 x ring=2", *sizes)
-    assert "kernel calls of a rank, forward and backward: 16" in shown
-    assert "in the order ring=2 x ulysses=4: 4" in " ".join(shown.split())
-    shown = cli("explain", "call", "tokens(zigzag): ring=2 x ulysses=4", *sizes)
-    assert "in the order" not in shown
 
 
 def test_explain_counts_a_ring_to_the_byte():

@@ -445,6 +445,17 @@ def test_calls_give_what_torch_gives_or_raise(name, text):
     assert found.kind in ("exact", "both raise", "refused", "no field"), found
 
 
+@pytest.mark.parametrize("line", ["height(zigzag): ring=2", "height: ring=2 x ulysses=2"])
+@pytest.mark.parametrize("low", [torch.finfo(torch.float64).min, -1e14])
+def test_rows_in_which_scores_vanish_are_means_of_all_keys(line, low):
+    """As of padding that sees no token, in masks of numbers: parts of a row are of unequal size."""
+    mask = torch.zeros(2, 1, 12, 11).double()
+    mask[1, :, :3], mask[:, :, 3:, :2] = low, low
+    args = Q, K[:, :, :11], V[:, :, :11], mask
+    found = verdict(F.scaled_dot_product_attention, args, {}, Layout.parse(line), [*ALL_KEYS, {}])
+    assert found.kind == "exact", found
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_autocast_has_one_dtype_where_a_rank_is_empty(ranks):
     conv = torch.nn.Conv2d(4, 4, 3, padding=1)

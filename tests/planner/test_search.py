@@ -303,16 +303,6 @@ def test_devices_that_do_not_help_are_told():
     assert fewer.best.total <= (1 + 2 * SAME) * found.best.total
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("rate", [1e7, 1e10])
-def test_changes_never_name_a_slower_layout(rate: float):
-    search = Search(call(mask=Causal()), cluster(rate=rate), 16, ["ring", "tile", "ulysses"])
-    told = list(reasons.changes(search, search.run(), 2))
-    assert len(told) >= 3
-    percents = [float(x) for line in told for x in re.findall(r"(-?[\d.e+-]+) % slower", line)]
-    assert all(percent > 100 * SAME for percent in percents)
-
-
 def test_gap_is_told_that_layouts_off_the_clock_may_leave():
     problem, machine = call(tokens=8192), cluster(rate=1e7)
     search = Search(problem, machine, 16)
@@ -331,17 +321,6 @@ def test_memory_of_call_that_of_its_tensors_and_their_gradients():
     for forward_only, tensors in ((True, at_rest), (False, 2 * at_rest)):
         search = Search(call(), cluster(), 4, ["ulysses"], forward_only=forward_only)
         assert [search.clock(c).memory for c in search.every] == [tensors]
-
-
-def test_a_slower_link_moves_traffic_away_from_it():
-    problem = call(tokens=8192)
-    machine = reasons.slower(cluster(rate=1e8), 0, 8.0)  # both levels are as quick
-    inner, outer = (
-        Search(problem, reasons.slower(machine, level, 50.0), 16).run(least=4).best
-        for level in (0, 1)
-    )
-    assert inner.bytes_of_levels[0] < outer.bytes_of_levels[0]
-    assert outer.bytes_of_levels[1] < inner.bytes_of_levels[1]
 
 
 def test_one_node_stands_for_all_only_where_all_compute_same():
@@ -392,7 +371,6 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     said = cli("plan", "call", *CALL, "--devices", "16", "--write", str(path))
     assert "candidates were put on the clock" in said
     assert "is second," in said
-    assert "Were 'cluster' half as quick" in said
     assert "4 key/value heads do not divide over the ranks of tp" in said
     assert "checked on h100-8" in said
     layout = Layout.load(path)
@@ -402,33 +380,9 @@ def test_the_command_says_why_and_writes_a_layout_that_runs(tmp_path):
     cli("check", str(path), "--symbolic", "--kv-heads", "8")
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("mask", ["documents", "padding", "prefix:100", "first-keys:64"])
-def test_the_command_says_what_would_change_it_under_every_mask(mask: str):
-    said = cli(
-        "plan",
-        "call",
-        *CALL[2:],
-        "--tokens",
-        "1024",
-        "--devices",
-        "4",
-        "--only",
-        "ring",
-        "--mask",
-        mask,
-    )
-    assert "With 32 heads" in said
-
-
 def test_the_command_refuses_a_plan_of_no_tokens():
     words = ("--tokens", "0", "--hardware", "h100-8", "--devices", "2")
     assert "error: --tokens '0': " in cli("plan", "call", *words, code=1)
-
-
-def test_a_change_that_no_layout_fits_is_told():
-    said = cli("plan", "call", *CALL, "--devices", "4", "--only", "ring", "--memory", "5e7")
-    assert "With 32 heads: no layout would fit." in said
 
 
 def test_a_single_token_on_one_device_is_planned():
@@ -466,26 +420,16 @@ def test_the_command_keeps_to_what_it_is_told():
     assert "more memory" in cli("plan", "call", *CALL, "--devices", "8", "--memory", "1000", code=1)
 
 
-def test_reasons_name_what_the_second_loses_by():
+def test_reasons_name_what_bounds_the_second():
     search = Search(call(), cluster(rate=1e7), 16)
     choices = search.run()
     best, second = choices.choices[:2]
     two = replace(choices, choices=(best, replace(second, forward=best.forward + 1.0)))
-    told = reasons.why_second(two, search.bounds)
-    assert second.layout.name in told
-    assert "waiting for messages takes" in told
-    assert reasons.why_second(replace(choices, choices=(best,)), search.bounds) is None
-
-
-def test_the_simpler_of_two_equals_is_pointed_out():
-    search = Search(call(), cluster(), 8)
-    choices = search.run(least=1, gap=1.0)
-    by_dims = sorted(search.every, key=lambda c: len(c.dims))
-    simple, rich = search.clock(by_dims[0]), search.clock(by_dims[-1])
-    same = replace(simple, forward=rich.forward * 1.001, backward=rich.backward)
-    told = reasons.simplest(replace(choices, choices=(rich, same)))
-    assert told.startswith(f"{simple.layout.name} is simpler")
-    assert reasons.simplest(replace(choices, choices=(simple, rich))) is None
+    told = reasons.why_second(two)
+    assert told.startswith(f"{second.layout.name} is second, ")
+    assert told.endswith(f"% slower; what bounds it: {second.bounded_by}.")
+    assert "is as fast" in reasons.why_second(replace(choices, choices=(best, best)))
+    assert reasons.why_second(replace(choices, choices=(best,))) is None
 
 
 @pytest.mark.parametrize(

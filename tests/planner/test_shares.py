@@ -19,7 +19,6 @@ from weft.plan.problem import Problem
 from weft_models.models import ModelSpec
 from weft_models.train import fit
 from weft_planner.flow import replayed
-from weft_planner.shares import choose_shares
 from weft_proof.symbolic import prove
 
 
@@ -138,32 +137,6 @@ def machine(rate: float, speeds=(1, 1, 2, 4)) -> Hardware:
     return Hardware.from_dict({"device": {"flops": 1e14, "speeds": speeds}, "level": [level]})
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("line", ["tokens: ring=4", "tokens: tile=2x2", "tokens: ulysses=4"])
-@pytest.mark.parametrize(("tokens", "mask"), [(16384, weft.Full()), (65536, Causal())])
-def test_chosen_shares_never_lose_to_equal_or_proportional_ones(line, tokens, mask):
-    layout, call = Layout.parse(line), Problem.of("tokens", tokens, heads=8, mask=mask)
-    choice = choose_shares(layout, call, machine(12.5e9), ("contiguous", "zigzag"))
-    speeds = (
-        {"row": (2, 6), "col": (3, 5)}
-        if "tile" in line
-        else {layout.shard_dims("tokens")[0]: (1, 1, 2, 4)}
-    )
-    for other in (layout, shared(line, **speeds)):
-        assert choice.timing.total <= replayed(other, call, machine(12.5e9)).timing.total * 1.001
-    assert choice.timing.total == replayed(choice.layout, call, machine(12.5e9)).timing.total
-
-
-def test_proportional_shares_lose_where_links_bind():
-    """The largest chunk crosses every link of the ring; the clock keeps equal shares."""
-    call = Problem.of("tokens", 16384, heads=8)
-    proportional = shared("tokens: ring=4", ring=(1, 1, 2, 4))
-    slow = machine(2e9)
-    choice = choose_shares(Layout.parse("tokens: ring=4"), call, slow)
-    assert replayed(proportional, call, slow).timing.total > 1.3 * choice.equal.total
-    assert not choice.layout.share
-
-
 def test_seconds_of_ranks_follow_their_speeds():
     call = Problem.of("tokens", 4096, heads=8)
     timing = replayed(Layout.parse("tokens: ulysses=4"), call, machine(1e12)).timing
@@ -180,14 +153,6 @@ def test_explain_shows_the_seconds_of_each_rank(tmp_path):
     path.write_text(layout.to_toml() + "\n[rates]\nspeeds = [1, 3]\n")
     said = cli("explain", "call", str(path), "--length", "4096")
     assert "compute alone, rank by rank: " in said, said
-    assert "equal shares end first" in said or "shares that end first, [share] ring = [" in said
-
-
-def test_hardware_whose_ranks_are_alike_has_no_shares():
-    with pytest.raises(DeclarationError, match="all ranks of this hardware are alike"):
-        choose_shares(
-            Layout.parse("tokens: ring=4"), Problem.of("tokens", 64, heads=1), machine(1e9, (2,))
-        )
 
 
 # -- models --------------------------------------------------------------------------------------

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from world import cli
 
 import weft
 from weft import DeclarationError, Layout, UnsupportedError
+from weft._torch import memory_of
 from weft.declare.hardware import Hardware
 from weft.inspect.traffic import traffic
-from weft_cli.commands.side_by_side import _counted
 from weft_models.declare.model_file import ModelSpec
 from weft_planner import step_count
 from weft_planner.step_count import Moved, busiest, by_part, count_steps
@@ -57,22 +58,32 @@ def on_one_thread(case: str, layout: Layout) -> tuple:
         work = table_work(spec, layout, lengths)
     else:
         work = model_work(layout, spec, BATCH, lengths, torch.float32, "cpu")
-    counted = _counted(layout, work, "cpu")
+    work.forward().sum().backward()
+    work.finish()  # the first step compares weights, too
     for leaf in work.leaves:
         leaf.grad = None
-    with traffic(layout) as forward:
+    weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
+    of_weights = {memory_of(step_count.local_tensor(weight))[0] for weight in weights}
+    kept: dict[int, int] = {}
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        memory, nbytes = memory_of(saved)
+        kept.update({} if memory in of_weights else {memory: nbytes})
+        return saved
+
+    with traffic(layout) as forward, saved_tensors_hooks(keep, lambda saved: saved):
         out = work.forward()
     with traffic(layout) as backward:
         out.backward(torch.ones_like(out))
     with traffic(layout) as gradients:
         work.finish()
-    weights = [leaf for leaf in work.leaves if isinstance(leaf, torch.nn.Parameter)]
     reports = {"forward": forward, "backward": backward, "gradients": gradients}
     bytes_of = {
         (when, *key): n for when, report in reports.items() for key, n in report.received.items()
     }
     nbytes = sum(step_count.local_tensor(weight).nbytes for weight in weights)
-    return {k: n for k, n in bytes_of.items() if n}, counted["kept"], counted["held"], nbytes
+    held = max(forward.peak_bytes, backward.peak_bytes)
+    return {k: n for k, n in bytes_of.items() if n}, sum(kept.values()), held, nbytes
 
 
 def table_work(spec: ModelSpec, layout: Layout, lengths: dict[str, int]) -> Work:

@@ -460,8 +460,8 @@ class Swapped(Fragments):
 class Shifted(Fragments):
     """Columns come from one token too far to the left."""
 
-    def around(self, window):
-        left = super().around(window)
+    def left(self, columns):
+        left = super().left(columns)
         wanted = (
             tuple(s._replace(start=max(s.start - 1, 0)) if s.start >= 0 else s for s in spans)
             for spans in left.wanted
@@ -472,8 +472,8 @@ class Shifted(Fragments):
 class Misplaced(Fragments):
     """Entries arrive that lie one token too far to the left."""
 
-    def around(self, window):
-        return MisplacedEntries(*super().around(window).__dict__.values())
+    def left(self, columns):
+        return MisplacedEntries(*super().left(columns).__dict__.values())
 
 
 class MisplacedEntries(Wanted):
@@ -489,8 +489,8 @@ class MisplacedEntries(Wanted):
 class Unexpected(Fragments):
     """A rank waits for no columns."""
 
-    def around(self, window):
-        return UnexpectedEntries(*super().around(window).__dict__.values())
+    def left(self, columns):
+        return UnexpectedEntries(*super().left(columns).__dict__.values())
 
 
 class UnexpectedEntries(Wanted):

@@ -48,7 +48,7 @@ OPTIONAL = {
     },
     **{
         f"weft_integrations.transformers.{name}": "transformers"
-        for name in ("cache", "cache_files", "cache_layers", "decoding", "generation")
+        for name in ("cache", "cache_layers", "decoding", "generation")
     },
     "weft_integrations.transformers.exactness": "transformers",
     "weft_integrations.transformers.whole": "transformers",

@@ -117,7 +117,7 @@ def test_help_is_shown_without_torch() -> None:
     """And lists what the functions behind the commands say of themselves."""
     code = (
         "import sys\nfrom weft_cli.cli import app\n"
-        "for words in ([], ['plan'], ['explain'], ['bench'], ['trian']):\n"
+        "for words in ([], ['plan'], ['explain'], ['trian']):\n"
         "    try: app(words)\n    except SystemExit: pass\n"
         "print('torch' in sys.modules)"
     )

@@ -133,9 +133,7 @@ QUICKER = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "words", [w for w in commands() if w[0] in (*QUICKER, "bench")], ids=" ".join
-)
+@pytest.mark.parametrize("words", [w for w in commands() if w[0] in QUICKER], ids=" ".join)
 def test_console_lines_run_as_they_stand(words: list[str], folder):
     result = CliRunner().invoke(app, words)
     assert result.exit_code == 0, result.output
@@ -155,9 +153,6 @@ def test_console_lines_run(words: list[str], folder):
         settings = [after for word, after in itertools.pairwise(words) if word == "--set"]
         run = RunSpec.from_dict(changed({"model": words[1], "layout": words[2]}, settings))
         assert options.layout_named(run.layout).mesh
-        return
-    if words[0] == "bench":  # starts four ranks: `test_bench` starts two; here that sizes fit
-        assert {options.layout_named(name).world_size for name in words[2:5]} == {4}
         return
     if words[0] == "blackbox":  # reads what a failed run left: here only that it says so
         result = CliRunner().invoke(app, words)
@@ -286,7 +281,7 @@ def test_commands_of_planning_take_what_they_are_given():
     text = "\n".join(blocks("bash", PLANNING)).replace("\\\n", " ")
     lines = [shlex.split(line, comments=True) for line in text.splitlines()]
     words = [line[line.index("weft") + 1 :] for line in lines if "weft" in line]
-    assert {name for name, *_ in words} == {"plan", "explain", "check", "verify", "rates", "bench"}
+    assert {name for name, *_ in words} == {"plan", "explain", "check", "verify", "rates"}
     for first, *rest in words:
         name, arguments = (f"{first} {rest[0]}", rest[1:]) if first in GROUPS else (first, rest)
         with parser_of(name).make_context(name, arguments) as context:

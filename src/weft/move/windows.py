@@ -25,8 +25,8 @@ from ..plan.held import Held
 from ..plan.order import Span, Spans, count
 from .plan import Overlap, Paths, Redistribution, shared_entries
 
-#: What lies beyond the ends of an axis.
-BORDERS = ("zeros", "reflect", "replicate", "circular")
+#: What lies beyond the ends of an axis, as `torch.nn.functional.pad` names it; of a constant 0.
+BORDERS = ("constant", "reflect", "replicate", "circular")
 
 
 def nothing(number: int) -> Span:
@@ -102,7 +102,7 @@ def _overlaps(plan: Wanted) -> tuple[Overlap, ...]:
     return tuple(Overlap(*pair, (taken,), (put,)) for pair, taken, put in shared)
 
 
-def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
+def bordered(low: int, high: int, length: int, border: str = "constant") -> Spans:
     """The positions low, ..., high - 1 of an axis, those beyond its ends as its border says.
 
     >>> [(s.start, s.count, s.step) for s in bordered(-2, 7, 5, "reflect")]
@@ -112,7 +112,7 @@ def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
         return ()
     below, above = range(low, min(high, 0)), range(max(low, length), high)
     inside = range(max(low, 0), min(high, length))
-    if border != "zeros" and (below or above):
+    if border != "constant" and (below or above):
         beyond = max(-low if below else 0, high - length if above else 0)
         room = length - 1 if border == "reflect" else length
         if (beyond > room and border != "replicate") or not length:
@@ -123,7 +123,7 @@ def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
     ends = []
     for part in (below, above):
         n = len(part)
-        if border == "zeros":
+        if border == "constant":
             ends.append(nothing(n))
         elif border == "replicate":
             ends.append(Span(0 if part is below else length - 1, n, 0))
@@ -140,16 +140,14 @@ def bordered(low: int, high: int, length: int, border: str = "zeros") -> Spans:
 class Windows:
     """The windows of a convolution, a pool or the like over an axis, one per output.
 
-    Output o sees the `extent` positions from `first + o stride` on; the chunk that holds position
-    `first + o stride + anchor` computes it, the first or the last where there is no such position.
+    Output o sees the `extent` positions from `first + o stride` on; the chunk that holds the middle
+    of them computes it, the first or the last where there is no such position.
     """
 
     extent: int  # positions from the first to the last of a window, both counted
     stride: int  # from one window to the next
     first: int  # where the window of output 0 begins; below 0 beyond the border
     outputs: int
-    anchor: int  # within a window
-    border: str = "zeros"  # what is beyond the ends of the axis
 
     @classmethod
     def over(
@@ -159,10 +157,8 @@ class Windows:
         stride: int = 1,
         padding: tuple[int, int] = (0, 0),
         dilation: int = 1,
-        border: str = "zeros",
         *,
         ceil: bool = False,
-        anchor: int | None = None,
     ) -> Windows:
         """The windows of torch's convolutions and pools.
 
@@ -174,22 +170,7 @@ class Windows:
         outputs = (-(-room // stride) if ceil else room // stride) + 1
         if ceil and (outputs - 1) * stride >= length + padding[0]:
             outputs -= 1
-        middle = (extent - 1) // 2 if anchor is None else anchor
-        return cls(extent, stride, -padding[0], max(outputs, 0), middle, border)
-
-    def describe(self) -> str:
-        """The windows in words."""
-        after = self.extent - 1 - self.anchor
-        return (
-            f"{self.anchor} columns before and {after} after, {self.outputs} windows from"
-            f" {self.first} on, {self.stride} apart, border {self.border}"
-        )
-
-    def computed(self, low: int, high: int) -> tuple[int, int]:
-        """[first, last) of the outputs whose anchors are positions low, ..., high - 1."""
-        base = self.first + self.anchor
-        first, last = (-(-(p - base) // self.stride) for p in (low, high))
-        return (min(max(first, 0), self.outputs), min(max(last, 0), self.outputs))
+        return cls(extent, stride, -padding[0], max(outputs, 0))
 
     def edges(self, starts: Sequence[int]) -> tuple[int, ...]:
         """The first output of every chunk, and the number of outputs.
@@ -197,8 +178,9 @@ class Windows:
         >>> Windows.over(7, 3, 2, (1, 1)).edges((0, 4, 7))
         (0, 2, 4)
         """
-        inner = [self.computed(p, p)[0] for p in starts[1:-1]]
-        return (0, *inner, self.outputs)
+        base = self.first + (self.extent - 1) // 2
+        inner = (-(-(p - base) // self.stride) for p in starts[1:-1])
+        return (0, *(min(max(o, 0), self.outputs) for o in inner), self.outputs)
 
     def seen(self, low: int, high: int) -> tuple[int, int]:
         """[first, last) of the positions that outputs low, ..., high - 1 see; (0, 0) of none."""
@@ -220,16 +202,6 @@ class SeenPart(NamedTuple):
     after: int
 
 
-def cut_run(start: int, count: int, window: Windows) -> tuple[SeenPart, int]:
-    """The cut of a run of positions by the windows whose anchors it holds, and their number.
-
-    >>> cut_run(4, 3, Windows.over(9, 3, 2, (1, 1)))
-    (SeenPart(before=1, low=0, high=3, after=1), 2)
-    """
-    first, last = window.computed(start, start + count)
-    return _cut(start, start + count, *window.seen(first, last)), last - first
-
-
 def _cut(start: int, end: int, low: int, high: int) -> SeenPart:
     """The run [start, end) of positions beside [low, high), which windows see."""
     if low >= high:
@@ -249,7 +221,7 @@ class RangePlan(NamedTuple):
 
 @cached(1024)
 def plan_ranges(
-    held: Held, ranges: tuple[tuple[int, int], ...], border: str = "zeros"
+    held: Held, ranges: tuple[tuple[int, int], ...], border: str = "constant"
 ) -> RangePlan:
     """The plan that gives contiguous chunks of an axis other positions than they hold.
 
@@ -276,7 +248,6 @@ __all__ = [
     "Wanted",
     "Windows",
     "bordered",
-    "cut_run",
     "nothing",
     "plan_ranges",
 ]

@@ -34,7 +34,7 @@ from weft.declare.traffic import Traffic, add_messages, add_rows
 from weft.errors import DeclarationError, ShapeError, UnsupportedError, slip_of
 from weft.masks import Documents
 from weft.move.plan import Sizes, runs
-from weft.move.windows import Wanted, Windows, bordered, cut_run
+from weft.move.windows import Wanted, nothing
 from weft.plan.choices import gathers_of, spreads_of
 from weft.plan.held import Held
 from weft.plan.order import Span, Spans, join, shard_spans
@@ -129,11 +129,9 @@ class Fragments:
         """
         return _relay(self)[chunk]
 
-    # -- windows -------------------------------------------------------------------------------
-
-    def around(self, window: Windows) -> Wanted:
-        """Positions that windows see beyond every chunk's pieces: before each, then after it."""
-        return _around(self, window)
+    def left(self, columns: int) -> Wanted:
+        """The columns before each of every chunk's pieces; of nothing before its document."""
+        return _left(self, columns)
 
 
 class Stage(NamedTuple):
@@ -321,22 +319,16 @@ def _relay(plan: Fragments) -> tuple[tuple[Stage, ...], ...]:
 
 
 @cached(256)
-def _around(plan: Fragments, window: Windows) -> Wanted:
+def _left(plan: Fragments, columns: int) -> Wanted:
     starts = sorted(p.start for pieces in plan.chunks for p in pieces if p.begins and p.count)
-    edges = (*starts, sum(p.count for pieces in plan.chunks for p in pieces))
-    held = tuple(join(Span(p.start, p.count) for p in pieces) for pieces in plan.chunks)
     wanted: list[Spans] = []
     for pieces in plan.chunks:
         spans: list[Span] = []
-        for piece in pieces:
-            low, high = piece.start, piece.start + piece.count
-            (before, _, _, after), _ = cut_run(piece.start, piece.count, window)
-            at = bisect.bisect_right(edges, low) - 1
-            document, length = edges[at], edges[at + 1] - edges[at]
-            for a, b in ((low - before, low), (high, high + after)):
-                for s in bordered(a - document, b - document, length, window.border):
-                    spans.append(s if s.start < 0 else s._replace(start=s.start + document))
-        wanted.append(tuple(spans))
+        for low in (p.start for p in pieces if p.count):
+            inside = min(columns, low - starts[bisect.bisect_right(starts, low) - 1])
+            spans += (nothing(columns - inside), Span(low - inside, inside))
+        wanted.append(tuple(s for s in spans if s.count))
+    held = tuple(join(Span(p.start, p.count) for p in pieces) for pieces in plan.chunks)
     return Wanted(Held("", plan.mesh, held), tuple(wanted))
 
 

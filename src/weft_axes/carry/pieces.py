@@ -11,7 +11,6 @@ ranks' gradients of a map are summed on the rank that made it.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import operator
@@ -30,7 +29,7 @@ from weft.masks import Documents
 from weft.move import handles
 from weft.move.passing import Exchange, Passing
 from weft.move.take import TakePassing
-from weft.move.windows import TakePass, Windows, cut_run
+from weft.move.windows import TakePass
 
 from .chain import Step, chained
 from .fragments import (
@@ -51,8 +50,6 @@ _STATES, _HALO = "state", "halo"
 GROUPS = 4
 #: Ranks up to which every one gets the maps of all, where a layout leaves it open.
 MOST_GATHERED = 8
-#: Names of the numbers of `Windows`; torch.compile cannot read the fields of a class.
-_OF_WINDOWS = tuple(f.name for f in dataclasses.fields(Windows))
 _OPS = {
     _STATES: torch.ops.weft.states,
     _HALO: torch.ops.weft.take,
@@ -175,14 +172,13 @@ class LocalPieces:
         """A pass of states or columns, for their ops.
 
         `nbytes` are those of a map or a column; `extra` is, of a halo, the dim of the tokens and
-        the fields of its windows.
+        the number of columns.
         """
         exchange = self._exchange(_HALO if kind == _HALO else _STATES, described, ahead)
         if kind == _STATES:
             return StatesPassing(StateExchange(self.plan, self.chunk, nbytes), exchange)
-        dim, *window = extra
-        wanted = self.plan.around(Windows(*window))
-        return TakePassing(TakePass(wanted, self.chunk, nbytes), exchange, dim)
+        dim, columns = extra
+        return TakePassing(TakePass(self.plan.left(columns), self.chunk, nbytes), exchange, dim)
 
     def _composed(self, maps: Tensor, a: Tensor, b: Tensor, apply: Apply) -> list[Tensor]:
         """S_in per piece from the maps of all ranks (slots, numbers of A and b)."""
@@ -263,33 +259,18 @@ class LocalPieces:
         rank 0: 0 1 2 3    rank 1: 4 5 6 7      2 columns  ->  rank 0: . .    rank 1: 2 3
         """
         dim %= x.dim()
-        window = Windows(columns + 1, 1, -columns, self.length, columns)
-        none = (*x.shape[:dim], columns, *x.shape[dim + 1 :])
-        return [
-            before if windows else _zeros_after(before, none)
-            for before, _, windows in self.around(x, window, dim)
-        ]
-
-    def around(self, x: Tensor, window: Windows, dim: int) -> list[tuple[Tensor, Tensor, int]]:
-        """Per piece, what windows see before and after the part that they see, and their number.
-
-        rank 0: 0 1 2 3    rank 1: 4 5 6 7      windows of 3   ->   rank 1: 3 before, . after
-        """
-        dim %= x.dim()
         self._check(x, dim)
-        of_window = tuple(getattr(window, name) for name in _OF_WINDOWS)
-        cuts = _plain_cuts(tuple(tuple(piece) for piece in self.pieces), of_window)
-        sizes = [n for (before, _, _, after), _ in cuts for n in (before, after)]
-        if window.extent > 1 and (self._moves or window.border != "zeros"):
-            tail = (*x.shape[:dim], *x.shape[dim + 1 :])
-            described = f"{window.describe()}, dim {dim}, the others {tail}, {_tensor_kind(x)}"
+        tail = (*x.shape[:dim], *x.shape[dim + 1 :])
+        sizes = [columns if piece.count else 0 for piece in self.pieces]
+        if columns and self._moves:
+            described = f"{columns} columns, dim {dim}, the others {tail}, {_tensor_kind(x)}"
             nbytes = math.prod(tail) * x.itemsize
-            halo = self._pass(_HALO, x, described, nbytes, dim, *of_window)
+            halo = self._pass(_HALO, x, described, nbytes, dim, columns)
         else:
-            halo = x.narrow(dim, 0, 0)
-            halo = _zeros_after(halo, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
-        strips = iter(halo.split(sizes, dim))
-        return [(before, after, n) for (_, n), before, after in zip(cuts, strips, strips)]
+            halo = _zeros_after(x, (*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :]))
+        none = (*x.shape[:dim], columns, *x.shape[dim + 1 :])
+        strips = zip(self.pieces, halo.split(sizes, dim))
+        return [t if piece.count else _zeros_after(t, none) for piece, t in strips]
 
     # -- agreement -----------------------------------------------------------------------------
 
@@ -370,13 +351,6 @@ def _plain_plan(layout: tuple, axis: str, length: int, documents: tuple, name: s
         plan.readers(chunk),
         bool(plan.mesh_dims),
     )
-
-
-@constant_in_graphs
-def _plain_cuts(pieces: tuple, window: tuple) -> tuple:
-    """The cuts of pieces by windows, as plain numbers."""
-    result = (cut_run(start, count, Windows(*window)) for start, count, _, _ in pieces)
-    return tuple((tuple(part), windows) for part, windows in result)
 
 
 @constant_in_graphs

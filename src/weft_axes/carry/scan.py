@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from weft.dtensors import on_local_tensors
-from weft.errors import DeclarationError, ShapeError, UnsupportedError, did_you_mean
+from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Documents
-from weft.move.windows import BORDERS, Windows, cut_run
-from weft.plan.call import axis_names
 
 from .pieces import LocalPieces
 
@@ -98,199 +96,79 @@ def scan(
 def halo(
     fn: Callable[[Tensor], Tensor],
     x: Tensor,
-    columns: int | None = None,
-    layout: Layout | None = None,
-    axis: str | Sequence[str] = (),
+    columns: int,
+    layout: Layout,
+    axis: str,
     *,
-    dim: int | Sequence[int] = 1,
-    length: int | Sequence[int] | None = None,
+    dim: int = 1,
+    length: int | None = None,
     documents: Documents | Sequence[int] | None = None,
     name: str | None = None,
-    around: tuple[int, int] | Sequence[tuple[int, int]] | None = None,
-    border: str | Sequence[str | None] | None = "zeros",
-    stride: int | Sequence[int] = 1,
 ) -> Tensor:
-    """A window function over whole axes, wherever their positions are: convolutions, stencils.
+    """A causal window function over the whole axis, wherever its tokens are: short convolutions.
 
-    `fn` sees every run of consecutive positions of this rank with those around it, and gives one
-    result per window. With `columns` a window is causal; `around=(before, after)` is one to both
-    sides. Neighbours give the positions at their ends, point to point; where their chunks are
-    narrower than a window, those behind them do. What is beyond the ends of the axis is its border.
+    `fn` sees every run of consecutive tokens of this rank behind the `columns` before it, and gives
+    one result per token. Other ranks give the columns at the ends of theirs; before the first token
+    they are zero.
 
         rank 0: [. . 0 1 2]      rank 1: [1 2 3 4 5]        2 columns, 3 tokens per rank
-        rank 0: [. 0 1 2 3]      rank 1: [2 3 4 5 .]        around=(1, 1)
 
-    Of several axes a rank has a box, and `fn` sees the box with all that is around it, corners too.
+    Windows to both sides, with strides or borders, are torch's own functions of a `weft.Field`.
 
     Args:
-        fn: (before + n + after positions) -> (n positions), such as a convolution without padding
-            of before + 1 + after taps; with a stride, -> one per window.
-        x: this rank's positions; may be a DTensor.
-        columns: how many tokens to the left `fn` looks at; short for `around=(columns, 0)`.
+        fn: (columns + n tokens) -> (n tokens), such as a convolution without padding of
+            `columns + 1` taps.
+        x: this rank's tokens; may be a DTensor.
+        columns: how many tokens to the left `fn` looks at.
         layout: a bound layout.
-        axis: the axis, or several.
-        dim: of the axis, in `x` and in what `fn` gives; one per axis.
-        length: of the axis over all ranks, one per axis; default as many as here on every rank.
-        documents: packed one after another, the same in every row: the border is that of each.
+        axis: the axis of the tokens.
+        dim: of the tokens, in `x` and in what `fn` gives.
+        length: of the axis over all ranks; default as many as here on every rank.
+        documents: packed one after another, the same in every row: columns before each are zero.
         name: which call of the program this is, as for `weft.attention`.
-        around: how many positions before and after its own a window sees; a pair per axis where
-            they differ.
-        border: "zeros", "reflect", "replicate" or "circular", as `torch.nn.functional.pad` has
-            them; None: there is no result for windows that reach beyond an end. One, or one per
-            axis.
-        stride: a window at every so many positions of the axis, one for all axes or one per axis.
-            The rank that holds position 0, stride, 2 stride, ... has its result.
 
     Returns:
-        What `fn` gives for this rank's positions.
+        What `fn` gives for this rank's tokens.
 
     Raises:
         ShapeError: on every rank that takes part, if `x` does not fit the layout or ranks' calls
-            differ, or a border needs a longer axis; on this rank, if `fn` gives another number of
-            results.
-        UnsupportedError: an order of the tokens in which a rank has too many runs: striped; of
-            several axes, any but the contiguous one.
+            differ; on this rank, if `fn` gives another number of results.
+        UnsupportedError: an order of the tokens in which a rank has too many runs: striped.
 
     >>> sums = lambda run: run[:, 1:] + run[:, :-1]
     >>> weft.halo(sums, torch.ones(1, 4), 1, weft.Layout.single(), "tokens")
     tensor([[1., 2., 2., 2.]])
-    >>> blur = torch.nn.AvgPool2d(3, stride=1)
-    >>> options = {"axis": ("height", "width"), "dim": (1, 2), "around": (1, 1)}
-    >>> image = torch.ones(1, 5, 6)
-    >>> weft.halo(blur, image, layout=weft.Layout.single(), border="circular", **options).shape
-    torch.Size([1, 5, 6])
     """
-    axes = axis_names(axis)
-    of_axes: dict[str, Any] = {"dim": dim, "length": length, "border": border, "stride": stride}
-    per_axis = {key: _per_axis(key, value, axes) for key, value in of_axes.items()}
     if isinstance(x, DTensor):
-        return _halo_of_dtensor(fn, x, columns, layout, axes, per_axis, around, documents, name)
-    pairs = _around(columns, around, axes)
-    windows: list[tuple[LocalPieces, Windows, int]] = []
-    for named, pair, at, total, beyond, step in zip(axes, pairs, *per_axis.values()):
-        pieces = _pieces(x, layout, named, at % x.dim(), total, documents, name)
-        windows.append((pieces, _window(pieces, columns, pair, beyond, step), at % x.dim()))
-    if len(windows) > 1:
-        for named in axes:
-            if windows[0][0].layout.order.get(named, "contiguous") != "contiguous":
-                raise UnsupportedError(
-                    f"halo over axes {axes}: axis {named!r} is not in contiguous order, in which a"
-                    " rank has one box"
-                )
-        return _over_box(fn, x, windows)
-    ((pieces, window, at),) = windows
-    result, strips = [], pieces.around(x, window, at)
-    for piece, (before, after, outputs), (part,) in zip(pieces.pieces, strips, pieces.split(at, x)):
-        (_, low, high, _), _ = cut_run(piece.start, piece.count, window)
-        run = torch.cat([before, part.narrow(at, low, high - low), after], at)
-        result.append(_results(fn, run, [(window, outputs, at)]))
-    return pieces.join(at, result, [t for strip in strips for t in strip[:2]])
-
-
-def _over_box(
-    fn: Callable[[Tensor], Tensor], x: Tensor, windows: Sequence[tuple[LocalPieces, Windows, int]]
-) -> Tensor:
-    """Results of `fn` for a box: axis by axis, each with the surroundings of those before it."""
-    result, strips = [], []
-    for pieces, window, dim in windows:
-        ((before, after, outputs),) = pieces.around(x, window, dim)
-        (_, low, high, _), _ = cut_run(pieces.pieces[0].start, pieces.pieces[0].count, window)
-        x = torch.cat([before, x.narrow(dim, low, high - low), after], dim)
-        result.append((window, outputs, dim))
-        strips += [before, after]
-    return windows[0][0].join(0, [_results(fn, x, result)], strips)
-
-
-def _results(
-    fn: Callable[[Tensor], Tensor], run: Tensor, windows: Sequence[tuple[Windows, int, int]]
-) -> Tensor:
-    """Results of `fn` for a run; a dim without a window has one of which nothing is taken."""
-    for window, outputs, dim in windows:
-        if not outputs:
-            shape = [*run.shape[:dim], window.extent, *run.shape[dim + 1 :]]
-            run = torch.cat([run, run.new_zeros(shape)], dim)
-    out = fn(run)
-    for window, outputs, dim in windows:
-        before, after = window.anchor, window.extent - 1 - window.anchor
-        if out.shape[dim] != max(outputs, 1):
-            raise ShapeError(
-                f"halo: fn gives {out.shape[dim]} results in dim {dim} of {run.shape[dim]}"
-                f" positions, where it must give {max(outputs, 1)}, one per window: a convolution"
-                f" of {before + 1 + after} taps without padding, of {before} columns before and"
-                f" {after} after, stride {window.stride}"
-            )
-        out = out.narrow(dim, 0, outputs)
-    return out
-
-
-def _window(pieces: LocalPieces, columns: Any, pair: Any, border: Any, stride: Any) -> Windows:
-    """The windows of a call; refused on every rank if they are none."""
-    whole = isinstance(pair, tuple | list) and len(pair) == 2 and all(_is_index(n) for n in pair)
-    if not whole or min(pair) < 0:
-        found = f"around = {pair!r:.80}" if columns is None else f"columns = {columns!r:.80}"
-        pieces.refuse("halo", f"{found}: 0 or more positions before, and 0 or more after")
-    if not _is_index(stride) or stride < 1:
-        pieces.refuse("halo", f"stride = {stride!r:.80}: 1 or more positions")
-    if border is not None and border not in BORDERS:
-        hint = did_you_mean(str(border), BORDERS)
-        pieces.refuse("halo", f"border {border!r:.80}{hint}, or None for no results beyond")
-    before, after, stride = *(operator.index(n) for n in pair), operator.index(stride)
-    if pieces.documents is not None and (stride > 1 or border is None):
-        pieces.refuse("halo", "documents: with a stride of 1 and a border, as each has its own")
-    extent, length = before + 1 + after, pieces.length
-    if border is None:
-        return Windows.over(length, extent, stride, anchor=before)
-    outputs = -(-length // stride)
-    return Windows(extent, stride, -before, outputs, before, border)
-
-
-def _around(columns: object, around: Any, axes: tuple[str, ...]) -> list[Any]:
-    """(before, after) per axis."""
-    if (columns is None) == (around is None):
-        raise ShapeError("halo: pass columns, or around=(before, after), and not both")
-    if around is None:
-        return [(columns, 0)] * len(axes)
-    return _per_axis("around", around, axes, pairs=True)
-
-
-def _per_axis(key: str, value: Any, axes: tuple[str, ...], pairs: bool = False) -> list[Any]:
-    """One value for all axes, or one of each."""
-    if isinstance(value, tuple | list) and not (pairs and all(_is_index(n) for n in value)):
-        if len(value) != len(axes):
-            raise ShapeError(f"halo: {key} = {value!r:.80} has {len(value)} for axes {axes}")
-        return list(value)
-    if key in ("dim", "length") and value is not None and len(axes) > 1:
-        raise ShapeError(f"halo: {key} = {value!r:.80} is of one axis; pass one of each of {axes}")
-    return [value] * len(axes)
-
-
-def _is_index(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
-
-
-def _halo_of_dtensor(
-    fn: Callable[[Tensor], Tensor],
-    x: DTensor,
-    columns: int | None,
-    layout: Layout | None,
-    axes: tuple[str, ...],
-    per_axis: dict[str, list],
-    around: Any,
-    documents: Documents | Sequence[int] | None,
-    name: str | None,
-) -> Tensor:
-    if len(axes) != 1 or per_axis["stride"] != [1] or per_axis["border"] == [None]:
-        raise UnsupportedError(
-            "halo of a DTensor: over one axis, with a stride of 1 and a border; pass its local"
-            " tensor (x.to_local()) and length= for others"
+        local = functools.partial(
+            halo, fn, columns=columns, layout=layout, axis=axis, dim=dim, documents=documents
         )
-    options: dict[str, Any] = {"columns": columns, "layout": layout, "axis": axes, "around": around}
-    options |= {"dim": per_axis["dim"], "border": per_axis["border"]}
-    if layout is None:
-        raise DeclarationError("halo: pass layout=, on which the DTensor is")
-    local = functools.partial(halo, fn, **options, documents=documents, name=name)
-    (axis,), (dim,), (length,) = axes, per_axis["dim"], per_axis["length"]
-    return on_local_tensors(local, {"x": x}, layout, axis, dim, length)
+        local = functools.partial(local, name=name)
+        return on_local_tensors(local, {"x": x}, layout, axis, dim, length)
+    dim %= x.dim()
+    pieces = _pieces(x, layout, axis, dim, length, documents, name)
+    whole = hasattr(columns, "__index__") and not isinstance(columns, bool)
+    if not whole or operator.index(columns) < 0:
+        pieces.refuse("halo", f"columns = {columns!r:.80}: 0 or more tokens to the left")
+    before = pieces.left(x, operator.index(columns), dim)
+    parts = zip(before, pieces.split(dim, x))
+    results = [_result(fn, torch.cat([left, part], dim), part, dim) for left, (part,) in parts]
+    return pieces.join(dim, results, before)
+
+
+def _result(fn: Callable[[Tensor], Tensor], run: Tensor, part: Tensor, dim: int) -> Tensor:
+    """What `fn` gives for a run; of a part without tokens it has one of which nothing is taken."""
+    tokens = part.shape[dim]
+    if not tokens:
+        run = torch.cat([run, run.new_zeros((*run.shape[:dim], 1, *run.shape[dim + 1 :]))], dim)
+    out = fn(run)
+    if out.shape[dim] != max(tokens, 1):
+        raise ShapeError(
+            f"halo: fn gives {out.shape[dim]} results in dim {dim} of {run.shape[dim]} tokens,"
+            f" where it must give {max(tokens, 1)}, one per token: a convolution of"
+            f" {run.shape[dim] - max(tokens, 1) + 1} taps without padding"
+        )
+    return out.narrow(dim, 0, tokens)
 
 
 def _pieces(

@@ -216,7 +216,7 @@ class Checkpoints:
         for step in reversed(self.steps()):
             path = step_folder(self.folder, step)
             try:
-                index = agreed_index(path, self.layout, links=False)
+                index = agreed_index(path, self.layout)
             except DifferentFilesError:
                 raise  # an earlier step may differ as well
             except CheckpointError as error:

@@ -9,7 +9,7 @@ A stale copy on one node gives results that are wrong on all ranks alike, which 
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from weft._opening import check_folder
@@ -45,21 +45,14 @@ def agree_on_file(layout: Layout, path: Path, name: str = "") -> None:
     _compare(layout, name or str(path), found)
 
 
-def agreed_index(
-    folder: Path,
-    layout: Layout,
-    check: Callable[[Path, Index], None] = lambda folder, index: None,
-    links: bool = True,
-) -> Index:
+def agreed_index(folder: Path, layout: Layout) -> Index:
     """The index of a folder of tensors, the same on every rank, which verify its files together."""
     found: list[Index] = []
 
     def look() -> list:
-        if not links:
-            with failing(folder, "read"):
-                check_folder(folder)
+        with failing(folder, "read"):
+            check_folder(folder)
         found.append(read_index(folder))
-        check(folder, found[0])
         return [index_digest(found[0]), _identity(folder / INDEX)]
 
     rows = everywhere(layout, look)

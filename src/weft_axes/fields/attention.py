@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.weak import WeakIdKeyDictionary
 
 from weft.attention import attention
 from weft.bias_tiles import bias_tile
@@ -20,6 +21,9 @@ from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, split_dim, wh
 from .exchange import placed_like
 from .registry import NoRule, Part, Recipe, broadcast, composite, refused, rule
 from .stored import as_stored
+
+#: Whether masks hide rows, as `hides_rows` says, while they live and nothing is written to them.
+_HIDES = WeakIdKeyDictionary()
 
 
 @rule(F.scaled_dot_product_attention)
@@ -203,6 +207,13 @@ def _over_split(
         before, n = q.shape[:-2], q.shape[-2]
         seen, length, bias = mask, lengths, None
         given = None if attn_mask is None else t[attn_mask.index]
+        if given is not None and given.is_floating_point() and hides_rows(given, q.dtype):
+            every = [[*goals[p.index][:-2], whole(p.shape[-2]), p.dims[-1]] for p in (key, value)]
+            pairs = zip((k, v), (key, value), every)
+            k, v = (placed_like(x, goals[p.index], to, region) for x, p, to in pairs)
+            own = placed_like(given, goals[attn_mask.index], _of_rows(attn_mask, sides[0]), region)
+            y = F.scaled_dot_product_attention(q, k, v, own, scale=scale)
+            return placed_like(y, out, settled, region)
         if stored is not None:
             length, seen = stored.lengths, stored.mask(given)
             q, k, v = map(stored.filled, (q, k, v), stored.room)
@@ -216,6 +227,25 @@ def _over_split(
     # Queries that are whole have outputs that are.
     settled = out if query.is_split(query.ndim - 2) else [*out[:-2], query.dims[-2], out[-1]]
     return Recipe(run, settled, goals)
+
+
+def hides_rows(mask: Tensor, dtype: torch.dtype) -> bool:
+    """True if some row of a mask is finite and so low that scores vanish in it: a mean of all keys.
+
+    The logsumexp of such a row does not tell how many keys there were: parts cannot be merged.
+    """
+    state = dtype, None if mask.is_inference() else mask._version
+    known = _HIDES.get(mask, ())
+    if not known or known[0] != state or state[1] is None:
+        low = -1e-3 / torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+        top = mask.detach().amax(-1) if mask.shape[-1] else mask.new_zeros(())
+        known = _HIDES[mask] = state, bool(((top < low) & top.isfinite()).any())
+    return known[1]
+
+
+def _of_rows(mask: Part, rows: Dim) -> list[Dim]:
+    """The dims of a mask whose rows, if it has any, are placed as queries are."""
+    return [rows if d == mask.ndim - 2 and n != 1 else whole(n) for d, n in enumerate(mask.shape)]
 
 
 def _is_of_keys(mask: Part, query: Part, m: int) -> bool:

@@ -85,7 +85,7 @@ def around(
     ranges: tuple[tuple[int, int], ...],
     region: FieldRegion,
     label: str,
-    border: str = "zeros",
+    border: str = "constant",
     fill: float = 0.0,
 ) -> tuple[Tensor, int, int, Tensor]:
     """Positions around this rank's part of a range of contiguous chunks, and that part."""

@@ -39,9 +39,6 @@ from .registry import (
     tuple_of,
 )
 
-BORDERS = {"constant": "zeros", "reflect": "reflect", "replicate": "replicate"}
-BORDERS["circular"] = "circular"
-
 
 class Strips(NamedTuple):
     """Strips around this rank's part of a dim, for the windows of its outputs.
@@ -74,7 +71,7 @@ class SeenRange(NamedTuple):
     chunks: Held
     ranges: tuple[tuple[int, int], ...]
     label: str = "halo"
-    border: str = "zeros"
+    border: str = "constant"
     fill: float = 0.0
 
 
@@ -119,7 +116,7 @@ def windowed(
             continue
         assert chunks.starts is not None
         edges = window.edges(chunks.starts)
-        reach.append(SeenRange(d, chunks, window.ranges(edges), "halo", window.border, fill))
+        reach.append(SeenRange(d, chunks, window.ranges(edges), "halo", fill=fill))
         dims[d] = split_dim(chunks.contiguous(edges))
     return reach, dims
 
@@ -581,7 +578,7 @@ def pad(x: Part, pad: Sequence[int], mode: str = "constant", value: float | None
             inner = (min(max(p + before, 0), wider) for p in chunks.starts[1:-1])
             edges = (0, *inner, wider)
             ranges = tuple((a - before, b - before) for a, b in itertools.pairwise(edges))
-            reach = SeenRange(d, chunks, ranges, "pad", BORDERS[mode], fill)
+            reach = SeenRange(d, chunks, ranges, "pad", mode, fill)
             steps.append(_joined_reach(x, reach))
             dims[d] = split_dim(chunks.contiguous(edges))
 
@@ -615,7 +612,7 @@ def _whole_pad(
 ) -> Callable[[Tensor], Tensor]:
     if mode == "constant":
         return lambda y: F.pad(y, [0, 0] * i + [before, after], value=fill)
-    spans = bordered(-before, length + after, length, BORDERS[mode])
+    spans = bordered(-before, length + after, length, mode)
     places = [s.start + k * s.step for s in spans for k in range(s.count)]
     return lambda y: y.index_select(d, uploaded(tuple(places), y.device))
 

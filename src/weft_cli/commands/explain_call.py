@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,10 @@ from typing import Annotated
 
 import typer
 from rich.markup import escape
-from torch.distributed.tensor import Shard
 
 from weft.choice import ChoiceKind
 from weft.declare.hardware import Hardware
 from weft.declare.one_line import is_line
-from weft.declare.orders import TokenOrder
-from weft.declare.placements import SEQ
 from weft.declare.rates import rates_for, rates_of
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.inspect import words
@@ -28,7 +24,7 @@ from weft.plan.order import count
 from weft.plan.plan import Plan
 from weft.plan.predict import forecast_of, plans_for
 from weft.plan.problem import Problem
-from weft.plan.sides import TRAVELS, Side
+from weft.plan.sides import Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_axes.fetching.bounds import ByteBounds, chosen_bounds
 from weft_axes.fetching.lists import IndexSizes, list_plan
@@ -38,7 +34,6 @@ from weft_models.routing.bounds import routed_bounds
 from weft_models.routing.geometry import is_routed
 from weft_models.routing.module import routing_options
 from weft_planner.flow import replayed
-from weft_planner.shares import choose_shares
 
 from ..inspect import tables
 from ..inspect.printer import console, print_table, say, still_here, working, wrote
@@ -48,8 +43,6 @@ from . import options
 
 #: Of how many ranks the bounds of a routed call are read, and how many are planned.
 MOST_READ, MOST_PLANNED = 32, 1 << 16
-#: Ranks of which shares are tried: each try replays all of them.
-MOST_SHARED = 64
 
 _CHOSEN = "what a layout moves and computes of chosen keys depends on the choice"
 _ROUTED = "what a routed layout moves and computes depends on the router's weights"
@@ -81,10 +74,6 @@ def call(
     dtype: options.DType = options.PLANNED_DTYPE,
     nproc: options.Nproc = None,
     hardware: options.TimedOn = None,
-    state: Annotated[
-        bool,
-        options.of_run("Also the states that a recurrent layer of these heads receives."),
-    ] = False,
     score_matrix: Annotated[
         Path | None,
         options.of_picture("The score matrix, coloured by the rank that computes it."),
@@ -176,8 +165,7 @@ def call(
         _write_page([layout, *layouts[1:]], problem, machine, f"{mask}, on {hardware}", html)
         if len(layouts) > 1:
             return
-    of_plans = {"hardware": hardware, "state": state, "score-matrix": score_matrix}
-    of_plans["timeline"] = timeline
+    of_plans = {"hardware": hardware, "score-matrix": score_matrix, "timeline": timeline}
     if is_routed(layout, problem.axes):
         _refuse(_ROUTED, of_plans | {"choose": choose})
         _print_routed(layout, axis, problem)
@@ -205,10 +193,6 @@ def call(
         _print_travel(layout, before, travel, f"of {hardware}" if machine else "of the layout")
     if index_keys is not None:
         _print_index(layout, problem, *index_keys)
-    if state or axis in layout.carry:
-        carried = tables.states(layout, axis, problem.on(layout, 0))
-        console().print()
-        console().print(f"nothing is carried along {axis}" if carried is None else carried)
     if machine is not None:
         _print_times(layout, problem, machine, f"on {hardware}")
     elif layout.rates:
@@ -274,7 +258,11 @@ def _print(layout: Layout, axis: str, problem: Problem, read: Reading) -> None:
     _print_rules(layout, axis, chunked | dict.fromkeys(halo, "halo"))
     kernel = plans[0].kernel(False).name
     say(f"\n{_sizes(problem, p.head_dim)}; kernel {kernel}; {read}\n")
-    say(f"{_kernel_calls(layout, problem, plans, read)}\n")
+    passes = ([plan.forward, plan.backward] for plan in plans)
+    calls = max(
+        sum(len(run.block(b).groups) for run in both for b in run.program.blocks) for both in passes
+    )
+    say(f"kernel calls of a rank, forward and backward: {calls}\n")
     forecasts = [forecast_of(plan) for plan in plans]
     chunks = math.prod(layout.size(axis) for axis in problem.axes)
     unit = p.batch * p.heads * p.n * p.head_dim * p.dtype.itemsize / chunks
@@ -312,34 +300,6 @@ def _sizes(problem: Problem, head_dim: int) -> str:
     return (
         f"with {problem.n} queries, {problem.m} keys, {problem.heads} heads of {head_dim}, {keys},"
         f" batch {problem.batch}, {str(problem.dtype)[6:]}"
-    )
-
-
-def _kernel_calls(layout: Layout, problem: Problem, plans: list[Plan], read: Reading) -> str:
-    """Kernel calls of the busiest rank, and an order of mesh dims that makes fewer of them."""
-    calls = _calls(plans)
-    text = f"kernel calls of a rank, forward and backward: {calls}"
-    rules = plans[0].rules.items()
-    exchanging = [d for d, r in rules if r.role not in TRAVELS and r.query.rest == Shard(SEQ)]
-    order = [*(d for d in layout.mesh if d not in exchanging), *exchanging]
-    as_data = any(isinstance(layout.order.get(a), TokenOrder) for a in problem.axes)
-    if list(layout.mesh) == order or not exchanging or as_data:
-        return text
-    declared = tomllib.loads(layout.to_toml())
-    declared["mesh"] = {d: declared["mesh"][d] for d in order}
-    for axis, dims in declared["shard"].items():
-        declared["shard"][axis] = sorted(dims, key=order.index)
-    other = Layout.from_dict(declared)
-    fewer = _calls(list(plans_for(other, problem, read.ranks)))
-    mesh = " x ".join(f"{d}={n}" for d, n in other.mesh.items())
-    return f"{text}; with the mesh dims in the order {mesh}: {fewer}" if fewer < calls else text
-
-
-def _calls(plans: list[Plan]) -> int:
-    """Calls of both passes, of the rank that makes the most."""
-    passes = ((plan.forward, plan.backward) for plan in plans)
-    return max(
-        sum(len(run.block(b).groups) for run in both for b in run.program.blocks) for both in passes
     )
 
 
@@ -391,8 +351,7 @@ def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str
     levels = zip(machine.level, timing.bytes_of_levels)
     moved = ", ".join(f"{level.name} {words.nbytes(n)}" for level, n in levels)
     caption = f"bytes sent by all ranks replayed, by level: {moved}"
-    unlike = len(set(machine.device.speeds)) > 1
-    if unlike:
+    if len(set(machine.device.speeds)) > 1:
         each = ", ".join(words.show_time(seconds) for seconds in timing.compute_of_ranks)
         caption += f"\ncompute alone, rank by rank: {each}"
     print_table(
@@ -400,25 +359,6 @@ def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str
         ("pass", ">compute alone", ">in all"),
         [(name, *map(words.show_time, seconds)) for name, seconds in times.items()],
         caption,
-    )
-    if unlike and layout.world_size <= MOST_SHARED:
-        _print_shares(layout, problem, machine)
-
-
-def _print_shares(layout: Layout, problem: Problem, machine: Hardware) -> None:
-    """The shares of ranks that are not alike with which the call ends first."""
-    try:
-        with working("trying shares"):
-            choice = choose_shares(layout, problem, machine)
-    except (DeclarationError, UnsupportedError):  # it splits no tokens, or has an order as data
-        return
-    if not choice.layout.share:
-        say("equal shares end first")
-        return
-    share = ", ".join(f"{dim} = {list(each)}" for dim, each in choice.layout.share.items())
-    say(
-        f"shares that end first, [share] {share}: {words.show_time(choice.timing.total)},"
-        f" {choice.timing.total / choice.equal.total:.2f} of equal ones"
     )
 
 

@@ -9,15 +9,10 @@ from weft.errors import ShapeError, shown
 from weft.inspect import words
 from weft_planner import reasons
 from weft_planner.search import Choices, Search
-from weft_planner.several_lengths import layouts_for_lengths
 
 from ..inspect.printer import print_table, say, working, wrote
 from . import options
 from .plan_model import print_refused, write_layout
-
-#: Work of replays (see `weft_planner.lower_bound`) beyond which the search for changes of the
-#: machine that would change the choice is left out; below which each change tries more layouts.
-_CHANGES, _CHEAP = 1.5e5, 4e3
 
 
 def call(
@@ -25,11 +20,7 @@ def call(
     hardware: options.Machine,
     devices: options.Devices,
     tokens: Annotated[
-        str,
-        options.of_call(
-            "Of the whole sequence, over all ranks; several as '4096:3,32768' with how often each"
-            " comes."
-        ),
+        str, options.of_call("Of the whole sequence, over all ranks.")
     ] = options.LENGTH,
     heads: options.Heads = options.HEADS,
     kv_heads: options.KvHeads = None,
@@ -52,9 +43,8 @@ def call(
     Searches how many ways heads, queries and keys are split at each level of the
     hardware, and over which transport they travel. Every candidate has a lower
     bound in closed form; programs of the promising ones run on the clock of `weft
-    explain call --hardware` until no other can be more than 1 % faster. Says why
-    the best one is, what would change that, and what was refused. Of several
-    lengths it names the one layout, and the two, that take least time together.
+    explain call --hardware` until no other can be more than 1 % faster. Says what
+    bounds the best one, what is second, and what was refused.
 
     Times are predictions; the last line says against what they were checked.
 
@@ -66,35 +56,23 @@ def call(
         weft plan call --tokens 65536 --devices 8 --hardware ethernet-laptops --only "ulysses, ring"
 
         weft plan call --tokens 32768 --devices 16 --hardware h100-8 --write plan.toml
-
-        weft plan call --tokens 4096:8,32768:2,131072 --devices 64 --hardware h100-8
     """
     machine = Hardware.load(hardware)
-
-    def search_of(tokens: str) -> Search:
-        lengths = options.lengths_of(tokens, "tokens", ("tokens",))
-        if not min(lengths):
-            raise ShapeError(f"--tokens {shown(tokens)}: a plan needs 1 token or more")
-        problem = options.problem_of(
-            "tokens",
-            lengths,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            batch=batch,
-            mask=mask,
-            dtype=dtype,
-            device=machine.device.kernels,
-        )
-        return Search(problem, machine, devices, options.names(only), memory, forward_only)
-
-    if "," in tokens:
-        if write or html:
-            raise ShapeError(f"--tokens {shown(tokens)}: --write and --html are for one length")
-        lengths, weights = _weighted(tokens)
-        _print_lengths([search_of(length) for length in lengths], weights)
-        return
-    search = search_of(tokens)
+    lengths = options.lengths_of(tokens, "tokens", ("tokens",))
+    if not min(lengths):
+        raise ShapeError(f"--tokens {shown(tokens)}: a plan needs 1 token or more")
+    problem = options.problem_of(
+        "tokens",
+        lengths,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        batch=batch,
+        mask=mask,
+        dtype=dtype,
+        device=machine.device.kernels,
+    )
+    search = Search(problem, machine, devices, options.names(only), memory, forward_only)
     label = f"searching {len(search.every):,} candidates"
     with working(label) as tell:
         choices = search.run(tell=lambda replays: tell(f"{replays + 1} on the clock"))
@@ -108,8 +86,7 @@ def call(
         from ..inspect.page import write_page
 
         best = [c.layout for c in choices.choices[:top]]
-        title = f"{search.problem.n:,} tokens on {hardware}"
-        write_page(best, search.problem, machine, title, html)
+        write_page(best, problem, machine, f"{problem.n:,} tokens on {hardware}", html)
         wrote("page", html)
 
 
@@ -145,66 +122,6 @@ def _print(choices: Choices, search: Search, top: int) -> None:
     number = f"{len(choices.choices)} of {choices.considered:,}"
     say(
         reasons.why_best(choices),
-        reasons.why_second(choices, search.bounds),
-        reasons.simplest(choices),
+        reasons.why_second(choices),
         f"{number} candidates were put on the clock; {rest}",
-    )
-    tries = 4 if search.work_each < _CHEAP else 2
-    if 9 * tries * search.work_each < _CHANGES:
-        with working("changing the machine"):
-            changes = list(reasons.changes(search, choices, tries))
-        say("\nWhat would change it:", *(f"  {line}" for line in changes))
-
-
-def _weighted(text: str) -> tuple[list[str], list[float]]:
-    """Lengths and their weights.
-
-    >>> _weighted("4096:3, 32768")
-    (['4096', '32768'], [3.0, 1.0])
-    """
-    pairs = [part.partition(":") for part in text.split(",")]
-    lengths = [length.strip() for length, _, _ in pairs]
-    try:
-        weights = [float(weight) if colon else 1.0 for _, colon, weight in pairs]
-    except ValueError:
-        weights = []
-    if not weights or min(weights) <= 0 or len({*lengths}) < len(lengths):
-        raise ShapeError(
-            f"--tokens {shown(text)}: give lengths, each once, with a weight above 0, such as "
-            "4096:3,32768"
-        )
-    return lengths, weights
-
-
-def _print_lengths(searches: list[Search], weights: list[float]) -> None:
-    """Print the best layout of each length, and the one and the two that are best for all."""
-    with working("searching") as tell:
-        found = layouts_for_lengths(
-            searches, weights, lambda i: tell(f"{searches[i].problem.n:,} tokens")
-        )
-    rows = zip(searches, weights, found.best, found.one, found.two, found.times, strict=True)
-    print_table(
-        "predicted",
-        (">tokens", ">weight", "its best layout", ">time", "best one for all", "best two"),
-        [
-            (
-                f"{search.problem.n:,}",
-                f"{weight:g}",
-                best.layout.name,
-                words.show_time(times[0]),
-                f"{one.layout.name} {times[1] / times[0]:.2f}x",
-                f"{two.layout.name} {times[2] / times[0]:.2f}x",
-            )
-            for search, weight, best, one, two, times in rows
-        ],
-    )
-    best, one, two = found.seconds
-    names = list(dict.fromkeys(choice.layout.name for choice in found.two))
-    second = "a second would not be faster"
-    if len(names) > 1:
-        second = f"the two {' and '.join(map(repr, names))} take {two / best:.3f} times"
-    say(
-        f"The one layout {found.one[0].layout.name!r} takes {one / best:.3f} times as long as the"
-        f" best of each length; {second}. The best of one length takes up to {found.wrong:.2f}"
-        " times the best at another."
     )

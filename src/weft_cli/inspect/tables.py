@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -12,12 +11,7 @@ from rich.text import Text
 from weft.declare.layout_file import HEADS
 from weft.inspect import words
 from weft.layout import Layout
-from weft.move.plan import placement, plan_redistribution
-from weft.move.windows import TakePass, Windows
 from weft.plan.predict import Forecast
-from weft.plan.problem import LocalProblem
-from weft_axes.carry.fragments import ChainExchange, StateExchange, by_heads, fragments
-from weft_axes.carry.pieces import MOST_GATHERED
 from weft_axes.testing.check import Comparison
 from weft_proof.symbolic import Claim
 
@@ -138,71 +132,3 @@ def comparisons_table(title: str, compared: Sequence[Comparison]) -> Table:
         ("tensor", ">largest error", ">allowed", ""),
         [(c.tensor, f"{c.error:.1e}", f"{c.allowed:.1e}", verdict(c.ok)) for c in compared],
     )
-
-
-def states(layout: Layout, axis: str, problem: LocalProblem, taps: int = 4) -> Table | None:
-    """Bytes that a recurrent layer along the axis would receive, where it can run on the layout.
-
-    It is a gated delta rule of the call's heads (Gated DeltaNet, KDA), whose states are fp32, after
-    a convolution of `taps` over its queries, keys and values.
-    """
-    by_heads_dims = layout.carries_by_heads(axis)
-    other = by_heads(layout, axis) if by_heads_dims else layout
-    ranks, way = other.size(axis), other.state_transport(axis)
-    if layout.size(axis) == 1:
-        return None
-    heads = problem.heads // math.prod(layout.mesh[d] for d in by_heads_dims)
-    key, value = problem.head_dim, problem.value_dim
-    plan = fragments(other, axis, problem.n)
-    number, column = heads * key * value * 4, heads * (2 * key + value) * problem.dtype.itemsize
-    state, matrix = problem.batch * number, problem.batch * heads * key * key * 4
-    if way == "auto":
-        way = "chain" if ranks > MOST_GATHERED else "gather"
-    moved: dict[str, list[tuple[int, int]]] = {"state": [], "columns to the left": []}
-    for chunk in range(ranks):
-        passing: ChainExchange | StateExchange
-        if way == "chain":
-            passing = ChainExchange(plan, chunk, (state,))
-        else:
-            passing = StateExchange(plan, chunk, state + matrix)
-        left = plan.around(Windows(taps, 1, 1 - taps, problem.n, taps - 1))
-        halo = TakePass(left, chunk, problem.batch * column)
-        for name, traffic in zip(moved, (passing.traffic, halo.traffic)):
-            moved[name].append((traffic(False).bytes, traffic(True).bytes))
-    if by_heads_dims:
-        moved["tokens for heads, and back"] = _traded(layout, other, axis, problem)
-    how = "handed on from rank to rank" if way == "chain" else "of all ranks to all"
-    ends = {name: [*zip(*rows)] for name, rows in moved.items()}
-    return table(
-        f"a recurrent layer along {axis} (gated delta rule, {taps} taps), received; states {how}",
-        ("what", ">rank 0", ">any rank", ">any rank, backward"),
-        [
-            (name, *map(words.nbytes, (forward[0], max(forward), max(backward))))
-            for name, (forward, backward) in ends.items()
-        ],
-        f"{len(plan.slots)} runs of consecutive tokens; states are as large at any length.",
-    )
-
-
-def _traded(
-    layout: Layout, other: Layout, axis: str, problem: LocalProblem
-) -> list[tuple[int, int]]:
-    """Bytes that ranks receive, forward and backward, where tokens are traded for heads.
-
-    Queries, keys, values and two gates go there, outputs come back; gradients the other way.
-    """
-    before, after = (placement(each, (axis, HEADS)) for each in (layout, other))
-    lengths = problem.n, problem.heads * layout.size(HEADS)
-    found = []
-    for rank in range(layout.world_size):
-        there = plan_redistribution(before, after, lengths, rank, before.mesh)
-        back = plan_redistribution(after, before, lengths, rank, before.mesh)
-        inside, outside = 2 * problem.head_dim + problem.value_dim + 2, problem.value_dim
-        each = problem.batch * problem.dtype.itemsize
-        sums = [
-            there.traffic(before.mesh, each * n, "").bytes
-            + back.traffic(before.mesh, each * m, "").bytes
-            for n, m in ((inside, outside), (outside, inside))
-        ]
-        found.append((sums[0], sums[1]))
-    return found

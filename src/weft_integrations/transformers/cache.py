@@ -11,10 +11,8 @@ import copy
 import hashlib
 import numbers
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -34,14 +32,12 @@ from weft.layout import Layout
 from weft.move.fetch import fetch
 from weft.move.windows import Wanted
 from weft.plan.held import Held
-from weft.plan.order import Spans, shard_spans
-from weft_axes.checkpoint.blocks import numbers_at
+from weft.plan.order import Spans
 from weft_axes.decode.owners import BLOCK, Owners
 from weft_axes.same_ranks import bind_on_same_ranks
 
 from .. import Foreign
 from ..common import check_axis
-from . import cache_files
 from .cache_layers import (
     Kept,
     LatentLayer,
@@ -61,7 +57,7 @@ class ShardedCache(DynamicCache):
     """Keys and values of a parallelized language model, of which every rank holds a part.
 
     `model.generate` makes one by itself. Make one to keep a prefix: to continue it, to copy it
-    (`copy.deepcopy`), crop it, `save` it, or take it `to` another layout.
+    (`copy.deepcopy`), crop it, or take it `to` another layout.
 
     A prompt's keys are split as its tokens are; later ones in blocks, the token at
     position p with rank (p // block) % P. So a rank holds 1/P of them and a block at most.
@@ -245,15 +241,14 @@ class ShardedCache(DynamicCache):
 
         Raises:
             DeclarationError: other ranks, a layout that does not know the axis, or mesh dims that
-                do not split it. To go to another number of ranks, save it and load it there.
+                do not split it.
         """
         there = bind_on_same_ranks(self.layout, layout)
         check_axis(there, self.shards.axis)
         if (there.world_size, there.rank) != (self.layout.world_size, self.layout.rank):
             raise DeclarationError(
                 f"the cache has {self.layout.world_size} ranks and layout {layout.name!r} "
-                f"{layout.world_size}, or the order of ranks differs; save the cache, and load it "
-                "there"
+                f"{layout.world_size}, or the order of ranks differs; read the prefix there again"
             )
         result = copy.copy(self)
         result.shards = Shards(there, self.shards.axis, self.shards.block)
@@ -274,86 +269,6 @@ class ShardedCache(DynamicCache):
                 layer._replace(*next(tensors))
                 layer.held = goals[layer.held]
         return result
-
-    def save(self, folder: str | Path) -> Path:
-        """Write the cache as safetensors with a JSON index; all ranks call this.
-
-        Args:
-            folder: a new one, which every rank sees.
-
-        Raises:
-            CheckpointError: on every rank, if it cannot be written, or is there already.
-            DeclarationError: nothing is cached yet; mesh dims that do not split the tokens.
-            UnsupportedError: recurrent states.
-        """
-        if not self.get_seq_length():
-            raise DeclarationError("nothing is cached yet, so there is nothing to save")
-        if self.recurrent:
-            raise UnsupportedError(
-                f"{self.name}: a cache with recurrent states is not saved; copy it, or read the "
-                "prefix again"
-            )
-        ranks, rank = self.layout.world_size, self.layout.rank
-        held = {layer.held for layer in self.sharded()}
-        pieces = {h: shard_spans(h.length, (ranks,)) for h in held}
-        blocks: dict[str, cache_files.Block] = {}
-        lengths: dict[str, int] = {}
-        tensors = self.moved(pieces)
-        layer: Any
-        for number, layer in enumerate(self.layers):
-            if isinstance(layer, DummyLayer) or not layer.is_initialized:
-                continue
-            lengths[str(number)] = layer.get_seq_length()
-            pair, start, count = (layer.keys, layer.values), 0, layer.keys.shape[2]
-            if isinstance(layer, ShardedLayer):
-                pair, count = next(tensors), layer.held.length
-                start = sum(s.count for chunk in pieces[layer.held][:rank] for s in chunk)
-            elif rank:
-                continue  # the first has the same
-            for label, t in zip(("key", "value"), pair):
-                shape = [*t.shape[:2], count, t.shape[3]]
-                if t.numel():
-                    blocks[f"layer.{number}.{label}"] = (t, [0, 0, start, 0], shape)
-        facts = cache_files.Facts(model=self.model, name=self.name, lengths=lengths)
-        return cache_files.write(Path(folder), self.layout, facts, blocks)
-
-    @classmethod
-    def load(cls, folder: str | Path, model: Foreign) -> ShardedCache:
-        """Read a cache for a parallelized model, whichever layout it was written on.
-
-        Args:
-            folder: of `save`.
-            model: of the class, shapes, dtypes and numbers of the one that made the cache; a few
-                numbers are looked at. All ranks of its layout call this.
-
-        Raises:
-            CheckpointError: on every rank, if another model made it, or files are missing or
-                damaged. Digests tell damage; they are no signature.
-        """
-        cache = cls(model)
-        folder, device = Path(folder), next(model.parameters()).device
-
-        def fill(facts: cache_files.Facts, index: cache_files.Index) -> None:
-            for number, length in facts.lengths.items():
-                layer: Any = cache.layers[int(number)]
-                held, pair = cache.shards.whole(length), []
-                for label in ("key", "value"):
-                    name = f"layer.{number}.{label}"
-                    at = [torch.arange(n) for n in index.tensors[name].shape]
-                    if isinstance(layer, ShardedLayer):
-                        at[2] = held.positions(cache.shards.part)
-                    pair.append(numbers_at(folder, name, index.tensors[name], at).to(device))
-                layer.lazy_initialization(*pair)
-                layer.keys, layer.values = pair
-                if isinstance(layer, ShardedLayer):
-                    layer.held = held
-                else:
-                    layer.cumulative_length = length
-
-        split = [isinstance(layer, ShardedLayer) for layer in cache.layers]
-        cache_files.read(folder, cache.layout, cache.model, cache.name, split, fill)
-        cache.record(f"load {[layer.get_seq_length() for layer in cache.sharded()]}")
-        return cache
 
     def sharded(self) -> list[ShardedLayer]:
         """Its layers of which ranks hold different keys, and that have some."""
