@@ -120,28 +120,34 @@ def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[P
         around = _frames.get_eval_frame_callback()
         if around is None:
             return fn(*args, **kwargs)
-        if type(getattr(around, "_torchdynamo_orig_backend", None)).__name__ == _MAKES_WHOLE:
+        maker = type(getattr(around, "_torchdynamo_orig_backend", None))
+        if maker.__name__ == "ConvertFrameAssert":  # of fullgraph=True
             raise UnsupportedError(f"{fn.__qualname__} is part of no whole graph: {reason}")
-        _frames.set_eval_frame(None)
         token = _around.set(around)
         try:
-            return fn(*args, **kwargs)
+            return _compiled_by(None, fn, *args, **kwargs)
         finally:
             _around.reset(token)
-            _frames.set_eval_frame(around)
 
-    _frames.set_code_exec_strategy(call.__code__, _SKIPPED)
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    if reason:
-        call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    made: Any = call
+    _frames.set_code_exec_strategy(made.__code__, _SKIPPED)
+    made._torchdynamo_disable, made._torchdynamo_disable_msg = True, reason or None
     return call
+
+
+def _compiled_by(maker: Any, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """A function's result, of whose frames something makes graphs, or nothing does."""
+    before = _frames.set_eval_frame(maker)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        _frames.set_eval_frame(before)
 
 
 _frames: Any = torch._C._dynamo.eval_frame
 #: Of a function's own frame; those of the functions that it calls are compiled.
 _SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
-#: The class of what makes graphs for `fullgraph=True`.
-_MAKES_WHOLE = "ConvertFrameAssert"
+_frames.set_code_exec_strategy(_compiled_by.__code__, _SKIPPED)
 #: What makes graphs around functions outside of them, on this thread.
 _around: contextvars.ContextVar[Any] = contextvars.ContextVar("around", default=None)
 
@@ -149,18 +155,7 @@ _around: contextvars.ContextVar[Any] = contextvars.ContextVar("around", default=
 def compiler_around() -> Callable[[Callable], Callable] | None:
     """What compiles functions as `torch.compile` does around `outside_graphs`, if it does."""
     around = _around.get()
-
-    def compiler(fn: Callable) -> Callable:
-        def call(*args: Any) -> Any:
-            before = _frames.set_eval_frame(around)
-            try:
-                return fn(*args)
-            finally:
-                _frames.set_eval_frame(before)
-
-        return call
-
-    return None if around is None else compiler
+    return None if around is None else lambda fn: functools.partial(_compiled_by, around, fn)
 
 
 def compiled_method(module: torch.nn.Module) -> str:
@@ -171,7 +166,7 @@ def compiled_method(module: torch.nn.Module) -> str:
 
 
 def compiler_of(call: Any) -> tuple[Any, Callable, bool]:
-    """Of what `torch.compile` made: what compiles functions so, of what, and if graphs are whole."""
+    """Of what `torch.compile` made: what compiles so, what it compiled, if graphs are whole."""
     compiler = inspect.getclosurevars(call).nonlocals["self"]
     return compiler, call._torchdynamo_orig_callable, compiler.fullgraph
 

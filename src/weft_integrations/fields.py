@@ -59,6 +59,7 @@ METHODS = ("forward", "encode", "decode")
 #: Calls from one comparison of all weights to the next.
 EVERY = 64
 
+
 def splits_fields(layout: Layout) -> bool:
     """True if a layout splits an axis of images or fields."""
     return any(axis in layout.sharding for axis in AXES)
@@ -254,7 +255,7 @@ class _Calls:
         """One call, on all ranks alike."""
         bound, failure = signature.bind(*args, **kwargs), ""
         given = dict(bound.arguments)
-        self.model._weft.leave_graphs(self.model)
+        vars(self.model)["_weft"].leave_graphs(self.model)
         try:
             self._refuse_state()
             self._prepare_reduction()

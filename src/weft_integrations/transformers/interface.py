@@ -29,7 +29,7 @@ from weft_axes.fields import Field, cut, own_chunk
 
 from .. import Foreign
 from ..chunked import of_chunk, split_at
-from . import decoding, latents, refused
+from . import decoding, latents
 from .chosen_keys import Weighed, as_scores
 from .compressed import attend_with_entries
 from .defaults import CACHES

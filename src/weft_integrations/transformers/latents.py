@@ -15,7 +15,6 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
