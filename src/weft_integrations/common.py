@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -19,7 +20,7 @@ from weft.layout import Layout
 from weft.move.gather import GatherSlices
 from weft.plan.held import Held
 from weft.plan.order import Spans, count, positions
-from weft_axes.fields import WholeReport
+from weft_axes.fields import Field, WholeReport
 from weft_axes.fields.islands import PROOF
 
 LOG = logging.getLogger("weft")
@@ -222,6 +223,27 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, Mapping | list | tuple):
         for each in value.values() if isinstance(value, Mapping) else value:
             yield from tensors_in(each)
+
+
+def in_outputs(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Outputs with other tensors in the place of theirs, in copies of what holds them."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping) or type(value) in (list, tuple):
+        keys = value.keys() if isinstance(value, Mapping) else range(len(value))
+        parts = [in_outputs(value[key], change) for key in keys]
+        if type(value) in (list, tuple):
+            return type(value)(parts)
+        changed = copy.copy(value)
+        for key, part in zip(keys, parts):
+            changed[key] = part
+        return changed
+    held = getattr(value, "__dict__", {})
+    if any(isinstance(inner, Field) for inner in held.values()):
+        changed = copy.copy(value)
+        changed.__dict__.update({n: in_outputs(v, change) for n, v in held.items()})
+        return changed
+    return value
 
 
 def check_modules(model: nn.Module) -> None:

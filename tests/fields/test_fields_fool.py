@@ -445,6 +445,19 @@ def test_calls_give_what_torch_gives_or_raise(name, text):
     assert found.kind in ("exact", "both raise", "refused", "no field"), found
 
 
+class Three:
+    """No tensor, and one to functions of torch."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*(torch.tensor(3.0) if isinstance(a, cls) else a for a in args))
+
+
+@pytest.mark.parametrize("fn", [lambda x: x + Three(), lambda x: torch.mul(Three(), x)])
+def test_what_is_a_tensor_to_torch_is_one_to_fields(fn):
+    assert verdict(fn, (IMAGE,), {}, grid("2x2"), at(1)).kind == "exact"
+
+
 @pytest.mark.parametrize("line", ["height(zigzag): ring=2", "height: ring=2 x ulysses=2"])
 @pytest.mark.parametrize("low", [torch.finfo(torch.float64).min, -1e14])
 def test_rows_in_which_scores_vanish_are_means_of_all_keys(line, low):

@@ -7,6 +7,7 @@ import copy
 import threading
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -759,6 +760,47 @@ def test_ranks_with_other_numbers_are_refused(name):
         return OTHER[name](split, x.clone(), bool(layout.rank))
 
     with pytest.raises(ShapeError, match=r"same on every rank|differs between"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+LABELS = torch.arange(28).view(4, 7) % 8
+#: A loss of an output (4, 7, 8), where rank 1 may have something else.
+OTHER_LOSS: dict[str, Callable[[Any, bool], Any]] = {
+    "labels": lambda y, other: F.cross_entropy(
+        y.transpose(1, 2), LABELS.where(torch.tensor(not other), LABELS.flip(1))
+    ),
+    "one label": lambda y, other: F.cross_entropy(
+        y.flatten(0, 1), (LABELS + other * F.one_hot(torch.tensor(5), 28).view(4, 7)).flatten()
+    ),
+    "weights of tokens": lambda y, other: (y * torch.linspace(0, 1 + other, 7)[:, None]).sum(),
+    "a factor": lambda y, other: y.square().mean() * (1.1 if other else 1.0),
+}
+
+
+@pytest.mark.parametrize("output", ["whole", "field"])
+@pytest.mark.parametrize("name", OTHER_LOSS)
+def test_ranks_with_other_losses_are_refused_by_the_end_of_backward(name, output):
+    model, x = Part(), torch.randn(4, 7, 8)
+    options: Any = {"dims": {"tokens": 1}, "output": output}
+
+    def rank(layout: Layout, differs: bool) -> None:
+        split = weft.parallelize(copy.deepcopy(model), layout, **options)
+        OTHER_LOSS[name](split(x), differs and layout.rank == 1).backward()
+        return split.w.grad
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), lambda layout: rank(layout, False))
+    with pytest.raises(ShapeError, match=r"same on every rank|differ between"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), lambda layout: rank(layout, True))
+
+
+def test_gradients_that_hardly_differ_are_a_warning():
+    model, x = Part(), torch.randn(4, 7, 8)
+
+    def rank(layout: Layout) -> None:
+        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
+        (split(x) * (1 + 1e-4 * layout.rank)).sum().backward()
+
+    with pytest.warns(UserWarning, match="a few labels that are not the same on every rank"):
         weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 

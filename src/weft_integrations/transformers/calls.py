@@ -30,7 +30,13 @@ from weft_axes.fields import Field, WholeReport, cut
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
-from ..common import check_modules, named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
+from ..common import (
+    check_modules,
+    in_outputs,
+    named_arguments,
+    refuse_scaled_by_tensor,
+    tokens_per_chunk,
+)
 from ..fields import generators
 from ..units import let_fields_through
 from . import refused
@@ -123,7 +129,9 @@ class Calls:
         self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         # For padding that sees no token, eager functions and masks that a bias is added to take the
         # mean of all tokens, and other functions give 0.
-        self.biases = any(map(biases_distances, model.modules()))
+        self.biases = any(
+            biases_distances(m) or hasattr(type(m), "prepare_dynamic_mask") for m in model.modules()
+        )
         self.eager = "eager" in own_implementations(model, model._weft.own)
         self.attends_by_itself = self.implementation == model._weft.implementation
         self.fills_padding = not self.attends_by_itself and (self.eager or self.biases)
@@ -132,7 +140,7 @@ class Calls:
             calls_of(module, skips) for module in self.recurrent
         )
         self.causal, self.window = self.stacks or not self.encoder, window_of(model)
-        self.entered = consistency.Entered(self._compare_gradients)
+        self.entered = consistency.Entered(self._compare_gradients, lambda: running() is not None)
         self.all_weights = consistency.AllWeights()
         self.generating = False  # tokens, of which a call gets one that the call before made
         self.warned: set[str] = set()
@@ -284,23 +292,9 @@ class Calls:
         state: consistency.GroupState = consistency.NOTHING,
         kind: int | None = None,
     ) -> Channel:
-        """Raise on all ranks of a context group unless all come here with the same.
-
-        A verdict, in words, begins with "refused" where this rank refuses; numbers of `state` may
-        be close. The channel is the one by which they compare it. With a `kind`, on which ranks
-        agreed before, they raise when the next pass begins, before its messages.
-        """
-        transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
-        numbers = any(state.numbers)
-        vote = number_of(f"{verdict} {numbers}")
-        common = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
-        channel = Channel(*common, kind=kind, subject=label)
-        if kind is not None and not numbers:
-            channel.finish()
-        elif not channel.agrees() or numbers:
-            every = channel.exchange(state.numbers)
-            consistency.check_close(every, state, transport.world_ranks)
-        return channel
+        """Raise on all ranks of a context group unless all come here with the same."""
+        dims = reach(self.layout.unbound, (self.axis,)).moving
+        return consistency.agree(self.layout.bound, dims, label, verdict, state, kind)
 
     @property
     def _subject(self) -> str:
@@ -491,8 +485,12 @@ class Calls:
 
     def _check_padding(self, kwargs: dict, module: Foreign) -> None:
         """Refuse a call that reads padding which sees no token, where weft gives other numbers."""
+        masks = {n: kwargs.get(n) for n in ("attention_mask", "decoder_attention_mask")}
+        for name, mask in masks.items() if self.biases else ():
+            if isinstance(mask, Tensor):  # else a mask of all pairs meets a bias of a rank's tile
+                refused.more_than_padding(name, mask)
         name = "decoder_attention_mask" if self.stacks else "attention_mask"
-        mask = kwargs.get(name)
+        mask = masks[name]
         if not self.fills_padding or mask is None or mask.dim() != 2:
             return
         blind = sees_none(mask.bool().cpu(), self.causal, self.window)
@@ -557,33 +555,16 @@ class Calls:
                 put_cache(output, call.absent)
             if call.spread:
                 put_features(output)
-        output = self.handed_out(output)
+        output = in_outputs(output, self.handed_out)
         return output.to_tuple() if call.as_tuple else output
 
-    def handed_out(self, value: Any) -> Any:
-        """An output, or those in it: fields without parts are plain tensors, on every rank.
+    def handed_out(self, x: Tensor) -> Tensor:
+        """An output: a field without parts is a plain tensor, on every rank.
 
         Within `generate` all are: of logits of tokens that are guessed it makes its next call.
         """
-        if isinstance(value, MutableMapping):
-            for name in list(value):
-                value[name] = self.handed_out(value[name])
-            return value
-        if type(value) in (tuple, list):
-            return type(value)(map(self.handed_out, value))
-        if not isinstance(value, Field):
-            return value
-        if value._place.is_split and not self.generating and not _is_sunk():
-            value._region.watch = self._met
-            if value.requires_grad and value._local.grad_fn is not None:
-                value._local.register_hook(self.entered.begin)
-            return value
-        return consistency.recorded(value.full_tensor(), self.entered)
-
-    def _met(self, t: Tensor) -> None:
-        """Compare a tensor that a loss makes fields meet; within a call these are weights."""
-        if running() is None and not isinstance(t, nn.Parameter):
-            self.entered.meet(t)
+        as_field = not self.generating and not _is_sunk()
+        return self.entered.hand_out(x, as_field) if isinstance(x, Field) else x
 
 
 def whole_call(self: Foreign, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,7 @@ from weft.layout import Layout
 from .. import Foreign
 from .chosen_keys import chooses_over_ranks, in_places
 from .defaults import CACHES, asked, differentiated
-from .facts import OTHER_INPUTS, RowFacts
+from .facts import OTHER_INPUTS, RowFacts, padding_mask
 from .rebinding import is_ours
 
 
@@ -199,7 +199,7 @@ def padding_that_is_read(name: str, read: str, biased: bool) -> NoReturn:
     `read` says by what, and `biased` that a bias is added to the masks of any implementation.
     """
     eager, sdpa = "attn_implementation='eager'", "attn_implementation='sdpa'"
-    means = "attention with a bias of distances" if biased else eager
+    means = "attention that adds a bias to its mask" if biased else eager
     zero = "" if biased else ", as 'sdpa' does"
     instead = "" if biased else f", or load the model with {sdpa}"
     unread = "set its labels to -100, ask for no states, pad on the right"
@@ -207,6 +207,13 @@ def padding_that_is_read(name: str, read: str, biased: bool) -> NoReturn:
         f"{name}: {read}: some padding sees no token, for which {means} takes the mean of"
         f" all tokens and weft 0{zero}; {unread}{instead}"
     )
+
+
+def more_than_padding(name: str, mask: Tensor) -> None:
+    """Raise for a mask of pairs, or of tokens in several pieces of a row."""
+    if mask.dim() != 2:
+        raise UnsupportedError(f"{name}: a mask of {mask.dim()} dims beside a bias of distances")
+    padding_mask(mask)
 
 
 def replaced_layers(modules: Sequence[nn.Module]) -> None:
