@@ -190,8 +190,8 @@ def _processes(job: _Job, case: Case, timeout: float) -> list:
 
 def _on_process(job: _Job, case: Case, folder: str, timeout: float) -> None:
     rank, limit = int(os.environ["RANK"]), datetime.timedelta(seconds=timeout)
-    place = {"store": dist.FileStore(f"{folder}/store", job.ranks), "rank": rank}
-    dist.init_process_group("gloo", **place, world_size=job.ranks, timeout=limit)
+    store = dist.FileStore(f"{folder}/store", job.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=limit)
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(job.run(case, rank)))
     with contextlib.suppress(Exception):  # of ranks that are gone
         dist.barrier()
