@@ -461,6 +461,8 @@ class Calls:
         x = tokens_of(kwargs)
         if self.rotates and kwargs.get("position_ids") is None and x is not None:
             positions = torch.arange(past, past + call.length, device=x.device)[None]
+            if self.attends_by_itself:  # and may look its angles up row by row
+                positions = positions.expand(len(x), -1)
             made["position_ids"] = self._field(call, "position_ids", positions)
         names = "attention_mask", "decoder_attention_mask"
         masks = [n for n in names if kwargs.get(n) is not None]
