@@ -495,12 +495,12 @@ class Calls:
 
     def _check_padding(self, kwargs: dict, module: Foreign) -> None:
         """Refuse a call that reads padding which sees no token, where weft gives other numbers."""
-        given = {n: kwargs.get(n) for n in ("attention_mask", "decoder_attention_mask")}
-        for name, mask in given.items() if self.biases else ():
+        masks = {n: kwargs.get(n) for n in ("attention_mask", "decoder_attention_mask")}
+        for name, mask in masks.items() if self.biases else ():
             if isinstance(mask, Tensor):  # else a mask of all pairs meets a bias of a rank's tile
                 refused.more_than_padding(name, mask)
         name = "decoder_attention_mask" if self.stacks else "attention_mask"
-        mask = given[name]
+        mask = masks[name]
         if not self.fills_padding or mask is None or mask.dim() != 2:
             return
         blind = sees_none(mask.bool().cpu(), self.causal, self.window)
