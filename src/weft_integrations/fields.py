@@ -24,7 +24,6 @@ from weft._torch import (
     active_ddp,
     fsdp_groups,
     in_transform,
-    is_compiled,
     is_fsdp,
     outside_graphs,
 )
@@ -39,8 +38,9 @@ from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
 from . import Foreign, consistency
 from .common import (
+    OF_RANKS,
     Parallelized,
-    check_hooks,
+    check_modules,
     check_not_placed,
     in_outputs,
     refuse_scaled_by_tensor,
@@ -53,11 +53,6 @@ AXES = {"time": -3, "height": -2, "width": -1}
 #: Ways to call a model.
 METHODS = ("forward", "encode", "decode")
 _BACKWARD = "a backward pass through the outputs of a parallelized model"
-ASK = "compile the model that weft.parallelize returns, which runs as it is"
-OF_RANKS = (
-    "ranks compare the calls of a model on fields, whose functions have rules of their own: compile"
-    " without fullgraph=True"
-)
 
 
 def splits_fields(layout: Layout) -> bool:
@@ -199,15 +194,16 @@ class _Calls:
         if fallback not in ("whole", "refuse"):
             raise DeclarationError(f"fallback={fallback!r}: write 'whole' or 'refuse'")
         self.report = WholeReport() if fallback == "whole" else None
-        placed = Parallelized([*undo], self.report)
-        for name in METHODS:
-            if callable(getattr(model, name, None)):
-                self.wrap(name, placed)
+        placed = Parallelized([*undo], self.report, self.layout.rank > 0)
         promised = ((m, by_positions) for m in filter(is_experts, model.modules()))
         for module, forward in (*promised, *((m, on_rows) for m in proven_islands(model))):
             vars(module)["forward"] = types.MethodType(forward, module)
             for name in ("forward", PROOF):
                 placed.steps.append(functools.partial(vars(module).pop, name, None))
+        placed.leave_graphs(model)
+        for name in METHODS:
+            if callable(getattr(model, name, None)):
+                self.wrap(name, placed)
         placed.put_on(model)
         return model
 
@@ -258,6 +254,7 @@ class _Calls:
         """One call, on all ranks alike."""
         bound, failure = signature.bind(*args, **kwargs), ""
         given = dict(bound.arguments)
+        vars(self.model)["_weft"].leave_graphs(self.model)
         try:
             self._refuse_state()
             self._prepare_reduction()
@@ -364,9 +361,7 @@ class _Calls:
         self.check()
         if in_transform():
             raise transformed(type(self.model).__name__)
-        check_hooks(self.model)
-        for name in (n for n, m in self.model.named_modules() if n and is_compiled(m)):
-            raise UnsupportedError(f"{name} is compiled, where ranks exchange numbers; {ASK}")
+        check_modules(self.model)
         for flag in ("use_tiling", "use_slicing"):
             if getattr(self.model, flag, False):
                 raise UnsupportedError(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from weft._digest import number_of
-from weft._torch import active_ddp, is_fsdp, outside_graphs
+from weft._torch import active_ddp, is_fsdp, module_call
 from weft.comm.channel import Channel
 from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
@@ -31,7 +31,7 @@ from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
 from ..common import (
-    check_hooks,
+    check_modules,
     in_outputs,
     named_arguments,
     refuse_scaled_by_tensor,
@@ -85,7 +85,6 @@ _NO_LAST_STATES = (
 #: Caches that hold a prompt only if `generate` made them, or weft did.
 _OF_GENERATE = ShardedCache, EncoderDecoderCache
 #: Why the cache of an output that one device would have is not there.
-_MAKE_ONE = "cache=ShardedCache(model) in every call of a loop gives one"
 _NOT_MADE = "a call makes none"
 _IN_A_GRAPH = (
     "a call that may be differentiated is split without one; call the model within"
@@ -148,7 +147,6 @@ class Calls:
 
     # -- a call begins --------------------------------------------------------------------------
 
-    @outside_graphs
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
@@ -159,8 +157,7 @@ class Calls:
         try:
             refused.transform(type(module).__name__)
             if not self.generating:
-                refused.compiled(module)
-                check_hooks(module if self.decoder is None else self.decoder)
+                check_modules(module if self.decoder is None else self.decoder)
             refused.another_attention(self.configured, self.implementation)
             refused.masked_sound(self.sound_maskers, self.layout, self.axis)
             refused.replaced_layers([*self.recurrent, *self.of_rows])
@@ -203,7 +200,6 @@ class Calls:
         self._open(call, module)
         return (), kwargs
 
-    @outside_graphs
     def enter_decoder(self, decoder: Foreign, args: tuple, kwargs: dict) -> tuple | None:
         """Before the text decoder of a model with images, in whose call rows are full so far."""
         call = running()
@@ -220,7 +216,6 @@ class Calls:
             arguments = self._as_fields(call, arguments)
         return (), arguments
 
-    @outside_graphs
     def split_made(self, module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         """A hook of a submodule that makes tokens, of images: from here on they are split."""
         call = running()
@@ -279,7 +274,6 @@ class Calls:
             stacklevel=5,
         )
 
-    @outside_graphs
     def enter_part(self, part: Foreign, args: tuple, kwargs: dict) -> None:
         """Before a part of the model, which runs as it was where it is called by itself."""
         if running() is not None:
@@ -363,8 +357,6 @@ class Calls:
             return None, f"{_NOT_MADE} of a model that chooses its keys"
         if kwargs.get("cu_seq_lens_q") is not None:
             return None, f"{_NOT_MADE} of documents that are packed by cu_seq_lens_q"
-        if any(m.__dict__.get("_compiled_call_impl") is not None for m in module.modules()):
-            return None, f"{_NOT_MADE} by compiled layers; {_MAKE_ONE}"
         if (
             not cache_name(module)
             or not getattr(module, "_supports_default_dynamic_cache", lambda: True)()
@@ -550,7 +542,6 @@ class Calls:
 
     # -- outputs --------------------------------------------------------------------------------
 
-    @outside_graphs
     def leave(self, module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         """After a forward pass, also one that raised."""
         call = running()
@@ -576,6 +567,12 @@ class Calls:
         """
         as_field = not self.generating and not _is_sunk()
         return self.entered.hand_out(x, as_field) if isinstance(x, Field) else x
+
+
+def whole_call(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+    """A call of the model, whose modules leave the graphs of torch.compile."""
+    self._weft.leave_graphs(self)
+    return module_call(self, *args, **kwargs)
 
 
 def takes(module: Foreign) -> Mapping[str, inspect.Parameter]:

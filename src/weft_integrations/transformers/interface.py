@@ -31,7 +31,7 @@ from weft_axes.fields.attention import hides_rows
 
 from .. import Foreign
 from ..chunked import of_chunk, split_at
-from . import decoding, latents, refused
+from . import decoding, latents
 from .chosen_keys import Weighed, as_scores
 from .compressed import attend_with_entries
 from .defaults import CACHES
@@ -58,7 +58,6 @@ def make_mask(
     """
     call = running()
     if call is None:
-        refused.while_compiling()
         raise DeclarationError(
             f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
@@ -154,7 +153,6 @@ def attend(
         strange.append("position_bias")
     call = running()
     if call is None:
-        refused.while_compiling()
         raise DeclarationError(
             f"{name} attends outside of a parallelized model's forward pass: call the model, and"
             " recompute layers by model.gradient_checkpointing_enable()"

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from weft._torch import in_transform, is_compiled, traced
+from weft._torch import in_transform, traced
 from weft.comm.once_differentiable import transformed
 from weft.errors import UnsupportedError
 from weft.layout import Layout
@@ -47,26 +47,6 @@ def transform(name: str) -> None:
     """Raise within a transform of `torch.func`, whose levels do not reach other ranks."""
     if in_transform():
         raise transformed(name)
-
-
-def compiled(model: Foreign) -> None:
-    """Raise where a part of a model is compiled: ranks exchange numbers between its functions."""
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            raise _compiled(name or type(model).__name__)
-
-
-def while_compiling() -> None:
-    """Raise where torch.compile traces a call of a model."""
-    if torch.compiler.is_compiling():
-        raise _compiled("a parallelized transformers model")
-
-
-def _compiled(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name} is compiled, where ranks exchange numbers: leave it as it is; modules whose code"
-        " proves that they treat tokens one by one run in one step"
-    )
 
 
 def exported(name: str, kwargs: dict) -> None:
