@@ -162,12 +162,7 @@ def boxes(*steps: list[Record], calls: dict[int, list[Record]] | None = None, **
     common = {"kind": "process", "ranks": len(steps), "run": "a1", "host": "", "pid": 1}
     copy = Record(kind="copy", written=9.0, process="runs")
     return [
-        Box(
-            Record(kind="process", rank=rank, **(common | more)),
-            copy,
-            done,
-            (calls or {}).get(rank, []),
-        )
+        Box(Record(rank=rank, **(common | more)), copy, done, (calls or {}).get(rank, []))
         for rank, done in enumerate(steps)
     ]
 
