@@ -11,6 +11,7 @@ from scipy import stats
 #: Sides as people call them, in the order of the tables.
 NAMES = {
     "weft": "weft",
+    "weft_calibrated": "weft, calibrated",
     "logistic": "logistic regression",
     "logistic_cv": "logistic regression (chosen)",
     "knn": "k-nearest neighbours (chosen)",
@@ -26,8 +27,6 @@ METRICS = {
 }
 #: Of these a small number is good.
 LOSSES = ("log_loss", "calibration_error")
-#: Titles of the two kinds of tables, those that count first.
-SPLITS = {True: "tables only reported", False: "tables used for choices"}
 #: Differences of fold means below this are ties.
 TIE = 0.001
 RESAMPLES = 10_000
@@ -77,12 +76,6 @@ def duels(values: np.ndarray, metric: str, side: int, other: int) -> tuple[int, 
     ahead = values[:, side] - values[:, other]
     ahead = -ahead if metric in LOSSES else ahead
     return int((ahead >= TIE).sum()), int((abs(ahead) < TIE).sum()), int((ahead <= -TIE).sum())
-
-
-def split(results: dict, reported_only: bool) -> dict:
-    """The results of one kind of tables."""
-    kept = {n: t for n, t in results["tables"].items() if t["reported_only"] == reported_only}
-    return {**results, "tables": kept}
 
 
 def summary(results: dict) -> str:
@@ -186,8 +179,7 @@ def page(results: dict, protocol: str) -> str:
         f"side's AUC is more than {TIE} higher. *CPU seconds*: fit and prediction of a fold, "
         "the median over tables of the mean over folds.",
     ]
-    for reported_only, title in SPLITS.items():
-        parts += _of_split(split(results, reported_only), f"{title[0].upper()}{title[1:]}")
+    parts += _of_weft(results)
     parts += ["## How it was measured", protocol, f"Made with: {versions}."]
     for metric, name in METRICS.items():
         parts += [f"## {name[0].upper()}{name[1:]} per table", per_table(results, metric)]
@@ -199,15 +191,14 @@ def page(results: dict, protocol: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _of_split(results: dict, title: str) -> list[str]:
-    """The summary of some tables, and our results against the others."""
-    sides, tables, _ = means(results, "auc")
-    count = f"{len(tables)} of {len(results['tables'])} tables" if sides else "No table"
+def _of_weft(results: dict) -> list[str]:
+    """The summary, and our results against the others."""
+    _, tables, _ = means(results, "auc")
     measured = [results["sides"].get("weft", {}).get(name) for name in results["tables"]]
     ours = {entry["made_by"] for entry in measured if entry}
     return [
-        f"## {title}",
-        f"{count}. Weft as measured: {'; '.join(sorted(ours)) or 'not yet run'}.",
+        f"{len(tables)} of {len(results['tables'])} tables. Weft as measured:"
+        f" {'; '.join(sorted(ours)) or 'not yet run'}.",
         summary(results),
         "Differences are weft's number less the other's, so a negative loss or error is good; then "
         f"wins/ties/losses, where a tie is a difference below {TIE}.",

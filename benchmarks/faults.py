@@ -180,7 +180,7 @@ def run(fault: Fault) -> Outcome:
 
 def _command(program: str, folder: Path, logs: Path) -> list[str]:
     if program == "train":
-        settings = ["--steps", "100000", "--no-evaluate", "--log-dir", str(folder / "run")]
+        settings = ["--steps", "100000", "--log-dir", str(folder / "run")]
         return [sys.executable, "-m", "weft", "train", "tabular", "rows: ring=4", *settings]
     script = folder / "program.py"
     script.write_text(_HEAD + BODIES[program] + _TAIL)

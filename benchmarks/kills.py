@@ -4,8 +4,8 @@
     python -m benchmarks.campaigns kills --count 1    # 5 kills
 
 A run trains a table model on a ring of two processes. In each attempt one rank gets SIGKILL: while
-ranks start, in the forward pass, in the backward pass, while a checkpoint is written, and while
-real tables are evaluated. Every other run is started by torchrun, the others as `weft train` starts
+ranks start, in the forward pass, in the backward pass, and while a checkpoint is written. Every
+other run is started by torchrun, the others as `weft train` starts
 its ranks. The last attempt is left alone; its weights must be those of a run that nobody disturbed,
 bit for bit.
 """
@@ -37,7 +37,6 @@ PHASES = {
     "forward": 0.01,
     "backward": 0.01,
     "writing a checkpoint": 0.02,
-    "evaluation": 0.3,
 }
 
 
@@ -52,18 +51,18 @@ class Kill:
 
 
 def draw(seed: int) -> list[Kill]:
-    """One kill per phase, evaluation last: after it there are no steps left."""
+    """One kill per phase, in any order."""
     rng = random.Random(seed)
-    order = list(PHASES)[:-1]
+    order = list(PHASES)
     rng.shuffle(order)
     return [
         Kill(
             phase,
             rng.randrange(RANKS),
-            1 if phase in ("start-up", "evaluation") else rng.randint(1, 3),
+            1 if phase == "start-up" else rng.randint(1, 3),
             rng.choice([0.0, rng.uniform(0.0, PHASES[phase])]),
         )
-        for phase in (*order, "evaluation")
+        for phase in order
     ]
 
 
@@ -90,16 +89,15 @@ def rank(folder: str, kills: list[dict]) -> None:
             threading.Timer(kill.delay, die).start()
 
     begins("start-up")
-    tables = "evaluation" in {each["phase"] for each in kills}  # nobody is killed there otherwise
     try:
-        train(folder, begins, with_tables=tables and (not kill or kill.phase == "evaluation"))
+        train(folder, begins)
     except Exception as error:
         message = f"{type(error).__name__}: {error}".splitlines()[0]
         note(folder, attempt=attempt, rank=mine, event="failed", text=message)
         raise
 
 
-def train(folder: str, begins, with_tables: bool) -> None:
+def train(folder: str, begins) -> None:
     import torch
 
     from weft import Layout
@@ -111,7 +109,7 @@ def train(folder: str, begins, with_tables: bool) -> None:
     spec = ModelSpec.load("tabular")
     length = {"rows": (24, 32), "features": (3, 4)}
     spec = spec.model_copy(update={"train": spec.train.model_copy(update={"length": length})})
-    compose, evaluate, save_file = trainer.compose, trainer.evaluate, files.save_file
+    compose, save_file = trainer.compose, files.save_file
 
     def observed(*args, **options):
         model = compose(*args, **options)
@@ -125,9 +123,6 @@ def train(folder: str, begins, with_tables: bool) -> None:
         return model
 
     trainer.compose = observed
-    trainer.evaluate = lambda model, **options: (
-        begins("evaluation") or evaluate(model, others=False, **options)
-    )
     files.save_file = lambda *args, **options: (
         begins("writing a checkpoint") or save_file(*args, **options)
     )
@@ -135,7 +130,7 @@ def train(folder: str, begins, with_tables: bool) -> None:
     bound = layout.build("cpu", timeout=TIMEOUT)
     layout = bound if isinstance(bound, Layout) else layout
     given = {"steps": STEPS, "batch": 2, "checkpoint_every": EVERY, "quiet": True}
-    trainer.fit(spec, layout, checkpoint_dir=f"{folder}/run", evaluate_tables=with_tables, **given)
+    trainer.fit(spec, layout, checkpoint_dir=f"{folder}/run", **given)
 
 
 # -- one run --------------------------------------------------------------------------------------

@@ -102,6 +102,10 @@ TRAINER = {
     "smoothing": (SGD | {"label_smoothing_factor": 0.1}, {}),
     "own loss": (SGD, {"compute_loss_func": summed}),
     "checkpointing": (SGD | {"activation_checkpointing": True}, {}),
+    "compiled": (
+        SGD | {"torch_compile_backend": "aot_eager", "activation_checkpointing": True},
+        {},
+    ),
     "find_unused": (SGD | {"ddp_find_unused_parameters": True}, {}),
     "not find_unused": (SGD | {"ddp_find_unused_parameters": False}, {}),
 }

@@ -138,7 +138,7 @@ spec = weft.models.ModelSpec.load(model_file)
 
 
 def losses(layout, steps=10):
-    run = fit(spec, layout, steps=steps, evaluate_tables=False, quiet=True)
+    run = fit(spec, layout, steps=steps, quiet=True)
     return run.losses
 
 
@@ -165,7 +165,7 @@ for name, curve in curves.items():
 # something.
 
 # %%
-run = fit(spec, weft.Layout.single(), steps=250, evaluate_tables=False, quiet=True)
+run = fit(spec, weft.Layout.single(), steps=250, quiet=True)
 early, late = (sum(run.losses[part]) / 20 for part in (slice(0, 20), slice(-20, None)))
 print(f"mean loss: {early:.2f} over the first 20 steps, {late:.2f} over the last 20")
 assert late < early - 0.2

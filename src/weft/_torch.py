@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import datetime
 import functools
+import inspect
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
+
+from .errors import UnsupportedError
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -108,25 +112,63 @@ def constant_in_graphs(fn: Fn) -> Fn:
 def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[Params, Result]:
     """`torch.compiler.disable` without loading the compiler: a graph breaks where `fn` is called.
 
-    The mark breaks the graph, and torch's own keeps what `fn` calls out of graphs.
+    A graph that is to be whole is refused; `compiler_around` is what makes the others.
     """
-
-    kept: list[Callable[Params, Result]] = []
 
     @functools.wraps(fn)
     def call(*args: Params.args, **kwargs: Params.kwargs) -> Result:
-        if not kept:
-            compiler = sys.modules.get("torch._dynamo")  # another thread may be importing it
-            disable = getattr(compiler, "disable", None)
-            if disable is None:
-                return fn(*args, **kwargs)
-            kept.append(disable(fn))
-        return kept[0](*args, **kwargs)
+        around = _frames.get_eval_frame_callback()
+        if around is None:
+            return fn(*args, **kwargs)
+        maker = type(getattr(around, "_torchdynamo_orig_backend", None))
+        if maker.__name__ == "ConvertFrameAssert":  # of fullgraph=True
+            raise UnsupportedError(f"{fn.__qualname__} is part of no whole graph: {reason}")
+        token = _around.set(around)
+        try:
+            return _compiled_by(None, fn, *args, **kwargs)
+        finally:
+            _around.reset(token)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    if reason:
-        call._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    made: Any = call
+    _frames.set_code_exec_strategy(made.__code__, _SKIPPED)
+    made._torchdynamo_disable, made._torchdynamo_disable_msg = True, reason or None
     return call
+
+
+def _compiled_by(maker: Any, fn: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    """A function's result, of whose frames something makes graphs, or nothing does."""
+    before = _frames.set_eval_frame(maker)
+    try:
+        return fn(*args, **kwargs)
+    finally:
+        _frames.set_eval_frame(before)
+
+
+_frames: Any = torch._C._dynamo.eval_frame
+#: Of a function's own frame; those of the functions that it calls are compiled.
+_SKIPPED = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.DEFAULT)
+_frames.set_code_exec_strategy(_compiled_by.__code__, _SKIPPED)
+#: What makes graphs around functions outside of them, on this thread.
+_around: contextvars.ContextVar[Any] = contextvars.ContextVar("around", default=None)
+
+
+def compiler_around() -> Callable[[Callable], Callable] | None:
+    """What compiles functions as `torch.compile` does around `outside_graphs`, if it does."""
+    around = _around.get()
+    return None if around is None else lambda fn: functools.partial(_compiled_by, around, fn)
+
+
+def compiled_method(module: torch.nn.Module) -> str:
+    """The attribute of a module that `torch.compile` made: its call or its `forward`, or none."""
+    own = vars(module)
+    names = ("_compiled_call_impl", "forward")
+    return next((n for n in names if hasattr(own.get(n), "_torchdynamo_inline")), "")
+
+
+def compiler_of(call: Any) -> tuple[Any, Callable, bool]:
+    """Of what `torch.compile` made: what compiles so, what it compiled, if graphs are whole."""
+    compiler = inspect.getclosurevars(call).nonlocals["self"]
+    return compiler, call._torchdynamo_orig_callable, compiler.fullgraph
 
 
 def all_gather_flat(
@@ -284,12 +326,6 @@ def dispatched(*tensors: Tensor) -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """True of a module that torch.compile made, or that was told to compile itself."""
-    own = vars(module)
-    return own.get("_compiled_call_impl") is not None or "_orig_mod" in own["_modules"]
-
-
 def is_hooked(module: torch.nn.Module) -> bool:
     """True if a hook sees what a module takes or gives, or its gradients."""
     own = vars(module)
@@ -388,10 +424,12 @@ def is_traced() -> bool:
 
 def is_module_call(code: CodeType) -> bool:
     """True for the code by which every module is called, with the module as its `self`."""
-    return code is _MODULE_CALL
+    return code is module_call.__code__
 
 
-_MODULE_CALL = torch.nn.Module._call_impl.__code__
+#: What a module's `__call__` calls: hooks around `forward`; an instance may have another.
+MODULE_CALL = "_call_impl"
+module_call = torch.nn.Module._call_impl
 
 
 @contextlib.contextmanager

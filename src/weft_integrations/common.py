@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, Self
@@ -10,14 +13,21 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
+from weft._torch import compiled_method, compiler_around, compiler_of
 from weft.declare.layout_file import HEADS
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.move.gather import GatherSlices
 from weft.plan.held import Held
 from weft.plan.order import Spans, count, positions
-from weft_axes.fields import WholeReport
+from weft_axes.fields import Field, WholeReport
+from weft_axes.fields.islands import PROOF
 
+LOG = logging.getLogger("weft")
+OF_RANKS = (
+    "ranks compare the calls of a model on fields, whose functions have rules of their own: compile"
+    " without fullgraph=True"
+)
 #: Packages of layers whose scales are of whole tensors: `torch.ao.quantization.quantize_dynamic`.
 _SCALED_BY_TENSOR = ("torch.ao.nn.quantized.dynamic", "torch.ao.nn.intrinsic.quantized.dynamic")
 
@@ -38,10 +48,12 @@ class Parallelized:
     Attributes:
         steps: that undo them, the last one first.
         ran_whole: of a model on fields, the functions that ran whole for want of a rule.
+        told: whether it was said what torch.compile does to it, or is by another rank.
     """
 
     steps: list[Callable[[], object]] = field(default_factory=list)
     ran_whole: WholeReport | None = None
+    told: bool = False
 
     def put_on(self, model: nn.Module) -> None:
         """Have a model know that it is parallelized.
@@ -52,6 +64,36 @@ class Parallelized:
         attributes = dict(vars(model))
         vars(model).clear()
         vars(model).update({"_weft": self} | attributes)
+
+    def leave_graphs(self, model: nn.Module) -> None:
+        """Have what torch.compile compiles run as it is but for islands, and say so once.
+
+        Modules whose graphs are to be whole, other than islands, are left to be refused.
+        """
+        around, found = compiler_around(), []
+        for module in model.modules():
+            name, own = compiled_method(module), vars(module)
+            if name:
+                compiler, run, is_whole = compiler_of(own[name])
+                if not is_whole or PROOF in own:
+                    self.steps.append(functools.partial(own.update, {name: own[name]}))
+                    own[name] = run
+                    found.append((module, compiler))
+        inner = [*reversed(found), *([(model, around)] if around is not None else [])]
+        islands = 0
+        for part, compiler in inner:
+            for module in part.modules():
+                proof = vars(module).get(PROOF)
+                if proof is not None and proof.run is None:
+                    proof.run, islands = compiler(type(module).forward), islands + 1
+        if inner and not self.told:
+            self.told = True
+            LOG.warning(
+                "%s: graphs of torch.compile break where ranks exchange: its modules run as they"
+                " are, and %d whose code proves that they treat positions one by one as graphs",
+                type(model).__name__,
+                islands,
+            )
 
     def undo(self, model: nn.Module) -> None:
         """Make the model what it was before."""
@@ -183,9 +225,34 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(each)
 
 
-def check_hooks(model: nn.Module) -> None:
-    """Raise where a module within a model has a backward hook, which fields do not reach."""
+def in_outputs(value: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Outputs with other tensors in the place of theirs, in copies of what holds them."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping) or type(value) in (list, tuple):
+        keys = value.keys() if isinstance(value, Mapping) else range(len(value))
+        parts = [in_outputs(value[key], change) for key in keys]
+        if type(value) in (list, tuple):
+            return type(value)(parts)
+        changed = copy.copy(value)
+        for key, part in zip(keys, parts):
+            changed[key] = part
+        return changed
+    held = getattr(value, "__dict__", {})
+    if any(isinstance(inner, Field) for inner in held.values()):
+        changed = copy.copy(value)
+        changed.__dict__.update({n: in_outputs(v, change) for n, v in held.items()})
+        return changed
+    return value
+
+
+def check_modules(model: nn.Module) -> None:
+    """Raise where a module within a model has a backward hook, or is to be one graph."""
     for name, module in model.named_modules():
+        if compiled_method(module):
+            raise UnsupportedError(
+                f"{name or type(model).__name__} is compiled with fullgraph=True, and {OF_RANKS}"
+            )
         if name and (module._backward_hooks or module._backward_pre_hooks):
             raise UnsupportedError(
                 f"{name} has a backward hook, which torch gives tensors of its own graph and no"

@@ -14,6 +14,7 @@ Gradients are compared when all of their backward pass is launched, before an op
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,12 +26,17 @@ from torch.distributed.tensor import DTensor
 from weft._digest import number_of
 from weft._torch import at_end_of_backward, backward_pass
 from weft._uploads import download
+from weft.comm import Transport
+from weft.comm.channel import Channel
 from weft.comm.consistency import bits_of, fingerprint, probe, sums_of_bits
 from weft.comm.once_differentiable import once
 from weft.errors import ShapeError
+from weft_axes.fields import Field
 
 #: How far gradients may differ between ranks, relative to their norm; and the most that rows may.
 _SAME = 1e-2
+#: Gradients that differ by more are worth a word: one of very many labels may be another.
+_ROUNDING = 1e-6
 #: How far real-valued rows may differ so, in units of the last place of their dtype.
 _ULPS = 2048
 #: Numbers of an entering gradient, and of a weight, that ranks compare; of rows it is all.
@@ -82,18 +88,35 @@ class Compared:
     arrive: Callable[[], GroupState] = lambda: NOTHING
 
 
+#: The probe of a tensor of real numbers, once it is here, or what tells integers from others.
+_Met = Callable[[], list[float]] | Tensor
+
+
 @dataclass(eq=False)
 class Entered:
-    """Gradients that enter the outputs of calls in a backward pass.
+    """Gradients that enter the outputs of calls in a backward pass, and what outputs met before.
 
-    At the end of the pass `compare` is given their state.
+    At the end of the pass `compare` is given their state. Within a call, which `inside` tells,
+    tensors that fields meet are the model's own.
     """
 
     compare: Callable[[Callable[[], GroupState]], None]
-    begun: dict[int, list[Callable[[], list[float]]]] = field(default_factory=dict)
-    met: list[Callable[[], list[float]]] = field(default_factory=list)
+    inside: Callable[[], bool]
+    begun: dict[int, list[_Met]] = field(default_factory=dict)
+    met: list[_Met] = field(default_factory=list)
 
-    def begun_now(self) -> list[Callable[[], list[float]]]:
+    def hand_out(self, x: Tensor, as_field: bool) -> Tensor:
+        """An output, whose gradient ranks compare: a field that is split as one, or whole."""
+        if isinstance(x, Field):
+            if as_field and x._place.is_split:
+                x._region.watch = self.meet
+                if x.requires_grad and x._local.grad_fn is not None:
+                    x._local.register_hook(self.begin)
+                return x
+            x = x.full_tensor()
+        return _Recorded.apply(x, self) if x.requires_grad else x
+
+    def begun_now(self) -> list[_Met]:
         """What ranks compare at the end of this backward pass."""
         number = backward_pass()
         if number not in self.begun:
@@ -113,19 +136,23 @@ class Entered:
             self.begun_now().append(_arriving(grad))
 
     def meet(self, t: Tensor) -> None:
-        """Take a plain tensor that outputs met into the comparison of the next backward pass."""
-        if t.numel() and not (t.is_complex() or t.is_meta):
-            self.met.append(_arriving(t if t.is_floating_point() else t.double()))
+        """Take a plain tensor that outputs met into the comparison of this or the next pass."""
+        if not (self.inside() or isinstance(t, nn.Parameter) or t.is_complex()) and has_numbers(t):
+            met = self.met if backward_pass() < 0 else self.begun_now()
+            met.append(_arriving(t) if t.is_floating_point() else _mark(t))
 
     def take(self, number: int) -> Callable[[], GroupState]:
         """The state to compare of a backward pass, once it has arrived."""
         begun = [*self.begun.pop(number, []), *self.met]
         self.met.clear()
+        bits = download([mark for mark in begun if isinstance(mark, Tensor)])
 
         def arrive() -> GroupState:
-            probes = [probe_of() for probe_of in begun]
+            probes = [each() for each in begun if not isinstance(each, Tensor)]
             numbers = (float(len(probes)), *map(sum, zip(*probes)))
-            return GroupState(_ENDED, (GRADIENTS,), numbers, (_SAME,))
+            met = number_of(str(bits())) & 0xFFFFFFFF
+            text = f"{_ENDED}; how a loss was made of them, and of which integers, {met:08x}"
+            return GroupState(text, (GRADIENTS,), numbers, (_SAME,))
 
         return arrive
 
@@ -150,11 +177,6 @@ class _Recorded(torch.autograd.Function):
         return grad, None
 
 
-def recorded(x: Tensor, entered: Entered) -> Tensor:
-    """Identity forward; backward records the gradient."""
-    return _Recorded.apply(x, entered) if x.requires_grad else x
-
-
 #: Calls from one comparison of all weights to the next.
 EVERY = 64
 
@@ -163,25 +185,33 @@ EVERY = 64
 class AllWeights:
     """When ranks compare all weights of a model: now and then, as it takes reading them all."""
 
+    buffers: bool = False
     calls: int = 0
     training: bool | None = None
 
     def due(self, model: nn.Module) -> list[Tensor]:
         """Sums of all plain weights, one row per device, in a call that compares them."""
         due = self.calls % EVERY == 0 or model.training != self.training
-        return sums_of_bits(filter(_is_plain, model.parameters())) if due else []
+        state = (*model.parameters(), *(model.buffers() if self.buffers else ()))
+        return sums_of_bits(filter(has_numbers, state)) if due else []
 
     def count(self, model: nn.Module) -> None:
         """Count a call in which ranks agreed: of others they may remember different ones."""
         self.calls, self.training = self.calls + 1, model.training
 
 
-def of_call(model: nn.Module, kwargs: Mapping[str, Any], weights_of: AllWeights) -> Compared:
+def of_call(
+    model: nn.Module,
+    kwargs: Mapping[str, Any],
+    weights_of: AllWeights,
+    rounds: Callable[[Tensor], bool] = Tensor.is_floating_point,
+) -> Compared:
     """The state of a call with full rows: those, a few weights, at times all of them."""
-    trained = [p for p in model.parameters() if p.requires_grad and _is_plain(p)]
+    trained = [p for p in model.parameters() if p.requires_grad and has_numbers(p)]
     chosen = [trained[i] for i in sorted({0, len(trained) // 2, len(trained) - 1}) if trained]
     heads = [bits_of(p.detach().reshape(-1)[:_OF_A_WEIGHT]).long() for p in chosen]
-    return replace(of_arguments(kwargs, heads, weights_of.due(model)), mode=_mode(model))
+    state = of_arguments(kwargs, heads, weights_of.due(model), rounds)
+    return replace(state, mode=_mode(model))
 
 
 def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
@@ -191,11 +221,17 @@ def of_tokens(kwargs: Mapping[str, Any]) -> Compared:
 
 
 def of_arguments(
-    kwargs: Mapping[str, Any], heads: Sequence[Tensor] = (), every: Sequence[Tensor] = ()
+    kwargs: Mapping[str, Any],
+    heads: Sequence[Tensor] = (),
+    every: Sequence[Tensor] = (),
+    rounds: Callable[[Tensor], bool] = Tensor.is_floating_point,
 ) -> Compared:
-    """The state of rows, of the first numbers of weights, and of sums of all weights."""
-    tensors = dict(tensors_of(kwargs))
-    real = {n: t for n, t in tensors.items() if t.is_floating_point()}
+    """The state of rows, of the first numbers of weights, and of sums of all weights.
+
+    Rows of tensors that `rounds` tells may differ by rounding; others have the same bits.
+    """
+    tensors = {n: t for n, t in tensors_of(kwargs) if has_numbers(t)}
+    real = {n: t for n, t in tensors.items() if rounds(t)}
     integers = {n: t for n, t in tensors.items() if n not in real}
     shapes = {n: f"{tuple(t.shape)}" for n, t in tensors.items()}
     shapes |= {n: f"{tuple(t.shape)} {str(t.dtype)[6:]}" for n, t in real.items()}
@@ -291,16 +327,42 @@ def tensors_of(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[st
     for name, value in values.items():
         path = f"{within}{name}"
         if isinstance(value, Tensor):
-            if not value.is_meta:
-                yield path, value
+            yield path, value
         elif isinstance(value, Mapping):
             yield from tensors_of(value, f"{path}.")
         elif isinstance(value, list | tuple):
             yield from tensors_of({str(i): item for i, item in enumerate(value)}, f"{path}.")
 
 
-def _is_plain(p: Tensor) -> bool:
-    return not isinstance(p, DTensor) and not p.is_meta and p.numel() > 0
+def has_numbers(t: Tensor) -> bool:
+    """True of a tensor whose numbers are on this rank."""
+    plain = not isinstance(t, DTensor | Field) and t.layout == torch.strided
+    return plain and not t.is_meta and t.numel() > 0
+
+
+def agree(
+    transport: Transport,
+    mesh_dims: Sequence[str],
+    label: str,
+    verdict: str,
+    state: GroupState = NOTHING,
+    kind: int | None = None,
+) -> Channel:
+    """Raise on all ranks of a context group unless all come here with the same.
+
+    A verdict, in words, begins with "refused" where this rank refuses; numbers of `state` may
+    be close. The channel is the one by which they compare it. With a `kind`, on which ranks
+    agreed before, they raise when the next pass begins, before its messages.
+    """
+    numbers, dims = any(state.numbers), transport.moving(mesh_dims)
+    vote = number_of(f"{verdict} {numbers}")
+    common = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
+    channel = Channel(*common, kind=kind, subject=label)
+    if kind is not None and not numbers:
+        channel.finish()
+    elif not channel.agrees() or numbers:
+        check_close(channel.exchange(state.numbers), state, transport.world_ranks)
+    return channel
 
 
 def check_close(
@@ -315,6 +377,13 @@ def check_close(
         group = {r: numbers[6 * index : 6 * index + 6] for r, numbers in every.items()}
         first = next(iter(group.values()))
         if all(_close(first, other, limit) for other in group.values()):
+            if name == GRADIENTS and not all(_close(first, x, _ROUNDING) for x in group.values()):
+                warnings.warn(
+                    "the gradients that entered the outputs of the model differ between ranks by"
+                    f" less than {limit:.0%} of their norm: kernels that round otherwise, or a few"
+                    " labels that are not the same on every rank",
+                    stacklevel=2,
+                )
             continue
         norms = {ranks[r]: f"{norm:.6g}" for r, (_, norm, *_) in group.items()}
         if name != GRADIENTS:

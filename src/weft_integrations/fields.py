@@ -9,11 +9,9 @@ that the layout splits are fields (`weft.Field`), on which the model runs unmodi
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import inspect
-import json
 import math
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -21,18 +19,14 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from weft._torch import (
     active_ddp,
     fsdp_groups,
     in_transform,
-    is_compiled,
     is_fsdp,
     outside_graphs,
 )
-from weft._uploads import download
-from weft.comm.consistency import sums_of_bits
 from weft.comm.once_differentiable import transformed
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
@@ -44,9 +38,11 @@ from weft_axes.gradients.sync import is_averaged, is_summed_by_ddp
 
 from . import Foreign, consistency
 from .common import (
+    OF_RANKS,
     Parallelized,
-    check_hooks,
+    check_modules,
     check_not_placed,
+    in_outputs,
     refuse_scaled_by_tensor,
     tensors_in,
 )
@@ -56,13 +52,7 @@ from .units import let_fields_through
 AXES = {"time": -3, "height": -2, "width": -1}
 #: Ways to call a model.
 METHODS = ("forward", "encode", "decode")
-#: Calls from one comparison of all weights to the next.
-EVERY = 64
-ASK = "compile the model that weft.parallelize returns, which runs as it is"
-OF_RANKS = (
-    "ranks compare the calls of a model on fields, whose functions have rules of their own: compile"
-    " without fullgraph=True"
-)
+_BACKWARD = "a backward pass through the outputs of a parallelized model"
 
 
 def splits_fields(layout: Layout) -> bool:
@@ -112,8 +102,10 @@ def parallelize_fields(
         UnsupportedError: in calls: tiling or slicing of a VAE, which cut along split axes;
             arguments of which nothing is split; with `fallback="refuse"` a function of torch
             without a rule; torch's DDP around the model; random numbers on threads.
-        ShapeError: on every rank, if ranks call with other shapes, numbers, weights or options.
+        ShapeError: on every rank, if ranks call with other shapes, numbers, weights or options; in
+            backward, if they make another loss of the outputs.
 
+    >>> import copy
     >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, padding=1), torch.nn.GroupNorm(2, 4))
     >>> layout = Layout.parse("height: gather=2; width: gather=2")
     >>> def shape(layout):
@@ -190,7 +182,9 @@ class _Calls:
         self.mesh_dims = tuple(d for axis in dims for d in layout.shard_dims(axis))
         self.ranks = math.prod(layout.mesh[d] for d in self.mesh_dims)
         self.report: WholeReport | None = None
-        self.calls, self.training, self.enters_within = 0, model.training, False
+        self.enters_within = False
+        self.all_weights = consistency.AllWeights(buffers=True)
+        self.gradients = consistency.Entered(self._compare_gradients, lambda: self.inside)
         self.check: Callable[[], None] = lambda: None
 
     def put_on(
@@ -200,15 +194,16 @@ class _Calls:
         if fallback not in ("whole", "refuse"):
             raise DeclarationError(f"fallback={fallback!r}: write 'whole' or 'refuse'")
         self.report = WholeReport() if fallback == "whole" else None
-        placed = Parallelized([*undo], self.report)
-        for name in METHODS:
-            if callable(getattr(model, name, None)):
-                self.wrap(name, placed)
+        placed = Parallelized([*undo], self.report, self.layout.rank > 0)
         promised = ((m, by_positions) for m in filter(is_experts, model.modules()))
         for module, forward in (*promised, *((m, on_rows) for m in proven_islands(model))):
             vars(module)["forward"] = types.MethodType(forward, module)
             for name in ("forward", PROOF):
                 placed.steps.append(functools.partial(vars(module).pop, name, None))
+        placed.leave_graphs(model)
+        for name in METHODS:
+            if callable(getattr(model, name, None)):
+                self.wrap(name, placed)
         placed.put_on(model)
         return model
 
@@ -259,6 +254,7 @@ class _Calls:
         """One call, on all ranks alike."""
         bound, failure = signature.bind(*args, **kwargs), ""
         given = dict(bound.arguments)
+        vars(self.model)["_weft"].leave_graphs(self.model)
         try:
             self._refuse_state()
             self._prepare_reduction()
@@ -267,15 +263,12 @@ class _Calls:
             self._refuse_unsplit(name, bound.arguments)
         except (UnsupportedError, ShapeError) as error:
             failure = f"refused: {error}"
-        shapes = {
-            k: f"{tuple(v.shape)} of {v.dtype}{', made' if v.grad_fn is not None else ''}"
-            for k, v in consistency.tensors_of(given)
-        }
-        label = f"a call of {type(self.model).__name__}.{name}"
-        self.layout.bound.agree(label, failure or str(shapes), self.mesh_dims)
+        compared = consistency.of_call(self.model, given, self.all_weights, _is_made)
+        label, dims = f"a call of {type(self.model).__name__}.{name}", self.mesh_dims
+        described = failure or f"{compared.mode}; {compared.described}"
+        self.layout.bound.agree(label, described, dims)
         if failure:
             raise UnsupportedError(failure.removeprefix("refused: "))
-        numbers = self._numbers(given)
         before = generators()
         self.entered = not self.enters_within or self.ranks == 1
         result = run(*bound.args, **bound.kwargs)
@@ -284,32 +277,32 @@ class _Calls:
                 f"{type(self.model).__name__}.{name}: none of its blocks got tokens that could be"
                 " split, so that every rank computed all of it"
             )
-        result = result if self.keeps_fields else _whole(result, self.ranks)
+        result = in_outputs(result, self._handed_out)
         drawn = "" if before == generators() else f"generators {before}"
-        what = f"weights, arguments or random generators of {label}"
-        self.layout.bound.agree(what, f"{numbers()} {drawn}", self.mesh_dims)
-        self.calls, self.training = self.calls + 1, self.model.training
+        what, state = f"weights, arguments or random generators of {label}", compared.arrive()
+        consistency.agree(self.layout.bound, dims, what, f"{state.text} {drawn}", state)
+        self.all_weights.count(self.model)
         return result
 
-    def _numbers(self, given: Mapping[str, Any]) -> Callable[[], str]:
-        """Sums of bits of arguments and, at times, of weights, as a text once they are there."""
-        arguments = {k: t for k, t in consistency.tensors_of(given) if _is_plain(t)}
-        named = {k: t for k, t in arguments.items() if t.grad_fn is None}
-        made = {k: t for k, t in arguments.items() if t.grad_fn is not None and t.numel()}
-        if made and self.ranks > 1:
-            self._compare_made(made)
-        if self.calls % EVERY == 0 or self.training != self.model.training:
-            state = (*self.model.named_parameters(), *self.model.named_buffers())
-            named |= {name: t for name, t in state if _is_plain(t)}
-        arrive = download([row for t in named.values() for row in sums_of_bits([t])])
-        return lambda: json.dumps(dict(zip(named, (row[0] for row in arrive()))))
+    def _handed_out(self, x: Tensor) -> Tensor:
+        """An output: whole, for a loss that all ranks compute, unless fields are asked for.
 
-    def _compare_made(self, made: Mapping[str, Tensor]) -> None:
-        """Refuses arguments that layers before made, where they differ by more than rounding."""
-        state, bound = consistency.of_arguments(made).arrive(), self.layout.bound
-        texts = bound.share("arguments", json.dumps(state.numbers), self.mesh_dims)
-        every = {rank: json.loads(text) for rank, text in texts.items()}
-        consistency.check_close(every, state, bound.world_ranks)
+        Of plain tensors, such as penalties of weights, every rank has the whole gradient: its share
+        is one of as many as there are ranks.
+        """
+        if not isinstance(x, Field):
+            if self.keeps_fields or self.ranks == 1:
+                return x
+            if x.requires_grad and torch.is_grad_enabled() and not is_made_whole(x):
+                x = scale_backward(x, 1 / self.ranks)
+        elif self.ranks == 1:
+            return x if self.keeps_fields else x.full_tensor()
+        return self.gradients.hand_out(x, self.keeps_fields)
+
+    def _compare_gradients(self, arrive: Callable[[], consistency.GroupState]) -> None:
+        """At the end of a backward pass, before an optimizer uses its gradients."""
+        state = arrive()
+        consistency.agree(self.layout.bound, self.mesh_dims, _BACKWARD, state.text, state)
 
     def _refuse_unsplit(self, name: str, arguments: Mapping[str, Any]) -> None:
         split = any(self.layout.size(axis) > 1 for axis in self.dims) and not self.enters_within
@@ -368,9 +361,7 @@ class _Calls:
         self.check()
         if in_transform():
             raise transformed(type(self.model).__name__)
-        check_hooks(self.model)
-        for name in (n for n, m in self.model.named_modules() if n and is_compiled(m)):
-            raise UnsupportedError(f"{name} is compiled, where ranks exchange numbers; {ASK}")
+        check_modules(self.model)
         for flag in ("use_tiling", "use_slicing"):
             if getattr(self.model, flag, False):
                 raise UnsupportedError(
@@ -379,10 +370,9 @@ class _Calls:
                 )
 
 
-def _is_plain(t: Tensor) -> bool:
-    """True of a tensor whose numbers are on this rank."""
-    plain = not isinstance(t, DTensor | Field) and t.layout == torch.strided
-    return plain and t.device.type != "meta" and t.numel() > 0
+def _is_made(t: Tensor) -> bool:
+    """True of what layers before made, which may differ between ranks by rounding."""
+    return t.grad_fn is not None and t.is_floating_point()
 
 
 def generators() -> str:
@@ -392,34 +382,6 @@ def generators() -> str:
         states.append(torch.cuda.get_rng_state())
     digests = (hashlib.blake2b(state.numpy().tobytes(), digest_size=8) for state in states)
     return " ".join(digest.hexdigest() for digest in digests)
-
-
-def _whole(result: Any, ranks: int) -> Any:
-    """Outputs with whole tensors in place of fields, for a loss that all ranks compute.
-
-    Of plain tensors, such as penalties of weights, every rank has the whole gradient: its share is
-    one of `ranks`.
-    """
-    if isinstance(result, Field):
-        return result.full_tensor()
-    if isinstance(result, Tensor):
-        is_share = result.requires_grad and torch.is_grad_enabled() and not is_made_whole(result)
-        return scale_backward(result, 1 / ranks) if is_share else result
-    if isinstance(result, Mapping) or type(result) in (list, tuple):
-        keys = result.keys() if isinstance(result, Mapping) else range(len(result))
-        parts = [_whole(result[key], ranks) for key in keys]
-        if type(result) in (list, tuple):
-            return type(result)(parts)
-        changed = copy.copy(result)
-        for key, part in zip(keys, parts):
-            changed[key] = part
-        return changed
-    held = getattr(result, "__dict__", {})
-    if any(isinstance(value, Field) for value in held.values()):
-        changed = copy.copy(result)
-        changed.__dict__.update({name: _whole(value, ranks) for name, value in held.items()})
-        return changed
-    return result
 
 
 __all__ = ["fields_within", "generators", "parallelize_fields"]

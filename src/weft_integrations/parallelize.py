@@ -6,7 +6,6 @@ Models are told apart by the packages of their classes; no package is imported f
 from __future__ import annotations
 
 import importlib
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -18,11 +17,10 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft_axes.fields.islands import PROOF
 
-from .common import Parallelized
+from .common import LOG, Parallelized
 from .fields import parallelize_fields, splits_fields
 from .shares import strategies
 
-LOG = logging.getLogger("weft")
 #: Packages, and the module here whose `parallelize_PACKAGE` puts their models on a layout.
 _PACKAGES = {
     "transformers": "transformers.model",

@@ -35,7 +35,7 @@ SPEC = SPEC.model_copy(
         "train": SPEC.train.model_copy(update={"length": {"rows": (9, 13), "features": (2, 3)}})
     }
 )
-STEPS = {"steps": 4, "batch": 2, "checkpoint_every": 2, "quiet": True, "evaluate_tables": False}
+STEPS = {"steps": 4, "batch": 2, "checkpoint_every": 2, "quiet": True}
 DRAWS = threading.Lock()
 HEADS = {"mesh": {"tp": 2}, "shard": {"heads": ["tp"]}}
 

@@ -11,17 +11,10 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft_axes.nn.parameters import HeadWeight
 from weft_models.models import ModelSpec, compose, from_pretrained
-from weft_models.tables.evaluation import (
-    Result,
-    Score,
-    curves,
-    evaluate,
-    results_table,
-)
 from weft_models.train import clip_grad_norm_, fit, stream, trainer
 from weft_models.train.step import take_step
 
-QUIET = {"quiet": True, "evaluate_tables": False, "dtype": torch.float64}
+QUIET = {"quiet": True, "dtype": torch.float64}
 
 HEADS_AND_BATCH = {"mesh": {"dp": 2, "tp": 2}, "shard": {"batch": ["dp"], "heads": ["tp"]}}
 
@@ -96,8 +89,8 @@ def test_micro_batches_of_unequal_targets_give_one_mean():
 
 def test_autocast_changes_the_products_and_not_the_weights():
     spec = _small("tabular").training({"autocast": "bfloat16", "steps": 3, "batch": 2})
-    half = fit(spec, Layout.single(), quiet=True, evaluate_tables=False)
-    full = fit(spec, Layout.single(), quiet=True, evaluate_tables=False, autocast=None)
+    half = fit(spec, Layout.single(), quiet=True)
+    full = fit(spec, Layout.single(), quiet=True, autocast=None)
     assert {p.dtype for p in half.model.parameters()} == {torch.float32}
     assert half.losses != full.losses
     assert half.losses == pytest.approx(full.losses, rel=0.05)
@@ -199,41 +192,9 @@ def test_tensorboard_gets_every_curve(tmp_path):
 
 @pytest.mark.slow
 def test_training_teaches_a_table_model_to_use_the_training_rows():
-    pytest.importorskip("sklearn")
     spec = ModelSpec.load("tabular")
     length = {"rows": (40, 48), "features": (2, 4)}
     spec = spec.training({"length": length, "steps": 150})
-    run = fit(spec, Layout.single(), quiet=True, evaluate_tables=False)
+    run = fit(spec, Layout.single(), quiet=True)
     start, end = (sum(run.losses[s]) / 20 for s in (slice(5, 25), slice(-20, None)))
     assert end < start - 0.2
-    results = {r.name: r.scores for r in evaluate(run.model, splits=1, others=False)}
-    assert set(results["iris"]) == {"this run"}
-    assert results["iris"]["this run"].accuracy > 0.6  # guessing: 1/3
-    assert results["iris"]["this run"].auc > 0.8  # guessing: 1/2
-
-
-@pytest.mark.slow
-def test_trial_on_real_tables_is_progress_and_goes_to_tensorboard(tmp_path, capsys):
-    pytest.importorskip("sklearn")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    spec = _small("tabular")
-    run = fit(spec, Layout.single(), steps=2, batch=2, log_dir=tmp_path)
-    shown = capsys.readouterr().out
-    assert [f"({i}/8)" in shown for i in range(10)] == [False, *[True] * 8, False]
-    assert "on real tables: digits (4/8)" in shown
-    events = EventAccumulator(str(tmp_path))
-    events.Reload()
-    ours = [r.scores["this run"].accuracy for r in run.results]
-    assert [e.value for e in events.Scalars("accuracy/mean")] == pytest.approx([sum(ours) / 4])
-
-
-def test_results_are_shown_in_percent_with_their_mean():
-    found = [
-        Result("iris", 150, 4, 3, {"this run": Score(0.9, 0.99), "shipped": Score(0.95, 1.0)}),
-        Result("wine", 178, 13, 3, {"this run": Score(0.8, 0.97), "shipped": Score(0.85, 0.9)}),
-    ]
-    *_, ours, shipped = results_table(found).columns
-    assert list(ours.cells) == ["90.0 0.990", "80.0 0.970", "85.0 0.980"]
-    assert list(shipped.cells) == ["95.0 1.000", "85.0 0.900", "90.0 0.950"]
-    assert curves(found)["AUC/mean"] == pytest.approx(0.98)

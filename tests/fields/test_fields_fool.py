@@ -48,6 +48,13 @@ class Sized(torch.autograd.Function):
         return g * g.shape[1]
 
 
+def hooked(y: Tensor) -> Tensor:
+    """Squares the gradient that comes to it."""
+    if y.requires_grad:
+        y.register_hook(lambda gradient: gradient * gradient)
+    return y
+
+
 def written(write: Callable[[Tensor], object]) -> Callable:
     """Gives a copy after a write into it."""
 
@@ -390,6 +397,8 @@ CALLS: dict[str, Callable | tuple] = {
         [Q, K, V, SEEN[:1]],
         [*ALL_KEYS, {}],
     ),
+    "a hook on gradients": lambda x: hooked(x * 2) * x,
+    "a hook on the gradient of a mean": lambda x: hooked(x.mean((2, 3), True)) * x,
     "causal attention to fewer keys": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
         [Q, K[:, :, :7], V[:, :, :7]],
@@ -443,6 +452,37 @@ def test_calls_give_what_torch_gives_or_raise(name, text):
     fn, tensors, where = (given, [IMAGE], at(1)) if callable(given) else given
     found = verdict(fn, tuple(tensors), {}, grid(text), where[: len(tensors)])
     assert found.kind in ("exact", "both raise", "refused", "no field"), found
+
+
+@pytest.mark.parametrize("text", ["2x2", "z3x1"])
+def test_gradients_of_what_every_rank_holds_are_those_of_all(text):
+    def of_mean(x):
+        mean = (x * x).mean((2, 3))
+        mean.retain_grad()
+        loss = (mean**3).sum()
+        loss.backward(retain_graph=True)
+        return torch.stack([torch.autograd.grad(loss, mean)[0], mean.grad])
+
+    def rank(layout):
+        x = Field.distribute(IMAGE.clone().requires_grad_(), layout, at(1)[0])
+        return of_mean(x).full_tensor()
+
+    want = of_mean(IMAGE.clone().requires_grad_())
+    for found in weft.on_threads(grid(text), rank):
+        torch.testing.assert_close(found, want)
+
+
+class Three:
+    """No tensor, and one to functions of torch."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        return func(*(torch.tensor(3.0) if isinstance(a, cls) else a for a in args))
+
+
+@pytest.mark.parametrize("fn", [lambda x: x + Three(), lambda x: torch.mul(Three(), x)])
+def test_what_is_a_tensor_to_torch_is_one_to_fields(fn):
+    assert verdict(fn, (IMAGE,), {}, grid("2x2"), at(1)).kind == "exact"
 
 
 @pytest.mark.parametrize("line", ["height(zigzag): ring=2", "height: ring=2 x ulysses=2"])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import threading
+from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -69,7 +75,11 @@ class Decoder(nn.Module):
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
-def errors(model: nn.Module, line: str, run) -> tuple[float, float]:
+def _parallelized(model: nn.Module, layout: Layout) -> nn.Module:
+    return weft.parallelize(model, layout, dims={"tokens": 1})
+
+
+def errors(model: nn.Module, line: str, run, make=_parallelized) -> tuple[float, float]:
     """The largest errors of results and of gradients of weights, on the last rank."""
     alone = copy.deepcopy(model)
     wanted = run(alone)
@@ -77,7 +87,7 @@ def errors(model: nn.Module, line: str, run) -> tuple[float, float]:
     wanted = [t.detach() for t in wanted]
 
     def rank(layout: Layout) -> tuple[float, float]:
-        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
+        split = make(copy.deepcopy(model), layout)
         found = run(split)
         assert not split._weft.ran_whole.calls
         found[0].backward()
@@ -134,11 +144,20 @@ def _transformers(name: str) -> nn.Module:
 
     sizes = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "use_cache": False}
     sizes |= {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+    experts |= {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    experts["experts_implementation"] = "eager"  # the others take no fp64
+    linear = {f"linear_{x}_head_dim": 8 for x in ("key", "value")} | {"head_dim": 8}
+    linear |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"layer_types": ["linear_attention", "full_attention"]}
     models = {
         "llama": lambda: t.LlamaForCausalLM(t.LlamaConfig(**sizes)),
         "mistral": lambda: t.MistralForCausalLM(t.MistralConfig(**sizes, sliding_window=5)),
         "qwen3": lambda: t.Qwen3ForCausalLM(t.Qwen3Config(**sizes, head_dim=8)),
         "bert": lambda: t.BertForMaskedLM(t.BertConfig(**sizes)),
+        "gpt2": lambda: t.GPT2LMHeadModel(t.GPT2Config(**sizes)),
+        "mixtral": lambda: t.MixtralForCausalLM(t.MixtralConfig(**sizes | experts)),
+        "qwen3_next": lambda: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**sizes | experts | linear)),
     }
     return models[name]().double().eval()
 
@@ -548,23 +567,114 @@ def test_islands_are_one_step_and_mixers_in_them_are_noticed(what, late):
         torch.testing.assert_close(one, other)
 
 
-def test_a_compiled_model_runs_as_it_is_and_compiled_modules_in_it_are_refused():
+def _itself(model: nn.Module, **options) -> nn.Module:
+    model.compile(**options)
+    return model
+
+
+def _forward(model: nn.Module, **options) -> nn.Module:
+    model.forward = torch.compile(model.forward, **options)
+    return model
+
+
+def _checkpointed(model: nn.Module, **options) -> nn.Module:
+    model.train().gradient_checkpointing_enable()
+    return torch.compile(model, **options)
+
+
+def _within(end: str, compiled: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
+    def change(model: nn.Module, **options) -> nn.Module:
+        for path in [path for path, _ in model.named_modules() if path.endswith(end)]:
+            model.set_submodule(path, compiled(model.get_submodule(path), **options))
+        return model
+
+    return change
+
+
+#: Name -> a model, what compiles it, whether before it is parallelized, and least graphs of a rank.
+COMPILED = {
+    "around": ("llama", torch.compile, False, 2),
+    "around, in checkpoints": ("llama", _checkpointed, False, 2),
+    "itself": ("bert", _itself, False, 2),
+    "itself, before": ("qwen3", _itself, True, 2),
+    "its forward": ("llama", _forward, False, 2),
+    "layers": ("llama", _within(".1", _itself), False, 2),
+    "layers, before": ("mixtral", _within(".1", _itself), True, 1),
+    "layers in others": ("bert", _within(".1", torch.compile), False, 1),
+    "layers in others, before": ("gpt2", _within(".1", torch.compile), True, 1),
+    "around a hybrid": ("qwen3_next", torch.compile, False, 2),
+    "around a module of one's own": ("own", torch.compile, False, 1),
+    "layers of one's own": ("own", _within("blocks.1", _itself), True, 1),
+}
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize("line", ["tokens(zigzag): ring=2", "tokens: ring=2 x ulysses=2"])
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_compiled_model_equals_one_device_and_says_what_is_in_graphs(name, line, caplog):
+    kind, compiled, before, wanted = COMPILED[name]
+    torch.compiler.reset()
     torch.manual_seed(0)
-    model, ids = Decoder().double(), torch.randint(0, 50, (2, 11))
+    model = Decoder().double() if kind == "own" else _transformers(kind)
+    ids, found = torch.randint(0, 50, (2, 29)), Counter()
 
-    def rank(layout: Layout) -> Tensor:
-        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
-        compiled = torch.compile(split, backend="eager")(ids, ids).detach()
-        split.blocks[1].mlp.compile(backend="eager")
-        with pytest.raises(UnsupportedError, match=r"blocks\.1\.mlp is compiled"):
-            split(ids)
-        split.blocks[1].mlp = torch.compile(copy.deepcopy(model).blocks[1].mlp, backend="eager")
-        with pytest.raises(UnsupportedError, match=r"blocks\.1\.mlp is compiled"):
-            split(ids)
-        return compiled
+    def compiles(split: nn.Module, now: bool) -> nn.Module:
+        rank = threading.get_ident()
 
-    (found, _) = weft.on_threads(Layout.parse("tokens(zigzag): ring=2"), rank)
-    torch.testing.assert_close(found, model(ids, ids).detach())
+        def counted(graph: torch.fx.GraphModule, _: list) -> Callable:
+            found[rank] += 1
+            return make_boxed_func(graph)
+
+        return compiled(split, backend=aot_autograd(fw_compiler=counted)) if now else split
+
+    def make(model: nn.Module, layout: Layout) -> nn.Module:
+        options = {"dims": {"tokens": 1}} if kind == "own" else {}
+        return weft.parallelize(compiles(model, before), layout, **options)
+
+    def run(model: nn.Module) -> tuple[Tensor, ...]:
+        call = compiles(model, not before and hasattr(model, "_weft"))
+        out = call(ids, labels=ids)
+        if kind == "own":
+            return (out,)
+        return out.loss, getattr(out.logits, "full_tensor", lambda: out.logits)()
+
+    result, gradients = errors(model, line, run, make)
+    assert result < 1e-6  # losses of transformers are of fp32
+    assert gradients < (1e-7 if kind == "qwen3_next" else 1e-12)
+    assert min(found.values()) >= 2 * wanted  # forward and backward
+    assert sum("graphs of torch.compile break" in r.message for r in caplog.records) == 1
+
+
+#: Name -> what compiles a parallelized model as one graph, and what is said; None: it is one graph.
+WHOLE = {
+    "around": (torch.compile, "ranks compare the calls of a model .* without fullgraph"),
+    "itself": (_itself, "ranks compare the calls of a model .* without fullgraph"),
+    "a layer": (_within("layers.1", _itself), r"model\.layers\.1 is compiled with fullgraph=True"),
+    "an MLP": (_within("mlp", _itself), None),
+    "an MLP in another": (_within("layers.1.mlp", torch.compile), r"layers\.1\.mlp is compiled"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_fullgraph_is_for_islands_alone(name):
+    compiled, said = WHOLE[name]
+    ids, kept = torch.arange(14)[None], []
+    alone = _transformers("llama")
+    model = weft.parallelize(copy.deepcopy(alone), Layout.single())
+    call = compiled(model, backend=lambda graph, _: kept.append(0) or graph, fullgraph=True)
+    with pytest.raises(UnsupportedError, match=said) if said else contextlib.nullcontext():
+        torch.testing.assert_close(call(input_ids=ids).logits, alone(input_ids=ids).logits)
+    assert bool(kept) == (said is None)
+
+
+def test_restored_layers_are_compiled_as_before():
+    model = _transformers("llama")
+    layer = _itself(model.model.layers[0], backend="eager")
+    was = layer._compiled_call_impl
+    weft.parallelize(model, Layout.single())(input_ids=torch.arange(14)[None])
+    assert layer._compiled_call_impl is not was
+    assert weft.restore(model).model.layers[0]._compiled_call_impl is was
+    assert not [name for name in vars(layer.mlp) if "weft" in name]
 
 
 def test_sizes_that_are_tensors_run_whole_or_are_refused_by_name():
@@ -616,21 +726,6 @@ def test_a_backward_hook_in_a_model_of_transformers_is_refused_by_name():
         model(input_ids=torch.arange(14)[None])
 
 
-@pytest.mark.parametrize("part", ["a layer", "the model", "around it"])
-def test_a_compiled_model_of_transformers_is_refused_by_name(part):
-    def rank(layout: Layout) -> None:
-        model = weft.parallelize(_transformers("llama"), layout)
-        ids = torch.arange(14)[None]
-        model(input_ids=ids)
-        if part != "around it":
-            (model.model.layers[1] if part == "a layer" else model).compile(backend="eager")
-        call = torch.compile(model, backend="eager") if part == "around it" else model
-        call(input_ids=ids)
-
-    with pytest.raises(UnsupportedError, match="is compiled, where ranks exchange numbers"):
-        rank(Layout.single())
-
-
 class Part(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -665,6 +760,47 @@ def test_ranks_with_other_numbers_are_refused(name):
         return OTHER[name](split, x.clone(), bool(layout.rank))
 
     with pytest.raises(ShapeError, match=r"same on every rank|differs between"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), rank)
+
+
+LABELS = torch.arange(28).view(4, 7) % 8
+#: A loss of an output (4, 7, 8), where rank 1 may have something else.
+OTHER_LOSS: dict[str, Callable[[Any, bool], Any]] = {
+    "labels": lambda y, other: F.cross_entropy(
+        y.transpose(1, 2), LABELS.where(torch.tensor(not other), LABELS.flip(1))
+    ),
+    "one label": lambda y, other: F.cross_entropy(
+        y.flatten(0, 1), (LABELS + other * F.one_hot(torch.tensor(5), 28).view(4, 7)).flatten()
+    ),
+    "weights of tokens": lambda y, other: (y * torch.linspace(0, 1 + other, 7)[:, None]).sum(),
+    "a factor": lambda y, other: y.square().mean() * (1.1 if other else 1.0),
+}
+
+
+@pytest.mark.parametrize("output", ["whole", "field"])
+@pytest.mark.parametrize("name", OTHER_LOSS)
+def test_ranks_with_other_losses_are_refused_by_the_end_of_backward(name, output):
+    model, x = Part(), torch.randn(4, 7, 8)
+    options: Any = {"dims": {"tokens": 1}, "output": output}
+
+    def rank(layout: Layout, differs: bool) -> None:
+        split = weft.parallelize(copy.deepcopy(model), layout, **options)
+        OTHER_LOSS[name](split(x), differs and layout.rank == 1).backward()
+        return split.w.grad
+
+    weft.on_threads(Layout.parse("tokens: ring=2"), lambda layout: rank(layout, False))
+    with pytest.raises(ShapeError, match=r"same on every rank|differ between"):
+        weft.on_threads(Layout.parse("tokens: ring=2"), lambda layout: rank(layout, True))
+
+
+def test_gradients_that_hardly_differ_are_a_warning():
+    model, x = Part(), torch.randn(4, 7, 8)
+
+    def rank(layout: Layout) -> None:
+        split = weft.parallelize(copy.deepcopy(model), layout, dims={"tokens": 1})
+        (split(x) * (1 + 1e-4 * layout.rank)).sum().backward()
+
+    with pytest.warns(UserWarning, match="a few labels that are not the same on every rank"):
         weft.on_threads(Layout.parse("tokens: ring=2"), rank)
 
 

@@ -191,6 +191,15 @@ def test_padded_and_packed_rows_choose_their_own_keys(family, made) -> None:
     assert largest_gap(built(family), "tokens(zigzag): ring=2", made(29)) < 1e-11
 
 
+def test_padding_that_sees_no_token_is_one_devices_where_keys_have_weights() -> None:
+    """It predicts the first token of the second row."""
+    model, batch = built("doge"), rows(29)
+    model.set_attn_implementation("sdpa")
+    batch["attention_mask"] = (torch.arange(29) >= torch.tensor([[0], [6]])).long()
+    batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+    assert largest_gap(model, "tokens(zigzag): ring=2", batch) < 1e-11
+
+
 def on_ranks(family: str, act, line: str = "tokens: ring=2", **options) -> list:
     model = built(family)
 

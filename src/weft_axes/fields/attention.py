@@ -19,6 +19,7 @@ from weft.masks import FULL, Causal, Mask
 
 from .dims import Dim, Factor, dim_size, is_split_dim, split_axes, split_dim, whole
 from .exchange import placed_like
+from .field import Field
 from .registry import NoRule, Part, Recipe, broadcast, composite, refused, rule
 from .stored import as_stored
 
@@ -206,8 +207,12 @@ def _over_split(
         q, k, v = (t[p.index] for p in parts)
         before, n = q.shape[:-2], q.shape[-2]
         seen, length, bias = mask, lengths, None
-        given = None if attn_mask is None else t[attn_mask.index]
-        if given is not None and given.is_floating_point() and hides_rows(given, q.dtype):
+        given: Any = None if attn_mask is None else t[attn_mask.index]
+        if (
+            attn_mask is not None
+            and attn_mask.dtype.is_floating_point
+            and hides_rows(given, q.dtype)
+        ):
             every = [[*goals[p.index][:-2], whole(p.shape[-2]), p.dims[-1]] for p in (key, value)]
             pairs = zip((k, v), (key, value), every)
             k, v = (placed_like(x, goals[p.index], to, region) for x, p, to in pairs)
@@ -234,7 +239,8 @@ def hides_rows(mask: Tensor, dtype: torch.dtype) -> bool:
 
     The logsumexp of such a row does not tell how many keys there were: parts cannot be merged.
     """
-    state = dtype, None if mask.is_inference() else mask._version
+    own = mask._local if isinstance(mask, Field) else mask
+    state = dtype, None if own.is_inference() else own._version
     known = _HIDES.get(mask, ())
     if not known or known[0] != state or state[1] is None:
         low = -1e-3 / torch.finfo(torch.promote_types(dtype, torch.float32)).eps

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from weft._torch import as_torch_does, tensor_is_all_true
+from weft.errors import UnsupportedError
 
+from .exchange import gathered_chunks
 from .field import Field
+from .place import FieldPlace
 from .registry import DIRECT, attribute, both, direct, refused
 
 _SHAPE_ATTRIBUTES = """
@@ -121,15 +124,39 @@ def gradient_of(x: Field) -> Field | None:
 
 
 def _gradient(grad: Tensor, x: Field) -> Field:
-    """The gradient of a field, of its local tensor's."""
-    return Field(grad if x._region.times == 1 else grad / x._region.times, x._place)
+    """The gradient of a field, of its local tensor's: shares of what several ranks hold add up."""
+    return _whole_gradient(grad, x._place)
+
+
+def _whole_gradient(share: Tensor, place: FieldPlace) -> Field:
+    region = place.region
+    for axis in region.missing(place.dims):
+        share = gathered_chunks(share, axis, region, "sum").sum(0)
+    return Field(share if region.times == 1 else share / region.times, place)
+
+
+def _share(gradient: Tensor, place: FieldPlace) -> Tensor:
+    """A local tensor's gradient, of that of its field: the inverse of `_whole_gradient`."""
+    if not isinstance(gradient, Field) or gradient._place.dims != place.dims:
+        raise UnsupportedError(str(refused("a gradient that other ranks hold", gradient)))
+    return gradient._local * (place.region.times / place.region.copies(place.dims))
 
 
 @direct(_setter("grad"))
 def set_gradient(x: Field, grad: Any) -> None:
-    if isinstance(grad, Field) and grad._place.dims != x._place.dims:
-        raise refused("a gradient that other ranks hold", grad)
-    x._local.grad = _local_of(grad)
+    x._local.grad = None if grad is None else _share(grad, x._place)
+
+
+@direct(Tensor.register_hook)
+def register_hook(x: Field, hook: Any) -> Any:
+    """A hook on the gradient of all ranks, which is a field; what it gives goes on."""
+    place = x._place
+
+    def run(share: Tensor) -> Tensor | None:
+        found = hook(_whole_gradient(share, place))
+        return None if found is None else _share(found, place)
+
+    return x._local.register_hook(run)
 
 
 @direct(Tensor.requires_grad_)
@@ -145,12 +172,12 @@ def set_requires_grad(x: Field, requires_grad: bool) -> None:
     require_gradient(x, requires_grad)
 
 
-@direct(attribute("_base"), Tensor.register_hook, Tensor.register_post_accumulate_grad_hook)
+@direct(attribute("_base"), Tensor.register_post_accumulate_grad_hook)
 def refuse_hooks(x: Field, *_: Any) -> None:
-    raise refused(
-        "a hook on gradients, such as that of a unit of FSDP2 in a model that weft.parallelize does"
-        " not know,",
-        x,
+    """A copy on every rank, which stands for what has no rule, has no graph that a loss sees."""
+    raise UnsupportedError(
+        f"{refused('a hook of FSDP2, or one on gradients that are added,', x)}: weft.parallelize"
+        " knows the units of the models that it takes; hook x itself by register_hook"
     )
 
 
@@ -158,7 +185,7 @@ def refuse_hooks(x: Field, *_: Any) -> None:
 def set_data(x: Tensor, value: Tensor) -> None:
     alike = isinstance(x, Field) and isinstance(value, Field) and x._place.dims == value._place.dims
     if not alike:
-        raise refused("data of another place", x)
+        raise UnsupportedError(str(refused("data of another place", x)))
     _local_of(x).data = _local_of(value)
 
 

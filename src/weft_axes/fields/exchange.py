@@ -198,12 +198,14 @@ def whole_tensor(local: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> T
 class _Full(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dims: tuple[Dim, ...], region: FieldRegion) -> Tensor:
-        ctx.dims, ctx.region = dims, region
+        ctx.dims, ctx.region, ctx.trail = dims, region, region.trail
         return placed_like(x.view_as(x), dims, [whole(dim_size(d)) for d in dims], region, "gather")
 
     @staticmethod
     @once("weft.Field.full_tensor")
     def backward(ctx: Any, grad: Tensor) -> tuple:
+        if ctx.region.watch is not None:
+            ctx.region.watch(torch.tensor(ctx.trail))
         for d, dim in enumerate(ctx.dims):
             if is_split_dim(dim):
                 grad = own_part(grad, d, dim, ctx.region)

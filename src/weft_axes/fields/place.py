@@ -38,7 +38,7 @@ class FieldRegion:
         self.recipes: dict[Any, Any] = {}
         #: a digest of how the values at hand were made, which ranks compare where they exchange
         self.trail = 0
-        #: is told of plain tensors that fields meet
+        #: is told of plain tensors that fields meet, and how a loss was made that goes backward
         self.watch: Callable[[Tensor], None] | None = None
         #: the function that exchanges, for people
         self.function = ""

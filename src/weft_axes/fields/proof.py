@@ -77,12 +77,14 @@ class Proof:
     Attributes:
         functions: how many functions of torch it calls.
         digest: a number of its class, the same on every rank.
+        run: what `torch.compile` made of its `forward`, if it did.
         modules: it and those in it, with their classes, these' `forward`, and how many are in them.
         reads: what their code reads: (module, its attribute that has it, name, what it was).
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.functions, self.digest = 0, number_of(f"{type(module).__name__}.forward")
+        self.run: Any = None
         self.modules: list[tuple[nn.Module, Any, Any, int]] = []
         self.reads: list[tuple[nn.Module, str | None, str, Any]] = []
         self.called(module)

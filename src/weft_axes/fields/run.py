@@ -53,6 +53,8 @@ from .registry import (
 _PLAIN = frozenset(
     (int, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 )
+#: Arguments that have no `__torch_function__` of their own to be asked.
+_PASSED = _PLAIN | {Field, Tensor, torch.nn.Parameter, float, bool, slice, tuple, torch.Size}
 #: Parts of names of functions that draw random numbers.
 _RANDOM = (
     *("rand", "dropout", "bernoulli", "normal_", "multinomial", "uniform", "exponential_"),
@@ -72,6 +74,8 @@ def run_function(
     _: type, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
 ) -> Any:
     """Run a function of torch among whose arguments are fields."""
+    if len(types) > 1 and not all(issubclass(kind, Tensor) for kind in types):
+        return NotImplemented  # what is no tensor says what it is to torch's functions
     other = DIRECT.get(func)
     if other is not None:
         return _planned(func, args, kwargs or {}, other)
@@ -333,7 +337,7 @@ def _method(func: Any) -> Callable:
             *args: torch's.
             **kwargs: torch's.
         """
-        if function_modes():
+        if function_modes() or not _PASSED.issuperset(map(type, args)):
             return func(self, *args, **kwargs)
         return run_function(Field, func, (), (self, *args), kwargs)
 

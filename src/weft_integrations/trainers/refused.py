@@ -8,6 +8,7 @@ from torch import nn
 
 from weft.errors import DeclarationError, UnsupportedError
 
+from ..common import OF_RANKS
 from .groups import ContextGroup
 
 if TYPE_CHECKING:
@@ -20,11 +21,6 @@ def trainer_arguments(args: TrainingArguments) -> None:
     _parallelism(getattr(args, "parallelism_config", None))
     if args.deepspeed:
         _refuse("deepspeed", "it partitions and reduces gradients itself; use DDP (the default)")
-    if args.torch_compile:
-        _refuse(
-            "torch_compile=True",
-            "the functions of the model ask the other ranks, which a graph cannot",
-        )
     if args.auto_find_batch_size:
         _refuse(
             "auto_find_batch_size=True",
@@ -78,10 +74,12 @@ def accelerator(instance: Accelerator, group: ContextGroup) -> None:
     if instance.dispatch_batches:
         dispatch()
     plugin = getattr(instance.state, "dynamo_plugin", None)
-    if plugin is not None and str(plugin.backend.value) not in ("NO", "no"):
+    if plugin is not None and plugin.fullgraph:
+        _refuse("fullgraph=True of accelerate's dynamo plugin", OF_RANKS)
+    if plugin is not None and plugin.use_regional_compilation:
         _refuse(
-            f"accelerate's dynamo backend {plugin.backend.value}",
-            "leave the model as it is, whose functions ask the other ranks",
+            "use_regional_compilation=True of accelerate's dynamo plugin",
+            "it copies the model around its layers, past what calls do; compile all of it",
         )
 
 

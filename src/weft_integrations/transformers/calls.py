@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from weft._digest import number_of
-from weft._torch import active_ddp, is_fsdp, outside_graphs
+from weft._torch import active_ddp, is_fsdp, module_call
 from weft.comm.channel import Channel
 from weft.errors import UnsupportedError, WeftError
 from weft.layout import Layout
@@ -30,7 +30,13 @@ from weft_axes.fields import Field, WholeReport, cut
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
-from ..common import check_hooks, named_arguments, refuse_scaled_by_tensor, tokens_per_chunk
+from ..common import (
+    check_modules,
+    in_outputs,
+    named_arguments,
+    refuse_scaled_by_tensor,
+    tokens_per_chunk,
+)
 from ..fields import generators
 from ..units import let_fields_through
 from . import refused
@@ -79,7 +85,6 @@ _NO_LAST_STATES = (
 #: Caches that hold a prompt only if `generate` made them, or weft did.
 _OF_GENERATE = ShardedCache, EncoderDecoderCache
 #: Why the cache of an output that one device would have is not there.
-_MAKE_ONE = "cache=ShardedCache(model) in every call of a loop gives one"
 _NOT_MADE = "a call makes none"
 _IN_A_GRAPH = (
     "a call that may be differentiated is split without one; call the model within"
@@ -124,7 +129,9 @@ class Calls:
         self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         # For padding that sees no token, eager functions and masks that a bias is added to take the
         # mean of all tokens, and other functions give 0.
-        self.biases = any(map(biases_distances, model.modules()))
+        self.biases = any(
+            biases_distances(m) or hasattr(type(m), "prepare_dynamic_mask") for m in model.modules()
+        )
         self.eager = "eager" in own_implementations(model, model._weft.own)
         self.attends_by_itself = self.implementation == model._weft.implementation
         self.fills_padding = not self.attends_by_itself and (self.eager or self.biases)
@@ -133,14 +140,13 @@ class Calls:
             calls_of(module, skips) for module in self.recurrent
         )
         self.causal, self.window = self.stacks or not self.encoder, window_of(model)
-        self.entered = consistency.Entered(self._compare_gradients)
+        self.entered = consistency.Entered(self._compare_gradients, lambda: running() is not None)
         self.all_weights = consistency.AllWeights()
         self.generating = False  # tokens, of which a call gets one that the call before made
         self.warned: set[str] = set()
 
     # -- a call begins --------------------------------------------------------------------------
 
-    @outside_graphs
     def enter(self, module: Foreign, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Before a forward pass."""
         kwargs = dict(zip(self.names, args)) | kwargs
@@ -151,8 +157,7 @@ class Calls:
         try:
             refused.transform(type(module).__name__)
             if not self.generating:
-                refused.compiled(module)
-                check_hooks(module if self.decoder is None else self.decoder)
+                check_modules(module if self.decoder is None else self.decoder)
             refused.another_attention(self.configured, self.implementation)
             refused.masked_sound(self.sound_maskers, self.layout, self.axis)
             refused.replaced_layers([*self.recurrent, *self.of_rows])
@@ -195,7 +200,6 @@ class Calls:
         self._open(call, module)
         return (), kwargs
 
-    @outside_graphs
     def enter_decoder(self, decoder: Foreign, args: tuple, kwargs: dict) -> tuple | None:
         """Before the text decoder of a model with images, in whose call rows are full so far."""
         call = running()
@@ -212,7 +216,6 @@ class Calls:
             arguments = self._as_fields(call, arguments)
         return (), arguments
 
-    @outside_graphs
     def split_made(self, module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         """A hook of a submodule that makes tokens, of images: from here on they are split."""
         call = running()
@@ -271,7 +274,6 @@ class Calls:
             stacklevel=5,
         )
 
-    @outside_graphs
     def enter_part(self, part: Foreign, args: tuple, kwargs: dict) -> None:
         """Before a part of the model, which runs as it was where it is called by itself."""
         if running() is not None:
@@ -290,23 +292,9 @@ class Calls:
         state: consistency.GroupState = consistency.NOTHING,
         kind: int | None = None,
     ) -> Channel:
-        """Raise on all ranks of a context group unless all come here with the same.
-
-        A verdict, in words, begins with "refused" where this rank refuses; numbers of `state` may
-        be close. The channel is the one by which they compare it. With a `kind`, on which ranks
-        agreed before, they raise when the next pass begins, before its messages.
-        """
-        transport, dims = self.layout.bound, reach(self.layout.unbound, (self.axis,)).moving
-        numbers = any(state.numbers)
-        vote = number_of(f"{verdict} {numbers}")
-        common = transport, dims, number_of(verdict), "a call of the model", lambda: verdict, vote
-        channel = Channel(*common, kind=kind, subject=label)
-        if kind is not None and not numbers:
-            channel.finish()
-        elif not channel.agrees() or numbers:
-            every = channel.exchange(state.numbers)
-            consistency.check_close(every, state, transport.world_ranks)
-        return channel
+        """Raise on all ranks of a context group unless all come here with the same."""
+        dims = reach(self.layout.unbound, (self.axis,)).moving
+        return consistency.agree(self.layout.bound, dims, label, verdict, state, kind)
 
     @property
     def _subject(self) -> str:
@@ -369,8 +357,6 @@ class Calls:
             return None, f"{_NOT_MADE} of a model that chooses its keys"
         if kwargs.get("cu_seq_lens_q") is not None:
             return None, f"{_NOT_MADE} of documents that are packed by cu_seq_lens_q"
-        if any(m.__dict__.get("_compiled_call_impl") is not None for m in module.modules()):
-            return None, f"{_NOT_MADE} by compiled layers; {_MAKE_ONE}"
         if (
             not cache_name(module)
             or not getattr(module, "_supports_default_dynamic_cache", lambda: True)()
@@ -499,8 +485,12 @@ class Calls:
 
     def _check_padding(self, kwargs: dict, module: Foreign) -> None:
         """Refuse a call that reads padding which sees no token, where weft gives other numbers."""
+        masks = {n: kwargs.get(n) for n in ("attention_mask", "decoder_attention_mask")}
+        for name, mask in masks.items() if self.biases else ():
+            if isinstance(mask, Tensor):  # else a mask of all pairs meets a bias of a rank's tile
+                refused.more_than_padding(name, mask)
         name = "decoder_attention_mask" if self.stacks else "attention_mask"
-        mask = kwargs.get(name)
+        mask = masks[name]
         if not self.fills_padding or mask is None or mask.dim() != 2:
             return
         blind = sees_none(mask.bool().cpu(), self.causal, self.window)
@@ -550,7 +540,6 @@ class Calls:
 
     # -- outputs --------------------------------------------------------------------------------
 
-    @outside_graphs
     def leave(self, module: Foreign, args: tuple, kwargs: dict, output: Any) -> Any:
         """After a forward pass, also one that raised."""
         call = running()
@@ -566,33 +555,22 @@ class Calls:
                 put_cache(output, call.absent)
             if call.spread:
                 put_features(output)
-        output = self.handed_out(output)
+        output = in_outputs(output, self.handed_out)
         return output.to_tuple() if call.as_tuple else output
 
-    def handed_out(self, value: Any) -> Any:
-        """An output, or those in it: fields without parts are plain tensors, on every rank.
+    def handed_out(self, x: Tensor) -> Tensor:
+        """An output: a field without parts is a plain tensor, on every rank.
 
         Within `generate` all are: of logits of tokens that are guessed it makes its next call.
         """
-        if isinstance(value, MutableMapping):
-            for name in list(value):
-                value[name] = self.handed_out(value[name])
-            return value
-        if type(value) in (tuple, list):
-            return type(value)(map(self.handed_out, value))
-        if not isinstance(value, Field):
-            return value
-        if value._place.is_split and not self.generating and not _is_sunk():
-            value._region.watch = self._met
-            if value.requires_grad and value._local.grad_fn is not None:
-                value._local.register_hook(self.entered.begin)
-            return value
-        return consistency.recorded(value.full_tensor(), self.entered)
+        as_field = not self.generating and not _is_sunk()
+        return self.entered.hand_out(x, as_field) if isinstance(x, Field) else x
 
-    def _met(self, t: Tensor) -> None:
-        """Compare a tensor that a loss makes fields meet; within a call these are weights."""
-        if running() is None and not isinstance(t, nn.Parameter):
-            self.entered.meet(t)
+
+def whole_call(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+    """A call of the model, whose modules leave the graphs of torch.compile."""
+    self._weft.leave_graphs(self)
+    return module_call(self, *args, **kwargs)
 
 
 def takes(module: Foreign) -> Mapping[str, inspect.Parameter]:

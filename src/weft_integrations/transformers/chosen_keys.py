@@ -250,8 +250,9 @@ def replaced_methods(module: Foreign) -> Iterator[tuple[Foreign, Callable, str]]
     if function is not None:
         yield module, function, "forward"
     if hasattr(type(module), "prepare_dynamic_mask"):
-        unrepeated = {"repeat_kv": lambda mark, times: mark}
-        yield module, rebound(type(module).forward, unrepeated), "forward"
+        repeated = inspect.unwrap(type(module).forward).__globals__["repeat_kv"]
+        of_tensors = lambda x, times: repeated(x, times) if isinstance(x, Tensor) else x  # noqa: E731
+        yield module, rebound(type(module).forward, {"repeat_kv": of_tensors}), "forward"
         yield module, weigh, "prepare_dynamic_mask"
 
 

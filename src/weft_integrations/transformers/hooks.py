@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from weft._torch import MODULE_CALL, module_call
 from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft_axes.carry.fragments import fragments
@@ -25,7 +26,7 @@ from weft_axes.fields.islands import on_rows, proven_islands
 from weft_axes.gradients.sync import AVERAGED
 
 from .. import Foreign
-from ..common import Parallelized, check_axis, check_not_placed, refuse_split_heads
+from ..common import Parallelized, check_axis, check_modules, check_not_placed, refuse_split_heads
 from ..fields import by_positions, is_experts
 from . import calls, chosen_keys, generation, interface, latents, parts, refused, towers
 from .rebinding import calls as calls_of
@@ -49,7 +50,6 @@ class _Installed(Parallelized):
         own: its configurations, and their attention before.
         recurrent: modules whose convolution or recurrence goes over ranks.
         of_rows: modules that count tokens or images, or choose keys, of full rows.
-        islands: modules whose code proves that they treat tokens one by one.
         expanding: modules whose latents may travel.
         calls: what begins and ends each forward pass.
     """
@@ -63,13 +63,12 @@ class _Installed(Parallelized):
     own: list[Own] = field(default_factory=list)
     recurrent: list[nn.Module] = field(default_factory=list)
     of_rows: list[nn.Module] = field(default_factory=list)
-    islands: list[nn.Module] = field(default_factory=list)
     expanding: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
     def __deepcopy__(self, memo: dict) -> _Installed:
         memo[id(self)] = copied = object.__new__(_Installed)
-        vars(copied).update(copy.deepcopy(vars(self), memo))
+        vars(copied).update(copy.deepcopy(vars(self) | {"steps": []}, memo))
         return copied
 
     @contextlib.contextmanager
@@ -82,7 +81,7 @@ class _Installed(Parallelized):
         """Remove hooks, modules' functions and attributes of weft from a model."""
         for handle in self.hooks:
             handle.remove()
-        for module in (*self.recurrent, *self.of_rows, *self.islands):
+        for module in model.modules():
             put_back(module)
         for module in self.expanding:
             latents.take_back(module)
@@ -93,6 +92,7 @@ class _Installed(Parallelized):
                 model.__dict__.pop(name, None)
         model.set_attn_implementation(self.implementation)
         model.__dict__.pop(AVERAGED, None)
+        super().undo(model)
 
 
 def install(
@@ -108,14 +108,15 @@ def install(
     """Give a model weft's attention (registered under a name), mask and hooks."""
     embeddings = embeddings or find_embeddings(model)
     installed = _Installed(
-        implementation=model.config._attn_implementation, layout=layout, axis=axis
+        ran_whole=report,
+        told=layout.rank > 0,
+        implementation=model.config._attn_implementation,
+        layout=layout,
+        axis=axis,
     )
-    installed.ran_whole = report
     try:
         _put_in(model, installed, embeddings, name, travel, images)
     except BaseException:  # the model stays as it was
-        for module in model.modules():
-            put_back(module)
         installed.undo(model)
         model.__dict__.pop("_weft", None)
         raise
@@ -145,7 +146,8 @@ def _put_in(
         installed.of_rows.append(module)
     for module in proven_islands(model):
         put(module, on_rows)
-        installed.islands.append(module)
+    installed.leave_graphs(model)
+    check_modules(model if decoder is None else decoder)
     installed.put_on(model)
     _hook(model, layout, axis, embeddings, installed, decoder)
     setattr(model, AVERAGED, True)
@@ -275,6 +277,9 @@ def _hook(
         hooks.append(embeddings.register_forward_hook(entered.split_made, with_kwargs=True))
     if decoder is not None:
         hooks.append(decoder.register_forward_pre_hook(entered.enter_decoder, with_kwargs=True))
+    put(model, calls.whole_call, MODULE_CALL)
+    for part in within:
+        put(part, module_call, MODULE_CALL)
     for module in (*within, model):
         options = {"with_kwargs": True, "always_call": True}
         hooks.append(module.register_forward_hook(entered.leave, **options))

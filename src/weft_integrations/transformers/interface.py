@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -26,10 +27,11 @@ from weft.masks import Causal, Full
 from weft.sinks import with_sinks
 from weft_axes.decode.attend import merged_parts
 from weft_axes.fields import Field, cut, own_chunk
+from weft_axes.fields.attention import hides_rows
 
 from .. import Foreign
 from ..chunked import of_chunk, split_at
-from . import decoding, latents, refused
+from . import decoding, latents
 from .chosen_keys import Weighed, as_scores
 from .compressed import attend_with_entries
 from .defaults import CACHES
@@ -56,7 +58,6 @@ def make_mask(
     """
     call = running()
     if call is None:
-        refused.while_compiling()
         raise DeclarationError(
             f"attn_implementation={NAME!r} knows no layout: call weft.parallelize(model, layout)"
         )
@@ -152,7 +153,6 @@ def attend(
         strange.append("position_bias")
     call = running()
     if call is None:
-        refused.while_compiling()
         raise DeclarationError(
             f"{name} attends outside of a parallelized model's forward pass: call the model, and"
             " recompute layers by model.gradient_checkpointing_enable()"
@@ -177,6 +177,9 @@ def attend(
             why = f"it passes a mask of type {type(where).__name__}"
             return _by_itself(call, module, (query, key, value), where, options, why)
         mask = where if isinstance(where, Tensor) else None
+        if call.eager and mask is not None and _added_otherwise(mask):
+            why = "it adds a mask of four dimensions to its scores"
+            return _by_itself(call, module, (query, key, value), mask, options, why)
         plainly: dict[str, Any] = {"scaling": scaling, "is_causal": False}
         return sdpa_attention_forward(module, query, key, value, mask, **plainly)
     if not isinstance(where, Sharded | OfCache):
@@ -229,6 +232,11 @@ def attend(
         out = out if s_aux is None else with_sinks(out, lse, s_aux)[0]
     out = out.transpose(1, 2).contiguous()
     return of_chunk(out, query, call.axis, 1, query.shape[2]), None
+
+
+def _added_otherwise(mask: Tensor) -> bool:
+    """True if transformers' eager functions, which add masks, do not hide what sdpa hides."""
+    return mask.dtype == torch.bool or hides_rows(mask, torch.float32)
 
 
 def _by_itself(

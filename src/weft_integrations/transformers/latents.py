@@ -15,7 +15,6 @@ import types
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -104,7 +103,7 @@ def take_back(module: Foreign) -> None:
 
 def _expand_kv(self: Foreign, c: Tensor, r: Tensor) -> Any:
     """The method of every instance: one function, so that layers that are alike share a graph."""
-    if torch.compiler.is_compiling() or not _travels(self, c, r):
+    if not _travels(self, c, r):
         return type(self).expand_kv(self, c, r)
     both = Unexpanded(c, r, _expansion(self))
     return both, both

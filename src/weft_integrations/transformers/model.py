@@ -77,7 +77,8 @@ def parallelize_transformers(
     no parts, so `generate` of these runs replicated. In a call with images, video or sound, what
     stands in front of the text decoder sees full rows on every rank.
 
-    Compile the layers, without `fullgraph`: graphs break where ranks exchange.
+    Of a compiled model, or of compiled layers, modules whose code proves that they treat tokens one
+    by one are graphs; the rest runs as it is, and a line of the log says so.
 
     Args:
         model: a transformers model that takes its attention from the attention interface, or a

@@ -17,6 +17,7 @@ from weft.errors import UnsupportedError
 from weft_axes.fields.islands import PROOF
 
 from .. import Foreign
+from ..common import OF_RANKS
 
 #: Marks functions that were made here.
 _MARK = "_weft_rebound"
@@ -80,7 +81,7 @@ def put(module: Foreign, function: Callable, name: str = "forward") -> None:
             " weft cannot reach the convolution and the recurrence; load the model with"
             " use_kernels=False, or parallelize it first"
         )
-    function = outside_graphs(function)
+    function = outside_graphs(function, OF_RANKS)
     setattr(function, _MARK, True)
     module.__dict__[place] = types.MethodType(function, module)
 

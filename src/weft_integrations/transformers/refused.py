@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from weft._torch import in_transform, is_compiled, traced
+from weft._torch import in_transform, traced
 from weft.comm.once_differentiable import transformed
 from weft.errors import UnsupportedError
 from weft.layout import Layout
@@ -19,7 +19,7 @@ from weft.layout import Layout
 from .. import Foreign
 from .chosen_keys import chooses_over_ranks, in_places
 from .defaults import CACHES, asked, differentiated
-from .facts import OTHER_INPUTS, RowFacts
+from .facts import OTHER_INPUTS, RowFacts, padding_mask
 from .rebinding import is_ours
 
 
@@ -47,26 +47,6 @@ def transform(name: str) -> None:
     """Raise within a transform of `torch.func`, whose levels do not reach other ranks."""
     if in_transform():
         raise transformed(name)
-
-
-def compiled(model: Foreign) -> None:
-    """Raise where a part of a model is compiled: ranks exchange numbers between its functions."""
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            raise _compiled(name or type(model).__name__)
-
-
-def while_compiling() -> None:
-    """Raise where torch.compile traces a call of a model."""
-    if torch.compiler.is_compiling():
-        raise _compiled("a parallelized transformers model")
-
-
-def _compiled(name: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{name} is compiled, where ranks exchange numbers: leave it as it is; modules whose code"
-        " proves that they treat tokens one by one run in one step"
-    )
 
 
 def exported(name: str, kwargs: dict) -> None:
@@ -219,7 +199,7 @@ def padding_that_is_read(name: str, read: str, biased: bool) -> NoReturn:
     `read` says by what, and `biased` that a bias is added to the masks of any implementation.
     """
     eager, sdpa = "attn_implementation='eager'", "attn_implementation='sdpa'"
-    means = "attention with a bias of distances" if biased else eager
+    means = "attention that adds a bias to its mask" if biased else eager
     zero = "" if biased else ", as 'sdpa' does"
     instead = "" if biased else f", or load the model with {sdpa}"
     unread = "set its labels to -100, ask for no states, pad on the right"
@@ -227,6 +207,13 @@ def padding_that_is_read(name: str, read: str, biased: bool) -> NoReturn:
         f"{name}: {read}: some padding sees no token, for which {means} takes the mean of"
         f" all tokens and weft 0{zero}; {unread}{instead}"
     )
+
+
+def more_than_padding(name: str, mask: Tensor) -> None:
+    """Raise for a mask of pairs, or of tokens in several pieces of a row."""
+    if mask.dim() != 2:
+        raise UnsupportedError(f"{name}: a mask of {mask.dim()} dims beside a bias of distances")
+    padding_mask(mask)
 
 
 def replaced_layers(modules: Sequence[nn.Module]) -> None:

@@ -147,7 +147,7 @@ def during(call: ModelCall) -> Iterator[None]:
 
 def running() -> ModelCall | None:
     """The forward pass of a parallelized model that this thread is in."""
-    return None if torch.compiler.is_compiling() else _running.get()
+    return _running.get()
 
 
 def now(label: str = "a module") -> ModelCall:

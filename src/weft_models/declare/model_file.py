@@ -90,7 +90,6 @@ class TrainSpec(Frozen):
         not the parameters' own.
     gradients: what sums gradients over ranks: `"sync"` after the backward pass, `"ddp"` during it,
         `"fsdp"` likewise, with weights and optimizer states sharded over the ranks.
-    evaluate_every: steps between trials of a table model on real tables.
     checkpoint_every: steps between checkpoints; the last step is always saved.
     """
 
@@ -105,7 +104,6 @@ class TrainSpec(Frozen):
     clip: Limit = Field(1.0, gt=0)
     autocast: Literal["bfloat16"] | None = None
     gradients: Literal["sync", "ddp", "fsdp"] = "sync"
-    evaluate_every: Positive | None = None
     checkpoint_every: Positive | None = None
 
     @model_validator(mode="before")

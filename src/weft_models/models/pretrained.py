@@ -133,7 +133,9 @@ def pretrained_spec(name_or_path: str | Path) -> ModelSpec:
     ('batch', 'rows', 'features', 'embed')
     """
     path = _path(name_or_path)
-    return ModelSpec.from_dict(read_notes(path)["model"], source=f"{path}: its model file")
+    model = read_notes(path)["model"]
+    model.get("train", {}).pop("evaluate_every", None)  # files of before may have it
+    return ModelSpec.from_dict(model, source=f"{path}: its model file")
 
 
 def read_notes(path: str | Path) -> dict[str, Any]:

@@ -23,18 +23,12 @@ except ImportError as error:
 
 from weft.layout import Layout
 
-from .calibration import Calibration, calibrate, held_out_rows
 from .ensemble import DEFAULTS, Ensemble, Settings
 from .frames import Numbers
-from .many_classes import Hierarchy
-from .progress import progress
 from .source import Source
 
-AUTO = "auto"
 #: Training rows up to which `benchmarks/accuracy.py` has measured the weights that ship.
 MEASURED_ROWS = 1000
-#: More views than this are not advised.
-MANY_VIEWS = 32
 DTYPES = ("float32", "float64", "bfloat16")
 
 
@@ -42,11 +36,9 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
     """Classes of the rows of a table, from a transformer that was trained on other tables.
 
     Nothing is trained here: `fit` encodes the training rows, and `predict` lets test rows attend to
-    them. Columns may hold numbers, text, categories, booleans and dates, with gaps. Any number
-    of classes works: more than the model knows are predicted in groups, by the chain rule.
+    them. Columns may hold numbers, booleans and categories, with gaps.
 
-    Scores are means over `n_estimators` views of the table, and probabilities as sure as training
-    rows held out of the context show them to be right. With a layout of several ranks the keys
+    Scores are means over `n_estimators` views of the table. With a layout of several ranks the keys
     and values of the training rows are sharded over them, and the result is that of one device.
     Every rank then calls the same methods with the same rows, under torchrun or SLURM; all get all
     results.
@@ -59,19 +51,16 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             as `"rows: ring=4"`.
         device: "cpu" or "cuda"; None for cuda where there is one.
         dtype: of weights and computation: "float32", "float64" or "bfloat16".
-        softmax_temperature: "auto" to fit it to training rows held out of the context; or a
-            number: larger for less certain probabilities, smaller for more certain ones.
+        softmax_temperature: larger for less certain probabilities, smaller for more certain ones.
         batch_rows: test rows that are computed with at once; None for as many as fit well.
         cache_bytes: the most bytes of keys and values of encoded rows on a rank. Members for which
             there is no room are encoded again in every prediction, with the same result.
         random_state: seed of the views.
-        verbose: whether to show progress on stderr.
 
     Attributes:
         classes_: the labels, sorted.
         n_features_in_: how many columns there are.
         feature_names_in_: their names, where the training rows are a DataFrame with text for names.
-        calibration_: the temperature that `fit` chose.
 
     >>> import pandas as pd
     >>> flowers = pd.DataFrame({"petal": [1.4, 1.3, 4.7, 4.5, None], "colour": list("wwbbw")})
@@ -89,11 +78,10 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         layout: Layout | str | None = None,
         device: str | None = None,
         dtype: str = "float32",
-        softmax_temperature: float | str = "auto",
+        softmax_temperature: float = DEFAULTS.temperature,
         batch_rows: int | None = None,
         cache_bytes: int = 4 << 30,
         random_state: Any = 0,
-        verbose: bool = False,
     ) -> None:
         self.n_estimators = n_estimators
         self.checkpoint = checkpoint
@@ -104,7 +92,6 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
         self.batch_rows = batch_rows
         self.cache_bytes = cache_bytes
         self.random_state = random_state
-        self.verbose = verbose
 
     def fit(self, X: Any, y: Any) -> TabularClassifier:
         """Encodes the training rows.
@@ -117,34 +104,25 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             The classifier itself.
 
         Raises:
-            ValueError: rows without a label, labels that are quantities and no classes, or a
-                parameter that makes no sense.
+            ValueError: rows without a label, labels that are quantities and no classes, one class
+                or more of them than the model knows, or a parameter that makes no sense.
             DeclarationError: a layout of several ranks that nobody started, or that the model
                 cannot run on.
             FloatingPointError: the model's scores are not finite.
 
         Warns:
-            UserWarning: one class only, or many more rows than the model was trained on.
+            UserWarning: many more rows than the model was trained on.
         """
         settings = self._settings()
         table, labels = self._checked(X, reset=True), _checked_labels(y, type(self).__name__)
         check_consistent_length(table, labels)
-        self.classes_, ids, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        self._numbers = Numbers(table)
+        self.classes_, ids = np.unique(labels, return_inverse=True)
         source = Source(self.checkpoint, self.layout, self.device, self.dtype)
+        _check_table(source, self.classes_, len(labels))
+        self._numbers = Numbers(table)
         rows, kinds = self._numbers(table), self._numbers.unordered
-        classes = len(self.classes_)
-        self._ensembles = Hierarchy(source, rows, ids, classes, settings, kinds)
-        _warn(source, len(rows), self.classes_, self._ensembles.top)
-        self._frequencies = counts / len(ids)
-        self.calibration_ = Calibration()
-        total = sum(one.passes for one in self._ensembles.ensembles)
-        with progress("encoding the training rows", total, self._shows()) as advance:
-            self._ensembles.encode(advance)
-        if self.softmax_temperature == AUTO and classes > 1:
-            total = sum(len(held) for _, held in held_out_rows(ids, settings.seed))
-            with progress("calibrating on held-out rows", total, self._shows()) as advance:
-                self.calibration_ = calibrate(source, rows, ids, classes, settings, kinds, advance)
+        self._ensemble = Ensemble(source, rows, ids, len(self.classes_), settings, kinds)
+        self._ensemble.encode()
         return self
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -160,11 +138,7 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             FloatingPointError: the model's scores are not finite.
         """
         check_is_fitted(self)
-        table = self._checked(X, reset=False)
-        rows = self._numbers(table)
-        work = sum(len(one.views) for one in self._ensembles.ensembles) * len(rows)
-        with progress("predicting", work, self._shows()) as advance:
-            return self.calibration_(self._ensembles.predict(rows, advance), self._frequencies)
+        return self._ensemble.predict(self._numbers(self._checked(X, reset=False)))
 
     def predict(self, X: Any) -> np.ndarray:
         """The most probable label of every row.
@@ -179,10 +153,10 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
     def nbytes_(self) -> int:
         """Bytes of keys and values that this rank keeps."""
         check_is_fitted(self)
-        return sum(one.nbytes for one in self._ensembles.ensembles)
+        return self._ensemble.nbytes
 
     def __sklearn_is_fitted__(self) -> bool:
-        return hasattr(self, "_ensembles")
+        return hasattr(self, "_ensemble")
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -221,12 +195,8 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
                 raise ValueError(f"{name}={value!r}: give a whole number, at least {least}")
         temperature = self.softmax_temperature
-        if isinstance(temperature, str) and temperature == AUTO:
-            temperature = DEFAULTS.temperature
         if not isinstance(temperature, numbers.Real) or not 0 < temperature < np.inf:
-            raise ValueError(
-                f"softmax_temperature={temperature!r}: give a number above 0, or {AUTO!r}"
-            )
+            raise ValueError(f"softmax_temperature={temperature!r}: give a number above 0")
         if str(self.dtype).removeprefix("torch.") not in DTYPES:
             raise ValueError(f"dtype={self.dtype!r}: known are {', '.join(DTYPES)}")
         seed = check_random_state(self.random_state).randint(2**31 - 1)
@@ -235,33 +205,16 @@ class TabularClassifier(ClassifierMixin, BaseEstimator):
             int(self.n_estimators), float(temperature), rows, int(self.cache_bytes), int(seed)
         )
 
-    def _shows(self) -> bool:
-        sources = {one.source for one in self._ensembles.ensembles}
-        return self.verbose and all(source.model.layout.rank == 0 for source in sources)
 
-
-def _warn(source: Source, rows: int, classes: np.ndarray, ensemble: Ensemble | None) -> None:
-    """Warns of a table that is predicted, though probably not as its owner hopes."""
-    if ensemble is None:
-        warnings.warn(
-            f"y has one class, {classes.tolist()[0]!r}: every row will be predicted to be of it",
-            UserWarning,
-            stacklevel=3,
-        )
-        return
-    features, members = ensemble.features, len(ensemble.views)
-    if features.own > features.seen_by(members):
-        enough = -(-features.own // features.taken)
-        extra = f", or give n_estimators={enough}" if enough <= MANY_VIEWS else ""
-        warnings.warn(
-            f"X has {features.own:,} columns that vary, and {members} views of {features.width}"
-            f" features see {features.seen_by(members)} of them, the others only through"
-            f" {features.width - features.taken} principal components: leave out columns"
-            f"{extra}",
-            UserWarning,
-            stacklevel=3,
-        )
+def _check_table(source: Source, classes: np.ndarray, rows: int) -> None:
+    """Refuses classes that the model cannot tell apart, and warns of more rows than it has seen."""
     spec = source.model.spec
+    known = spec.sizes.classes or 0
+    if not 1 < len(classes) <= known:
+        raise ValueError(
+            f"y has {len(classes)} class(es), and model {spec.name!r} tells 2 to {known} apart; of"
+            " more, scikit-learn's OneVsRestClassifier(TabularClassifier()) makes several problems"
+        )
     trained = spec.train.length.get(spec.axes[1])
     if trained and rows > max(trained[1], MEASURED_ROWS):
         warnings.warn(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +19,6 @@ from .source import Source
 
 #: Cells that a rank computes with at once, of small tables and of batches of test rows.
 CELLS = 1 << 14
-
-
-def _silent(work: int) -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -96,22 +92,6 @@ def draw_views(members: int, features: Features, classes: int, seed: int) -> lis
     ]
 
 
-class Budget:
-    """Bytes that a rank may still keep; a copy or a pickle starts anew, as it keeps nothing."""
-
-    def __init__(self, most: int) -> None:
-        self.most = self.left = most
-
-    def take(self, count: int) -> bool:
-        """Reserve some bytes; False if there is no room for them."""
-        fits = count <= self.left
-        self.left -= count if fits else 0
-        return fits
-
-    def __getstate__(self) -> dict[str, int]:
-        return {"most": self.most, "left": self.most}
-
-
 class Ensemble:
     """Probabilities of classes: softmax(mean over members of their scores / temperature).
 
@@ -119,8 +99,7 @@ class Ensemble:
     values are sharded by the layout, and every rank gets all probabilities.
 
     `x` (rows, columns) are training rows, NaN for missing values; `y` (rows,) their classes from 0,
-    at most as many as the model of `source` knows; `unordered` as for `Features`. A `budget` may be
-    shared with other ensembles; default `settings.cache_bytes`.
+    at most as many as the model of `source` knows; `unordered` as for `Features`.
 
     >>> x, y = np.random.default_rng(0).normal(size=(30, 4)), np.arange(30) % 3
     >>> ensemble = Ensemble(Source(weft.compose("tabular")), x[:20], y[:20], 3)
@@ -136,10 +115,8 @@ class Ensemble:
         classes: int,
         settings: Settings = DEFAULTS,
         unordered: Sequence[int] = (),
-        budget: Budget | None = None,
     ) -> None:
         self.source, self.classes, self.settings = source, classes, settings
-        self.budget = budget or Budget(settings.cache_bytes)
         spec = source.model.spec
         widest = spec.train.length.get(spec.axes[2], (1, 100))[1]
         self.features = Features(x, widest, settings.seed, unordered)
@@ -154,38 +131,28 @@ class Ensemble:
         return vars(self) | {"_kept": []}  # encoded again where it is needed
 
     @property
-    def passes(self) -> int:
-        """Rows that `encode` works through, for a progress bar."""
-        return len(self.y) * len(self.views)
-
-    @property
     def nbytes(self) -> int:
         """Bytes that this rank keeps of encoded rows."""
         return sum(cache.nbytes for cache in self._kept)
 
-    def encode(self, advance: Callable[[int], None] = _silent) -> None:
-        """Encodes the training rows of as many members as there is room for.
-
-        `advance` is called with a number of rows whenever they are done.
-        """
-        for number, (group, _) in enumerate(self._encoded()):
-            advance(len(group) * len(self.y))
+    def encode(self) -> None:
+        """Encodes the training rows of as many members as there is room for."""
+        for number, _ in enumerate(self._encoded()):
             if len(self._kept) <= number:
                 return
 
-    def predict(self, x: np.ndarray, advance: Callable[[int], None] = _silent) -> np.ndarray:
+    def predict(self, x: np.ndarray) -> np.ndarray:
         """Probabilities of test rows, (rows, classes) float64, the same on every rank.
 
-        `x` has the columns of the training rows; `advance` is called as by `encode`.
+        `x` has the columns of the training rows.
         """
         tables, total = self.features(x), np.zeros((len(x), self.classes))
         _agree(self.source, "the test rows", *tables)
         rows = self._batch_rows()
         for group, cache in self._encoded() if len(x) else ():
             for start in range(0, len(x), rows):
-                batch = slice(start, min(start + rows, len(x)))
+                batch = slice(start, start + rows)
                 total[batch] += self._scores(group, cache, [t[batch] for t in tables])
-                advance((batch.stop - start) * len(group))
         self._check_finite(total)
         mean = torch.from_numpy(total) / len(self.views)
         return (mean / self.settings.temperature).softmax(-1).numpy()
@@ -218,7 +185,8 @@ class Ensemble:
             cells, lengths = self._cells(group, self.tables, self.y)
             cache = model.fit(cells, lengths=lengths)
             self._check_weights(cache)
-            if number == len(self._kept) and self.budget.take(max(cache.bytes_per_rank)):
+            room = self.settings.cache_bytes - sum(max(c.bytes_per_rank) for c in self._kept)
+            if number == len(self._kept) and max(cache.bytes_per_rank) <= room:
                 self._kept.append(cache)
             yield group, cache
 

@@ -9,11 +9,6 @@ import numpy as np
 
 #: Training rows that quantiles are found from, at most.
 SAMPLE = 100_000
-#: Numbers this many times as large as the largest that was fitted count as that: their squares are
-#: numbers still.
-HUGE = 1e100
-#: The quantile of values beyond the training rows' own: some five standard deviations.
-MOST_EXTREME = 1e-7
 #: Standard deviations from the mean: the model tells nothing beyond some ten of them apart.
 FURTHEST = 1e6
 
@@ -54,17 +49,17 @@ class Features:
         self.components = None
         if not len(self.columns):
             return
-        largest = np.nanmax(np.abs(x[:, self.columns]), axis=0)
-        self.exponents = np.frexp(np.where(largest > 0, largest, 1.0))[1]
-        scaled = self._scaled(x)
-        self.scaler = _plain(StandardScaler()).fit(scaled)
-        plain = self.scaler.transform(scaled)
+        self.scaler = _plain(StandardScaler()).fit(x[:, self.columns])
+        plain = self.scaler.transform(x[:, self.columns])
         count = min(widest // 2, *plain.shape) if self.own > widest else 0
         if count:
             pca = _plain(PCA(count, random_state=seed))
             self.components = pca.fit(np.nan_to_num(plain))
         quantiles = QuantileTransformer(
-            n_quantiles=min(1000, len(x)), subsample=SAMPLE, random_state=seed
+            n_quantiles=min(1000, len(x)),
+            output_distribution="normal",
+            subsample=SAMPLE,
+            random_state=seed,
         )
         self.quantiles = _plain(quantiles).fit(plain)
 
@@ -76,8 +71,8 @@ class Features:
         if not len(self.columns) or not len(x):
             nothing = np.zeros((len(x), self.own + self._count), np.float32)
             return nothing, nothing
-        plain = self.scaler.transform(self._scaled(x))
-        both = [plain.copy(), _normal_scores(self.quantiles.transform(plain))]
+        plain = self.scaler.transform(x[:, self.columns])
+        both = [plain.copy(), self.quantiles.transform(plain)]
         for one in both:
             one[:, list(self.codes)] = x[:, self.columns[list(self.codes)]]
         if self.components is not None:
@@ -87,24 +82,10 @@ class Features:
 
     def deal(self, members: int, rng: np.random.Generator) -> list[np.ndarray]:
         """Features of each member, in random order."""
-        order, local = rng.permutation(self.own), self.taken
+        order, local = rng.permutation(self.own), self.width - self._count
         found = self.own + np.arange(self._count)
         dealt = [order[(i * local + np.arange(local)) % self.own] for i in range(members)]
         return [rng.permutation(np.concatenate([one, found])) for one in dealt]
-
-    @property
-    def taken(self) -> int:
-        """Number of the table's own columns that a member sees."""
-        return self.width - self._count
-
-    def seen_by(self, members: int) -> int:
-        """Number of the table's own columns that several members see together."""
-        return min(self.own, members * self.taken)
-
-    def _scaled(self, x: np.ndarray) -> np.ndarray:
-        """Columns by powers of two, so that fitted values are at most 1, whatever its unit."""
-        with np.errstate(over="ignore"):
-            return np.ldexp(x[:, self.columns], -self.exponents).clip(-HUGE, HUGE)
 
     @property
     def _count(self) -> int:
@@ -114,13 +95,6 @@ class Features:
 def _plain(transformer: Any) -> Any:
     """A transformer that gives arrays, whatever `sklearn.set_config` asks of the user's own."""
     return transformer.set_output(transform="default")
-
-
-def _normal_scores(quantiles: np.ndarray) -> np.ndarray:
-    """Standard normal values of quantiles, those of `MOST_EXTREME` at the ends."""
-    from scipy.special import ndtri
-
-    return ndtri(quantiles.clip(MOST_EXTREME, 1.0 - MOST_EXTREME))
 
 
 def _varies(column: np.ndarray) -> bool:

@@ -73,7 +73,6 @@ class Source:
     def _load(self) -> TableModel:
         from ..models.pretrained import from_pretrained
 
-        _check_device(self.device)
         checkpoint = cast("str | Path | None", self.checkpoint)  # `model` reads modules
         check_axes(checkpoint, self.layout)
         layout = bind_layout(self.layout, self.device)
@@ -88,20 +87,6 @@ class Source:
                 " (head = 'table')"
             )
         return model
-
-
-def _check_device(device: str | None) -> None:
-    kinds = {"cpu"} | ({"cuda"} if torch.cuda.is_available() else set())
-    try:
-        right = device is None or torch.device(device).type in kinds
-    except (RuntimeError, TypeError):  # no device of torch's
-        right = False
-    if not right:
-        some = "finds a GPU" if "cuda" in kinds else "finds no GPU"
-        raise DeclarationError(
-            f"device={device!r}: torch {some} on this machine; give"
-            f" {' or '.join(map(repr, sorted(kinds)))}, or None to have it chosen"
-        )
 
 
 def check_axes(checkpoint: str | Path | None, layout: Layout | str | None) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -117,42 +115,6 @@ class Monitor:
     def due(self, step: int) -> bool:
         """True if routing is observed in this step."""
         return (step + 1) % self.every == 0
-
-    def scores(self, named: Mapping[str, float], step: int) -> None:
-        """Adds numbers of a trial after so many steps; prints their means as one line."""
-        self.results(named, step)
-        means = [f"{n.removesuffix('/mean')} {v:.3f}" for n, v in named.items() if "/mean" in n]
-        line = f"step {step}/{self.steps}  on real tables: {', '.join(means)}"
-        self.console.print(line, highlight=False)
-
-    @contextlib.contextmanager
-    def also(self, label: str, total: int) -> Iterator[Callable[[str], None]]:
-        """A second bar, for work after the steps, of `total` parts.
-
-        Yields a function to call with the name of each part as it begins.
-        """
-        task, begun = self.progress.add_task("", total=total, status=label), 0
-
-        def begins(part: str) -> None:
-            nonlocal begun
-            self.progress.update(task, completed=begun, status=f"{label}: {part}")
-            begun += 1
-            if not self.console.is_terminal:
-                self.console.print(f"{label}: {part} ({begun}/{total})", highlight=False)
-
-        yield begins
-        self.progress.update(task, completed=total, status=label)
-
-    def results(self, named: Mapping[str, float], step: int) -> None:
-        """Adds numbers of a trial after so many steps to TensorBoard."""
-        if self.writer is not None:
-            for name, value in named.items():
-                self.writer.add_scalar(name, value, step - 1)  # curves count from 0
-
-    def print(self, content: RenderableType) -> None:
-        """Prints on rank 0, below the progress line."""
-        self.progress.stop()
-        self.console.print(content)
 
     def _smooth(self, name: str, value: float) -> float:
         old = self.smooth.get(name, value)

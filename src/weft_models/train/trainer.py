@@ -27,7 +27,6 @@ from ..models import ModelSpec, compose, save_pretrained
 from ..models.cache import spec_digest
 from ..routing import set_progress
 from ..routing.report import observe
-from ..tables.evaluation import TABLES, Result, curves, evaluate, results_table
 from .data import stream
 from .monitor import Monitor, Record
 from .step import take_step
@@ -43,7 +42,6 @@ class Run:
     Attributes:
         model: trained, on its layout.
         records: one per step of this run.
-        results: accuracies on real tables, where the model is one of tables.
         seconds: wall time.
 
     >>> Run(nn.Linear(2, 1)).losses
@@ -52,7 +50,6 @@ class Run:
 
     model: nn.Module
     records: list[Record] = field(default_factory=list)
-    results: list[Result] = field(default_factory=list)
     seconds: float = 0.0
 
     @property
@@ -70,7 +67,6 @@ def fit(
     run_file: str | None = None,
     checkpoint_dir: str | Path | None = None,
     resume: bool = False,
-    evaluate_tables: bool = True,
     quiet: bool = False,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -87,7 +83,7 @@ def fit(
         layout: where it runs; it is built if it was not yet.
         seed: of weights and data.
         log_dir: the run's folder. It gets TensorBoard files (loss, accuracy, learning rate, norm of
-            the gradient, bytes per step, tokens per second, memory, scores on real tables) and at
+            the gradient, bytes per step, tokens per second, memory) and at
             the end `model.safetensors`, for `weft.models.from_pretrained`. Curves of an earlier run
             there are hidden from the step on at which this one begins.
         run_file: the text of `run.toml` in `log_dir`, written once the run can start.
@@ -98,7 +94,6 @@ def fit(
             launcher starts again (`torchrun --max-restarts`, a requeued SLURM job) does so by
             itself, and from the beginning where there is none yet; so does one that goes on with
             other ranks under the same `torchrun --rdzv-id`.
-        evaluate_tables: at the end, try a table model on real tables.
         quiet: print nothing. Only rank 0 prints in any case.
         device: where to compute, default the device of the layout's mesh, else the CPU.
         dtype: of parameters and computation, default torch's.
@@ -111,8 +106,7 @@ def fit(
         FloatingPointError: the loss or the norm of the gradient is not finite; the message names
             the step, and neither weights nor checkpoints have it.
 
-    >>> run = fit(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True,
-    ...             evaluate_tables=False)
+    >>> run = fit(ModelSpec.load("tabular"), Layout.single(), steps=2, quiet=True)
     >>> len(run.losses)
     2
     """
@@ -120,7 +114,7 @@ def fit(
     plan = spec.train
     inner = compose(spec, layout, seed=seed, device=device, dtype=dtype)
     layout = inner.layout
-    layout.bound.agree("the run", _described(spec, seed, dtype, resume, evaluate_tables))
+    layout.bound.agree("the run", _described(spec, seed, dtype, resume))
     model = inner if plan.gradients == "sync" else data_parallel(inner, layout, plan.gradients)
     options = plan.model_dump(include={"lr", "betas", "weight_decay"})
     optimizer = torch.optim.AdamW(model.parameters(), **options)
@@ -145,28 +139,20 @@ def fit(
             monitor.show(run.records[-1])
             if checkpoints and _is_due(step + 1, plan.steps, plan.checkpoint_every):
                 checkpoints.save(step + 1, model, optimizer, facts | {LAUNCH: launch})
-            if spec.head == "table" and _is_due(step + 1, None, plan.evaluate_every):
-                monitor.scores(curves(evaluate(inner, seed=seed, others=False)), step + 1)
         run.seconds = time.perf_counter() - began
         if log_dir is not None:
             save_pretrained(inner, Path(log_dir) / WEIGHTS, _notes(run, layout, plan, seed))
-        if spec.head == "table" and evaluate_tables:
-            both = 2 * len(TABLES)
-            with monitor.also("on real tables", both) as begins:
-                run.results = evaluate(inner, splits=1, seed=seed, begins=begins)
-            monitor.results(curves(run.results), plan.steps)
-            monitor.print(results_table(run.results))
     return run
 
 
-def _described(spec: ModelSpec, seed: int, dtype: Any, resume: bool, tables: bool) -> str:
+def _described(spec: ModelSpec, seed: int, dtype: Any, resume: bool) -> str:
     """A run's arguments in words, for a comparison between ranks."""
     train = ", ".join(f"{key} {value}" for key, value in spec.train.model_dump(mode="json").items())
-    settings = f"seed {seed}, dtype {dtype}, resume {resume}, evaluate {tables}"
+    settings = f"seed {seed}, dtype {dtype}, resume {resume}"
     return f"model {spec.name} [{spec_digest(spec)[:8]}], {settings}, {train}"
 
 
-def _is_due(done: int, last: int | None, every: int | None) -> bool:
+def _is_due(done: int, last: int, every: int | None) -> bool:
     return done == last or bool(every and done % every == 0)
 
 
