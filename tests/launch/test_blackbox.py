@@ -18,7 +18,7 @@ import weft
 from weft.launch.trace import CALLS, SIZE, STEPS, Trace, _sweep, rank_ranges
 from weft_cli.inspect.blackbox import (
     Box,
-    Record,
+    RecordedLine,
     describe_run,
     load_records,
     read_records,
@@ -151,18 +151,20 @@ def test_a_stopped_rank_is_lost_until_it_records_a_failure(box, tmp_path, monkey
 # -- in words -------------------------------------------------------------------------------------
 
 
-def step(payload="kv", tag="7", to=(), source=(), awaited=2.0, ended=0.0, **more) -> Record:
+def step(payload="kv", tag="7", to=(), source=(), awaited=2.0, ended=0.0, **more) -> RecordedLine:
     fields = {"count": 1, "layout": "ring-4", "mesh_dim": "ring", "payload": payload, "tag": tag}
     fields |= {"step": 0, "to": to, "source": source, "bytes": 64, "began": 1.0}
     fields |= {"turn": 0, "failed": False}
-    return Record(kind="step", **(fields | {"awaited": awaited, "ended": ended} | more))
+    return RecordedLine(kind="step", **(fields | {"awaited": awaited, "ended": ended} | more))
 
 
-def boxes(*steps: list[Record], calls: dict[int, list[Record]] | None = None, **more) -> list[Box]:
+def boxes(
+    *steps: list[RecordedLine], calls: dict[int, list[RecordedLine]] | None = None, **more
+) -> list[Box]:
     common = {"kind": "process", "ranks": len(steps), "run": "a1", "host": "", "pid": 1}
-    copy = Record(kind="copy", written=9.0, process="runs")
+    copy = RecordedLine(kind="copy", written=9.0, process="runs")
     return [
-        Box(Record(rank=rank, **(common | more)), copy, done, (calls or {}).get(rank, []))
+        Box(RecordedLine(rank=rank, **(common | more)), copy, done, (calls or {}).get(rank, []))
         for rank, done in enumerate(steps)
     ]
 
@@ -211,10 +213,10 @@ def test_a_failed_wait_that_was_overcome_is_no_wait():
     assert boxes([failed])[0].waits == failed
 
 
-def call(number: int, detail: str, tag: str = "") -> Record:
+def call(number: int, detail: str, tag: str = "") -> RecordedLine:
     what, ranks = "an attention call", ((0, 2),)
     fields = {"count": number, "number": number, "tag": tag or str(number), "to": ranks}
-    return Record(kind="call", began=1.0, what=what, detail=detail, **fields)
+    return RecordedLine(kind="call", began=1.0, what=what, detail=detail, **fields)
 
 
 def test_ranks_that_made_other_calls_diverged_at_first_of_them():

@@ -35,7 +35,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**62)]
 _Time = Annotated[float, Field(ge=0, lt=4e9, allow_inf_nan=False)]
 
 
-class Record(BaseModel):
+class RecordedLine(BaseModel):
     """A line of a trace: of a process, its copy, its failure, a call, or a step.
 
     A step is a message, a vote or a sum: when it began, was waited for and ended, 0.0 for not at
@@ -75,11 +75,11 @@ class Record(BaseModel):
 class Box:
     """The trace of one rank: its last steps and calls, oldest first, and how it failed, if so."""
 
-    head: Record
-    copy: Record
-    steps: Sequence[Record] = ()
-    calls: Sequence[Record] = ()
-    failure: Record | None = None
+    head: RecordedLine
+    copy: RecordedLine
+    steps: Sequence[RecordedLine] = ()
+    calls: Sequence[RecordedLine] = ()
+    failure: RecordedLine | None = None
 
     @property
     def rank(self) -> int:
@@ -87,7 +87,7 @@ class Box:
         return self.head.rank
 
     @property
-    def waits(self) -> Record | None:
+    def waits(self) -> RecordedLine | None:
         """The step that the rank waits for, or waited for in vain."""
         open_steps = [s for s in self.steps if s.awaited and (s.failed or not s.ended)]
         last = max(open_steps, key=lambda s: s.awaited, default=None)
@@ -168,17 +168,17 @@ def read_records(path: Path) -> Box:
             texts = [text.strip(b" \0") for text in file.read(2 * SIZE).split(b"\n")]
     except OSError as error:
         raise _no_trace(path, f" ({error})") from None
-    found: defaultdict[str, list[Record]] = defaultdict(list)
+    found: defaultdict[str, list[RecordedLine]] = defaultdict(list)
     for text in filter(None, texts):
         with contextlib.suppress(ValidationError):
-            line = Record.model_validate_json(text)
+            line = RecordedLine.model_validate_json(text)
             found[line.kind].append(line)
     head = next(iter(found["process"]), None)
     if head is None or head.rank >= head.ranks:
         raise _no_trace(path)
     if not found["copy"]:  # a mapped file that is read in place, as if it were copied now
         process = state_of(head.pid) if head.host == socket.gethostname()[:64] else "runs"
-        found["copy"].append(Record(kind="copy", written=time.time(), process=process))
+        found["copy"].append(RecordedLine(kind="copy", written=time.time(), process=process))
     steps, calls = (sorted(found[kind], key=lambda line: line.count) for kind in ("step", "call"))
     failure = next(iter(found["failure"]), None)
     return Box(head, found["copy"][0], steps[-STEPS:], calls[-CALLS:], failure)
@@ -252,7 +252,7 @@ def _silent(box: Box, by_rank: dict[int, Box]) -> list[int]:
 
 def _waiting(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> Iterator[str]:
     """One line for all ranks that wait for the same step of the same ranks."""
-    lines: defaultdict[tuple[str, str], list[tuple[Box, Record]]] = defaultdict(list)
+    lines: defaultdict[tuple[str, str], list[tuple[Box, RecordedLine]]] = defaultdict(list)
     for box in by_rank.values():
         if (step := box.waits) is not None:
             whom = _who(silent[box.rank] or box.peers)
@@ -267,7 +267,7 @@ def _waiting(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> Iterator[
         yield f"{who} {verb}{tried} for {whom} for {since:.1f} s: {text}{_became(boxes)}"
 
 
-def _step(box: Box, step: Record) -> str:
+def _step(box: Box, step: RecordedLine) -> str:
     """A step, and the call that it is of: by its tag, of a vote or a sum the last one before."""
     text = f"{step.payload} along mesh dim {step.mesh_dim!r}"
     text += f", {step.bytes:,} bytes" * bool(step.bytes) + f", step {step.step}" * (step.step >= 0)
