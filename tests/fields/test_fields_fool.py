@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from beside import different, grid, verdict
+from fp64 import whole
 from torch import Tensor
 from world import draw
 
@@ -470,6 +471,38 @@ def test_gradients_of_what_every_rank_holds_are_those_of_all(text):
     want = of_mean(IMAGE.clone().requires_grad_())
     for found in weft.on_threads(grid(text), rank):
         torch.testing.assert_close(found, want)
+
+
+MEMORY = {
+    "numpy": lambda x: x.numpy().__setitem__(0, 0),
+    "an array": lambda x: np.asarray(x).__setitem__(0, 0),
+    "dlpack": lambda x: torch.from_dlpack(x).zero_(),
+    "its storage": lambda x: x.untyped_storage().fill_(0),
+    "an offset": lambda x: x.add_(x[:, :, 2:].storage_offset()),
+    "an address": lambda x: x.add_(x.data_ptr()),
+    "a version": lambda x: x.zero_().add_(x._version),
+}
+
+
+@pytest.mark.parametrize("write", MEMORY.values(), ids=MEMORY)
+def test_memory_is_the_field_s_or_refused(write):
+    """Also within a model, where what has no rule runs on a copy on every rank."""
+    x = IMAGE.clone()
+    write(x)
+
+    def rank(layout):
+        def own(field):
+            write(field)
+            return field * 1
+
+        split = weft.parallelize(Chosen(own), layout, dims={"height": 2, "width": 3})
+        try:
+            return split(IMAGE.clone())
+        except (weft.WeftError, ValueError):
+            return x
+
+    for found in weft.on_threads(grid("2x2"), rank):
+        torch.testing.assert_close(whole(found), x)
 
 
 class Three:

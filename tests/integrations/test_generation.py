@@ -264,6 +264,18 @@ def test_an_assistant_guesses():
     assert_same(model, RING, draw(), assistant_model=assistant)
 
 
+def test_an_assistant_on_ranks_takes_back_what_windows_saw():
+    model = build("qwen2")
+    want = model.generate(draw(), **OPTIONS)
+
+    def work(mine):
+        drafts = parallelize(copy.deepcopy(model), mine._weft.layout)
+        return mine.generate(draw(), assistant_model=drafts, **OPTIONS)
+
+    for tokens in on_ranks(model, RING, work):
+        assert torch.equal(tokens, want)
+
+
 class Listener(hf.generation.streamers.BaseStreamer):
     def __init__(self):
         self.heard = []

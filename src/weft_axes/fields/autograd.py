@@ -11,6 +11,7 @@ from torch import Tensor
 from weft._torch import as_torch_does, tensor_is_all_true
 from weft.errors import UnsupportedError
 
+from .dims import text_of
 from .exchange import gathered_chunks
 from .field import Field
 from .place import FieldPlace
@@ -32,7 +33,7 @@ _OF_SHAPE = {
 
 for _func in _OF_SHAPE:
     DIRECT[_func] = functools.partial(as_torch_does, _func)
-for _func in map(attribute, ("requires_grad", "grad_fn", "output_nr")):
+for _func in map(attribute, ("requires_grad", "grad_fn", "output_nr", "_version")):
     DIRECT[_func] = lambda x, *args, _of=_func: _of(x._local, *args)  # its graph is autograd's
 
 
@@ -48,9 +49,30 @@ def _setter(name: str) -> Any:
 
 for _read in (
     *(Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__),
-    *(Tensor.tolist, Tensor.__complex__, Tensor.numpy, Tensor.__array__, Tensor.is_nonzero),
+    *(Tensor.tolist, Tensor.__complex__, Tensor.is_nonzero),
 ):
     DIRECT[_read] = lambda x, *args, _of=_read, **kw: _of(x.full_tensor().detach(), *args, **kw)
+
+
+@direct(Tensor.numpy, Tensor.__array__)
+def to_numpy(x: Field, *args: Any, **kwargs: Any) -> Any:
+    """An array to read: what is written into one of torch's is written into the tensor."""
+    whole = x.full_tensor().detach()
+    found = whole.__array__(*args) if args or "dtype" in kwargs else whole.numpy()
+    found.flags.writeable = False
+    return found
+
+
+@direct(
+    *(Tensor.storage_offset, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),
+    *(Tensor._typed_storage, Tensor.storage_type, Tensor.__dlpack__, Tensor.share_memory_),
+)
+def refuse_memory(x: Field, *_: Any, **__: Any) -> None:
+    """A copy on every rank, which stands for what has no rule, lies elsewhere."""
+    raise UnsupportedError(
+        f"where the numbers of a weft.Field {text_of(x._dims)} lie in memory: every rank has its"
+        " part; ask x.to_local() or x.full_tensor()"
+    )
 
 
 @direct(torch.equal, Tensor.equal)

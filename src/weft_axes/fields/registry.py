@@ -81,7 +81,7 @@ def both(*names: str) -> list[Any]:
 def function_name(func: Any) -> str:
     """A function of torch by its name."""
     name = getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
-    if name == "__get__":
+    if name.endswith(("__get__", "__set__")):
         name = f"the attribute {getattr(func.__self__, '__name__', '')}"
     if "<locals>" in name:  # of a function that torch makes, such as unique
         name = next((n for n, f in vars(torch).items() if f is func), name)

@@ -75,7 +75,10 @@ def _with_cache(
             )
         kwargs = {n: v for n, v in kwargs.items() if n not in CACHES}
         renamed = CACHES[-1] in inspect.signature(type(self).forward).parameters
-        kwargs[CACHES[renamed]] = ShardedCache(self, offloading=implementation == "offloaded")
+        made = ShardedCache(self, offloading=implementation == "offloaded")
+        if setting("is_assistant"):  # of a model that drafts tokens, some of which are taken back
+            made.activate_past_recording()
+        kwargs[CACHES[renamed]] = made
         if implementation is not None:
             kwargs["cache_implementation"] = None
     return kwargs
