@@ -122,41 +122,33 @@ def on_aligned(proof: AlignedProof, outside: dict, name: str) -> Callable:
         region, places = args[0]._place.region, [a._place for a in args]
         key = (function, *places)
         kept = region.recipes.get(key)
-        plain = not any(a._copied is not None or a._is_unpacked for a in args)
-        if kept and plain and proof.holds():
-            made = function(*(a._checked()._local for a in args))
-            several = isinstance(made, tuple)
-            made = tuple(map(Field, made if several else (made,), kept))
-        else:
-            made = function(*args)
-            several = isinstance(made, tuple)
-            made = made if several else (made,)
-            if kept is None:
-                is_local = all(p.region is region for p in places) and _is_aligned(proof, places)
-                region.keep(key, tuple(x._place for x in made) if is_local else ())
+        alone = all(a._copied is None and not a._is_unpacked for a in args)
+        is_local = kept and alone and proof.holds()
+        result = function(*((a._checked()._local for a in args) if is_local else args))
+        made = result if isinstance(result, tuple) else (result,)
+        if is_local:
+            made = tuple(map(Field, made, kept))
+        elif kept is None:
+            aligned = all(p.region is region for p in places) and _is_aligned(proof, places)
+            region.keep(key, tuple(x._place for x in made) if aligned else ())
         trail = hash((proof.digest, *(a._trail for a in args)))
         for x in made:
             x._trail = trail
-        return made if several else made[0]
+        return made if isinstance(result, tuple) else made[0]
 
     return call
 
 
 def _is_aligned(proof: AlignedProof, places: Sequence[FieldPlace]) -> bool:
     """True if tensors of some places split the same dims alike, from their last, whole one on."""
-    rows = []
-    for i, place in enumerate(places):
-        dims = [*place.dims]
-        if i in proof.inserted:
-            dims.insert(proof.inserted[i], whole(1))
-        rows.append(dims[::-1])
-    columns = [{*column} - {None} for column in itertools.zip_longest(*rows)]
-    splits = [{*filter(is_split_dim, column)} for column in columns]
-    alike = all(
-        not split or (len(split) == 1 and all(dim_size(d) == 1 for d in column - split))
-        for column, split in zip(columns, splits)
-    )
-    return alike and not splits[0]
+    rows = [[*place.dims] for place in places]
+    for i, at in proof.inserted.items():
+        rows[i].insert(at, whole(1))
+    for column in itertools.zip_longest(*(row[::-1] for row in rows), fillvalue=whole(1)):
+        split = {*filter(is_split_dim, column)}
+        if len(split) > 1 or (split and any(dim_size(d) != 1 for d in {*column} - split)):
+            return False
+    return not any(is_split_dim(row[-1]) for row in rows)
 
 
 __all__ = ["PROOF", "aligned_functions", "on_aligned", "on_positions", "on_rows", "proven_islands"]

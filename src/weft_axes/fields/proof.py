@@ -142,7 +142,7 @@ class Proof:
         return value
 
     def result(self, function: Any, args: list[Any]) -> Any:
-        """What a function returns, such as one of a module's class, whose first argument that is."""
+        """What a function returns; the first argument of a method is its module."""
         code = _definition(function)
         names = [a.arg for a in code.args.args]
         if len(names) != len(args) or code.args.kwonlyargs or code.args.defaults:
@@ -165,19 +165,18 @@ class AlignedProof(Proof):
         code, self.function, self.inserted = _definition(function), function, dict[int, int]()
         names, defaults = [a.arg for a in code.args.args], function.__defaults__ or ()
         self.digest, self.given = number_of(function.__qualname__), len(names) - len(defaults)
-        if code.args.kwonlyargs or code.args.vararg or code.args.kwarg:
-            raise Unproven
         known = dict(zip(names, [*[_Kind.ROWS] * self.given, *defaults]))
-        reader = _Reader(self, None, function.__globals__, known)
-        body = code.body[isinstance(code.body[0], ast.Expr) :]
+        reader, body = _Reader(self, None, function.__globals__, known), list(code.body)
+        if isinstance(body[0], ast.Expr):
+            del body[0]
         while body and (at := reader.inserted(body[0])) is not None:
-            index = names.index(at[0])
-            if index in self.inserted or index >= self.given:
+            del body[0]
+            if (index := names.index(at[0])) in self.inserted:
                 raise Unproven
             self.inserted[index] = at[1]
-            body = body[1:]
         found = reader.returned(body)
-        if {*(found if isinstance(found, list) else [found])} != {_Kind.ROWS}:
+        special = code.args.kwonlyargs or code.args.vararg or code.args.kwarg
+        if special or {*(found if isinstance(found, list) else [found])} != {_Kind.ROWS}:
             raise Unproven
 
 
@@ -382,7 +381,7 @@ def _definitions(file: str) -> dict[tuple[str, int], tuple[ast.FunctionDef, type
         codes[code.co_name, code.co_firstlineno] = code
         waiting += filter(inspect.iscode, code.co_consts)
     nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
-    keys = ((n, (n.name, min(x.lineno for x in (n, *n.decorator_list)))) for n in nodes)
+    keys = ((n, (n.name, min([n.lineno, *(d.lineno for d in n.decorator_list)]))) for n in nodes)
     return {key: (n, codes[key]) for n, key in keys if key in codes}
 
 

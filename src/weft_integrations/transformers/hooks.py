@@ -159,14 +159,13 @@ def _put_in(
 
 def _align(model: Foreign) -> None:
     """Have functions of rotary positions, which modules call by name, take a rank's own tokens."""
-    known: dict[Callable, Callable | None] = {}
-    for module in (m for m in model.modules() if "forward" not in vars(m)):
-        stock = type(module).forward
-        if stock not in known:
-            values = aligned_functions(stock)
-            known[stock] = rebound(stock, values) if values else None
-        if known[stock] is not None:
-            put(module, known[stock])
+    known = {
+        stock: aligned_functions(stock) for stock in {type(m).forward for m in model.modules()}
+    }
+    made = {stock: rebound(stock, values) for stock, values in known.items() if values}
+    for module in model.modules():
+        if type(module).forward in made and "forward" not in vars(module):
+            put(module, made[type(module).forward])
 
 
 #: Attributes of modules that choose keys for attention, or compress them.
