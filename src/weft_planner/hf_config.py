@@ -68,8 +68,8 @@ class HFModel:
         kind = type(self.config)
         if getattr(self.config, "is_encoder_decoder", False):
             raise UnsupportedError(
-                f"{self.name}: {self.config.model_type} has an encoder and a decoder, between which"
-                " attention is not sharded; plan a decoder alone"
+                f"{self.name}: {self.config.model_type} has an encoder and a decoder, whose"
+                " steps are not counted (weft.parallelize splits them); plan a decoder alone"
             )
         if kind not in MODEL_FOR_CAUSAL_LM_MAPPING or not hasattr(
             self.config, "num_attention_heads"

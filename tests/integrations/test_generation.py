@@ -374,11 +374,10 @@ def test_position_ids_with_gaps_no_documents_where_keys_are_cached():
         torch.testing.assert_close(logits, steps(model), rtol=0, atol=1e-11)
 
 
-def test_prefix_is_forked_cropped_moved_and_continues_as_cold_run():
+def test_prefix_is_forked_cropped_and_continues_as_cold_run():
     model, prefix = build("qwen2"), draw(1, 90)
     ids = torch.cat([prefix, MORE], 1)
     want = model.generate(ids, **OPTIONS)
-    tile = Layout.parse("tokens: tile=2x2")
 
     def work(mine):
         cache = ShardedCache(mine, block=4)
@@ -391,11 +390,9 @@ def test_prefix_is_forked_cropped_moved_and_continues_as_cold_run():
         cache.crop(90 - cache.get_seq_length())
         sizes = [layer.keys.shape[2] for layer in cache.sharded()]
         assert cache.get_seq_length() == 90
-        moved = cache.to(tile)
-        with pytest.raises(DeclarationError, match=r"cache\.to\(layout\) takes it there"):
-            mine.generate(ids, past_key_values=moved, **OPTIONS)
-        back = moved.to(cache.layout)
-        made.append(mine.generate(ids, past_key_values=back, **OPTIONS))
+        cache.shards.layout = Layout.single()
+        with pytest.raises(DeclarationError, match="read the prefix there"):
+            mine.generate(ids, past_key_values=cache, **OPTIONS)
         return made, sizes
 
     ranks = on_ranks(model, Layout.parse("tokens(zigzag): ring=4"), work)
@@ -406,7 +403,7 @@ def test_prefix_is_forked_cropped_moved_and_continues_as_cold_run():
 
 
 def test_keys_lie_where_their_positions_say():
-    """After decoding, cropping and moving."""
+    """After decoding and cropping."""
     model, ids = build("llama"), draw(1, 170)
     whole = hf.DynamicCache(config=model.config)
     read(model, ids, whole)
@@ -426,8 +423,6 @@ def test_keys_lie_where_their_positions_say():
         cache.crop(-9)
         read(mine, ids[:, 160:], cache)
         check(cache)
-        moved = cache.to(LAYOUTS["tile"])
-        check(moved)
         return True
 
     assert all(on_ranks(model, Layout.parse("tokens(zigzag): ring=4"), work))

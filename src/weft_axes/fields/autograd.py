@@ -65,7 +65,7 @@ def to_numpy(x: Field, *args: Any, **kwargs: Any) -> Any:
 
 @direct(
     *(Tensor.storage_offset, Tensor.data_ptr, Tensor.untyped_storage, Tensor.storage),
-    *(Tensor._typed_storage, Tensor.storage_type, Tensor.__dlpack__, Tensor.share_memory_),
+    *(Tensor.storage_type, Tensor.__dlpack__, Tensor.share_memory_),
 )
 def refuse_memory(x: Field, *_: Any, **__: Any) -> None:
     """A copy on every rank, which stands for what has no rule, lies elsewhere."""

@@ -475,7 +475,7 @@ def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, 
     axes = axis.split("+")
     each = ",".join(f"{name}=N" for name in axes)
     want = each if len(axes) > 1 else f"a number, or {each}"
-    wanted = ShapeError(f"--length {shown(text)}: axis {axis!r} needs {want}")
+    wanted = ShapeError(f"length {shown(text)}: axis {axis!r} needs {want}")
     try:
         if "=" in text:
             pairs = [part.split("=") for part in text.split(",")]
@@ -489,15 +489,15 @@ def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, 
     strange = [name for name in named if known and name not in {*known, *axes}]
     if strange:
         raise ShapeError(
-            f"--length {shown(text)}: no axis {strange[0]!r}{did_you_mean(strange[0], known)}"
+            f"length {shown(text)}: no axis {strange[0]!r}{did_you_mean(strange[0], known)}"
         )
     if len(pairs) > len(named):
-        raise ShapeError(f"--length {shown(text)} names an axis twice")
+        raise ShapeError(f"length {shown(text)} names an axis twice")
     if not named.keys() >= set(axes):
         raise wanted
     lengths = tuple(named[name] for name in axes)
     if min(lengths) < 0 or math.prod(lengths) > MOST_TOKENS:
-        raise ShapeError(f"--length {shown(text)}: lengths are 0 to {MOST_TOKENS:,} tokens in all")
+        raise ShapeError(f"length {shown(text)}: lengths are 0 to {MOST_TOKENS:,} tokens in all")
     return lengths
 
 

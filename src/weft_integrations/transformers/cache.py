@@ -7,10 +7,9 @@ training, or on whole tokens, of which each rank keeps its blocks.
 from __future__ import annotations
 
 import contextlib
-import copy
 import hashlib
 import numbers
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -29,15 +28,9 @@ from weft._digest import number_of
 from weft.comm.channel import Channel
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
-from weft.move.fetch import fetch
-from weft.move.windows import Wanted
-from weft.plan.held import Held
-from weft.plan.order import Spans
-from weft_axes.decode.owners import BLOCK, Owners
-from weft_axes.same_ranks import bind_on_same_ranks
+from weft_axes.decode.owners import BLOCK
 
 from .. import Foreign
-from ..common import check_axis
 from .cache_layers import (
     Kept,
     LatentLayer,
@@ -57,7 +50,7 @@ class ShardedCache(DynamicCache):
     """Keys and values of a parallelized language model, of which every rank holds a part.
 
     `model.generate` makes one by itself. Make one to keep a prefix: to continue it, to copy it
-    (`copy.deepcopy`), crop it, or take it `to` another layout.
+    (`copy.deepcopy`) or crop it.
 
     A prompt's keys are split as its tokens are; later ones in blocks, the token at
     position p with rank (p // block) % P. So a rank holds 1/P of them and a block at most.
@@ -220,7 +213,7 @@ class ShardedCache(DynamicCache):
         if (self.layout.unbound, self.layout.rank) != (layout.unbound, layout.rank):
             raise DeclarationError(
                 f"the cache is on layout {self.layout.name!r} and the model on "
-                f"{layout.name!r}; cache.to(layout) takes it there"
+                f"{layout.name!r}; read the prefix there, with a cache of that model"
             )
         kept = next((len(layer.keys) for layer in self.sharded()), rows)
         if rows not in (None, kept):
@@ -230,46 +223,6 @@ class ShardedCache(DynamicCache):
                 "cache.batch_select_indices(rows) some of them"
             )
 
-    def to(self, layout: Layout) -> ShardedCache:
-        """The same cache on another layout on the same ranks; all of them call this.
-
-        Its tokens are then split as that layout says. Messages travel along this layout's mesh
-        dims, and `weft.traffic` counts them as "redistribute".
-
-        Args:
-            layout: bound on these ranks, or declared for as many.
-
-        Raises:
-            DeclarationError: other ranks, a layout that does not know the axis, or mesh dims that
-                do not split it.
-        """
-        there = bind_on_same_ranks(self.layout, layout)
-        check_axis(there, self.shards.axis)
-        if (there.world_size, there.rank) != (self.layout.world_size, self.layout.rank):
-            raise DeclarationError(
-                f"the cache has {self.layout.world_size} ranks and layout {layout.name!r} "
-                f"{layout.world_size}, or the order of ranks differs; read the prefix there again"
-            )
-        result = copy.copy(self)
-        result.shards = Shards(there, self.shards.axis, self.shards.block)
-        result.layers = [
-            copy.deepcopy(layer, {id(self.shards): result.shards})
-            if isinstance(layer, StateLayer)
-            else copy.copy(layer)
-            for layer in self.layers
-        ]
-        goals = {layer.held: result.shards.whole(layer.held.length) for layer in self.sharded()}
-        parts = [result.shards.part_of(rank) for rank in range(there.world_size)]
-        after = {held: [goal.spans(p) for p in parts] for held, goal in goals.items()}
-        tensors = iter(self.moved(after))
-        for layer in result.layers:
-            if isinstance(layer, ShardedLayer | WindowLayer):
-                layer.shards = result.shards
-            if isinstance(layer, ShardedLayer) and layer.is_initialized:
-                layer._replace(*next(tensors))
-                layer.held = goals[layer.held]
-        return result
-
     def sharded(self) -> list[ShardedLayer]:
         """Its layers of which ranks hold different keys, and that have some."""
         return [
@@ -277,34 +230,6 @@ class ShardedCache(DynamicCache):
             for layer in self.layers
             if isinstance(layer, ShardedLayer) and layer.is_initialized
         ]
-
-    def moved(self, after: Mapping[Owners, Sequence[Spans]]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values of each of the `sharded` layers, of other positions; all ranks call this.
-
-        Args:
-            after: by where positions are now, those that every rank is to have.
-        """
-        shards, mesh = self.shards, dict(self.layout.mesh)
-        rest = [d for d, size in mesh.items() if size > 1 and d not in shards.dims]
-        if rest:
-            raise DeclarationError(
-                f"{self.layout.source}: mesh dims {rest} do not split {shards.axis!r}, so "
-                "several ranks hold the same keys; bind a layout of the tokens alone"
-            )
-        parts = [shards.part_of(rank) for rank in range(self.layout.world_size)]
-        text = f"a cache of {self.get_seq_length()} tokens changes hands"
-        dims = self.layout.bound.moving()
-        channel = Channel(self.layout.bound, dims, number_of(text), "redistribute", lambda: text)
-        channel.check()
-        routes = {}
-        for layer in self.sharded():
-            held = layer.held
-            if held not in routes:
-                before = tuple(held.spans(p) for p in parts)
-                wanted = Wanted(Held(shards.axis, tuple(mesh.items()), before), tuple(after[held]))
-                routes[held] = wanted.take(self.layout.rank)
-            k, v = (fetch(t, (2,), routes[held], channel) for t in (layer.keys, layer.values))
-            yield k, v
 
     def keys_values(
         self, module: Foreign, k: Tensor, v: Tensor

@@ -25,7 +25,6 @@ from transformers.cache_utils import (
 )
 
 from weft.comm.channel import Channel
-from weft.declare.mesh import coordinates, index_at
 from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.plan.held import Held
@@ -89,10 +88,6 @@ class Shards:
     def whole(self, length: int) -> Owners:
         """A whole prompt of this many tokens."""
         return self.split(self.empty(), length) if length else self.empty()
-
-    def part_of(self, rank: int) -> int:
-        """The number of another rank's part."""
-        return index_at(self.layout.mesh, self.dims, coordinates(dict(self.layout.mesh), rank))
 
     def last(self, t: Tensor, dim: int, count: int, length: int, label: str) -> Tensor:
         """The last `count` tokens, along `dim`, of a row of `length`, on all ranks.
@@ -431,14 +426,19 @@ class StateLayer(LinearAttentionLayer):
                 kept[i] = None if t is None else select(t)
 
     @property
-    def state_nbytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of the states and the columns."""
         return _bytes(*self.conv_states.values(), *self.recurrent_states.values())
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are here."""
-        return self.state_nbytes
+
+def _of_both(name: str) -> Any:
+    """A method that changes the state, where that can be done, and the keys."""
+
+    def change(self: Any, *args: Any) -> None:
+        for kind in (StateLayer, ShardedLayer):
+            getattr(kind, name)(self, *args)
+
+    return change
 
 
 class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentionLayer):
@@ -460,30 +460,15 @@ class StateAndKeysLayer(StateLayer, ShardedLayer, LinearAttentionAndFullAttentio
         kind = ShardedLayer if args else StateLayer
         kind.lazy_initialization(self, *args, **kwargs)
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
-        """Other rows, as beams are reordered."""
-        StateLayer.reorder_cache(self, beam_idx)
-        ShardedLayer.reorder_cache(self, beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every row `repeats` times."""
-        StateLayer.batch_repeat_interleave(self, repeats)
-        ShardedLayer.batch_repeat_interleave(self, repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Some rows."""
-        StateLayer.batch_select_indices(self, indices)
-        ShardedLayer.batch_select_indices(self, indices)
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last positions, where a state can be taken back."""
-        StateLayer.crop(self, tokens_to_remove)
-        ShardedLayer.crop(self, tokens_to_remove)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the state, and of this rank's keys and values."""
-        return self.state_nbytes + _bytes(*(self._room or (self.keys, self.values)))
+        return super().nbytes + ShardedLayer.nbytes.fget(self)  # type: ignore[attr-defined]
+
+    reorder_cache = _of_both("reorder_cache")
+    batch_repeat_interleave = _of_both("batch_repeat_interleave")
+    batch_select_indices = _of_both("batch_select_indices")
+    crop = _of_both("crop")
 
 
 __all__ = [

@@ -453,6 +453,8 @@ class Calls:
         x = tokens_of(kwargs)
         if self.rotates and kwargs.get("position_ids") is None and x is not None:
             positions = torch.arange(past, past + call.length, device=x.device)[None]
+            if self.attends_by_itself:  # and may look its angles up row by row
+                positions = positions.expand(len(x), -1)
             made["position_ids"] = self._field(call, "position_ids", positions)
         names = "attention_mask", "decoder_attention_mask"
         masks = [n for n in names if kwargs.get(n) is not None]
@@ -503,10 +505,10 @@ class Calls:
         if labels is None and shifted is None and not self.generating:
             read = read or "the call has no labels, so that its logits are read"
         of_next = None if labels is None or self.stacks else shift_labels(labels)
-        for given in (labels, of_next, shifted):
-            if given is None or given.shape != blind.shape:
+        for each in (labels, of_next, shifted):
+            if each is None or each.shape != blind.shape:
                 continue
-            if (blind.to(given.device) & (given != IGNORED)).any():
+            if (blind.to(each.device) & (each != IGNORED)).any():
                 read = "labels at padding, or of the first token behind it, count"
         if read:
             refused.padding_that_is_read(name, read, self.biases)

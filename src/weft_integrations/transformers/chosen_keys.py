@@ -29,12 +29,12 @@ from weft.masks import Full
 from weft_axes.fields import Field
 
 from .. import Foreign
-from ..chunked import of_chunk, on_chunks
+from ..chunked import of_chunk
 from ..common import chunk_places, of_all_ranks
 from .compressed import COMPRESSORS, WITHIN, compress
 from .mark import Mark, Sharded
 from .rebinding import rebound
-from .running import ModelCall, now
+from .running import ModelCall, now, over_chunks
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,17 +105,9 @@ def _seen(where: Sharded, queries: Tensor, keys: int, batch: int) -> Tensor:
     return seen.expand(len(samples), len(queries), keys)
 
 
-def choose_tokens(self: Foreign, *args: Any, **kwargs: Any) -> Tensor:
-    """`forward` of DeepSeek's indexers: positions of the best tokens (b, n, K)."""
-    return on_chunks(functools.partial(_choose_tokens, self), _axis(self), args, kwargs)
-
-
-def _axis(module: Foreign) -> str:
-    return now(type(module).__name__).axis
-
-
+@over_chunks
 @torch.no_grad()
-def _choose_tokens(
+def choose_tokens(
     self: Foreign,
     hidden_states: Tensor,
     q_resid: Tensor,
@@ -125,6 +117,7 @@ def _choose_tokens(
     cache: Any = None,
     **kwargs: Any,
 ) -> Tensor:
+    """`forward` of DeepSeek's indexers: positions of the best tokens (b, n, K)."""
     stock, call = functools.partial(type(self).forward, self), now(type(self).__name__)
     if call.whole or not isinstance(attention_mask, Sharded):
         given = hidden_states, q_resid, position_embeddings, attention_mask, position_ids
@@ -143,13 +136,13 @@ def _choose_tokens(
 
 def choose_blocks(self: Foreign, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """`forward` of an indexer of blocks: numbers of the best blocks (b, h, n, K), -1 for none."""
-    run, axis = functools.partial(_choose_blocks, self), _axis(self)
-    chosen = on_chunks(run, axis, (hidden_states, *args), kwargs, results=0)
+    chosen, axis = _choose_blocks(self, hidden_states, *args, **kwargs), now().axis
     if isinstance(hidden_states, Field):
         return of_chunk(chosen, hidden_states, axis, 2, hidden_states.shape[1])
     return chosen
 
 
+@functools.partial(over_chunks, results=0)
 @torch.no_grad()
 def _choose_blocks(
     self: Foreign,
@@ -175,18 +168,15 @@ def _cut(position_embeddings: tuple[Tensor, Tensor], part: slice) -> tuple[Tenso
     return cos, sin
 
 
-def weigh(self: Foreign, *args: Any, **kwargs: Any) -> Any:
-    """`prepare_dynamic_mask`: weights (b, g, m) of keys, and the largest by query."""
-    return on_chunks(functools.partial(_weigh, self), _axis(self), args, kwargs, results=0)
-
-
-def _weigh(
+@functools.partial(over_chunks, results=0)
+def weigh(
     self: Foreign,
     hidden_states: Tensor,
     dt_states: Tensor,
     keep_window_size: int = 2048,
     attention_mask: Any = None,
 ) -> Any:
+    """`prepare_dynamic_mask`: weights (b, g, m) of keys, and the largest by query."""
     call = now(type(self).__name__)
     if call.whole or not isinstance(attention_mask, Sharded | None):
         stock = type(self).prepare_dynamic_mask

@@ -29,9 +29,8 @@ from weft_axes.carry.pieces import LocalPieces, Piece
 from weft_axes.decode.attend import merged_parts
 
 from .. import Foreign
-from ..chunked import on_chunks
 from ..common import chunk_places, of_all_ranks
-from .running import ModelCall, now
+from .running import ModelCall, now, over_chunks
 
 
 @dataclass
@@ -142,16 +141,8 @@ class OfRanks:
         return torch.div(last, self.ratio, rounding_mode="floor")
 
 
-def compress(self: Foreign, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """`forward` of DeepSeek V4's compressors: all entries (b, 1, T, d), and what queries see.
-
-    The second is kept for attention, which gets no tensor as a mask: `ModelCall.entries`.
-    """
-    run = functools.partial(_compress, self)
-    return on_chunks(run, now(type(self).__name__).axis, args, kwargs, results=0)
-
-
-def _compress(
+@functools.partial(over_chunks, results=0)
+def compress(
     self: Foreign,
     hidden_states: Tensor,
     q_residual: Tensor,
@@ -159,6 +150,10 @@ def _compress(
     cache: Any,
     layer_idx: int,
 ) -> tuple[Tensor, Tensor | None]:
+    """`forward` of DeepSeek V4's compressors: all entries (b, 1, T, d), and what queries see.
+
+    The second is kept for attention, which gets no tensor as a mask: `ModelCall.entries`.
+    """
     stock: Callable = functools.partial(type(self).forward, self)
     call = now(type(self).__name__)
     if call.whole:

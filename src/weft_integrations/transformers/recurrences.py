@@ -51,7 +51,7 @@ def recurrence(label: str) -> LocalPieces | None:
     return None if call.whole else call.state
 
 
-def of_chunks(make: Callable[[Callable], Callable], results: int = 1) -> Callable:
+def of_chunks(make: Callable[[Callable], Callable]) -> Callable:
     """The same stand-in of a function, which takes fields and gives some."""
 
     def on_fields(stock: Callable) -> Callable:
@@ -62,7 +62,7 @@ def of_chunks(make: Callable[[Callable], Callable], results: int = 1) -> Callabl
             call = running()
             if call is None or call.whole:
                 return run(*args, **kwargs)
-            return on_chunks(run, call.axis, args, kwargs, results)
+            return on_chunks(run, call.axis, args, kwargs)
 
         return over
 

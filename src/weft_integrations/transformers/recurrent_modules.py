@@ -17,9 +17,8 @@ from torch.nn import functional as F
 from weft_axes.carry.pieces import LocalPieces
 
 from .. import Foreign
-from ..chunked import on_chunks
 from .recurrences import completed, over_heads, recurrence
-from .running import now, running
+from .running import over_chunks, running
 
 
 def lightning(
@@ -145,24 +144,13 @@ def convolved(self: nn.Conv1d, x: Tensor) -> Tensor:
     return state.join(-1, result, left)
 
 
-def _of_chunks(method: Callable, results: int = 1) -> Callable:
-    """The same method, which takes fields and gives some."""
-
-    @functools.wraps(method)
-    def over(self: Foreign, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(method, self)
-        return on_chunks(run, now(type(self).__name__).axis, args, kwargs, results)
-
-    return over
-
-
 #: Class of a module -> the path of a module in it ("" is itself), the method that is replaced, and
 #: by what.
 MODULES: dict[str, tuple[tuple[str, str, Callable], ...]] = {
-    "MiniMaxLightningAttention": (("", "forward", _of_chunks(lightning)),),
+    "MiniMaxLightningAttention": (("", "forward", over_chunks(lightning)),),
     "RecurrentGemmaRecurrentBlock": (
-        ("conv_1d", "forward", _of_chunks(convolved)),
-        ("rg_lru", "forward", _of_chunks(gated)),
+        ("conv_1d", "forward", over_chunks(convolved)),
+        ("rg_lru", "forward", over_chunks(gated)),
         ("rg_lru", "_rnn_scan", lru),
     ),
 }

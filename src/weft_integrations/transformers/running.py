@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from weft_axes.carry.pieces import LocalPieces
 from weft_axes.fields import Field, WholeReport
 from weft_axes.torch_interop.equal_masks import kept
 
+from .. import Foreign
+from ..chunked import on_chunks
 from .cache import ShardedCache
 from .facts import RowFacts, padding_mask
 from .mark import Mark, OfCache, Sharded
@@ -162,6 +166,17 @@ def now(label: str = "a module") -> ModelCall:
     return call
 
 
+def over_chunks(method: Callable[..., Any], results: int = 1) -> Callable[..., Any]:
+    """A method of a module on this rank's chunks, which takes fields and gives some."""
+
+    @functools.wraps(method)
+    def over(self: Foreign, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(method, self)
+        return on_chunks(run, now(type(self).__name__).axis, args, kwargs, results)
+
+    return over
+
+
 def cache_of_call() -> ShardedCache:
     """The cache of the call that this thread is in."""
     cache = now("attention to a ShardedCache").cache
@@ -173,4 +188,4 @@ def cache_of_call() -> ShardedCache:
     return cache
 
 
-__all__ = ["ModelCall", "cache_of_call", "during", "now", "running"]
+__all__ = ["ModelCall", "cache_of_call", "during", "now", "over_chunks", "running"]
