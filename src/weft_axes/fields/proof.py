@@ -166,9 +166,8 @@ class AlignedProof(Proof):
         names, defaults = [a.arg for a in code.args.args], function.__defaults__ or ()
         self.digest, self.given = number_of(function.__qualname__), len(names) - len(defaults)
         known = dict(zip(names, [*[_Kind.ROWS] * self.given, *defaults]))
-        reader, body = _Reader(self, None, function.__globals__, known), list(code.body)
-        if isinstance(body[0], ast.Expr):
-            del body[0]
+        reader = _Reader(self, None, function.__globals__, known)
+        body = code.body[isinstance(code.body[0], ast.Expr) :]
         while body and (at := reader.inserted(body[0])) is not None:
             del body[0]
             if (index := names.index(at[0])) in self.inserted:
