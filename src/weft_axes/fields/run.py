@@ -257,14 +257,10 @@ def _recipe(
     if other is not None:
         return _in_place(func, other, args, kwargs, parts, name)
     raise NoRule(
-        f"{name} has no rule for a weft.Field {_described(parts)};"
+        f"{name} has no rule for a weft.Field {next(text_of(p.dims) for p in parts if p.is_field)};"
         " where it treats every position by itself, give it field.to_local() and make a field of"
         " the result by weft.Field.from_local, or give it field.full_tensor()"
     )
-
-
-def _described(parts: list[Part]) -> str:
-    return next(text_of(p.dims) for p in parts if p.is_field)
 
 
 def _out_of_place(func: Any) -> Any:
