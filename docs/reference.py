@@ -26,12 +26,8 @@ from weft_models.declare.model_blocks import (
     MASKS,
     AttendBlock,
     CarryBlock,
-    ConvBlock,
     GroupBlock,
     MlpBlock,
-    NormBlock,
-    PoolBlock,
-    ResampleBlock,
     TriangleBlock,
 )
 from weft_models.declare.model_file import ContextSpec, ModelSpec, Sizes, TrainSpec
@@ -72,10 +68,6 @@ PAGES: dict[str, tuple[str, str, dict[str, type[BaseModel]]]] = {
             "A `[[block]]` with a recurrence": CarryBlock,
             "A `[[block]]` with a perceptron": MlpBlock,
             "A `[[block]]` with a triangle multiplication": TriangleBlock,
-            "A `[[block]]` with a convolution": ConvBlock,
-            "A `[[block]]` with a norm": NormBlock,
-            "A `[[block]]` with a pool": PoolBlock,
-            "A `[[block]]` that resamples": ResampleBlock,
             "A `[[block]]` of blocks": GroupBlock,
         },
     ),

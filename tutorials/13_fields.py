@@ -137,14 +137,13 @@ print("loss", loss, "and every weight after the step are those of one device")
 # %% [markdown]
 # ## A model of your own
 #
-# Convolutions, norms, pools and resampling are blocks of model files, and neighbourhoods and boxes
-# are masks of attention. `models/weather_windows.toml` has the parts of today's weather models: a
-# convolution that goes around in longitude, patches, attention within boxes that shift from block
-# to block, back to the grid. It names no mesh; `layouts/weather-halo-2x2.toml` splits the globe.
+# Neighbourhoods and boxes are masks of attention. `models/weather_windows.toml` has the attention
+# of today's weather models: within boxes that shift from block to block and go around in longitude,
+# and within neighbourhoods. It names no mesh; `layouts/weather-halo-2x2.toml` splits the globe.
 
 # %%
 spec = weft.models.ModelSpec.load("weather_windows")
-for block in spec.blocks[:5]:
+for block in spec.blocks[:3]:
     print(block.model_dump(exclude_unset=True))
 
 # %% [markdown]

@@ -625,13 +625,30 @@ def test_a_model_of_shapes_alone_has_all_its_weights(name):
     assert sum(p.numel() for p in made.parameters()) >= made.spec.least_weights > 0
 
 
-def test_convolutions_of_one_axis_and_of_single_channels_are_counted():
-    declared = ModelSpec.load("causal_lm").model_dump(exclude_unset=True)
-    declared.pop("repeat", None)
-    more = {"conv": ["tokens"], "kernel": 3, "depthwise": True}
-    counts = [
-        ModelSpec.from_dict(declared | {"block": [*declared["block"], block]}).least_weights
-        for block in (more | {"depthwise": False}, more)
-    ]
-    embed = declared["sizes"]["embed"]
-    assert counts[0] - counts[1] == 3 * embed * (embed - 1)
+GLOBE = {"batch": 0, "lat": 1, "lon": 2}
+
+
+@pytest.mark.parametrize("layout", ["weather-halo-2x2", "lat: ring=3", "heads: tp=2; lat: halo=2"])
+def test_the_shipped_weather_model_of_windows_is_exact(layout):
+    x = draw(1, 13, 18, 32)
+
+    def run(layout):
+        model = compose("weather_windows", layout, dtype=torch.float64)
+        mine = layout.shard(x, GLOBE).clone().requires_grad_()
+        out = model(mine, lengths={"lat": 13, "lon": 18})
+        (out * layout.shard(x.square(), GLOBE)).sum().backward()
+        layout.sync_gradients(model)
+        return model, out.detach(), mine.grad
+
+    reference, out, dx = run(Layout.single())
+
+    def rank(layout):
+        model, *found = run(layout)
+        for one, wanted in zip(found, (out, dx)):
+            torch.testing.assert_close(one, layout.shard(wanted, GLOBE), rtol=1e-11, atol=1e-11)
+        for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+            whole = q.grad if p.shape == q.shape else layout.shard(q.grad, {"heads": 0})
+            torch.testing.assert_close(p.grad, whole, rtol=1e-10, atol=1e-10)
+
+    named = Layout.load(layout) if "weather" in layout else Layout.parse(layout)
+    on_threads(named, rank)

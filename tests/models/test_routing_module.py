@@ -18,11 +18,9 @@ from weft_models.models import ModelSpec
 from weft_models.routing import RoutedAttention, routed_modules, routing_penalty
 from weft_models.routing.attention import routed_attention
 from weft_models.routing.report import (
-    hit_rate,
+    heaviest_blocks,
     measure_routing,
     observe,
-    scores_figure,
-    weights_figure,
 )
 from weft_models.routing.router import Router
 from weft_models.train import fit, stream
@@ -155,12 +153,16 @@ def test_a_router_learns_by_imitation_which_block_a_query_needs():
         )[1]
 
     wanted = torch.tensor([1, 2, 3, 0]).expand(8, 4)
-    assert hit_rate(step(1), wanted) < 0.6
+
+    def hits() -> float:
+        return (heaviest_blocks(step(1), 1)[:, 0, :, 0] == wanted).float().mean().item()
+
+    assert hits() < 0.6
     for _ in range(60):
         optimizer.zero_grad()
         step(3).penalty(options).backward()
         optimizer.step()
-    assert hit_rate(step(1), wanted) == 1.0
+    assert hits() == 1.0
 
 
 def test_a_copy_and_an_average_begin_without_the_latest_call():
@@ -192,7 +194,7 @@ def test_a_penalty_that_would_train_nothing_is_refused():
     assert torch.equal(looked, routing_penalty(module))
 
 
-def test_what_routing_does_is_measured_and_drawn():
+def test_what_routing_does_is_measured():
     spec = small(warm_up=0.0)
 
     def rank(transport):
@@ -201,17 +203,15 @@ def test_what_routing_does_is_measured_and_drawn():
         data = stream(spec, ROUTED.on(transport), seed=0)
         batch = data.batch(0)
         model(batch.inputs, **batch.given)
-        (module,) = routed_modules(model)
-        return measure_routing(model), (weights_figure(module.last), scores_figure(module.last))
+        return measure_routing(model)
 
-    for found, pictures in run_threads(ROUTED.mesh, rank):
+    for found in run_threads(ROUTED.mesh, rank):
         assert found["blocks taken"] == 1.0
         assert found["entropy"] == pytest.approx(1.0)  # untrained
         assert found["fan-out"] == 7.0  # equals go to block 0
         assert 0.0 < found["attention fetched"] < found["attention covered"] <= 1.0 + 1e-6
         # Two blocks a rank, both take block 0, half a chunk: a sixth of a ring's; its owner none.
         assert found["bytes saved"] in (pytest.approx(5 / 6), 1.0)
-        assert all(len(figure.axes) == 2 for figure in pictures)
 
 
 def test_penalties_of_routes_per_head_are_equal_on_split_heads():

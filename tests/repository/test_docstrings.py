@@ -47,7 +47,6 @@ PUBLIC = public()
 ON_RANKS = {
     "weft.data_parallel",
     "weft_models.train.data_parallel",
-    "weft_axes.torch_interop.module_styles.AttentionParallel",
 }
 
 

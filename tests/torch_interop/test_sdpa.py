@@ -129,76 +129,6 @@ def test_mask_and_uneven_length_reach_the_call():
     check(Layout.load("tile-2x2"), tensors, [{"tokens": 2}] * 4, fn, reference)
 
 
-@pytest.mark.parametrize("length", [24, 22], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", ["ring-4", "tile-2x2", "ulysses-4"])
-def test_keys_that_every_rank_holds_are_not_moved(name, length):
-    """Images attend text; a rank's gradient of the text is the whole one."""
-    layout = Layout.load(name)
-    tensors = draw((2, 4, length, 8), (2, 4, 7, 8), (2, 4, 7, 8), (2, 4, length, 8))
-    dims = [{"tokens": 2}, {}, {}, {"tokens": 2}]
-
-    def fn(bound, q, k, v):
-        with weft.sdpa(bound, "tokens", length=length, context="replicated"), weft.traffic() as t:
-            out = F.scaled_dot_product_attention(q, k, v)
-        assert set(t.by_tensor()) <= {"dkv"}  # of another thread's backward pass
-        return out
-
-    check(layout, tensors, dims, fn, F.scaled_dot_product_attention)
-
-
-@pytest.mark.parametrize(
-    "line", ["lat+lon: tile=2x2", "lat+lon: ring=4", "lat: ring=2; lon: axial=2"]
-)
-def test_keys_that_every_rank_holds_seen_from_axes_attended_jointly(line):
-    layout, dims, length = Layout.parse(line), {"lat": 2, "lon": 3}, {"lat": (5, 7), "lon": (6, 1)}
-    grid, text = (2, 4, 5, 6, 8), (2, 4, 7, 8)
-
-    def run(region, q, k, v):
-        with region:
-            out = F.scaled_dot_product_attention(q.flatten(2, 3), k, v)
-        return out.view(q.shape)
-
-    def fn(bound, *local):
-        region = weft.sdpa(bound, ("lat", "lon"), length=length, context="replicated")
-        return run(region, *local)
-
-    check(
-        layout,
-        draw(grid, text, text, grid),
-        [dims, {}, {}, dims],
-        fn,
-        lambda *whole: run(contextlib.nullcontext(), *whole),
-    )
-
-
-@pytest.mark.parametrize("name", ["ring-zigzag-4", "tile-2x2", "ulysses-4"])
-def test_streams_of_uneven_lengths_attend_each_other(name):
-    layout, streams = Layout.load(name), (5, 14)
-    whole = draw(*[(2, 4, n, 8) for n in streams for _ in range(4)])
-
-    def reference(*leaves):
-        q, k, v = (torch.cat([leaves[i], leaves[i + 3]], 2) for i in range(3))
-        return F.scaled_dot_product_attention(q, k, v, scale=0.4)
-
-    leaves = [t.clone().requires_grad_() for t in (*whole[:3], *whole[4:7])]
-    out = reference(*leaves)
-    out.backward(torch.cat([whole[3], whole[7]], 2))
-
-    def work(bound):
-        local = [bound.shard(t, {"tokens": 2}).requires_grad_() for t in (*whole[:3], *whole[4:7])]
-        with weft.sdpa(bound, "tokens", streams=streams):
-            mine = reference(*local)
-        grads = [bound.shard(whole[i], {"tokens": 2}) for i in (3, 7)]
-        mine.backward(torch.cat(grads, 2))
-        pieces = mine.split([g.shape[2] for g in grads], 2)
-        gathered = [bound.gather(t, {"tokens": 2}) for t in (*pieces, *(t.grad for t in local))]
-        return [torch.cat(gathered[:2], 2), *gathered[2:]]
-
-    for got in weft.on_threads(layout, work):
-        for found, wanted in zip(got, [out, *(t.grad for t in leaves)], strict=True):
-            torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
-
-
 def test_mask_stands_for_attn_mask_when_the_user_says_so():
     tensors = draw(*[(1, 2, 12, 8)] * 4)
     seen = torch.ones(12, 12, dtype=torch.bool).tril()
@@ -608,26 +538,9 @@ def test_weft_attends_as_ever_in_the_region():
             torch.testing.assert_close(found, wanted, rtol=0, atol=TOLERANCE)
 
 
-CONTRADICTIONS = {
-    "context": ({"context": "sharded"}, "'replicated' or None"),
-    "no mask": ({"replace_attn_mask": True}, "without mask="),
-    "streams and length": ({"streams": (3, 3), "length": 6}, "neither length="),
-}
-
-
-@pytest.mark.parametrize(("options", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
-def test_refuses_options_that_contradict_each_other(options, message):
-    with pytest.raises(DeclarationError, match=message):
-        weft.sdpa(ALONE, "tokens", **options)
-
-
-def test_refuses_inconsistent_streams_and_masks_over_them():
-    q, k, v = draw(*[(1, 2, 6, 4)] * 3)
-    with weft.sdpa(ALONE, "tokens", streams=(3, 4)), pytest.raises(ShapeError, match="hold"):
-        F.scaled_dot_product_attention(q, k, v)
-    region = weft.sdpa(ALONE, "tokens", streams=(3, 3))
-    with region, pytest.raises(UnsupportedError, match="within its stream"):
-        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+def test_refuses_to_replace_a_mask_by_none():
+    with pytest.raises(DeclarationError, match="without mask="):
+        weft.sdpa(ALONE, "tokens", replace_attn_mask=True)
 
 
 @pytest.mark.parametrize("made_for", ["this rank", "all tokens"])
@@ -658,9 +571,9 @@ def test_causal_bias_that_does_not_fit_or_contradicts_is_refused():
     q, k, v = draw((1, 2, 3, 4), (1, 2, 7, 4), (1, 2, 7, 4))
     with weft.sdpa(ALONE, "tokens"), pytest.raises(ShapeError, match=r"for \(3, 6\) .* \(3, 7\)"):
         F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 6))
-    for region in ({"mask": weft.Causal(offset=4)}, {"streams": (3,)}):
-        with weft.sdpa(ALONE, "tokens", **region), pytest.raises(UnsupportedError, match="both"):
-            F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 7))
+    region = weft.sdpa(ALONE, "tokens", weft.Causal(offset=4))
+    with region, pytest.raises(UnsupportedError, match="both"):
+        F.scaled_dot_product_attention(q, k, v, causal_lower_right(3, 7))
     replaced = weft.sdpa(ALONE, "tokens", weft.Causal(offset=4), replace_attn_mask=True)
     with replaced:
         out = F.scaled_dot_product_attention(q, k, v, causal_upper_left(3, 7))

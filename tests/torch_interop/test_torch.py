@@ -1,6 +1,5 @@
 """torch's own tools around weft: each gives the numbers of one process, on real gloo processes."""
 
-import contextlib
 import tempfile
 from collections import Counter
 
@@ -18,10 +17,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import weft
-from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft.torch_interop.checkpointing import keeping_attention
-from weft.torch_interop.module_styles import AttentionParallel
 
 # fp64; gradients of parameters are sums over 2 x 24 tokens of numbers of order one.
 TOLERANCE = 1e-11
@@ -89,11 +86,6 @@ def setup(line, rename=None):
     return layout, x.requires_grad_(), grad_output
 
 
-def style(model, layout, mesh=None):
-    plan = {"*.attention": AttentionParallel(layout, "tokens")}
-    return parallelize_module(model, mesh or layout.device_mesh, plan)
-
-
 def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -113,39 +105,6 @@ def errors(layout, out, x, model):
 def assert_exact(pool, fn, *args):
     for rank, error in enumerate(pool.run(fn, *args, timeout=150)):
         assert error < TOLERANCE, f"rank {rank}"
-
-
-# -- a style for parallelize_module ---------------------------------------------------------------
-
-
-def _style(rank, line, rename=None):
-    layout, x, grad_output = setup(line, rename)
-    model = style(build(), layout)
-    out = model(x)
-    out.backward(grad_output)
-    layout.sync_gradients(model)
-    return errors(layout, out, x, model)
-
-
-@pytest.mark.parametrize("line", [TILE, "batch: dp=2; tokens(zigzag): ring=2", "tokens: ulysses=4"])
-def test_parallel_style_is_one_process(pool, line):
-    assert_exact(pool, _style, line)
-
-
-def test_parallel_style_takes_the_names_of_the_programs_mesh(pool):
-    assert_exact(pool, _style, "batch: dp=2; tokens: ring=2", {"dp": "ring", "ring": "cp"})
-
-
-def _wrong_mesh(rank):
-    layout, _, _ = setup(TILE)
-    other = init_device_mesh("cpu", (4,), mesh_dim_names=("elsewhere",))
-    with pytest.raises(DeclarationError, match="elsewhere"):
-        style(build(), layout, other)
-    return 0.0
-
-
-def test_parallel_style_refuses_a_mesh_that_is_not_the_layouts(pool):
-    assert_exact(pool, _wrong_mesh)
 
 
 def _dtensors(rank, line):
@@ -178,7 +137,7 @@ def test_dtensors_under_sdpa_are_one_process(pool, line):
 
 def _fsdp(rank, line, dims):
     layout, x, grad_output = setup(line)
-    model = style(build(), layout)
+    model = build()
     mesh = layout.device_mesh[dims]
     for block in model:
         fully_shard(block, mesh=mesh)
@@ -186,7 +145,8 @@ def _fsdp(rank, line, dims):
     for module in (*model, model):
         # The loss counts every token once, over all ranks: gradients are sums, not means.
         module.set_gradient_divide_factor(1.0)
-    out = model(x)
+    with weft.sdpa(layout, "tokens"):
+        out = model(x)
     out.backward(grad_output)
     return errors(layout, out, x, model)
 
@@ -205,7 +165,7 @@ def test_fully_shard_over_the_layouts_mesh_is_one_process(pool, line, dims):
 
 def _tensor_parallel(rank):
     layout, x, grad_output = setup("heads: tp=2; tokens(zigzag): ring=2")
-    model = style(build(), layout, layout.device_mesh["ring"])
+    model = build()
     plan = {f"*.attention.{name}": ColwiseParallel() for name in "qkv"}
     plan |= {"*.attention.out": RowwiseParallel()}
     plan |= {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}
@@ -213,7 +173,8 @@ def _tensor_parallel(rank):
     for block in model:
         fully_shard(block, mesh=layout.device_mesh["ring"])
         block.set_gradient_divide_factor(1.0)
-    out = model(x)
+    with weft.sdpa(layout, "tokens"):
+        out = model(x)
     out.backward(grad_output)
     return errors(layout, out, x, model)
 
@@ -241,10 +202,15 @@ class Woven(Block):
         return x + self.down(F.gelu(self.up(x)))
 
 
+def woven(layout):
+    model = nn.Sequential(Woven(layout), Woven(layout)).double()
+    model.load_state_dict(build().state_dict())
+    return model
+
+
 def _compiled(rank, line):
     layout, x, grad_output = setup(line)
-    model, plain = nn.Sequential(Woven(layout), Woven(layout)).double(), build()
-    model.load_state_dict(plain.state_dict())
+    model = woven(layout)
     for block in model:
         block.compile(fullgraph=True, backend="aot_eager")
     for _ in range(2):  # the second call runs what the first one compiled
@@ -263,27 +229,23 @@ def test_a_compiled_block_is_one_process(pool, line):
     assert_exact(pool, _compiled, line)
 
 
-def _compiled_region(rank, line, styled):
+def _compiled_region(rank, line):
     layout, x, grad_output = setup(line)
-    model = style(build(), layout) if styled else build()
+    model = build()
     for block in model:
         block.compile(fullgraph=True, backend="aot_eager")
-    region = contextlib.nullcontext() if styled else weft.sdpa(layout, "tokens")
     for _ in range(2):
         model.zero_grad()
         x.grad = None
-        with region:
+        with weft.sdpa(layout, "tokens"):
             out = model(x)
         out.backward(grad_output)
     layout.sync_gradients(model)
     return errors(layout, out, x, model)
 
 
-@pytest.mark.parametrize(
-    "styled", [True, pytest.param(False, marks=pytest.mark.sample)], ids=["style", "sdpa"]
-)
-def test_compiled_blocks_are_caught(pool, styled):
-    assert_exact(pool, _compiled_region, TILE, styled)
+def test_compiled_blocks_are_caught(pool):
+    assert_exact(pool, _compiled_region, TILE)
 
 
 # -- activation checkpointing ---------------------------------------------------------------------
@@ -291,7 +253,7 @@ def test_compiled_blocks_are_caught(pool, styled):
 
 def _recomputed(rank, line, keep):
     layout, x, grad_output = setup(line)
-    model, context = style(build(), layout), {"context_fn": keeping_attention} if keep else {}
+    model, context = woven(layout), {"context_fn": keeping_attention} if keep else {}
     out = x
     with weft.traffic(layout) as forward:
         for block in model:
@@ -353,8 +315,8 @@ def test_a_checkpoint_moves_between_layouts(pool):
 
 def _profiled(rank, line):
     layout, x, grad_output = setup(line)
-    model = style(build(1), layout)
-    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+    model = build(1)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded, weft.sdpa(layout, "tokens"):
         model(x).backward(grad_output)
         layout.sync_gradients(model)
     return {event.key: event.count for event in recorded.key_averages() if "weft" in event.key}

@@ -269,12 +269,12 @@ class Copied:
     """What a field was copied of, where torch has a view of it."""
 
     def __init__(self, what: str, base: Tensor) -> None:
-        self.what, self.base, self.version = what, weakref.ref(base), _version(base)
+        self.what, self.base, self.version = what, weakref.ref(base), version_of(base)
 
     def check(self) -> None:
         """Raise if what it was copied of has been written since."""
         base = self.base()
-        if base is not None and _version(base) != self.version:
+        if base is not None and version_of(base) != self.version:
             raise UnsupportedError(
                 f"{self.what} of a weft.Field is a copy, as positions moved between ranks, and what"
                 " it was copied of has been written since: torch's would have changed with it; take"
@@ -282,7 +282,7 @@ class Copied:
             )
 
 
-def _version(t: Tensor) -> int:
+def version_of(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
+import os
+import pickle
+import tempfile
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from weft.declare.layout_file import HEADS
 from weft.errors import ShapeError
+from weft.launch import launcher
 from weft.layout import Layout
 from weft.plan.order import positions, shard_spans
 
 from .cases import SIDES, Case, RankCall, shard, standard_cases
 from .check import EXACT as EXACT_ERROR
-from .processes import Processes, follows
 from .reference import relative_error
 from .report import EXACT, FAILED, REFUSED, WRONG, Finding, Report
 
 Attend = Callable[[RankCall], Tensor]
+#: Parts of gloo's messages when another rank is gone or silent, or sends an unexpected message.
+_BROKEN = ("gloo/transport", "pair closure", "Timed out")
 
 
 def conformance(
@@ -73,11 +81,13 @@ def conformance(
         roundings = 8 if dtype.itemsize == 2 else 64
         limit = EXACT_ERROR if dtype == torch.float64 else roundings * torch.finfo(dtype).eps
     job = _Job(attend, ranks, dtype, order)
-    if isinstance(on, Layout):
-        findings = [_judge(case, job, limit, _threads(job, on, case, timeout)) for case in cases]
-    else:
-        with Processes(job, ranks, timeout) as processes:
-            findings = [_judge(case, job, limit, processes.run(case)) for case in cases]
+
+    def run(case: Case) -> list:
+        if isinstance(on, Layout):
+            return _threads(job, on, case, timeout)
+        return _processes(job, case, timeout)
+
+    findings = [_judge(case, job, limit, run(case)) for case in cases]
     if predicted is not None:
         findings = [_counted(f, predicted(c)) for f, c in zip(findings, cases)]
     name = name or getattr(attend, "__name__", str(attend))
@@ -166,6 +176,32 @@ def _threads(job: _Job, layout: Layout, case: Case, timeout: float) -> list:
     return results
 
 
+def _processes(job: _Job, case: Case, timeout: float) -> list:
+    """Every rank's result of a case; of ranks that gave none, a text that says why."""
+    why = "gave no result"
+    with tempfile.TemporaryDirectory(prefix="weft-testing-") as folder:
+        try:
+            launcher.run(_on_process, job, case, folder, timeout, ranks=job.ranks)
+        except launcher.LaunchError as error:
+            why = str(error)
+        files = [Path(folder) / str(rank) for rank in range(job.ranks)]
+        return [pickle.loads(f.read_bytes()) if f.exists() else why for f in files]
+
+
+def _on_process(job: _Job, case: Case, folder: str, timeout: float) -> None:
+    rank, limit = int(os.environ["RANK"]), datetime.timedelta(seconds=timeout)
+    store = dist.FileStore(f"{folder}/store", job.ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.ranks, timeout=limit)
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(job.run(case, rank)))
+    with contextlib.suppress(Exception):  # of ranks that are gone
+        dist.barrier()
+
+
+def _follows(raised: str) -> bool:
+    """True if a rank's exception only follows from another rank's failure."""
+    return raised.startswith("RankError") or any(sign in raised for sign in _BROKEN)
+
+
 class _Raised(Exception):
     """An exception of `attend` on a rank that is a thread: it ends the waits of the others."""
 
@@ -177,8 +213,8 @@ def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
         also = f"; others raised {sorted(raised)[0]}" if raised else ""
         return Finding(case.name, FAILED, {}, f"{', '.join(lost)}{also}")
     if raised:
-        everywhere = all(r.raised and not follows(r.raised) for r in results)
-        causes = sorted(raised, key=lambda text: (follows(text), text))
+        everywhere = all(r.raised and not _follows(r.raised) for r in results)
+        causes = sorted(raised, key=lambda text: (_follows(text), text))
         return Finding(case.name, REFUSED if everywhere else FAILED, {}, causes[0])
     errors: dict[str, float] = {}
     for seed in range(1 + case.twice):

@@ -10,7 +10,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,14 +28,12 @@ from weft._torch import (
     sdpa_forms,
 )
 from weft.attention import attention
-from weft.declare.layout_file import Entry, bind
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
 from weft.masks import And, Causal, Full, Mask, describe
-from weft.plan.call import Call, axis_names
+from weft.plan.call import Call
 from weft.plan.lengths import Length, read_length
 
-from ..decode.attend import merged_parts
 from .equal_masks import kept
 
 _SDPA = F.scaled_dot_product_attention
@@ -71,21 +69,15 @@ class sdpa(TorchFunctionMode):
         mask: who sees whom, for calls that pass no `is_causal`; with `is_causal=True` the mask
             must be causal already. Default: `is_causal` decides between `Full` and `Causal`.
         length: as for `weft.attention`, where chunks are uneven.
-        context: "replicated" says that keys and values are whole on every rank, and the same,
-            whatever the layout says (text that images attend). Nothing is moved in the forward
-            pass; backward sums their gradients over the ranks.
-        streams: the tokens of every call are several streams, joined end to end: their global
-            lengths. Each stream is split over the ranks on its own, so a rank holds its chunk of
-            the first, then its chunk of the second. Every token sees all tokens of all streams.
         replace_attn_mask: `mask` stands for the `attn_mask` that calls pass, which is not looked
             at. Only who wrote the mask can know that it does.
 
     Raises:
         UnsupportedError: any other `attn_mask` (without `replace_attn_mask`), `dropout_p > 0`,
-            `is_causal=True` with a mask that is not causal or with streams;
-            `nn.MultiheadAttention`, `flex_attention` and torch's operators for one kernel, which
+            `is_causal=True` with a mask that is not causal; `nn.MultiheadAttention`,
+            `flex_attention` and torch's operators for one kernel, which
             attend inside themselves; `torch.vmap`.
-        DeclarationError: options that contradict each other.
+        DeclarationError: `replace_attn_mask` without `mask`.
         ShapeError: heads that differ without `enable_gqa`, and as `weft.attention` raises.
 
     >>> layout = Layout.single()
@@ -102,17 +94,17 @@ class sdpa(TorchFunctionMode):
         mask: Mask | None = None,
         *,
         length: Length | None = None,
-        context: str | None = None,
-        streams: Sequence[int] = (),
         replace_attn_mask: bool = False,
     ) -> None:
         super().__init__()
-        _check_options(axis, mask, length, context, streams, replace_attn_mask)
+        if replace_attn_mask and mask is None:
+            raise DeclarationError(
+                "replace_attn_mask=True under weft.sdpa without mask=: say who sees whom instead, "
+                "mask=weft.Full() for everybody"
+            )
         self.layout, self.axis, self.length = layout, axis, length
         self.mask = None if mask is None else kept(mask)
-        self.context, self.streams = context, tuple(map(int, streams))
         self.replace_attn_mask = replace_attn_mask
-        self._run = shared_context(layout, axis) if context else layout
         self._outside: list[list] = []
 
     def recompute(self) -> tuple[contextlib.AbstractContextManager, sdpa]:
@@ -180,11 +172,7 @@ class sdpa(TorchFunctionMode):
             mask = self._mask(is_causal)
         else:
             mask = self._aligned(aligned, q.shape[2], k.shape[2], is_causal)
-        if self.streams:
-            out = self._attend_streams(q, k, v, mask, scale)
-        else:
-            length = self._length(k.shape[2])
-            out = attention(q, k, v, self._run, self.axis, mask, scale, length)
+        out = attention(q, k, v, self.layout, self.axis, mask, scale, self.length)
         if len(batch) != 1 or max(query.dim(), key.dim(), value.dim()) < 4:
             out = out.reshape(*batch, *out.shape[1:])
         return out if max(query.dim(), key.dim(), value.dim()) > 3 else out.squeeze(-3)
@@ -196,50 +184,17 @@ class sdpa(TorchFunctionMode):
             if not outside and not isinstance(checkpoint.run_function, _Reopened):
                 checkpoint.run_function = _Reopened(self, checkpoint.run_function)
 
-    def _attend_streams(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float | None
-    ) -> Tensor:
-        """Every stream's queries attend every stream's keys; partial outputs merge by logsumexp."""
-        if mask != Full():
-            raise UnsupportedError(
-                f"mask {describe(mask)} with streams: a position is only known within its "
-                "stream; without a mask every token sees all streams"
-            )
-        assert isinstance(self.axis, str)  # streams are of one axis
-        sizes = [self.layout.local_length(self.axis, n) for n in self.streams]
-        for name, t in (("query", q), ("key", k)):
-            if t.shape[2] != sum(sizes):
-                raise ShapeError(
-                    f"{name} has {t.shape[2]} tokens, but this rank's chunks of streams of "
-                    f"{self.streams} tokens hold {sizes}"
-                )
-        parts = list(zip(k.split(sizes, 2), v.split(sizes, 2), self.streams))
-        outs = []
-        for local, n in zip(q.split(sizes, 2), self.streams):
-            matches = [
-                attention(local, k, v, self.layout, self.axis, mask, scale, (n, m), return_lse=True)
-                for k, v, m in parts
-            ]
-            outs.append(merged_parts(matches)[0])
-        return torch.cat(outs, 2)
-
-    def _length(self, keys: int) -> Length | None:
-        """The length to attend, where this rank has so many keys."""
-        if self.context and isinstance(self.length, int):
-            return (self.length, keys)
-        return self.length
-
     def _aligned(self, bias: CausalBias, n: int, m: int, is_causal: bool) -> Mask:
         """The mask of torch's causal bias, for n queries and m keys on this rank."""
-        if is_causal or self.mask is not None or self.streams:
-            other = "is_causal=True" if is_causal else "mask= or streams= of weft.sdpa"
+        if is_causal or self.mask is not None:
+            other = "is_causal=True" if is_causal else "mask= of weft.sdpa"
             raise UnsupportedError(
                 f"attn_mask={bias.variant.name} with {other}: both say who sees whom; pass one of"
                 " them (replace_attn_mask=True lets mask= stand for attn_mask)"
             )
         axes = (self.axis,) if isinstance(self.axis, str) else tuple(self.axis)
-        call = Call(axes, length=read_length(axes, self._length(m)))
-        pairs = call.lengths(self._run.unbound, n, m)
+        call = Call(axes, length=read_length(axes, self.length))
+        pairs = call.lengths(self.layout.unbound, n, m)
         full = tuple(math.prod(lengths) for lengths in zip(*pairs))
         made_for = (bias.seq_len_q, bias.seq_len_kv)
         if made_for not in ((n, m), full):
@@ -288,44 +243,6 @@ class _Reopened:
     def __call__(self, *args: Any) -> Any:
         with self.region.recompute()[1]:
             return self.function(*args)
-
-
-def _check_options(
-    axis: str | Sequence[str],
-    mask: Mask | None,
-    length: Length | None,
-    context: str | None,
-    streams: Sequence[int],
-    replace_attn_mask: bool,
-) -> None:
-    if context not in (None, "replicated"):
-        raise DeclarationError(f"context={context!r} under weft.sdpa: 'replicated' or None")
-    if replace_attn_mask and mask is None:
-        raise DeclarationError(
-            "replace_attn_mask=True under weft.sdpa without mask=: say who sees whom instead, "
-            "mask=weft.Full() for everybody"
-        )
-    if streams and (context or length is not None or not isinstance(axis, str)):
-        raise DeclarationError(
-            "streams under weft.sdpa give the lengths of one axis: pass neither length= nor "
-            "context=, and one axis by its name"
-        )
-
-
-def shared_context(layout: Layout, axis: str | Sequence[str]) -> Layout:
-    """The same layout, bound as it is, for keys and values that are whole on every rank.
-
-    >>> shared_context(Layout.load("ring-2"), "tokens").rules("tokens")["ring"].key.rest
-    Replicate()
-    """
-    axes = axis_names(axis)
-    joint = "+".join(axes)  # entries for axes attended jointly come before those of each
-    dims = [d for a in axes for d in layout.shard_dims(a)]
-    entries = [{"strategy": "shared_context", "on": d} for d in dims]
-    bindings = tuple(bind(joint, Entry(**entry), layout.mesh) for entry in entries)
-    declared = dict(layout.declaration)
-    declared["attend"] = {**declared.get("attend", {}), joint: entries}
-    return replace(layout, attend={**layout.attend, joint: bindings}, declaration=declared)
 
 
 def hides_future(mask: Mask) -> bool:

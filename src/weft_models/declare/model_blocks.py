@@ -1,4 +1,4 @@
-"""The blocks a model file may list: attention, recurrences, perceptrons, windows, groups."""
+"""The blocks a model file may list: attention, recurrences, perceptrons, triangles, groups."""
 
 from __future__ import annotations
 
@@ -289,130 +289,12 @@ class CarryBlock(Frozen):
     conv: Width = 4
 
 
-#: One number for all axes of a block, or one per axis.
-Numbers = Width | tuple[Width, ...]
-Border = Literal["zeros", "reflect", "replicate", "circular", "causal"]
-
-
-class OverAxesBlock(Frozen):
-    """A block over axes that are named, by one key, as `"lat"`, `"lat+lon"` or a list."""
-
-    @property
-    def over_axes(self) -> tuple[str, ...]:
-        """The axes that the block runs over."""
-        raise NotImplementedError
-
-    @property
-    def keeps_lengths(self) -> bool:
-        """True if there are as many positions after it as before."""
-        return True
-
-
-class ConvBlock(OverAxesBlock):
-    """`x + convolution(norm(x))` over some axes; with a stride `convolution(norm(x))`.
-
-    conv: the axes, one to three.
-    kernel: taps along each axis, one number or one per axis.
-    stride: positions per output, likewise; windows are centred on those that an output stands for.
-    dilation: from one tap to the next, likewise.
-    border: what is beyond the ends of axes: `"zeros"`, `"reflect"`, `"replicate"`, `"circular"` or
-        `"causal"`, where windows end at their outputs; or a table by axis.
-    depthwise: every channel by itself.
-    """
-
-    conv: tuple[str, ...]
-    kernel: Numbers = 3
-    stride: Numbers = 1
-    dilation: Numbers = 1
-    border: Border | dict[str, Border] = "zeros"
-    depthwise: bool = False
-
-    _names = field_validator("conv", mode="before")(lambda value: axes_of(value))
-
-    @property
-    def over_axes(self) -> tuple[str, ...]:
-        return self.conv
-
-    @property
-    def keeps_lengths(self) -> bool:
-        return set(numbers_of(self.stride)) == {1}
-
-
-class NormBlock(OverAxesBlock):
-    """`norm(x)` over positions of several axes, beside the norm that every block begins with.
-
-    norm: `"group"`, over some axes and the channels of a group; `"layer"`, over these axes and all
-        channels; `"batch"`, of every channel over all axes, with running statistics.
-    over: the axes of `"group"` and `"layer"`.
-    groups: of channels, for `"group"`.
-    """
-
-    norm: Literal["group", "layer", "batch"]
-    over: tuple[str, ...] = ()
-    groups: Width | None = None
-
-    _names = field_validator("over", mode="before")(lambda value: axes_of(value))
-
-    @property
-    def over_axes(self) -> tuple[str, ...]:
-        return self.over
-
-
-class PoolBlock(OverAxesBlock):
-    """The largest or the mean position in windows over some axes.
-
-    pool: `"max"` or `"mean"`; positions beyond the ends of axes do not count.
-    over: the axes, one to three.
-    kernel: positions of a window, one number or one per axis.
-    stride: positions per output, likewise; default the kernel.
-    """
-
-    pool: Literal["max", "mean"]
-    over: tuple[str, ...]
-    kernel: Numbers = 2
-    stride: Numbers | None = None
-
-    _names = field_validator("over", mode="before")(lambda value: axes_of(value))
-
-    @property
-    def over_axes(self) -> tuple[str, ...]:
-        return self.over
-
-    @property
-    def keeps_lengths(self) -> bool:
-        return set(numbers_of(self.kernel if self.stride is None else self.stride)) == {1}
-
-
-class ResampleBlock(OverAxesBlock):
-    """More positions of some axes, by the nearest ones or in between.
-
-    resample: axis -> how many times as many, or `"input"`: as many as the model was given.
-    mode: `"nearest"`, or `"linear"` between the middles of positions.
-    """
-
-    resample: dict[str, Width | Literal["input"]]
-    mode: Literal["nearest", "linear"] = "nearest"
-
-    @property
-    def over_axes(self) -> tuple[str, ...]:
-        return tuple(self.resample)
-
-    @property
-    def keeps_lengths(self) -> bool:
-        return set(self.resample.values()) == {1}
-
-
 def axes_of(value: Any) -> tuple[str, ...]:
     """Axes as a file names them: `"lat"`, `"lat+lon"` or a list. Raises `ValueError` for others."""
     names = value.split("+") if isinstance(value, str) else value
     if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
         raise ValueError(f"{shown(value)} is no axis; write 'rows', or 'lat+lon' for several")
     return tuple(n.strip() for n in names)
-
-
-def numbers_of(value: int | tuple[int, ...]) -> tuple[int, ...]:
-    """One number, or several, as several."""
-    return (value,) if isinstance(value, int) else value
 
 
 class GroupBlock(Frozen):
@@ -430,8 +312,7 @@ def _which(value: Any) -> str | None:
     if isinstance(value, BaseModel):
         return type(value).__name__
     kinds = {"attend": AttendBlock, "carry": CarryBlock, "mlp": MlpBlock}
-    kinds |= {"triangle": TriangleBlock, "block": GroupBlock, "conv": ConvBlock}
-    kinds |= {"norm": NormBlock, "pool": PoolBlock, "resample": ResampleBlock}
+    kinds |= {"triangle": TriangleBlock, "block": GroupBlock}
     names = [kinds[k].__name__ for k in kinds if isinstance(value, Mapping) and k in value]
     return names[0] if len(names) == 1 else None
 
@@ -441,17 +322,13 @@ Block = Annotated[
     | Annotated[CarryBlock, Tag("CarryBlock")]
     | Annotated[MlpBlock, Tag("MlpBlock")]
     | Annotated[TriangleBlock, Tag("TriangleBlock")]
-    | Annotated[ConvBlock, Tag("ConvBlock")]
-    | Annotated[NormBlock, Tag("NormBlock")]
-    | Annotated[PoolBlock, Tag("PoolBlock")]
-    | Annotated[ResampleBlock, Tag("ResampleBlock")]
     | Annotated[GroupBlock, Tag("GroupBlock")],
     Discriminator(
         _which,
         custom_error_type="block",
         custom_error_message=(
-            "a block has exactly one of the keys attend, carry, mlp, triangle, conv, norm, pool,"
-            " resample and block"
+            "a block has exactly one of the keys attend, carry, mlp, triangle and block;"
+            " convolutions, norms and pools are torch's own, on a weft.Field"
         ),
     ),
 ]
@@ -474,7 +351,7 @@ def count_blocks(blocks: tuple) -> int:
 
 
 #: A block that runs: groups are written out.
-Plain = AttendBlock | CarryBlock | MlpBlock | TriangleBlock | OverAxesBlock
+Plain = AttendBlock | CarryBlock | MlpBlock | TriangleBlock
 
 
 def flatten(blocks: tuple) -> list[Plain]:

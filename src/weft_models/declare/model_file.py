@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -22,16 +21,12 @@ from .model_blocks import (
     AttendBlock,
     Block,
     CarryBlock,
-    ConvBlock,
     Frozen,
     MlpBlock,
-    NormBlock,
-    OverAxesBlock,
     Plain,
     TriangleBlock,
     count_blocks,
     flatten,
-    numbers_of,
 )
 
 #: Numbers in the weights of a model; the largest have a tenth of that.
@@ -261,11 +256,7 @@ class ModelSpec(Frozen):
             elif isinstance(block, CarryBlock):
                 heads = block.heads or self.sizes.heads
                 count += 2 * embed * heads * (block.head_dim or embed // heads)
-            elif isinstance(block, ConvBlock):
-                kernel = numbers_of(block.kernel)
-                taps = math.prod(kernel if len(kernel) > 1 else kernel * len(block.conv))
-                count += embed * taps * (1 if block.depthwise else embed)
-            elif not isinstance(block, OverAxesBlock):
+            else:
                 count += 2 * embed * embed
         return count
 
@@ -286,8 +277,6 @@ class ModelSpec(Frozen):
                 self._check_attend(block)
             elif isinstance(block, CarryBlock):
                 self._check_carry(block)
-            elif isinstance(block, OverAxesBlock):
-                self._check_windows(block)
             elif isinstance(block, TriangleBlock):
                 self._check_pair(f"block with triangle = {block.triangle!r}")
         self._check_lengths()
@@ -406,47 +395,6 @@ class ModelSpec(Frozen):
             raise ValueError(
                 f"{where}: embed = {self.sizes.embed} is not a multiple of heads = {heads}; say"
                 " head_dim"
-            )
-
-    def _check_windows(self, block: OverAxesBlock) -> None:
-        """Refuses a block over axes that there are not, or whose numbers are not one per axis."""
-        key = next(iter(type(block).model_fields))
-        named = getattr(block, key)
-        where = f"block with {key} = {shown(named if isinstance(named, str) else list(named))}"
-        axes, over = self.axes[0 if self.head is None else 1 : -1], block.over_axes
-        if isinstance(block, NormBlock):
-            self._check_norm(block, where)
-        elif not 1 <= len(over) <= 3:
-            raise ValueError(f"{where}: windows run over one to three axes, found {len(over)}")
-        for name in over:
-            if name not in axes:
-                raise ValueError(f"{where}: there is no axis {name!r}{did_you_mean(name, axes)}")
-        if len(set(over)) != len(over):
-            raise ValueError(f"{where}: an axis is named twice")
-        for name in ("kernel", "stride", "dilation"):
-            value = getattr(block, name, None)
-            if isinstance(value, tuple) and len(value) != len(over):
-                raise ValueError(f"{where}: {name} = {list(value)} needs one number per axis")
-        border = getattr(block, "border", None)
-        for name in border if isinstance(border, dict) else ():
-            if name not in over:
-                raise ValueError(f"{where}: border names axis {name!r}{did_you_mean(name, over)}")
-        if self.head is not None and not block.keeps_lengths:
-            raise ValueError(
-                f"{where}: head = {self.head!r} needs a result for every position; a stride, a pool"
-                " or resampling is for models without a head"
-            )
-
-    def _check_norm(self, block: NormBlock, where: str) -> None:
-        if block.norm == "batch" and block.over:
-            raise ValueError(f"{where}: it is over all axes; drop over = {list(block.over)}")
-        if block.norm != "batch" and not block.over:
-            raise ValueError(f"{where}: say which axes, such as over = [{self.axes[-2]!r}]")
-        if (block.norm == "group") != (block.groups is not None):
-            raise ValueError(f"{where}: groups = {block.groups}; it is for norm = 'group'")
-        if block.groups is not None and self.sizes.embed % block.groups:
-            raise ValueError(
-                f"{where}: embed = {self.sizes.embed} is not a multiple of groups = {block.groups}"
             )
 
     def _check_distances(self, block: AttendBlock, where: str) -> None:

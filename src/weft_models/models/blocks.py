@@ -38,8 +38,7 @@ class BlockInputs:
     `lengths` are global, of every attended axis; `contexts`, `masks` (or their parameters) and
     `biases` (tensors over pairs of positions) have names of the file. `within` is a mask that every
     block's own is joined with. A block with a `cache` attends to it, fills it, or makes it grow;
-    `number` is the block's, where there is a cache. `first` are the global lengths of x before the
-    first block, where blocks change them.
+    `number` is the block's, where there is a cache.
     """
 
     lengths: Mapping[str, int] = field(default_factory=dict)
@@ -47,7 +46,6 @@ class BlockInputs:
     masks: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     within: Mask | None = None
-    first: Mapping[str, int] = field(default_factory=dict)
     cache: KeyValueCache | CacheRecording | DecodeCache | None = None
     number: int = -1
 

@@ -15,8 +15,6 @@ from ..declare.model_blocks import (
     AttendBlock,
     CarryBlock,
     MlpBlock,
-    NormBlock,
-    OverAxesBlock,
     Plain,
     TriangleBlock,
 )
@@ -68,8 +66,6 @@ def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
 
 def _looks_ahead(block: Plain, axis: str) -> str:
     """Why a position depends on more than earlier keys of its axis, or "" if it does not."""
-    if isinstance(block, OverAxesBlock):
-        return "sees windows of positions, which no cache of keys holds"
     if not isinstance(block, AttendBlock):
         return "carries a state, which no cache of keys holds"
     if block.kind != axis:
@@ -89,9 +85,6 @@ def _mixes(spec: ModelSpec, block: Plain, axis: str) -> str:
     """The way in which a block mixes positions of the axis with others, or ""."""
     if isinstance(block, MlpBlock):
         return ""
-    if isinstance(block, OverAxesBlock):
-        of_all = isinstance(block, NormBlock) and block.norm == "batch"
-        return "sees several of its positions" if of_all or axis in block.over_axes else ""
     if isinstance(block, CarryBlock):
         return "carries a state along it" if axis == block.carry else ""
     if isinstance(block, TriangleBlock) or block.bias == ("triangle", None):

@@ -19,12 +19,7 @@ from weft_axes.nn.sequences import gathered_lengths
 from ..declare.model_blocks import (
     AttendBlock,
     CarryBlock,
-    ConvBlock,
     MlpBlock,
-    NormBlock,
-    OverAxesBlock,
-    PoolBlock,
-    ResampleBlock,
     TriangleBlock,
 )
 from ..declare.model_file import ModelSpec
@@ -34,17 +29,12 @@ from .decode_cache import DecodeCache
 from .encodable import encodable_blocks, is_mixed
 from .model import Model
 from .relayout import Lent, lend_inputs
-from .windows import Convolve, Normalize, OnAxes, PoolWindows, ResampleAxes
 
 KINDS: dict[type, Callable[..., nn.Module]] = {
     AttendBlock: Attend,
     CarryBlock: Carry,
     MlpBlock: Mlp,
     TriangleBlock: Triangle,
-    ConvBlock: Convolve,
-    NormBlock: Normalize,
-    PoolBlock: PoolWindows,
-    ResampleBlock: ResampleAxes,
 }
 
 
@@ -81,8 +71,6 @@ class Trunk(Model):
             kind = KINDS[type(block)]
             if isinstance(block, AttendBlock):  # others run on any placement of x
                 here = (layouts or {}).get(block.kind, layout)
-            elif isinstance(block, OverAxesBlock):  # these change lengths, and running statistics
-                here = layout
             make = functools.partial(kind, spec, block)
             one = make(layout, generator) if here is layout else None
             self.blocks.append(one or Lent(make, layout, here, generator))
@@ -121,8 +109,7 @@ class Trunk(Model):
                 rank splits, with a cache, without gradients.
 
         Returns:
-            A tensor shaped like x, of length 1 along an axis in `only`; where strides, pools or
-            resampling change lengths, of those that `lengths_after` says.
+            A tensor shaped like x, of length 1 along an axis in `only`.
 
         Raises:
             ShapeError: tensors without these axes, or a context that is missing.
@@ -130,7 +117,6 @@ class Trunk(Model):
         """
         given = BlockInputs(lengths or {}, contexts or {}, masks or {}, biases or {}, within)
         self._check(x, given)
-        given = self._with_lengths(x, given)
         cached = () if cache is None else self._cached(x, given, cache)
         here, lent = self.layout, {}
         only = only or {}
@@ -150,44 +136,9 @@ class Trunk(Model):
             if number in cached:
                 one = dataclasses.replace(one, cache=cache, number=number)
             x = block(x, one)
-            if _changes_lengths(block):
-                given, lent = _after(block, given), {}
             if isinstance(cache, CacheRecording) and number == cached[-1]:
                 return x  # nothing needs the later blocks
         return self.norm(self._move(x, here, self.layout, given))
-
-    def lengths_after(self, lengths: Mapping[str, int]) -> dict[str, int]:
-        """Global lengths of the output, where strides, pools or resampling change those of x.
-
-        Args:
-            lengths: of the axes of x.
-
-        >>> spec = weft.models.ModelSpec.from_dict({
-        ...     "axes": ["batch", "time", "embed"], "sizes": {"embed": 8, "heads": 2},
-        ...     "block": [{"conv": "time", "kernel": 4, "stride": 4}, {"attend": "time"}]})
-        >>> weft.compose(spec).lengths_after({"time": 13})
-        {'time': 4}
-        """
-        self._check_lengths(lengths)
-        given = BlockInputs(lengths=dict(lengths), first=dict(lengths))
-        for block in filter(_changes_lengths, self.blocks):
-            given = _after(block, given)
-        return dict(given.lengths)
-
-    def _with_lengths(self, x: Tensor, given: BlockInputs) -> BlockInputs:
-        """The inputs with global lengths of axes that blocks change: equal chunks if not given."""
-        names = {
-            name
-            for block in self.spec.blocks
-            if isinstance(block, OverAxesBlock) and not block.keeps_lengths
-            for name in block.over_axes
-        }
-        if not names:
-            return given
-        axes, layout = self.spec.axes, self.layout
-        whole = {name: x.shape[axes.index(name)] * layout.size(name) for name in names}
-        whole |= given.lengths
-        return dataclasses.replace(given, lengths=whole, first=dict(whole))
 
     @torch.no_grad()
     def encode(
@@ -340,16 +291,3 @@ def _layout_of(block: nn.Module) -> Layout:
     layout = block.layout
     assert isinstance(layout, Layout)
     return layout
-
-
-def _changes_lengths(block: nn.Module) -> bool:
-    return isinstance(block, OnAxes) and not block.block.keeps_lengths
-
-
-def _after(block: nn.Module, given: BlockInputs) -> BlockInputs:
-    """The inputs of later blocks, with the lengths that a block leaves."""
-    assert isinstance(block, OnAxes)
-    for name in block.axis:
-        if name not in given.lengths:
-            raise DeclarationError(f"lengths of an axis that a block changes: give {name!r}, too")
-    return dataclasses.replace(given, lengths={**given.lengths, **block.lengths_after(given)})

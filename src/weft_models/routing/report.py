@@ -1,9 +1,8 @@
-"""Routing statistics as numbers and pictures: weights, choices, attention, hits, bytes saved."""
+"""Routing statistics: weights, choices, attention, bytes saved."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +10,6 @@ from torch import Tensor, nn
 from .attention import Routes
 from .module import routed_modules
 from .router import entropy
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
 
 def observe(model: nn.Module, on: bool) -> None:
@@ -67,65 +61,3 @@ def heaviest_blocks(how: Routes, top_k: int) -> Tensor:
     """The `top_k` heaviest blocks of every query block: (b r I k), lowest first among equals."""
     scores = how.matrix.masked_fill(~how.eligible, -torch.inf)
     return scores.sort(dim=-1, descending=True, stable=True).indices[..., :top_k]
-
-
-def hit_rate(how: Routes, sources: Tensor) -> float:
-    """Frequency with which the heaviest block is the true one, (b, I); -1 where none is."""
-    if sources.shape[1] != how.matrix.shape[2]:
-        return math.nan
-    counted = (sources >= 0)[:, None].expand(how.matrix.shape[:3])
-    right = heaviest_blocks(how, 1).squeeze(-1) == sources.to(how.matrix.device)[:, None]
-    return right[counted].float().mean().item()
-
-
-def weights_figure(how: Routes, sample: int = 0) -> Figure:
-    """Routing weights of one sample (first route), its choices marked, and the fan-out below."""
-    weights, chosen = how.weights[sample, 0].cpu(), how.chosen[sample, 0].cpu()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    shown = axes.imshow(weights.numpy(), vmin=0, vmax=1, cmap="viridis")
-    figure.colorbar(shown, ax=axes, label="routing weight")
-    queries, keys = chosen.nonzero().T
-    axes.scatter(keys, queries, marker="o", s=60, facecolors="none", edgecolors="tab:red")
-    _label(axes, weights.shape, f"sample {sample}: circles are the chosen blocks")
-    return figure
-
-
-def scores_figure(how: Routes, sample: int = 0) -> Figure:
-    """The score matrix in blocks: own ones, chosen ones, those never computed.
-
-    The shade of a chosen block is how many samples chose it, so that favourites stand out.
-    """
-    rows, columns = how.eligible.shape
-    share = how.chosen[:, 0].float().mean(0).cpu()
-    diagonal = torch.eye(rows, columns).bool()
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    shares = share.masked_fill(diagonal, float("nan")).numpy()
-    shown = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
-    figure.colorbar(shown, ax=axes, label="share of samples that compute the block")
-    for i in range(min(rows, columns)):
-        axes.add_patch(_square(i, i, facecolor="tab:orange"))
-    for i, j in how.chosen[sample, 0].nonzero().tolist():
-        axes.add_patch(_square(i, j, facecolor="none", edgecolor="tab:red", linewidth=2))
-    kept = (how.chosen.sum((2, 3)).float().mean() + min(rows, columns)) / (rows * columns)
-    _label(axes, share.shape, f"{kept:.0%} of the scores; red: sample {sample}, orange: own")
-    return figure
-
-
-def _square(row: int, column: int, **style: Any) -> Rectangle:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((column - 0.5, row - 0.5), 1, 1, **style)
-
-
-def _label(axes: Axes, shape: torch.Size, title: str) -> None:
-    axes.set_title(title, fontsize=9)
-    axes.set_xlabel("key block")
-    axes.set_ylabel("query block")
-    axes.set_xticks(range(shape[1]))
-    axes.set_yticks(range(shape[0]))
