@@ -206,6 +206,11 @@ def tensors_of(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[st
             yield from tensors_of({str(i): item for i, item in enumerate(value)}, f"{path}.")
 
 
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and mappings."""
+    return [t for _, t in tensors_of({"": values})]
+
+
 def in_outputs(value: Any, change: Callable[[Tensor], Any]) -> Any:
     """Outputs with other tensors in the place of theirs, in copies of what holds them."""
     if isinstance(value, Tensor):

@@ -43,7 +43,7 @@ from .common import (
     check_modules,
     check_not_placed,
     in_outputs,
-    tensors_of,
+    tensors_in,
 )
 from .units import let_fields_through
 
@@ -305,7 +305,7 @@ class _Calls:
 
     def _refuse_unsplit(self, name: str, arguments: Mapping[str, Any]) -> None:
         split = any(self.layout.size(axis) > 1 for axis in self.dims) and not self.enters_within
-        fields = [t for _, t in tensors_of(arguments) if isinstance(t, Field)]
+        fields = [t for t in tensors_in(arguments) if isinstance(t, Field)]
         # Of one position every rank computes all: it is whole.
         alone = self.named and any(1 in [*map(f.size, self.dims.values())] for f in fields)
         if split and not alone and not any(f._place.is_split for f in fields):

@@ -23,7 +23,7 @@ from weft.plan.plan import Plan
 from weft_axes.fields import Field, WholeReport
 from weft_axes.fields.islands import PROOF
 
-from .common import tensors_of
+from .common import tensors_in
 
 #: What is counted beside numbers of functions that ran whole, by their names: functions of torch
 #: that give tensors, bytes sent, passes of attention.
@@ -140,7 +140,7 @@ class _Watch(TorchFunctionMode):
 
     def when_gradient(self, values: Any, hook: Callable) -> None:
         """A hook of the first tensor that gets a gradient."""
-        locals_ = (x._local if isinstance(x, Field) else x for x in _tensors(values))
+        locals_ = (x._local if isinstance(x, Field) else x for x in tensors_in(values))
         if (first := next((x for x in locals_ if x.grad_fn is not None), None)) is not None:
             first.register_hook(hook)
 
@@ -149,15 +149,11 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         whole = sum(self.report.calls.values())
         result = func(*args, **(kwargs or {}))
-        of_field = any(isinstance(x, Field) for x in _tensors(args, kwargs))
-        if sum(self.report.calls.values()) == whole and _tensors(result):
+        of_field = any(isinstance(x, Field) for x in tensors_in(args, kwargs))
+        if sum(self.report.calls.values()) == whole and tensors_in(result):
             kind = "by rule" if of_field else "in islands" if self.in_islands else ""
             self.now.counts += Counter([kind] if kind else [])
         return result
-
-
-def _tensors(*values: Any) -> list[Tensor]:
-    return [x for _, x in tensors_of({"": values})]
 
 
 def _modules(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:

@@ -184,9 +184,8 @@ class ShardedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Keep this rank's part of new keys and values; returns the new ones, marked."""
         step = self.shards.running()
-        key_states, value_states = (
-            own_chunk(t, self.shards.axis, 2) for t in (key_states, value_states)
-        )
+        axis = self.shards.axis
+        key_states, value_states = (own_chunk(t, axis, 2) for t in (key_states, value_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if step.length is not None:
@@ -340,9 +339,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
     ) -> tuple[Tensor, Tensor]:
         """As transformers' own; of a chunk of the tokens, all ranks' last are brought here."""
         step = self.shards.running()
-        key_states, value_states = (
-            own_chunk(t, self.shards.axis, 2) for t in (key_states, value_states)
-        )
+        axis = self.shards.axis
+        key_states, value_states = (own_chunk(t, axis, 2) for t in (key_states, value_states))
         if step.length is None:
             return Kept.on(self, *super().update(key_states, value_states, *args, **kwargs))
         if not self.is_initialized:
