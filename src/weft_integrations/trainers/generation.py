@@ -17,7 +17,7 @@ from weft.layout import Layout
 
 from .accelerators import once_per_group
 from .groups import ContextGroup
-from .refused import refuse
+from .refused import refuse_setting
 
 #: Private methods of TRL that are overridden, with their parameters.
 SEAMS = {
@@ -114,7 +114,7 @@ def _check(args: Any, group: ContextGroup) -> None:
     rows, generations = args.per_device_train_batch_size, args.num_generations
     per_rank = rows * args.steps_per_generation
     if per_rank % generations:
-        refuse(
+        refuse_setting(
             f"num_generations={generations} with {per_rank} completions on a rank "
             f"(per_device_train_batch_size={rows} x steps_per_generation="
             f"{args.steps_per_generation})",
@@ -125,7 +125,7 @@ def _check(args: Any, group: ContextGroup) -> None:
     if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and (
         args.per_device_eval_batch_size % evaluated
     ):
-        refuse(
+        refuse_setting(
             f"num_generations_eval={evaluated} with "
             f"per_device_eval_batch_size={args.per_device_eval_batch_size}",
             "take a batch that holds all generations of a prompt",
@@ -139,9 +139,9 @@ def _check(args: Any, group: ContextGroup) -> None:
         ("use_liger_kernel", (True,), "False"),
     ):
         if getattr(args, setting, None) in wrong:
-            refuse(f"{setting}={getattr(args, setting)!r}", f"set it to {instead}")
+            refuse_setting(f"{setting}={getattr(args, setting)!r}", f"set it to {instead}")
     if getattr(args, "top_entropy_quantile", 1.0) < 1.0:
-        refuse(
+        refuse_setting(
             f"top_entropy_quantile={args.top_entropy_quantile}",
             "a quantile over all ranks would count every token of a group several times",
         )

@@ -160,7 +160,7 @@ def _take_attention(model: Foreign, installed: _Installed, travel: latents.Laten
     choosing = (c for module in model.modules() for c in chosen_keys.replaced_methods(module))
     installed.of_rows += dict.fromkeys(_put_all(choosing))
     if travel != "keys" and installed.layout.size(installed.axis) > 1:
-        for module in filter(latents.expands, model.modules()):
+        for module in filter(latents.expands_latents, model.modules()):
             latents.hand_on(module, travel)
     model.set_attn_implementation(interface.NAME)
 

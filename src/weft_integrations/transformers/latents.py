@@ -64,7 +64,7 @@ def taken(
     return *key.latents, key.expansion
 
 
-def expands(module: Foreign) -> bool:
+def expands_latents(module: Foreign) -> bool:
     """True of a module that expands latents, one head of them, by a projection."""
     method = getattr(type(module), _METHOD, None)
     weights = getattr(module, _WEIGHTS, None)
@@ -119,4 +119,4 @@ def _travels(module: Foreign, c: Tensor, r: Tensor) -> bool:
     return not any(isinstance(p, DTensor) or p.device != c.device for p in weights)
 
 
-__all__ = ["Latents", "Unexpanded", "expands", "hand_on", "taken"]
+__all__ = ["Latents", "Unexpanded", "expands_latents", "hand_on", "taken"]
