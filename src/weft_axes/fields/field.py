@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.distributed.tensor import DTensor
 
-from weft._torch import OF_UNPACKED, as_torch_does, wrapper
+from weft._torch import OF_UNPACKED, as_torch_does, make_wrapper
 from weft._uploads import uploaded
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
@@ -83,7 +83,9 @@ class Field(Tensor):
                 f"a rank's part of a field {text_of(place.dims)} has shape"
                 f" {tuple(place.local_shape)}, found {tuple(local.shape)}"
             )
-        made = wrapper(cls, place.shape, local, place.strides, local.requires_grad)
+        # offset, memory format, dtype, layout, device, pinned memory, gradient
+        kind = None, None, local.dtype, strided, local.device, False, local.requires_grad
+        made = make_wrapper(cls, place.shape, place.strides, *kind)
         made._local, made._place, made._trail = local, place, 0
         return made
 

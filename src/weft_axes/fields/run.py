@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft._torch import any_autocast, as_torch_does, function_modes, past_classes, shares_storage
+from weft._torch import (
+    any_autocast,
+    as_torch_does,
+    function_modes,
+    in_transform,
+    past_classes,
+    shares_storage,
+)
+from weft.comm.once_differentiable import transformed
+from weft.comm.threads import ThreadTransport
 from weft.errors import UnsupportedError
 
 from . import (  # noqa: F401 (they register their rules)
@@ -30,6 +39,7 @@ from . import (  # noqa: F401 (they register their rules)
     windows,
 )
 from .dims import is_split_dim, text_of, whole
+from .draws import state_on
 from .field import _GRAPH, OF_FUNCTION, Field, version_of
 from .place import FieldRegion
 from .positions import POSITIONWISE
@@ -173,6 +183,8 @@ def _plan(
 ) -> tuple[KeptRecipe | Direct, list, list, list]:
     """The recipe of a call, which is kept, and the call's tensors, local ones and trails."""
     name = function_name(func)
+    if in_transform():
+        raise transformed(f"{name} of a weft.Field")
     key, tensors, locals_, trails, last = _read(func, args, kwargs)
     if any(isinstance(t, DTensor) for t in tensors):
         raise UnsupportedError(
@@ -255,14 +267,10 @@ def _recipe(
     if other is not None:
         return _in_place(func, other, args, kwargs, parts, name)
     raise NoRule(
-        f"{name} has no rule for a weft.Field {_described(parts)};"
+        f"{name} has no rule for a weft.Field {next(text_of(p.dims) for p in parts if p.is_field)};"
         " where it treats every position by itself, give it field.to_local() and make a field of"
         " the result by weft.Field.from_local, or give it field.full_tensor()"
     )
-
-
-def _described(parts: list[Part]) -> str:
-    return next(text_of(p.dims) for p in parts if p.is_field)
 
 
 def _out_of_place(func: Any) -> Any:
@@ -308,6 +316,8 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
     drawn = short == "normal" or any(word in short for word in _RANDOM)
     draws = drawn and kwargs.get("generator")
     writes = short == "__setitem__" or (short.endswith("_") and not short.endswith("__"))
+    by_threads = isinstance(parts[0].region.layout.bound, ThreadTransport)
+    at = next(p.index for p in parts if p.is_field)
     report, numbers = parts[0].region.whole, sum(math.prod(p.shape) for p in parts if p.is_field)
     assert report is not None
     if numbers > MOST_WHOLE:
@@ -324,15 +334,18 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
             )
         t = [t[0].clone(), *t[1:]] if of_field else t
         before = [version_of(t[i]) for i in brought]
+        state = None if drawn or by_threads else state_on(t[at].device)
         result = inner.run(t)
+        if state is not None and not torch.equal(state, state_on(t[at].device)):
+            raise UnsupportedError(f"{name} draws random numbers that ranks cannot compare")
         if before != [version_of(t[i]) for i in brought]:
             raise UnsupportedError(
                 f"{name} writes into a weft.Field that it is given, of which every rank has a copy:"
                 " give it a plain tensor"
             )
         for found in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(found, Tensor) and found.layout is not torch.strided:
-                raise UnsupportedError(f"{name} makes a sparse tensor of a weft.Field")
+            if isinstance(found, Tensor) and (found.is_nested or found.layout != torch.strided):
+                raise UnsupportedError(f"{name} makes a sparse or nested tensor of a weft.Field")
             for i in brought if isinstance(found, Tensor) else ():
                 if shares_storage(found, t[i]):
                     found.copied = i  # where torch has a view: `KeptRecipe` asks
