@@ -161,7 +161,9 @@ class Kernel(abc.ABC):
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """fp64 accumulates in fp64, everything else in fp32."""
+    """fp64 accumulates in fp64, everything else in fp32; complex numbers in such pairs."""
+    if dtype.is_complex:
+        return torch.complex128 if dtype == torch.complex128 else torch.complex64
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
