@@ -398,6 +398,12 @@ CALLS: dict[str, Callable | tuple] = {
         [Q, K, V, SEEN[:1]],
         [*ALL_KEYS, {}],
     ),
+    "gradients of complex numbers": lambda x: (
+        torch.complex(x, x * 2).cumsum(2).roll(1, 2) * x
+    ).abs(),
+    "gradients of complex sums": lambda x: (torch.complex(x, x * x) * 1j).sum((2, 3)).abs(),
+    "a sum of small integers": lambda x: (x * 100).long().sum(2, dtype=torch.int8),
+    "a running sum of small integers": lambda x: (x > 0).cumsum(2, dtype=torch.int8),
     "a hook on gradients": lambda x: hooked(x * 2) * x,
     "a hook on the gradient of a mean": lambda x: hooked(x.mean((2, 3), True)) * x,
     "causal attention to fewer keys": (

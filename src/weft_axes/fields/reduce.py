@@ -69,7 +69,8 @@ def _sum(x: Part, over: tuple[int, ...], keepdim: bool, dtype: Any, of: Any) -> 
     def run(t: list[Any]) -> Tensor:
         y = t[x.index]
         y = y if dtype is None else y.to(dtype)
-        kind = y.dtype if y.is_floating_point() or y.is_complex() else torch.int64
+        whole_numbers = not (y.is_floating_point() or y.is_complex())
+        kind = torch.int64 if whole_numbers and dtype is None else y.dtype
         return squeezed(summed_over(y, over, x.dims, x.region), over, keepdim).to(kind)
 
     out = reduced_dims(x.dims, over, keepdim)

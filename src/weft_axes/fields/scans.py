@@ -161,7 +161,7 @@ def _cumsum_of_runs(x: Part, d: int, chunks: Held, dtype: Any) -> Callable:
         totals = [part.narrow(d, part.shape[d] - 1, 1) for part in parts]
         totals += [zero] * (most - len(totals))
         every = gathered_chunks(torch.stack(totals), chunks.axis, region, "cumsum")
-        nothing = 0 * every.sum((0, 1))
+        nothing = 0 * every.sum((0, 1), dtype=kind)
         made = [
             part + sum((every[c, j] for c, j in places), nothing)
             for part, places in zip(parts, before)

@@ -188,8 +188,8 @@ def _checked(convolution: Callable, nd: int) -> Callable:
     def run(x: Part, weight: Part, *args: Any, **kwargs: Any) -> Recipe:
         if weight.is_field or any(p.is_field for p in parts_in(args, kwargs)):
             raise refused("a convolution by weights that are a field", weight)
-        if not x.is_field or x.ndim != nd + 2 or 0 in x.shape[-nd:]:
-            raise refused("a convolution of no positions, or of other dims", x)
+        if not x.is_field or x.ndim != nd + 2 or 0 in x.shape[-nd:] or x.dtype.is_complex:
+            raise refused("a convolution of no positions, of other dims or complex numbers", x)
         return convolution(x, weight, *args, **kwargs)
 
     return run
