@@ -1,6 +1,6 @@
 """The ranks to inspect: one that stands for all, or all of them, or of many some.
 
-One stands for all where nothing is masked and every rank has an equal share at each step of its way.
+One stands for all where nothing is masked, and ranks have equal shares at each step of their way.
 """
 
 from __future__ import annotations
