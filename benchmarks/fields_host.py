@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,15 +21,14 @@ import transformers
 from torch import Tensor, nn
 
 import weft
-from weft_axes.fields.islands import on_rows, proven_islands
 
 from .common import RESULTS
 
 RUNS, CALLS, TOKENS = 15, 40, 32
 
 
-def llama_layer() -> nn.Module:
-    """A decoder layer whose attention gives its queries back."""
+def llama_layer(layout: weft.Layout | None = None) -> nn.Module:
+    """A decoder layer whose attention gives its queries back; on a layout as it is parallelized."""
 
     def no_kernel(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any) -> Any:
         return q.transpose(1, 2).contiguous(), None
@@ -44,8 +42,11 @@ def llama_layer() -> nn.Module:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    config._attn_implementation = "no_kernel"
-    return transformers.LlamaForCausalLM(config).eval().model.layers[0]
+    model = transformers.LlamaForCausalLM(config).eval()
+    model = model if layout is None else weft.parallelize(model, layout)
+    layer = model.model.layers[0]
+    layer.self_attn.config._attn_implementation = "no_kernel"
+    return layer
 
 
 def times(run: Callable[..., object], fields: tuple, local: tuple) -> tuple[float, ...]:
@@ -63,9 +64,7 @@ def times(run: Callable[..., object], fields: tuple, local: tuple) -> tuple[floa
 
 def functions(layout: weft.Layout) -> dict[str, tuple[Callable, tuple, tuple]]:
     """By name: a function, its arguments on fields, and the same on local tensors."""
-    layer, islands = llama_layer(), llama_layer()
-    for module in proven_islands(islands):  # as weft.parallelize does
-        vars(module)["forward"] = types.MethodType(on_rows, module)
+    layer, islands = llama_layer(), llama_layer(layout)
     # As in a model that weft.parallelize has split: places know where functions run whole.
     split = weft.parallelize(nn.Identity(), layout, dims={"tokens": 1}, output="field")
     x, angles = split(torch.ones(1, TOKENS, 32)), split(torch.ones(1, TOKENS, 8))

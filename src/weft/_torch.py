@@ -9,7 +9,7 @@ import functools
 import inspect
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeGuard, TypeVar
 
@@ -334,21 +334,8 @@ def is_hooked(module: torch.nn.Module) -> bool:
 
 
 _has_any_global_hook = torch.nn.modules.module._has_any_global_hook
-_wrapper = Tensor._make_wrapper_subclass
-
-
-def wrapper(
-    kind: type[Any],
-    shape: Sequence[int],
-    like: Tensor,
-    strides: Sequence[int] | None = None,
-    requires_grad: bool = False,
-) -> Any:
-    """A tensor of a class with `__torch_dispatch__` that has a shape, and no numbers."""
-    made = shape, strides, None, None, like.dtype, torch.strided, like.device, False
-    return _wrapper(kind, *made, requires_grad)
-
-
+#: Of a class with `__torch_dispatch__`: a tensor that has a shape, and no numbers.
+make_wrapper: Any = Tensor._make_wrapper_subclass
 #: How many modes see functions of torch.
 function_modes = torch._C._len_torch_function_stack
 #: A block past `__torch_function__` of the tensors' classes.

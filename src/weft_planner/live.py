@@ -7,7 +7,7 @@ device "meta" a step of any size is counted in seconds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.flop_counter import flop_registry
 from weft._torch import TorchDispatchMode, grouped_mm, memory_of
 from weft.comm.consistency import local_tensor
 from weft.errors import UnsupportedError
+from weft_integrations.common import tensors_in
 
 from .meta_outputs import on_shapes
 
@@ -54,13 +55,15 @@ class Live(TorchDispatchMode):
     ) -> Any:
         out = on_shapes(func, args, kwargs or {})
         name = func.overloadpacket.__name__
-        outputs = [*_tensors(out)]
+        outputs = [*map(local_tensor, tensors_in(out))]
         flops = product_flops(func, args, kwargs or {}, out)
         if flops is not None:
             self.flops += flops
         elif name not in _STILL and func.namespace != "c10d":
             self._check(func, args)
-            self.moved += sum(t.nbytes for t in (*outputs, *_tensors((args, kwargs))))
+            self.moved += sum(
+                t.nbytes for t in (*outputs, *map(local_tensor, tensors_in((args, kwargs))))
+            )
         for t in outputs:
             self._see(t, name)
         return out
@@ -77,7 +80,7 @@ class Live(TorchDispatchMode):
             or any(a.alias_info for a in (*schema.arguments, *schema.returns))
         ):
             return
-        given = [t for t in _tensors(args) if t.is_floating_point()]
+        given = [t for t in map(local_tensor, tensors_in(args)) if t.is_floating_point()]
         weights = [t.dim() > 1 and memory_of(t)[0] in self._ignored for t in given]
         if any(weights) and not all(weights):
             raise UnsupportedError(
@@ -116,16 +119,6 @@ def product_flops(func: Any, args: tuple, kwargs: Mapping[str, Any], out: Any) -
         return 2 * out.numel() * args[0].shape[-1] // groups
     formula = flop_registry.get(func.overloadpacket)
     return None if formula is None else formula(*args, **kwargs, out_val=out)
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        yield local_tensor(values)
-    elif isinstance(values, (tuple, list)):
-        for each in values:
-            yield from _tensors(each)
-    elif isinstance(values, dict):
-        yield from _tensors([*values.values()])
 
 
 __all__ = ["Live"]

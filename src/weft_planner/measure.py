@@ -8,7 +8,6 @@ cores are on a machine, as many compute at once as there are cores.
                  the diagonal, forward
     a mesh dim   rank 0 --> rank 1 --> ... --> rank P-1 --> rank 0     all send while they receive
     far          rank 0 <-> the rank half a turn further, alone
-    pairs        every rank to every other along a mesh dim, at once
     a message    seconds(bytes) = latency + bytes / bandwidth          of three sizes and more
     a merge      a partial output added to another
     a pass       a call of a few rows on one rank; a step: the same on all, less what is known
@@ -116,7 +115,6 @@ class Link:
     large: Sample
     middle: Sample | None = None  # of a quarter of these bytes
     far: Sample | None = None  # of `nbytes` between one pair, half a turn apart
-    pairs: Sample | None = None  # of `nbytes` in all, from every rank to all others
     #: of smaller sizes that were tried before, by their bytes
     others: Mapping[int, Sample] = field(default_factory=dict)
 
@@ -340,12 +338,6 @@ def described(measured: Measured) -> dict[str, Any]:
     how = "measured: messages of three sizes to the neighbour, all ranks at once, and of one pair"
     how = how if measured.links else "assumed: there is one rank"
     source |= {f"level.{each['name']}": how for each in level}
-    for x in measured.links:
-        if x.pairs:
-            carried = x.nbytes / x.pairs.median
-            source[f"level.{level[-1]['name']}.pairs"] = (
-                f"for comparison: all pairs along {x.mesh_dim!r} at once carried {carried:.3g} B/s"
-            )
     return {"about": f"Measured on {ranks} ranks.", "device": device, "level": level} | {
         "source": source
     }
@@ -553,10 +545,7 @@ def _link(transport: Transport, mesh_dim: str, device: str) -> Link:
     far = slowest_rank(
         transport, clocked(_pair(transport, mesh_dim, nbytes, device), REPEATS, device)
     )
-    pairs = slowest_rank(
-        transport, clocked(_pairs(transport, mesh_dim, nbytes, device), REPEATS, device)
-    )
-    return Link(mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, pairs, rest)
+    return Link(mesh_dim, transport.sizes[mesh_dim], nbytes, small, large, middle, far, rest)
 
 
 def _pair(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Callable[[], None]:
@@ -568,16 +557,6 @@ def _pair(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Call
     peer = ranks // 2 - here
     sent = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     p2p = P2PBatch(mesh_dim, "rates", [(peer, sent)], [(peer, torch.empty_like(sent))])
-    return lambda: transport.start(p2p)()
-
-
-def _pairs(transport: Transport, mesh_dim: str, nbytes: int, device: str) -> Callable[[], None]:
-    """Every rank sends its share to every other along a mesh dim."""
-    here, ranks = transport.coords[mesh_dim], transport.sizes[mesh_dim]
-    sent = torch.zeros(nbytes // (ranks - 1), dtype=torch.uint8, device=device)
-    peers = [rank for rank in range(ranks) if rank != here]
-    received = [(peer, torch.empty_like(sent)) for peer in peers]
-    p2p = P2PBatch(mesh_dim, "rates", [(peer, sent) for peer in peers], received)
     return lambda: transport.start(p2p)()
 
 

@@ -541,11 +541,9 @@ def test_train_takes_the_layout_of_the_ranks_that_started(started, layout, monke
         assert (layout in text, fewest) == (True, 3)
 
 
-def test_train_refuses_what_it_cannot_do(monkeypatch):
+def test_train_refuses_what_it_cannot_do():
     assert "--checkpoint-dir" in cli("train", "causal_lm", "--resume", code=2)
     assert "did you mean 'tabular'" in cli("train", "tabula", code=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "weft-attention[tables]" in cli("train", "tabular", code=1)
 
 
 # -- starting ranks -------------------------------------------------------------------------------

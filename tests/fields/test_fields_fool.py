@@ -473,7 +473,10 @@ def test_gradients_of_what_every_rank_holds_are_those_of_all(text):
         torch.testing.assert_close(found, want)
 
 
+#: Writes that may run on a copy on every rank, and reads of memory.
 MEMORY = {
+    "another shape": lambda x: x.detach().resize_(1, 2),
+    "statistics": lambda x: torch._foreach_zero_([x]),
     "numpy": lambda x: x.numpy().__setitem__(0, 0),
     "an array": lambda x: np.asarray(x).__setitem__(0, 0),
     "dlpack": lambda x: torch.from_dlpack(x).zero_(),

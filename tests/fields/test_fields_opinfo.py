@@ -9,6 +9,8 @@ import pytest
 from beside import FAULTS, GRIDS
 from opinfo import Case, cases, functions
 
+from weft_axes.fields.place import FieldRegion, WholeReport
+
 FUNCTIONS = functions()
 #: Parts of the whole table.
 PARTS = 24
@@ -26,6 +28,20 @@ def check(drawn: Iterable[tuple[Case, str]]) -> None:
 def test_drawn_samples_are_exact_or_refused(part):
     rng = random.Random(f"OpInfo {part}")
     names = [*FUNCTIONS][part::24]
+    samples = ([*cases(n, FUNCTIONS[n])] for n in names)
+    check((rng.choice(some), rng.choice(GRIDS)) for some in samples if some)
+
+
+@pytest.mark.filterwarnings("ignore:.*it runs whole")
+@pytest.mark.parametrize("part", range(2))
+def test_what_has_no_rule_is_exact_whole_or_refused(part, monkeypatch):
+    """Within models of any package: a copy on every rank stands for what has no rule."""
+    stock = FieldRegion.__init__
+    monkeypatch.setattr(
+        FieldRegion, "__init__", lambda *args: stock(*args[:3], WholeReport(), args[4])
+    )
+    rng = random.Random(f"whole {part}")
+    names = [*FUNCTIONS][part::12]
     samples = ([*cases(n, FUNCTIONS[n])] for n in names)
     check((rng.choice(some), rng.choice(GRIDS)) for some in samples if some)
 

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import weft
 from weft import Field, Layout, ShapeError, UnsupportedError
+from weft_axes.fields import run as running
 
 LAYOUTS = (
     "tokens(zigzag): ring=2",
@@ -371,6 +373,13 @@ class Noisy(nn.Module):
         return y + torch.bernoulli(torch.sigmoid(x)) + F.alpha_dropout(x, 0.4, self.training)
 
 
+class LowRank(nn.Module):
+    """Draws a projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.svd_lowrank(x, 2)[1]
+
+
 def _draws(rank: int, line: str) -> tuple[float, float, str]:
     x = torch.randn(2, 9, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     layout = Layout.parse(line).build("cpu", timeout=60)
@@ -385,6 +394,10 @@ def _draws(rank: int, line: str) -> tuple[float, float, str]:
     field = Field.distribute(x, layout, {"tokens": 1})
     with pytest.raises(ShapeError) as refusal:  # whole, and nothing is exchanged afterwards
         F.dropout(field.mean(1), 0.5)
+    unseen = weft.parallelize(LowRank(), layout, dims={"tokens": 1})
+    unlisted = mock.patch.object(running, "_RANDOM", ())
+    with unlisted, pytest.raises(UnsupportedError, match="draws random numbers"):
+        unseen(x)
     error, gradient = ((a - b).abs().max() for a, b in zip(*results))
     return float(error), float(gradient), str(refusal.value)
 

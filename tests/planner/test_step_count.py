@@ -244,18 +244,6 @@ def test_one_layout_of_a_model_shows_every_message(apart):
     assert "activations" in said
 
 
-def test_inside_node_is_checked_before_there_are_nodes(tmp_path, apart):
-    path = tmp_path / "layout.toml"
-    path.write_text(
-        'inside_node = ["heads"]\n[mesh]\nheads = 4\nring = 2\n'
-        '[shard]\ntokens = ["heads", "ring"]\n[attend]\n'
-        'tokens = [{strategy="ulysses", on="heads"}, {strategy="ring", on="ring"}]\n'
-    )
-    said = apart(cli, "explain", "model", "causal_lm", "ring-2", str(path), "--ranks-per-node", "4")
-    assert "refused" in said
-    assert "inside_node lists mesh dim 'heads'" in said
-
-
 def test_peak_is_counted_as_of_other_models():
     """Activations are alive at once, with temporaries and gradients beside them."""
     spec = ModelSpec.load("causal_lm")

@@ -124,7 +124,7 @@ class Trace:
         """A pass of a call begins; its steps have the same tag."""
         count = next(self._calls)
         fields = {"kind": "call", "count": count, "began": time.time(), "number": number}
-        fields |= {"tag": str(tag), "ranks": ranks, "what": label, "detail": detail}
+        fields |= {"tag": str(tag), "to": ranks, "what": label, "detail": detail}
         self.write_line(2 + count % CALLS, _fitting(fields, WIDTH))
 
     def step(

@@ -39,10 +39,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Recipe:
     if dropout_p:
-        raise UnsupportedError(
-            f"{refused('attention with dropout', query)}: ranks would drop others; set its"
-            " probability to 0"
-        )
+        raise _dropped(query)
     if any(p.is_split(p.ndim - 1) or not p.shape[-1] for p in (query, key, value)):
         raise refused("attention over split features", query)
     if attn_mask is not None and is_causal:
@@ -81,6 +78,8 @@ def _multi_head_attention(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> Any:
+    if training and dropout_p:
+        raise _dropped(query)
     unusual = (bias_k, bias_v, static_k, static_v)
     if need_weights or add_zero_attn or query.dim() != 3 or any(x is not None for x in unusual):
         return NotImplemented
@@ -104,9 +103,15 @@ def _multi_head_attention(
             _added(attn_mask if attn_mask.dim() == 2 else attn_mask.unflatten(0, q.shape[:2]), q)
         )
     seen = None if not masks else masks[0] + masks[1] if len(masks) == 2 else masks[0]
-    rate = dropout_p if training else 0.0
-    out = F.scaled_dot_product_attention(q, k, v, seen, rate, is_causal=causal)
+    out = F.scaled_dot_product_attention(q, k, v, seen, is_causal=causal)
     return F.linear(out.permute(2, 0, 1, 3).flatten(2), out_proj_weight, out_proj_bias), None
+
+
+def _dropped(query: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"{refused('attention with dropout', query)}: ranks would drop others; set its probability"
+        " to 0"
+    )
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:

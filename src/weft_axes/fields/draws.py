@@ -27,12 +27,7 @@ def generator_state(name: str, region: FieldRegion, x: Tensor, generator: Any, a
             f"{name} draws random numbers of weft.Fields: ranks that are threads share torch's"
             " generator, so that each would draw others; run ranks as processes"
         )
-    if generator is not None:
-        state = generator.get_state()
-    elif x.device.type == "cpu":
-        state = torch.get_rng_state()
-    else:
-        state = torch.get_device_module(x.device).get_rng_state(x.device)
+    state = state_on(x.device) if generator is None else generator.get_state()
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=7).hexdigest()
     if alone:
         dims = tuple(d for axis in region.axes for d in region.layout.shard_dims(axis))
@@ -40,4 +35,11 @@ def generator_state(name: str, region: FieldRegion, x: Tensor, generator: Any, a
     return int(digest, 16)
 
 
-__all__ = ["generator_state"]
+def state_on(device: torch.device) -> Tensor:
+    """The state of torch's own generator of a device."""
+    if device.type in ("cpu", "meta"):
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+__all__ = ["generator_state", "state_on"]

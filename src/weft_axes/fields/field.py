@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, Self
 
-from torch import Tensor
+from torch import Tensor, strided
 from torch.distributed.tensor import DTensor
 
-from weft._torch import OF_UNPACKED, as_torch_does, wrapper
+from weft._torch import OF_UNPACKED, as_torch_does, make_wrapper
 from weft._uploads import uploaded
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.layout import Layout
@@ -83,7 +83,9 @@ class Field(Tensor):
                 f"a rank's part of a field {text_of(place.dims)} has shape"
                 f" {tuple(place.local_shape)}, found {tuple(local.shape)}"
             )
-        made = wrapper(cls, place.shape, local, place.strides, local.requires_grad)
+        # offset, memory format, dtype, layout, device, pinned memory, gradient
+        kind = None, None, local.dtype, strided, local.device, False, local.requires_grad
+        made = make_wrapper(cls, place.shape, place.strides, *kind)
         made._local, made._place, made._trail = local, place, 0
         return made
 
@@ -269,12 +271,12 @@ class Copied:
     """What a field was copied of, where torch has a view of it."""
 
     def __init__(self, what: str, base: Tensor) -> None:
-        self.what, self.base, self.version = what, weakref.ref(base), _version(base)
+        self.what, self.base, self.version = what, weakref.ref(base), version_of(base)
 
     def check(self) -> None:
         """Raise if what it was copied of has been written since."""
         base = self.base()
-        if base is not None and _version(base) != self.version:
+        if base is not None and version_of(base) != self.version:
             raise UnsupportedError(
                 f"{self.what} of a weft.Field is a copy, as positions moved between ranks, and what"
                 " it was copied of has been written since: torch's would have changed with it; take"
@@ -282,7 +284,7 @@ class Copied:
             )
 
 
-def _version(t: Tensor) -> int:
+def version_of(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 

@@ -3,6 +3,10 @@
     def forward(self, x):                                           x: rows (..., d)
         return self.down(self.act(self.gate(x)) * self.up(x))       rows (..., d)
 
+    def rotated(q, cos, sin):                   rows that are aligned from their last dim on
+        cos, sin = cos.unsqueeze(1), ...
+        return q * cos + torch.cat((-q[..., q.shape[-1] // 2 :], ...), -1) * sin
+
 Source is read as arithmetic of rows, of which a rank may have some: functions of single numbers,
 means over the last dim, vectors and matrices of weights. All else, such as a condition, an index, a
 size or a write, proves nothing, and the module runs on fields.
@@ -37,6 +41,7 @@ _OPERATORS: dict[type, Any] = {
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
     ast.Pow: operator.pow,
     ast.USub: operator.neg,
 }
@@ -58,13 +63,13 @@ class Unproven(Exception):
 class _Kind(enum.Enum):
     """What is known of a value that is no constant."""
 
-    ROWS, VECTOR, MATRIX, DTYPE = range(4)
+    ROWS, VECTOR, MATRIX, DTYPE, SIZE = range(5)
 
 
-def proof_of(module: nn.Module) -> Proof | None:
-    """What its code proves of a module, if it does."""
+def proof_of(subject: Any) -> Any:
+    """What its code proves of a module, or of a function, if it does."""
     try:
-        return Proof(module)
+        return (Proof if isinstance(subject, nn.Module) else AlignedProof)(subject)
     except (Unproven, ArithmeticError, AttributeError, TypeError, ValueError):
         return None
 
@@ -80,14 +85,17 @@ class Proof:
         run: what `torch.compile` made of its `forward`, if it did.
         modules: it and those in it, with their classes, these' `forward`, and how many are in them.
         reads: what their code reads: (module, its attribute that has it, name, what it was).
+        names: what their code reads by name: (globals, name, what it was).
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.functions, self.digest = 0, number_of(f"{type(module).__name__}.forward")
-        self.run: Any = None
+    def __init__(self, module: nn.Module | types.FunctionType) -> None:
+        self.functions, self.run = 0, None
         self.modules: list[tuple[nn.Module, Any, Any, int]] = []
         self.reads: list[tuple[nn.Module, str | None, str, Any]] = []
-        self.called(module)
+        self.names: list[tuple[dict, str, Any]] = []
+        if isinstance(module, nn.Module):
+            self.digest = number_of(f"{type(module).__name__}.forward")
+            self.called(module)
 
     def holds(self) -> bool:
         """True if nothing was replaced since, and no hook sees what is within."""
@@ -106,7 +114,7 @@ class Proof:
                 value = (own[table] if table else own).get(name)
             if value is not seen and not _is(_known(value), seen):
                 return False
-        return True
+        return all(outside.get(name) is seen for outside, name, seen in self.names)
 
     def called(self, module: nn.Module) -> _Kind:
         """Rows, of a module that is called with rows."""
@@ -118,7 +126,7 @@ class Proof:
             for name in module._modules:
                 self.called(self.read(module, name))
             return _Kind.ROWS
-        if self.result(module, kind.forward, [_Kind.ROWS]) is not _Kind.ROWS:
+        if self.result(kind.forward, [module, _Kind.ROWS]) is not _Kind.ROWS:
             raise Unproven
         return _Kind.ROWS
 
@@ -133,20 +141,48 @@ class Proof:
         self.reads.append((module, next((t for t, n in tables if name in n), None), name, value))
         return value
 
-    def result(self, module: nn.Module, function: Any, args: list[Any]) -> Any:
-        """What a function of a module's class returns."""
+    def result(self, function: Any, args: list[Any]) -> Any:
+        """What a function returns; the first argument of a method is its module."""
         code = _definition(function)
         names = [a.arg for a in code.args.args]
-        if len(names) != len(args) + 1 or code.args.kwonlyargs or code.args.defaults:
+        if len(names) != len(args) or code.args.kwonlyargs or code.args.defaults:
             raise Unproven
-        known = dict(zip(names, [module, *args]))
-        return _Reader(self, module, function.__globals__, known).returned(code.body)
+        known = dict(zip(names, args))
+        return _Reader(self, args[0], function.__globals__, known).returned(code.body)
+
+
+class AlignedProof(Proof):
+    """That a function aligns tensors from their last dim on, and treats all other dims one by one.
+
+    Attributes:
+        function: whose code proves it.
+        inserted: number of an argument -> where a dim of 1 is put into it first.
+        given: how many arguments it takes; those with defaults are left out.
+    """
+
+    def __init__(self, function: types.FunctionType) -> None:
+        super().__init__(function)
+        code, self.function, self.inserted = _definition(function), function, dict[int, int]()
+        names, defaults = [a.arg for a in code.args.args], function.__defaults__ or ()
+        self.digest, self.given = number_of(function.__qualname__), len(names) - len(defaults)
+        known = dict(zip(names, [*[_Kind.ROWS] * self.given, *defaults]))
+        reader = _Reader(self, None, function.__globals__, known)
+        body = code.body[isinstance(code.body[0], ast.Expr) :]
+        while body and (at := reader.inserted(body[0])) is not None:
+            del body[0]
+            if (index := names.index(at[0])) in self.inserted:
+                raise Unproven
+            self.inserted[index] = at[1]
+        found = reader.returned(body)
+        special = code.args.kwonlyargs or code.args.vararg or code.args.kwarg
+        if special or {*(found if isinstance(found, list) else [found])} != {_Kind.ROWS}:
+            raise Unproven
 
 
 class _Reader:
     """Values of the expressions of a function."""
 
-    def __init__(self, proof: Proof, module: nn.Module, outside: dict, known: dict) -> None:
+    def __init__(self, proof: Proof, module: Any, outside: dict, known: dict) -> None:
         self.proof, self.module, self.outside, self.known = proof, module, outside, known
 
     def returned(self, body: list[ast.stmt]) -> Any:
@@ -170,6 +206,17 @@ class _Reader:
                 raise Unproven
         return None
 
+    def inserted(self, line: ast.stmt) -> tuple[str, int] | None:
+        """The name and the place of `name = name.unsqueeze(place)`, if a statement is that."""
+        match line:
+            case ast.Assign(
+                [ast.Name(name)],
+                ast.Call(ast.Attribute(ast.Name(other), "unsqueeze"), [place], []),
+            ) if name == other and self.known.get(name) is _Kind.ROWS:
+                at = self.value(place)
+                return (name, at) if type(at) is int and at >= 0 else None
+        return None
+
     def is_of_dtypes(self, node: ast.expr) -> bool:
         """True of a condition that only asks for dtypes, and whether a weight is a tensor."""
         inner = [n for n in ast.iter_child_nodes(node) if isinstance(n, ast.expr)]
@@ -189,7 +236,13 @@ class _Reader:
                 node.id, self.outside.get(node.id, getattr(builtins, node.id, None))
             )
             if found is not None:
+                if node.id not in self.known and not isinstance(found, types.ModuleType):
+                    self.proof.names.append((self.outside, node.id, self.outside.get(node.id)))
                 return found
+        if isinstance(node, ast.Tuple | ast.List):
+            return [self.value(e) for e in node.elts]
+        if isinstance(node, ast.Subscript):
+            return self.item(node)
         if isinstance(node, ast.Attribute):
             of = self.value(node.value)
             if isinstance(of, nn.Module):
@@ -207,8 +260,22 @@ class _Reader:
             return self.call(node.func, args, named)
         raise Unproven
 
+    def item(self, node: ast.Subscript) -> Any:
+        """The size of the last dim, `x.shape[-1]`, or some of it, `x[..., a:b:c]`."""
+        match node:
+            case ast.Subscript(ast.Attribute(x, "shape"), ast.UnaryOp(ast.USub(), ast.Constant(1))):
+                if self.value(x) is _Kind.ROWS:
+                    return _Kind.SIZE
+            case ast.Subscript(x, ast.Tuple([ast.Constant(dots), ast.Slice() as part])):
+                bounds = [self.value(b) for b in (part.lower, part.upper, part.step) if b]
+                sizes = all(b is _Kind.SIZE or type(b) is int for b in bounds)
+                if dots is ... and sizes and self.value(x) is _Kind.ROWS:
+                    self.proof.functions += 1
+                    return _Kind.ROWS
+        raise Unproven
+
     def arithmetic(self, function: Any, values: list[Any]) -> Any:
-        """Rows, if there are some among values; else a vector, or a number."""
+        """Rows, if there are some among values; else a vector, a size, or a number."""
         kinds = [v for v in values if isinstance(v, _Kind)]
         self.proof.functions += bool(kinds)
         others = [v for v in values if not isinstance(v, (*_CONSTANTS, _Kind))]
@@ -216,6 +283,8 @@ class _Reader:
             raise Unproven
         if not kinds and function is not None:
             return function(*values)
+        if {*kinds} == {_Kind.SIZE}:
+            return _Kind.SIZE
         return _Kind.ROWS if _Kind.ROWS in kinds else _Kind.VECTOR
 
     def call(self, func: ast.expr, args: list[Any], named: dict[str, Any]) -> Any:
@@ -231,7 +300,11 @@ class _Reader:
         if isinstance(found, nn.Module) and args == [_Kind.ROWS] and not named:
             return self.proof.called(found)
         if isinstance(found, types.MethodType) and found.__self__ is self.module and not named:
-            return self.proof.result(self.module, found.__func__, args)
+            return self.proof.result(found.__func__, [self.module, *args])
+        if isinstance(func, ast.Name) and self.outside.get(func.id) is found and not named:
+            of_torch = str(getattr(found, "__module__", "")).startswith("torch")
+            if type(found) is types.FunctionType and not of_torch and {*args} == {_Kind.ROWS}:
+                return self.proof.result(found, args)
         return self.function(found, args, named)
 
     def function(self, found: Any, args: list[Any], named: dict[str, Any]) -> Any:
@@ -248,6 +321,9 @@ class _Reader:
                 return _Kind.ROWS
         elif found is Tensor.chunk and args[:1] == [_Kind.ROWS] and named == {"dim": -1}:
             return [_Kind.ROWS] * args[1]
+        elif found is torch.cat and isinstance(args[0], list) and {*args[0]} == {_Kind.ROWS}:
+            if [*args[1:], *named.items()] in ([-1], [("dim", -1)]):
+                return _Kind.ROWS
         elif found is F.linear and args[:2] == [_Kind.ROWS, _Kind.MATRIX]:
             if all(v in (_Kind.VECTOR, None) for v in values[2:]):
                 return _Kind.ROWS
@@ -303,9 +379,9 @@ def _definitions(file: str) -> dict[tuple[str, int], tuple[ast.FunctionDef, type
         code = waiting.pop()
         codes[code.co_name, code.co_firstlineno] = code
         waiting += filter(inspect.iscode, code.co_consts)
-    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and not n.decorator_list)
-    keys = ((n, (n.name, n.lineno)) for n in nodes)
+    nodes = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef))
+    keys = ((n, (n.name, min([n.lineno, *(d.lineno for d in n.decorator_list)]))) for n in nodes)
     return {key: (n, codes[key]) for n, key in keys if key in codes}
 
 
-__all__ = ["Proof", "proof_of"]
+__all__ = ["AlignedProof", "Proof", "proof_of"]

@@ -554,6 +554,8 @@ class KeptRecipe:
                 trail = source._trail
         elif is_known:
             t = _apart(t, locals_)
+        elif hasattr(t, "copied"):
+            copied = Copied(self.name, locals_[t.copied])
         field = Field(t, place)
         field._trail = trail
         if copied is not None:

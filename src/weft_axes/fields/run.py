@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft._torch import any_autocast, as_torch_does, function_modes, past_classes
+from weft._torch import any_autocast, as_torch_does, function_modes, past_classes, shares_storage
+from weft.comm.threads import ThreadTransport
 from weft.errors import UnsupportedError
 
 from . import (  # noqa: F401 (they register their rules)
@@ -29,8 +30,9 @@ from . import (  # noqa: F401 (they register their rules)
     views,
     windows,
 )
-from .dims import text_of, whole
-from .field import _GRAPH, OF_FUNCTION, Field
+from .dims import is_split_dim, text_of, whole
+from .draws import state_on
+from .field import _GRAPH, OF_FUNCTION, Field, version_of
 from .place import FieldRegion
 from .positions import POSITIONWISE
 from .registry import (
@@ -59,12 +61,18 @@ _PASSED = _PLAIN | {Field, Tensor, torch.nn.Parameter, float, bool, slice, tuple
 _RANDOM = (
     *("rand", "dropout", "bernoulli", "normal_", "multinomial", "uniform", "exponential_"),
     *("geometric_", "cauchy_", "log_normal", "poisson", "rrelu", "gumbel", "random_"),
+    *("lowrank", "lobpcg", "binomial", "standard_gamma", "dirichlet", "fractional"),
 )
 #: Functions in place of single positions that have no other form.
 _WRITES_ALONE = ("zero_", "fill_", "copy_")
 _TO_OTHER_SHAPES = (
     *("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"),
     *("as_strided_", "resize_as_", "swap_dims_"),
+)
+#: Those that write statistics, of which torch counts nothing.
+_WRITES_UNCOUNTED = (
+    *("native_batch_norm", "batch_norm_gather_stats", "cudnn_batch_norm"),
+    *("_batch_norm_with_update", "batch_norm_update_stats"),
 )
 #: The most numbers that a function without a rule may bring to every rank.
 MOST_WHOLE = 1 << 30
@@ -249,14 +257,10 @@ def _recipe(
     if other is not None:
         return _in_place(func, other, args, kwargs, parts, name)
     raise NoRule(
-        f"{name} has no rule for a weft.Field {_described(parts)};"
+        f"{name} has no rule for a weft.Field {next(text_of(p.dims) for p in parts if p.is_field)};"
         " where it treats every position by itself, give it field.to_local() and make a field of"
         " the result by weft.Field.from_local, or give it field.full_tensor()"
     )
-
-
-def _described(parts: list[Part]) -> str:
-    return next(text_of(p.dims) for p in parts if p.is_field)
 
 
 def _out_of_place(func: Any) -> Any:
@@ -299,8 +303,11 @@ def _in_place(
 def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Part]) -> Recipe:
     """A function without a rule on whole tensors, on every rank: gradients are shares of it."""
     short = name.split(".")[-1]
-    draws = any(word in short for word in _RANDOM) and kwargs.get("generator")
+    drawn = short == "normal" or any(word in short for word in _RANDOM)
+    draws = drawn and kwargs.get("generator")
     writes = short == "__setitem__" or (short.endswith("_") and not short.endswith("__"))
+    by_threads = isinstance(parts[0].region.layout.bound, ThreadTransport)
+    at = next(p.index for p in parts if p.is_field)
     report, numbers = parts[0].region.whole, sum(math.prod(p.shape) for p in parts if p.is_field)
     assert report is not None
     if numbers > MOST_WHOLE:
@@ -315,15 +322,31 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
                 " numbers; fallback='refuse' refuses it",
                 stacklevel=2,
             )
-        if not of_field:
-            return inner.run(t)
-        t = [t[0].clone(), *t[1:]]
-        inner.run(t)
-        return t[0]
+        t = [t[0].clone(), *t[1:]] if of_field else t
+        before = [version_of(t[i]) for i in brought]
+        state = None if drawn or by_threads else state_on(t[at].device)
+        result = inner.run(t)
+        if state is not None and not torch.equal(state, state_on(t[at].device)):
+            raise UnsupportedError(f"{name} draws random numbers that ranks cannot compare")
+        if before != [version_of(t[i]) for i in brought]:
+            raise UnsupportedError(
+                f"{name} writes into a weft.Field that it is given, of which every rank has a copy:"
+                " give it a plain tensor"
+            )
+        for found in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(found, Tensor) and found.layout is not torch.strided:
+                raise UnsupportedError(f"{name} makes a sparse tensor of a weft.Field")
+            for i in brought if isinstance(found, Tensor) else ():
+                if shares_storage(found, t[i]):
+                    found.copied = i  # where torch has a view: `KeptRecipe` asks
+        return t[0] if of_field else result
 
+    if short in (*_TO_OTHER_SHAPES, *_WRITES_UNCOUNTED):
+        raise UnsupportedError(f"{name} writes into a weft.Field, or its shape: assign a result")
     if writes and (not args or args[0] is not parts[0]):
         raise UnsupportedError(f"{name} writes weft.Fields among other tensors: write each alone")
     of_field = writes and parts[0].is_field
+    brought = [p.index for p in parts[of_field:] if any(map(is_split_dim, p.dims))]
     return Recipe(run, goals[0] if of_field else None, goals, writes=of_field, draws=draws)
 
 

@@ -7,13 +7,8 @@ from typing import Annotated
 
 import typer
 
-from weft.errors import ShapeError
-
-from ..inspect.blackbox import Box, RecordedStep, as_text, describe_run, load_records
-from ..inspect.printer import print_table, say
-
-COLUMNS = [">began", ">waited", ">ended", ">call", ">step"]
-COLUMNS += ["what", "mesh dim", "to", "from", ">bytes"]
+from ..inspect.blackbox import describe_run, load_records
+from ..inspect.printer import say
 
 
 def blackbox(
@@ -26,11 +21,6 @@ def blackbox(
             show_default=False,
         ),
     ] = None,
-    rank: Annotated[
-        int | None,
-        typer.Option(help="Also the last steps of this rank.", show_default=False, min=0),
-    ] = None,
-    steps: Annotated[int, typer.Option(help="How many of them.", min=1, max=256)] = 20,
 ) -> None:
     r"""Say which rank waits for whom, and where ranks diverged.
 
@@ -43,36 +33,6 @@ def blackbox(
 
         weft blackbox runs/tabular-tabular-2x2
 
-        weft blackbox runs/tabular-tabular-2x2 --rank 3
-
         weft blackbox    # of a run that goes on
     """
-    boxes = load_records(folder)
-    say(describe_run(boxes))
-    if rank is None:
-        return
-    box = next((box for box in boxes if box.rank == rank), None)
-    if box is None:
-        ranks = ", ".join(str(box.rank) for box in boxes)
-        raise ShapeError(f"--rank {rank}: {folder or 'the newest run'} has ranks {ranks}")
-    _show(box, steps)
-
-
-def _show(box: Box, count: int) -> None:
-    shown = box.steps[-count:]
-    calls = {call.tag: str(call.number) for call in box.calls}
-
-    def row(step: RecordedStep) -> tuple[str, ...]:
-        times = [
-            f"{t - shown[0].began:.4f}" if t else "" for t in (step.began, step.awaited, step.ended)
-        ]
-        times[-1] += " failed" * step.failed
-        numbers = (calls.get(step.tag, ""), str(step.step) if step.step >= 0 else "")
-        places = (step.payload, step.mesh_dim, as_text(step.to), as_text(step.source))
-        return (*times, *numbers, *places, f"{step.bytes:,}")
-
-    print_table(
-        f"rank {box.rank}, seconds since its first step here",
-        COLUMNS,
-        map(row, shown),
-    )
+    say(describe_run(load_records(folder)))

@@ -61,14 +61,6 @@ def model(
     gradients: options.Gradients = None,
     nproc: options.Nproc = None,
     hardware: options.TimedOn = None,
-    ranks_per_node: Annotated[
-        int | None,
-        options.of_run(
-            "Refuse a layout whose inside_node mesh dims would span nodes of this many ranks.",
-            min=1,
-            show_default="not checked",
-        ),
-    ] = None,
 ) -> None:
     """Show what a training step moves and holds, layouts side by side. Starts nothing.
 
@@ -94,16 +86,16 @@ def model(
 
         weft explain model causal_lm head-x-ring tp-x-ring --length tokens=4096 --hardware h100-8
 
-        weft explain model mine.toml 'tokens: ring=8' --gradients fsdp --ranks-per-node 8
+        weft explain model mine.toml 'tokens: ring=8' --gradients fsdp
     """
     resolved = [options.resolved(name, nproc) for name in layouts]
     kind = options.dtype_named(dtype)
     make = maker(model, options.lengths_of_axes(length), batch, kind)
     if make is not None:
-        if any(option is not None for option in (gradients, hardware, ranks_per_node)):
+        if gradients or hardware:
             raise DeclarationError(
-                "--gradients, --hardware, --ranks-per-node: of a model file; `weft plan config`"
-                " predicts times of transformers models"
+                "--gradients, --hardware: of a model file; `weft plan config` predicts times of"
+                " transformers models"
             )
         for layout in resolved:
             show(model, layout, make)
@@ -123,7 +115,6 @@ def model(
     with working("counting a step"):
         for layout in resolved:
             try:
-                options.refuse_split_nodes(layout, ranks_per_node)
                 check_fit(spec, layout)
                 counts = count_steps(layout, spec, batch, lengths, kind, way)
             except WeftError as error:

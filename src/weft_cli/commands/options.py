@@ -14,7 +14,6 @@ import torch
 import typer
 from typer.models import OptionInfo
 
-from weft.comm.world import check_inside_node
 from weft.errors import (
     DeclarationError,
     ShapeError,
@@ -453,13 +452,6 @@ def refuse_routed_axis(layout: Layout, axis: str) -> None:
             "weights, so its traffic and its results depend on them; see "
             "weft.routing.RoutedAttention"
         )
-
-
-def refuse_split_nodes(layout: Layout, ranks_per_node: int | None) -> None:
-    """Raise where an inside_node mesh dim would span nodes of this many ranks; None: unchecked."""
-    if ranks_per_node:
-        nodes = {rank: f"node {rank // ranks_per_node}" for rank in range(layout.world_size)}
-        check_inside_node(layout.inside_node, nodes, layout.mesh, layout.source)
 
 
 def lengths_of(text: str, axis: str, known: Collection[str] = ()) -> tuple[int, ...]:

@@ -66,8 +66,8 @@ def rates(
     Starts the ranks; all of them compute blocks of three sizes, forward and
     backward, as many at once as there are cores; merge, and call attention on a
     few rows; then along one mesh dim after another each sends messages of three
-    sizes to the next while it receives from the last, one pair alone, and all
-    pairs at once. Run it where you train, as you train, when nothing else runs.
+    sizes to the next while it receives from the last, and one pair alone. Run it
+    where you train, as you train, when nothing else runs.
 
     flops is what the slowest rank computes per second in the attention kernel.
     latency and bandwidth say how long a message takes: latency + bytes /

@@ -12,12 +12,13 @@ import contextlib
 import os
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from weft._opening import open_to_read
 from weft.errors import DeclarationError
@@ -34,81 +35,51 @@ _Count = Annotated[int, Field(ge=0, lt=2**62)]
 _Time = Annotated[float, Field(ge=0, lt=4e9, allow_inf_nan=False)]
 
 
-class RecordHead(BaseModel):
-    """The process that a trace is of."""
+class RecordedLine(BaseModel):
+    """A line of a trace: of a process, its copy, its failure, a call, or a step.
 
-    kind: Literal["process"] = "process"
-    run: str
-    rank: _Rank
-    ranks: Annotated[int, Field(ge=1, le=1 << 17)]
-    host: str
-    pid: Annotated[int, Field(ge=0, lt=2**31)]
+    A step is a message, a vote or a sum: when it began, was waited for and ended, 0.0 for not at
+    all. The ranks of a call are those that its steps go to.
+    """
 
-
-class RecordCopy(BaseModel):
-    """When and by which rank a trace was copied, and the state of its process then."""
-
-    kind: Literal["copy"] = "copy"
-    by: int
-    written: _Time
-    process: str
-
-
-class RecordedFailure(BaseModel):
-    """The failure of a rank."""
-
-    kind: Literal["failure"] = "failure"
-    at: _Time
-    error: str
-
-
-class RecordedCall(BaseModel):
-    """A pass of a call, which the ranks of a group make together."""
-
-    kind: Literal["call"] = "call"
-    count: _Count
-    began: _Time
-    number: _Count
-    tag: str
-    ranks: _Ranges
-    what: str
-    detail: str
-
-
-class RecordedStep(BaseModel):
-    """A message, a vote or a sum: when it began, was waited for and ended, 0.0 for not at all."""
-
-    kind: Literal["step"] = "step"
-    count: _Count
-    began: _Time
-    awaited: _Time
-    ended: _Time
-    failed: bool
-    tag: str
-    turn: _Count
-    step: int
-    bytes: _Count
-    to: _Ranges
-    source: _Ranges
-    mesh_dim: str
-    payload: str
-    layout: str
-
-
-_Line = RecordHead | RecordCopy | RecordedFailure | RecordedCall | RecordedStep
-_LINE: TypeAdapter[_Line] = TypeAdapter(Annotated[_Line, Field(discriminator="kind")])
-_Entry = TypeVar("_Entry", RecordedCall, RecordedStep)
+    kind: Literal["process", "copy", "failure", "call", "step"]
+    run: str = ""
+    rank: _Rank = 0
+    ranks: Annotated[int, Field(ge=1, le=1 << 17)] = 1  # of the world
+    host: str = ""
+    pid: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    process: str = ""  # the state of the process as it was copied
+    written: _Time = 0.0
+    at: _Time = 0.0
+    error: str = ""
+    count: _Count = 0
+    number: _Count = 0
+    tag: str = "0"
+    what: str = ""
+    detail: str = ""
+    began: _Time = 0.0
+    awaited: _Time = 0.0
+    ended: _Time = 0.0
+    failed: bool = False
+    turn: _Count = 0
+    step: int = -1
+    bytes: _Count = 0
+    to: _Ranges = ()
+    source: _Ranges = ()
+    mesh_dim: str = ""
+    payload: str = ""
+    layout: str = ""
 
 
 @dataclass(frozen=True)
 class Box:
     """The trace of one rank: its last steps and calls, oldest first, and how it failed, if so."""
 
-    head: RecordHead
-    copy: RecordCopy
-    steps: Sequence[RecordedStep] = ()
-    calls: Sequence[RecordedCall] = ()
-    failure: RecordedFailure | None = None
+    head: RecordedLine
+    copy: RecordedLine
+    steps: Sequence[RecordedLine] = ()
+    calls: Sequence[RecordedLine] = ()
+    failure: RecordedLine | None = None
 
     @property
     def rank(self) -> int:
@@ -116,7 +87,7 @@ class Box:
         return self.head.rank
 
     @property
-    def waits(self) -> RecordedStep | None:
+    def waits(self) -> RecordedLine | None:
         """The step that the rank waits for, or waited for in vain."""
         open_steps = [s for s in self.steps if s.awaited and (s.failed or not s.ended)]
         last = max(open_steps, key=lambda s: s.awaited, default=None)
@@ -197,22 +168,20 @@ def read_records(path: Path) -> Box:
             texts = [text.strip(b" \0") for text in file.read(2 * SIZE).split(b"\n")]
     except OSError as error:
         raise _no_trace(path, f" ({error})") from None
-    lines: list[_Line] = []
+    found: defaultdict[str, list[RecordedLine]] = defaultdict(list)
     for text in filter(None, texts):
         with contextlib.suppress(ValidationError):
-            lines.append(_LINE.validate_json(text))
-    heads = [line for line in lines if isinstance(line, RecordHead)]
-    if not heads or heads[0].rank >= heads[0].ranks:
+            line = RecordedLine.model_validate_json(text)
+            found[line.kind].append(line)
+    head = next(iter(found["process"]), None)
+    if head is None or head.rank >= head.ranks:
         raise _no_trace(path)
-    copies = [line for line in lines if isinstance(line, RecordCopy)]
-    failures = [line for line in lines if isinstance(line, RecordedFailure)]
-    return Box(
-        heads[0],
-        copies[0] if copies else _live(heads[0]),
-        _last((line for line in lines if isinstance(line, RecordedStep)), STEPS),
-        _last((line for line in lines if isinstance(line, RecordedCall)), CALLS),
-        failures[0] if failures else None,
-    )
+    if not found["copy"]:  # a mapped file that is read in place, as if it were copied now
+        process = state_of(head.pid) if head.host == socket.gethostname()[:64] else "runs"
+        found["copy"].append(RecordedLine(kind="copy", written=time.time(), process=process))
+    steps, calls = (sorted(found[kind], key=lambda line: line.count) for kind in ("step", "call"))
+    failure = next(iter(found["failure"]), None)
+    return Box(head, found["copy"][0], steps[-STEPS:], calls[-CALLS:], failure)
 
 
 def _no_trace(path: Path, reason: str = "") -> DeclarationError:
@@ -220,16 +189,6 @@ def _no_trace(path: Path, reason: str = "") -> DeclarationError:
         f"{path}: no trace that this version of weft wrote{reason}; remove the file to read the"
         " others"
     )
-
-
-def _live(head: RecordHead) -> RecordCopy:
-    """A mapped file that is read in place, as if it were copied now."""
-    process = state_of(head.pid) if head.host == socket.gethostname()[:64] else "runs"
-    return RecordCopy(by=head.rank, written=time.time(), process=process)
-
-
-def _last(entries: Iterable[_Entry], count: int) -> list[_Entry]:
-    return sorted(entries, key=lambda entry: entry.count)[-count:]
 
 
 # -- in words -------------------------------------------------------------------------------------
@@ -251,8 +210,7 @@ def describe_run(boxes: Sequence[Box]) -> str:
 
 def _head(boxes: Sequence[Box]) -> str:
     first, when = boxes[0].head, max(box.copy.written for box in boxes)
-    plural = "s" * (first.ranks > 1)
-    text = f"run {first.run[:8]}, {first.ranks} rank{plural}, as of {_clock(when)}"
+    text = f"run {first.run[:8]}, {first.ranks} ranks, as of {_clock(when)}"
     missing = sorted(set(range(first.ranks)) - {box.rank for box in boxes})
     if missing:
         text += (
@@ -263,62 +221,43 @@ def _head(boxes: Sequence[Box]) -> str:
 
 
 def _failures(boxes: Sequence[Box]) -> Iterator[str]:
-    by_text: dict[str, list[tuple[float, int]]] = {}
+    by_text: defaultdict[str, list[tuple[float, int]]] = defaultdict(list)
     for box in boxes:
         if box.failure:
-            by_text.setdefault(box.failure.error, []).append((box.failure.at, box.rank))
+            by_text[box.failure.error].append((box.failure.at, box.rank))
     for text, failed in sorted(by_text.items(), key=lambda entry: min(entry[1])):
         yield f"{_clock(min(failed)[0])}  {_who([rank for _, rank in failed])} failed: {text}"
 
 
 def _diverged(boxes: Sequence[Box]) -> Iterator[str]:
     """The first call at which ranks that make calls together differ."""
-    groups: dict[_Ranges, dict[int, dict[int, str]]] = {}
+    made: defaultdict[tuple[_Ranges, int], defaultdict[str, list[int]]]
+    made = defaultdict(lambda: defaultdict(list))
     for box in boxes:
         for call in box.calls:
-            groups.setdefault(call.ranks, {}).setdefault(box.rank, {})[call.number] = call.detail
-    for ranks, calls in groups.items():
-        yield from _differing(_words(ranks), calls)
-
-
-def _differing(ranks: str, calls: dict[int, dict[int, str]]) -> Iterator[str]:
-    for number in sorted({n for numbers in calls.values() for n in numbers}):
-        by_text: dict[str, list[int]] = {}
-        for rank, numbers in calls.items():
-            if number in numbers:
-                by_text.setdefault(numbers[number], []).append(rank)
-        if len(by_text) > 1:
-            yield f"{ranks} diverged at call {number}:"
+            made[call.to, call.number][call.detail].append(box.rank)
+    told = set()
+    for (ranks, number), by_text in sorted(made.items()):
+        if len(by_text) > 1 and ranks not in told:
+            told.add(ranks)
+            yield f"{_words(ranks)} diverged at call {number}:"
             yield from (f"  {_who(who)}: {text}" for text, who in by_text.items())
-            return
-    reached = {rank: max(numbers) for rank, numbers in calls.items()}
-    last = max(reached.values())
-    behind = sorted({number for number in reached.values() if number < last})
-    if behind:
-        detail = next(numbers[last] for numbers in calls.values() if last in numbers)
-        yield f"{ranks} did the same until one stopped making calls:"
-        for count in behind:
-            who = [rank for rank, number in reached.items() if number == count]
-            yield f"  {_who(who)} came to call {count}, others to call {last}: {detail}"
 
 
 def _silent(box: Box, by_rank: dict[int, Box]) -> list[int]:
     """Peers that have not begun the step a rank waits for, that have ended, or are unknown."""
-
-    def answers(peer: Box | None) -> bool:
-        return peer is not None and not peer.process and peer.answers(box)
-
-    return [p for p in box.peers if not answers(by_rank.get(p))]
+    found = {peer: by_rank.get(peer) for peer in box.peers}
+    return [p for p, peer in found.items() if not peer or peer.process or not peer.answers(box)]
 
 
 def _waiting(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> Iterator[str]:
     """One line for all ranks that wait for the same step of the same ranks."""
-    lines: dict[tuple[str, str], list[tuple[Box, RecordedStep]]] = {}
+    lines: defaultdict[tuple[str, str], list[tuple[Box, RecordedLine]]] = defaultdict(list)
     for box in by_rank.values():
         if (step := box.waits) is not None:
             whom = _who(silent[box.rank] or box.peers)
             whom += "" if silent[box.rank] else " (begun there, too: on its way)"
-            lines.setdefault((whom, _step(box, step)), []).append((box, step))
+            lines[whom, f"{_step(box, step)}, layout {step.layout!r}"].append((box, step))
     for (whom, text), waits in lines.items():
         since = max((step.ended or box.copy.written) - step.awaited for box, step in waits)
         verb = "waits" if len(waits) == 1 else "wait"
@@ -328,23 +267,14 @@ def _waiting(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> Iterator[
         yield f"{who} {verb}{tried} for {whom} for {since:.1f} s: {text}{_became(boxes)}"
 
 
-def _step(box: Box, step: RecordedStep) -> str:
+def _step(box: Box, step: RecordedLine) -> str:
+    """A step, and the call that it is of: by its tag, of a vote or a sum the last one before."""
     text = f"{step.payload} along mesh dim {step.mesh_dim!r}"
-    if step.bytes:
-        text += f", {step.bytes:,} bytes"
-    if step.step >= 0:
-        text += f", step {step.step}"
-    call = _call(box, step)
-    if call is None and step.payload == "a vote":
-        call = next((c for c in reversed(box.calls) if c.began <= step.began), None)
-    if call is not None:
-        text += f" of {call.what}, call {call.number} of {_words(call.ranks)}"
-    return f"{text}, layout {step.layout!r}"
-
-
-def _call(box: Box, step: RecordedStep) -> RecordedCall | None:
-    """The call that a step is of; of a vote or a sum, whose tag is 0, that is not on record."""
-    return next((c for c in box.calls if c.tag == step.tag != "0"), None)
+    text += f", {step.bytes:,} bytes" * bool(step.bytes) + f", step {step.step}" * (step.step >= 0)
+    for call in reversed(box.calls):
+        if call.tag == step.tag or (step.tag == "0" and call.began <= step.began):
+            return f"{text} of {call.what}, call {call.number} of {_words(call.to)}"
+    return text
 
 
 def _idle(box: Box) -> str:
@@ -352,11 +282,9 @@ def _idle(box: Box) -> str:
     text = f"rank {box.rank} waits for nobody{_became([box])}"
     if not box.steps:
         return f"{text}: it has made no call"
-    last, call = box.steps[-1], _call(box, box.steps[-1])
-    which = f", step {last.step}" * (last.step >= 0) + (f" of call {call.number}" if call else "")
+    last = box.steps[-1]
     then, when = ("ended", last.ended) if last.ended else ("began", last.began)
-    did = f"{last.payload} along {last.mesh_dim!r}{which}"
-    return f"{text}: the last it did was {did}, {then} {_clock(when)}"
+    return f"{text}: the last it did was {_step(box, last)}, {then} {_clock(when)}"
 
 
 def _became(boxes: Iterable[Box]) -> str:
@@ -366,25 +294,19 @@ def _became(boxes: Iterable[Box]) -> str:
 
 def _verdict(by_rank: dict[int, Box], silent: dict[int, list[int]]) -> str:
     edges = {rank: whom for rank, whom in silent.items() if whom}
+    ended = [box for box in by_rank.values() if box.process]
+    if not edges and 0 < len(ended) < len(by_rank):
+        return (
+            f"=> {_who([box.rank for box in ended])}{_became(ended)}; others may wait for it"
+            " outside of weft, as in torch's own collectives"
+        )
     if not edges:
-        ended = [rank for rank, box in by_rank.items() if box.process]
-        if ended and len(ended) < len(by_rank):
-            boxes = [by_rank[rank] for rank in ended]
-            return (
-                f"=> {_who(ended)}{_became(boxes)}; others may wait for it outside of weft, as in"
-                " torch's own collectives"
-            )
         return "=> no rank waits for one that has not answered"
     ends = sorted({p for whom in edges.values() for p in whom if p not in edges})
-    if ends:
-        boxes = [by_rank[p] for p in ends if p in by_rank]
-        return f"=> all that wait do so, directly or not, for {_who(ends)}{_became(boxes)}"
-    rank, path = min(edges), []
-    while rank not in path:
-        path.append(rank)
-        rank = edges[rank][0]
-    circle = [*path[path.index(rank) :], rank]
-    return f"=> ranks wait for each other: {' -> '.join(map(str, circle))}"
+    if not ends:
+        return f"=> {_who([*edges])} wait for each other"
+    boxes = [by_rank[p] for p in ends if p in by_rank]
+    return f"=> all that wait do so, directly or not, for {_who(ends)}{_became(boxes)}"
 
 
 def _each(ranges: _Ranges) -> Iterator[int]:
@@ -398,16 +320,8 @@ def _who(ranks: Sequence[int]) -> str:
 def _words(ranges: _Ranges) -> str:
     """Ranks in words: rank 3; ranks 0-2, 5."""
     plural = "s" * (len(ranges) > 1 or any(low < high for low, high in ranges))
-    return f"rank{plural} {as_text(ranges, ', ')}"
-
-
-def as_text(ranges: _Ranges, separator: str = ",") -> str:
-    """Ranks as ranges.
-
-    >>> as_text(((0, 2), (5, 5)))
-    '0-2,5'
-    """
-    return separator.join(str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    named = (str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+    return f"rank{plural} {', '.join(named)}"
 
 
 def _clock(seconds: float) -> str:

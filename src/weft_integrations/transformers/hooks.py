@@ -22,7 +22,7 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft_axes.carry.fragments import fragments
 from weft_axes.fields import WholeReport
-from weft_axes.fields.islands import on_rows, proven_islands
+from weft_axes.fields.islands import aligned_functions, on_rows, proven_islands
 from weft_axes.gradients.sync import AVERAGED
 
 from .. import Foreign
@@ -146,6 +146,7 @@ def _put_in(
         installed.of_rows.append(module)
     for module in proven_islands(model):
         put(module, on_rows)
+    _align(model)
     installed.leave_graphs(model)
     check_modules(model if decoder is None else decoder)
     installed.put_on(model)
@@ -154,6 +155,17 @@ def _put_in(
     if hasattr(model, "generate"):
         for attribute, function in generation.REPLACED.items():
             _replace(model, attribute, types.MethodType(function, model), installed)
+
+
+def _align(model: Foreign) -> None:
+    """Have functions of rotary positions, which modules call by name, take a rank's own tokens."""
+    known = {
+        stock: aligned_functions(stock) for stock in {type(m).forward for m in model.modules()}
+    }
+    made = {stock: rebound(stock, values) for stock, values in known.items() if values}
+    for module in model.modules():
+        if type(module).forward in made and "forward" not in vars(module):
+            put(module, made[type(module).forward])
 
 
 #: Attributes of modules that choose keys for attention, or compress them.
