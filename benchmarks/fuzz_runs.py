@@ -1,4 +1,4 @@
-"""Mutated run files, configurations and files of tokens of `benchmarks.fuzz`."""
+"""Mutated run files and configurations of `benchmarks.fuzz`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 
 from weft_cli.commands.verify import build
 from weft_models.declare.run_file import RunSpec
-from weft_models.train.batches import TokenFile
 
 RUN = 'model = "tabular"\nlayout = "rows: ring=2"\nseed = 3\n\n[train]\nsteps = 5\nlr = 1e-3\n'
 CONFIGURATION = {
@@ -29,8 +28,7 @@ class Runs:
 
     def feed(self, rng: random.Random) -> tuple[str, object, Callable[[], tuple[str, str]]]:
         """A kind of file, its content, and what reads it."""
-        feeds = (self._run_file, self._tokens, self._configuration)
-        return rng.choices(feeds, (4, 2, 1))[0](rng)
+        return rng.choices((self._run_file, self._configuration), (4, 1))[0](rng)
 
     def _run_file(self, rng: random.Random) -> tuple[str, object, Callable]:
         text = RUN
@@ -44,20 +42,6 @@ class Runs:
             return "taken", ""
 
         return "run file", text, call
-
-    def _tokens(self, rng: random.Random) -> tuple[str, object, Callable]:
-        content = rng.randbytes(rng.randrange(40))
-        lengths = [rng.choice((0, 1, 2, 5, 10**12, -1)) for _ in range(rng.randrange(4))]
-        path = self.folder / "tokens.bin"
-        path.write_bytes(content)
-
-        def call() -> tuple[str, str]:
-            tokens = TokenFile(path, lengths, rng.choice(("uint8", "uint16", "int32")))
-            for number, length in enumerate(lengths):
-                assert len(tokens.read(number, 0, length)) == length
-            return "taken", ""
-
-        return "tokens", (content, lengths), call
 
     def _configuration(self, rng: random.Random) -> tuple[str, object, Callable]:
         read = dict(CONFIGURATION)

@@ -2,7 +2,6 @@
 
 import shutil
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -14,7 +13,6 @@ from weft.errors import ShapeError, WeftError
 from weft.layout import Layout
 from weft.models import compose, from_pretrained, save_pretrained
 from weft.threads import on_threads
-from weft.train import PackedReader, TokenFile
 
 LAYOUT = Layout.parse("rows: ring=2")
 
@@ -29,20 +27,10 @@ def _checkpoint(folder, number):
     Checkpoints(folder, Layout.single()).save(3, model)
 
 
-def _tokens(folder, number):
-    np.full(300_000, number, "uint16").tofile(folder / "tokens.bin")
-
-
 #: By what is read: how it is written, and read by a rank of a layout.
 READERS = {
     "weights": (_weights, lambda folder, on: from_pretrained(folder / "w.safetensors", on)),
     "checkpoint": (_checkpoint, lambda folder, on: Checkpoints(folder, on).load(nn.Linear(2, 2))),
-    "tokens": (
-        _tokens,
-        lambda folder, on: PackedReader(
-            TokenFile(folder / "tokens.bin", [300_000]), on, 8, axis="rows"
-        ),
-    ),
 }
 
 

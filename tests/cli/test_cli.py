@@ -113,38 +113,26 @@ def test_explain_says_rules_bytes_memory_and_work(name: str):
         assert text in shown
 
 
-def test_explain_counts_chosen_keys_and_index_keys():
-    sizes = ("--length", "1024", "--heads", "8", "--choose", "64", "--index", "4x32")
+def test_explain_counts_chosen_keys():
+    sizes = ("--length", "1024", "--heads", "8", "--choose", "64")
     shown = cli("explain", "call", "tokens: ulysses=4", *sizes, "--dtype", "float32")
     assert "numbers of chosen keys 192.0 KiB" in shown  # 768 rows of 64 numbers of 4 bytes
-    assert "by rows: index keys of 32: rank 0 receives 96.0 KiB" in shown  # 768 x 32 x 4 bytes
-    by_lists = cli("explain", "call", "lists-4", *sizes, "--dtype", "float32")
-    assert "rank 0 receives 396.0 KiB of index queries" in by_lists  # 768 x 4 x 33 x 4 bytes
-    assert "and 384.0 KiB of lists" in by_lists  # 3 x 256 x 64 x 8 bytes
-    assert "lists merge" in by_lists
+    assert "lists merge" in cli("explain", "call", "lists-4", *sizes, "--dtype", "float32")
     shown = cli("explain", "call", "tokens: ring=4", *sizes)
     assert "numbers of chosen keys" not in shown
-    assert "64 of 1,024 keys per query" in shown
-
-
-def test_explain_refuses_index_keys_that_choose_nothing():
-    assert "say how many by --choose" in cli("explain", "call", "ring-4", "--index", "4x32", code=1)
-    wrong = cli("explain", "call", "ring-4", "--choose", "4", "--index", "4", code=1)
-    assert "not heads x size" in wrong
-    assert "other rows in the backward pass" in cli(
-        "explain", "call", "burst-4", "--choose", "4", code=1
-    )
-    assert "router's weights" in cli("explain", "call", "routed-4", "--choose", "4", code=1)
 
 
 def test_explain_bounds_the_bytes_of_fetched_keys():
-    sizes = ("--mask", "causal", "--length", "1024", "--index", "64x128")
+    sizes = ("--mask", "causal", "--length", "1024")
     shown = cli("explain", "call", "chosen-4", *sizes, "--choose", "16")
     assert "bits of wanted keys 384 B" in shown  # of three ranks, 1,024 bits
     assert "keys and values 0 B 0 B to 3.0 MiB" in shown  # rank 0 sees its own keys alone
     assert "60.0 KiB to 3.0 MiB" in shown  # the 257th query takes 15 keys of rank 0, or all do
-    assert "index keys of 128: rank 0 receives 192.0 KiB" in shown
     assert "by --choose" in cli("explain", "call", "chosen-4", code=1)
+    assert "other rows in the backward pass" in cli(
+        "explain", "call", "burst-4", "--choose", "4", code=1
+    )
+    assert "router's weights" in cli("explain", "call", "routed-4", "--choose", "4", code=1)
     assert "depends on the choice" in cli(
         "explain", "call", "chosen-4", "--choose", "4", "--hardware", "h100-8", code=1
     )

@@ -473,6 +473,39 @@ def test_gradients_of_what_every_rank_holds_are_those_of_all(text):
         torch.testing.assert_close(found, want)
 
 
+class Adapted(torch.nn.Module):
+    """A step of gradient descent within the forward pass, whose own gradient counts, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (torch.nn.Linear(6, 6).double() for _ in range(2))
+
+    def forward(self, x):
+        inner = self.a(self.b(x)).square().mean()
+        (step,) = torch.autograd.grad(inner, self.a.weight, create_graph=True)
+        return x @ (self.a.weight - step).T
+
+
+@pytest.mark.parametrize("line", ["height(zigzag): ring=2", "height: tile=2x2"])
+def test_gradients_of_weights_within_a_model_are_those_of_all_ranks(line):
+    x, module = torch.randn(2, 9, 6).double(), Adapted()
+
+    def run(module, layout=None):
+        y = whole(module(x))
+        y.square().mean().backward()
+        if layout is not None:
+            layout.sync_gradients(module)
+        return [y.detach(), *(p.grad for p in module.parameters())]
+
+    def rank(layout):
+        split = weft.parallelize(copy.deepcopy(module), layout, dims={"height": 1})
+        return run(split, layout)
+
+    want = run(copy.deepcopy(module))
+    for found in weft.on_threads(Layout.parse(line), rank):
+        torch.testing.assert_close(found, want)
+
+
 #: Writes that may run on a copy on every rank, and reads of memory.
 MEMORY = {
     "another shape": lambda x: x.detach().resize_(1, 2),

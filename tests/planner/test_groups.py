@@ -214,23 +214,6 @@ def test_machine_of_unknown_memory_has_no_longest_row(config, tmp_path):
     assert "torchrun --nproc-per-node 2 -m weft rates" in told or "no layout" in told
 
 
-def test_command_serves(config):
-    told = cli(
-        "plan",
-        "config",
-        config,
-        "--tokens",
-        "16384",
-        "--devices",
-        "4",
-        "--hardware",
-        "h100-8",
-        "--serve",
-    )
-    assert "fits on one rank, without a layout" in told
-    assert re.search(r" 4 0\.0 GB .*yes 12\.4 KiB", told)  # 4 layers x 3 x 8 x (64 x 2 + 4) bytes
-
-
 @pytest.mark.parametrize(
     ("words", "refused"),
     [

@@ -27,8 +27,6 @@ DRAWN = {"typer", "rich", "matplotlib"}
 OPTIONAL = {
     "weft/_terminal": {"rich"},
     "weft_cli/": DRAWN,
-    "weft_models/tables/": {"rich"},
-    "weft_models/train/monitor": DRAWN,
     "weft/kernels/by_rows": {"triton"},
     "weft/kernels/merge_triton": {"triton"},
     "weft/kernels/sum_triton": {"triton"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor
 from weft._torch import as_torch_does, tensor_is_all_true
 from weft.errors import UnsupportedError
 
-from .dims import text_of
-from .exchange import gathered_chunks
+from .dims import Dim, text_of
+from .exchange import gathered_chunks, is_made_whole
 from .field import Field
-from .place import FieldPlace
+from .place import FieldPlace, FieldRegion
 from .registry import DIRECT, attribute, both, direct, refused
 
 _SHAPE_ATTRIBUTES = """
@@ -135,8 +136,16 @@ def gradients(outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any
     groups = [(x,) if isinstance(x, Tensor) else tuple(x) for x in (outputs, inputs)]
     losses = [x.full_tensor() if isinstance(x, Field) else x for x in groups[0]]
     found = torch.autograd.grad(losses, [_local_of(x) for x in groups[1]], grad_outputs, **kwargs)
-    pairs = zip(found, groups[1])
-    return tuple(_gradient(g, x) if g is not None and isinstance(x, Field) else g for g, x in pairs)
+    region = next(x._region for x in (*groups[0], *groups[1]) if isinstance(x, Field))
+
+    def of_all(g: Tensor | None, x: Tensor) -> Tensor | None:
+        if g is None or (is_made_whole(x) and not isinstance(x, Field)):
+            return g
+        return (
+            _gradient(g, x) if isinstance(x, Field) else _added(g, (), region)
+        )  # of a weight ranks have shares
+
+    return tuple(map(of_all, found, groups[1]))
 
 
 @direct(attribute("grad"))
@@ -151,10 +160,13 @@ def _gradient(grad: Tensor, x: Field) -> Field:
 
 
 def _whole_gradient(share: Tensor, place: FieldPlace) -> Field:
-    region = place.region
-    for axis in region.missing(place.dims):
+    return Field(_added(share, place.dims, place.region), place)
+
+
+def _added(share: Tensor, dims: Sequence[Dim], region: FieldRegion) -> Tensor:
+    for axis in region.missing(dims):
         share = gathered_chunks(share, axis, region, "sum").sum(0)
-    return Field(share if region.times == 1 else share / region.times, place)
+    return share if region.times == 1 else share / region.times
 
 
 def _share(gradient: Tensor, place: FieldPlace) -> Tensor:

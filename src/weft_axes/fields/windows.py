@@ -182,40 +182,28 @@ def _convolve(
     return _Convolution.apply(t, weight, bias, cuts, options, *flat)
 
 
-def _with_batch(convolution: Callable, nd: int) -> Callable:
-    """A convolution that takes a tensor without a batch, too, as torch's does."""
+def _checked(convolution: Callable, nd: int) -> Callable:
+    """A convolution that is refused by weights that are fields, and of nothing."""
 
-    def run(given: Part, weight: Part, *args: Any, **kwargs: Any) -> Recipe:
+    def run(x: Part, weight: Part, *args: Any, **kwargs: Any) -> Recipe:
         if weight.is_field or any(p.is_field for p in parts_in(args, kwargs)):
             raise refused("a convolution by weights that are a field", weight)
-        if not given.is_field or given.ndim not in (nd + 1, nd + 2):
-            raise refused("a convolution", given)
-        if 0 in given.shape[-nd:]:
-            raise refused("a convolution of no positions", given)
-        if given.ndim == nd + 2:
-            return convolution(given, weight, *args, **kwargs)
-        if given.shape[0] == 0:
-            raise refused("a convolution of no channels", given)
-        x = unbatched(given)
-        found = convolution(x, weight, *args, **kwargs)
-
-        def inner(t: list[Any]) -> Tensor:
-            t = [v[None] if i == given.index else v for i, v in enumerate(t)]
-            return found.run(t)[0]
-
-        goals = {i: g[1:] if i == given.index else g for i, g in found.goals.items()}
-        return found._replace(run=inner, out=found.out[1:], goals=goals)
+        if not x.is_field or x.ndim != nd + 2 or 0 in x.shape[-nd:]:
+            raise refused("a convolution of no positions, or of other dims", x)
+        return convolution(x, weight, *args, **kwargs)
 
     return run
 
 
-def unbatched(x: Part) -> Part:
-    """A tensor with a batch of one."""
-    made = object.__new__(Part)
-    for name in Part.__slots__:
-        setattr(made, name, getattr(x, name))
-    made.dims, made.shape, made.ndim = (whole(1), *x.dims), torch.Size((1, *x.shape)), x.ndim + 1
-    return made
+def _of_one(convolution: Callable, nd: int) -> Callable:
+    """A convolution of a tensor without a batch, which torch takes, too."""
+
+    def run(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if x.dim() != nd + 1 or not x.shape[0]:
+            return NotImplemented
+        return convolution(x[None], *args, **kwargs)[0]
+
+    return run
 
 
 def _convolution(nd: int) -> Callable:
@@ -636,7 +624,8 @@ def _pad_of_ends(
 for _nd in (1, 2, 3):
     _names = f"conv{_nd}d", f"conv_transpose{_nd}d"
     for _name, _make in zip(_names, (_convolution, _transposed)):
-        rule(getattr(torch, _name), getattr(F, _name))(_with_batch(_make(_nd), _nd))
+        rule(getattr(torch, _name), getattr(F, _name))(_checked(_make(_nd), _nd))
+        composite(getattr(torch, _name), getattr(F, _name))(_of_one(getattr(F, _name), _nd))
     rule(getattr(F, f"avg_pool{_nd}d"))(_pool(_nd, "avg"))
     rule(getattr(F, f"max_pool{_nd}d"), getattr(torch, f"max_pool{_nd}d"))(_pool(_nd, "max"))
     rule(getattr(F, f"adaptive_avg_pool{_nd}d"))(_adaptive(_nd))

@@ -38,8 +38,6 @@ def conformance(
     dtype: torch.dtype = torch.float64,
     limit: float | None = None,
     cases: Iterable[Case] | None = None,
-    order: str = "contiguous",
-    predicted: Callable[[Case], int] | None = None,
     timeout: float = 30.0,
     name: str = "",
 ) -> Report:
@@ -60,8 +58,6 @@ def conformance(
         limit: the largest error allowed, relative to the largest entry of the full tensor;
             default 1e-11 in fp64, else 64 roundings of the dtype, 8 in 16 bits.
         cases: instead of the standard ones.
-        order: in which tokens are dealt to processes: contiguous, zigzag or striped.
-        predicted: the most bytes that a rank sends in a case; compared with the bytes counted.
         timeout: seconds that a case may take.
         name: of the attention, for the report.
 
@@ -80,7 +76,7 @@ def conformance(
     if limit is None:
         roundings = 8 if dtype.itemsize == 2 else 64
         limit = EXACT_ERROR if dtype == torch.float64 else roundings * torch.finfo(dtype).eps
-    job = _Job(attend, ranks, dtype, order)
+    job = _Job(attend, ranks, dtype)
 
     def run(case: Case) -> list:
         if isinstance(on, Layout):
@@ -88,8 +84,6 @@ def conformance(
         return _processes(job, case, timeout)
 
     findings = [_judge(case, job, limit, run(case)) for case in cases]
-    if predicted is not None:
-        findings = [_counted(f, predicted(c)) for f, c in zip(findings, cases)]
     name = name or getattr(attend, "__name__", str(attend))
     return Report(name, ranks, limit, tuple(findings))
 
@@ -102,7 +96,6 @@ class CaseResult:
     layout: Layout | None = None
     raised: str = ""
     changed: str = ""
-    nbytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +105,6 @@ class _Job:
     attend: Attend
     ranks: int
     dtype: torch.dtype
-    order: str
 
     def run(self, case: Case, rank: int, layout: Layout | None = None) -> CaseResult:
         """A case on one rank; an exception is part of the result."""
@@ -141,7 +133,7 @@ class _Job:
     def part(self, case: Case, full: Tensor, name: str, rank: int, layout: Layout | None) -> Tensor:
         """One rank's part of a full tensor (b h n d)."""
         if layout is None:
-            spans = shard_spans(full.shape[2], (self.ranks,), self.order)[rank]
+            spans = shard_spans(full.shape[2], (self.ranks,))[rank]
             return full.index_select(2, positions(spans))
         for mesh_dim in layout.shard_dims(HEADS):
             heads, size = full.shape[1], layout.mesh[mesh_dim]
@@ -164,10 +156,8 @@ def _threads(job: _Job, layout: Layout, case: Case, timeout: float) -> list:
     results: list[CaseResult | str] = [f"no answer in {timeout:.0f} s"] * job.ranks
 
     def rank(bound: Layout) -> None:
-        before = sum(bound.bound.sent.values())
         result = job.run(case, bound.rank, bound)
-        sent = sum(bound.bound.sent.values()) - before
-        results[bound.rank] = replace(result, layout=bound, nbytes=sent)
+        results[bound.rank] = replace(result, layout=bound)
         if result.raised:
             raise _Raised(result.raised)
 
@@ -232,12 +222,4 @@ def _judge(case: Case, job: _Job, limit: float, results: list) -> Finding:
     if missing:
         detail = f"{detail}; no gradient: {', '.join(missing)}".strip("; ")
     good = not detail and all(value <= limit for value in errors.values())
-    sent = [r.nbytes for r in results if r.nbytes is not None]
-    return Finding(case.name, EXACT if good else WRONG, errors, detail, max(sent, default=None))
-
-
-def _counted(finding: Finding, predicted: int) -> Finding:
-    if finding.verdict != EXACT or finding.nbytes in (None, predicted):
-        return finding
-    detail = f"sent {finding.nbytes} bytes, {predicted} were predicted"
-    return Finding(finding.case, WRONG, finding.errors, detail, finding.nbytes)
+    return Finding(case.name, EXACT if good else WRONG, errors, detail)

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 #: What a case may end as, from good to bad.
 EXACT, REFUSED, WRONG, FAILED = "exact", "refused", "WRONG", "FAILED"
@@ -24,7 +19,6 @@ class Finding:
         errors: per tensor the largest error over all ranks, relative to the largest entry of the
             whole.
         detail: the exception, or any other error.
-        nbytes: the most bytes that a rank sent, None where they were not counted.
 
     >>> Finding("causal", "WRONG", {"dk": 0.4}).describe()
     'causal: WRONG; dk 4.0e-01'
@@ -34,7 +28,6 @@ class Finding:
     verdict: str
     errors: dict[str, float]
     detail: str = ""
-    nbytes: int | None = None
 
     def describe(self) -> str:
         """One line: the tensors that differ, and by how much."""
@@ -91,19 +84,6 @@ class Report:
         lines = "\n".join(f"  {f.describe()}" for f in bad)
         assert not bad, f"{self.name} on {self.ranks} ranks (allowed {self.limit:.0e}):\n{lines}"
 
-    def table(self) -> Table:
-        """The findings as a table for `rich`."""
-        from rich.table import Table
-
-        table = Table(title=f"{self.name}, {self.ranks} ranks, allowed {self.limit:.0e}")
-        for column in ("case", "", "out", "dq", "dk", "dv", "bytes sent", "detail"):
-            table.add_column(column, overflow="fold")
-        for f in self.findings:
-            numbers = [_shown(f.errors.get(name)) for name in ("out", "dq", "dk", "dv")]
-            nbytes = "" if f.nbytes is None else str(f.nbytes)
-            table.add_row(f.case, f.verdict, *numbers, nbytes, f.detail[:120])
-        return table
-
     def markdown(self) -> str:
         """The findings as a Markdown table."""
         lines = ["| case | | out | dq | dk | dv | detail |", "| --- " * 7 + "|"]
@@ -114,11 +94,7 @@ class Report:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        text = io.StringIO()
-        from weft._terminal import Terminal
-
-        Terminal(file=text, width=140).print(self.table(), markup=False)
-        return text.getvalue()
+        return f"{self.name}, {self.ranks} ranks, allowed {self.limit:.0e}\n\n{self.markdown()}"
 
 
 def _shown(error: float | None) -> str:

@@ -28,7 +28,6 @@ from weft_models.routing.check import refuse_early as refuse_routed_early
 from weft_models.routing.geometry import is_routed
 from weft_proof.states import prove_states
 from weft_proof.symbolic import prove
-from weft_proof.windows import prove_windows
 
 from ..inspect import tables
 from ..inspect.printer import console, still_here, wrote
@@ -225,8 +224,6 @@ def _prove(layout: Layout, cases: list[Case], choose: int | None) -> None:
             claims = prove(layout, problem)
             if len(case.axes) == 1 and not layout.share:  # no state is carried over shares
                 claims += prove_states(layout, case.axis, case.queries)
-                if any(rule.windows for rule in layout.rules(case.axis).values()):
-                    claims += prove_windows(layout, case.axis, case.queries)
         seconds = time.perf_counter() - start
         title = (
             f"{case.axis}: {_sizes(case)}, {case.name}, {layout.world_size} ranks, {seconds:.1f} s"

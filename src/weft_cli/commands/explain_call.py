@@ -17,7 +17,6 @@ from weft.declare.one_line import is_line
 from weft.declare.rates import rates_for, rates_of
 from weft.errors import DeclarationError, ShapeError, UnsupportedError
 from weft.inspect import words
-from weft.kernels import accumulate_dtype
 from weft.layout import Layout
 from weft.plan.memory import memory_bound
 from weft.plan.order import count
@@ -27,7 +26,6 @@ from weft.plan.problem import Problem
 from weft.plan.sides import Side
 from weft.plan.travel import WORTH, Travel, choose_travel, of_keys
 from weft_axes.fetching.bounds import ByteBounds, chosen_bounds
-from weft_axes.fetching.lists import IndexSizes, list_plan
 from weft_axes.fetching.rules import fetches
 from weft_models.routing.attention import blocks_per_rank, check_routed
 from weft_models.routing.bounds import routed_bounds
@@ -69,7 +67,6 @@ def call(
     batch: options.Batch = None,
     mask: options.Mask = options.MASK,
     choose: options.Choose = None,
-    index: options.Index = None,
     order: options.Order = None,
     dtype: options.DType = options.PLANNED_DTYPE,
     nproc: options.Nproc = None,
@@ -116,9 +113,9 @@ def call(
         weft explain call tile-2x4 'tokens(zigzag): ring=8' --mask causal --hardware h100-8 \\
             --html page.html
 
-        weft explain call tile-2x2 --mask causal --choose 2048 --index 64x128
+        weft explain call tile-2x2 --mask causal --choose 2048
 
-        weft explain call chosen-4 --mask causal --choose 16 --length 1024 --index 64x128
+        weft explain call chosen-4 --mask causal --choose 16 --length 1024
     """
     if html is not None and hardware is None:
         raise DeclarationError("--html: a page plays layouts on a machine; name it by --hardware")
@@ -151,9 +148,6 @@ def call(
     )
     if balanced:
         layout = layout.reorder(axis, layout.balance(axis, problem.mask, problem.n))
-    if index is not None and choose is None:
-        raise DeclarationError("--index: index keys choose keys; say how many by --choose")
-    index_keys = None if index is None else options.heads_by_size("--index", index)
     if choose is not None:
         problem = replace(problem, choice=ChoiceKind(1, min(choose, problem.m), check=False))
     travel, fetched = None, fetches(layout, problem.axes)
@@ -178,8 +172,6 @@ def call(
             )
         _refuse(_CHOSEN, of_plans)
         _print_chosen(layout, axis, problem)
-        if index_keys is not None:
-            _print_index(layout, problem, *index_keys)
         return
     if layout.world_size > MOST_PLANNED:
         raise ShapeError(
@@ -191,8 +183,6 @@ def call(
     _print(layout, axis, problem, read)
     if travel is not None:
         _print_travel(layout, before, travel, f"of {hardware}" if machine else "of the layout")
-    if index_keys is not None:
-        _print_index(layout, problem, *index_keys)
     if machine is not None:
         _print_times(layout, problem, machine, f"on {hardware}")
     elif layout.rates:
@@ -359,38 +349,6 @@ def _print_times(layout: Layout, problem: Problem, machine: Hardware, title: str
         ("pass", ">compute alone", ">in all"),
         [(name, *map(words.show_time, seconds)) for name, seconds in times.items()],
         caption,
-    )
-
-
-def _print_index(layout: Layout, problem: Problem, heads: int, size: int) -> None:
-    """Bytes by which a model chooses keys: of index keys, or of index queries and lists."""
-    if len(problem.axes) > 1:
-        raise UnsupportedError("--index: keys are chosen along one axis, not along several jointly")
-    (axis,), (plan,) = problem.axes, plans_for(layout, problem, [0])
-    kind, batch, item = plan.problem.choice, plan.problem.batch, problem.dtype.itemsize
-    assert kind is not None
-    score = accumulate_dtype(problem.dtype).itemsize
-    sizes = IndexSizes(batch, kind.count, size * item, heads * (size + 1) * item, score)
-    lists = list_plan(layout.unbound, axis, (problem.n, problem.m), 0, sizes)
-    rows, keys = (sum(map(count, t)) for t in (lists.query_spans(), lists.key_spans()))
-    moved = lists.traffic(False).by_tensor()
-    indices = words.nbytes(moved.get("index", 0))
-    if lists.lists:
-        way = (
-            f"by lists along {', '.join(lists.lists)}: rank 0 receives {indices} of index queries"
-            f" of {size}, their weights and index keys, and {words.nbytes(moved.get('lists', 0))}"
-            " of lists of (score, position)"
-        )
-    else:
-        others = problem.m - count(lists.own_keys(lists.coords))
-        way = (
-            f"by rows: index keys of {size}: rank 0 receives {indices}, those of {others:,} other"
-            " tokens"
-        )
-    say(
-        f"\nchosen: {kind.count:,} of {problem.m:,} keys per query, {way}, forward, and nothing"
-        f" backward; of {words.nbytes(score * batch * rows * heads * keys)} of scores ({rows:,}"
-        f" queries, {heads} heads, {keys:,} keys) it makes a few rows at a time"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -172,13 +171,6 @@ Choose = Annotated[
         show_default="all",
         min=1,
         max=MOST_TOKENS,
-    ),
-]
-Index = Annotated[
-    str | None,
-    of_call(
-        "Index heads and their size, such as 64x128, by which --choose chooses.",
-        show_default="not counted",
     ),
 ]
 Mask = Annotated[str, of_call(f"Who sees whom: {', '.join(MASKS)}. See `weft list masks`.")]
@@ -365,18 +357,6 @@ def batch_of(batch: int | None, mask: str, parts: int) -> int:
     (2, 4, 3)
     """
     return batch or sequences_named(mask) or parts
-
-
-def heads_by_size(option: str, text: str) -> tuple[int, int]:
-    """Two numbers of an option such as 64x128: heads, and the size of one.
-
-    >>> heads_by_size("--index", "64x128")
-    (64, 128)
-    """
-    found = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", text)
-    if found is None:
-        raise DeclarationError(f"{option}: {text!r} is not heads x size, such as 64x128")
-    return int(found[1]), int(found[2])
 
 
 def layout_named(text: str, order: str | None = None, axis: str | None = None) -> Layout:

@@ -3,18 +3,13 @@
 from weft_axes.gradients.clip import clip_grad_norm_
 from weft_axes.gradients.data_parallel import data_parallel
 
-from .batches import PackedBatch, PackedReader, TokenDataset, TokenFile
 from .data import TrainingBatch, stream
 from .monitor import Record
 from .trainer import Run, fit
 
 __all__ = [
-    "PackedBatch",
-    "PackedReader",
     "Record",
     "Run",
-    "TokenDataset",
-    "TokenFile",
     "TrainingBatch",
     "clip_grad_norm_",
     "data_parallel",

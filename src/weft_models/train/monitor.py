@@ -1,4 +1,4 @@
-"""Monitoring of a training run: a progress line on the terminal, curves in TensorBoard."""
+"""Monitoring of a training run: lines on the terminal, curves in TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,16 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.table import Column
-
 from weft._terminal import Terminal
 from weft.errors import WeftError
 from weft.layout import Layout
@@ -26,7 +16,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 SMOOTHING = 0.95
-#: Seconds between lines where there is no terminal.
+#: Seconds between lines.
 EVERY = 10.0
 
 
@@ -75,19 +65,15 @@ class Monitor:
     ) -> None:
         first = layout.rank == 0
         self.console = Terminal(quiet=quiet or not first)
-        self.progress = _progress(self.console)
         self.steps, self.every = steps, max(1, steps // 10)
-        self.task = self.progress.add_task("", total=steps, completed=start, status="")
         self.writer = _writer(log_dir, start) if first and log_dir is not None else None
         self.smooth: dict[str, float] = {}
         self.printed_at = time.monotonic()
 
     def __enter__(self) -> Monitor:
-        self.progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
         if self.writer is not None:
             self.writer.close()
 
@@ -98,8 +84,7 @@ class Monitor:
         speed = self._smooth("rate", rate)
         traffic = f"{record.bytes / 2**20:.1f} MiB/step"
         status = f"loss {loss:.3f}  acc {accuracy:.0%}  {speed:,.0f} tokens/s  {traffic}"
-        self.progress.update(self.task, advance=1, status=status)
-        if not self.console.is_terminal and self._line_is_due(record.step):
+        if self._line_is_due(record.step):
             self.console.print(f"step {record.step + 1}/{self.steps}  {status}", highlight=False)
         if self.writer is not None:
             for name, value in _curves(record, rate).items():
@@ -133,20 +118,6 @@ def _curves(record: Record, rate: float) -> dict[str, float]:
         "memory in MiB": record.memory / 2**20,
         **{f"routing/{name}": value for name, value in record.routing.items()},
     }
-
-
-def _progress(console: Terminal) -> Progress:
-    return Progress(
-        BarColumn(bar_width=8),
-        MofNCompleteColumn(table_column=Column(no_wrap=True)),
-        TimeElapsedColumn(table_column=Column(no_wrap=True)),
-        TextColumn("left", table_column=Column(no_wrap=True)),
-        TimeRemainingColumn(table_column=Column(no_wrap=True)),
-        TextColumn("{task.fields[status]}", table_column=Column(no_wrap=True)),
-        console=console,
-        refresh_per_second=2,
-        disable=console.quiet or not console.is_terminal,
-    )
 
 
 def _writer(log_dir: str | Path, start: int) -> SummaryWriter:
