@@ -473,6 +473,24 @@ def test_gradients_of_what_every_rank_holds_are_those_of_all(text):
         torch.testing.assert_close(found, want)
 
 
+@pytest.mark.parametrize(
+    ("fn", "said"),
+    [
+        (lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1], "a transform of torch.func"),
+        (lambda x: torch.nested.as_nested_tensor([x[0], x[0, :1]]), "sparse or nested"),
+        (lambda x: x.to_sparse(), "sparse or nested"),
+    ],
+)
+def test_what_no_field_can_be_is_refused_within_a_model(fn, said):
+    def rank(layout):
+        split = weft.parallelize(Chosen(fn), layout, dims={"height": 2, "width": 3})
+        with pytest.raises(weft.WeftError, match=said):
+            split(IMAGE.clone())
+        return True
+
+    assert all(weft.on_threads(grid("2x2"), rank))
+
+
 class Adapted(torch.nn.Module):
     """A step of gradient descent within the forward pass, whose own gradient counts, too."""
 

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from weft._torch import any_autocast, as_torch_does, function_modes, past_classes, shares_storage
+from weft._torch import (
+    any_autocast,
+    as_torch_does,
+    function_modes,
+    in_transform,
+    past_classes,
+    shares_storage,
+)
+from weft.comm.once_differentiable import transformed
 from weft.comm.threads import ThreadTransport
 from weft.errors import UnsupportedError
 
@@ -175,6 +183,8 @@ def _plan(
 ) -> tuple[KeptRecipe | Direct, list, list, list]:
     """The recipe of a call, which is kept, and the call's tensors, local ones and trails."""
     name = function_name(func)
+    if in_transform():
+        raise transformed(f"{name} of a weft.Field")
     key, tensors, locals_, trails, last = _read(func, args, kwargs)
     if any(isinstance(t, DTensor) for t in tensors):
         raise UnsupportedError(
@@ -334,8 +344,8 @@ def _whole(func: Callable, name: str, args: tuple, kwargs: dict, parts: list[Par
                 " give it a plain tensor"
             )
         for found in result if isinstance(result, list | tuple) else (result,):
-            if isinstance(found, Tensor) and found.layout is not torch.strided:
-                raise UnsupportedError(f"{name} makes a sparse tensor of a weft.Field")
+            if isinstance(found, Tensor) and (found.is_nested or found.layout != torch.strided):
+                raise UnsupportedError(f"{name} makes a sparse or nested tensor of a weft.Field")
             for i in brought if isinstance(found, Tensor) else ():
                 if shares_storage(found, t[i]):
                     found.copied = i  # where torch has a view: `KeptRecipe` asks

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,10 @@ from weft.bias_tiles import tile_of_bias
 from weft.errors import DeclarationError, ShapeError
 from weft.layout import Layout
 from weft.masks import Full, Mask
-from weft.runtime.autocast import as_autocast
 
 from .geometry import NO_LENGTHS, Axis, Geometry
 from .parameters import HeadWeight, local, replicate
-from .rotary import angles, rotate, rotated_axes
+from .rotary import rotate, rotated_axes
 from .sequences import local_batches
 
 
@@ -265,34 +264,6 @@ class MultiAxisAttention(nn.Module):
         x = self.layout.enter(x, "heads")
         q = self._queries(x, self._angles(n, x.device, first, keys=False))
         return self._attended(x, q, k, v, mask, None, n, key_lengths, lengths)
-
-    def decode(
-        self,
-        x: Tensor,
-        first: int,
-        attend: Callable[[Tensor, Tensor, Tensor, float], Tensor],
-    ) -> Tensor:
-        """Attends tokens that every rank has whole, to keys that the caller keeps.
-
-        Args:
-            x: local tensor with the dims `axes` names, whole along the attended axis.
-            first: the position of its first token.
-            attend: of its queries (b, h, n, d), keys and values (b, g, n, d), and the factor on the
-                scores, the output (b, h, n, d).
-
-        Returns:
-            A tensor shaped like `x`.
-        """
-        self._check(x, None, cached=True)
-        (axis,) = self.axis
-        places = torch.arange(first, first + x.shape[self.axes.index(axis)], device=x.device)
-        turned = angles([(places, True)], self.head_dim) if self.rope else None
-        x = self.layout.enter(x, "heads")
-        q, (k, v) = self._queries(x, turned), self._keys_values(x, turned, of_x=True)
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
-        q, k, v = as_autocast(q, k, v)
-        out = attend(q, k, v, scale)
-        return self._projected(self.geometry.back(out, x.shape, q.shape[1], plain=True), x)
 
     def _attended(
         self,

@@ -22,7 +22,6 @@ from ..declare.model_file import ModelSpec
 from ..pair.triangle import TriangleAttention, TriangleMultiplication
 from ..routing.module import RoutedAttention
 from .cache import CacheRecording, KeyValueCache
-from .decode_cache import DecodeCache
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": nn.functional.gelu,
@@ -37,7 +36,7 @@ class BlockInputs:
 
     `lengths` are global, of every attended axis; `contexts`, `masks` (or their parameters) and
     `biases` (tensors over pairs of positions) have names of the file. `within` is a mask that every
-    block's own is joined with. A block with a `cache` attends to it, fills it, or makes it grow;
+    block's own is joined with. A block with a `cache` attends to it, or fills it;
     `number` is the block's, where there is a cache.
     """
 
@@ -46,7 +45,7 @@ class BlockInputs:
     masks: Mapping[str, Any] = field(default_factory=dict)
     biases: Mapping[str, Tensor] = field(default_factory=dict)
     within: Mask | None = None
-    cache: KeyValueCache | CacheRecording | DecodeCache | None = None
+    cache: KeyValueCache | CacheRecording | None = None
     number: int = -1
 
     def lengths_of(self, axes: Sequence[str]) -> dict[str, int]:
@@ -126,15 +125,13 @@ class Attend(nn.Module):
         return x + out
 
     def _with_cache(
-        self, x: Tensor, given: BlockInputs, cache: KeyValueCache | CacheRecording | DecodeCache
+        self, x: Tensor, given: BlockInputs, cache: KeyValueCache | CacheRecording
     ) -> Tensor:
         """x attends to the keys and values of the cache, after one in the making took its own.
 
         Nothing is left to do for x after the last block of that one: it returns as it came.
         """
         y = self.norm(x)
-        if isinstance(cache, DecodeCache):
-            return x + cache.attend(given.number, self.attention, y)
         if isinstance(cache, CacheRecording):
             k, v = self.attention.keys_values(y, given.lengths_of(self.attention.axes))
             k, v = cache.take(given.number, k, v, self.attention.geometry.shared, x)

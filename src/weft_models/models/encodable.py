@@ -1,4 +1,4 @@
-"""Models that encode some positions of an axis once, for reuse by all others or by later ones."""
+"""Models that encode some positions of an axis once, for reuse by all others."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from weft.errors import DeclarationError, did_you_mean
-from weft.masks import Mask
 from weft_axes.nn.attention import MultiAxisAttention
-from weft_axes.nn.named import build_mask
 
 from ..declare.model_blocks import (
     AttendBlock,
@@ -43,42 +41,6 @@ def encodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -
             f"model {spec.name!r}: no block attends {axis!r}; each of its positions stands alone"
         )
     return tuple(found)
-
-
-def decodable_blocks(spec: ModelSpec, modules: Iterable[nn.Module], axis: str) -> dict[int, Mask]:
-    """The blocks that attend an axis of which positions see none after them: number -> mask.
-
-    In ascending order.
-    """
-    masks = {}
-    for number, (block, module) in enumerate(zip(spec.blocks, modules)):
-        if isinstance(block, MlpBlock):
-            continue
-        why = _looks_ahead(block, axis) or _cannot(block, module, axis)
-        if why:
-            raise DeclarationError(
-                f"model {spec.name!r} cannot decode along {axis!r}: block {number} {why}"
-            )
-        assert isinstance(block, AttendBlock)  # others look ahead
-        masks[number] = build_mask(block.mask, {})
-    return masks
-
-
-def _looks_ahead(block: Plain, axis: str) -> str:
-    """Why a position depends on more than earlier keys of its axis, or "" if it does not."""
-    if not isinstance(block, AttendBlock):
-        return "carries a state, which no cache of keys holds"
-    if block.kind != axis:
-        return f"attends {block.kind!r}, and not {axis!r} itself"
-    if block.bias is not None:
-        return "has a bias of whole scores"
-    names = {name for name, _ in block.mask}
-    if names - {"causal", "window"} or build_mask(block.mask, {}).keys((0, 0))[1] > 0:
-        return (
-            f"has mask = {list(block.mask)}, and not 'causal', '{{ window = n }}' of it, or"
-            " 'window' with no keys to the right"
-        )
-    return ""
 
 
 def _mixes(spec: ModelSpec, block: Plain, axis: str) -> str:

@@ -25,7 +25,6 @@ from ..declare.model_blocks import (
 from ..declare.model_file import ModelSpec
 from .blocks import Attend, BlockInputs, Carry, Mlp, Triangle, norm
 from .cache import CacheRecording, KeyValueCache
-from .decode_cache import DecodeCache
 from .encodable import encodable_blocks, is_mixed
 from .model import Model
 from .relayout import Lent, lend_inputs
@@ -86,7 +85,7 @@ class Trunk(Model):
         masks: Mapping[str, Any] | None = None,
         biases: Mapping[str, Tensor] | None = None,
         within: Mask | None = None,
-        cache: KeyValueCache | CacheRecording | DecodeCache | None = None,
+        cache: KeyValueCache | CacheRecording | None = None,
         only: Mapping[str, int] | None = None,
     ) -> Tensor:
         """Runs the blocks.
@@ -206,15 +205,13 @@ class Trunk(Model):
         return CacheRecording(self.layout, self.spec.axes, axis, blocks, whole)
 
     def _cached(
-        self, x: Tensor, given: BlockInputs, cache: KeyValueCache | CacheRecording | DecodeCache
+        self, x: Tensor, given: BlockInputs, cache: KeyValueCache | CacheRecording
     ) -> tuple[int, ...]:
         """The numbers of the blocks that attend to the cache, which fits this model and x."""
         if given.within is not None:
             raise DeclarationError("within=... and a cache exclude each other")
         if isinstance(cache, CacheRecording):
             return cache.blocks
-        if isinstance(cache, DecodeCache):
-            return tuple(cache.masks)
         cache.check_fit(self.spec, self.layout, x.shape, given.lengths)
         return encodable_blocks(self.spec, self.blocks, cache.axis)
 
@@ -226,7 +223,7 @@ class Trunk(Model):
         return before.redistribute(x, after, dims, lengths)
 
     def _checked_only(
-        self, only: Mapping[str, int], cache: KeyValueCache | CacheRecording | DecodeCache | None
+        self, only: Mapping[str, int], cache: KeyValueCache | CacheRecording | None
     ) -> dict[str, int]:
         """The number of the last block that mixes positions of each axis; -1 where none does."""
         last = {}
