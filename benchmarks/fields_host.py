@@ -3,7 +3,7 @@
     python -m benchmarks.fields_host              # a table; --write makes results/fields_host.md
 
 Tiny tensors on one thread, so that Python is all there is. Time of the thread, not of the clock:
-fields and their local tensors take turns, the least and the median of 15 runs of 40 calls.
+fields and their local tensors take turns, the least and the median of 60 runs of 20 calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import weft
 
 from .common import RESULTS
 
-RUNS, CALLS, TOKENS = 15, 40, 32
+RUNS, CALLS, TOKENS = 60, 20, 32
 
 
 def llama_layer(layout: weft.Layout | None = None) -> nn.Module:

@@ -191,9 +191,10 @@ class AllWeights:
 
     def due(self, model: nn.Module) -> list[Tensor]:
         """Sums of all plain weights, one row per device, in a call that compares them."""
-        due = self.calls % EVERY == 0 or model.training != self.training
+        if self.calls % EVERY and model.training == self.training:
+            return []
         state = (*model.parameters(), *(model.buffers() if self.buffers else ()))
-        return sums_of_bits(filter(has_numbers, state)) if due else []
+        return sums_of_bits(filter(has_numbers, state))
 
     def count(self, model: nn.Module) -> None:
         """Count a call in which ranks agreed: of others they may remember different ones."""

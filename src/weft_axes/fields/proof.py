@@ -85,14 +85,14 @@ class Proof:
         run: what `torch.compile` made of its `forward`, if it did.
         modules: it and those in it, with their classes, these' `forward`, and how many are in them.
         reads: what their code reads: (module, its attribute that has it, name, what it was).
-        names: what their code reads by name: (globals, name, what it was).
+        names: what their code reads by name: (a function with these globals, name, what it was).
     """
 
     def __init__(self, module: nn.Module | types.FunctionType) -> None:
         self.functions, self.run = 0, None
         self.modules: list[tuple[nn.Module, Any, Any, int]] = []
         self.reads: list[tuple[nn.Module, str | None, str, Any]] = []
-        self.names: list[tuple[dict, str, Any]] = []
+        self.names: list[tuple[Any, str, Any]] = []
         if isinstance(module, nn.Module):
             self.digest = number_of(f"{type(module).__name__}.forward")
             self.called(module)
@@ -114,7 +114,7 @@ class Proof:
                 value = (own[table] if table else own).get(name)
             if value is not seen and not _is(_known(value), seen):
                 return False
-        return all(outside.get(name) is seen for outside, name, seen in self.names)
+        return all(f.__globals__.get(name) is seen for f, name, seen in self.names)
 
     def called(self, module: nn.Module) -> _Kind:
         """Rows, of a module that is called with rows."""
@@ -148,7 +148,7 @@ class Proof:
         if len(names) != len(args) or code.args.kwonlyargs or code.args.defaults:
             raise Unproven
         known = dict(zip(names, args))
-        return _Reader(self, args[0], function.__globals__, known).returned(code.body)
+        return _Reader(self, args[0], function, known).returned(code.body)
 
 
 class AlignedProof(Proof):
@@ -166,7 +166,7 @@ class AlignedProof(Proof):
         names, defaults = [a.arg for a in code.args.args], function.__defaults__ or ()
         self.digest, self.given = number_of(function.__qualname__), len(names) - len(defaults)
         known = dict(zip(names, [*[_Kind.ROWS] * self.given, *defaults]))
-        reader = _Reader(self, None, function.__globals__, known)
+        reader = _Reader(self, None, function, known)
         body = code.body[isinstance(code.body[0], ast.Expr) :]
         while body and (at := reader.inserted(body[0])) is not None:
             del body[0]
@@ -182,8 +182,9 @@ class AlignedProof(Proof):
 class _Reader:
     """Values of the expressions of a function."""
 
-    def __init__(self, proof: Proof, module: Any, outside: dict, known: dict) -> None:
-        self.proof, self.module, self.outside, self.known = proof, module, outside, known
+    def __init__(self, proof: Proof, module: Any, function: Any, known: dict) -> None:
+        self.proof, self.module, self.within, self.known = proof, module, function, known
+        self.outside: dict[str, Any] = function.__globals__
 
     def returned(self, body: list[ast.stmt]) -> Any:
         """What statements return, None if they only assign."""
@@ -237,7 +238,7 @@ class _Reader:
             )
             if found is not None:
                 if node.id not in self.known and not isinstance(found, types.ModuleType):
-                    self.proof.names.append((self.outside, node.id, self.outside.get(node.id)))
+                    self.proof.names.append((self.within, node.id, self.outside.get(node.id)))
                 return found
         if isinstance(node, ast.Tuple | ast.List):
             return [self.value(e) for e in node.elts]
