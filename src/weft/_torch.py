@@ -160,9 +160,9 @@ def compiler_around() -> Callable[[Callable], Callable] | None:
 
 def compiled_method(module: torch.nn.Module) -> str:
     """The attribute of a module that `torch.compile` made: its call or its `forward`, or none."""
-    own = vars(module)
-    names = ("_compiled_call_impl", "forward")
-    return next((n for n in names if hasattr(own.get(n), "_torchdynamo_inline")), "")
+    marks = {"_torchdynamo_inline", "_torchdynamo_orig_callable"}  # scripts have the first alone
+    found = ((n, vars(module).get(n)) for n in ("_compiled_call_impl", "forward"))
+    return next((n for n, call in found if marks <= getattr(call, "__dict__", {}).keys()), "")
 
 
 def compiler_of(call: Any) -> tuple[Any, Callable, bool]:

@@ -55,7 +55,8 @@ def on_chunks(
     if not found:
         return result
     like, dim = found[0]
-    here = own_chunk_size(like, axis, dim)
+    region = like._region
+    here = region.local_size(split_dim(region.chunks(axis, like.shape[dim])))
 
     def back(t: Any) -> Any:
         if isinstance(t, Tensor) and t.dim() > dim and t.shape[dim] == here:
@@ -65,11 +66,6 @@ def on_chunks(
     if type(result) is tuple:
         return (*map(back, result[:results]), *result[results:])
     return back(result)
-
-
-def own_chunk_size(x: Field, axis: str, dim: int) -> int:
-    """The number of this rank's positions along a dim, as the layout splits it."""
-    return x._region.local_size(split_dim(x._region.chunks(axis, x.shape[dim])))
 
 
 def _whole(x: Field) -> Tensor:

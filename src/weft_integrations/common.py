@@ -19,9 +19,11 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft.move.gather import GatherSlices
 from weft.plan.held import Held
-from weft.plan.order import Spans, count, positions
+from weft.plan.order import positions
 from weft_axes.fields import Field, WholeReport
 from weft_axes.fields.islands import PROOF
+
+from . import Foreign
 
 LOG = logging.getLogger("weft")
 OF_RANKS = (
@@ -114,31 +116,21 @@ def _belongs_here(done: str, then: str) -> DeclarationError:
     )
 
 
-def refuse_scaled_by_tensor(model: nn.Module, layout: Layout, *axes: str) -> None:
-    """Refuse layers that round by a scale of all tokens of a tensor, of which a rank sees its own.
-
-    They may have been put in after `parallelize`, so calls ask, of the axes that they split.
-    """
-    if all(layout.size(axis) == 1 for axis in axes):
-        return
-    for kind in {type(module) for module in model.modules()}:
-        if kind.__module__.startswith(_SCALED_BY_TENSOR):
-            raise UnsupportedError(
-                f"{type(model).__name__} has a {kind.__module__}.{kind.__name__}, which rounds by a"
-                " scale of all tokens of a tensor: a rank would round by its own tokens only;"
-                " quantize weights alone, or by token, and parallelize the model afterwards"
-            )
-
-
 def check_splits_only(layout: Layout, axis: str, noun: str) -> None:
     """Refuses a layout that is not bound, or splits more than one axis of tokens or rows."""
     if set(layout.data_dims) != set(layout.shard_dims(axis)):
         raise DeclarationError(
             f"{layout.source}: the {noun} may be split, over {layout.shard_dims(axis)}, but nothing"
-            f" else; found {layout.data_dims}"
+            f" else; found {layout.data_dims}: bind a layout of the {noun} alone to a slice of the"
+            " mesh (layout.bind(mesh['cp'])), and leave data parallelism to DDP or FSDP"
         )
     refuse_split_heads(layout, axis)
     _ = layout.bound
+
+
+def within_adapters(model: Foreign) -> Foreign:
+    """The model within peft's adapters, or itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def refuse_split_heads(layout: Layout, axis: str) -> None:
@@ -152,20 +144,6 @@ def refuse_split_heads(layout: Layout, axis: str) -> None:
             f" not split over heads, so its ranks would compute everything {layout.size(HEADS)}"
             f" times over; give these ranks to {axis!r} (ulysses, ring, ...) or to 'batch'"
         )
-
-
-def chunks(layout: Layout, axis: str, length: int) -> tuple[Spans, ...]:
-    """The positions of every chunk of an axis of some length."""
-    return Held.of(layout, axis, length).spans
-
-
-def tokens_per_chunk(layout: Layout, axis: str, length: int) -> list[int]:
-    """Number of tokens or rows of each chunk of an axis.
-
-    >>> tokens_per_chunk(Layout.parse("rows: ring=4"), "rows", 5)
-    [2, 2, 1, 0]
-    """
-    return [count(spans) for spans in chunks(layout, axis, length)]
 
 
 def check_axis(layout: Layout, axis: str) -> None:
@@ -209,20 +187,28 @@ def of_all_ranks(
 
 def chunk_places(layout: Layout, axis: str, length: int) -> list[Tensor]:
     """The positions of every chunk of an axis of some length, (n,) each."""
-    return [positions(spans, "cpu") for spans in chunks(layout, axis, length)]
+    return [positions(spans, "cpu") for spans in Held.of(layout, axis, length).spans]
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and mappings.
+def tensors_of(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors in nested lists, tuples and mappings, by name.
 
-    >>> [len(x) for x in tensors_in({"a": [torch.ones(2)], "b": (1, torch.ones(3))})]
-    [2, 3]
+    >>> [name for name, _ in tensors_of({"a": [torch.ones(2)], "b": {"c": torch.ones(3)}})]
+    ['a.0', 'b.c']
     """
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(each)
+    for name, value in values.items():
+        path = f"{within}{name}"
+        if isinstance(value, Tensor):
+            yield path, value
+        elif isinstance(value, Mapping):
+            yield from tensors_of(value, f"{path}.")
+        elif isinstance(value, list | tuple):
+            yield from tensors_of({str(i): item for i, item in enumerate(value)}, f"{path}.")
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and mappings."""
+    return [t for _, t in tensors_of({"": values})]
 
 
 def in_outputs(value: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -246,9 +232,19 @@ def in_outputs(value: Any, change: Callable[[Tensor], Any]) -> Any:
     return value
 
 
-def check_modules(model: nn.Module) -> None:
-    """Raise where a module within a model has a backward hook, or is to be one graph."""
+def check_modules(model: nn.Module, layout: Layout, *axes: str) -> None:
+    """Raise for a module that is to be one graph, has a backward hook, or rounds by a scale of all
+    tokens of axes that are split: it may be there since `parallelize`, so that calls ask.
+    """
+    split = any(layout.size(axis) > 1 for axis in axes)
     for name, module in model.named_modules():
+        kind = type(module)
+        if split and kind.__module__.startswith(_SCALED_BY_TENSOR):
+            raise UnsupportedError(
+                f"{name} is a {kind.__module__}.{kind.__name__}, which rounds by a scale of all"
+                " tokens of a tensor: a rank would round by its own tokens only; quantize weights"
+                " alone, or by token, and parallelize the model afterwards"
+            )
         if compiled_method(module):
             raise UnsupportedError(
                 f"{name or type(model).__name__} is compiled with fullgraph=True, and {OF_RANKS}"

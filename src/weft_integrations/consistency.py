@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +32,8 @@ from weft.comm.consistency import bits_of, fingerprint, probe, sums_of_bits
 from weft.comm.once_differentiable import once
 from weft.errors import ShapeError
 from weft_axes.fields import Field
+
+from .common import tensors_of
 
 #: How far gradients may differ between ranks, relative to their norm; and the most that rows may.
 _SAME = 1e-2
@@ -321,18 +323,6 @@ def _folded(tensor: Tensor) -> Tensor:
     for i, run in enumerate(further, 1):
         total[: len(run)].add_(run, alpha=1 - 2 * (i * 0x9E3779B97F4A7C15 >> 40 & 1))
     return total
-
-
-def tensors_of(values: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a call by name, with those in lists and outputs of towers."""
-    for name, value in values.items():
-        path = f"{within}{name}"
-        if isinstance(value, Tensor):
-            yield path, value
-        elif isinstance(value, Mapping):
-            yield from tensors_of(value, f"{path}.")
-        elif isinstance(value, list | tuple):
-            yield from tensors_of({str(i): item for i, item in enumerate(value)}, f"{path}.")
 
 
 def has_numbers(t: Tensor) -> bool:

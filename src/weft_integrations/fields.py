@@ -43,7 +43,6 @@ from .common import (
     check_modules,
     check_not_placed,
     in_outputs,
-    refuse_scaled_by_tensor,
     tensors_in,
 )
 from .units import let_fields_through
@@ -357,11 +356,10 @@ class _Calls:
         )
 
     def _refuse_state(self) -> None:
-        refuse_scaled_by_tensor(self.model, self.layout, *self.dims)
         self.check()
         if in_transform():
             raise transformed(type(self.model).__name__)
-        check_modules(self.model)
+        check_modules(self.model, self.layout, *self.dims)
         for flag in ("use_tiling", "use_slicing"):
             if getattr(self.model, flag, False):
                 raise UnsupportedError(

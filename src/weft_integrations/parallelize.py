@@ -17,7 +17,7 @@ from weft.errors import DeclarationError, UnsupportedError
 from weft.layout import Layout
 from weft_axes.fields.islands import PROOF
 
-from .common import LOG, Parallelized
+from .common import LOG, Parallelized, within_adapters
 from .fields import parallelize_fields, splits_fields
 from .shares import strategies
 
@@ -39,11 +39,13 @@ def parallelize(
 
     | model | axis | options | gradients after `backward` |
     | --- | --- | --- | --- |
-    | transformers, PEFT | "tokens" | `embeddings`, `images`, `latents` | averaged |
-    | diffusers | "tokens" | `text`, `fallback` | `layout.sync_gradients(model)` |
-    | TabPFN, TabICL | "rows" | | `layout.sync_gradients(model)` |
-    | any module | of the layout, `dims` | `dims`, `output` | `layout.sync_gradients(model)` |
-    | weft's own | that of its modules | | `weft.data_parallel` or `layout.sync_gradients` |
+    | transformers, PEFT | "tokens" | `embeddings`, `images`, `latents`, `fallback` | averaged |
+    | diffusers | "tokens" | `text`, `fallback` | shares |
+    | TabPFN, TabICL | "rows" | | shares |
+    | any module | of the layout, `dims` | `dims`, `inputs`, `output`, `fallback` | shares |
+    | weft's own | that of its modules | | shares |
+
+    Shares are added up by `layout.sync_gradients(model)`, or `weft.data_parallel` around the model.
 
     Each package's function, in `weft_integrations`, documents its options and refusals:
     `parallelize_transformers`, `parallelize_diffusers`, `parallelize_tabpfn`,
@@ -93,7 +95,9 @@ def _told(model: nn.Module, layout: Layout) -> nn.Module:
     """Say once, in the log of `weft`, what is split and how; returns the model."""
     if layout.rank == 0:
         axes = ", ".join(f"{a} over {layout.size(a)} ranks" for a in layout.sharding)
-        islands = Counter(type(m).__name__ for m in _inner(model).modules() if PROOF in vars(m))
+        islands = Counter(
+            type(m).__name__ for m in within_adapters(model).modules() if PROOF in vars(m)
+        )
         LOG.info(
             "%s on %s: %s, attention by %s; in one step on a rank's own: %s; functions of torch"
             " without a rule run whole, named; `weft explain model` shows modules and bytes",
@@ -122,22 +126,16 @@ def restore(model: nn.Module) -> nn.Module:
     Traceback (most recent call last):
     weft.errors.DeclarationError: Linear is not parallelized, so nothing is undone
     """
-    placed: Parallelized | None = _inner(model).__dict__.pop("_weft", None)
+    placed: Parallelized | None = within_adapters(model).__dict__.pop("_weft", None)
     if placed is None:
         raise DeclarationError(f"{type(model).__name__} is not parallelized, so nothing is undone")
-    placed.undo(_inner(model))
+    placed.undo(within_adapters(model))
     return model
 
 
 def _origins(model: nn.Module) -> set[str]:
     """Packages of a model's classes; of one in adapters, those of the model within."""
-    return {kind.__module__.partition(".")[0] for kind in type(_inner(model)).__mro__}
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    """The model within peft's adapters, whose class is in no type here."""
-    base = getattr(model, "get_base_model", None)
-    return model if base is None else base()
+    return {kind.__module__.partition(".")[0] for kind in type(within_adapters(model)).__mro__}
 
 
 def _layouts(model: nn.Module) -> list[Layout]:

@@ -149,8 +149,8 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         whole = sum(self.report.calls.values())
         result = func(*args, **(kwargs or {}))
-        of_field = any(isinstance(x, Field) for x in tensors_in([args, kwargs]))
-        if sum(self.report.calls.values()) == whole and next(tensors_in(result), None) is not None:
+        of_field = any(isinstance(x, Field) for x in tensors_in(args, kwargs))
+        if sum(self.report.calls.values()) == whole and tensors_in(result):
             kind = "by rule" if of_field else "in islands" if self.in_islands else ""
             self.now.counts += Counter([kind] if kind else [])
         return result

@@ -382,7 +382,6 @@ def decoded() -> tuple[list[str], int, list[str]]:
 
     order: list[str] = []
     with (
-        mock.patch.object(cache, "digest_of", return_value=""),
         llama_on_gpu(order) as (model, transport, crossings),
     ):
         kept = cache.ShardedCache(model)

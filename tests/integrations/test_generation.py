@@ -532,7 +532,7 @@ def test_refuses_caches_that_have_no_parts():
             match,
             lambda mine, o=options: mine.generate(ids, **o, **OPTIONS),
         )
-    refuses(model, UnsupportedError, "pages of its own", lambda m: m.generate_batch([[1]]))
+    refuses(model, ValueError, "weft is not supported", lambda m: m.generate_batch([[1]]))
 
 
 def test_refuses_what_one_rank_alone_asks_for():

@@ -6,6 +6,7 @@ import copy
 import inspect
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from weft import Layout, UnsupportedError
 
 hf = pytest.importorskip("transformers")
 
-from weft_integrations.transformers.shapes import loops_as_written  # noqa: E402
+from weft_integrations.transformers.shapes import SHAPES  # noqa: E402
 from weft_planner.hf_config import HFModel  # noqa: E402
 from weft_planner.hf_step import count_model, count_whole, forward_loss, place  # noqa: E402
 from weft_planner.live import Live  # noqa: E402
@@ -106,7 +107,7 @@ def test_products_of_a_mixture_are_those_of_its_own_code(kind):
     from benchmarks import families
 
     layout, tokens = Layout.parse("tokens: local"), 64
-    with loops_as_written():
+    with mock.patch.dict(SHAPES, clear=True):  # loops, as written
         tiny = HFModel(families.tiny_config(kind, families.model_name("causal", kind)))
         counted = count_whole(tiny, layout, tokens, loss="full", recompute=False)
         tiny.config._experts_implementation = "eager"
@@ -225,7 +226,7 @@ def test_windows_of_layers_are_in_the_plans():
 def test_counted_peak_is_that_of_a_step_of_numbers(kind, more, recompute):
     """Bytes of all storages of a step in fp32 on a CPU, whose recurrences loop as written."""
     small, layout, tokens = model(kind, 2, **more), Layout.parse("tokens: ring=2"), 384
-    with loops_as_written():
+    with mock.patch.dict(SHAPES, clear=True):  # loops, as written
         counted = count_model(
             small, layout, tokens, loss="full", recompute=recompute, dtype=torch.float32,
             free_gradients=False,

@@ -13,11 +13,11 @@ from einops import repeat
 from torch import Tensor
 
 from weft._torch import one_dim
-from weft.errors import UnsupportedError
 from weft.layout import Layout
 
 from .accelerators import once_per_group
 from .groups import ContextGroup
+from .refused import refuse_setting
 
 #: Private methods of TRL that are overridden, with their parameters.
 SEAMS = {
@@ -53,7 +53,7 @@ def with_generation(cls: type, layout: Layout, group: ContextGroup) -> type:
             set_seed(settings.seed + group.index)  # TRL adds the rank
 
         def create_accelerator_and_postprocess(self) -> None:
-            _check(self.args, type(self).__name__, group)
+            _check(self.args, group)
             super().create_accelerator_and_postprocess()
 
         def _generate(self, prompts: list) -> Any:
@@ -107,15 +107,14 @@ def _of_the_first(value: Any, ranks: dist.ProcessGroup | None) -> Any:
     return box[0]
 
 
-def _check(args: Any, name: str, group: ContextGroup) -> None:
+def _check(args: Any, group: ContextGroup) -> None:
     """Raise for settings whose statistics would count the copies of a completion."""
     if group.size == 1:
         return
     rows, generations = args.per_device_train_batch_size, args.num_generations
     per_rank = rows * args.steps_per_generation
     if per_rank % generations:
-        _refuse(
-            name,
+        refuse_setting(
             f"num_generations={generations} with {per_rank} completions on a rank "
             f"(per_device_train_batch_size={rows} x steps_per_generation="
             f"{args.steps_per_generation})",
@@ -126,8 +125,7 @@ def _check(args: Any, name: str, group: ContextGroup) -> None:
     if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and (
         args.per_device_eval_batch_size % evaluated
     ):
-        _refuse(
-            name,
+        refuse_setting(
             f"num_generations_eval={evaluated} with "
             f"per_device_eval_batch_size={args.per_device_eval_batch_size}",
             "take a batch that holds all generations of a prompt",
@@ -141,17 +139,12 @@ def _check(args: Any, name: str, group: ContextGroup) -> None:
         ("use_liger_kernel", (True,), "False"),
     ):
         if getattr(args, setting, None) in wrong:
-            _refuse(name, f"{setting}={getattr(args, setting)!r}", f"set it to {instead}")
+            refuse_setting(f"{setting}={getattr(args, setting)!r}", f"set it to {instead}")
     if getattr(args, "top_entropy_quantile", 1.0) < 1.0:
-        _refuse(
-            name,
+        refuse_setting(
             f"top_entropy_quantile={args.top_entropy_quantile}",
             "a quantile over all ranks would count every token of a group several times",
         )
-
-
-def _refuse(name: str, label: str, why: str) -> None:
-    raise UnsupportedError(f"{name}: {label} on a sequence-sharded model: {why}")
 
 
 __all__ = ["SEAMS", "generates", "with_generation"]

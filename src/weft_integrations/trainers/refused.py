@@ -20,34 +20,36 @@ def trainer_arguments(args: TrainingArguments) -> None:
     """Raise where arguments of a `Trainer` cannot be honoured on context groups."""
     _parallelism(getattr(args, "parallelism_config", None))
     if args.deepspeed:
-        _refuse("deepspeed", "it partitions and reduces gradients itself; use DDP (the default)")
+        refuse_setting(
+            "deepspeed", "it partitions and reduces gradients itself; use DDP (the default)"
+        )
     if args.auto_find_batch_size:
-        _refuse(
+        refuse_setting(
             "auto_find_batch_size=True",
             "one rank out of memory tries again while the others wait for it; set "
             "per_device_train_batch_size",
         )
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        _refuse(
+        refuse_setting(
             "train_sampling_strategy='batch_rebalance'",
             "it gives every rank other rows; use 'random', 'sequential' or 'group_by_length'",
         )
     if getattr(args.accelerator_config, "dispatch_batches", None):
         dispatch()
     if args.n_gpu > 1:
-        _refuse(
+        refuse_setting(
             f"{args.n_gpu} GPUs in one process",
             "nn.DataParallel splits rows over them; start one process per GPU, by torchrun",
         )
     if not args.average_tokens_across_devices:
-        _refuse(
+        refuse_setting(
             "average_tokens_across_devices=False",
             "the Trainer then divides a rank's own count of tokens by the size of its group; "
             "leave it True",
         )
     liger = args.liger_kernel_config or {}
     if args.use_liger_kernel and liger.get("fused_linear_cross_entropy", True):
-        _refuse(
+        refuse_setting(
             "use_liger_kernel=True with its fused cross-entropy",
             "it replaces the model's forward and makes a loss of this rank's tokens; set "
             "liger_kernel_config={'fused_linear_cross_entropy': False}",
@@ -59,7 +61,9 @@ def accelerator(instance: Accelerator, group: ContextGroup) -> None:
     _parallelism(getattr(instance, "parallelism_config", None))
     kind = str(getattr(instance.distributed_type, "value", instance.distributed_type))
     if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA", "TP"):
-        _refuse(f"accelerate's {kind}", "use DDP or FSDP2, which average gradients over all ranks")
+        refuse_setting(
+            f"accelerate's {kind}", "use DDP or FSDP2, which average gradients over all ranks"
+        )
     if instance.num_processes != group.size * group.count:
         raise DeclarationError(
             f"accelerate runs {instance.num_processes} process(es) ({kind}), but the world has "
@@ -75,9 +79,9 @@ def accelerator(instance: Accelerator, group: ContextGroup) -> None:
         dispatch()
     plugin = getattr(instance.state, "dynamo_plugin", None)
     if plugin is not None and plugin.fullgraph:
-        _refuse("fullgraph=True of accelerate's dynamo plugin", OF_RANKS)
+        refuse_setting("fullgraph=True of accelerate's dynamo plugin", OF_RANKS)
     if plugin is not None and plugin.use_regional_compilation:
-        _refuse(
+        refuse_setting(
             "use_regional_compilation=True of accelerate's dynamo plugin",
             "it copies the model around its layers, past what calls do; compile all of it",
         )
@@ -87,7 +91,7 @@ def model_placement(model: nn.Module) -> None:
     """Raise for a model whose layers are spread over several devices of a process."""
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     if len(devices) > 1:
-        _refuse(
+        refuse_setting(
             f"device_map over {sorted(map(str, devices))}",
             "one process would run several devices in turn; load the model without device_map",
         )
@@ -95,7 +99,7 @@ def model_placement(model: nn.Module) -> None:
 
 def dispatch() -> NoReturn:
     """Raise for `dispatch_batches=True`."""
-    _refuse(
+    refuse_setting(
         "dispatch_batches=True",
         "rank 0 would read batches and split their rows over all ranks, those of a group too; "
         "leave it None or set it False",
@@ -105,12 +109,12 @@ def dispatch() -> NoReturn:
 def _parallelism(config: Any) -> None:
     for name in ("cp_size", "sp_size", "tp_size"):
         if (getattr(config, name, 1) or 1) > 1:
-            _refuse(
+            refuse_setting(
                 f"ParallelismConfig({name}={getattr(config, name)})",
                 "accelerate would split sequences or weights a second time, and drop attention "
                 "masks; the layout alone says how tokens are split",
             )
 
 
-def _refuse(label: str, why: str) -> NoReturn:
+def refuse_setting(label: str, why: str) -> NoReturn:
     raise UnsupportedError(f"{label} on a sequence-sharded model: {why}")

@@ -7,14 +7,12 @@ training, or on whole tokens, of which each rank keeps its blocks.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import numbers
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 from transformers.cache_utils import (
     DummyLayer,
@@ -31,6 +29,7 @@ from weft.layout import Layout
 from weft_axes.decode.owners import BLOCK
 
 from .. import Foreign
+from ..common import within_adapters
 from .cache_layers import (
     Kept,
     LatentLayer,
@@ -41,9 +40,6 @@ from .cache_layers import (
     Step,
     WindowLayer,
 )
-
-#: Numbers of a weight that a cache's owner is known by.
-_LOOKED_AT = 64
 
 
 class ShardedCache(DynamicCache):
@@ -83,11 +79,11 @@ class ShardedCache(DynamicCache):
 
     shards: Shards
     history: int
-    model: str
+    model: weakref.ref
     name: str
 
     def __init__(self, model: Foreign, block: int = BLOCK, offloading: bool = False) -> None:
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        model = within_adapters(model)
         installed = model.__dict__.get("_weft")
         if not hasattr(installed, "axis"):
             raise DeclarationError(
@@ -117,7 +113,7 @@ class ShardedCache(DynamicCache):
         super().__init__(config=config, offloading=offloading)
         self.shards = Shards(installed.layout, installed.axis, int(block))
         self.history = 0
-        self.model = digest_of(model)
+        self.model = weakref.ref(model)
         self.name = type(model).__name__
         self.layers = [self._of_kind(i, layer) for i, layer in enumerate(self.layers)]
         if not any(isinstance(layer, DynamicLayer) for layer in self.layers):
@@ -201,14 +197,13 @@ class ShardedCache(DynamicCache):
             rows: of the batch.
 
         Raises:
-            DeclarationError: another model, other weights or another dtype; another layout.
+            DeclarationError: another model; another layout.
             ShapeError: another number of rows.
         """
-        if self.model != digest_of(model):
+        if self.model() is not model:
             raise DeclarationError(
-                f"the cache was made for another model than this "
-                f"{type(model).__name__}, other weights or another dtype: a {self.name} made it; "
-                "make one of this model, ShardedCache(model)"
+                f"the cache was made for another model than this {type(model).__name__}: a"
+                f" {self.name} made it; make one of this model, ShardedCache(model)"
             )
         if (self.layout.unbound, self.layout.rank) != (layout.unbound, layout.rank):
             raise DeclarationError(
@@ -306,25 +301,4 @@ def expands(module: Foreign) -> bool:
     return hasattr(module, "expand_kv") and hasattr(module, "layer_idx")
 
 
-def digest_of(model: Foreign) -> str:
-    """16 hex digits of a parallelized model: of its weights' names and shapes, and of a few.
-
-    Of no numbers where ranks have shards of the weights. Weights are those that it has now:
-    adapters come and go.
-    """
-    weights = dict(model.named_parameters())
-    described = hashlib.blake2b(type(model).__name__.encode(), digest_size=8)
-    described.update(repr({name: tuple(p.shape) for name, p in weights.items()}).encode())
-    digest = hashlib.blake2b(described.hexdigest().encode(), digest_size=8)
-    if isinstance(model, FSDPModule):
-        return digest.hexdigest()  # weights come and go, in another dtype perhaps
-    every = list(weights.values())
-    for p in (every[i] for i in sorted({0, len(every) // 2, len(every) - 1}) if every):
-        if isinstance(p, DTensor) or p.is_meta:
-            continue
-        few = p.detach().reshape(-1)[:_LOOKED_AT].double()
-        digest.update(str(p.dtype).encode() + few.cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-__all__ = ["ShardedCache", "digest_of"]
+__all__ = ["ShardedCache"]

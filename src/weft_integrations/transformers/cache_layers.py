@@ -102,10 +102,6 @@ class Shards:
         last.index_copy_(dim, places[local], t.detach().index_select(dim, local))
         return self.sum(last, label)
 
-    def own(self, t: Tensor, dim: int) -> Tensor:
-        """This rank's chunk of a field, along a dim; another tensor as it is."""
-        return own_chunk(t, self.axis, dim)
-
     def sum(self, t: Tensor, label: str) -> Tensor:
         """A tensor that is zero on all ranks but one, or in all numbers but a rank's own."""
         return self.layout.bound.all_reduce(t, self.layout.bound.moving(self.dims), label)
@@ -188,7 +184,8 @@ class ShardedLayer(DynamicLayer):
     ) -> tuple[Tensor, Tensor]:
         """Keep this rank's part of new keys and values; returns the new ones, marked."""
         step = self.shards.running()
-        key_states, value_states = (self.shards.own(t, 2) for t in (key_states, value_states))
+        axis = self.shards.axis
+        key_states, value_states = (own_chunk(t, axis, 2) for t in (key_states, value_states))
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if step.length is not None:
@@ -342,7 +339,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
     ) -> tuple[Tensor, Tensor]:
         """As transformers' own; of a chunk of the tokens, all ranks' last are brought here."""
         step = self.shards.running()
-        key_states, value_states = (self.shards.own(t, 2) for t in (key_states, value_states))
+        axis = self.shards.axis
+        key_states, value_states = (own_chunk(t, axis, 2) for t in (key_states, value_states))
         if step.length is None:
             return Kept.on(self, *super().update(key_states, value_states, *args, **kwargs))
         if not self.is_initialized:
@@ -395,7 +393,7 @@ class StateLayer(LinearAttentionLayer):
             return super().update_conv_state(conv_states, state_idx, *args, **kwargs)
         taps = kwargs["conv_kernel_size"]  # transformers calls with it wherever prompts are split
         count = length if self.record_past else min(length, taps)
-        local = self.shards.own(conv_states, conv_states.dim() - 1)
+        local = own_chunk(conv_states, self.shards.axis, conv_states.dim() - 1)
         last, before = self.shards.last(local, -1, count, length, "halo"), None
         before = self.conv_states[state_idx]
         if before is not None:

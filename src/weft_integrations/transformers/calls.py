@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 import warnings
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -18,15 +18,16 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache
 
 from weft._digest import number_of
-from weft._torch import active_ddp, is_fsdp, module_call
+from weft._torch import active_ddp, in_transform, is_fsdp, module_call
 from weft.comm.channel import Channel
+from weft.comm.once_differentiable import transformed
 from weft.errors import UnsupportedError, WeftError
-from weft.layout import Layout
 from weft.masks import Documents
 from weft.move.collectives import invariant_to_replicate, scale_backward
 from weft.plan.call import reach
+from weft.plan.held import Held
 from weft_axes.carry.pieces import LocalPieces
-from weft_axes.fields import Field, WholeReport, cut
+from weft_axes.fields import Field, cut
 from weft_axes.losses.labels import IGNORED, shift_labels
 
 from .. import Foreign, consistency
@@ -34,8 +35,6 @@ from ..common import (
     check_modules,
     in_outputs,
     named_arguments,
-    refuse_scaled_by_tensor,
-    tokens_per_chunk,
 )
 from ..fields import generators
 from ..units import let_fields_through
@@ -59,7 +58,7 @@ from .mark import Mark
 from .parts import base, biases_distances, encodes, rotates, window_of
 from .rebinding import calls as calls_of
 from .recurrences import WITHOUT_STATE
-from .replicated import own_implementations, recomputed_within
+from .replicated import own_attention, recomputed_within
 from .running import ModelCall, during, running
 
 #: What ranks of a context group compare in each call.
@@ -103,15 +102,11 @@ class Calls:
     def __init__(
         self,
         model: Foreign,
-        layout: Layout,
-        axis: str,
-        report: WholeReport | None,
         splits_inside: bool,
-        recurrent: Iterable[nn.Module] = (),
-        of_rows: Iterable[nn.Module] = (),
-        decoder: nn.Module | None = None,
+        decoder: nn.Module | None,
     ) -> None:
-        self.layout, self.axis, self.report = layout, axis, report
+        placed = model._weft
+        self.layout, self.axis, self.report = placed.layout, placed.axis, placed.ran_whole
         self.model, self.decoder, self.splits_inside = model, decoder, splits_inside
         self.stacks = bool(getattr(model.config, "is_encoder_decoder", False))
         self.implementation = model.config._attn_implementation
@@ -123,23 +118,22 @@ class Calls:
         parts = (model, decoder or base(model)) if self.open else (model,)
         self.takes_use_cache = any("use_cache" in takes(part) for part in parts)
         self.rotates = not self.stacks and rotates(model if decoder is None else decoder)
-        self.encoder = encodes(model)
         self.sound_maskers = refused.sound_maskers(model)
-        self.recurrent, self.of_rows = list(recurrent), list(of_rows)
+        self.recurrent, self.of_rows = placed.recurrent, placed.of_rows
         self.choosers = [m for m in self.of_rows if chooses_over_ranks(m)]
         # For padding that sees no token, eager functions and masks that a bias is added to take the
         # mean of all tokens, and other functions give 0.
         self.biases = any(
             biases_distances(m) or hasattr(type(m), "prepare_dynamic_mask") for m in model.modules()
         )
-        self.eager = "eager" in own_implementations(model, model._weft.own)
-        self.attends_by_itself = self.implementation == model._weft.implementation
+        self.eager = any(implementation == "eager" for _, implementation in placed.own)
+        self.attends_by_itself = self.implementation == placed.implementation
         self.fills_padding = not self.attends_by_itself and (self.eager or self.biases)
         skips = {"apply_mask_to_padding_states": None}
         self.states_of_padding = bool(self.recurrent) and not any(
             calls_of(module, skips) for module in self.recurrent
         )
-        self.causal, self.window = self.stacks or not self.encoder, window_of(model)
+        self.causal, self.window = self.stacks or not encodes(model), window_of(model)
         self.entered = consistency.Entered(self._compare_gradients, lambda: running() is not None)
         self.all_weights = consistency.AllWeights()
         self.generating = False  # tokens, of which a call gets one that the call before made
@@ -155,14 +149,18 @@ class Calls:
         call: ModelCall | WeftError
         compared = consistency.Compared()
         try:
-            refused.transform(type(module).__name__)
-            if not self.generating:
-                check_modules(module if self.decoder is None else self.decoder)
+            if in_transform():
+                raise transformed(type(module).__name__)
+            decodes = self.generating and _has_tokens(kwargs)
+            if not decodes:
+                check_modules(self.decoder or module, self.layout, self.axis)
             refused.another_attention(self.configured, self.implementation)
             refused.masked_sound(self.sound_maskers, self.layout, self.axis)
             refused.replaced_layers([*self.recurrent, *self.of_rows])
-            refuse_scaled_by_tensor(module, self.layout, self.axis)
-            compared = self._compared(module, kwargs)
+            if decodes:
+                compared = consistency.of_tokens(kwargs)
+            else:
+                compared = consistency.of_call(module, kwargs, self.all_weights)
             call, kwargs = self._of_rows(kwargs, module)
         except WeftError as error:
             call = error
@@ -178,13 +176,11 @@ class Calls:
                 verdict = f"refused: {call}"
             elif compared.ahead:
                 kind = number_of(f"a call {type(module).__name__} {call.held} {call.replicated}")
-                verdict = f"{verdict}; {compared.described}"
+                verdict = f"{verdict}; {compared.described}; {call.how}"
                 call.conclude = functools.partial(self._conclude, call, compared)
             else:
                 state = compared.arrive()
-                verdict = f"{verdict}; {state.text}".removesuffix("; ")
-            if not isinstance(call, WeftError):
-                verdict = f"{verdict}; {call.how}"
+                verdict = f"{verdict}; {state.text}; {call.how}"
             channel = self.agree(self._subject, verdict, state, kind)
         elif not isinstance(call, WeftError) and call.cache is not None:
             state = compared.arrive()
@@ -239,7 +235,7 @@ class Calls:
         model, scope = self.model, call.scope
         if call.replicated:
             self._warn(call.replicated)
-            scope.enter_context(model._weft.own_model(model))
+            scope.enter_context(own_attention(model, model._weft.own))
         elif call.held and call.unsplit:
             self._warn(call.unsplit)
         elif not call.held:
@@ -300,14 +296,6 @@ class Calls:
     def _subject(self) -> str:
         return f"a call within generate ({SAME_TOKENS})" if self.generating else _ROWS
 
-    def _compared(self, module: Foreign, kwargs: dict) -> consistency.Compared:
-        """The state that ranks compare in a call."""
-        caches = (kwargs.get(n) for n in CACHES)
-        held = any(isinstance(c, _OF_GENERATE) and c.get_seq_length() for c in caches)
-        if self.generating and held:
-            return consistency.of_tokens(kwargs)
-        return consistency.of_call(module, kwargs, self.all_weights)
-
     def _conclude(self, call: ModelCall, compared: consistency.Compared) -> None:
         """Compare the state of a call that a GPU makes: all is launched, and nothing handed out."""
         state = compared.arrive()
@@ -336,7 +324,7 @@ class Calls:
             return self._with_cache(kwargs, module, name)
         if self.decoder is not None and refused.foreign(kwargs):
             refused.with_images(kwargs, self.layout)
-        keeps = not name and keeps_cache(module, kwargs)
+        keeps = not name and keeps_cache(module, self.decoder, kwargs)
         cache, absent = self._new_cache(kwargs, module) if keeps else (None, "")
         local = dict(kwargs) if cache is None else _without_cache(kwargs)
         try:
@@ -427,7 +415,7 @@ class Calls:
             return call, kwargs
         call.facts = facts = RowFacts.of(kwargs)
         call.length, call.ids = facts.length, kwargs.get("input_ids")
-        if min(tokens_per_chunk(self.layout, self.axis, call.length)) == 0:
+        if min(Held.of(self.layout, self.axis, call.length).counts) == 0:
             raise UnsupportedError(
                 f"few tokens: {call.length} leave a rank of mesh {dict(self.layout.mesh)} without"
                 " any"
@@ -529,7 +517,7 @@ class Calls:
             return False
         if ids.shape[1] < SPLIT_FROM * self.layout.size(self.axis):
             return False
-        if cache.recurrent and 1 in tokens_per_chunk(self.layout, self.axis, ids.shape[1]):
+        if cache.recurrent and 1 in Held.of(self.layout, self.axis, ids.shape[1]).counts:
             return False  # its layers take one token for a step of decoding
         padding = local.get("attention_mask")
         if padding is None:
@@ -584,6 +572,12 @@ def _is_sunk() -> bool:
     """True where DDP hands outputs through a function of its own, which takes whole tensors."""
     ddp: Any = active_ddp()
     return ddp is not None and (ddp.find_unused_parameters or ddp.static_graph)
+
+
+def _has_tokens(kwargs: dict) -> bool:
+    """True for the cache of a prompt that `generate` read."""
+    caches = (kwargs.get(name) for name in CACHES)
+    return any(isinstance(c, _OF_GENERATE) and c.get_seq_length() for c in caches)
 
 
 def _without_cache(kwargs: dict) -> dict:

@@ -31,7 +31,7 @@ from weft_axes.fields import Field
 from .. import Foreign
 from ..chunked import of_chunk
 from ..common import chunk_places, of_all_ranks
-from .compressed import COMPRESSORS, WITHIN, compress
+from .compressed import COMPRESSORS, WITHIN, OfEachLayer, compress
 from .mark import Mark, Sharded
 from .rebinding import rebound
 from .running import ModelCall, now, over_chunks
@@ -53,7 +53,7 @@ class Weighed(Mark):
 
 
 @dataclass
-class OtherRanks:
+class OtherRanks(OfEachLayer):
     """A cache to an indexer: its earlier tokens are those of other ranks.
 
     Attributes:
@@ -80,14 +80,6 @@ class OtherRanks:
     def update_index(self, keys: Tensor) -> Tensor:
         """The index keys (b, 1, m, d) that an indexer of blocks scores."""
         return self._of_all(keys, 2)
-
-    @property
-    def layers(self) -> OtherRanks:
-        """The cache of each layer: this one."""
-        return self
-
-    def __getitem__(self, layer_idx: int) -> OtherRanks:
-        return self
 
 
 def _seen(where: Sharded, queries: Tensor, keys: int, batch: int) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -44,8 +44,20 @@ class Entries:
     whole: Tensor | None = None  # of all ranks, in the order of windows
 
 
+class OfEachLayer:
+    """A cache that is that of each layer."""
+
+    @property
+    def layers(self) -> Self:
+        """The cache of each layer: this one."""
+        return self
+
+    def __getitem__(self, layer_idx: int) -> Self:
+        return self
+
+
 @dataclass
-class OfRanks:
+class OfRanks(OfEachLayer):
     """A cache to a compressor: its earlier tokens, and its earlier entries, are those of others.
 
     Attributes:
@@ -69,14 +81,6 @@ class OfRanks:
     def columns(self) -> int:
         """The number of tokens to its left that an entry of a piece may have."""
         return (2 if self.overlap else 1) * self.ratio - 1
-
-    @property
-    def layers(self) -> OfRanks:
-        """The cache of each layer: this one."""
-        return self
-
-    def __getitem__(self, layer_idx: int) -> OfRanks:
-        return self
 
     def windows(self, piece: Piece) -> range:
         """The windows whose last token a piece holds."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import masking_utils as hf
 
+from weft.plan.held import Held
 from weft.plan.order import positions
 from weft.runtime.autocast import as_autocast
 from weft.sinks import with_sinks
 from weft_axes.decode.attend import attend_part, gathered_parts, merge_parts, merge_rows
 
-from ..common import chunks
 from .cache import ShardedCache
 from .cache_layers import ShardedLayer, WindowLayer
 from .mark import OfCache
@@ -127,7 +127,8 @@ def attend_past(
         return attend_part(query, k, v, scale, _seen(mask, window, lambda: own_rows, True), softcap)
     before = layer.held.cropped(start)
     rows = [
-        positions(spans, device) + start for spans in chunks(shards.layout, shards.axis, length)
+        positions(spans, device) + start
+        for spans in Held.of(shards.layout, shards.axis, length).spans
     ]
     counts, channel = [len(p) for p in rows], shards.running().channel
     of_queries = sum(counts) * query.shape[1] * (2 * query.shape[3] + 1)

@@ -18,7 +18,7 @@ from transformers import DynamicCache
 from weft.errors import UnsupportedError
 
 from .. import Foreign
-from .parts import base, text_decoder
+from .parts import base
 
 #: Names of the argument, and of the output, that is a cache: transformers 5.24 renamed the first to
 #: the second.
@@ -43,13 +43,13 @@ def asked(model: Foreign, kwargs: Mapping[str, Any], name: str) -> bool:
     return any(bool(getattr(config, name, None)) for config in (*configs, *inner))
 
 
-def keeps_cache(model: Foreign, kwargs: Mapping[str, Any]) -> bool:
+def keeps_cache(model: Foreign, decoder: Foreign, kwargs: Mapping[str, Any]) -> bool:
     """True if on one device a call makes a cache: no argument has one, and it is asked for."""
-    decoder = text_decoder(model)
-    parts = [model, base(model)] if decoder is None else [model, base(model), decoder]
-    if not asked(model, kwargs, "use_cache") or not _may_cache(*parts):
-        return False
     below = base(model)
+    forwards = {type(part).forward for part in (model, below, decoder or below)}
+    takes = any("use_cache" in inspect.signature(forward).parameters for forward in forwards)
+    if not (takes and asked(model, kwargs, "use_cache")):
+        return False
     recomputed = getattr(below, "gradient_checkpointing", False) and below.training
     if recomputed and torch.is_grad_enabled():
         return False
@@ -64,12 +64,6 @@ def cache_name(model: Foreign) -> str:
     """The argument of a model's forward that is a cache; empty: it has none."""
     names = inspect.signature(type(model).forward).parameters
     return next((name for name in reversed(CACHES) if name in names), "")
-
-
-def _may_cache(*models: Foreign) -> bool:
-    """True if a model, or that below its head, has an argument that asks for a cache."""
-    forwards = (type(model).forward for model in models)
-    return any("use_cache" in inspect.signature(forward).parameters for forward in forwards)
 
 
 def differentiated(model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
@@ -90,12 +84,11 @@ class Absent:
     def __init__(self, reason: str, label: str = "the cache") -> None:
         self.reason, self.what = reason, label
 
-    def raise_(self) -> NoReturn:
+    def raise_(self, *_: object) -> NoReturn:
         """Raise what a use of it raises."""
         raise UnsupportedError(f"{self.what} of a model's output: {self.reason}")
 
-    def __repr__(self) -> str:
-        return f"Absent({self.reason!r})"
+    __len__ = __iter__ = __getitem__ = raise_
 
     def __getattr__(self, name: str) -> NoReturn:
         known = hasattr(DynamicCache, name) or name == "layers" or self.what != "the cache"
@@ -103,17 +96,8 @@ class Absent:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         self.raise_()
 
-    def __len__(self) -> int:
-        self.raise_()
-
     def __bool__(self) -> bool:
         return True  # as of a cache that nobody looks into
-
-    def __iter__(self) -> NoReturn:
-        self.raise_()
-
-    def __getitem__(self, index: object) -> NoReturn:
-        self.raise_()
 
 
 def put_features(output: Any) -> None:

@@ -25,6 +25,7 @@ from weft.threads import on_threads
 from weft_axes.fields import Field
 
 from .. import Foreign
+from ..common import tensors_of
 from ..fields import splits_fields
 from ..parallelize import parallelize
 from .defaults import CACHES
@@ -206,7 +207,7 @@ def _ran(model: Foreign, call: dict, by_module: bool, layout: Layout | None = No
 
     def keep(name: str) -> Callable:
         def hook(module: Any, args: Any, output: Any) -> None:
-            for where, t in _floating(output, name):
+            for where, t in _floating({name: output}):
                 modules[f"{where}, call {sum(k.startswith(where) for k in modules)}"] = _plain(t)
 
         return hook
@@ -233,13 +234,9 @@ def _plain(t: Tensor) -> Tensor:
     return (t.full_tensor() if isinstance(t, Field) else t).detach().clone()
 
 
-def _floating(value: Any, name: str = "") -> list[tuple[str, Tensor]]:
-    """Every floating tensor in nested tuples, lists and mappings, with its place as its name."""
-    if isinstance(value, Tensor):
-        return [(name, value)] if value.is_floating_point() else []
-    items: Any = value.items() if isinstance(value, Mapping) else ()
-    items = enumerate(value) if isinstance(value, list | tuple) else items
-    return [each for k, v in items for each in _floating(v, f"{name}.{k}".strip("."))]
+def _floating(values: Mapping[str, Any]) -> list[tuple[str, Tensor]]:
+    """Every floating tensor in nested tuples, lists and mappings, by its place."""
+    return [(name, t) for name, t in tensors_of(values) if t.is_floating_point()]
 
 
 def _gaps(want: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> list[tuple[float, str]]:

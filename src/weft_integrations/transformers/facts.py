@@ -29,7 +29,6 @@ class RowFacts:
     """What masks need of a call's rows.
 
     Attributes:
-        rows: how many there are.
         length: tokens of a row.
         documents: lengths of the packed documents, the same in every row; None: one per row.
         by_positions: position ids start anew, which transformers takes for documents under causal
@@ -37,7 +36,6 @@ class RowFacts:
         padding: tokens (b, n) that are no padding; None: all.
     """
 
-    rows: int = 0
     length: int = 0
     documents: tuple[int, ...] | None = None
     by_positions: bool = False
@@ -69,7 +67,7 @@ class RowFacts:
         if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] == length:
             padding = mask.bool().cpu()
             padding = None if padding.all() else padding
-        return cls(rows, length, documents, by_positions, padding)
+        return cls(length, documents, by_positions, padding)
 
 
 def tokens_of(arguments: Mapping[str, Any]) -> Tensor | None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from transformers import Cache, EncoderDecoderCache, GenerationMixin, QuantizedCache, StaticCache
@@ -30,7 +30,7 @@ _KNOWN = (None, "dynamic", "hybrid", "offloaded")
 
 def generate(self: Foreign, *args: Any, **kwargs: Any) -> Any:
     """transformers' `generate` on a layout, see `weft.parallelize`."""
-    stock, name = _own(self), f"{type(self).__name__}.generate"
+    stock, name = types.MethodType(type(self).generate, self), f"{type(self).__name__}.generate"
     with refused_everywhere(self._weft.calls.refuse):
         kwargs = _with_cache(self, stock, args, kwargs, name)
     calls = self._weft.calls
@@ -84,12 +84,6 @@ def _with_cache(
     return kwargs
 
 
-def _own(model: Foreign) -> Callable:
-    """The `generate` that the model had before."""
-    before = model._weft.before.get("generate")
-    return types.MethodType(type(model).generate, model) if before is None else before
-
-
 def _check_cache(cache: Any, implementation: str | None, name: str, whole: bool) -> None:
     """Raise for caches of another kind than weft's; `whole`: every rank computes all of it."""
     kept = (
@@ -118,20 +112,3 @@ def _agree(model: Foreign, result: Any, name: str) -> None:
         mark = int(fingerprint(tokens)) & 0xFFFFFFFF
         text = f"tokens {tuple(tokens.shape)} {mark:08x}"
         model._weft.calls.agree(f"what {name} made ({SAME_TOKENS})", text)
-
-
-def no_batching(self: Foreign, *args: Any, **kwargs: Any) -> NoReturn:
-    """Continuous batching, whose engine keeps keys in pages of its own."""
-    raise UnsupportedError(
-        f"{type(self).__name__}: continuous batching keeps keys in pages of its own, which are not "
-        "sharded; call model.generate on a padded batch, or batch on one device, "
-        "weft.restore(model)"
-    )
-
-
-_BATCHING = dict.fromkeys(
-    ("generate_batch", "init_continuous_batching", "continuous_batching_context_manager"),
-    no_batching,
-)
-#: What a model's methods are replaced by.
-REPLACED: Mapping[str, Callable] = {"generate": generate, **_BATCHING}

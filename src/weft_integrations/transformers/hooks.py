@@ -5,11 +5,9 @@ Everything is a hook or an attribute of the model's own modules; no class is cha
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
-import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,14 +24,19 @@ from weft_axes.fields.islands import aligned_functions, on_rows, proven_islands
 from weft_axes.gradients.sync import AVERAGED
 
 from .. import Foreign
-from ..common import Parallelized, check_axis, check_modules, check_not_placed, refuse_split_heads
+from ..common import (
+    Parallelized,
+    check_axis,
+    check_modules,
+    check_not_placed,
+)
 from ..fields import by_positions, is_experts
-from . import calls, chosen_keys, generation, interface, latents, parts, refused, towers
+from . import calls, chosen_keys, generation, interface, latents, parts, towers
 from .rebinding import calls as calls_of
 from .rebinding import put, put_back, rebound
 from .recurrences import FUNCTIONS, WITHOUT_STATE, of_device
 from .recurrent_modules import MODULES
-from .replicated import Own, configurations, own_attention, with_nested
+from .replicated import Own, configurations, with_nested
 
 
 @dataclass(kw_only=True)
@@ -45,12 +48,9 @@ class _Installed(Parallelized):
         layout: that the model is on.
         axis: the layout's name for the tokens.
         hooks: handles of hooks on the model and its modules.
-        replaced: names of attributes that weft set on the model.
-        before: their earlier values, where the model had any.
         own: its configurations, and their attention before.
         recurrent: modules whose convolution or recurrence goes over ranks.
         of_rows: modules that count tokens or images, or choose keys, of full rows.
-        expanding: modules whose latents may travel.
         calls: what begins and ends each forward pass.
     """
 
@@ -58,12 +58,9 @@ class _Installed(Parallelized):
     layout: Layout
     axis: str
     hooks: list[RemovableHandle] = field(default_factory=list)
-    replaced: list[str] = field(default_factory=list)
-    before: dict[str, Any] = field(default_factory=dict)
     own: list[Own] = field(default_factory=list)
     recurrent: list[nn.Module] = field(default_factory=list)
     of_rows: list[nn.Module] = field(default_factory=list)
-    expanding: list[nn.Module] = field(default_factory=list)
     calls: calls.Calls | None = None
 
     def __deepcopy__(self, memo: dict) -> _Installed:
@@ -71,25 +68,12 @@ class _Installed(Parallelized):
         vars(copied).update(copy.deepcopy(vars(self) | {"steps": []}, memo))
         return copied
 
-    @contextlib.contextmanager
-    def own_model(self, model: Foreign) -> Iterator[None]:
-        """Let a model be as it was before, for a call that is not split."""
-        with own_attention(model, self.own):
-            yield
-
     def undo(self, model: Foreign) -> None:
         """Remove hooks, modules' functions and attributes of weft from a model."""
         for handle in self.hooks:
             handle.remove()
         for module in model.modules():
             put_back(module)
-        for module in self.expanding:
-            latents.take_back(module)
-        for name in self.replaced:
-            if name in self.before:
-                setattr(model, name, self.before[name])
-            else:
-                model.__dict__.pop(name, None)
         model.set_attn_implementation(self.implementation)
         model.__dict__.pop(AVERAGED, None)
         super().undo(model)
@@ -100,12 +84,11 @@ def install(
     layout: Layout,
     axis: str,
     embeddings: nn.Module | None = None,
-    name: str = interface.NAME,
     travel: latents.Latents = "auto",
     images: str = "whole",
     report: WholeReport | None = None,
-) -> nn.Module:
-    """Give a model weft's attention (registered under a name), mask and hooks."""
+) -> None:
+    """Give a model weft's attention, mask and hooks."""
     embeddings = embeddings or find_embeddings(model)
     installed = _Installed(
         ran_whole=report,
@@ -115,19 +98,17 @@ def install(
         axis=axis,
     )
     try:
-        _put_in(model, installed, embeddings, name, travel, images)
+        _put_in(model, installed, embeddings, travel, images)
     except BaseException:  # the model stays as it was
         installed.undo(model)
         model.__dict__.pop("_weft", None)
         raise
-    return model
 
 
 def _put_in(
     model: Foreign,
     installed: _Installed,
     embeddings: nn.Module | None,
-    name: str,
     travel: latents.Latents,
     images: str,
 ) -> None:
@@ -137,7 +118,7 @@ def _put_in(
     installed.own = [(c, c._attn_implementation) for c in configurations(model)]
     installed.recurrent = _rebind(model, layout, axis)
     if not _attends_by_itself(model):
-        _take_attention(model, installed, name, travel)
+        _take_attention(model, installed, travel)
         if decoder is not None:
             _keep_towers(decoder, installed)
     installed.of_rows += _put_all(spread if layout.size(axis) > 1 else ())
@@ -148,13 +129,12 @@ def _put_in(
         put(module, on_rows)
     _align(model)
     installed.leave_graphs(model)
-    check_modules(model if decoder is None else decoder)
+    check_modules(decoder or model, layout, axis)
     installed.put_on(model)
-    _hook(model, layout, axis, embeddings, installed, decoder)
+    _hook(model, installed, embeddings, decoder)
     setattr(model, AVERAGED, True)
     if hasattr(model, "generate"):
-        for attribute, function in generation.REPLACED.items():
-            _replace(model, attribute, types.MethodType(function, model), installed)
+        put(model, generation.generate, "generate")
 
 
 def _align(model: Foreign) -> None:
@@ -183,22 +163,18 @@ def _attends_by_itself(model: Foreign) -> bool:
     return not (known and model._can_set_attn_implementation())
 
 
-def _take_attention(
-    model: Foreign, installed: _Installed, name: str, travel: latents.Latents
-) -> None:
+def _take_attention(model: Foreign, installed: _Installed, travel: latents.Latents) -> None:
     """Have the model's attention, and what reads masks for it, be weft's."""
-    layout, axis = installed.layout, installed.axis
     for module in model.modules():
         if parts.biases_distances(module):
             put(module, parts.bias_of_tile, "compute_bias")
             installed.of_rows.append(module)
     choosing = (c for module in model.modules() for c in chosen_keys.replaced_methods(module))
     installed.of_rows += dict.fromkeys(_put_all(choosing))
-    if travel != "keys":
-        installed.expanding = latents.modules(model)
-        for module in installed.expanding:
-            latents.hand_on(module, layout, axis, travel)
-    model.set_attn_implementation(name)
+    if travel != "keys" and installed.layout.size(installed.axis) > 1:
+        for module in filter(latents.expands_latents, model.modules()):
+            latents.hand_on(module, travel)
+    model.set_attn_implementation(interface.NAME)
 
 
 def _keep_towers(decoder: nn.Module, installed: _Installed) -> None:
@@ -210,9 +186,8 @@ def _keep_towers(decoder: nn.Module, installed: _Installed) -> None:
 
 
 def check_layout(layout: Layout, axis: str) -> None:
-    """Raise unless a layout splits queries and keys of an axis in the same way, and no heads."""
+    """Raise unless a layout splits queries and keys of an axis in the same way."""
     check_axis(layout, axis)
-    refuse_split_heads(layout, axis)
     queries, keys = layout.shard_dims(axis), layout.key_dims(axis)
     if queries != keys:
         raise DeclarationError(
@@ -221,25 +196,6 @@ def check_layout(layout: Layout, axis: str) -> None:
             f"queries and {keys or 'no mesh dim'} keys; use a layout such as ring-4, ulysses-4 or "
             "tile-2x2"
         )
-
-
-def check_context_group(layout: Layout, axis: str) -> None:
-    """Raise unless a layout is that of one context group, over which gradients can be averaged."""
-    rest = [d for d in layout.data_dims if d not in layout.shard_dims(axis)]
-    if rest:
-        raise DeclarationError(
-            f"{layout.source}: a transformers model takes the layout of a context group, whose"
-            f" ranks hold the same rows, and mesh dims {rest} split something else than {axis!r};"
-            " bind a layout of the tokens alone to a slice of the mesh (layout.bind(mesh['cp']))"
-            " and leave data parallelism to DDP or FSDP"
-        )
-
-
-def without_adapters(model: Foreign) -> nn.Module:
-    """The transformers model within a model of PEFT, whose adapters are modules of it."""
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    refused.adalora(model)
-    return model
 
 
 def check_kind(model: Foreign) -> None:
@@ -268,17 +224,12 @@ def find_embeddings(model: Foreign) -> nn.Module | None:
 
 def _hook(
     model: Foreign,
-    layout: Layout,
-    axis: str,
-    embeddings: nn.Module | None,
     installed: _Installed,
+    embeddings: nn.Module | None,
     decoder: nn.Module | None,
 ) -> None:
     hooks = installed.hooks
-    replaced = installed.recurrent, installed.of_rows
-    report, inside = installed.ran_whole, embeddings is not None
-    entered = calls.Calls(model, layout, axis, report, inside, *replaced, decoder)
-    installed.calls = entered
+    installed.calls = entered = calls.Calls(model, embeddings is not None, decoder)
     hooks.append(model.register_forward_pre_hook(entered.enter, with_kwargs=True))
     within = [m for m in model.modules() if isinstance(m, PreTrainedModel) and m is not model]
     if decoder is not None:  # towers are never split
@@ -357,10 +308,3 @@ def _changes(module: Foreign) -> list[tuple[nn.Module, Callable, str]]:
     stock = inspect.unwrap(type(module).forward).__globals__
     values = {name: FUNCTIONS[name](of_device(stock[name])) for name in names}
     return [(module, rebound(type(module).forward, values), "forward")]
-
-
-def _replace(model: Foreign, name: str, value: Any, installed: _Installed) -> None:
-    if name in model.__dict__:
-        installed.before[name] = model.__dict__[name]
-    installed.replaced.append(name)
-    setattr(model, name, value)

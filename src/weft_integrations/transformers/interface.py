@@ -149,7 +149,9 @@ def attend(
         raise UnsupportedError(f"{name}: dropout={dropout} in attention; set {option}=0")
     known = _HARMLESS.union(_UNDERSTOOD)
     strange = [k for k, v in options.items() if k not in known and v is not None and v is not False]
-    if position_bias is not None and not _has_known_bias(module):
+    # A bias of distances that weft made, also for later layers, or of zeros across.
+    ours = hasattr(module, "compute_bias") and hasattr(module, "has_relative_attention_bias")
+    if position_bias is not None and not ours:
         strange.append("position_bias")
     call = running()
     if call is None:
@@ -171,7 +173,9 @@ def attend(
     if isinstance(where, Weighed):
         weights, where, choice = where.weights, where.where, where.choice
     plain = all(option is None for option in (softcap, s_aux, choice, position_bias, weights))
-    whole = _is_whole(key, call.axis) and isinstance(where, Sharded) and where.mask == Full()
+    # Every rank has all keys of its queries, which may be no tokens.
+    whole = isinstance(key, Tensor) and split_at(key, call.axis) != 2
+    whole = whole and isinstance(where, Sharded) and where.mask == Full()
     if isinstance(where, Tensor) or (whole and plain and not where.refusal and not where.cached):
         if not plain:
             why = f"it passes a mask of type {type(where).__name__}"
@@ -262,20 +266,10 @@ def _by_itself(
     return run(module, query, key, value, mask, **options)[0], None
 
 
-def _is_whole(key: Any, axis: str) -> bool:
-    """True where every rank has all keys of its queries, which may be no tokens."""
-    return isinstance(key, Tensor) and split_at(key, axis) != 2
-
-
 def _field(x: Any, call: ModelCall) -> Any:
     """Keys of other states that every rank has, as a field."""
     plain = isinstance(x, Tensor) and not isinstance(x, Field)
     return cut(x, call.layout, {call.axis: 2}, call.report, True) if plain else x
-
-
-def _has_known_bias(module: Foreign) -> bool:
-    """True for a bias of distances that weft made, also for later layers, or of zeros across."""
-    return hasattr(module, "compute_bias") and hasattr(module, "has_relative_attention_bias")
 
 
 def _choice(

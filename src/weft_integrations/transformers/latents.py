@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from weft.layout import Layout
 from weft.runtime.expand import Expansion
 
 from .. import Foreign
 from .mark import Untouchable, touched
+from .rebinding import KEPT, put
 from .running import running
 
-#: The attribute of a module whose latents are handed on.
-_KEPT = "_weft_latents"
 #: Whether latents travel: "auto", if they are fewer bytes and at most 5 % longer by the plan.
 Latents = Literal["auto", "latents", "keys"]
 _METHOD, _WEIGHTS = "expand_kv", "kv_b_proj"
@@ -67,12 +64,8 @@ def taken(
     return *key.latents, key.expansion
 
 
-def modules(model: Foreign) -> list[nn.Module]:
-    """The modules of a model that expand latents, one head of them, by a projection."""
-    return [module for module in model.modules() if _expands(module)]
-
-
-def _expands(module: Foreign) -> bool:
+def expands_latents(module: Foreign) -> bool:
+    """True of a module that expands latents, one head of them, by a projection."""
     method = getattr(type(module), _METHOD, None)
     weights = getattr(module, _WEIGHTS, None)
     if method is None or not isinstance(weights, nn.Module) or _METHOD in module.__dict__:
@@ -88,17 +81,10 @@ class _Handed:
     expansion: Expansion | None = None
 
 
-def hand_on(module: Foreign, layout: Layout, axis: str, travel: Latents) -> None:
+def hand_on(module: Foreign, travel: Latents) -> None:
     """Let a module hand its latents on to weft's attention, in calls that are split."""
-    if layout.size(axis) > 1:
-        module.__dict__[_KEPT] = _Handed(travel)
-        module.__dict__[_METHOD] = types.MethodType(_expand_kv, module)
-
-
-def take_back(module: Foreign) -> None:
-    """Take away what `hand_on` gave."""
-    module.__dict__.pop(_METHOD, None)
-    module.__dict__.pop(_KEPT, None)
+    put(module, _expand_kv, _METHOD)
+    module.__dict__[KEPT] = _Handed(travel)
 
 
 def _expand_kv(self: Foreign, c: Tensor, r: Tensor) -> Any:
@@ -110,7 +96,7 @@ def _expand_kv(self: Foreign, c: Tensor, r: Tensor) -> Any:
 
 
 def _expansion(module: Foreign) -> Expansion:
-    handed, weights = module.__dict__[_KEPT], getattr(module, _WEIGHTS)
+    handed, weights = module.__dict__[KEPT], getattr(module, _WEIGHTS)
     if handed.expansion is None or handed.expansion.module is not weights:  # adapters come and go
         stock = functools.partial(getattr(type(module), _METHOD), module)
         handed.expansion = Expansion(stock, weights, handed.travel)
@@ -133,4 +119,4 @@ def _travels(module: Foreign, c: Tensor, r: Tensor) -> bool:
     return not any(isinstance(p, DTensor) or p.device != c.device for p in weights)
 
 
-__all__ = ["Latents", "Unexpanded", "hand_on", "modules", "take_back", "taken"]
+__all__ = ["Latents", "Unexpanded", "expands_latents", "hand_on", "taken"]

@@ -17,8 +17,9 @@ from weft.errors import DeclarationError
 from weft.layout import Layout
 from weft_axes.fields import WholeReport
 
+from ..common import check_splits_only, within_adapters
 from . import refused
-from .hooks import check_context_group, check_kind, check_layout, install, without_adapters
+from .hooks import check_kind, check_layout, install
 from .latents import Latents
 from .replicated import unshare_configurations
 
@@ -131,11 +132,11 @@ def parallelize_transformers(
     >>> out.logits.shape, out.loss.shape
     (torch.Size([1, 6, 10]), torch.Size([]))
     """
-    _ = layout.bound
-    inner = without_adapters(model)
+    inner = within_adapters(model)
+    refused.adalora(inner)
     check_kind(inner)
     check_layout(layout, axis)
-    check_context_group(layout, axis)
+    check_splits_only(layout, axis, "tokens")
     refused.lists_of_keys(inner, layout, axis)
     for option, value, known in (
         ("images", images, ("whole", "spread")),

@@ -21,6 +21,8 @@ from ..common import OF_RANKS
 
 #: Marks functions that were made here.
 _MARK = "_weft_rebound"
+#: The attribute of a module with what such a function keeps.
+KEPT = "_weft_kept"
 
 
 def rebound(function: Callable, values: Mapping[str, Any]) -> Callable:
@@ -91,7 +93,8 @@ def put_back(module: Foreign) -> None:
     for name, current in list(module.__dict__.items()):
         if not hasattr(getattr(current, "__func__", None), _MARK):
             continue
-        module.__dict__.pop(PROOF, None)
+        for kept in (PROOF, KEPT):
+            module.__dict__.pop(kept, None)
         if name == "_old_forward":
             module.__dict__[name] = types.MethodType(type(module).forward, module)
         else:
@@ -111,4 +114,4 @@ def calls(module: Foreign, names: Iterable[str]) -> list[str]:
     return [name for name in names if name in used and name in function.__globals__]
 
 
-__all__ = ["calls", "is_ours", "put", "put_back", "rebound"]
+__all__ = ["KEPT", "calls", "is_ours", "put", "put_back", "rebound"]

@@ -39,7 +39,7 @@ from weft_axes.carry.pieces import Apply, LocalPieces
 
 from ..chunked import on_chunks
 from .running import now, running
-from .shapes import by_shapes
+from .shapes import SHAPES
 
 #: Numbers of Mamba-1's states, one per token, that exist at once.
 _STATES = 1 << 22
@@ -76,7 +76,7 @@ def of_device(stock: Callable) -> Callable:
     meta tensors, which have shapes alone, a loop over tokens gives way to its shapes.
     """
     local = inspect.unwrap(stock)
-    shapes = by_shapes(getattr(local, "__name__", ""))
+    shapes = SHAPES.get(getattr(local, "__name__", ""))
     if local is stock and shapes is None:
         return stock
     names = inspect.signature(local).parameters
@@ -375,11 +375,6 @@ def fused(stock: Callable) -> Callable:
     return run
 
 
-def one_token(stock: Callable) -> Callable:
-    """One decoding step; every rank holds the full recurrent state."""
-    return stock
-
-
 #: What stands for each function of a recurrent layer's module.
 FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
     "causal_conv1d_fn": of_chunks(convolution),
@@ -390,8 +385,9 @@ FUNCTIONS: dict[str, Callable[[Callable], Callable]] = {
     "mamba_selective_scan": of_chunks(mamba1),
     "mamba2_split_conv1d_scan_combined": fused,
     "mamba_inner_fn": fused,
-    "torch_recurrent_gated_delta_rule": one_token,
-    "recurrent_kimi_delta_attention": one_token,
+    # one decoding step: every rank holds the full recurrent state
+    "torch_recurrent_gated_delta_rule": lambda stock: stock,
+    "recurrent_kimi_delta_attention": lambda stock: stock,
 }
 
 

@@ -11,8 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from weft._torch import in_transform, traced
-from weft.comm.once_differentiable import transformed
+from weft._torch import traced
 from weft.errors import UnsupportedError
 from weft.layout import Layout
 
@@ -25,10 +24,8 @@ from .rebinding import is_ours
 
 def configured(model: Foreign, implementation: str) -> list[nn.Module]:
     """The modules whose configuration names the implementation of attention that was set."""
-    with_config = [m for m in model.modules() if hasattr(m, "config")]
-    return [
-        m for m in with_config if getattr(m.config, "_attn_implementation", None) == implementation
-    ]
+    configs = ((m, getattr(m, "config", None)) for m in model.modules())
+    return [m for m, c in configs if getattr(c, "_attn_implementation", None) == implementation]
 
 
 def another_attention(modules: Sequence[Foreign], implementation: str) -> None:
@@ -41,12 +38,6 @@ def another_attention(modules: Sequence[Foreign], implementation: str) -> None:
                 f"({type(module).__name__}), where every rank would see its own chunk only; "
                 "call weft.restore(model) first"
             )
-
-
-def transform(name: str) -> None:
-    """Raise within a transform of `torch.func`, whose levels do not reach other ranks."""
-    if in_transform():
-        raise transformed(name)
 
 
 def exported(name: str, kwargs: dict) -> None:

@@ -38,12 +38,6 @@ def with_nested(configs: Sequence[Any]) -> list[Any]:
     return list(by_id.values())
 
 
-def own_implementations(part: nn.Module, local: Sequence[Own]) -> set[str | None]:
-    """The implementations of attention that the configurations of a part had before."""
-    inside = {id(config) for config in configurations(part)}
-    return {implementation for config, implementation in local if id(config) in inside}
-
-
 def unshare_configurations(model: nn.Module) -> None:
     """Give a model copies of its configuration objects, which other models may have, too.
 

@@ -11,9 +11,7 @@ tokens, `n` of them in all sequences and heads:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -88,29 +86,9 @@ def chunked_delta_rule(
     return out, end if output_final_state else None
 
 
-@contextmanager
-def loops_as_written() -> Iterator[None]:
-    """Inside the block recurrences on meta tensors are transformers' own code, loops and all.
-
-    It keeps more than a kernel does: the memory of a CPU, and of a GPU without
-    flash-linear-attention.
-    """
-    token = _as_written.set(True)
-    try:
-        yield
-    finally:
-        _as_written.reset(token)
-
-
-def by_shapes(name: str) -> Callable[..., Any] | None:
-    """The shapes of a function of transformers, None if it has none, or runs as it is written."""
-    return None if _as_written.get() else SHAPES.get(name)
-
-
-_as_written: ContextVar[bool] = ContextVar("as_written", default=False)
 #: Functions of transformers that loop over tokens or chunks, and their shapes.
 SHAPES: dict[str, Callable[..., Any]] = dict.fromkeys(
     ("torch_chunk_gated_delta_rule", "chunk_gated_delta_rule"), chunked_delta_rule
 )
 
-__all__ = ["by_shapes", "chunked_delta_rule", "loops_as_written"]
+__all__ = ["SHAPES", "chunked_delta_rule"]

@@ -137,17 +137,15 @@ class _Units:
         """The arguments for some units."""
         index = torch.tensor(chosen)
         picked = {
-            n: v[index.to(v.device)] if isinstance(v, Tensor) and _is_of(v, self.count) else v
+            n: v[index.to(v.device)]
+            if isinstance(v, Tensor) and v.dim() > 0 and len(v) == self.count
+            else v
             for n, v in self.arguments.items()
         }
         if self.grid is not None:
             parts = self.arguments[self.pixels].split(self.patches)
             picked[self.pixels] = torch.cat([parts[i] for i in chosen])
         return picked
-
-
-def _is_of(value: Tensor, count: int) -> bool:
-    return value.dim() > 0 and len(value) == count
 
 
 def _features(
@@ -257,11 +255,16 @@ def balanced(
 ) -> list[int]:
     """The chunk whose rank computes each unit: even by patches squared, near the placeholders.
 
-    The largest unit goes to the rank with the least work so far. Of all shifts of ranks along mesh
-    dims, that is taken by which the fewest features travel: at most their mean, F (1 - 1/size)
-    summed over mesh dims.
+    The largest unit goes to the rank with the least work so far. Of all shifts of ranks, that is
+    taken by which the fewest features travel: at most their mean, F (1 - 1/size) summed over mesh
+    dims.
     """
-    sizes = [layout.mesh[d] for d in layout.shard_dims(axis)]
+    sizes = tuple(layout.mesh[d] for d in layout.shard_dims(axis))
+
+    def at(chunks: Tensor) -> Tensor:
+        """Coordinates of chunks along the mesh dims."""
+        return torch.stack(torch.unravel_index(chunks, sizes))
+
     work = [0] * layout.size(axis)
     chosen = [0] * len(patches)
     for unit in sorted(range(len(patches)), key=lambda i: (-patches[i], i)):
@@ -269,34 +272,13 @@ def balanced(
         work[chosen[unit]] += patches[unit] ** 2
     if sum(tokens) != len(goals):
         return chosen
-    at = coordinates_of(torch.arange(len(work)), sizes)
-    each, goal = torch.tensor(chosen).repeat_interleave(torch.tensor(tokens)), at[goals]
+    each, goal = torch.tensor(chosen).repeat_interleave(torch.tensor(tokens)), at(goals)
 
     def travelling(shift: int) -> int:
-        return int((_shifted(at[each], at[shift], sizes) != goal).sum())
+        return int((at((each + shift) % len(work)) != goal).sum())
 
     best = min(range(len(work)), key=travelling)
-    return _chunk(_shifted(at[torch.tensor(chosen)], at[best], sizes), sizes).tolist()
-
-
-def coordinates_of(chunk: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Coordinates (..., mesh dims) of chunks along the mesh dims that split an axis.
-
-    >>> coordinates_of(torch.arange(4), [2, 2]).tolist()
-    [[0, 0], [0, 1], [1, 0], [1, 1]]
-    """
-    return torch.stack(torch.unravel_index(chunk, tuple(sizes)), -1)
-
-
-def _chunk(coordinates: Tensor, sizes: Sequence[int]) -> Tensor:
-    number = torch.zeros(coordinates.shape[:-1], dtype=torch.long)
-    for dim, size in enumerate(sizes):
-        number = number * size + coordinates[..., dim]
-    return number
-
-
-def _shifted(at: Tensor, shift: Tensor, sizes: Sequence[int]) -> Tensor:
-    return (at + shift) % torch.tensor(sizes)
+    return [(chunk + best) % len(work) for chunk in chosen]
 
 
 def _agreed(
@@ -344,4 +326,4 @@ def _runs(here: Tensor) -> Spans:
     return tuple(Span(int(run[0]), len(run)) for run in runs if len(run))
 
 
-__all__ = ["balanced", "coordinates_of", "methods", "to_owners"]
+__all__ = ["balanced", "methods", "to_owners"]
