@@ -122,7 +122,8 @@ def outside_graphs(fn: Callable[Params, Result], reason: str = "") -> Callable[P
             return fn(*args, **kwargs)
         maker = type(getattr(around, "_torchdynamo_orig_backend", None))
         if maker.__name__ == "ConvertFrameAssert":  # of fullgraph=True
-            raise UnsupportedError(f"{fn.__qualname__} is part of no whole graph: {reason}")
+            why = reason or "compile without fullgraph=True"
+            raise UnsupportedError(f"{fn.__qualname__} is part of no whole graph: {why}")
         token = _around.set(around)
         try:
             return _compiled_by(None, fn, *args, **kwargs)
