@@ -3,8 +3,8 @@
     python -m benchmarks.plans             # prints it
     python -m benchmarks.plans --write     # and writes it into the page
 
-Weights, and products of a token in the forward pass without attention; then the processor's seconds
-of `weft plan config` for 64 devices.
+Weights, products of a token in the forward pass without attention, and bytes of a cache of 131,072
+tokens in bf16 on one rank; then the processor's seconds of `weft plan config` for 64 devices.
 Shapes are those of `benchmarks/configs/shapes.json`. Needs nothing but these files.
 """
 
@@ -27,19 +27,21 @@ from weft.declare.hardware import Hardware
 from weft_planner.groups import Groups
 from weft_planner.hf_config import HFModel
 from weft_planner.hf_step import count_whole
+from weft_planner.serving import serving
 
 SHAPES = Path(__file__).parent / "configs" / "shapes.json"
 PAGE = Path(__file__).parent.parent / "docs" / "planning.md"
-#: Tokens of the row whose products are counted, and of the one that is planned.
-TOKENS, PLANNED = 4096, 131072
+#: Tokens of the row whose products are counted, and of the cache.
+TOKENS, CACHED = 4096, 131072
 
 
 @dataclass(frozen=True)
 class Counted:
-    """Weights, multiply-adds of a token."""
+    """Weights, multiply-adds of a token, bytes of a cache of `CACHED` tokens."""
 
     weights: int
     products: int
+    cache: int
 
 
 def _deepseek_v3() -> Counted:
@@ -50,6 +52,7 @@ def _deepseek_v3() -> Counted:
     return Counted(
         61 * latents + 3 * dense + 58 * (257 * expert + router) + 2 * words + norms,
         61 * latents + 3 * dense + 58 * (9 * expert + router) + words,
+        61 * (512 + 64) * 2 * CACHED,
     )
 
 
@@ -61,6 +64,7 @@ def _glm_4_5() -> Counted:
     return Counted(
         92 * (attention + biases) + 3 * dense + 89 * (161 * expert + router) + 2 * words + norms,
         92 * attention + 3 * dense + 89 * (9 * expert + router) + words,
+        92 * 2 * 8 * size * 2 * CACHED,
     )
 
 
@@ -72,6 +76,7 @@ def _llama_4_scout() -> Counted:
     return Counted(
         48 * (layer + 2 * d) + 2 * words + d,
         48 * layer + words,
+        2 * 8 * size * 2 * (12 * CACHED + 36 * 8191),
     )
 
 
@@ -81,6 +86,7 @@ def _qwen3_14b() -> Counted:
     return Counted(
         40 * (layer + 2 * d + 2 * size) + 2 * words + d,
         40 * layer + words,
+        40 * 2 * 8 * size * 2 * CACHED,
     )
 
 
@@ -91,6 +97,7 @@ def _gemma_3_27b() -> Counted:
     return Counted(
         62 * (layer + 4 * d + 2 * size) + words + d,
         62 * layer + words,
+        2 * 16 * size * 2 * (10 * CACHED + 52 * 1023),
     )
 
 
@@ -109,6 +116,7 @@ def _qwen3_next_80b() -> Counted:
         + 2 * words
         + d,
         12 * attention + 36 * (projections + recurrence) + 48 * (11 * expert + router) + words,
+        12 * 2 * 2 * size * 2 * CACHED + 36 * (32 * 128 * 128 * 4 + 4 * mixed * 2),
     )
 
 
@@ -132,17 +140,18 @@ def planned(model: HFModel) -> Counted:
     """The same as the planner has it."""
     one = Layout.parse("tokens: local")
     step = count_whole(model, one, TOKENS, loss="full", recompute=False)
-    return Counted(model.numbers, step.flops[0] // (2 * TOKENS))
+    served = serving(model, CACHED, 1)
+    return Counted(model.numbers, step.flops[0] // (2 * TOKENS), served.cache + served.states)
 
 
 def rows() -> Iterator[str]:
     """The table."""
-    head = "weights, B", "by hand", "products of a token, G", "by hand", "s"
+    head = "weights, B", "by hand", "products of a token, G", "by hand", "cache, GB", "by hand", "s"
     yield f"| model | {' | '.join(head)} |"
-    yield "|---|" + "---:|" * 5
+    yield "|---|" + "---:|" * 7
     for name, by_hand in BY_HAND.items():
         model, start = model_of(name), time.process_time()
-        Groups(model, PLANNED, Hardware.load("h100-8"), 64).rows()
+        Groups(model, CACHED, Hardware.load("h100-8"), 64).rows()
         seconds = time.process_time() - start
         pairs = zip(*(vars(each).values() for each in (planned(model), by_hand())))
         cells = [f"{value / 1e9:,.3f}" for both in pairs for value in both]

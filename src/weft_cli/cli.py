@@ -18,7 +18,7 @@ COMMANDS = {
     "explain model": "Show what a training step moves and holds, layouts side by side.",
     "plan call": "Find the layout of an attention call on a machine.",
     "plan model": "Find the layout of a model file's training step on a machine.",
-    "plan config": "Find how to train a transformers model on a machine.",
+    "plan config": "Find how to train, or serve, a transformers model on a machine.",
     "check": "Run a layout, and compare it with softmax attention on one device.",
     "rates": "Measure this machine or cluster: for a hardware file, and for \\[rates] of a layout.",
     "train": "Train a model on a layout.",

@@ -1,4 +1,4 @@
-"""`weft plan config`: how to train a transformers model, from its config alone."""
+"""`weft plan config`: how to train or serve a transformers model, from its config alone."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from weft_planner.choices import LOSSES, OPTIMIZERS, OTHER, RECOMPUTE
 from weft_planner.groups import Groups, Row
 from weft_planner.hf_config import HFModel
 from weft_planner.ledger import nearest
+from weft_planner.serving import serving
 
 from ..inspect.printer import console, print_table, say, working, wrote
 from . import options
@@ -68,11 +69,15 @@ def config(
         str,
         options.of_model("none, layers, offload (their inputs to the host), or auto: any."),
     ] = "auto",
+    serve: Annotated[
+        bool,
+        options.of_model("Serving instead: weights and cache of a rank, bytes of a new token."),
+    ] = False,
     top: options.Top = 5,
     html: options.Page = None,
     write: options.Write = None,
 ) -> None:
-    """Find how to train a transformers model on a machine. Starts nothing.
+    """Find how to train, or serve, a transformers model on a machine. Starts nothing.
 
     Groups of devices, the layout of a group, recomputation, FSDP's sharding, loss
     and precision, with the seconds of a step and the memory of a rank by part,
@@ -85,8 +90,13 @@ def config(
 
         weft plan config Meta-Llama-3-8B/config.json --tokens 131072 --devices 64 \\
             --hardware h100-8
+
+        weft plan config Meta-Llama-3-8B/ --tokens 131072 --devices 8 --hardware h100-8 --serve
     """
     asked = Asked(_tokens_of(tokens), hardware, devices, memory, write)
+    if serve:
+        _serve(HFModel.load(config), asked)
+        return
     tried = (
         _chosen("--loss", loss, LOSSES),
         _chosen("--optimizer", optimizer, tuple(OPTIMIZERS)),
@@ -146,6 +156,46 @@ def _chosen(name: str, value: str, known: tuple[str, ...]) -> tuple[str, ...]:
     if value != "auto" and value not in known:
         raise DeclarationError(f"{name} {shown(value)}{did_you_mean(value, (*known, 'auto'))}")
     return known if value == "auto" else (value,)
+
+
+def _serve(model: HFModel, asked: Asked) -> None:
+    """Print bytes that a rank holds and receives as a model generates, by the size of its group."""
+    sizes = (n for n in range(1, asked.devices + 1) if asked.devices % n == 0)
+    found = [serving(model, asked.tokens, n) for n in sizes]
+    limit = asked.memory or Hardware.load(asked.hardware).device.memory
+    console().print(
+        f"[bold]{escape(model.class_name)}[/], {model.numbers:.3g} weights in bf16 on every rank; "
+        f"a cache of {asked.tokens:,} tokens, split over the ranks of a group\n",
+        highlight=False,
+    )
+    columns = ("ranks", "weights", "cache", "states", "in all", "fits", "received per token")
+    print_table(
+        "memory of a rank",
+        [f">{name}" for name in columns],
+        [
+            (
+                str(each.ranks),
+                *map(_gb, (each.weights, each.cache, each.states, each.nbytes)),
+                "?" if limit is None else "yes" if each.nbytes + OTHER <= limit else "no",
+                words.nbytes(each.decoded),
+            )
+            for each in found
+        ],
+        "received: partial outputs of every layer that attends; 4 GB to spare",
+    )
+    room = next((r.ranks for r in found if limit and r.nbytes + OTHER <= limit), None)
+    if room is None:
+        say("nothing fits: more devices, or fewer tokens")
+    elif room == 1:
+        say("fits on one rank, without a layout; more of them share the cache")
+    else:
+        line = f"tokens: ring={room}"
+        say(
+            f"fits from {room} ranks on",
+            f"type:    weft.parallelize(model, weft.Layout.parse({line!r}).build())",
+            "         model.generate(ids, max_new_tokens=...)        torchrun --nproc-per-node "
+            f"{room} serve.py",
+        )
 
 
 def _gb(nbytes: float) -> str:
