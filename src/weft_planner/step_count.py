@@ -226,6 +226,3 @@ def part_of(moved: Moved) -> str:
         return "gradients"
     named = {"sum": "sums", "redistribute": "resharding", "weights (fsdp)": "weights"}
     return named.get(moved.what, moved.what)
-
-
-__all__ = ["Moved", "StepCount", "busiest", "by_part", "count_steps", "part_of", "some_ranks"]

@@ -124,6 +124,3 @@ def _offsets(moved: Moved) -> list[int]:
 def _size(moved: Moved) -> int:
     sizes = dict(moved.mesh)
     return math.prod(sizes[name] for name in moved.mesh_dim.split("+"))
-
-
-__all__ = ["StepTime", "levels_of", "moved_seconds", "step_time"]
